@@ -1,0 +1,19 @@
+"""Native Sparse Attention: the definition (`reference`), its fast backends, and the functions that dispatch to them."""
+
+from nsa_lab.attention import reference
+from nsa_lab.attention.compression import compress
+from nsa_lab.attention.dense import dense_attention
+from nsa_lab.attention.dispatch import (
+    BackendError,
+    compressed_attention,
+    nsa_attention,
+    resolve_backend,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+
+__all__ = [
+    "BackendError", "compress", "compressed_attention", "dense_attention", "nsa_attention", "reference",
+    "resolve_backend", "select_blocks", "selected_attention", "window_attention",
+]

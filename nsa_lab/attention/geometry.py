@@ -1,0 +1,100 @@
+"""Block arithmetic of NSA: which blocks exist, which a query sees, how they overlap, how much is read.
+
+Integers and small tables only. Everything here is exact, and every backend takes it from here.
+Source: arXiv 2502.11089, section 3.3; letters as in `NSAConfig`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_lab.config import NSAConfig
+
+
+def num_compressed(length: int, nsa: NSAConfig) -> int:
+    """Compression blocks of a sequence of `length` tokens: block i covers [i*d, i*d + l), whole blocks only."""
+    return 0 if length < nsa.l else (length - nsa.l) // nsa.d + 1
+
+
+def num_selection(length: int, nsa: NSAConfig) -> int:
+    """Selection blocks of a sequence of `length` tokens, the last one possibly cut short."""
+    return -(-length // nsa.l_sel)
+
+
+def visible_compressed(position: torch.Tensor, nsa: NSAConfig) -> torch.Tensor:
+    """How many compression blocks the query at `position` (0-based, any integer shape) sees.
+
+    Block i is visible once its last token is: i*d + l - 1 <= t. The visible blocks are a prefix, 0 .. count-1.
+    """
+    return ((position + 1 - nsa.l).div(nsa.d, rounding_mode="floor") + 1).clamp_min(0)
+
+
+def overlap(n_compressed: int, n_selection: int, nsa: NSAConfig, *, dtype=torch.float32, device=None) -> torch.Tensor:
+    """Weights [n_compressed, n_selection] that carry block probabilities to selection blocks (eq. 9).
+
+    Entry (i, j) is the number of tokens that compression block i and selection block j share, over d. For
+    l, d, l_sel = 32, 16, 64, block j collects compressed blocks 4j-1 .. 4j+3 with weights 1, 2, 2, 2, 1. The paper's
+    double sum is the same count when its j runs from 1; read with j from 0 it ranks one block into the past.
+    """
+    start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d
+    start_j = torch.arange(n_selection, device=device).unsqueeze(0) * nsa.l_sel
+    shared = torch.minimum(start_i + nsa.l, start_j + nsa.l_sel) - torch.maximum(start_i, start_j)
+    return shared.clamp_min(0).to(dtype) / nsa.d
+
+
+def forced_blocks(position: torch.Tensor, n_selection: int, nsa: NSAConfig) -> torch.Tensor:
+    """Bool [..., n_selection]: the first block, the one that holds the query, and the one before it."""
+    block = torch.arange(n_selection, device=position.device)
+    own = position.unsqueeze(-1) // nsa.l_sel
+    return (block == 0) | (block == own) | (block == own - 1)
+
+
+def candidate_blocks(position: torch.Tensor, n_selection: int, nsa: NSAConfig) -> torch.Tensor:
+    """Bool [..., n_selection]: blocks that have begun by the query's position, j*l_sel <= t."""
+    return torch.arange(n_selection, device=position.device) * nsa.l_sel <= position.unsqueeze(-1)
+
+
+def selected_keys(position: int, nsa: NSAConfig) -> int:
+    """Keys the selected branch reads at `position`: whole past blocks and the begun part of the current one.
+
+    Exact, whatever was chosen, because the current block is always among the chosen.
+    """
+    own, within = divmod(position, nsa.l_sel)
+    return min(own, nsa.n_sel - 1) * nsa.l_sel + within + 1
+
+
+def mean_selected_keys(length: int, nsa: NSAConfig) -> float:
+    """Mean of `selected_keys` over a sequence, in closed form; 752.5 for 2048 tokens and the defaults.
+
+    Whole blocks b = 0, 1, ... contribute l_sel * (min(b, n_sel-1) * l_sel + (l_sel+1)/2); a cut last one its share.
+    """
+    whole, rest = divmod(length, nsa.l_sel)
+    growing = min(whole, nsa.n_sel - 1)
+    past_blocks = growing * (growing - 1) // 2 + (whole - growing) * (nsa.n_sel - 1)
+    total = past_blocks * nsa.l_sel**2 + whole * nsa.l_sel * (nsa.l_sel + 1) / 2
+    total += rest * min(whole, nsa.n_sel - 1) * nsa.l_sel + rest * (rest + 1) / 2
+    return total / length
+
+
+def decode_reads(length: int, nsa: NSAConfig) -> dict[str, int]:
+    """Keys read by the query at the end of `length` tokens, by branch: N(S), min(n_sel*l_sel, causal), min(w, S)."""
+    return {
+        "cmp": num_compressed(length, nsa),
+        "sel": selected_keys(length - 1, nsa) if length else 0,
+        "win": min(nsa.w, length),
+    }
+
+
+def mean_reads(length: int, nsa: NSAConfig) -> dict[str, float]:
+    """Mean keys a query reads over a training sequence of `length` tokens, by branch; `dense` beside them."""
+    n = num_compressed(length, nsa)
+    # Block i is seen by the length - (i*d + l - 1) queries from its last token on.
+    cmp = n * (length - nsa.l + 1) - nsa.d * n * (n - 1) / 2
+    full = max(length - nsa.w, 0)
+    ramp = length - full
+    return {
+        "cmp": cmp / length,
+        "sel": mean_selected_keys(length, nsa),
+        "win": (ramp * (ramp + 1) / 2 + full * nsa.w) / length,
+        "dense": (length + 1) / 2,
+    }

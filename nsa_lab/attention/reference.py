@@ -1,0 +1,154 @@
+"""The definition of NSA, in plain torch, any floating dtype. Everything else in this project is measured against it.
+
+One function a formula, written to be read beside the paper (arXiv 2502.11089, section 3.3), not to be fast: whole
+score matrices are formed, in float32 for half precision and in float64 otherwise. Layout as in flash-attention: q [B, T, H, D], k and v [B, T, G, D]; head n of the H query
+heads belongs to group n // (H/G). The softmax scale is d_k**-0.5; LSE is the natural logarithm, float32 (float64 for
+float64 inputs), and -inf where a query sees nothing; such a query's output is 0 and its gradients are 0, never NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import geometry
+from nsa_lab.attention.compression import check_phi
+from nsa_lab.config import NSAConfig
+
+
+def compress(x: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None = None) -> Tensor:
+    """phi over every block of l tokens, d apart (eq. 7): x [B, T, G, D] -> [B, N, G, D].
+
+    N = 0 if T < l else (T - l)//d + 1, and block i covers tokens [i*d, i*d + l). `avg` is the mean.
+    """
+    check_phi(nsa, phi)
+    if x.shape[1] < nsa.l:
+        blocks = x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l)
+    else:
+        blocks = x.unfold(1, nsa.l, nsa.d)  # [B, N, G, D, l]
+    return blocks.to(_wide(x.dtype)).mean(-1).to(x.dtype) if phi is None else phi(blocks)
+
+
+def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Attention over the visible compressed blocks: query t sees block i iff i*d + l - 1 <= t (eq. 7 and 8).
+
+    q [B, T, H, D], k_cmp [B, N, G, D], v_cmp [B, N, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
+    """
+    t = torch.arange(q.shape[1], device=q.device)
+    visible = torch.arange(k_cmp.shape[1], device=q.device) < geometry.visible_compressed(t, nsa).unsqueeze(-1)
+    return _masked_attention(q, k_cmp, v_cmp, visible[None, :, None])
+
+
+def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
+    """Importance of every selection block to every query and group, summed over the group's heads (eq. 8, 9, 10).
+
+    q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H] from `compressed_attention` -> float32 [B, T, G, blocks]. The softmax runs over the visible compressed blocks alone.
+    """
+    T, N = q.shape[1], k_cmp.shape[1]
+    wide = _wide(q.dtype)
+    scores = _scores(q, k_cmp)  # [B, T, G, h, N]
+    t = torch.arange(T, device=q.device)
+    visible = torch.arange(N, device=q.device) < geometry.visible_compressed(t, nsa).unsqueeze(-1)
+    lse = _split_heads(lse.to(wide).unsqueeze(-1), k_cmp.shape[2])  # [B, T, G, h, 1]
+    seen = visible[None, :, None, None]
+    # Masked before exp: a row that sees nothing has lse = -inf, and exp(s + inf) must not be formed.
+    p = torch.where(seen, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()
+    carry = geometry.overlap(N, geometry.num_selection(T, nsa), nsa, dtype=wide, device=q.device)
+    return (p.sum(dim=3) @ carry).float()
+
+
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
+    """The n_sel blocks that each query and group reads (eq. 11), int32 [B, T, G, n_sel], ascending, then -1.
+
+    Candidates have begun (j*l_sel <= t). Block 0, the query's own and the one before it are always in and count towards
+    n_sel; the rest go by importance, ties to the lower index. Carries no gradient.
+    """
+    with torch.no_grad():
+        importance = block_importance(q, k_cmp, lse, nsa)
+    return choose(importance, nsa)
+
+
+def choose(importance: Tensor, nsa: NSAConfig, first: int = 0) -> Tensor:
+    """`select_blocks` once the importances [B, T, G, blocks] are known; `first` is the position of the first query."""
+    T, blocks = importance.shape[1], importance.shape[3]
+    t = torch.arange(first, first + T, device=importance.device)
+    forced = geometry.forced_blocks(t, blocks, nsa)[:, None]  # [T, 1, blocks]
+    candidate = geometry.candidate_blocks(t, blocks, nsa)[:, None]
+    rank = torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf"))
+    # A stable descending sort keeps equal scores in index order: ties go to the lower index, exactly.
+    order = rank.sort(dim=-1, descending=True, stable=True).indices[..., : nsa.n_sel]
+    order = torch.where(candidate.expand_as(rank).gather(-1, order), order, blocks)  # not begun: sorts to the end
+    order = order.sort(dim=-1).values
+    chosen = torch.where(order < blocks, order, -1).to(torch.int32)
+    return torch.nn.functional.pad(chosen, (0, nsa.n_sel - chosen.shape[-1]), value=-1)
+
+
+def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Attention over the tokens <= t of the chosen blocks (eq. 10, 11).
+
+    q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv], blocks int32 [B, T, G, n_sel] -> out [B, T, H, Dv], lse [B, T, H].
+    """
+    B, T, G = k.shape[:3]
+    n = geometry.num_selection(T, nsa)
+    chosen = torch.zeros(B, T, G, n + 1, dtype=torch.bool, device=q.device)
+    chosen.scatter_(-1, torch.where(blocks < 0, n, blocks).long(), True)  # padding lands in a spare column
+    t = torch.arange(T, device=q.device)
+    tokens = chosen[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :T] & (t <= t[:, None])[None, :, None]
+    return _masked_attention(q, k, v, tokens)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Attention over the w latest tokens, the query's own included: exactly min(w, t+1) keys (section 3.3.3).
+
+    q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
+    """
+    t = torch.arange(q.shape[1], device=q.device)
+    near = (t <= t[:, None]) & (t > t[:, None] - nsa.w)
+    return _masked_attention(q, k, v, near[None, :, None])
+
+
+def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
+    """The gated sum of the branches (eq. 5); gates [B, T, H, 3] in the order cmp, sel, win."""
+    g_cmp, g_sel, g_win = gates.unsqueeze(-1).unbind(-2)
+    return g_cmp * out_cmp + g_sel * out_sel + g_win * out_win
+
+
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,
+    gates: Tensor, nsa: NSAConfig,
+) -> Tensor:
+    """The three branches and their gated sum -> [B, T, H, Dv]. k_cmp and v_cmp are already compressed."""
+    out_cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa)
+    blocks = select_blocks(q, k_cmp, lse, nsa)
+    out_sel, _ = selected_attention(q, k_sel, v_sel, blocks, nsa)
+    out_win, _ = window_attention(q, k_win, v_win, nsa)
+    return combine(out_cmp, out_sel, out_win, gates)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
+
+
+def _split_heads(x: Tensor, groups: int) -> Tensor:
+    """[B, T, H, D] -> [B, T, G, h, D]."""
+    return x.unflatten(2, (groups, x.shape[2] // groups))
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """Scaled dot products [B, T, G, h, S], in the wide dtype."""
+    wide = _wide(q.dtype)
+    return torch.einsum("btghd,bsgd->btghs", _split_heads(q.to(wide), k.shape[2]), k.to(wide)) * q.shape[-1] ** -0.5
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the keys that `allowed` (bool, broadcast over [B, T, G, S]) lets each query see."""
+    scores = _scores(q, k).masked_fill(~allowed.unsqueeze(3), float("-inf"))  # [B, T, G, h, S]
+    if k.shape[1] == 0:
+        lse = scores.new_full(scores.shape[:-1], float("-inf"))
+    else:
+        # logsumexp of a row of -inf is -inf with a NaN gradient; such rows are given one finite score, then undone.
+        empty = ~allowed.any(-1).unsqueeze(-1).expand(scores.shape[:-1])
+        lse = torch.where(empty, float("-inf"), scores.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1))
+    p = torch.where(allowed.unsqueeze(3), scores - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1), float("-inf"))
+    out = torch.einsum("btghs,bsgd->btghd", p.exp(), v.to(p.dtype)).flatten(2, 3).to(q.dtype)
+    return out, lse.flatten(2, 3).to(q.dtype if q.dtype == torch.float64 else torch.float32)

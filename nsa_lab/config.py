@@ -1,0 +1,397 @@
+"""The configuration of a run: typed, frozen, validated, YAML in and out, hashed.
+
+Invariants
+* Five sections, `model`, `nsa`, `runtime`, `train`, `data`, with the key names of the NSA community's YAML files.
+* An unknown key, a wrong type or an impossible combination raises `ConfigError`: what was expected, what came, what to do.
+* Nothing reads the environment, and nothing changes after construction.
+* A step is an optimiser step; a batch is `train.batch_size * train.accumulate_grad_batches` sequences.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import yaml
+from pydantic import Field, model_validator
+
+BYTE_VOCABULARY = 256
+
+# Keys of older NSA configurations that did nothing, or no longer exist, and what takes their place.
+RETIRED_KEYS = {
+    "runtime.use_flash": "remove it; runtime.backend chooses the kernels (auto, reference, torch, triton, flash)",
+    "runtime.use_triton_sel": "remove it; runtime.backend: triton asks for the Triton kernels by name",
+    "runtime.sel_triton_min_L": "remove it; the kernels choose their own strategy by length",
+    "runtime.compile_cmp_win": "remove it; runtime.compile compiles the whole block",
+    "train.max_grad_norm": "use train.grad_clip",
+    "train.out_dir": "remove it; every run gets a directory of its own under outputs/",
+}
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message is one line per problem: key, value, remedy."""
+
+
+class _Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except pydantic.ValidationError as error:
+            raise ConfigError(_explain(error, type(self))) from None
+
+
+class NSAConfig(_Section):
+    """Geometry and variants of Native Sparse Attention (arXiv 2502.11089, section 3.3).
+
+    Lengths are in tokens, `n_sel` in blocks.
+    """
+
+    l: int = Field(32, ge=1, description="compression block length, tokens")  # noqa: E741 - the paper's letter
+    d: int = Field(16, ge=1, description="stride between compression blocks, tokens")
+    l_sel: int = Field(64, ge=1, description="selection block length, tokens")
+    n_sel: int = Field(16, description="selection blocks read by a query, the forced ones included")
+    w: int = Field(512, ge=1, description="sliding window, tokens, the query's own included")
+    phi: Literal["avg", "linear", "mlp"] = Field("avg", description="compression operator")
+    gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="gate over the three branches")
+
+    @model_validator(mode="after")
+    def _geometry(self) -> NSAConfig:
+        for name in ("l", "l_sel"):
+            length = getattr(self, name)
+            if length % self.d:
+                low = max(length // self.d, 1) * self.d
+                raise ValueError(
+                    f"nsa.{name} = {length} is not a multiple of nsa.d = {self.d}; "
+                    f"use nsa.{name} = {low} or {low + self.d}, or a stride that divides {length}"
+                )
+        if self.n_sel < 3:
+            raise ValueError(
+                f"nsa.n_sel = {self.n_sel} leaves no room for the three forced blocks "
+                "(the first, the current and the one before it); use nsa.n_sel >= 3"
+            )
+        return self
+
+
+class ModelConfig(_Section):
+    """A decoder-only transformer. `nsa` is read from the YAML section of that name."""
+
+    dim: int = Field(768, ge=1, description="width of the residual stream")
+    n_layers: int = Field(12, ge=1)
+    n_heads: int = Field(12, ge=1, description="query heads, H")
+    n_kv_groups: int = Field(2, ge=1, description="key/value groups, G")
+    d_k: int = Field(64, ge=2, description="width of a query or key head")
+    d_v: int = Field(64, ge=1, description="width of a value head")
+    vocab_size: int = Field(BYTE_VOCABULARY, ge=2)
+    attention: Literal["nsa", "dense"] = "nsa"
+    mlp: Literal["plain", "gated"] = Field("plain", description="plain: SiLU; gated: SwiGLU")
+    mlp_hidden: int | None = Field(None, ge=1, description="hidden width of the MLP; None: 4 * dim")
+    rope_theta: float = Field(10000.0, gt=0)
+    norm_eps: float = Field(1e-5, gt=0)
+    nsa: NSAConfig = NSAConfig()
+
+    @model_validator(mode="after")
+    def _heads(self) -> ModelConfig:
+        if self.n_heads % self.n_kv_groups:
+            near = min((g for g in range(1, self.n_heads + 1) if self.n_heads % g == 0),
+                       key=lambda g: abs(g - self.n_kv_groups))
+            raise ValueError(
+                f"model.n_heads = {self.n_heads} is not a multiple of model.n_kv_groups = {self.n_kv_groups}; "
+                f"the nearest number of groups that divides it is {near}"
+            )
+        if self.d_k % 2:
+            raise ValueError(
+                f"model.d_k = {self.d_k} is odd, and rotary embedding turns pairs; use {self.d_k - 1} or {self.d_k + 1}"
+            )
+        return self
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.n_heads // self.n_kv_groups
+
+    @property
+    def hidden(self) -> int:
+        return self.mlp_hidden or 4 * self.dim
+
+
+class RuntimeConfig(_Section):
+    """Where and how the run computes. Nothing here changes the mathematics beyond rounding."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there is one")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast over fp32 master weights")
+    backend: Literal["auto", "reference", "torch", "triton", "flash"] = "auto"
+    compile: bool = Field(False, description="torch.compile the model")
+    gradient_checkpointing: bool = False
+    deterministic: bool = Field(False, description="bit-exact resume on a GPU too, at some cost in speed")
+    heartbeat_s: float = Field(10.0, gt=0, description="seconds between heartbeat events")
+    profile: Literal["smoke", "production"] = Field(
+        "smoke", description="production: preflight refuses toy models, save_every 0 and synthetic data"
+    )
+
+
+class TrainConfig(_Section):
+    """The optimisation. Every count is in optimiser steps unless its name says otherwise."""
+
+    steps: int = Field(200, ge=1)
+    seq_len: int = Field(512, ge=2, description="tokens a sequence")
+    batch_size: int = Field(4, ge=1, description="sequences a forward pass")
+    accumulate_grad_batches: int = Field(1, ge=1, description="forward passes an optimiser step")
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="sequences a forward pass may hold on this device; regroups the batch, not its mathematics"
+    )
+    lr: float = Field(2e-4, gt=0, description="peak learning rate")
+    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the last step")
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.01, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    grad_clip: float = Field(1.0, gt=0, description="limit of the global gradient norm")
+    seed: int = Field(1337, ge=0, lt=2**63)
+    log_every: int = Field(10, ge=1)
+    stats_every: int = Field(100, ge=1, description="steps between gate and selection statistics")
+    eval_every: int = Field(100, ge=0, description="0: never")
+    eval_batches: int = Field(8, ge=1, description="forward passes of batch_size sequences")
+    save_every: int = Field(100, ge=0, description="0: never")
+    keep_last: int = Field(3, ge=1, description="checkpoints kept besides the permanent ones")
+    keep_every: int = Field(0, ge=0, description="steps between permanent checkpoints; 0: none")
+    spike_sigma: float = Field(0.0, ge=0, description="halt on a loss this many deviations over its window; 0: off")
+    min_tokens_per_s: float = Field(0.0, ge=0, description="throughput gate; 0: off")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.warmup_steps >= self.steps and self.warmup_steps:
+            raise ValueError(
+                f"train.warmup_steps = {self.warmup_steps} is not below train.steps = {self.steps}; "
+                f"use at most {self.steps - 1} (both count optimiser steps)"
+            )
+        if self.min_lr > self.lr:
+            raise ValueError(f"train.min_lr = {self.min_lr} is above train.lr = {self.lr}; swap or lower it")
+        if self.micro_batch_size and self.sequences_per_step % self.micro_batch_size:
+            near = max(m for m in range(1, self.micro_batch_size + 1) if self.sequences_per_step % m == 0)
+            raise ValueError(
+                f"train.micro_batch_size = {self.micro_batch_size} does not divide the "
+                f"{self.sequences_per_step} sequences of a step; use {near}"
+            )
+        return self
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.batch_size * self.accumulate_grad_batches
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_step * self.seq_len
+
+
+class DataConfig(_Section):
+    """Where the text comes from. Noise is trained on only with `source: synthetic`."""
+
+    source: Literal["stdlib", "local", "fineweb_edu", "synthetic"] = "stdlib"
+    path: str | None = Field(None, description="local: a file, a folder or a glob of txt, jsonl or parquet")
+    text_column: str = Field("text", description="name of the text column of parquet and jsonl")
+    tokenizer: str = Field("byte", description="byte, or the path of a tokenizer.json")
+    max_tokens: int | None = Field(None, ge=1, description="stop filling shards after this many training tokens")
+    val_fraction: float = Field(0.02, gt=0, lt=1, description="share of documents held out, by document hash")
+    dataset: str = Field("HuggingFaceFW/fineweb-edu", description="fineweb_edu: repository on the hub")
+    subset: str = Field("sample-10BT", description="fineweb_edu: configuration of the data set")
+    timeout_s: float = Field(120.0, gt=0, description="longest wait for the source before it is called stalled")
+
+    @model_validator(mode="after")
+    def _path(self) -> DataConfig:
+        if self.source == "local" and not self.path:
+            raise ValueError("data.source = local needs data.path: a file, a folder or a glob of txt, jsonl or parquet")
+        if self.source != "local" and self.path:
+            raise ValueError(
+                f"data.path = {self.path!r} is not read by data.source = {self.source}; "
+                "set data.source: local, or remove the path"
+            )
+        return self
+
+
+class RunConfig(_Section):
+    """One run: five sections and a name (the stem of its file in params/)."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: ModelConfig = ModelConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+
+    def __init__(self, /, **values: Any) -> None:
+        if "nsa" in values:
+            values["model"] = _with_nsa(values.get("model", {}), values["nsa"])
+            del values["nsa"]
+        super().__init__(**values)
+
+    @property
+    def nsa(self) -> NSAConfig:
+        return self.model.nsa
+
+    @classmethod
+    def from_dict(cls, sections: dict[str, Any]) -> RunConfig:
+        """Sections as they stand in YAML. Raises `ConfigError` naming every key that is wrong."""
+        if not isinstance(sections, dict):
+            raise ConfigError(f"a configuration is a mapping of sections, and this is {type(sections).__name__}")
+        if isinstance(sections.get("model"), dict) and "nsa" in sections["model"]:
+            raise ConfigError("model.nsa: the geometry has a section of its own; move these keys to nsa:")
+        retired = [
+            f"{section}.{key}"
+            for section, keys in sections.items() if isinstance(keys, dict)
+            for key in keys if f"{section}.{key}" in RETIRED_KEYS
+        ]
+        if retired:
+            raise ConfigError("\n".join(f"{key} is not a setting of this project: {RETIRED_KEYS[key]}" for key in retired))
+        return cls(**{key: value for key, value in sections.items() if value is not None})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
+        """The file at `path`, with dotted `overrides` (`{"train.steps": 10}`) laid over it."""
+        path = Path(path)
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such configuration file")
+        try:
+            sections = yaml.load(path.read_text(encoding="utf-8"), Loader=_YamlLoader) or {}
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(sections, dict):
+            raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
+        sections.setdefault("name", path.stem)
+        return cls.from_dict(apply_overrides(sections, overrides or {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sections as they stand in YAML; `from_dict` gives back an equal configuration."""
+        sections = self.model_dump()
+        nsa = sections["model"].pop("nsa")
+        return {"name": sections["name"], "model": sections["model"], "nsa": nsa,
+                **{key: sections[key] for key in ("runtime", "train", "data")}}
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def hash(self) -> str:
+        """Sixteen hex digits over every value: equal configurations, equal hash."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-3` as a string; this one reads it as the number it is."""
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def apply_overrides(sections: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `sections` with dotted keys set: `{"nsa.l": 16}`; a value may itself be a mapping, merged in."""
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in sections.items()}
+    for dotted, value in overrides.items():
+        section, _, key = dotted.partition(".")
+        if key:
+            if not isinstance(merged.setdefault(section, {}), dict):
+                raise ConfigError(f"{dotted}: {section} is a value, not a section")
+            merged[section][key] = value
+        elif isinstance(value, dict):
+            merged[section] = {**(merged.get(section) or {}), **value}
+        else:
+            merged[section] = value
+    return merged
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`"train.lr=1e-3"` -> `("train.lr", 0.001)`; the value is read as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"-p {text}: expected section.key=value, for example -p train.steps=100")
+    return key.strip(), yaml.load(value, Loader=_YamlLoader)
+
+
+def _with_nsa(model: Any, nsa: Any) -> Any:
+    if isinstance(model, ModelConfig):
+        return model.model_copy(update={"nsa": nsa if isinstance(nsa, NSAConfig) else _section("nsa", NSAConfig, nsa)})
+    if isinstance(model, dict):
+        return {**model, "nsa": nsa}
+    return model
+
+
+def _section(name: str, kind: type[_Section], values: Any) -> _Section:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}: expected a mapping, found {values!r}")
+    return kind(**values)
+
+
+def known_keys(kind: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of the YAML form, for the nearest-key hint and the documentation."""
+    keys = []
+    for name, info in kind.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
+            keys += known_keys(inner, "nsa." if name == "nsa" else f"{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+_PREFIX = {"NSAConfig": "nsa", "ModelConfig": "model", "RuntimeConfig": "runtime", "TrainConfig": "train",
+           "DataConfig": "data"}
+
+
+def _explain(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) -> str:
+    lines = []
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"]]
+        if "nsa" in path:
+            path = path[path.index("nsa"):]
+        elif kind.__name__ in _PREFIX:
+            path = [_PREFIX[kind.__name__], *path]
+        lines.append(_explain_one(".".join(path), problem))
+    return "\n".join(lines)
+
+
+def _explain_one(key: str, problem: dict[str, Any]) -> str:
+    value = problem.get("input")
+    if problem["type"] == "extra_forbidden":
+        return f"{key} = {value!r}: no such key; {_nearest(key)}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    reason = problem["msg"][0].lower() + problem["msg"][1:]
+    if isinstance(value, float) and not math.isfinite(value):
+        reason = "expected a finite number"
+    if key == "runtime.precision" and value == "fp16":
+        reason = "fp16 needs loss scaling and loses small updates; use bf16 (fp32 master weights) or fp32"
+    return f"{key} = {value!r}: {reason}"
+
+
+def _nearest(key: str) -> str:
+    known = known_keys(RunConfig)
+    section = key.split(".")[0]
+    sections = sorted({k.split(".")[0] for k in known})
+    if section not in sections:
+        near = difflib.get_close_matches(section, sections, n=1, cutoff=0.6) or _same_leaf(key, known)
+        return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(sections)}"
+    own = [k for k in known if k.startswith(section + ".")]
+    moved = [k for k in known if k.split(".")[-1] == key.split(".")[-1]]
+    if moved:
+        return f"did you mean {moved[0]}?"
+    near = difflib.get_close_matches(key, own, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]}?"
+    elsewhere = _same_leaf(key, known)
+    return f"did you mean {elsewhere[0]}?" if elsewhere else f"{section} has {', '.join(k.split('.')[1] for k in own)}"
+
+
+def _same_leaf(key: str, known: list[str]) -> list[str]:
+    leaves = {k.split(".")[-1]: k for k in known}
+    near = difflib.get_close_matches(key.split(".")[-1], leaves, n=1, cutoff=0.75)
+    return [leaves[near[0]]] if near else []

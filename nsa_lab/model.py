@@ -1,0 +1,310 @@
+"""The model: a pre-norm decoder whose token mixing is Native Sparse Attention, or dense attention for its twin.
+
+Invariants
+* One query projection, separate keys and values for each branch (paper, section 3.3.3), all from one GEMM.
+* Rotary embedding per head, after the heads are split, on queries and on the keys of every branch, before compression.
+* The backend is resolved once, when the model is built, and `backends` says which and why.
+* Causal: the logits at <= t do not move when tokens > t do.
+Shape suffixes: B batch, T time, H query heads, G key/value groups, C model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+from torch.utils.checkpoint import checkpoint
+
+from nsa_lab.attention import compress, dense_attention, geometry, resolve_backend
+from nsa_lab.attention import compressed_attention, nsa_attention, select_blocks, selected_attention, window_attention
+from nsa_lab.attention.compression import BlockMap, make_phi
+from nsa_lab.attention.dispatch import Choice
+from nsa_lab.config import ModelConfig
+
+BRANCHES = ("cmp", "sel", "win")
+BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
+SATURATED = 0.01  # a gate this close to 0 or 1 has stopped passing gradient
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+def rotary_table(length: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [length, width/2], of the angles t * theta**(-2i/width) (arXiv 2104.09864)."""
+    rate = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * rate
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns the pairs (i, i + D/2) of every head by its position's angle, in float32."""
+    wide = torch.promote_types(x_BTHD.dtype, torch.float32)
+    cos, sin = (table.to(wide).unsqueeze(1) for table in rotary)
+    first, second = x_BTHD.to(wide).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHD.dtype)
+
+
+class NSAttention(nn.Module):
+    """Projections, compression, gate and output around `nsa_attention`: x [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice]) -> None:
+        super().__init__()
+        H, G, d_k, d_v = config.n_heads, config.n_kv_groups, config.d_k, config.d_v
+        self.config, self.backends = config, backends
+        self.qkv = nn.Linear(config.dim, H * d_k + 3 * G * (d_k + d_v), bias=False)
+        self.gate = nn.Linear(config.dim, 3 * H, bias=False)
+        self.phi_k, self.phi_v = make_phi(config.nsa, d_k), make_phi(config.nsa, d_v)
+        self.out = nn.Linear(H * d_v, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        mixed = nsa_attention(*self.project(x, rotary), self.config.nsa, backend=self.backends)
+        return self.out(mixed.flatten(2))
+
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3]."""
+        c = self.config
+        H, G = c.n_heads, c.n_kv_groups
+        roped, values = self.qkv(x).split([(H + 3 * G) * c.d_k, 3 * G * c.d_v], dim=-1)
+        # q and the three keys are neighbours in the projection, so that one rotation turns them all.
+        q, k_cmp, k_sel, k_win = rotate(roped.unflatten(-1, (H + 3 * G, c.d_k)), rotary).split([H, G, G, G], dim=2)
+        v_cmp, v_sel, v_win = values.unflatten(-1, (3 * G, c.d_v)).split(G, dim=2)
+        k_cmp, v_cmp = compress(k_cmp, c.nsa, self.phi_k), compress(v_cmp, c.nsa, self.phi_v)
+        return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, self.gates(x).to(q.dtype)
+
+    def gates(self, x: Tensor) -> Tensor:
+        """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch (paper), or softmax over the branches."""
+        logits = self.gate(x).unflatten(-1, (self.config.n_heads, 3))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.sigmoid() if self.config.nsa.gate == "sigmoid" else logits.softmax(-1)
+
+    @torch.no_grad()
+    def observe(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """What each branch did: `gates`, `blocks`, `out_cmp`, `out_sel`, `out_win`, `lse_cmp`, `lse_sel`, `lse_sink`.
+
+        `lse_sink` is the LSE of the first selection block alone, so exp(lse_sink - lse_sel) is the share it holds.
+        """
+        nsa, name = self.config.nsa, {part: choice.backend for part, choice in self.backends.items()}
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = self.project(x, rotary)
+        out_cmp, lse_cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"])
+        blocks = select_blocks(q, k_cmp, lse_cmp, nsa, backend=name["selection"])
+        out_sel, lse_sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"])
+        only_first = torch.full_like(blocks, -1)
+        only_first[..., 0] = 0
+        _, lse_sink = selected_attention(q, k_sel, v_sel, only_first, nsa, backend=name["selected"])
+        out_win, _ = window_attention(q, k_win, v_win, nsa, backend=name["window"])
+        return {"gates": gates, "blocks": blocks, "out_cmp": out_cmp, "out_sel": out_sel, "out_win": out_win,
+                "lse_cmp": lse_cmp, "lse_sel": lse_sel, "lse_sink": lse_sink}
+
+
+class DenseAttention(nn.Module):
+    """Causal attention with G key/value groups, for the dense twin: x [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice]) -> None:
+        super().__init__()
+        H, G, d_k, d_v = config.n_heads, config.n_kv_groups, config.d_k, config.d_v
+        self.config, self.backends = config, backends
+        self.qkv = nn.Linear(config.dim, H * d_k + G * (d_k + d_v), bias=False)
+        self.out = nn.Linear(H * d_v, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        c = self.config
+        roped, values = self.qkv(x).split([(c.n_heads + c.n_kv_groups) * c.d_k, c.n_kv_groups * c.d_v], dim=-1)
+        q, k = rotate(roped.unflatten(-1, (-1, c.d_k)), rotary).split([c.n_heads, c.n_kv_groups], dim=2)
+        v = values.unflatten(-1, (c.n_kv_groups, c.d_v))
+        return self.out(dense_attention(q, k, v, backend=self.backends["dense"].backend).flatten(2))
+
+
+class MLP(nn.Module):
+    """`plain`: down(SiLU(up x)). `gated`: down(SiLU(gate x) * up x) (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.mlp == "gated"
+        self.up = nn.Linear(config.dim, config.hidden * (2 if self.gated else 1), bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if self.gated:
+            gate, hidden = hidden.chunk(2, dim=-1)
+            return self.down(silu(gate) * hidden)
+        return self.down(silu(hidden))
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + MLP(norm x)."""
+
+    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice]) -> None:
+        super().__init__()
+        mixing = NSAttention if config.attention == "nsa" else DenseAttention
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = mixing(config, backends)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class NSATransformer(nn.Module):
+    """Decoder-only language model: tokens int64 [B, T] -> logits [B, T, V].
+
+    `backend` is resolved here for `device` and for `dtype`, the dtype that attention computes in (bfloat16 under
+    autocast); weights are float32. `seed` makes the initial weights a function of it alone. Raises what
+    `resolve_backend` raises.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        backend: str = "auto",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.backends = resolve_backend(device, dtype, config.nsa, config, backend)
+        self.gradient_checkpointing = False
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config, self.backends) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.reset_parameters(seed)
+        self.to(device)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Normal weights of deviation fan_in**-0.5; outputs into the residual stream smaller by sqrt(2 * layers).
+
+        Gates start at Xavier, never at zero: a zero gate gives its own input no gradient. The head starts at 1/dim, so
+        that the first loss is ln V.
+        """
+        generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
+        into_residual = (2 * self.config.n_layers) ** -0.5
+        for name, module in self.named_modules():
+            if isinstance(module, RMSNorm):
+                module.weight.fill_(1.0)
+            elif isinstance(module, nn.Embedding):
+                module.weight.normal_(std=0.02, generator=generator)
+            elif isinstance(module, BlockMap):
+                module.position.normal_(std=0.02, generator=generator)
+            elif isinstance(module, nn.Linear):
+                std = module.in_features**-0.5
+                if name == "head":
+                    std = 1.0 / module.in_features
+                elif name.endswith(("attention.out", "mlp.down")):
+                    std *= into_residual
+                elif name.endswith("attention.gate"):
+                    std = (2.0 / (module.in_features + module.out_features)) ** 0.5
+                module.weight.normal_(std=std, generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, rotary = self._enter(tokens)
+        for block in self.blocks:
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, rotary, use_reentrant=False)
+            else:
+                x = block(x, rotary)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def observe(self, tokens: Tensor) -> list[dict[str, Tensor]]:
+        """`NSAttention.observe` of every layer on tokens [B, T]: for pictures and statistics, not for speed."""
+        if self.config.attention != "nsa":
+            raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
+        x, rotary = self._enter(tokens)
+        seen = []
+        for block in self.blocks:
+            seen.append(block.attention.observe(block.attention_norm(x), rotary))
+            x = block(x, rotary)
+        return seen
+
+    def statistics(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Gate and selection statistics of every layer on tokens [B, T]: name -> [n_layers]. Empty for a dense model."""
+        if self.config.attention != "nsa":
+            return {}
+        layers = [branch_statistics(seen, self.config) for seen in self.observe(tokens)]
+        return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, length: int) -> dict[str, float]:
+        """Training FLOPs a token at sequences of `length`, forward and backward, of this model's weights.
+
+        `nsa` and `dense` differ in attention: the keys that NSA reads, or all causal ones. Lookups, norms and the
+        recomputation inside kernels are not counted.
+        """
+        c = self.config
+        matmul = 2 * (self.parameter_count() - self.embedding.weight.numel())
+        per_key = 2 * c.n_layers * c.n_heads * (c.d_k + c.d_v)
+        reads = geometry.mean_reads(length, c.nsa)
+        sparse = reads["cmp"] + reads["sel"] + reads["win"]
+        return {kind: (1 + BACKWARD_FLOPS) * (matmul + per_key * keys)
+                for kind, keys in (("nsa", sparse), ("dense", reads["dense"]))}
+
+    def describe(self, length: int) -> str:
+        """One line: what was built, with the real counts."""
+        c, flops = self.config, self.flops_per_token(length)
+        backends = ", ".join(f"{part} {choice.backend}" for part, choice in self.backends.items())
+        return (f"{c.attention} transformer: {self.parameter_count():,} parameters, {c.n_layers} layers of width {c.dim}, "
+                f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention]:.3g} FLOPs a token at {length} tokens "
+                f"({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}")
+
+    def _enter(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if tokens.ndim != 2 or tokens.dtype != torch.int64:
+            raise ValueError(f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
+        c = self.config
+        return self.embedding(tokens), rotary_table(tokens.shape[1], c.d_k, c.rope_theta, tokens.device)
+
+
+def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Scalars (0-d tensors, on the device) of one layer's `observe`.
+
+    gate_share_*: mean share of a branch in the gate's sum; gate_entropy: nats, of those shares, ln 3 at most;
+    gate_saturation: share of gates within 0.01 of 0 or 1; sel_reuse: share of a query's blocks that the query before it
+    chose too; sel_distance: mean distance of the chosen blocks, in blocks; sel_sink_share: attention that the first block
+    holds, over queries past it; sel_window_overlap: share of the selected keys that the window reads too; norm_*: root
+    mean square of a branch's output.
+    """
+    nsa = config.nsa
+    gates, blocks = seen["gates"].float(), seen["blocks"].long()
+    share = gates / gates.sum(-1, keepdim=True)
+    stats = {f"gate_share_{name}": share[..., i].mean() for i, name in enumerate(BRANCHES)}
+    stats["gate_entropy"] = -(share * share.clamp_min(1e-9).log()).sum(-1).mean()
+    stats["gate_saturation"] = ((gates < SATURATED) | (gates > 1 - SATURATED)).float().mean()
+
+    T = blocks.shape[1]
+    t = torch.arange(T, device=blocks.device)[:, None, None]
+    valid = blocks >= 0
+    bits = torch.zeros(*blocks.shape[:3], geometry.num_selection(T, nsa) + 1, dtype=torch.bool, device=blocks.device)
+    bits.scatter_(-1, torch.where(valid, blocks, bits.shape[-1] - 1), True)
+    again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1]).sum(-1) / valid[:, 1:].sum(-1)
+    stats["sel_reuse"] = again.mean() if T > 1 else gates.new_zeros(())
+    stats["sel_distance"] = torch.where(valid, t // nsa.l_sel - blocks, 0).sum() / valid.sum()
+    past_first = slice(min(nsa.l_sel, T - 1), None)
+    stats["sel_sink_share"] = (seen["lse_sink"] - seen["lse_sel"])[:, past_first].float().exp().mean()
+
+    first = blocks * nsa.l_sel
+    last = torch.minimum(first + nsa.l_sel - 1, t)
+    keys = torch.where(valid, last - first + 1, 0)
+    near = torch.where(valid, (last - torch.maximum(first, t - nsa.w + 1) + 1).clamp_min(0), 0)
+    stats["sel_window_overlap"] = near.sum() / keys.sum()
+    for name in BRANCHES:
+        stats[f"norm_{name}"] = seen[f"out_{name}"].float().pow(2).mean().sqrt()
+    return stats
