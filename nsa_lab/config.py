@@ -54,7 +54,7 @@ class NSAConfig(_Section):
     Lengths are in tokens, `n_sel` in blocks.
     """
 
-    l: int = Field(32, ge=1, description="compression block length, tokens")  # noqa: E741 - the paper's letter
+    l: int = Field(32, ge=1, description="compression block length, tokens")
     d: int = Field(16, ge=1, description="stride between compression blocks, tokens")
     l_sel: int = Field(64, ge=1, description="selection block length, tokens")
     n_sel: int = Field(16, description="selection blocks read by a query, the forced ones included")

@@ -17,8 +17,17 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
-from nsa_lab.attention import compress, dense_attention, geometry, resolve_backend
-from nsa_lab.attention import compressed_attention, nsa_attention, select_blocks, selected_attention, window_attention
+from nsa_lab.attention import (
+    compress,
+    compressed_attention,
+    dense_attention,
+    geometry,
+    nsa_attention,
+    resolve_backend,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
 from nsa_lab.attention.compression import BlockMap, make_phi
 from nsa_lab.attention.dispatch import Choice
 from nsa_lab.config import ModelConfig

@@ -126,14 +126,17 @@ def nsa_attention(
     q [B, T, H, D]; k_cmp, v_cmp [B, N, G, .]; k_sel, v_sel, k_win, v_win [B, T, G, .]; gates [B, T, H, 3] in the order
     cmp, sel, win. `backend` is a name, or what `resolve_backend` gave. Raises as the four functions above.
     """
-    _expect("gates", gates, (*q.shape[:3], 3))
     choices = resolve_backend(q.device, q.dtype, nsa, backend=backend) if isinstance(backend, str) else backend
-    name = {part: choices[part].backend for part in PARTS}
-    out_cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"])
-    blocks = select_blocks(q, k_cmp, lse, nsa, backend=name["selection"])
-    out_sel, _ = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"])
-    out_win, _ = window_attention(q, k_win, v_win, nsa, backend=name["window"])
-    return _MODULES[name["combine"]].combine(out_cmp, out_sel, out_win, gates)
+    _check_heads(q, k_cmp, v_cmp, keys=geometry.num_compressed(q.shape[1], nsa), named=("k_cmp", "v_cmp"))
+    _check_heads(q, k_sel, v_sel, keys=q.shape[1], named=("k_sel", "v_sel"))
+    _check_heads(q, k_win, v_win, keys=q.shape[1], named=("k_win", "v_win"))
+    _expect("gates", gates, (*q.shape[:3], 3))
+    run = {part: _MODULES[choices[part].backend] for part in PARTS}
+    out_cmp, lse = run["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa)
+    blocks = run["selection"].select_blocks(q, k_cmp, lse, nsa)
+    out_sel, _ = run["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa)
+    out_win, _ = run["window"].window_attention(q, k_win, v_win, nsa)
+    return run["combine"].combine(out_cmp, out_sel, out_win, gates)
 
 
 class _Flash:

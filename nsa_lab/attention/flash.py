@@ -1,4 +1,7 @@
-"""The `flash` backend: flash-attn (Dao-AILab), for the window branch and the dense baseline. Optional, CUDA, half precision."""
+"""The `flash` backend: flash-attn (Dao-AILab), for the window branch and the dense baseline.
+
+Optional; it needs a CUDA device and half precision.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from torch import Tensor
 
 from nsa_lab.config import NSAConfig
 
-INSTALL = "conda install -c conda-forge flash-attn (prebuilt), or pip install nsa-lab[flash] --no-build-isolation (compiles)"
+INSTALL = (
+    "install it with: conda install -c conda-forge flash-attn (prebuilt), "
+    "or pip install flash-attn --no-build-isolation (compiles for a quarter of an hour or more)"
+)
 
 
 def flash_unusable(device: torch.device, dtype: torch.dtype) -> str | None:

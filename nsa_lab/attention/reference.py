@@ -1,9 +1,10 @@
 """The definition of NSA, in plain torch, any floating dtype. Everything else in this project is measured against it.
 
-One function a formula, written to be read beside the paper (arXiv 2502.11089, section 3.3), not to be fast: whole
-score matrices are formed, in float32 for half precision and in float64 otherwise. Layout as in flash-attention: q [B, T, H, D], k and v [B, T, G, D]; head n of the H query
-heads belongs to group n // (H/G). The softmax scale is d_k**-0.5; LSE is the natural logarithm, float32 (float64 for
-float64 inputs), and -inf where a query sees nothing; such a query's output is 0 and its gradients are 0, never NaN.
+One function a formula, written to be read beside the paper (arXiv 2502.11089, section 3.3), not to be fast: whole score
+matrices are formed, in float32 for half precision and in float64 otherwise. Layout as in flash-attention: q [B, T, H, D],
+k and v [B, T, G, D]; head n of the H query heads belongs to group n // (H/G). The softmax scale is d_k**-0.5. LSE is the
+natural logarithm, float32 (float64 for float64 inputs), and -inf where a query sees nothing; such a query's output is 0
+and its gradients are 0, never NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig
 def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
     """Importance of every selection block to every query and group, summed over the group's heads (eq. 8, 9, 10).
 
-    q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H] from `compressed_attention` -> float32 [B, T, G, blocks]. The softmax runs over the visible compressed blocks alone.
+    q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H] from `compressed_attention` -> float32
+    [B, T, G, blocks]. The softmax runs over the visible compressed blocks alone.
     """
     T, N = q.shape[1], k_cmp.shape[1]
     wide = _wide(q.dtype)

@@ -17,11 +17,12 @@ from torch.nn.functional import pad
 from nsa_lab.attention import geometry, reference
 from nsa_lab.config import NSAConfig
 
-CHUNK_BYTES = 64 * 2**20  # of scores, or of gathered keys, that a chunk of queries may take
+# Bytes of scores, or of gathered keys, that a chunk of queries may take: about a CPU's cache, or enough to fill a GPU.
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 # Past this many selection budgets of keys, gathering each query's blocks beats masking the whole past.
 GATHER_PAST_BUDGETS = 8
 
-# (first query, last query + 1) -> the range of keys they may see and which of them: bool [B|1, G|1, C, keys]
+# (first query, last query + 1) -> the range of keys they may see, and which of those each may not: bool [B|1, G|1, C, keys]
 KeyRange = Callable[[int, int], tuple[slice, Tensor]]
 
 
@@ -32,7 +33,7 @@ def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig
         t = torch.arange(first, last, device=q.device)
         visible = geometry.visible_compressed(t, nsa)
         stop = int(geometry.visible_compressed(torch.tensor(last - 1), nsa))
-        return slice(0, stop), (torch.arange(stop, device=q.device) < visible[:, None])[None, None]
+        return slice(0, stop), (torch.arange(stop, device=q.device) >= visible[:, None])[None, None]
 
     return _RangeAttention.apply(q, k_cmp, v_cmp, keys, _choice_dtype(q.dtype), k_cmp.shape[1])
 
@@ -45,7 +46,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tens
     k = k_cmp.detach().to(wide).transpose(1, 2)  # [B, G, N, D]
     chosen = torch.empty(B, T, G, nsa.n_sel, dtype=torch.int32, device=q.device)
     with torch.no_grad():
-        for first, last in _chunks(T, B * H * max(N, 1) * wide.itemsize):
+        for first, last in _chunks(T, B * H * max(N, 1) * wide.itemsize, q.device):
             n = int(geometry.visible_compressed(torch.tensor(last - 1), nsa))
             s = _rows(q[:, first:last], G, wide) @ k[:, :, :n].mT * q.shape[-1] ** -0.5
             s = s.unflatten(2, (last - first, H // G))  # [B, G, C, h, n]
@@ -62,17 +63,17 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tens
 def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.selected_attention`."""
     T = q.shape[1]
-    if T > GATHER_PAST_BUDGETS * nsa.n_sel * nsa.l_sel:
+    if GATHER_PAST_BUDGETS * nsa.n_sel * nsa.l_sel < T:
         return _GatherAttention.apply(q, k, v, blocks, nsa.l_sel)
     per_group = blocks.transpose(1, 2)  # [B, G, T, n_sel]
 
     def keys(first: int, last: int) -> tuple[slice, Tensor]:
         n = geometry.num_selection(last, nsa)
         picks = per_group[:, :, first:last]
-        chosen = torch.zeros(*picks.shape[:3], n + 1, dtype=torch.bool, device=q.device)
-        chosen.scatter_(-1, torch.where(picks < 0, n, picks).long(), True)
-        tokens = chosen[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :last]
-        return slice(0, last), tokens & _causal(first, last, 0, last, q.device)
+        passed_over = torch.ones(*picks.shape[:3], n + 1, dtype=torch.bool, device=q.device)
+        passed_over.scatter_(-1, torch.where(picks < 0, n, picks).long(), False)  # padding lands in a spare column
+        tokens = passed_over[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :last]
+        return slice(0, last), tokens | ~_causal(first, last, 0, last, q.device)
 
     return _RangeAttention.apply(q, k, v, keys, _wide(q.dtype), T)
 
@@ -82,9 +83,9 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[T
 
     def keys(first: int, last: int) -> tuple[slice, Tensor]:
         start = max(first - nsa.w + 1, 0)
-        causal = _causal(first, last, start, last, q.device)
-        recent = ~_causal(first - nsa.w, last - nsa.w, start, last, q.device)
-        return slice(start, last), (causal & recent)[None, None]
+        future = ~_causal(first, last, start, last, q.device)
+        too_old = _causal(first - nsa.w, last - nsa.w, start, last, q.device)
+        return slice(start, last), (future | too_old)[None, None]
 
     # The chunk's own length adds to its range, so chunks longer than the window would only grow the mask.
     return _RangeAttention.apply(q, k, v, keys, _wide(q.dtype), min(2 * nsa.w, q.shape[1]), nsa.w)
@@ -100,18 +101,19 @@ class _RangeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: KeyRange, wide: torch.dtype, widest: int, longest: int = 0
     ) -> tuple[Tensor, Tensor]:
-        B, T, H, _ = q.shape
-        G, Dv = k.shape[2], v.shape[3]
+        B, T, H, D = q.shape
+        G, Dv, scale = k.shape[2], v.shape[3], D**-0.5
         out = q.new_empty(B, T, H, Dv)
         lse = torch.empty(B, T, H, dtype=_lse_dtype(q.dtype), device=q.device)
-        chunks = _chunks(T, B * H * max(widest, 1) * wide.itemsize, longest)
+        chunks = _chunks(T, B * H * max(widest, 1) * wide.itemsize, q.device, longest)
         for first, last in chunks:
-            span, allowed = keys(first, last)
-            s = _scores(q[:, first:last], k[:, span], allowed, wide)
-            chunk_lse = _logsumexp(s)
-            o = _probabilities(s, chunk_lse).flatten(2, 3) @ v[:, span].to(wide).transpose(1, 2)
+            span, hidden = keys(first, last)
+            k_T, v_wide = k[:, span].to(wide).transpose(1, 2).mT, v[:, span].to(wide).transpose(1, 2)
+            p = _masked(_rows(q[:, first:last], G, wide) * scale @ k_T, hidden)
+            total, chunk_lse = _exponentiate(p)
+            o = p.flatten(2, 3) @ v_wide / total.flatten(2, 3)
             out[:, first:last] = _unrows(o, H // G).to(q.dtype)
-            lse[:, first:last] = _unrows(chunk_lse.flatten(2, 3).unsqueeze(-1), H // G).squeeze(-1)
+            lse[:, first:last] = chunk_lse.transpose(1, 2).flatten(2)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.keys, ctx.wide, ctx.chunks = keys, wide, chunks
         return out, lse
@@ -127,14 +129,15 @@ class _RangeAttention(torch.autograd.Function):
         # d loss / d score = p * (dp - row), with row = sum(out * grad_out) - grad_lse
         row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)
         for first, last in ctx.chunks:
-            span, allowed = ctx.keys(first, last)
-            q_rows, do_rows = _rows(q[:, first:last], G, wide), _rows(grad_out[:, first:last], G, wide)
+            span, hidden = ctx.keys(first, last)
+            q_rows, do_rows = _rows(q[:, first:last], G, wide) * scale, _rows(grad_out[:, first:last], G, wide)
             k_wide, v_wide = k[:, span].to(wide).transpose(1, 2), v[:, span].to(wide).transpose(1, 2)
-            s = _scores(q[:, first:last], k[:, span], allowed, wide)
-            p = _probabilities(s, _per_row(lse[:, first:last], G, wide)).flatten(2, 3)
-            ds = p * (do_rows @ v_wide.mT - _per_row(row[:, first:last], G, wide).flatten(2, 3).unsqueeze(-1))
+            p = _masked(q_rows @ k_wide.mT, hidden)
+            p.sub_(_finite(_per_row(lse[:, first:last], G, wide)).unsqueeze(-1)).exp_()
+            p = p.flatten(2, 3)
+            ds = (do_rows @ v_wide.mT).sub_(_per_row(row[:, first:last], G, wide).flatten(2, 3).unsqueeze(-1)).mul_(p)
             grad_v[:, :, span] += p.mT @ do_rows
-            grad_k[:, :, span] += ds.mT @ q_rows * scale
+            grad_k[:, :, span] += ds.mT @ q_rows
             grad_q[:, first:last] = _unrows(ds @ k_wide * scale, h).to(q.dtype)
         return grad_q, grad_k.transpose(1, 2).to(k.dtype), grad_v.transpose(1, 2).to(v.dtype), None, None, None, None
 
@@ -149,13 +152,13 @@ class _GatherAttention(torch.autograd.Function):
         wide = _wide(q.dtype)
         out = q.new_empty(B, T, H, Dv)
         lse = torch.empty(B, T, H, dtype=_lse_dtype(q.dtype), device=q.device)
-        chunks = _chunks(T, B * G * blocks.shape[3] * l_sel * (D + Dv + H // G) * wide.itemsize)
+        chunks = _chunks(T, B * G * blocks.shape[3] * l_sel * (D + Dv + H // G) * wide.itemsize, q.device)
         for first, last in chunks:
-            k_own, v_own, allowed, _ = _gathered(k, v, blocks, first, last, l_sel, wide)
-            s = _heads(q[:, first:last], G, wide) @ k_own.mT * D**-0.5  # [B, C, G, h, S]
-            s = s.masked_fill(~allowed.unsqueeze(3), float("-inf"))
-            chunk_lse = _logsumexp(s)
-            out[:, first:last] = (_probabilities(s, chunk_lse) @ v_own).flatten(2, 3).to(q.dtype)
+            k_own, v_own, hidden, _ = _gathered(k, v, blocks, first, last, l_sel, wide)
+            p = _heads(q[:, first:last], G, wide) * D**-0.5 @ k_own.mT  # [B, C, G, h, S]
+            p.masked_fill_(hidden.unsqueeze(3), float("-inf"))
+            total, chunk_lse = _exponentiate(p)
+            out[:, first:last] = (p @ v_own / total).flatten(2, 3).to(q.dtype)
             lse[:, first:last] = chunk_lse.flatten(2, 3)
         ctx.save_for_backward(q, k, v, blocks, out, lse)
         ctx.chunks, ctx.l_sel = chunks, l_sel
@@ -170,13 +173,13 @@ class _GatherAttention(torch.autograd.Function):
         grad_v = torch.zeros(v.shape, dtype=wide, device=k.device)
         row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)
         for first, last in ctx.chunks:
-            k_own, v_own, allowed, tokens = _gathered(k, v, blocks, first, last, ctx.l_sel, wide)
-            q_own, do_own = _heads(q[:, first:last], G, wide), _heads(grad_out[:, first:last], G, wide)
-            s = (q_own @ k_own.mT * scale).masked_fill(~allowed.unsqueeze(3), float("-inf"))
-            p = _probabilities(s, lse[:, first:last].to(wide).unflatten(2, (G, -1)))
-            ds = p * (do_own @ v_own.mT - row[:, first:last].unflatten(2, (G, -1)).unsqueeze(-1))
+            k_own, v_own, hidden, tokens = _gathered(k, v, blocks, first, last, ctx.l_sel, wide)
+            q_own, do_own = _heads(q[:, first:last], G, wide) * scale, _heads(grad_out[:, first:last], G, wide)
+            p = (q_own @ k_own.mT).masked_fill_(hidden.unsqueeze(3), float("-inf"))
+            p.sub_(_finite(_heads(lse[:, first:last].unsqueeze(-1), G, wide))).exp_()
+            ds = (do_own @ v_own.mT).sub_(_heads(row[:, first:last].unsqueeze(-1), G, wide)).mul_(p)
             grad_q[:, first:last] = (ds @ k_own * scale).flatten(2, 3).to(q.dtype)
-            _scatter_add(grad_k, tokens, ds.mT @ q_own * scale)
+            _scatter_add(grad_k, tokens, ds.mT @ q_own)
             _scatter_add(grad_v, tokens, p.mT @ do_own)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
@@ -184,15 +187,15 @@ class _GatherAttention(torch.autograd.Function):
 def _gathered(
     k: Tensor, v: Tensor, blocks: Tensor, first: int, last: int, l_sel: int, wide: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys and values [B, C, G, S, D] of the chunk's own blocks, which of them count, and their token numbers."""
+    """Keys and values [B, C, G, S, D] of the chunk's own blocks, which of them are hidden, and their token numbers."""
     own = blocks[:, first:last]
     tokens = (own.long().unsqueeze(-1) * l_sel + torch.arange(l_sel, device=k.device)).flatten(-2)  # [B, C, G, S]
     t = torch.arange(first, last, device=k.device)[:, None, None]
-    allowed = (tokens >= 0) & (tokens <= t)
-    tokens = torch.where(allowed, tokens, 0)
+    hidden = (tokens < 0) | (tokens > t)
+    tokens = torch.where(hidden, 0, tokens)
     batch = torch.arange(k.shape[0], device=k.device)[:, None, None, None]
     group = torch.arange(k.shape[2], device=k.device)[:, None]
-    return k[batch, tokens, group].to(wide), v[batch, tokens, group].to(wide), allowed, tokens
+    return k[batch, tokens, group].to(wide), v[batch, tokens, group].to(wide), hidden, tokens
 
 
 def _scatter_add(grad: Tensor, tokens: Tensor, parts: Tensor) -> None:
@@ -221,27 +224,32 @@ def _causal(first: int, last: int, start: int, stop: int, device: torch.device) 
     return torch.arange(start, stop, device=device) <= torch.arange(first, last, device=device)[:, None]
 
 
-def _chunks(T: int, bytes_per_query: int, longest: int = 0) -> list[tuple[int, int]]:
-    size = max(CHUNK_BYTES // bytes_per_query, 1)
+def _chunks(T: int, bytes_per_query: int, device: torch.device, longest: int = 0) -> list[tuple[int, int]]:
+    size = max(CHUNK_BYTES[device.type] // bytes_per_query, 1)
     size = min(size, longest) if longest else size
     return [(first, min(first + size, T)) for first in range(0, T, size)]
 
 
-def _scores(q: Tensor, k: Tensor, allowed: Tensor, wide: torch.dtype) -> Tensor:
-    """Masked scaled scores [B, G, C, h, keys]."""
-    G = k.shape[2]
-    s = _rows(q, G, wide) @ k.to(wide).transpose(1, 2).mT * q.shape[-1] ** -0.5
-    return s.unflatten(2, (q.shape[1], -1)).masked_fill(~allowed.unsqueeze(3), float("-inf"))
+def _masked(s: Tensor, hidden: Tensor) -> Tensor:
+    """Scores [B, G, C*h, keys] -> [B, G, C, h, keys], in place, -inf where hidden."""
+    return s.unflatten(2, (hidden.shape[2], -1)).masked_fill_(hidden.unsqueeze(3), float("-inf"))
 
 
-def _logsumexp(s: Tensor) -> Tensor:
-    """Over the last dimension; -inf for a row that sees nothing, also when there is no key at all."""
-    return s.logsumexp(-1) if s.shape[-1] else s.new_full(s.shape[:-1], float("-inf"))
+def _exponentiate(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns scores into exp(s - max), in place; returns their sum [..., 1] and LSE [...].
+
+    A row that sees nothing becomes zeros with sum 1 and LSE -inf, also when there is no key at all.
+    """
+    if s.shape[-1] == 0:
+        return s.new_ones(*s.shape[:-1], 1), s.new_full(s.shape[:-1], float("-inf"))
+    top = _finite(s.amax(-1, keepdim=True))
+    total = s.sub_(top).exp_().sum(-1, keepdim=True)
+    return torch.where(total == 0, 1.0, total), (top + total.log()).squeeze(-1)
 
 
-def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
-    """exp(s - lse) with rows that see nothing at 0: their scores are all -inf, and -inf - 0 stays -inf."""
-    return (s - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1)).exp()
+def _finite(lse: Tensor) -> Tensor:
+    """-inf, the mark of a row that sees nothing, as 0: its scores are all -inf, and their exp must come out 0."""
+    return torch.where(torch.isneginf(lse), 0.0, lse)
 
 
 def _rows(x: Tensor, groups: int, wide: torch.dtype) -> Tensor:

@@ -1,0 +1,67 @@
+# The two commands: `make run` trains the smoke model and writes a report, `make test` proves the library.
+# Needs git, make and Python >= 3.11; everything else goes into .venv, once.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PARAMS ?= smoke
+# Notebooks that train are checked by nbval with the parameters of the CI run, in copies of their own.
+COPIES := .cache/nbval
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint notebooks check-notebooks nbval lab lock clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+run: $(READY)  ## Train PARAMS (default: smoke) in a notebook, headlessly; ends with the path of the report
+	@echo "==> training '$(PARAMS)' through a notebook; the report's path comes last"
+	@$(BIN)/nsa-lab run $(PARAMS)
+
+test: $(READY) lint check-notebooks  ## Lint, notebook pairs, every test, the notebooks under nbval
+	@echo "==> tests"
+	$(BIN)/python -m pytest tests
+	@$(MAKE) --no-print-directory nbval
+
+lint: $(READY)
+	@echo "==> ruff"
+	@$(BIN)/ruff check nsa_lab tests notebooks
+
+nbval: $(READY)
+	@echo "==> notebooks under nbval"
+	@mkdir -p $(COPIES)
+	@for stem in 03_smoke_training 04_production_run 05_health_analysis; do \
+	  $(BIN)/papermill --prepare-only --log-level WARNING -f params/ci.yaml notebooks/$$stem.ipynb $(COPIES)/$$stem.ipynb || exit 1; \
+	done
+	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
+	  notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)
+
+notebooks: $(READY)  ## Build every .ipynb from its .py source
+	@$(BIN)/python notebooks/build.py
+
+check-notebooks: $(READY)
+	@echo "==> notebook pairs in step"
+	@$(BIN)/python notebooks/build.py --check
+
+lab: $(READY)  ## Open JupyterLab on the notebooks
+	@$(BIN)/jupyter lab --notebook-dir=. notebooks
+
+lock: $(READY)  ## Write requirements.lock anew from what pyproject.toml allows today
+	$(PYTHON) -m venv $(VENV).lock
+	$(VENV).lock/bin/pip install torch==2.13.0 triton==3.7.1 -e '.[dev]'
+	(sed -n '/^#/p' requirements.lock; $(VENV).lock/bin/pip freeze --exclude-editable | sed 's/+cpu$$//') > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+	rm -rf $(VENV).lock
+
+clean:  ## Remove .venv and caches; runs in outputs/ stay
+	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, and $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@echo "==> installing into $(VENV) (once; about 2 minutes, more where pip fetches CUDA)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -r requirements.lock
+	@$(BIN)/python -m pip check
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@touch $@
