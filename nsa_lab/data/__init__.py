@@ -1,0 +1,40 @@
+"""Text to batches: sources of documents, tokenizers, verified shards, and batches that are a pure function of the step.
+
+    dataset = prepare(run.data, run.model.vocab_size, run.train.seq_len)
+    batches = Batches(dataset.train, run.train.seq_len, run.train.sequences_per_step, run.train.seed)
+    inputs, targets = batches.batch(step)
+
+Depends on `nsa_lab.config` alone.
+"""
+
+from nsa_lab.data.batches import Batches, EvalBatches, permute
+from nsa_lab.data.dataset import Dataset, check, prepare
+from nsa_lab.data.errors import DataError
+from nsa_lab.data.fill import FillProgress, split_fraction
+from nsa_lab.data.paths import project_root
+from nsa_lab.data.prefetch import Prefetcher
+from nsa_lab.data.shards import TokenStore
+from nsa_lab.data.sources import Document, Source, open_source
+from nsa_lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "Batches",
+    "ByteTokenizer",
+    "DataError",
+    "Dataset",
+    "Document",
+    "EvalBatches",
+    "FileTokenizer",
+    "FillProgress",
+    "Prefetcher",
+    "Source",
+    "TokenStore",
+    "Tokenizer",
+    "check",
+    "load_tokenizer",
+    "open_source",
+    "permute",
+    "prepare",
+    "project_root",
+    "split_fraction",
+]

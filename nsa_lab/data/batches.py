@@ -1,0 +1,135 @@
+"""Batches as a pure function of (seed, step), and the thread that makes them ahead of time.
+
+Invariants
+* `batch(step)` depends on the tokens, `seq_len`, `sequences_per_step`, `seed` and `step` alone: nothing to save, nothing to
+  restore, and any division among ranks and micro-batches gives the same global batch.
+* An epoch reads disjoint windows (the last token of one is the first input of its neighbour), each once, in an order given
+  by a permutation that is computed, not stored; the next epoch shifts all windows by a new offset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from nsa_lab.data.errors import DataError
+from nsa_lab.data.shards import TokenStore
+
+FEISTEL_ROUNDS = 4
+
+
+class Batches:
+    """Training windows of `tokens`. Raises `DataError` if the tokens do not fill one window of `seq_len` + 1."""
+
+    def __init__(self, tokens: TokenStore, seq_len: int, sequences_per_step: int, seed: int) -> None:
+        _check_length(tokens, seq_len)
+        self.seq_len = seq_len
+        self.sequences_per_step = sequences_per_step
+        self._tokens = tokens
+        self._seed = seed
+        # One window fewer than fit, so that every offset has the same number of windows.
+        self.windows_per_epoch = max(1, (len(tokens) - seq_len) // seq_len)
+        self._offsets = min(seq_len, len(tokens) - self.windows_per_epoch * seq_len)
+
+    def batch(self, step: int, start: int = 0, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets, int64 `[count, seq_len]` each: sequences `start` to `start + count` of the step's batch.
+
+        The whole batch by default. Targets are the inputs one token later.
+        """
+        return _windows(self._tokens, self.positions(step, start, count), self.seq_len)
+
+    def positions(self, step: int, start: int = 0, count: int | None = None) -> list[int]:
+        """The first token of each of those sequences, as an index into the tokens."""
+        count = self.sequences_per_step - start if count is None else count
+        if step < 0 or start < 0 or count < 1 or start + count > self.sequences_per_step:
+            raise ValueError(
+                f"batch(step={step}, start={start}, count={count}): "
+                f"a step is 0 or more and has {self.sequences_per_step} sequences"
+            )
+        first = step * self.sequences_per_step + start
+        return [self._position(sequence) for sequence in range(first, first + count)]
+
+    def epoch(self, step: int) -> int:
+        """How often the text had been read when `step` began."""
+        return step * self.sequences_per_step // self.windows_per_epoch
+
+    def hash(self, step: int) -> str:
+        """Sixteen hex digits over the tokens of the global batch, for a diagnosis."""
+        digest = hashlib.sha256()
+        for position in self.positions(step):
+            digest.update(self._tokens.read(position, self.seq_len + 1).astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    def eval_batches(self, n: int, batch_size: int) -> EvalBatches:
+        """The same tokens as `EvalBatches`: fixed windows, in order, for validation."""
+        return EvalBatches(self._tokens, self.seq_len, n, batch_size)
+
+    def _position(self, sequence: int) -> int:
+        epoch, index = divmod(sequence, self.windows_per_epoch)
+        key = f"{self._seed}:{epoch}"
+        offset = _draw(key, "offset") % self._offsets
+        return offset + permute(index, self.windows_per_epoch, key) * self.seq_len
+
+
+class EvalBatches(Sequence):
+    """At most `n` batches of fixed, disjoint windows spread evenly over `tokens`; fewer if the tokens hold fewer.
+
+    Item i is (inputs, targets), int64 `[<= batch_size, seq_len]`; only the last may be smaller, so weight by rows.
+    """
+
+    def __init__(self, tokens: TokenStore, seq_len: int, n: int, batch_size: int) -> None:
+        _check_length(tokens, seq_len)
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._batch_size = batch_size
+        self._available = (len(tokens) - 1) // seq_len
+        self._windows = min(n * batch_size, self._available)
+
+    def __len__(self) -> int:
+        return -(-self._windows // self._batch_size)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"evaluation batch {index} of {len(self)}")
+        first = index * self._batch_size
+        chosen = range(first, min(first + self._batch_size, self._windows))
+        positions = [window * self._available // self._windows * self._seq_len for window in chosen]
+        return _windows(self._tokens, positions, self._seq_len)
+
+
+def permute(index: int, size: int, key: str) -> int:
+    """Where a random permutation of `range(size)`, named by `key`, sends `index`; in constant time and memory.
+
+    A Feistel network permutes the least 4^k >= size numbers whatever its round function is; walking on from a result that
+    is not below `size` until one is (fewer than four walks on average) leaves a permutation of `range(size)`.
+    """
+    half = max(1, -(-(size - 1).bit_length() // 2))
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(FEISTEL_ROUNDS):
+            left, right = right, left ^ (_draw(key, f"{turn}:{right}") & mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+def _draw(key: str, what: str) -> int:
+    """64 bits that look random and depend on the arguments alone."""
+    return int.from_bytes(hashlib.blake2b(f"{key}:{what}".encode(), digest_size=8).digest(), "little")
+
+
+def _windows(tokens: TokenStore, positions: list[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    windows = torch.from_numpy(np.stack([tokens.read(position, seq_len + 1) for position in positions]))
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def _check_length(tokens: TokenStore, seq_len: int) -> None:
+    if len(tokens) < seq_len + 1:
+        raise DataError(
+            f"{len(tokens)} tokens do not hold one sequence of {seq_len} and its last target; "
+            "give more text, or lower train.seq_len"
+        )

@@ -1,0 +1,174 @@
+"""From a configuration to tokens: find the cache folder, fill it once, verify it, open it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from nsa_lab.config import DataConfig
+from nsa_lab.data import shards
+from nsa_lab.data.errors import DataError
+from nsa_lab.data.fill import FillPlan, FillProgress, fill
+from nsa_lab.data.paths import cache_folder
+from nsa_lab.data.shards import TokenStore
+from nsa_lab.data.sources import Source, open_source
+from nsa_lab.data.tokenizer import Tokenizer, load_tokenizer
+from nsa_lab.data.waiting import TICK_S
+
+Progress = Callable[[FillProgress], None]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Verified tokens of a training and a held-out part, disjoint by document.
+
+    `identity` is the sha256 of the content (64 hex digits); a run that resumes must find the same one.
+    """
+
+    train: TokenStore
+    validation: TokenStore
+    manifest: dict[str, Any]
+    folder: Path
+    tokenizer: Tokenizer
+
+    @property
+    def identity(self) -> str:
+        return self.manifest["identity"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Text bytes a validation token stands for, a separator counted as one: 1.0 for the byte tokenizer.
+
+        Bits a byte = loss in nats / ln 2 / bytes_per_token.
+        """
+        held_out = self.manifest["splits"]["validation"]
+        return (held_out["text_bytes"] + held_out["documents"]) / held_out["tokens"]
+
+    def verify(self) -> None:
+        """Hash every shard against the manifest, whatever its size. Raises `DataError` naming a changed file."""
+        shards.verify(self.folder, self.manifest)
+
+
+def prepare(
+    data: DataConfig,
+    vocab_size: int | None = None,
+    seq_len: int | None = None,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+) -> Dataset:
+    """Fill the shards that `data` describes unless they are there, verify them, and open them.
+
+    Safe to call from several processes at once: one fills, the others wait. `progress` is called for every document and
+    about twice a second while waiting; what it raises stops the call, and a later call continues the filling.
+
+    Raises `DataError` if the source cannot be read, a shard has changed since it was written, the vocabulary of the model
+    (`vocab_size`) is smaller than the tokenizer's, or a split is shorter than one sequence of `seq_len` tokens.
+    """
+    tokenizer = _tokenizer(data, vocab_size)
+    source = open_source(data, tick=_tick(progress, "waiting for the source"))
+    folder = _fill_once(source, data, tokenizer, cache or cache_folder(), progress)
+    manifest = shards.read_manifest(folder)
+    shards.verify(folder, manifest, content=shards.total_bytes(manifest) < shards.HASHED_AT_OPEN_BYTES)
+    _check_lengths(manifest, data, (seq_len or 1) + 1)
+    stores = shards.open_stores(folder, manifest)
+    return Dataset(stores["train"], stores["validation"], manifest, folder, tokenizer)
+
+
+def check(data: DataConfig, vocab_size: int | None = None) -> dict[str, Any]:
+    """The identity of the source, after every check that needs no filling. Raises `DataError` as `prepare` would."""
+    _tokenizer(data, vocab_size)
+    return open_source(data).identity
+
+
+def _tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+    tokenizer = load_tokenizer(data.tokenizer)
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size = {vocab_size}, and data.tokenizer = {data.tokenizer} has {tokenizer.vocab_size} ids; "
+            f"set model.vocab_size: {tokenizer.vocab_size}"
+        )
+    if data.source == "synthetic" and data.tokenizer != "byte":
+        raise DataError(
+            f"data.tokenizer = {data.tokenizer}: data.source = synthetic makes bytes, not text; set data.tokenizer: byte"
+        )
+    return tokenizer
+
+
+def _fill_once(source: Source, data: DataConfig, tokenizer: Tokenizer, cache: Path, progress: Progress | None) -> Path:
+    settings = {"tokenizer": tokenizer.identity, "val_fraction": data.val_fraction, "max_tokens": data.max_tokens}
+    folder = cache / _key(source.identity, settings)
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with _lock(folder.with_name(folder.name + ".lock"), _tick(progress, "waiting for another process that fills")):
+        if not folder.is_dir():
+            fill(source, FillPlan(tokenizer, data.val_fraction, data.max_tokens, settings), folder, progress)
+    return folder
+
+
+def _key(identity: dict[str, Any], settings: dict[str, Any]) -> str:
+    content = json.dumps([shards.FORMAT, identity, settings], sort_keys=True)
+    return f"{identity['source']}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def _lock(path: Path, tick: Callable[[], None]) -> Iterator[None]:
+    # The system lets go of the lock of a process that dies; the file itself may stay.
+    lock = filelock.FileLock(path)
+    while not lock.is_locked:
+        try:
+            lock.acquire(blocking=False)
+        except filelock.Timeout:
+            tick()
+            time.sleep(TICK_S)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _tick(progress: Progress | None, phase: str) -> Callable[[], None]:
+    return lambda: progress(FillProgress(phase, 0, 0, None)) if progress else None
+
+
+def _check_lengths(manifest: dict[str, Any], data: DataConfig, needed: int) -> None:
+    train, held_out = (manifest["splits"][split] for split in shards.SPLITS)
+    documents = train["documents"] + held_out["documents"]
+    if documents == 0:
+        raise DataError(f"data.source = {data.source}: no text in it; give documents that are not empty")
+    if held_out["tokens"] < needed:
+        raise DataError(
+            f"validation holds {held_out['tokens']} tokens of {documents} documents, and one sequence needs {needed} "
+            f"(data.val_fraction = {data.val_fraction:g}); {_remedy(manifest, held_out['tokens'], needed)}"
+        )
+    if train["tokens"] < needed:
+        raise DataError(
+            f"training holds {train['tokens']} tokens of {documents} documents, and one sequence needs {needed}; "
+            "give more text, lower train.seq_len, or lower data.val_fraction"
+        )
+
+
+def _remedy(manifest: dict[str, Any], held_out: int, needed: int) -> str:
+    """The smallest `data.val_fraction` that holds out enough, if one leaves enough to train on."""
+    next_in_line = sorted((-negative, tokens) for negative, tokens in manifest["next_in_line"])
+    left = manifest["splits"]["train"]["tokens"]
+    for fraction, tokens in next_in_line:
+        held_out, left = held_out + tokens, left - tokens
+        if left < needed:
+            break
+        if held_out >= needed:
+            # Rounded up, so that the document at `fraction` itself is held out.
+            return f"give more documents, or set data.val_fraction: {min(fraction + 1e-4, 0.9999):.4f}"
+    return "give more documents (a .txt is one, a line of .jsonl is one), or lower train.seq_len"

@@ -1,0 +1,7 @@
+"""The one error of the data package."""
+
+from __future__ import annotations
+
+
+class DataError(ValueError):
+    """The data cannot be used. One line: what was expected, what came, what to do."""

@@ -1,0 +1,229 @@
+"""Fill a cache folder with shards: once, crash-safe, resumable from the source's own cursor.
+
+Invariants
+* Work happens in `<key>.partial`, renamed to `<key>` when the manifest stands. A reader never sees a half-filled folder.
+* A part is one training and one validation shard, ended at a document. `progress.json` is replaced, with the cursor,
+  after both are on disk; what follows the last recorded part is thrown away and made again.
+* Tokens in = tokens in shards: every document whole, one separator after each, nothing else.
+* A text falls into training or validation by its own sha256, so its duplicates fall on the same side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import heapq
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from nsa_lab.data.errors import DataError
+from nsa_lab.data.shards import FORMAT, MANIFEST, SPLITS, content_identity, sync_folder, token_dtype, write_durably
+from nsa_lab.data.sources import Document, Source
+from nsa_lab.data.tokenizer import Tokenizer
+
+SHARD_BYTES = 64 << 20
+PROGRESS = "progress.json"
+# How many of the documents next in line for validation a manifest remembers, for the remedy of a split too small.
+NEXT_IN_LINE = 16
+
+
+@dataclass(frozen=True)
+class FillProgress:
+    """How far a filling is. `total_tokens` is the cap on training tokens, None without one."""
+
+    phase: str
+    tokens: int
+    documents: int
+    total_tokens: int | None
+
+
+@dataclass(frozen=True)
+class FillPlan:
+    """What a filling makes, apart from the documents themselves."""
+
+    tokenizer: Tokenizer
+    val_fraction: float
+    max_tokens: int | None
+    settings: dict[str, Any]
+    shard_bytes: int = SHARD_BYTES
+
+
+def split_fraction(text: str | bytes) -> float:
+    """Where a text stands in [0, 1): its sha256 read as a fraction. Below `val_fraction` it is validation."""
+    content = text.encode("utf-8") if isinstance(text, str) else text
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+
+
+def fill(source: Source, plan: FillPlan, folder: Path, progress: Callable[[FillProgress], None] | None = None) -> None:
+    """Write `folder` from `source`, continuing an interrupted filling of the same folder.
+
+    An exception from the source or from `progress` (a signal, say) stops the filling; finished parts are kept.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    filling = _Filling(partial, plan)
+    try:
+        for document in () if filling.full else source.documents(filling.state["cursor"]):
+            filling.add(document)
+            if progress:
+                progress(filling.report())
+            if filling.full:
+                break
+        filling.finish(source.identity)
+    except BaseException as error:
+        filling.abandon()
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise DataError(
+                f"{partial}: the disk is full; free some space and start again, or lower data.max_tokens"
+            ) from error
+        raise
+    os.rename(partial, folder)
+    sync_folder(folder.parent)
+    (folder / PROGRESS).unlink(missing_ok=True)
+
+
+class _Filling:
+    """The state of one filling: what `progress.json` records, and the part being written."""
+
+    def __init__(self, folder: Path, plan: FillPlan) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._dtype = token_dtype(plan.tokenizer.vocab_size)
+        self._separator = np.array([plan.tokenizer.separator], self._dtype).tobytes()
+        self.state = _read_progress(folder) or {
+            "cursor": None,
+            "empty_documents": 0,
+            "next_in_line": [],
+            "splits": {split: {"tokens": 0, "documents": 0, "text_bytes": 0, "shards": []} for split in SPLITS},
+        }
+        self._cursor = self.state["cursor"]
+        self._part: dict[str, _Shard] = {}
+
+    @property
+    def full(self) -> bool:
+        cap = self._plan.max_tokens
+        return cap is not None and self.state["splits"]["train"]["tokens"] >= cap
+
+    def report(self) -> FillProgress:
+        splits = self.state["splits"].values()
+        return FillProgress(
+            "filling",
+            sum(split["tokens"] for split in splits),
+            sum(split["documents"] for split in splits),
+            self._plan.max_tokens,
+        )
+
+    def add(self, document: Document) -> None:
+        if document.text:
+            self._write(document.text)
+        else:
+            self.state["empty_documents"] += 1
+        self._cursor = document.cursor
+        if sum(shard.bytes for shard in self._part.values()) >= self._plan.shard_bytes:
+            self._end_part()
+
+    def finish(self, source_identity: dict[str, Any]) -> None:
+        """End the last part and write the manifest."""
+        if self._part:
+            self._end_part()
+        tokenizer = self._plan.tokenizer
+        manifest = {
+            "format": FORMAT,
+            "settings": self._plan.settings,
+            "source": source_identity,
+            "tokenizer": {
+                "identity": tokenizer.identity,
+                "vocab_size": tokenizer.vocab_size,
+                "separator": tokenizer.separator,
+            },
+            "dtype": self._dtype.str,
+            **self.state,
+        }
+        manifest["identity"] = content_identity(manifest)
+        write_durably(self._folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+    def abandon(self) -> None:
+        """Leave what a later filling can continue from, or nothing."""
+        for shard in self._part.values():
+            shard.discard()
+        if not (self._folder / PROGRESS).exists():
+            shutil.rmtree(self._folder)
+
+    def _write(self, text: str | bytes) -> None:
+        fraction = split_fraction(text)
+        split = "validation" if fraction < self._plan.val_fraction else "train"
+        ids = self._plan.tokenizer.encode(text)
+        if split not in self._part:
+            self._part[split] = _Shard(self._folder, split, len(self.state["splits"][split]["shards"]))
+        self._part[split].write(ids.astype(self._dtype).tobytes() + self._separator)
+        counts = self.state["splits"][split]
+        counts["tokens"] += len(ids) + 1
+        counts["documents"] += 1
+        counts["text_bytes"] += len(text.encode("utf-8") if isinstance(text, str) else text)
+        if split == "train":
+            self._remember(fraction, len(ids) + 1)
+
+    def _remember(self, fraction: float, tokens: int) -> None:
+        # Kept as a heap with the farthest on top: most documents of a long filling fail this one comparison.
+        heap = self.state["next_in_line"]
+        entry = [-fraction, tokens]
+        if entry in heap:
+            return
+        if len(heap) < NEXT_IN_LINE:
+            heapq.heappush(heap, entry)
+        elif entry > heap[0]:
+            heapq.heapreplace(heap, entry)
+
+    def _end_part(self) -> None:
+        for split, shard in self._part.items():
+            self.state["splits"][split]["shards"].append(shard.close(self._dtype.itemsize))
+        self._part = {}
+        self.state["cursor"] = self._cursor
+        sync_folder(self._folder)
+        write_durably(self._folder / PROGRESS, json.dumps(self.state).encode())
+
+
+class _Shard:
+    """A shard being written, hashed on the way."""
+
+    def __init__(self, folder: Path, split: str, index: int) -> None:
+        self._name = f"{split}-{index:05d}.bin"
+        self._file: BinaryIO = (folder / self._name).open("wb")
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._digest.update(content)
+        self.bytes += len(content)
+
+    def close(self, token_bytes: int) -> dict[str, Any]:
+        """Force the content to disk; the manifest's entry."""
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        return {
+            "file": self._name,
+            "bytes": self.bytes,
+            "tokens": self.bytes // token_bytes,
+            "sha256": self._digest.hexdigest(),
+        }
+
+    def discard(self) -> None:
+        # Unbuffered by now or not, nothing of this shard is recorded; on a full disk even closing flushes and fails.
+        with contextlib.suppress(OSError):
+            self._file.close()
+        Path(self._file.name).unlink(missing_ok=True)
+
+
+def _read_progress(folder: Path) -> dict[str, Any] | None:
+    path = folder / PROGRESS
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

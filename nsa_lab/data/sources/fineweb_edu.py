@@ -1,0 +1,159 @@
+"""FineWeb-Edu, or a data set of the same form, from the Hugging Face hub.
+
+`datasets` resolves which files a configuration has; their row groups are then read over HTTP ranges through the hub's own
+file system, which honours HF_ENDPOINT.
+
+Invariants
+* The cursor is ours: revision, file, row group, row. The streaming state of `datasets` has lost rows on resume in several
+  releases (its issues 8145, 8308, 8360).
+* A filling stays at the revision at which it began, however often it is interrupted.
+* A failing network is retried, then named; nothing takes the place of text that did not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from nsa_lab.data.errors import DataError
+from nsa_lab.data.sources import parquet
+from nsa_lab.data.sources.base import Cursor, Document
+from nsa_lab.data.waiting import patiently
+
+T = TypeVar("T")
+SPLIT = "train"
+# A machine without a network should hear so within seconds, not after the whole of data.timeout_s.
+FIRST_ATTEMPTS = 3
+RETRIED_STATUS = {408, 425, 429}
+# The hub client has changed its HTTP library twice; the errors of each of them mean the connection.
+HTTP_LIBRARIES = {"requests", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2"}
+OFFLINE = "check the network, set HF_ENDPOINT to a mirror, or set data.source: local (files of your own) or stdlib"
+STALLED = "start again to continue from here; if it stays slow, raise data.timeout_s or set data.source: local"
+
+
+class FinewebEduSource:
+    """The documents of `subset` of the hub repository `dataset`. The network is first used by `documents`."""
+
+    def __init__(
+        self,
+        dataset: str,
+        subset: str,
+        text_column: str = "text",
+        timeout_s: float = 120.0,
+        tick: Callable[[], None] | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._subset = subset
+        self._column = text_column
+        self._timeout_s = timeout_s
+        self._tick = tick or (lambda: None)
+        self.identity = {"source": "fineweb_edu", "dataset": dataset, "subset": subset, "text_column": text_column}
+
+    def documents(self, cursor: Cursor | None = None) -> Iterator[Document]:
+        """Raises `DataError` for a hub out of reach, a stall of `timeout_s`, a wrong name, or a corrupt file."""
+        revision = cursor["revision"] if cursor else self._newest_revision()
+        files = self._list_files(revision)
+        place = (cursor["file"], cursor["row_group"], cursor["row"]) if cursor else (0, 0, 0)
+        for file in range(place[0], len(files)):
+            remote = _RemoteParquet(files[file], self._column)
+            group, first_row = place[1:] if file == place[0] else (0, 0)
+            while (texts := self._read(remote, group)) is not None:
+                for row, text in enumerate(texts[first_row:], start=first_row + 1):
+                    yield Document(text, {"revision": revision, "file": file, "row_group": group, "row": row})
+                group, first_row = group + 1, 0
+
+    def _newest_revision(self) -> str:
+        hub = _hub()
+        return self._ask(
+            lambda: hub.HfApi().dataset_info(self._dataset, timeout=10).sha,
+            f"fineweb_edu: asking {hub.constants.ENDPOINT} for {self._dataset}",
+        )
+
+    def _list_files(self, revision: str) -> list[str]:
+        """The addresses of the subset's parquet files at `revision`, as `datasets` resolves and orders them."""
+        datasets = _datasets()
+        splits = self._ask(
+            lambda: datasets.load_dataset_builder(self._dataset, self._subset, revision=revision).config.data_files,
+            f"fineweb_edu: listing the files of {self._dataset} {self._subset}",
+        )
+        files = [str(file) for file in (splits or {}).get(SPLIT, []) if str(file).endswith(".parquet")]
+        if not files:
+            found = ", ".join(splits or {}) or "none"
+            raise DataError(
+                f"data.subset = {self._subset!r} of {self._dataset}: no parquet files in a split {SPLIT!r} "
+                f"(splits: {found}); choose another data.subset or data.dataset"
+            )
+        return files
+
+    def _ask(self, function: Callable[[], T], phase: str) -> T:
+        try:
+            return patiently(function, phase, OFFLINE, self._timeout_s, _is_transient, self._tick, FIRST_ATTEMPTS)
+        except (OSError, ValueError) as error:
+            raise self._refusal(error, phase) from None
+
+    def _read(self, remote: _RemoteParquet, group: int) -> list[str] | None:
+        """The texts of a row group; None after the last one."""
+        phase = f"fineweb_edu: reading {remote.address} row group {group}"
+        try:
+            return patiently(lambda: remote.read(group), phase, STALLED, self._timeout_s, _is_transient, self._tick)
+        except OSError as error:
+            raise self._refusal(error, phase) from None
+
+    def _refusal(self, error: Exception, phase: str) -> DataError:
+        if isinstance(error, DataError):
+            return error
+        reason = " ".join(str(error).split())[:300]
+        return DataError(f"{phase}: {reason}; check data.dataset and data.subset, or log in with: hf auth login")
+
+
+class _RemoteParquet:
+    """One file on the hub: opened when first read, and afresh after a failure, so that no broken state is kept."""
+
+    def __init__(self, address: str, text_column: str) -> None:
+        self.address = address
+        self._column = text_column
+        self._file: Any = None
+
+    def read(self, group: int) -> list[str] | None:
+        """The texts of a row group; None after the last one."""
+        file, self._file = self._file or self._open(), None
+        inside = group < file.num_row_groups
+        texts = parquet.read_row_group(file, self.address, self._column, group) if inside else None
+        self._file = file
+        return texts
+
+    def _open(self) -> Any:
+        # Exact ranges: read-ahead would fetch the columns that nobody asked for.
+        system = _hub().HfFileSystem(skip_instance_cache=True)
+        return parquet.open_parquet(system.open(self.address, "rb", cache_type="none"), self.address, self._column)
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed later: a broken connection or a busy server, not a refusal."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status >= 500 or status in RETRIED_STATUS
+    return isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.split(".")[0] in HTTP_LIBRARIES
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+    except ImportError:
+        raise _missing("huggingface_hub") from None
+    return huggingface_hub
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise _missing("datasets") from None
+    return datasets
+
+
+def _missing(library: str) -> DataError:
+    return DataError(
+        f"data.source = fineweb_edu needs {library}; run: pip install 'nsa-lab[data]', or set data.source: local"
+    )

@@ -1,0 +1,83 @@
+"""Parquet files: the one file that imports pyarrow. Every failure names the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from nsa_lab.data.errors import DataError
+
+ROWS_AT_ONCE = 256
+
+
+def open_parquet(source: str | BinaryIO, name: str, text_column: str) -> Any:
+    """A `pyarrow.parquet.ParquetFile` with a text column of strings, or `DataError` naming `name`."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{name}: needs pyarrow; run: pip install pyarrow, or give jsonl or txt") from None
+    with _damage_named(name):
+        file = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
+    _check_text_column(file.schema_arrow, name, text_column)
+    return file
+
+
+def rows(file: Any, name: str, text_column: str, first: int = 0) -> Iterator[tuple[int, str]]:
+    """(row, text) from row `first` on; a null is an empty text."""
+    groups, row = _groups_from(file, first)
+    with _damage_named(name):
+        for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=[text_column]):
+            for text in batch.column(0).to_pylist():
+                if row >= first:
+                    yield row, text or ""
+                row += 1
+
+
+def read_row_group(file: Any, name: str, text_column: str, group: int) -> list[str]:
+    """The texts of one row group; a null is an empty text."""
+    with _damage_named(name):
+        return [text or "" for text in file.read_row_group(group, columns=[text_column]).column(0).to_pylist()]
+
+
+@contextmanager
+def _damage_named(name: str) -> Iterator[None]:
+    """Turn Arrow's complaint about damaged content into a `DataError`; errors of disk and network pass through."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        # Arrow uses its own errors or a bare OSError; the system's have a number, the network's a subclass.
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{name}: not a readable parquet file ({reason}); fetch it again or remove it") from None
+
+
+def _groups_from(file: Any, first: int) -> tuple[list[int], int]:
+    """The row groups from the one that holds row `first`, and the row with which they begin."""
+    start = 0
+    for group in range(file.num_row_groups):
+        count = file.metadata.row_group(group).num_rows
+        if first < start + count:
+            return list(range(group, file.num_row_groups)), start
+        start += count
+    return [], start
+
+
+def _check_text_column(schema: Any, name: str, text_column: str) -> None:
+    import pyarrow.types as types
+
+    if text_column not in schema.names:
+        raise DataError(
+            f"{name}: no column {text_column!r}; it has {', '.join(schema.names) or 'none'}; "
+            "set data.text_column to the one with the text"
+        )
+    kind = schema.field(text_column).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise DataError(
+            f"{name}: column {text_column!r} holds {kind}, and text is wanted; set data.text_column to a column of strings"
+        )
