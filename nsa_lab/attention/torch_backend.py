@@ -3,6 +3,9 @@
 Queries go in chunks; a chunk meets a contiguous range of keys under a mask, or, for the selected branch of a long
 sequence, the gathered tokens of its own blocks. The backward pass recomputes a chunk's probabilities from the saved LSE,
 so no score of more than one chunk is ever held. Same functions and shapes as `reference`.
+
+torch.compile steps around these functions: traced, the loop over chunks is unrolled and its backward pass comes out wrong
+(torch 2.13; tests/model holds compiled gradients against eager ones).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ GATHER_PAST_BUDGETS = 8
 KeyRange = Callable[[int, int], tuple[slice, Tensor]]
 
 
+@torch.compiler.disable
 def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`. Computes in `reference`'s wide dtype, since the block choice hangs on it."""
 
@@ -38,6 +42,7 @@ def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig
     return _RangeAttention.apply(q, k_cmp, v_cmp, keys, _choice_dtype(q.dtype), k_cmp.shape[1])
 
 
+@torch.compiler.disable
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
     """As `reference.select_blocks`, streamed over chunks of queries."""
     B, T, H, _ = q.shape
@@ -60,6 +65,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tens
     return chosen
 
 
+@torch.compiler.disable
 def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.selected_attention`."""
     T = q.shape[1]
@@ -78,6 +84,7 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSA
     return _RangeAttention.apply(q, k, v, keys, _wide(q.dtype), T)
 
 
+@torch.compiler.disable
 def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.window_attention`."""
 

@@ -1,0 +1,1 @@
+"""Benchmarks: parity first, then speed, as ratios within one run."""

@@ -1,0 +1,275 @@
+"""`nsa-lab bench train`: tokens/s of NSA and of its dense twin at each length, in one run, on real batches.
+
+Both are trained by the trainer's own step (compiled, fused AdamW, clipping), so what is timed is what a run does. A row is
+a length and a micro-batch; the ratio within a row is the result, absolute figures hold for the one device.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
+from nsa_lab.data import prepare
+from nsa_lab.environment import versions
+from nsa_lab.train.distributed import World
+from nsa_lab.train.parts import Builders, Parts, assemble
+
+# T x micro-batch -> NSA's tokens/s over the dense twin's that the project set itself (docs/decisions.md).
+BARS = {(2048, 32): 0.66, (8192, 8): 0.88, (32768, 2): 1.8, (65536, 1): 2.8}
+GPU_SHAPES = tuple(BARS)
+CPU_SHAPES = ((128, 2), (256, 1))
+CPU_MODEL = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_groups=2, d_k=16, d_v=16,
+                        nsa=NSAConfig(l=16, d=8, l_sel=16, n_sel=4, w=32))
+KINDS = ("nsa", "dense")
+
+# Kernel name -> where the time goes; the first match counts. Kernels of our own operators are known by their operator.
+KERNELS = (
+    ("gemm", re.compile(r"gemm|nvjet|cutlass|splitk|matmul|xmma", re.IGNORECASE)),
+    ("dense attention", re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)),
+    ("optimiser", re.compile(r"adam|multi_tensor|foreach|lpnorm", re.IGNORECASE)),
+    ("copy", re.compile(r"memcpy|memset", re.IGNORECASE)),
+)
+OPERATORS = "nsa_lab::"
+
+
+@dataclass
+class Measured:
+    """One model at one shape. Times in seconds, sizes in bytes, rates in FLOP/s."""
+
+    kind: str
+    seq_len: int
+    micro_batch: int
+    tokens_per_s: float
+    step_s: float
+    flops_6n: float
+    flops_actual: float
+    memory_peak_bytes: int
+    backends: dict[str, str]
+    breakdown: dict[str, float] = field(default_factory=dict)
+
+
+def run_train_bench(
+    shapes: tuple[tuple[int, int], ...] | None = None,
+    json_path: Path | None = None,
+    *,
+    steps: int = 20,
+    model: ModelConfig | None = None,
+    data: DataConfig | None = None,
+    picture: Path | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Measure NSA and dense at `shapes` (tokens, sequences a forward pass), print a table, write JSON and a picture.
+
+    On a CUDA device the default is the production model at the four shapes of `BARS`, bf16 and compiled; on a CPU a tiny
+    model in float32, which proves the path and measures nothing worth quoting. Raises ConfigError for an unusable shape.
+    """
+    cuda = torch.cuda.is_available()
+    shapes = shapes or (GPU_SHAPES if cuda else CPU_SHAPES)
+    base = model or (ModelConfig() if cuda else CPU_MODEL)
+    console = console or Console()
+    report: dict[str, Any] = {
+        "what": "training step, NSA and its dense twin",
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if cuda else "cpu", "versions": versions(),
+        "gemm_flops_per_s": gemm_rate() if cuda else None, "model": base.model_dump(), "rows": [],
+    }
+    for seq_len, micro in shapes:
+        pair = {kind: measure(_config(base, kind, seq_len, micro, cuda, data), steps) for kind in KINDS}
+        row = {"seq_len": seq_len, "micro_batch": micro, "ratio": pair["nsa"].tokens_per_s / pair["dense"].tokens_per_s,
+               "bar": BARS.get((seq_len, micro)), **{kind: asdict(pair[kind]) for kind in KINDS}}
+        report["rows"].append(row)
+        console.print(f"T = {seq_len} x {micro}: NSA {row['nsa']['tokens_per_s']:,.0f}, "
+                      f"dense {row['dense']['tokens_per_s']:,.0f} tokens/s, ratio {row['ratio']:.3f}")
+    console.print(_speeds(report), _breakdowns(report))
+    if json_path:
+        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if picture:
+        draw(report, picture)
+    return report
+
+
+def measure(config: RunConfig, steps: int) -> Measured:
+    """Median time of `steps` optimiser steps after warm-up, then a profile of two more."""
+    device = torch.device("cuda" if config.runtime.device == "cuda" else "cpu")
+    dataset = prepare(config.data, config.model.vocab_size, config.train.seq_len)
+    parts = assemble(config, World(), device, dataset, Builders())
+    batches = _batches(parts)
+    for _ in range(5):
+        _step(parts, next(batches))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    step_s = _median_step_s(parts, batches, steps)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    train, flops = config.train, parts.model.flops_per_token(config.train.seq_len)
+    rate = train.tokens_per_step / step_s
+    measured = Measured(
+        config.model.attention, train.seq_len, train.micro_batch_size or train.batch_size, rate, step_s, rate * flops["dense"],
+        rate * flops[config.model.attention], peak, {part: choice.backend for part, choice in parts.model.backends.items()},
+        _breakdown(parts, batches) if device.type == "cuda" else {},
+    )
+    del parts, batches
+    _release()
+    return measured
+
+
+def gemm_rate() -> float:
+    """FLOP/s of a large bf16 matrix product here: the peak that shares are given of."""
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(20):
+        a @ b
+    stop.record()
+    stop.synchronize()
+    return 2 * n**3 * 20 / (start.elapsed_time(stop) * 1e-3)
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """`"2048x32"` -> (2048, 32). Raises ConfigError."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match or not all(int(n) for n in match.groups()):
+        raise ConfigError(f"--shapes {text}: expected tokens x sequences, for example 2048x32")
+    return int(match[1]), int(match[2])
+
+
+def _config(base: ModelConfig, kind: str, seq_len: int, micro: int, cuda: bool, data: DataConfig | None) -> RunConfig:
+    runtime = RuntimeConfig(device="cuda", precision="bf16", compile=True) if cuda else RuntimeConfig(device="cpu")
+    return RunConfig(
+        name="bench", model=base.model_copy(update={"attention": kind}), runtime=runtime, data=data or DataConfig(),
+        train=TrainConfig(steps=1000, seq_len=seq_len, batch_size=micro, eval_every=0, save_every=0),
+    )
+
+
+def _batches(parts: Parts) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches on the device already: loading is measured by a run, not here."""
+    ready = [tuple(x.to(parts.device) for x in parts.batches.batch(step)) for step in range(4)]
+    while True:
+        yield from ready
+
+
+def _step(parts: Parts, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    parts.stepper.step(*pair, lr=1e-4, poll=lambda: None)
+
+
+def _median_step_s(parts: Parts, batches: Iterator, steps: int) -> float:
+    times = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        for _ in range(max(steps // 3, 1)):
+            _step(parts, next(batches))
+        if parts.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) / max(steps // 3, 1))
+    return statistics.median(times)
+
+
+def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, float]:
+    """Share of the wall time of a step by part: our operators by name, other kernels by kind, and idle."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps):
+            _step(parts, next(batches))
+        torch.cuda.synchronize()
+    events = recorded.events()
+    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(OPERATORS)]
+    owner = {k.name: e.name.removeprefix(OPERATORS) for e in events if e.name.startswith(OPERATORS) for k in _launched(e)}
+    spent: dict[str, float] = {}
+    for kernel in kernels:
+        part = owner.get(kernel.name) or next((n for n, pattern in KERNELS if pattern.search(kernel.name)), "elementwise")
+        spent[part] = spent.get(part, 0.0) + kernel.time_range.elapsed_us()
+    first, last = min(k.time_range.start for k in kernels), max(k.time_range.end for k in kernels)
+    wall = last - first
+    spent["idle"] = max(wall - _covered(kernels), 0.0)
+    return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
+
+
+def _launched(event: Any) -> list[Any]:
+    return [*event.kernels, *(k for child in event.cpu_children for k in _launched(child))]
+
+
+def _covered(kernels: list[Any]) -> float:
+    """Microseconds in which at least one kernel ran."""
+    total, until = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda k: k.time_range.start):
+        start, end = max(kernel.time_range.start, until), kernel.time_range.end
+        total += max(end - start, 0.0)
+        until = max(until, end)
+    return total
+
+
+def _speeds(report: dict[str, Any]) -> Table:
+    peak = report["gemm_flops_per_s"]
+    table = Table(title=f"training step on {report['device']}"
+                        + (f", bf16 GEMM peak here {peak / 1e12:.0f} TFLOP/s" if peak else ""))
+    for name in ("T x micro", "model", "tokens/s", "ratio", "bar", "TFLOP/s (6N + dense)", "TFLOP/s (actual)", "of peak",
+                 "peak GB", "backends"):
+        table.add_column(name, justify="right")
+    for row in report["rows"]:
+        for kind in KINDS:
+            m = row[kind]
+            table.add_row(
+                f"{m['seq_len']} x {m['micro_batch']}", kind, f"{m['tokens_per_s']:,.0f}",
+                f"{row['ratio']:.3f}" if kind == "nsa" else "", f"{row['bar'] or ''}" if kind == "nsa" else "",
+                f"{m['flops_6n'] / 1e12:.1f}", f"{m['flops_actual'] / 1e12:.1f}",
+                f"{m['flops_6n'] / peak:.0%} / {m['flops_actual'] / peak:.0%}" if peak else "",
+                f"{m['memory_peak_bytes'] / 1e9:.2f}", ", ".join(sorted(set(m["backends"].values()))),
+            )
+    return table
+
+
+def _breakdowns(report: dict[str, Any]) -> Table:
+    table = Table(title="share of a step's wall time")
+    table.add_column("T x micro")
+    table.add_column("model")
+    table.add_column("parts")
+    for row in report["rows"]:
+        for kind in KINDS:
+            parts = ", ".join(f"{part} {share:.1%}" for part, share in row[kind]["breakdown"].items())
+            table.add_row(f"{row['seq_len']} x {row['micro_batch']}", kind, parts)
+    return table
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Tokens/s against length, both models, the ratio written above each pair."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    lengths = [row["seq_len"] for row in report["rows"]]
+    for kind, colour, marker in (("nsa", "#0072B2", "o"), ("dense", "#D55E00", "s")):
+        axes.plot(lengths, [row[kind]["tokens_per_s"] for row in report["rows"]], marker=marker, color=colour, label=kind)
+    for row in report["rows"]:
+        top = max(row[kind]["tokens_per_s"] for kind in KINDS)
+        axes.annotate(f"{row['ratio']:.2f}x", (row["seq_len"], top), textcoords="offset points", xytext=(0, 7), ha="center")
+    axes.set(xscale="log", xlabel="sequence length (tokens)", ylabel="training speed (tokens/s)",
+             title=f"NSA and its dense twin on {report['device']}, {report['when'][:10]}")
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.15)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _release() -> None:
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
