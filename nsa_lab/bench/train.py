@@ -118,8 +118,9 @@ def measure(config: RunConfig, steps: int) -> Measured:
     train, flops = config.train, parts.model.flops_per_token(config.train.seq_len)
     rate = train.tokens_per_step / step_s
     measured = Measured(
-        config.model.attention, train.seq_len, train.micro_batch_size or train.batch_size, rate, step_s, rate * flops["dense"],
-        rate * flops[config.model.attention], peak, {part: choice.backend for part, choice in parts.model.backends.items()},
+        config.model.attention, train.seq_len, train.micro_batch_size or train.batch_size, rate, step_s,
+        rate * flops["dense"], rate * flops[config.model.attention], peak,
+        {part: choice.backend for part, choice in parts.model.backends.items()},
         _breakdown(parts, batches) if device.type == "cuda" else {},
     )
     del parts, batches

@@ -13,6 +13,7 @@ CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8,
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_compiled_blocks_match_eager_ones(attention: str) -> None:

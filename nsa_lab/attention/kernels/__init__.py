@@ -66,6 +66,6 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[T
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
     """As `reference.combine`."""
-    from nsa_lab.attention.kernels import combine as fused
+    from nsa_lab.attention.kernels import gating
 
-    return fused.gated_sum(out_cmp, out_sel, out_win, gates)
+    return gating.gated_sum(out_cmp, out_sel, out_win, gates)
