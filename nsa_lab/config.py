@@ -130,6 +130,9 @@ class RuntimeConfig(_Section):
     compile: bool = Field(False, description="torch.compile the model")
     gradient_checkpointing: bool = False
     deterministic: bool = Field(False, description="bit-exact resume on a GPU too, at some cost in speed")
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="several ranks: ddp copies the model to each, fsdp shards its weights and moments over them"
+    )
     heartbeat_s: float = Field(10.0, gt=0, description="seconds between heartbeat events")
     profile: Literal["smoke", "production"] = Field(
         "smoke", description="production: preflight refuses toy models, save_every 0 and synthetic data"

@@ -146,7 +146,7 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple
     """Softmax over the keys that `allowed` (bool, broadcast over [B, T, G, S]) lets each query see."""
     scores = _scores(q, k).masked_fill(~allowed.unsqueeze(3), float("-inf"))  # [B, T, G, h, S]
     if k.shape[1] == 0:
-        lse = scores.new_full(scores.shape[:-1], float("-inf"))
+        lse = scores.sum(-1) - float("inf")  # keeps its place in the graph, as every other LSE does
     else:
         # logsumexp of a row of -inf is -inf with a NaN gradient; such rows are given one finite score, then undone.
         empty = ~allowed.any(-1).unsqueeze(-1).expand(scores.shape[:-1])

@@ -77,7 +77,8 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSA
         n = geometry.num_selection(last, nsa)
         picks = per_group[:, :, first:last]
         passed_over = torch.ones(*picks.shape[:3], n + 1, dtype=torch.bool, device=q.device)
-        passed_over.scatter_(-1, torch.where(picks < 0, n, picks).long(), False)  # padding lands in a spare column
+        # Padding, and a block that no query of the chunk has reached, land in a spare column.
+        passed_over.scatter_(-1, torch.where((picks < 0) | (picks > n), n, picks).long(), False)
         tokens = passed_over[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :last]
         return slice(0, last), tokens | ~_causal(first, last, 0, last, q.device)
 

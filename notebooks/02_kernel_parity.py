@@ -1,0 +1,110 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Every backend against the definition
+#
+# `nsa_lab.attention.reference` is the definition: plain PyTorch, whole score matrices, float64 where it is asked for.
+# The backends that make it fast (`torch` everywhere, `triton` and `flash` on a GPU) are compared with it here, part
+# by part, on the same numbers: outputs, gradients of every input, and the choice of blocks. A backend that cannot run
+# on this machine is listed with the reason, never skipped in silence.
+#
+# On two CPU cores this takes less than a minute.
+
+# %% tags=["parameters"]
+lengths: list = [1, 33, 65, 512, 1025]  # sequence lengths, tokens: below one block, odd, and past n_sel * l_sel = 1024
+heads: int = 4  # query heads H on a CPU; a GPU takes 12 in 2 groups
+speeds: bool = True  # measure speeds too, where there is a CUDA device
+
+# %%
+import torch
+
+from nsa_lab.attention import geometry
+from nsa_lab.config import NSAConfig
+from nsa_lab.explore import parity, pictures
+from nsa_lab.explore.show import show
+
+nsa = NSAConfig()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+shape = {"heads": 12, "groups": 2, "width": 64} if device == "cuda" else {"heads": heads, "groups": 2, "width": 32}
+dtypes = [torch.float32, torch.bfloat16] + ([torch.float64] if device == "cpu" else [])
+
+# %% [markdown]
+# ## What can run here
+
+# %%
+print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else 'cpu'}")
+for dtype in dtypes:
+    names, reasons = parity.usable(device, dtype, nsa)
+    print(f"{str(dtype).removeprefix('torch.'):<9} usable: {', '.join(names)}")
+    for backend, reason in reasons.items():
+        print(f"{'':<9} not usable: {backend}: {reason}")
+
+# %% [markdown]
+# ## Errors
+#
+# `error` and `gradients` are the largest absolute differences from float64; values are of size 1. `rounding` is what
+# the definition itself loses when its answer is rounded to that dtype: no implementation can do better. For
+# `selection` the numbers are shares of queries whose set of blocks differs, which may happen only where two scores
+# are equal but for rounding.
+
+# %%
+rows = list(parity.compare(lengths, dtypes, nsa, device=device, **shape))
+print(parity.table(rows))
+
+# %%
+for dtype in dtypes:
+    named = str(dtype).removeprefix("torch.")
+    worst = {}
+    for row in rows:
+        if row.dtype == named and row.gradient_error is not None:
+            for kind, error in (("output", row.error), ("gradients", row.gradient_error)):
+                key = (f"{row.part}, {kind}", row.backend)
+                worst[key] = max(worst.get(key, 0.0), error)
+    show(pictures.errors([(*key, error) for key, error in worst.items()], parity.LIMITS[dtype],
+                         f"Worst error over T = {', '.join(map(str, lengths))}, {named}"))
+
+# %% [markdown]
+# ## Exactly
+#
+# In float64 the `torch` backend must agree with the definition to 1e-10, and choose exactly the same blocks. These
+# lines are compared character by character in continuous integration.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+exact = parity.compare([15, 32, 64, 200], [torch.float64], nsa, heads=4, groups=2, width=32)
+for row in exact:
+    if row.backend == "torch":
+        print(f"{row.part:<11} T = {row.length:>3}: {'agrees to 1e-10' if row.ok else 'DIFFERS'}")
+print("mean selected keys at T = 2048:", geometry.mean_selected_keys(2048, nsa))
+
+# %%
+too_large = [row for row in rows if not row.ok]
+print(f"{len(rows)} comparisons, {len(too_large)} beyond their limit")
+assert not too_large, parity.table(too_large)
+
+# %% [markdown]
+# ## Speeds
+#
+# Only where there is a CUDA device: forward and backward of each part and of the whole, beside dense attention at the
+# same shape, and the length from which NSA is the faster of the two. A speed is shown only for what passed the
+# comparison.
+
+# %%
+if device == "cuda" and speeds:
+    from nsa_lab.explore.speeds import show_speeds
+
+    show_speeds()
+else:
+    print("no CUDA device: no speeds" if device == "cpu" else "speeds = False")

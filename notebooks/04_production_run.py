@@ -1,0 +1,107 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # The production run
+#
+# 50 000 optimiser steps of 4 × 2048 bytes through a model of 78 million parameters: the run that the reports behind
+# this project set out to do. The code is that of `03_smoke_training`; what differs is `params/production_50k.yaml`.
+# It needs a CUDA device and takes well under an hour on a recent one; with `-f params/ci.yaml` the same notebook does
+# 20 steps on a CPU in seconds.
+#
+# The trainer is a process of its own, so this notebook may be closed, killed and run again at any time: it attaches,
+# resumes, or shows the finished run. From a terminal: `nsa-lab run production_50k`, `nsa-lab follow`, `nsa-lab stop`,
+# `nsa-lab resume`.
+
+# %% tags=["parameters"]
+name: str = "production_50k"  # which params/NAME.yaml is the base
+model: dict = {}  # values laid over its section model, for example {"dim": 256}
+nsa: dict = {}  # over its section nsa: l, d, l_sel, n_sel, w, phi, gate
+runtime: dict = {}  # over its section runtime: device, precision, backend, compile
+train: dict = {}  # over its section train: steps, seq_len, batch_size, lr, seed
+data: dict = {}  # over its section data: source, path, tokenizer
+run_dir: str = ""  # run directory to attach to; empty: the latest of this configuration, or a new one
+new_run: bool = False  # start a new run even where one of this configuration exists
+outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
+prompt: str = "def main("  # what the samples go on from
+sample_tokens: int = 160  # length of each sample, tokens
+
+# %%
+from nsa_lab.explore import live, notebook, plots, samples
+from nsa_lab.explore.show import show
+from nsa_lab.history import History
+
+sections = {"model": model, "nsa": nsa, "runtime": runtime, "train": train, "data": data}
+config = notebook.configuration(name, sections, run_dir)
+print(config.to_yaml())
+
+# %% [markdown]
+# ## The model, before
+
+# %%
+fresh = samples.untrained(config)
+print(fresh.describe(config.train.seq_len))
+print(f"a step: {config.train.sequences_per_step} sequences of {config.train.seq_len} tokens; "
+      f"{config.train.steps:,} steps are {config.train.steps * config.train.tokens_per_step:,} tokens")
+
+# %%
+print(samples.sample_before(config, fresh, prompt, sample_tokens))
+del fresh
+
+# %% [markdown]
+# ## The run
+#
+# Interrupting the cell below ends the following, not the run.
+
+# %%
+run = notebook.start(config, run_dir, outputs=outputs, new_run=new_run)
+
+# %%
+state = live.follow(run)
+
+# %% [markdown]
+# ## What happened
+
+# %%
+history = History.read(run)
+show(plots.overview(history))
+
+# %%
+show(plots.loss_curves(history))
+show(plots.learning_rate(history))
+
+# %%
+if config.model.attention == "nsa":
+    for draw in plots.NSA_PICTURES:
+        show(draw(history))
+
+# %%
+show(plots.throughput(history))
+
+# %% [markdown]
+# ## The model, after
+
+# %%
+print(samples.sample_after(run, prompt, sample_tokens))
+
+# %% [markdown]
+# ## Was the run healthy?
+#
+# Each line compares a number with a limit and can fail. `?` means that the run does not say.
+
+# %%
+notebook.verdict(run)
+
+# %% [markdown]
+# **Next:** `05_health_analysis` compares runs and shows where selection looks.

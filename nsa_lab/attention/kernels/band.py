@@ -1,0 +1,168 @@
+"""Flash attention over a band of keys: the compressed branch and the window branch are two cases of it.
+
+Query t sees key i iff  i*d + l - 1 <= t  and, where there is a window,  i > t - w.  Compressed attention has the
+geometry's l and d and no window; window attention has l = d = 1, since a key is its own token.
+
+* Rows of a tile are (query, head of the group) pairs, row = t*h + head, so a tile is full for any h and the h heads that
+  share a key tile read it once.
+* A tile knows from its first and last query which key tiles lie wholly inside the band: only those at an edge are masked,
+  those outside are never touched.
+* dQ is summed by the program that owns the rows, dK and dV by the programs that own the keys: no atomics, so equal inputs
+  give equal bits. Long columns of rows are cut into chunks, whose float32 partial sums a last kernel adds in order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention.kernels.band_kernels import dkv_kernel, dq_kernel, forward_kernel, sum_chunks_kernel
+from nsa_lab.attention.kernels.common import LOG2E, ceil_div, padded_width, roomy, with_short_rows
+
+_SLICE_KEYS = 4
+# Up to this window one loop masks every tile: a loop for each edge would spend longer filling its pipeline than masking costs.
+_ONE_LOOP_WINDOW = 1024
+
+
+class Tile(NamedTuple):
+    """Sizes of a tile and how it is compiled; `registers` caps a thread's, so that more tiles share a multiprocessor."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+    def launch(self) -> dict[str, int]:
+        cap = {} if self.registers is None else {"maxnreg": self.registers}
+        return dict(ROWS=self.rows, KEYS=self.keys, num_warps=self.warps, num_stages=self.stages, **cap)
+
+
+# Measured on one H200 (docs/decisions.md). `roomy`: the multiprocessor has an A100's shared memory or more.
+def forward_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Tile:
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 1)
+    if width > 64:
+        return Tile(64, 32, 4, 3, 168) if windowed or not roomy else Tile(64, 64, 4, 3)
+    return Tile(64, 64, 4, 2, 128) if windowed else Tile(64, 64, 4, 3, 128)
+
+
+def dq_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Tile:
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 1)
+    if width > 64:
+        return Tile(64, 64, 4, 2) if roomy else Tile(64, 32, 4, 2)
+    return Tile(64, 32, 4, 3, 128) if windowed else Tile(64, 64, 4, 3, 168)
+
+
+def dkv_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Tile:
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 1)
+    if width > 64:
+        return Tile(32, 64, 4, 3) if windowed or not roomy else Tile(64, 128, 8, 3)
+    return Tile(64, 64, 4, 3)
+
+
+@torch.library.custom_op("nsa_lab::band_attention", mutates_args=())
+def band_attention(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Tensor, Tensor]:  # noqa: E741
+    """q [B, T, H, Dk], k [B, N, G, Dk], v [B, N, G, Dv] -> out [B, T, H, Dv] as q, lse float32 [B, T, H].
+
+    Query t sees key i iff i*d + l - 1 <= t and (w = 0 or i > t - w). Inputs as `check_attention_inputs` accepts them.
+    """
+    B, T, H, Dk = q.shape
+    N, G, Dv = k.shape[1], k.shape[2], v.shape[3]
+    if N == 0:
+        return q.new_zeros(B, T, H, Dv), q.new_full((B, T, H), float("-inf"), dtype=torch.float32)
+    q, k, v = map(with_short_rows, (q, k, v))
+    out = q.new_empty(B, T, H, Dv)
+    lse = q.new_empty(B, T, H, dtype=torch.float32)
+    tile = forward_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
+    forward_kernel[(ceil_div(T * (H // G), tile.rows) * B * G,)](
+        q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        T, N, B, G, Dk**-0.5 * LOG2E,
+        h=H // G, L=l, STRIDE=d, W=w, DK=Dk, DV=Dv, DKP=padded_width(Dk), DVP=padded_width(Dv),
+        ONE_LOOP=0 < w <= _ONE_LOOP_WINDOW,
+        **tile.launch(),
+    )
+    return out, lse
+
+
+@band_attention.register_fake
+def _(q, k, v, l, d, w):  # noqa: E741
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("nsa_lab::band_attention_backward", mutates_args=())
+def band_attention_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, l: int, d: int, w: int,  # noqa: E741
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of `band_attention`, contiguous, given the gradients of out and, if it was used, of lse."""
+    B, T, H, Dk = q.shape
+    N, G, Dv = k.shape[1], k.shape[2], v.shape[3]
+    h = H // G
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    if N == 0:
+        return dq.zero_(), dk, dv
+    do, q, k, v = map(with_short_rows, (do, q, k, v))
+    stats = q.new_empty(B, H, 2, ceil_div(T, 16) * 16, dtype=torch.float32)
+    widths = dict(DK=Dk, DV=Dv, DKP=padded_width(Dk), DVP=padded_width(Dv))
+    band = dict(h=h, L=l, STRIDE=d, W=w)
+    one_loop = 0 < w <= _ONE_LOOP_WINDOW
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], stats.stride(2))
+    scale = Dk**-0.5
+
+    tile = dq_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
+    dq_kernel[(ceil_div(T * h, tile.rows) * B * G,)](
+        q, k, v, out, lse, do, lse if dlse is None else dlse.contiguous(), dq, stats, *strides,
+        T, N, B, G, scale * LOG2E, scale, **band, **widths,
+        HAS_DLSE=dlse is not None, ONE_LOOP=one_loop, **tile.launch(),
+    )
+    tile = dkv_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
+    chunks, chunk_steps = _chunks(T, N, B * G, h, l, w, tile)
+    key_programs = ceil_div(N, tile.keys) * B * G
+    sums = (dk, dv) if chunks == 1 else tuple(x.new_empty(chunks, *x.shape, dtype=torch.float32) for x in (k, v))
+    dkv_kernel[(key_programs, chunks)](
+        q, k, v, do, stats, *sums, *strides, T, N, B, G, chunk_steps, scale * LOG2E, scale, **band, **widths,
+        ONE_LOOP=one_loop, **tile.launch(),
+    )
+    if chunks > 1:
+        sum_chunks_kernel[(ceil_div(N, _SLICE_KEYS) * B * G,)](
+            *sums, dk, dv, T, N, B, G, chunk_steps, **band, **widths,
+            ROWS=tile.rows, KEYS=tile.keys, SLICE=_SLICE_KEYS, AT_ONCE=8, num_warps=4,
+        )
+    return dq, dk, dv
+
+
+@band_attention_backward.register_fake
+def _(do, dlse, q, k, v, out, lse, l, d, w):  # noqa: E741
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _chunks(T: int, N: int, groups: int, h: int, l: int, w: int, tile: Tile) -> tuple[int, int]:  # noqa: E741
+    """Into how many chunks the steps of a key tile are cut, and the steps of a chunk; about equal work a program."""
+    longest = ceil_div(min(tile.keys + w + 14, T) if w else T - (l - 1) // 16 * 16, tile.rows) * h  # 15: the alignment
+    work = ceil_div(N, tile.keys) * groups * longest
+    # Programs enough to fill any present GPU; constants, so that results do not depend on the GPU's size. Without a window
+    # the queries of the key tiles fall from all to none: half of the full rectangle.
+    chunk_steps = work // 512 if w else work // 2 // 1024
+    chunk_steps = min(max(chunk_steps, 8), longest)
+    return ceil_div(longest, chunk_steps), chunk_steps
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, ctx.l, ctx.d, ctx.w = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx, do, dlse):
+    q, k, v, out, lse = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(out)
+    dq, dk, dv = band_attention_backward(do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w)
+    return dq, dk, dv, None, None, None
+
+
+band_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,352 @@
+"""Triton kernels of attention over a band of keys: forward, dQ, dK/dV and the sum of its chunks.
+
+Query t sees key i iff  i*d + l - 1 <= t  and, where there is a window (W > 0),  i > t - w.  `band.py` launches them and says
+what they promise. Scores are in units of log2 throughout, so that exp2 needs no rescaling: `scale` carries log2(e).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_lab.attention.kernels.common import LOG2E
+
+_LOG2E = tl.constexpr(LOG2E)
+_LN2 = tl.constexpr(1 / LOG2E)
+
+# Their values do not shape the code; specialising on them would only compile the same kernel again.
+_SIZES = ("T", "N", "B", "G", "chunk_steps")
+
+
+@triton.jit
+def _visible(t, L: tl.constexpr, STRIDE: tl.constexpr):
+    """Keys that have ended by t: a prefix of that many."""
+    return tl.maximum((t - L + 1 + STRIDE) // STRIDE, 0)
+
+
+@triton.jit
+def _load_keys(base, stride, first, N, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CLAMP: tl.constexpr):
+    """Rows first .. first+KEYS-1 of a [N, D] matrix as [KEYS, DP].
+
+    CLAMP: some may lie past the end; they repeat the last row, and the caller masks them. Without it the offsets inside the
+    tile do not change from one tile to the next, and the compiler takes them out of the loop; they fit 32 bits.
+    """
+    c = tl.arange(0, DP)
+    i = tl.arange(0, KEYS)
+    if CLAMP:
+        i = tl.minimum(i, N - 1 - first)
+    pointers = base + tl.cast(first, tl.int64) * stride + (i[:, None] * stride + c[None, :])
+    if D == DP:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=c[None, :] < D, other=0.0)
+
+
+@triton.jit
+def _load_rows(base, stride_t, stride_h, t, head, D: tl.constexpr, DP: tl.constexpr):
+    """Rows (t, head) of a [T, h, D] tensor as [len(t), DP]."""
+    c = tl.arange(0, DP)
+    pointers = base + (t.to(tl.int64) * stride_t + head.to(tl.int64) * stride_h)[:, None] + c[None, :]
+    if D == DP:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=c[None, :] < D, other=0.0)
+
+
+@triton.jit
+def _in_band(i, t, N, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
+    """Whether query t sees key i; broadcasts."""
+    if W > 0 and L == 1 and STRIDE == 1:
+        return (t - i).to(tl.uint32) < W  # 0 <= t - i < W, and i <= t < N
+    seen = (i < N) & (i < _visible(t, L, STRIDE))
+    if W > 0:
+        seen = seen & (i > t - W)
+    return seen
+
+
+@triton.jit
+def _row_program(B, G):
+    """Row tile, batch and group of this program; the last rows see most keys, so they start first."""
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // (B * G)
+    bg = tl.program_id(0) % (B * G)
+    return tile, (bg // G).to(tl.int64), (bg % G).to(tl.int64)
+
+
+@triton.jit
+def _row_tile(tile, T, h: tl.constexpr, ROWS: tl.constexpr):
+    """Queries and heads of a tile's rows. Rows past the end repeat the last one, so that loads need no mask."""
+    row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), T * h - 1)
+    return row // h, row % h, (tile * ROWS) // h, tl.minimum((tile * ROWS + ROWS - 1) // h, T - 1)
+
+
+@triton.jit
+def _key_range(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr):
+    """First key of a row tile, then where its left-masked, unmasked and right-masked key tiles end, in keys."""
+    start = 0
+    left = 0
+    if W > 0:
+        start = tl.maximum(t_first - W + 1, 0)
+        left = tl.cdiv(tl.maximum(t_last - W + 1, 0) - start, KEYS) * KEYS
+    stop = start + tl.cdiv(tl.maximum(_visible(t_last, L, STRIDE) - start, 0), KEYS) * KEYS
+    full = start + tl.maximum(_visible(t_first, L, STRIDE) - start, 0) // KEYS * KEYS
+    left = tl.minimum(start + left, stop)
+    return start, left, tl.maximum(full, left), stop
+
+
+@triton.jit
+def _attend(acc, peak, total, q, k_base, v_base, stride_k, stride_v, t, first, last, N, scale,
+            L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+            DKP: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
+    """Online softmax over key tiles [first, last); `scale` carries log2(e), peak is in the same units."""
+    for n in range(first, last, KEYS):
+        k = _load_keys(k_base, stride_k, n, N, DK, DKP, KEYS, MASKED)
+        v = _load_keys(v_base, stride_v, n, N, DV, DVP, KEYS, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            i = n + tl.arange(0, KEYS)
+            s = tl.where(_in_band(i[None, :], t[:, None], N, L, STRIDE, W), s, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
+        p = tl.math.exp2(s * scale - new_peak[:, None])
+        shrink = tl.math.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_b, q_t, q_h, k_b, k_n, k_g, v_b, v_n, v_g,
+    T, N, B, G, scale,
+    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ONE_LOOP: tl.constexpr,
+):
+    tile, b, g = _row_program(B, G)
+    t, head, t_first, t_last = _row_tile(tile, T, h, ROWS)
+    q = _load_rows(q_ptr + b * q_b + g * h * q_h, q_t, q_h, t, head, DK, DKP)
+    k_base = k_ptr + b * k_b + g * k_g
+    v_base = v_ptr + b * v_b + g * v_g
+    start, left, full, stop = _key_range(t_first, t_last, L, STRIDE, W, KEYS)
+
+    acc = tl.zeros([ROWS, DVP], tl.float32)
+    # Finite, so that a wholly masked tile gives exp2(-inf - peak) = 0 and never inf - inf.
+    peak = tl.full([ROWS], -3.0e38, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if ONE_LOOP:
+        acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, start, stop, N, scale,
+                                   L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+    else:
+        if W > 0:
+            acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, start, left, N, scale,
+                                       L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+        acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, left, full, N, scale,
+                                   L, STRIDE, W, DK, DV, DKP, DVP, KEYS, False)
+        acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, full, stop, N, scale,
+                                   L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+
+    empty = total == 0.0
+    out = acc / tl.where(empty, 1.0, total)[:, None]
+    lse = tl.where(empty, float("-inf"), (peak + tl.math.log2(tl.where(empty, 1.0, total))) * _LN2)
+    live = tile * ROWS + tl.arange(0, ROWS) < T * h
+    place = (b * T + t) * (G * h) + g * h + head
+    tl.store(lse_ptr + place, lse, mask=live)
+    c = tl.arange(0, DVP)
+    tl.store(out_ptr + place[:, None] * DV + c[None, :], out.to(out_ptr.dtype.element_ty),
+             mask=live[:, None] & (c[None, :] < DV))
+
+
+@triton.jit
+def _dq_steps(dq, q, do, lse2, delta, k_base, v_base, stride_k, stride_v, t, first, last, N, scale,
+              L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+              DKP: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
+    for n in range(first, last, KEYS):
+        k = _load_keys(k_base, stride_k, n, N, DK, DKP, KEYS, MASKED)
+        v = _load_keys(v_base, stride_v, n, N, DV, DVP, KEYS, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            i = n + tl.arange(0, KEYS)
+            s = tl.where(_in_band(i[None, :], t[:, None], N, L, STRIDE, W), s, float("-inf"))
+        p = tl.math.exp2(s * scale - lse2[:, None])
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, stats_ptr,
+    q_b, q_t, q_h, k_b, k_n, k_g, v_b, v_n, v_g, do_b, do_t, do_h, stats_t,
+    T, N, B, G, scale, softmax_scale,
+    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_DLSE: tl.constexpr, ONE_LOOP: tl.constexpr,
+):
+    """dQ of one row tile, and what the dK/dV kernel reads of its rows: stats [B, H, 2, >= T], lse*log2(e) over
+    delta = sum(dO*O) - dLSE, query-contiguous as that kernel walks them."""
+    tile, b, g = _row_program(B, G)
+    t, head, t_first, t_last = _row_tile(tile, T, h, ROWS)
+    live = tile * ROWS + tl.arange(0, ROWS) < T * h
+    place = (b * T + t) * (G * h) + g * h + head
+    q = _load_rows(q_ptr + b * q_b + g * h * q_h, q_t, q_h, t, head, DK, DKP)
+    do = _load_rows(do_ptr + b * do_b + g * h * do_h, do_t, do_h, t, head, DV, DVP)
+    out = _load_rows(out_ptr + (b * T * G + g) * h * DV, G * h * DV, DV, t, head, DV, DVP)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + place)
+    lse = tl.load(lse_ptr + place)
+    # A row that sees nothing has lse = -inf; +inf makes every p = exp2(s - inf) of it 0.
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+    stats = stats_ptr + ((b * G + g) * h + head) * 2 * stats_t + t
+    tl.store(stats, lse2, mask=live)
+    tl.store(stats + stats_t, delta, mask=live)
+    k_base = k_ptr + b * k_b + g * k_g
+    v_base = v_ptr + b * v_b + g * v_g
+    start, left, full, stop = _key_range(t_first, t_last, L, STRIDE, W, KEYS)
+
+    dq = tl.zeros([ROWS, DKP], tl.float32)
+    if ONE_LOOP:
+        dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, start, stop, N, scale,
+                       L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+    else:
+        if W > 0:
+            dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, start, left, N, scale,
+                           L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+        dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, left, full, N, scale,
+                       L, STRIDE, W, DK, DV, DKP, DVP, KEYS, False)
+        dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, full, stop, N, scale,
+                       L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+    c = tl.arange(0, DKP)
+    tl.store(dq_ptr + place[:, None] * DK + c[None, :], (dq * softmax_scale).to(dq_ptr.dtype.element_ty),
+             mask=live[:, None] & (c[None, :] < DK))
+
+
+@triton.jit
+def _query_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
+    """Queries [first, stop) that see some key of [i_first, i_last], and [full, full_stop) that see all of them."""
+    first = (i_first * STRIDE + L - 1) // 16 * 16  # aligned, for wide loads; those before the true first are masked
+    full = i_last * STRIDE + L - 1
+    if W > 0:
+        return first, full, tl.minimum(i_first + W, T), tl.minimum(i_last + W, T)
+    return first, full, T, T
+
+
+@triton.jit
+def _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop, first, last, N, T, scale,
+               h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+               DKP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """Steps [first, last): step x is head x % h of the x // h -th tile of ROWS queries from t_first."""
+    for x in range(first, last):
+        tile_t = t_first + x // h * ROWS
+        head = tl.cast(x % h, tl.int64)
+        q = _load_keys(q_base + head * q_h, q_t, tile_t, T, DK, DKP, ROWS, MASKED)
+        do = _load_keys(do_base + head * do_h, do_t, tile_t, T, DV, DVP, ROWS, MASKED)
+        t = tl.arange(0, ROWS)
+        if MASKED:
+            t = tl.minimum(t, T - 1 - tile_t)
+        stats = stats_base + head * 2 * stats_t + tl.multiple_of(tile_t, 16) + t
+        lse2 = tl.load(stats)
+        delta = tl.load(stats + stats_t)
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")
+        if MASKED:
+            position = tile_t + tl.arange(0, ROWS)
+            seen = _in_band(i[:, None], position[None, :], N, L, STRIDE, W) & (position < t_stop)[None, :]
+            s = tl.where(seen, s, float("-inf"))
+        p = tl.math.exp2(s * scale - lse2[None, :])
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def dkv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,
+    q_b, q_t, q_h, k_b, k_n, k_g, v_b, v_n, v_g, do_b, do_t, do_h, stats_t,
+    T, N, B, G, chunk_steps, scale, softmax_scale,
+    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ONE_LOOP: tl.constexpr,
+):
+    """dK, dV of one key tile from one chunk of the queries that see it: [chunks, B, N, G, D], dtype of the pointers."""
+    chunk = tl.program_id(1)
+    bg = tl.program_id(0) % (B * G)
+    b = (bg // G).to(tl.int64)
+    g = (bg % G).to(tl.int64)
+    i_first = tl.program_id(0) // (B * G) * KEYS
+    i_last = tl.minimum(i_first + KEYS, N) - 1
+    t_first, t_full, t_full_stop, t_stop = _query_range(i_first, i_last, T, L, STRIDE, W)
+    steps = tl.cdiv(t_stop - t_first, ROWS) * h
+    first = chunk * chunk_steps
+    if first < steps:
+        last = tl.minimum(first + chunk_steps, steps)
+        # Queries of the tiles in [inner, outer) all see all keys; the other tiles are masked.
+        inner = tl.cdiv(t_full - t_first, ROWS) * h
+        outer = tl.maximum(t_full_stop - t_first, 0) // ROWS * h
+        inner = tl.minimum(tl.maximum(inner, first), last)
+        outer = tl.minimum(tl.maximum(outer, inner), last)
+
+        i = i_first + tl.arange(0, KEYS)
+        k = _load_keys(k_ptr + b * k_b + g * k_g, k_n, i_first, N, DK, DKP, KEYS, True)
+        v = _load_keys(v_ptr + b * v_b + g * v_g, v_n, i_first, N, DV, DVP, KEYS, True)
+        q_base = q_ptr + b * q_b + g * h * q_h
+        do_base = do_ptr + b * do_b + g * h * do_h
+        stats_base = stats_ptr + (b * G + g) * h * 2 * stats_t
+        dk = tl.zeros([KEYS, DKP], tl.float32)
+        dv = tl.zeros([KEYS, DVP], tl.float32)
+        if ONE_LOOP:
+            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
+                                first, last, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
+        else:
+            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
+                                first, inner, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
+            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
+                                inner, outer, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, False)
+            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
+                                outer, last, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
+
+        place = ((chunk * B + b) * N + i) * G + g  # int64: b is
+        ck = tl.arange(0, DKP)
+        cv = tl.arange(0, DVP)
+        tl.store(dk_ptr + place[:, None] * DK + ck[None, :], (dk * softmax_scale).to(dk_ptr.dtype.element_ty),
+                 mask=(i < N)[:, None] & (ck[None, :] < DK))
+        tl.store(dv_ptr + place[:, None] * DV + cv[None, :], dv.to(dv_ptr.dtype.element_ty),
+                 mask=(i < N)[:, None] & (cv[None, :] < DV))
+
+
+@triton.jit
+def _sum_slice(partial_ptr, sum_ptr, chunks, chunk_rows, row, live, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Rows `row` of a [chunks, chunk_rows, D] float32 tensor, summed over chunks in a fixed order."""
+    c = tl.arange(0, DP)
+    at = row[:, None] * D + c[None, :]
+    mask = live[:, None] & (c[None, :] < D)
+    ahead = tl.arange(0, AT_ONCE)
+    total = tl.zeros([row.shape[0], DP], tl.float32)
+    for first in range(0, chunks, AT_ONCE):
+        chunk = first + ahead
+        pointers = partial_ptr + (chunk.to(tl.int64) * chunk_rows * D)[:, None, None] + at[None, :, :]
+        total += tl.sum(tl.load(pointers, mask=mask[None, :, :] & (chunk < chunks)[:, None, None], other=0.0), 0)
+    tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def sum_chunks_kernel(
+    dk_partial_ptr, dv_partial_ptr, dk_ptr, dv_ptr, T, N, B, G, chunk_steps,
+    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SLICE: tl.constexpr, AT_ONCE: tl.constexpr,
+):
+    """dK, dV of SLICE keys from their chunks: [chunks, B, N, G, D] float32 -> [B, N, G, D]."""
+    bg = tl.program_id(0) % (B * G)
+    b = (bg // G).to(tl.int64)
+    g = (bg % G).to(tl.int64)
+    i_slice = tl.program_id(0) // (B * G) * SLICE
+    i_first = i_slice // KEYS * KEYS
+    i_last = tl.minimum(i_first + KEYS, N) - 1
+    t_first, _, _, t_stop = _query_range(i_first, i_last, T, L, STRIDE, W)
+    chunks = tl.cdiv(tl.cdiv(t_stop - t_first, ROWS) * h, chunk_steps)
+    i = i_slice + tl.arange(0, SLICE)
+    row = (b * N + i) * G + g
+    _sum_slice(dk_partial_ptr, dk_ptr, chunks, B * N * G, row, i < N, DK, DKP, AT_ONCE)
+    _sum_slice(dv_partial_ptr, dv_ptr, chunks, B * N * G, row, i < N, DV, DVP, AT_ONCE)

@@ -1,0 +1,127 @@
+"""The gated sum of the three branches in one pass over memory, forward and backward (arXiv 2502.11089, eq. 5)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_lab.attention.kernels.common import ceil_div, check_kernel_limits, padded_width
+
+_ROWS = 32
+
+
+@triton.jit
+def _load_gates(gates_ptr, row, T, H, g_b, g_t, g_h, g_3, rows_live):
+    """The three gates of each (batch, time, head) row, in float32."""
+    at = gates_ptr + row // (T * H) * g_b + row // H % T * g_t + row % H * g_h
+    cmp = tl.load(at, mask=rows_live, other=0.0).to(tl.float32)
+    sel = tl.load(at + g_3, mask=rows_live, other=0.0).to(tl.float32)
+    win = tl.load(at + 2 * g_3, mask=rows_live, other=0.0).to(tl.float32)
+    return cmp, sel, win
+
+
+@triton.jit
+def _gated_sum_kernel(cmp_ptr, sel_ptr, win_ptr, gates_ptr, out_ptr, n_rows, T, H, g_b, g_t, g_h, g_3,
+                      D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, DP)
+    live = row < n_rows
+    mask = live[:, None] & (c < D)[None, :]
+    g_cmp, g_sel, g_win = _load_gates(gates_ptr, row, T, H, g_b, g_t, g_h, g_3, live)
+    at = row[:, None] * D + c[None, :]
+    out = tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32) * g_cmp[:, None]
+    out += tl.load(sel_ptr + at, mask=mask, other=0.0).to(tl.float32) * g_sel[:, None]
+    out += tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32) * g_win[:, None]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _branch_backward(out_ptr, dout_ptr, do, gate, at, mask):
+    """Stores the branch's output gradient and returns its gate's."""
+    out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dout_ptr + at, (do * gate[:, None]).to(dout_ptr.dtype.element_ty), mask=mask)
+    return tl.sum(out * do, 1)
+
+
+@triton.jit
+def _gated_sum_backward_kernel(do_ptr, cmp_ptr, sel_ptr, win_ptr, gates_ptr, dcmp_ptr, dsel_ptr, dwin_ptr, dgates_ptr,
+                               n_rows, T, H, g_b, g_t, g_h, g_3,
+                               D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, DP)
+    live = row < n_rows
+    mask = live[:, None] & (c < D)[None, :]
+    g_cmp, g_sel, g_win = _load_gates(gates_ptr, row, T, H, g_b, g_t, g_h, g_3, live)
+    at = row[:, None] * D + c[None, :]
+    do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    dg_cmp = _branch_backward(cmp_ptr, dcmp_ptr, do, g_cmp, at, mask)
+    dg_sel = _branch_backward(sel_ptr, dsel_ptr, do, g_sel, at, mask)
+    dg_win = _branch_backward(win_ptr, dwin_ptr, do, g_win, at, mask)
+    dtype: tl.constexpr = dgates_ptr.dtype.element_ty
+    tl.store(dgates_ptr + row * 3, dg_cmp.to(dtype), mask=live)
+    tl.store(dgates_ptr + row * 3 + 1, dg_sel.to(dtype), mask=live)
+    tl.store(dgates_ptr + row * 3 + 2, dg_win.to(dtype), mask=live)
+
+
+@torch.library.custom_op("nsa_lab::gated_sum", mutates_args=())
+def _gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
+    B, T, H, D = out_cmp.shape
+    rows = B * T * H
+    out = out_cmp.new_empty(out_cmp.shape)
+    _gated_sum_kernel[(ceil_div(rows, _ROWS),)](
+        out_cmp.contiguous(), out_sel.contiguous(), out_win.contiguous(), gates, out, rows, T, H, *gates.stride(),
+        D=D, DP=padded_width(D), ROWS=_ROWS, num_warps=4,
+    )
+    return out
+
+
+@_gated_sum.register_fake
+def _(out_cmp, out_sel, out_win, gates):
+    return out_cmp.new_empty(out_cmp.shape)
+
+
+@torch.library.custom_op("nsa_lab::gated_sum_backward", mutates_args=())
+def _gated_sum_backward(
+    do: Tensor, out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    B, T, H, D = out_cmp.shape
+    rows = B * T * H
+    dcmp, dsel, dwin, dgates = (x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
+    _gated_sum_backward_kernel[(ceil_div(rows, _ROWS),)](
+        do.contiguous(), out_cmp.contiguous(), out_sel.contiguous(), out_win.contiguous(), gates, dcmp, dsel, dwin, dgates,
+        rows, T, H, *gates.stride(), D=D, DP=padded_width(D), ROWS=_ROWS, num_warps=4,
+    )
+    return dcmp, dsel, dwin, dgates
+
+
+@_gated_sum_backward.register_fake
+def _(do, out_cmp, out_sel, out_win, gates):
+    return tuple(x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
+
+
+def _backward(ctx, do):
+    return _gated_sum_backward(do, *ctx.saved_tensors)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+_gated_sum.register_autograd(_backward, setup_context=_setup_context)
+
+
+def gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
+    """out_* [B, T, H, Dv] of one dtype, gates [B, T, H, 3] after their sigmoid or softmax -> [B, T, H, Dv] in out_*'s dtype.
+
+    Products and sums are in float32. ValueError for shapes that do not fit, NotImplementedError past the kernels' limits.
+    """
+    shape = out_cmp.shape
+    if len(shape) != 4 or out_sel.shape != shape or out_win.shape != shape or gates.shape != (*shape[:3], 3):
+        raise ValueError(
+            "gated_sum: expected three outputs [B, T, H, Dv] and gates [B, T, H, 3]; got "
+            f"{list(shape)}, {list(out_sel.shape)}, {list(out_win.shape)}, {list(gates.shape)}"
+        )
+    check_kernel_limits("gated_sum", (out_cmp, out_sel, out_win), (shape[3],))
+    return _gated_sum(out_cmp, out_sel, out_win, gates)

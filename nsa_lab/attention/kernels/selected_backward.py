@@ -1,0 +1,245 @@
+"""Selected attention, backward: one pass over the inverted index, and two sums.
+
+The pass keeps a kv block resident, streams the queries that chose it, recomputes their probabilities from the saved LSE
+and gives dK and dV in registers and a partial dQ a (query, block) pair. What a block's work items leave for dK and dV, and
+what a query's blocks leave for dQ, is then summed in a fixed order: no floating-point atomics, so the same input always
+gives the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_lab.attention.kernels.selected_forward import _load_rows, _load_tile, _pair_numbers, _row_numbers, _row_offsets
+
+
+@triton.jit
+def _delta_kernel(
+    out, grad_out, grad_lse, delta, rows, T, H, out_stride_b, out_stride_t, out_stride_h,
+    grad_stride_b, grad_stride_t, grad_stride_h, HAS_GRAD_LSE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """delta = sum(out * grad_out) - grad_lse a (batch, query, head): the term of dS that every key of a row shares."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    head = row % H
+    t = row // H % T
+    batch = row // H // T
+    columns = tl.arange(0, DV_PAD)
+    o = _load_tile(out, batch * out_stride_b + t * out_stride_t + head * out_stride_h, columns, inside, DV, DV_PAD)
+    at = batch * grad_stride_b + t * grad_stride_t + head * grad_stride_h
+    g = _load_tile(grad_out, at, columns, inside, DV, DV_PAD)
+    value = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    if HAS_GRAD_LSE:
+        value -= tl.load(grad_lse + row, mask=inside, other=0.0)
+    tl.store(delta + row, value, mask=inside)
+
+
+@triton.jit
+def _backward_rows(
+    q, grad_out, lse, delta, entries, part_dq, k_tile, v_tile, dk, dv, key, keys_inside, first_row, last_row,
+    first_query, q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale, scale_log2,
+    DIAGONAL: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, WIDE: tl.constexpr,
+    SCALED_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the rows [first_row, last_row) of a work item to dk and dv; stores their partial dq."""
+    columns_k = tl.arange(0, DK_PAD)
+    columns_v = tl.arange(0, DV_PAD)
+    # The order of loads is that of the forward pass, for the same reason.
+    entry = tl.load(entries + _row_numbers(first_row, last_row, ROWS) // HEADS)
+    for start in range(first_row, last_row, ROWS):
+        pair, head = _pair_numbers(entry, start, last_row, HEADS, ROWS, WIDE)
+        t = pair // (N_SEL * HEADS)
+        live = start + tl.arange(0, ROWS) < last_row
+        q_tile = _load_rows(q, _row_offsets(t, head, q_stride_t, q_stride_h, WIDE), columns_k, DK, DK_PAD)
+        g_tile = _load_rows(grad_out, _row_offsets(t, head, grad_stride_t, grad_stride_h, WIDE), columns_v, DV, DV_PAD)
+        lse_offsets = _row_offsets(t, head, lse_stride_t, 1, WIDE)
+        row_lse = tl.load(lse + lse_offsets) * 1.4426950408889634
+        row_delta = tl.load(delta + lse_offsets)
+        entry = tl.load(entries + _row_numbers(start + ROWS, last_row, ROWS) // HEADS)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        # An infinite LSE makes p = 0 in the rows past the end.
+        p = tl.exp2(scores * scale_log2 - tl.where(live, row_lse, float("inf"))[:, None])
+        if DIAGONAL:
+            p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)
+        if not ALL_KEYS:
+            p = tl.where(keys_inside[None, :], p, 0.0)
+        dv = tl.dot(tl.trans(p.to(g_tile.dtype)), g_tile, dv, input_precision=PRECISION)
+        if SCALED_V:
+            row_delta *= scale
+        ds = (p * (dp - row_delta[:, None])).to(q_tile.dtype)
+        dk = tl.dot(tl.trans(ds), q_tile, dk, input_precision=PRECISION)
+        dq = tl.dot(ds, k_tile, input_precision=PRECISION)
+        if not SCALED_V:
+            dq *= scale
+        inside = live[:, None]
+        if DK != DK_PAD:
+            inside = inside & (columns_k < DK)[None, :]
+        pointers = part_dq + (pair * DK)[:, None] + columns_k[None, :]
+        tl.store(pointers, dq.to(part_dq.dtype.element_ty), mask=inside)
+    return dk, dv
+
+
+@triton.jit
+def _backward_kernel(
+    q, k, v, grad_out, lse, delta, entries, starts, work, part_dq, part_dkv, grad_k, grad_v, T, keys, G, n_blocks,
+    first_query, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, v_stride_b, v_stride_t,
+    v_stride_g, grad_stride_b, grad_stride_t, grad_stride_h, lse_stride_b, lse_stride_t, scale, scale_log2,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    N_SEL: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one work item, and the partial dQ of its pairs.
+
+    A block with one item, when its queries come in one piece (WHOLE), is final and goes straight to grad_k and grad_v.
+    When the softmax scale is a power of two (SCALED_V), V carries it without rounding, and dS comes out scaled.
+    """
+    item = tl.program_id(0)
+    index_row = tl.load(work + item)
+    if index_row < 0:
+        return
+    start = tl.load(starts + index_row)
+    stop = tl.load(starts + index_row + 1)
+    chunk = item - (start // CHUNK + index_row)
+    first_entry = start + chunk * CHUNK
+    rows = (tl.minimum(stop - first_entry, CHUNK) * HEADS).to(tl.int32)
+    batch = (index_row // n_blocks // G).to(tl.int64)
+    group = index_row // n_blocks % G
+    local = tl.arange(0, SIZE_PAD)
+    key = index_row % n_blocks * SIZE + local
+    keys_inside = local < SIZE
+    loaded = keys_inside & (key < keys)
+    columns_k = tl.arange(0, DK_PAD)
+    columns_v = tl.arange(0, DV_PAD)
+    key_wide = key.to(tl.int64)
+    k_tile = _load_tile(k + batch * k_stride_b + group * k_stride_g, key_wide * k_stride_t, columns_k, loaded, DK, DK_PAD)
+    v_tile = _load_tile(v + batch * v_stride_b + group * v_stride_g, key_wide * v_stride_t, columns_v, loaded, DV, DV_PAD)
+    dk = tl.zeros([SIZE_PAD, DK_PAD], tl.float32)
+    dv = tl.zeros([SIZE_PAD, DV_PAD], tl.float32)
+    q_base = q + batch * q_stride_b + group * HEADS * q_stride_h
+    grad_base = grad_out + batch * grad_stride_b + group * HEADS * grad_stride_h
+    lse_base = lse + batch * lse_stride_b + group * HEADS
+    delta_base = delta + batch * lse_stride_b + group * HEADS
+    pair_base = (index_row // n_blocks).to(tl.int64) * T * (N_SEL * HEADS * DK)
+    if SCALED_V:
+        v_tile = (v_tile * scale).to(v_tile.dtype)
+    # As in the forward pass: only the first SIZE entries of a block can lie inside it.
+    diagonal = 0
+    if chunk * CHUNK < SIZE:
+        diagonal = tl.minimum(tl.cdiv((SIZE - chunk * CHUNK).to(tl.int32) * HEADS, ROWS) * ROWS, rows)
+        dk, dv = _backward_rows(
+            q_base, grad_base, lse_base, delta_base, entries + first_entry, part_dq + pair_base, k_tile, v_tile, dk, dv,
+            key, keys_inside, 0, diagonal, first_query,
+            q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale, scale_log2,
+            True, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, SIZE == SIZE_PAD, WIDE, SCALED_V, PRECISION,
+        )  # fmt: skip
+    dk, dv = _backward_rows(
+        q_base, grad_base, lse_base, delta_base, entries + first_entry, part_dq + pair_base, k_tile, v_tile, dk, dv,
+        key, keys_inside, diagonal, rows, first_query,
+        q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale, scale_log2,
+        False, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, SIZE == SIZE_PAD, WIDE, SCALED_V, PRECISION,
+    )  # fmt: skip
+    if not SCALED_V:
+        dk *= scale
+    inside_k = keys_inside[:, None] & (columns_k < DK)[None, :]
+    inside_v = keys_inside[:, None] & (columns_v < DV)[None, :]
+    if WHOLE and stop - start <= CHUNK:
+        in_sequence = (key < keys)[:, None]
+        at = (batch * keys + key_wide) * G + group
+        at_k = at[:, None] * DK + columns_k[None, :]
+        at_v = at[:, None] * DV + columns_v[None, :]
+        tl.store(grad_k + at_k, dk.to(grad_k.dtype.element_ty), mask=inside_k & in_sequence)
+        tl.store(grad_v + at_v, dv.to(grad_v.dtype.element_ty), mask=inside_v & in_sequence)
+    else:
+        base = part_dkv + item.to(tl.int64) * SIZE * (DK + DV)
+        tl.store(base + local[:, None] * DK + columns_k[None, :], dk, mask=inside_k)
+        tl.store(base + SIZE * DK + local[:, None] * DV + columns_v[None, :], dv, mask=inside_v)
+
+
+@triton.jit
+def _finish_kernel(
+    part_dq, blocks, grad_q, part_dkv, starts, sums, grad_k, grad_v, T, keys, G, n_blocks, first_query,
+    grad_stride_b, grad_stride_t, tiles, reductions, parts,
+    FIRST: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The two sums in one launch: the few long ones over work items start first and hide behind the many short ones."""
+    program = tl.program_id(0)
+    if program < reductions:
+        _reduce_items(part_dkv, starts, sums, grad_k, grad_v, keys, G, n_blocks, program // parts, program % parts,
+                      FIRST, LAST, CHUNK, SIZE, DK, DV, TILE, DEPTH)  # fmt: skip
+    else:
+        _sum_pairs(part_dq, blocks, grad_q, T, G, first_query, grad_stride_b, grad_stride_t,
+                   (program - reductions) // tiles, (program - reductions) % tiles,
+                   HEADS, N_SEL, SIZE, DK, DK_PAD, ROWS)  # fmt: skip
+
+
+@triton.jit
+def _reduce_items(
+    part, starts, sums, grad_k, grad_v, keys, G, n_blocks, index_row, part_number,
+    FIRST: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of TILE elements of one kv block, from its work items in their order.
+
+    When the queries come in several pieces, `sums` carries the float32 sums from the FIRST piece to the LAST.
+    """
+    ITEM: tl.constexpr = SIZE * (DK + DV)
+    start = tl.load(starts + index_row)
+    stop = tl.load(starts + index_row + 1)
+    if not FIRST or not LAST or stop - start > CHUNK:
+        items = tl.maximum(tl.cdiv(stop - start, CHUNK), 1).to(tl.int32)
+        first_item = start // CHUNK + index_row
+        element = part_number * TILE + tl.arange(0, TILE)
+        depth = tl.arange(0, DEPTH)
+        total = tl.zeros([TILE], tl.float32)
+        for i in range(0, items, DEPTH):
+            inside = (i + depth < items)[:, None] & (element < ITEM)[None, :]
+            values = tl.load(part + (first_item + i + depth)[:, None] * ITEM + element[None, :], mask=inside, other=0.0)
+            total += tl.sum(values, 0)
+        at_sum = index_row.to(tl.int64) * ITEM + element
+        if not FIRST:
+            total += tl.load(sums + at_sum, mask=element < ITEM, other=0.0)
+        if LAST:
+            head = (index_row // n_blocks // G).to(tl.int64) * keys * G + index_row // n_blocks % G
+            first_key = index_row % n_blocks * SIZE
+            of_k = element < SIZE * DK
+            key = first_key + element // DK
+            at = (head + key.to(tl.int64) * G) * DK + element % DK
+            tl.store(grad_k + at, total.to(grad_k.dtype.element_ty), mask=of_k & (key < keys))
+            element_v = element - SIZE * DK
+            key = first_key + element_v // DV
+            at = (head + key.to(tl.int64) * G) * DV + element_v % DV
+            of_v = (element_v >= 0) & (element < ITEM)
+            tl.store(grad_v + at, total.to(grad_v.dtype.element_ty), mask=of_v & (key < keys))
+        else:
+            tl.store(sums + at_sum, total, mask=element < ITEM)
+
+
+@triton.jit
+def _sum_pairs(
+    part_dq, blocks, grad_q, T, G, first_query, grad_stride_b, grad_stride_t, index_row, tile,
+    HEADS: tl.constexpr, N_SEL: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """dQ of ROWS (query, head) rows: the sum over the blocks that their queries chose."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    t = row // HEADS
+    head = row % HEADS
+    index_row = index_row.to(tl.int64)
+    batch = index_row // G
+    group = index_row % G
+    inside = t < T
+    choice = blocks + ((batch * T + t) * G + group) * N_SEL
+    pair = (index_row * T + t) * N_SEL * HEADS + head
+    columns = tl.arange(0, DK_PAD)
+    total = tl.zeros([ROWS, DK_PAD], tl.float32)
+    for slot in tl.static_range(N_SEL):
+        block = tl.load(choice + slot, mask=inside, other=-1)
+        live = (block >= 0) & (block.to(tl.int64) * SIZE <= first_query + t)
+        total += _load_tile(part_dq, (pair + slot * HEADS) * DK, columns, live, DK, DK_PAD)
+    at = batch * grad_stride_b + t.to(tl.int64) * grad_stride_t + (group * HEADS + head) * DK
+    mask = inside[:, None] & (columns < DK)[None, :]
+    tl.store(grad_q + at[:, None] + columns[None, :], total.to(grad_q.dtype.element_ty), mask=mask)

@@ -1,0 +1,223 @@
+"""`nsa-lab bench attention`: parity first, then forward, backward, memory and useful TFLOP/s of every part of NSA.
+
+A part that disagrees with float64 gets no speed. On a GPU every contender is timed as a captured CUDA graph, so that the
+host's launches are in nobody's figure; backward is forward-and-backward less forward. "Useful" counts the (query, key)
+pairs that the definition reads, never masked or padded ones.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from nsa_lab.attention.dispatch import resolve_backend
+from nsa_lab.bench import attention_parity as parity
+from nsa_lab.bench import attention_peers as peers
+from nsa_lab.bench.attention_parts import Part, make_parts
+from nsa_lab.bench.timing import peak_bytes, time_ms
+from nsa_lab.config import NSAConfig
+
+# Forward and backward of the whole, as a share of SDPA flash at the same shape (H=12, G=2, d=64; last row H=64, G=4, d=128).
+WHOLE_BARS = {(2048, 12): 1.6, (8192, 12): 0.68, (32768, 12): 0.26, (65536, 12): 0.145, (32768, 64): 0.20}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """T tokens, B sequences, H query heads, G groups, head width D."""
+
+    T: int
+    B: int
+    H: int = 12
+    G: int = 2
+    D: int = 64
+
+    def __str__(self) -> str:
+        heads = "" if (self.H, self.G, self.D) == (12, 2, 64) else f" H{self.H} G{self.G} d{self.D}"
+        return f"{self.T}x{self.B}{heads}"
+
+
+GPU_SHAPES = (Shape(2048, 8), Shape(8192, 2), Shape(32768, 1), Shape(65536, 1))
+CPU_SHAPES = (Shape(96, 1, 6, 2, 32),)
+
+
+@dataclass
+class Row:
+    """One contender at one shape. Times are milliseconds, None where parity failed or there is no backward."""
+
+    shape: str
+    part: str
+    by: str
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    peak_mib: float | None = None
+    tflops_forward: float | None = None
+    tflops_backward: float | None = None
+    share: float | None = None
+    bar: float | None = None
+    parity: dict[str, list[float]] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def total_ms(self) -> float | None:
+        return None if self.forward_ms is None else self.forward_ms + (self.backward_ms or 0.0)
+
+
+def parse_shape(text: str) -> Shape:
+    """`2048x8` (tokens x sequences), or `32768x1xH64xG4xD128`. ValueError for anything else."""
+    match = re.fullmatch(r"(\d+)x(\d+)(?:xH(\d+)xG(\d+)xD(\d+))?", text)
+    if not match:
+        raise ValueError(f"shape {text!r}: expected TOKENSxSEQUENCES, e.g. 2048x8, or 32768x1xH64xG4xD128")
+    return Shape(*(int(x) for x in match.groups() if x))
+
+
+def run_attention_bench(
+    shapes: tuple[Shape, ...] | None = None,
+    json_path: Path | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    nsa: NSAConfig | None = None,
+    picture: Path | None = None,
+    with_peers: bool = True,
+    console: Console | None = None,
+) -> list[Row]:
+    """Measure every part at every shape; print a table, and write JSON and a picture where asked.
+
+    Defaults: the GPU, bf16 and the four lengths of the project's bars, or a CPU, float32 and one tiny shape. Raises what
+    `resolve_backend` raises for a backend that cannot run.
+    """
+    nsa = nsa or NSAConfig()
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    shapes = shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
+    choices = resolve_backend(device, dtype, nsa, backend=backend)
+    console = console or Console()
+    rows: list[Row] = []
+    for shape in shapes:
+        rows += _bench_shape(shape, nsa, choices, device, dtype, with_peers)
+    console.print(_table(rows))
+    if json_path:
+        record = {"when": datetime.datetime.now(datetime.UTC).isoformat(), "machine": _machine(device), "dtype": str(dtype),
+                  "nsa": nsa.model_dump(), "backend": {part: asdict(c) for part, c in choices.items()},
+                  "rows": [asdict(row) for row in rows]}
+        Path(json_path).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    if picture:
+        draw(rows, picture)
+    return rows
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Forward and backward of each contender, a panel a shape, as a picture file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    figure, axes = plt.subplots(1, len(shapes), figsize=(1 + 4.5 * len(shapes), 6), squeeze=False)
+    for ax, shape in zip(axes[0], shapes, strict=True):
+        timed = [row for row in rows if row.shape == shape and row.total_ms is not None][::-1]
+        names = [f"{row.part}: {row.by}" for row in timed]
+        forward = [row.forward_ms for row in timed]
+        ax.barh(names, forward, label="forward")
+        ax.barh(names, [row.backward_ms or 0 for row in timed], left=forward, label="backward")
+        ax.set(title=shape, xlabel="ms", xscale="log" if len(timed) > 1 else "linear")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _bench_shape(shape: Shape, nsa: NSAConfig, choices, device, dtype, with_peers: bool) -> list[Row]:
+    baseline = None
+    rows = []
+    if with_peers:
+        for name, run, inputs in peers.dense(shape, device, dtype):
+            row = _time(Row(str(shape), "dense", name), run, inputs, _dense_flops(shape))
+            baseline = row.total_ms if name == "SDPA flash" else baseline
+            rows.append(row)
+    short = make_parts(min(shape.T, 1024), 1, shape.H, shape.G, shape.D, nsa, choices, device, dtype)
+    long = make_parts(shape.T, shape.B, shape.H, shape.G, shape.D, nsa, choices, device, dtype)
+    for part_short, part in zip(short, long, strict=True):
+        row = Row(str(shape), part.name, part.backend)
+        row.parity, passed = parity.check(part_short, part, nsa)
+        if not passed:
+            row.note = "FAILED PARITY: no speed"
+        else:
+            _time(row, part.run, part.inputs, part.useful_flops)
+            if baseline:
+                row.share = row.total_ms / baseline
+        if part.name == "whole":
+            row.bar = WHOLE_BARS.get((shape.T, shape.H))
+        rows.append(row)
+    if with_peers:
+        for part, name, run, inputs in peers.parts(shape, nsa, device, dtype):
+            rows.append(_time(Row(str(shape), part, name), run, inputs, _flops_of(long, part)))
+    return rows
+
+
+def _time(row: Row, run: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> Row:
+    """Fill in the times of `run(*inputs)` and of its gradient for those inputs that want one."""
+    wanting = [x for x in inputs if x.requires_grad]
+    device = inputs[0].device
+    row.forward_ms = time_ms(lambda: run(*inputs), device)
+    if flops:
+        row.tflops_forward = flops / row.forward_ms / 1e9
+    if not wanting:
+        return row
+    d_out = torch.randn_like(run(*inputs))
+    both = lambda: torch.autograd.grad(run(*inputs), wanting, d_out)  # noqa: E731
+    row.backward_ms = max(time_ms(both, device) - row.forward_ms, 0.0)
+    if flops and row.backward_ms:
+        row.tflops_backward = 2.5 * flops / row.backward_ms / 1e9
+    peak = peak_bytes(both, device)
+    row.peak_mib = None if peak is None else peak / 2**20
+    return row
+
+
+def _dense_flops(shape: Shape) -> float:
+    return 4 * shape.D * shape.H * shape.B * shape.T * (shape.T + 1) / 2
+
+
+def _flops_of(parts: list[Part], name: str) -> float:
+    return next((p.useful_flops for p in parts if p.name == name), 0.0)
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "not installed"
+    return {"device": str(device), "gpu": gpu, "torch": torch.__version__, "cuda": str(torch.version.cuda), "triton": triton_version}
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title="NSA attention; ms, useful TFLOP/s, share of SDPA flash forward + backward")
+    for name in ("shape", "part", "by", "parity (error/limit)", "forward", "backward", "fwd TF/s", "bwd TF/s", "peak MiB", "share", "bar"):
+        table.add_column(name, justify="left" if name in ("shape", "part", "by") else "right")
+    for row in rows:
+        worst = max(row.parity.items(), key=lambda kv: kv[1][0] / kv[1][1], default=None)
+        checked = f"{worst[0]} {worst[1][0]:.1e}/{worst[1][1]:.1e}" if worst else ""
+        table.add_row(row.shape, row.part, row.by, checked, row.note or _number(row.forward_ms), _number(row.backward_ms),
+                      _number(row.tflops_forward), _number(row.tflops_backward), _number(row.peak_mib), _number(row.share),
+                      _number(row.bar), style="bold" if row.part == "whole" else None)
+    return table
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.3f}" if x < 10 else f"{x:.1f}"
+
+

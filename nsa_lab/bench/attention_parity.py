@@ -1,0 +1,134 @@
+"""Does a part compute the definition? Asked before its speed.
+
+Two checks. On at most 1024 tokens, output and every gradient against the definition in float64: within 2 and 3 times what the
+same mathematics errs in plain low precision. At the length that is timed, the output's last rows against float64. A choice of
+blocks passes where it is the definition's, up to scores that differ by less than rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import geometry, reference
+from nsa_lab.bench.attention_parts import Part
+from nsa_lab.config import NSAConfig
+
+_ROWS = 16
+_SCORE_ROUNDING = 2e-5
+
+
+def check(short: Part, long: Part, nsa: NSAConfig) -> tuple[dict[str, list[float]], bool]:
+    """{what: [error, limit]} and whether every error is within its limit (NaN is not)."""
+    if short.name == "choice":
+        found = {"blocks": [_choice_error(short.inputs, nsa), _SCORE_ROUNDING],
+                 "long blocks": [_choice_error(long.inputs, nsa, long.run), _SCORE_ROUNDING]}
+    else:
+        found = _against_float64(short, nsa)
+        if long.name not in ("gate", "whole"):
+            found["long out"] = _last_rows(long, nsa)
+    return found, all(error <= limit for error, limit in found.values())
+
+
+def _against_float64(part: Part, nsa: NSAConfig) -> dict[str, list[float]]:
+    inputs = part.inputs[:-1] if part.name.startswith("selected") else part.inputs
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    low = [x.detach().clone().requires_grad_() for x in inputs]
+    out, exact, plain = part.run(*part.inputs), _plain(part, wide, nsa), _plain(part, low, nsa)
+    d_out = torch.randn(out.shape, device=out.device, dtype=out.dtype, generator=torch.Generator(out.device).manual_seed(7))
+    leaves = [x for x in part.inputs if x.requires_grad]
+    grads = torch.autograd.grad(out, leaves, d_out)
+    wide_grads = torch.autograd.grad(exact, wide, d_out.double())
+    low_grads = torch.autograd.grad(plain, low, d_out.to(plain.dtype))
+    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates") if part.name == "whole" else ("a", "b", "c", "gates") \
+        if part.name == "gate" else ("q", "k", "v")
+    found = {"out": _pair(out, exact, plain, 2)}
+    for name, ours, theirs, low_grad in zip(names, grads, wide_grads, low_grads, strict=True):
+        found[f"d{name}"] = _pair(ours, theirs, low_grad, 3)
+    return found
+
+
+def _pair(actual: Tensor, exact: Tensor, plain: Tensor, factor: float) -> list[float]:
+    limit = factor * max(_error(plain, exact), torch.finfo(actual.dtype).eps)
+    return [_error(actual, exact), limit]
+
+
+def _error(actual: Tensor, exact: Tensor) -> float:
+    size = exact.double().norm().item() or max(exact.numel(), 1) ** 0.5
+    return (actual.double() - exact.double()).norm().item() / size
+
+
+def _plain(part: Part, x: list[Tensor], nsa: NSAConfig) -> Tensor:
+    """The part's mathematics in the dtype of `x` throughout, block choice given."""
+    if part.name == "gate":
+        return reference.combine(*x)
+    if part.name == "whole":
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
+        outs = (_masked(q, k_cmp, v_cmp, _mask("compressed", q, k_cmp, None, nsa)),
+                _masked(q, k_sel, v_sel, _mask("selected", q, k_sel, part.blocks, nsa)),
+                _masked(q, k_win, v_win, _mask("window", q, k_win, None, nsa)))
+        return reference.combine(*outs, gates)
+    return _masked(*x, _mask(part.name, x[0], x[1], part.blocks, nsa))
+
+
+def _mask(name: str, q: Tensor, k: Tensor, blocks: Tensor | None, nsa: NSAConfig, first: int = 0) -> Tensor:
+    """Bool [B or 1, T, G or 1, S]: which keys the queries first .. first+T-1 see."""
+    t = torch.arange(first, first + q.shape[1], device=q.device)[:, None]
+    i = torch.arange(k.shape[1], device=q.device)
+    if name == "compressed":
+        return (i * nsa.d + nsa.l - 1 <= t)[None, :, None]
+    if name == "window":
+        return ((i <= t) & (i > t - nsa.w))[None, :, None]
+    n = geometry.num_selection(k.shape[1], nsa)
+    chosen = torch.zeros(*blocks.shape[:3], n + 1, dtype=torch.bool, device=q.device)
+    chosen.scatter_(-1, torch.where(blocks < 0, n, blocks).long(), True)
+    return chosen[..., i // nsa.l_sel] & (i <= t)[None, :, None]
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    h = q.shape[2] // k.shape[2]
+    seen = seen.repeat_interleave(h, 2) if seen.shape[2] > 1 else seen
+    scores = torch.einsum("bthd,bshd->bths", q, k.repeat_interleave(h, 2)) * q.shape[-1] ** -0.5
+    empty = ~seen.any(-1, keepdim=True)
+    p = scores.masked_fill(~(seen | empty), float("-inf")).softmax(-1).masked_fill(empty, 0.0)
+    return torch.einsum("bths,bshd->bthd", p, v.repeat_interleave(h, 2))
+
+
+def _last_rows(part: Part, nsa: NSAConfig) -> list[float]:
+    with torch.no_grad():
+        out = part.run(*part.inputs)[-1:, -_ROWS:]
+        q, k, v = (x[-1:].detach() for x in part.inputs[:3])
+        blocks = None if part.blocks is None else part.blocks[-1:, -_ROWS:]
+        first = q.shape[1] - min(_ROWS, q.shape[1])
+        q = q[:, -_ROWS:]
+        seen = _mask(part.name, q, k, blocks, nsa, first)
+        exact, plain = _masked(q.double(), k.double(), v.double(), seen), _masked(q, k, v, seen)
+    return _pair(out, exact, plain, 2)
+
+
+def _choice_error(inputs: list[Tensor], nsa: NSAConfig, run=None) -> float:
+    """Largest relative score by which a block left out beats one taken in, over the last rows; inf for a malformed set."""
+    from nsa_lab.attention import select_blocks
+
+    q, k, lse = (x.detach() for x in inputs)
+    T = q.shape[1]
+    blocks = (run(q, k, lse) if run else select_blocks(q, k, lse, nsa))[-1:, -_ROWS:]
+    rows = min(_ROWS, T)
+    q, k, lse = q[-1:, -rows:].double(), k[-1:].double(), lse[-1:, -rows:].double()
+    h = q.shape[2] // k.shape[2]
+    t = torch.arange(T - rows, T, device=q.device)
+    seen = torch.arange(k.shape[1], device=q.device) < geometry.visible_compressed(t, nsa).unsqueeze(-1)
+    scores = torch.einsum("bthd,bshd->bths", q, k.repeat_interleave(h, 2)) * q.shape[-1] ** -0.5
+    p = torch.where(seen[None, :, None], (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp(), 0.0)
+    carry = geometry.overlap(k.shape[1], geometry.num_selection(T, nsa), nsa, dtype=torch.float64, device=q.device)
+    importance = p.unflatten(2, (k.shape[2], h)).sum(3) @ carry
+    expected = reference.choose(importance, nsa, T - rows)
+    worst = 0.0
+    for b, row, g in (blocks != expected).any(-1).nonzero().tolist():
+        ours, theirs = set(blocks[b, row, g].tolist()), set(expected[b, row, g].tolist())
+        if len(ours) != len(theirs):
+            return float("inf")
+        score = importance[b, row, g]
+        out, into = max(score[j].item() for j in theirs - ours), min(score[j].item() for j in ours - theirs)
+        worst = max(worst, (out - into) / out)
+    return worst

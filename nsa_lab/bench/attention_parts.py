@@ -1,0 +1,119 @@
+"""What the attention bench measures: each part of NSA as a callable over its inputs, for several kinds of selection.
+
+random: every query picks its free blocks independently and uniformly (the worst case for reuse). smooth: queries of one
+64-token stretch mostly share their picks (what trained models tend to). sink: everybody picks the earliest blocks. real: what
+`select_blocks` chooses from the compressed scores of the very inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa_lab import attention
+from nsa_lab.attention import geometry, reference
+from nsa_lab.attention.dispatch import Choice, nsa_attention
+from nsa_lab.config import NSAConfig
+
+SELECTIONS = ("random", "smooth", "sink", "real")
+_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """`run(*inputs)` gives one tensor; `useful_flops` counts its forward pass, 0 where bytes and not arithmetic bound it."""
+
+    name: str
+    backend: str
+    run: Callable[..., Tensor]
+    inputs: list[Tensor]
+    useful_flops: float
+    blocks: Tensor | None = None
+
+
+def make_parts(
+    T: int, B: int, H: int, G: int, D: int, nsa: NSAConfig, choices: Mapping[str, Choice], device, dtype, seed: int = 0
+) -> list[Part]:
+    """compressed, choice, selected by each kind of selection, window, gate and whole, over one set of random inputs."""
+    draw = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, generator=draw)
+
+    N = geometry.num_compressed(T, nsa)
+    q, k_cmp, v_cmp = normal(B, T, H, D), normal(B, N, G, D), normal(B, N, G, D)
+    k_sel, v_sel, k_win, v_win = (normal(B, T, G, D) for _ in range(4))
+    outs = [normal(B, T, H, D) for _ in range(3)]
+    gates = torch.rand(B, T, H, 3, device=device, generator=draw)
+    name = {part: choice.backend for part, choice in choices.items()}
+    with torch.no_grad():
+        lse = attention.compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"])[1]
+        real = attention.select_blocks(q, k_cmp, lse, nsa, backend=name["selection"])
+    reads = geometry.mean_reads(T, nsa)
+    pair = 4 * D * H * B * T  # one score and one weighted value for every read key
+
+    def compressed(q, k, v):
+        return attention.compressed_attention(q, k, v, nsa, backend=name["compressed"])[0]
+
+    def choice(q, k, lse):
+        return attention.select_blocks(q, k, lse, nsa, backend=name["selection"])
+
+    def selected(q, k, v, blocks):
+        return attention.selected_attention(q, k, v, blocks, nsa, backend=name["selected"])[0]
+
+    def window(q, k, v):
+        return attention.window_attention(q, k, v, nsa, backend=name["window"])[0]
+
+    def whole(*inputs):
+        return nsa_attention(*inputs, nsa, backend=choices)
+
+    parts = [
+        Part("compressed", name["compressed"], compressed, _leaves(q, k_cmp, v_cmp), pair * reads["cmp"]),
+        Part("choice", name["selection"], choice, [q, k_cmp, lse], pair / 2 * reads["cmp"]),
+    ]
+    for kind in SELECTIONS:
+        blocks = real if kind == "real" else choose(kind, B, T, G, nsa, device, seed)
+        parts.append(Part(f"selected, {kind}", name["selected"], selected, [*_leaves(q, k_sel, v_sel), blocks],
+                          pair * reads["sel"], blocks))
+    parts += [
+        Part("window", name["window"], window, _leaves(q, k_win, v_win), pair * reads["win"]),
+        Part("gate", name["combine"], _gate(choices["combine"].backend), _leaves(*outs, gates), 0.0),
+        Part("whole", "+".join(dict.fromkeys(name.values())), whole,
+             _leaves(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates),
+             pair * (1.5 * reads["cmp"] + reads["sel"] + reads["win"]), real),
+    ]
+    return parts
+
+
+def choose(kind: str, B: int, T: int, G: int, nsa: NSAConfig, device, seed: int = 0) -> Tensor:
+    """Blocks int32 [B, T, G, n_sel] of one kind, valid as `select_blocks` gives them."""
+    draw = torch.Generator(device).manual_seed(seed + 1)
+    n = geometry.num_selection(T, nsa)
+    chosen = []
+    for first in range(0, T, _CHUNK):
+        queries = min(_CHUNK, T - first)
+        if kind == "sink":
+            importance = -torch.arange(n, device=device, dtype=torch.float32).expand(B, queries, G, n)
+        else:
+            importance = torch.rand(B, queries, G, n, device=device, generator=draw)
+        if kind == "smooth":
+            stretches = -(-queries // 64)
+            shared = torch.rand(B, stretches, G, n, device=device, generator=draw).repeat_interleave(64, 1)[:, :queries]
+            importance = shared + 0.05 * importance
+        chosen.append(reference.choose(importance, nsa, first))
+    return torch.cat(chosen, 1)
+
+
+def _leaves(*tensors: Tensor) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def _gate(backend: str) -> Callable[..., Tensor]:
+    if backend == "triton":
+        from nsa_lab.attention import kernels
+
+        return kernels.combine
+    return reference.combine

@@ -1,0 +1,68 @@
+"""Other implementations of the same attention, timed beside ours: SDPA, flash-attn if installed, FlexAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from nsa_lab.attention import flash, geometry
+from nsa_lab.config import NSAConfig
+
+Peer = tuple[str, Callable[..., Tensor], list[Tensor]]
+
+
+def dense(shape, device: torch.device, dtype: torch.dtype) -> Iterator[Peer]:
+    """(name, run, inputs) of dense causal attention; on a CPU the math kernel alone."""
+    q, k, v = _inputs(shape, shape.H, device, dtype, heads_first=True)
+    kinds = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+    if device.type != "cuda":
+        kinds = {"SDPA math": SDPBackend.MATH}
+    for name, kind in kinds.items():
+
+        def run(q: Tensor, k: Tensor, v: Tensor, kind=kind) -> Tensor:
+            with sdpa_kernel(kind):
+                return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        yield name, run, [q, k, v]
+    if not flash.flash_unusable(device, dtype):
+        yield "flash-attn", flash.flash_dense, _inputs(shape, shape.G, device, dtype, heads_first=False)
+
+
+def parts(shape, nsa: NSAConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str, Callable[..., Tensor], list[Tensor]]]:
+    """(part, name, run, inputs) of peers for the window and the compressed branch; none on a CPU."""
+    if device.type != "cuda":
+        return
+    if not flash.flash_unusable(device, dtype):
+        yield "window", "flash-attn", lambda q, k, v: flash.flash_window(q, k, v, nsa)[0], \
+            _inputs(shape, shape.G, device, dtype, heads_first=False)
+
+    def near(b, h, t, i):
+        return (i <= t) & (i > t - nsa.w)
+
+    def ended(b, h, t, i):
+        return i * nsa.d + nsa.l - 1 <= t
+
+    for part, sees, keys in (("window", near, shape.T), ("compressed", ended, geometry.num_compressed(shape.T, nsa))):
+        if keys:
+            yield part, "FlexAttention", _flex(sees, shape.T, keys, device), \
+                _inputs(shape, shape.G, device, dtype, heads_first=True, keys=keys)
+
+
+def _flex(sees, queries: int, keys: int, device: torch.device) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = torch.compile(create_block_mask)(sees, None, None, queries, keys, device=device)
+    compiled = torch.compile(flex_attention)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def _inputs(shape, kv_heads: int, device, dtype, *, heads_first: bool, keys: int | None = None) -> list[Tensor]:
+    inputs = []
+    for length, heads in ((shape.T, shape.H), (keys or shape.T, kv_heads), (keys or shape.T, kv_heads)):
+        size = (shape.B, heads, length, shape.D) if heads_first else (shape.B, length, heads, shape.D)
+        inputs.append(torch.randn(size, device=device, dtype=dtype).requires_grad_())
+    return inputs

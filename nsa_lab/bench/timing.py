@@ -1,0 +1,52 @@
+"""How a callable is timed: captured CUDA graphs on a GPU, the wall clock on a CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def time_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Median milliseconds of `run`, warmed up. On a GPU it is captured once and replayed, with a cold L2 each time."""
+    return _time_graph(run) if device.type == "cuda" else _time_clock(run)
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+    """Most device memory that `run` held at once beyond what was held before; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _time_graph(run: Callable[[], object]) -> float:
+    from triton.testing import do_bench
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    ms = do_bench(graph.replay, warmup=10, rep=40, return_mode="median")
+    del graph
+    torch.cuda.empty_cache()
+    return ms
+
+
+def _time_clock(run: Callable[[], object], repeats: int = 3) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)

@@ -1,0 +1,171 @@
+"""Token by token with a cache: a forward pass over one new token reads what NSA reads, not the whole past.
+
+Invariants
+* The logits of a token are those of a full forward pass over everything up to it; how the tokens were split into
+  `append` calls does not enter.
+* A layer caches selection keys and values of every token, window keys and values of the last w, and compressed ones of
+  every whole block. Raw compression inputs are kept only until the last block that needs them is whole.
+Shape suffixes: B batch, S cached tokens, N compressed blocks, G key/value groups, h heads a group, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nsa_lab.attention import compress, geometry, nsa_attention, reference
+from nsa_lab.config import ModelConfig
+from nsa_lab.model import DenseAttention, NSATransformer, NSAttention, rotary_table, rotate
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class Decoder:
+    """Feeds a model token by token. Holds the caches of `batch` sequences of at most `capacity` tokens."""
+
+    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1) -> None:
+        self._model, self.capacity, self.position = model, capacity, 0
+        config, weight = model.config, model.head.weight
+        make = NSACache if config.attention == "nsa" else DenseCache
+        self._caches = [make(block.attention, capacity, batch, weight) for block in model.blocks]
+        self._rotary = rotary_table(capacity, config.d_k, config.rope_theta, weight.device)
+
+    @torch.no_grad()
+    def append(self, tokens: Tensor) -> Tensor:
+        """Logits [B, n, V] of the tokens int64 [B, n] that follow those given before. Raises ValueError past `capacity`.
+
+        The first call runs them all at once; later ones run one after the other.
+        """
+        end = self.position + tokens.shape[1]
+        if end > self.capacity:
+            raise ValueError(f"{end} tokens do not fit into a decoder of capacity {self.capacity}; make it larger")
+        if self.position == 0:
+            return self._advance(tokens)
+        return torch.cat([self._advance(one) for one in tokens.split(1, dim=1)], dim=1)
+
+    def _advance(self, tokens: Tensor) -> Tensor:
+        model, end = self._model, self.position + tokens.shape[1]
+        rotary = tuple(table[self.position:end] for table in self._rotary)
+        x = model.embedding(tokens)
+        for block, cache in zip(model.blocks, self._caches, strict=True):
+            x = x + cache.attend(block.attention_norm(x), rotary, self.position)
+            x = x + block.mlp(block.mlp_norm(x))
+        self.position = end
+        return model.head(model.norm(x))
+
+
+class NSACache:
+    """The cache of one NSA layer, and attention through it."""
+
+    def __init__(self, attention: NSAttention, capacity: int, batch: int, like: Tensor) -> None:
+        config, nsa = attention.config, attention.config.nsa
+        self._attention, self._config, self._nsa = attention, config, nsa
+        self._k_sel, self._v_sel = _room(config, capacity, batch, like)
+        self._k_cmp, self._v_cmp = _room(config, geometry.num_compressed(capacity, nsa), batch, like)
+        self._k_win, self._v_win = _room(config, 0, batch, like)
+        self._k_raw, self._v_raw = _room(config, 0, batch, like)
+        self._blocks = 0
+
+    def attend(self, x: Tensor, rotary: Rotary, position: int) -> Tensor:
+        """Output [B, n, C] for x [B, n, C] at `position`, `position` + 1, ...; n is 1 unless `position` is 0."""
+        q, k_raw, v_raw, k_sel, v_sel, k_win, v_win = self._project(x, rotary)
+        end, gates = position + x.shape[1], self._attention.gates(x).to(q.dtype)
+        self._k_sel[:, position:end], self._v_sel[:, position:end] = k_sel, v_sel
+        self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w:]
+        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, -self._nsa.w:]
+        self._compress(k_raw, v_raw)
+        if position == 0:
+            k_cmp, v_cmp = self._k_cmp[:, :self._blocks], self._v_cmp[:, :self._blocks]
+            mixed = nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self._nsa,
+                                  backend=self._attention.backends)
+        else:
+            mixed = self._one(q, gates, position)
+        return self._attention.out(mixed.flatten(2))
+
+    def _project(self, x: Tensor, rotary: Rotary) -> list[Tensor]:
+        """q, then keys and values of cmp (raw), sel and win, as `NSAttention.project` lays them out."""
+        c = self._config
+        H, G = c.n_heads, c.n_kv_groups
+        roped, values = self._attention.qkv(x).split([(H + 3 * G) * c.d_k, 3 * G * c.d_v], dim=-1)
+        q, *keys = rotate(roped.unflatten(-1, (H + 3 * G, c.d_k)), rotary).split([H, G, G, G], dim=2)
+        values = values.unflatten(-1, (3 * G, c.d_v)).split(G, dim=2)
+        return [q, *(tensor for pair in zip(keys, values, strict=True) for tensor in pair)]
+
+    def _compress(self, k_raw: Tensor, v_raw: Tensor) -> None:
+        """Append the blocks that the new tokens complete; keep what the next block still needs."""
+        self._k_raw, self._v_raw = torch.cat([self._k_raw, k_raw], dim=1), torch.cat([self._v_raw, v_raw], dim=1)
+        new = geometry.num_compressed(self._k_raw.shape[1], self._nsa)
+        if not new:
+            return
+        whole = slice(self._blocks, self._blocks + new)
+        self._k_cmp[:, whole] = compress(self._k_raw, self._nsa, self._attention.phi_k)
+        self._v_cmp[:, whole] = compress(self._v_raw, self._nsa, self._attention.phi_v)
+        self._blocks += new
+        self._k_raw, self._v_raw = self._k_raw[:, new * self._nsa.d:], self._v_raw[:, new * self._nsa.d:]
+
+    def _one(self, q: Tensor, gates: Tensor, position: int) -> Tensor:
+        """The three branches for one query [B, 1, H, D] at `position`, and their gated sum."""
+        q = q.squeeze(1).unflatten(1, (self._config.n_kv_groups, -1))  # [B, G, h, D]
+        out_cmp, blocks = self._read_compressed(q, position)
+        out_sel = self._read_selected(q, blocks, position)
+        out_win = _attend(q, self._k_win.transpose(1, 2), self._v_win.transpose(1, 2))
+        branches = [out.flatten(1, 2).unsqueeze(1).to(gates.dtype) for out in (out_cmp, out_sel, out_win)]
+        return reference.combine(*branches, gates)
+
+    def _read_compressed(self, q: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Output [B, G, h, D] over the whole blocks, all of them visible, and the chosen blocks [B, G, n_sel].
+
+        In the dtype of the definition's choice, so that a near-tie falls the same way.
+        """
+        wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else torch.float64
+        k, v = (cache[:, :self._blocks].transpose(1, 2).to(wide) for cache in (self._k_cmp, self._v_cmp))
+        p = (q.to(wide) @ k.mT * q.shape[-1] ** -0.5).softmax(-1)  # [B, G, h, N]
+        candidates = geometry.num_selection(position + 1, self._nsa)
+        carry = geometry.overlap(self._blocks, candidates, self._nsa, dtype=wide, device=q.device)
+        importance = (p.sum(2) @ carry).float().unsqueeze(1)
+        return p @ v, reference.choose(importance, self._nsa, first=position).squeeze(1)
+
+    def _read_selected(self, q: Tensor, blocks: Tensor, position: int) -> Tensor:
+        within = torch.arange(self._nsa.l_sel, device=q.device)
+        tokens = (blocks.long().unsqueeze(-1) * self._nsa.l_sel + within).flatten(-2)  # [B, G, n_sel * l_sel]
+        read = (tokens >= 0) & (tokens <= position)
+        index = torch.where(read, tokens, 0)
+        batch = torch.arange(len(index), device=q.device)[:, None, None]
+        group = torch.arange(index.shape[1], device=q.device)[:, None]
+        return _attend(q, self._k_sel[batch, index, group], self._v_sel[batch, index, group], read.unsqueeze(2))
+
+
+class DenseCache:
+    """The cache of one dense layer, and attention through it."""
+
+    def __init__(self, attention: DenseAttention, capacity: int, batch: int, like: Tensor) -> None:
+        self._attention, self._config = attention, attention.config
+        self._k, self._v = _room(attention.config, capacity, batch, like)
+
+    def attend(self, x: Tensor, rotary: Rotary, position: int) -> Tensor:
+        """As `NSACache.attend`."""
+        c, end = self._config, position + x.shape[1]
+        roped, values = self._attention.qkv(x).split([(c.n_heads + c.n_kv_groups) * c.d_k, c.n_kv_groups * c.d_v], dim=-1)
+        q, k = rotate(roped.unflatten(-1, (-1, c.d_k)), rotary).split([c.n_heads, c.n_kv_groups], dim=2)
+        self._k[:, position:end], self._v[:, position:end] = k, values.unflatten(-1, (c.n_kv_groups, c.d_v))
+        out = scaled_dot_product_attention(
+            q.transpose(1, 2), self._k[:, :end].transpose(1, 2), self._v[:, :end].transpose(1, 2),
+            is_causal=x.shape[1] > 1, enable_gqa=True,
+        )
+        return self._attention.out(out.transpose(1, 2).flatten(2))
+
+
+def _room(config: ModelConfig, tokens: int, batch: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Empty keys and values [B, tokens, G, D]."""
+    return (like.new_empty(batch, tokens, config.n_kv_groups, config.d_k),
+            like.new_empty(batch, tokens, config.n_kv_groups, config.d_v))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, read: Tensor | None = None) -> Tensor:
+    """Softmax attention of q [B, G, h, D] over k, v [B, G, S, D], where `read` [B, G, 1, S] allows it."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
+    if read is not None:
+        scores = scores.masked_fill(~read, float("-inf"))
+    return scores.softmax(-1) @ v.to(wide)

@@ -1,0 +1,1 @@
+"""Pictures and live views for the notebooks. Nothing in the library imports from here."""

@@ -1,0 +1,90 @@
+"""Queries, keys and values to look at: a random toy, and a real text whose heads are made by hand, not trained.
+
+Layout as everywhere: q [1, T, H, D], keys and values [1, T, G, D]; keys already carry their rotary angle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from sysconfig import get_path
+
+import torch
+from torch import Tensor
+
+from nsa_lab.model import rotary_table, rotate
+
+
+@dataclass(frozen=True)
+class Example:
+    """What NSA takes in, before compression. `about` says honestly where the numbers come from."""
+
+    about: str
+    text: str  # one character a token; empty for a random toy
+    q: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_sel: Tensor
+    v_sel: Tensor
+    k_win: Tensor
+    v_win: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.k_sel.shape[2]
+
+
+def random_example(
+    length: int, *, heads: int = 4, groups: int = 2, width: int = 8, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Example:
+    """Independent normal numbers everywhere: nothing to find, every formula to check."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(n: int) -> Tensor:
+        return torch.randn(1, length, n, width, generator=generator, dtype=torch.float64).to(dtype)
+
+    q = normal(heads)
+    branches = {name: normal(groups) for name in ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")}
+    return Example(f"independent normal numbers, seed {seed}", "", q, **branches)
+
+
+def standard_library_text(length: int, module: str = "textwrap.py") -> str:
+    """The first `length` characters of a module of the running Python's standard library: real text on every machine."""
+    text = (Path(get_path("stdlib")) / module).read_text(encoding="utf-8")
+    if len(text) < length:
+        raise ValueError(f"{module} has {len(text)} characters, and {length} are asked for; name a longer module")
+    return text[:length]
+
+
+def text_example(
+    text: str, *, groups: int = 2, heads_per_group: int = 2, width: int = 64, sharpness: float = 96.0, seed: int = 0
+) -> Example:
+    """A text seen by heads made by hand: a query looks for what came after passages that read like its own past.
+
+    The query at t is the normed sum of a random vector for each of the characters t, t-1, ... with falling weights; the
+    key at s is the same of the characters before s. Groups differ in how far back they look (4, then 12 characters),
+    heads of a group in how sharply. All three branches share keys and values, so that their reads can be compared.
+    Nothing here is trained.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    characters = torch.tensor([min(ord(c), 255) for c in text])
+    keys, queries = [], []
+    for group in range(groups):
+        reach = 4 + 8 * group
+        table = torch.randn(reach, 256, width, generator=generator, dtype=torch.float64)
+        past = torch.zeros(len(text), width, dtype=torch.float64)
+        for back in range(min(reach, len(text))):
+            past[back:] += (1 - back / reach) * table[back, characters[: len(text) - back]]
+        past = past / past.norm(dim=-1, keepdim=True)
+        keys.append(torch.cat([torch.zeros_like(past[:1]), past[:-1]]))
+        queries += [past * sharpness * (1 + head / heads_per_group) for head in range(heads_per_group)]
+    k, q = torch.stack(keys, dim=1)[None], torch.stack(queries, dim=1)[None]
+    rotary = rotary_table(len(text), width, 1e6, torch.device("cpu"))
+    k, q = rotate(k, rotary), rotate(q, rotary)
+    v = torch.randn(k.shape, generator=generator, dtype=torch.float64)
+    about = "standard-library text; hand-made heads that look for passages like the last few characters; not trained"
+    return Example(about, text, q, k, v, k, v, k, v)

@@ -1,0 +1,274 @@
+"""Pictures of runs, from what a run directory records. Every function takes runs and gives a matplotlib Figure.
+
+A run is a path, or a `History` that was read already. Figures carry a title, units and legends, use one colour a branch
+everywhere (colour-blind-safe), and mark where a run was resumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from nsa_lab.explore.show import BRANCH_COLOURS, DENSE
+from nsa_lab.health.branches import choice_range
+from nsa_lab.history import History
+
+Run = str | Path | History
+
+RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BRANCH_NAMES = {"cmp": "compressed", "sel": "selected", "win": "window"}
+LAYER_MAP = "cividis"
+
+
+def loss_curves(runs: Run | Sequence[Run], *, smooth: int = 10) -> Figure:
+    """Bits a byte over steps: training, thin as recorded and thick smoothed, and validation.
+
+    The mean is over at most `smooth` readings, and over fewer where there are few, so that it does not lag behind.
+    """
+    histories = _histories(runs)
+    figure, axes = _figure(8, 4.4, "Loss: " + ", ".join(h.run for h in histories))
+    _draw_loss(axes, histories, smooth)
+    return figure
+
+
+def learning_rate(runs: Run | Sequence[Run]) -> Figure:
+    """Learning rate and gradient norm over steps."""
+    figure, (rate, norm) = _rows("Optimiser", 2)
+    for history, colour in zip(_histories(runs), RUN_COLOURS, strict=False):
+        rate.plot(*history.series("lr"), color=colour, label=history.run)
+        norm.plot(*history.series("grad_norm"), color=colour, linewidth=0.8, label=history.run)
+        norm.axhline(history.config.train.grad_clip, color=colour, linestyle=":", linewidth=1)
+    rate.set_ylabel("learning rate")
+    norm.set(ylabel="gradient norm\n(clipped at the dotted line)", yscale="log", xlabel="optimiser step")
+    rate.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def gate_shares(run: Run) -> Figure:
+    """Share of each branch in the gates, mean and range over layers, and the entropy of every layer, over steps."""
+    history = History.read(run)
+    figure, (shares, entropy) = _rows(f"Gates of {history.run}", 2)
+    _draw_gates(shares, history)
+    _draw_layers(figure, entropy, history, "gate_entropy")
+    _mark_level(entropy, math.log(3), "ln 3: all branches alike")
+    entropy.set(ylabel="gate entropy, nats", xlabel="optimiser step", ylim=(0, 1.25))
+    return figure
+
+
+def gate_layers(run: Run) -> Figure:
+    """How each layer divides its gates over the branches at the end of the run."""
+    history = History.read(run)
+    figure, axes = _figure(7, 3.8, f"Gates by layer at the last reading: {history.run}")
+    bottom: np.ndarray | float = 0.0
+    axes.set(xlabel="layer", ylabel="share of the gates", ylim=(0, 1))
+    for branch, label in BRANCH_NAMES.items():
+        _, values = history.layers(f"gate_share_{branch}")
+        if not len(values):
+            _say_nothing(axes)
+            return figure
+        axes.bar(np.arange(values.shape[1]), values[-1], bottom=bottom, color=BRANCH_COLOURS[branch], label=label)
+        bottom = bottom + values[-1]
+    axes.set_xticks(_ticks(values.shape[1]))
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    return figure
+
+
+def selection_statistics(run: Run) -> Figure:
+    """By layer over steps: reuse between neighbours, distance, first block's share, overlap with the window.
+
+    Dotted lines: what blocks chosen by chance, always the nearest or always the oldest would give.
+    """
+    history = History.read(run)
+    length, nsa = history.config.train.seq_len, history.config.nsa
+    span = choice_range(length, nsa)
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    figure.suptitle(f"Block selection of {history.run} ({length} tokens, {nsa.n_sel} blocks of {nsa.l_sel})", fontsize=11)
+    panels = figure.subplots(2, 2, sharex=True).flatten()
+    named = {
+        "sel_reuse": ("blocks shared with the query before", {"by chance": span.chance_reuse}),
+        "sel_distance": ("mean distance, blocks", {"always the nearest": span.nearest, "always the oldest": span.farthest}),
+        "sel_sink_share": ("attention on the first block, share", {}),
+        "sel_window_overlap": ("selected keys also in the window, share", {}),
+    }
+    for index, (axes, (name, (label, marks))) in enumerate(zip(panels, named.items(), strict=True)):
+        _draw_layers(figure if index % 2 else None, axes, history, name)
+        axes.set_title(label, fontsize=9)
+        for text, value in marks.items():
+            _mark_level(axes, value, text)
+    for axes in panels[2:]:
+        axes.set_xlabel("optimiser step")
+    return figure
+
+
+def branch_norms(run: Run) -> Figure:
+    """Root mean square of each branch's output, mean and range over layers, over steps."""
+    history = History.read(run)
+    figure, axes = _figure(8, 3.8, f"Size of each branch's output: {history.run}")
+    for branch, label in BRANCH_NAMES.items():
+        _band(axes, *history.layers(f"norm_{branch}"), BRANCH_COLOURS[branch], label)
+    axes.set(xlabel="optimiser step", ylabel="root mean square of the output")
+    _legend(axes)
+    return figure
+
+
+def throughput(runs: Run | Sequence[Run]) -> Figure:
+    """Tokens a second over steps with the median, the share of time spent waiting for data, and peak memory."""
+    histories = _histories(runs)
+    figure, (speed, wait, memory) = _rows("Pace: " + ", ".join(h.run for h in histories), 3)
+    for history, colour in zip(histories, RUN_COLOURS, strict=False):
+        _draw_speed(speed, history, colour)
+        steps, took = history.series("dt_s")
+        wait.plot(steps, 100 * history.series("data_s")[1] / np.maximum(took, 1e-12), color=colour, linewidth=1)
+        steps, peak = history.series("mem_peak_bytes")
+        memory.plot(steps, peak / 1e9, color=colour, linewidth=1.5)
+    speed.set_ylabel("tokens a second")
+    wait.set_ylabel("data wait, %")
+    memory.set(ylabel="peak memory, GB", xlabel="optimiser step", ylim=(0, None))
+    speed.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def overview(run: Run) -> Figure:
+    """The first screen of a report: loss, gates, selection and pace."""
+    history = History.read(run)
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    figure.suptitle(history.run, fontsize=11)
+    dense = history.config.model.attention == "dense"
+    panels = figure.subplots(1 if dense else 2, 2, squeeze=False)
+    loss, speed = panels[-1][0] if dense else panels[0][0], panels[-1][1]
+    loss.set_title("Loss", fontsize=10)
+    _draw_loss(loss, [history], smooth=10)
+    if not dense:
+        panels[0][1].set_title("Gate shares, mean and range over layers", fontsize=10)
+        _draw_gates(panels[0][1], history)
+        panels[1][0].set_title("Blocks shared with the query before, by layer", fontsize=10)
+        _draw_layers(figure, panels[1][0], history, "sel_reuse")
+    speed.set_title("Throughput", fontsize=10)
+    _draw_speed(speed, history, RUN_COLOURS[0])
+    speed.set_ylabel("tokens a second")
+    for axes in panels[-1]:
+        axes.set_xlabel("optimiser step")
+    return figure
+
+
+def smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over the last `window` values, fewer at the start; values that are not finite are left out."""
+    finite = np.isfinite(values)
+    total = np.cumsum(np.where(finite, values, 0.0))
+    count = np.cumsum(finite)
+    total[window:], count[window:] = total[window:] - total[:-window], count[window:] - count[:-window]
+    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+
+
+def _draw_loss(axes: Axes, histories: list[History], smooth: int) -> None:
+    for history, colour in zip(histories, RUN_COLOURS, strict=False):
+        named = f"{history.run}: " if len(histories) > 1 else ""
+        steps, bpb = history.series("bpb")
+        axes.plot(steps, bpb, color=colour, linewidth=0.6, alpha=0.35)
+        window = max(1, min(smooth, len(bpb) // 20))
+        axes.plot(steps, smoothed(bpb, window), color=colour, linewidth=1.6, label=f"{named}training")
+        held_out, validation = history.validation()
+        axes.plot(held_out, validation, color=colour, linestyle="--", marker="o", markersize=3.5,
+                  label=f"{named}validation")
+        _mark_resumes(axes, history)
+    axes.set(xlabel="optimiser step", ylabel="bits a byte")
+    _legend(axes)
+    axes.grid(alpha=0.25, linewidth=0.5)
+
+
+def _draw_gates(axes: Axes, history: History) -> None:
+    for branch, label in BRANCH_NAMES.items():
+        _band(axes, *history.layers(f"gate_share_{branch}"), BRANCH_COLOURS[branch], label)
+    axes.axhline(1 / 3, color="black", linestyle=":", linewidth=1)
+    axes.set(ylabel="share of the gates", ylim=(0, 1))
+    _legend(axes, columns=3)
+
+
+def _draw_speed(axes: Axes, history: History, colour: str) -> None:
+    steps, speed = history.series("tokens_per_s")
+    axes.plot(steps, speed, color=colour, linewidth=1, marker="." if len(steps) < 80 else None, label=history.run)
+    if len(speed):
+        median = float(np.median(speed))
+        axes.axhline(median, color=colour, linestyle=":", linewidth=1, label=f"median {median:,.0f}")
+        axes.set_ylim(0, 1.25 * float(speed.max()))
+    _legend(axes)
+    _mark_resumes(axes, history)
+
+
+def _draw_layers(figure: Figure | None, axes: Axes, history: History, name: str) -> None:
+    """A line a layer; with `figure` a colour bar that says which is which."""
+    steps, values = history.layers(name)
+    if not len(values):
+        _say_nothing(axes)
+        return
+    colours = ScalarMappable(Normalize(0, max(values.shape[1] - 1, 1)), LAYER_MAP)
+    for layer, line in enumerate(values.T):
+        axes.plot(steps, line, color=colours.to_rgba(layer), linewidth=1.2, marker="." if len(steps) < 30 else None)
+    axes.grid(alpha=0.25, linewidth=0.5)
+    if figure is not None:
+        figure.colorbar(colours, ax=axes, label="layer", ticks=_ticks(values.shape[1]))
+
+
+def _band(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:
+    if not len(values):
+        _say_nothing(axes)
+        return
+    axes.fill_between(steps, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.18, linewidth=0)
+    axes.plot(steps, values.mean(axis=1), color=colour, label=label, marker="." if len(steps) < 30 else None)
+    axes.grid(alpha=0.25, linewidth=0.5)
+
+
+def _mark_level(axes: Axes, value: float, text: str) -> None:
+    axes.axhline(value, color="black", linestyle=":", linewidth=1)
+    axes.annotate(text, (0, value), xycoords=axes.get_yaxis_transform(), xytext=(4, 3),
+                  textcoords="offset points", fontsize=8)
+
+
+def _mark_resumes(axes: Axes, history: History) -> None:
+    for attempt in history.attempts()[1:]:
+        axes.axvline(attempt.from_step, color=DENSE, linestyle="--", linewidth=0.8)
+        axes.annotate(f"attempt {attempt.number}", (attempt.from_step, 0.98), xycoords=("data", "axes fraction"),
+                      fontsize=7, rotation=90, va="top", ha="right", color=DENSE)
+
+
+def _histories(runs: Run | Sequence[Run]) -> list[History]:
+    several = [runs] if isinstance(runs, str | Path | History) else list(runs)
+    return [History.read(run) for run in several]
+
+
+def _figure(width: float, height: float, named: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(named, fontsize=10)
+    return figure, axes
+
+
+def _rows(named: str, count: int) -> tuple[Figure, np.ndarray]:
+    figure = Figure(figsize=(8, 1.2 + 2.2 * count), layout="constrained")
+    figure.suptitle(named, fontsize=11)
+    return figure, figure.subplots(count, 1, sharex=True)
+
+
+def _ticks(layers: int) -> list[int]:
+    return list(range(0, layers, max(1, layers // 6)))
+
+
+def _legend(axes: Axes, columns: int = 1) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, ncols=columns)
+
+
+def _say_nothing(axes: Axes) -> None:
+    axes.annotate("not recorded", (0.5, 0.5), xycoords="axes fraction", ha="center", color=DENSE)
+
+
+# What a report without a notebook shows, in this order.
+RUN_PICTURES: tuple[Callable[[Run], Figure], ...] = (overview, learning_rate, throughput)
+NSA_PICTURES: tuple[Callable[[Run], Figure], ...] = (gate_shares, gate_layers, selection_statistics, branch_norms)

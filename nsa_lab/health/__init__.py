@@ -1,0 +1,66 @@
+"""Was this run healthy? Verdicts on a run directory, each with a threshold that can fail. Reads files only.
+
+A verdict is True, False, or None where the run does not say. A run is healthy if no verdict is False; the first line
+names the first that is, causes before consequences. `verdict.Limits` holds every threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nsa_lab import rundir
+from nsa_lab.health import branches, run
+from nsa_lab.health.verdict import LIMITS, Limits, Verdict
+from nsa_lab.history import History
+
+__all__ = ["CHECKS", "LIMITS", "Health", "Limits", "Verdict", "examine", "verdicts"]
+
+# In the order of the report: causes before consequences.
+CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
+    run.finished, run.guards, run.finite, run.errors, run.stalls, run.preflight, run.loss_fell, run.no_leak, run.loss_kept,
+    run.generalises, run.steps_counted_once, run.learning_rate, run.checkpoints, branches.gates_moved, branches.gates_alive,
+    branches.selection_chooses, branches.selection_reaches, branches.sink_share, run.throughput, run.data_wait, run.memory,
+)
+
+
+@dataclass(frozen=True)
+class Health:
+    """The verdicts on one run."""
+
+    run: str
+    state: str
+    verdicts: list[Verdict]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+    @property
+    def failed(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.ok is False]
+
+    @property
+    def headline(self) -> str:
+        """One line: healthy, healthy so far, or NOT healthy and the first thing that fails."""
+        if self.failed:
+            return f"NOT healthy: {self.failed[0].name}: {self.failed[0].text}"
+        return "healthy" if self.state == rundir.DONE else f"healthy so far: {self.verdicts[0].text}"
+
+
+def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
+    """All verdicts on a run directory. Raises `RunDirectoryError` if it is none."""
+    history = History.read(run_dir)
+    found = [verdict for check in CHECKS if (verdict := check(history, limits)) is not None]
+    finished = next(verdict for verdict in found if verdict.name == "finished")
+    # A run that ended badly says so first only if nothing else explains why.
+    causes = [verdict for verdict in found if verdict is not finished]
+    if finished.ok is False and any(verdict.ok is False for verdict in causes):
+        found = [*causes, finished]
+    return Health(history.run, history.status.get("status", "unknown"), found)
+
+
+def verdicts(run_dir: str | Path | History, limits: Limits = LIMITS) -> list[Verdict]:
+    """`examine(run_dir).verdicts`."""
+    return examine(run_dir, limits).verdicts

@@ -1,0 +1,185 @@
+"""Verdicts on gates and block selection, layer by layer; None for a dense model, which has neither."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from nsa_lab.config import NSAConfig
+from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.history import History
+
+BRANCHES = ("cmp", "sel", "win")
+EVEN = math.log(3)
+
+
+@dataclass(frozen=True)
+class ChoiceRange:
+    """What `sel_reuse` and `sel_distance` would be without any choice by content, over a sequence."""
+
+    chance_reuse: float
+    nearest: float
+    farthest: float
+    free: bool
+
+
+def choice_range(length: int, nsa: NSAConfig) -> ChoiceRange:
+    """Reuse of blocks chosen at random; mean distances, in blocks, of always the nearest and always the farthest.
+
+    `free` says whether any query has more candidates than `n_sel`; otherwise every query reads every block.
+    """
+    own = np.arange(length) // nsa.l_sel
+    candidates = own + 1
+    chosen = np.minimum(candidates, nsa.n_sel)
+    forced = np.minimum(candidates, 3)
+    extra, others = chosen - forced, candidates - forced
+    # Block 0 lies `own` away; the nearest others are 0, 1, ..., chosen - 2 away.
+    nearest = own + (chosen - 1) * (chosen - 2) / 2
+    # Forced: block 0, the own and the one before it. The farthest others are blocks 1, 2, ..., chosen - 3.
+    oldest = own + (own > 1) + extra * own - extra * (extra + 1) / 2
+    shared = forced + np.divide(extra**2, others, out=np.zeros(length), where=others > 0)
+    return ChoiceRange(
+        chance_reuse=float((shared / chosen)[1:].mean()) if length > 1 else 1.0,
+        nearest=float(nearest.sum() / chosen.sum()),
+        farthest=float(oldest.sum() / chosen.sum()),
+        free=bool((candidates > nsa.n_sel).any()),
+    )
+
+
+def gates_moved(history: History, limits: Limits) -> Verdict | None:
+    """Not stuck at the start: weights that move, shares that change, an entropy that is not that of a zero gate."""
+    if _dense(history):
+        return None
+    _, entropy = history.layers("gate_entropy")
+    if not len(entropy):
+        return Verdict("gates moved", None, None, limits.gate_moved, "no gate statistics were recorded")
+    pinned = (np.abs(entropy - EVEN) < limits.gate_pinned).all(axis=0)
+    if pinned.any():
+        return Verdict("gates moved", False, EVEN, EVEN - limits.gate_pinned,
+                       f"entropy pinned at ln 3 = {EVEN:.4f} in every reading of {_layers(pinned)}")
+    _, update = history.layers("gate_update")
+    still = (update == 0).all(axis=0) if len(update) else np.zeros(entropy.shape[1], bool)
+    if still.any():
+        return Verdict("gates moved", False, 0.0, 0.0, f"the gate weights never moved in {_layers(still)}")
+    if len(entropy) < 3:
+        return Verdict("gates moved", None, None, limits.gate_moved, f"{len(entropy)} readings are too few to see movement")
+    readings = [entropy, *(history.layers(f"gate_share_{branch}")[1] for branch in BRANCHES)]
+    change = np.max([np.ptp(reading, axis=0) for reading in readings], axis=0)
+    frozen = change < limits.gate_moved
+    if frozen.any():
+        return Verdict("gates moved", False, float(change.min()), limits.gate_moved,
+                       f"gate never moved in {_layers(frozen)}")
+    return Verdict("gates moved", True, float(change.min()), limits.gate_moved,
+                   f"every layer's shares changed; the least by {change.min():.3f}, the most by {change.max():.3f}")
+
+
+def gates_alive(history: History, limits: Limits) -> Verdict | None:
+    """At the end: no layer collapsed onto one branch, no layer saturated, no branch unused."""
+    if _dense(history):
+        return None
+    _, entropy = history.layers("gate_entropy")
+    if not len(entropy):
+        return Verdict("gates alive", None, None, limits.gate_entropy, "no gate statistics were recorded")
+    _, saturation = history.layers("gate_saturation")
+    last = entropy[-1]
+    if (collapsed := last < limits.gate_entropy).any():
+        return Verdict("gates alive", False, float(last.min()), limits.gate_entropy,
+                       f"collapsed onto one branch in {_layers(collapsed)}, entropy {last.min():.3f} nats")
+    if len(saturation) and (stuck := saturation[-1] > limits.gate_saturation).any():
+        return Verdict("gates alive", False, float(saturation[-1].max()), limits.gate_saturation,
+                       f"{saturation[-1].max():.0%} of the gate values are stuck at 0 or 1 in {_layers(stuck)}")
+    readings = {branch: history.layers(f"gate_share_{branch}")[1] for branch in BRANCHES}
+    shares = {branch: float(values[-1].mean()) for branch, values in readings.items() if len(values)}
+    if shares and min(shares.values()) < limits.gate_share:
+        unused = min(shares, key=shares.__getitem__)
+        return Verdict("gates alive", False, shares[unused], limits.gate_share,
+                       f"branch {unused} holds {shares[unused]:.1%} of the gates")
+    split = ", ".join(f"{branch} {share:.0%}" for branch, share in shares.items())
+    return Verdict("gates alive", True, float(last.min()), limits.gate_entropy,
+                   f"{split}; lowest entropy of a layer {last.min():.2f} of {EVEN:.2f} nats")
+
+
+def selection_chooses(history: History, limits: Limits) -> Verdict | None:
+    """Blocks differ between neighbouring queries, and not less than chance allows."""
+    if _dense(history):
+        return None
+    found = _selection(history, "sel_reuse", "selection chooses")
+    if isinstance(found, Verdict):
+        return found
+    reuse, span = found
+    low = span.chance_reuse - limits.reuse_slack
+    if (fixed := reuse > limits.reuse_fixed).any():
+        return Verdict("selection chooses", False, float(reuse.max()), limits.reuse_fixed,
+                       f"neighbouring queries always choose the same blocks in {_layers(fixed)}")
+    if (noisy := reuse < low).any():
+        return Verdict("selection chooses", False, float(reuse.min()), low,
+                       f"neighbours share {reuse.min():.1%} of their blocks in {_layers(noisy)}, less than chance")
+    return Verdict("selection chooses", True, float(reuse.max()), limits.reuse_fixed,
+                   f"neighbouring queries share {_span(reuse)} of their blocks, by layer (chance: {span.chance_reuse:.0%})")
+
+
+def selection_reaches(history: History, limits: Limits) -> Verdict | None:
+    """Blocks are neither always the nearest (a wider window) nor always the oldest."""
+    if _dense(history):
+        return None
+    found = _selection(history, "sel_distance", "selection reaches")
+    if isinstance(found, Verdict):
+        return found
+    distance, span = found
+    if history.reached < limits.selection_steps:
+        return Verdict("selection reaches", None, None, None, f"not judged before step {limits.selection_steps}")
+    margin = limits.reach_margin * (span.farthest - span.nearest)
+    near, far = span.nearest + margin, span.farthest - margin
+    if (close := distance < near).any():
+        return Verdict("selection reaches", False, float(distance.min()), near,
+                       f"only the nearest blocks are chosen in {_layers(close)}: a wider window, not a selection")
+    if (old := distance > far).any():
+        return Verdict("selection reaches", False, float(distance.max()), far,
+                       f"only the oldest blocks are chosen in {_layers(old)}")
+    return Verdict("selection reaches", True, float(distance.min()), near,
+                   f"chosen blocks lie {distance.min():.1f} to {distance.max():.1f} blocks back on average, by layer "
+                   f"(nearest possible {span.nearest:.1f}, farthest {span.farthest:.1f})")
+
+
+def sink_share(history: History, limits: Limits) -> Verdict | None:
+    if _dense(history):
+        return None
+    _, values = history.layers("sel_sink_share")
+    if not len(values):
+        return Verdict("attention sink", None, None, limits.sink_share, "no selection statistics were recorded")
+    last = values[-1]
+    if (sunk := last > limits.sink_share).any():
+        return Verdict("attention sink", False, float(last.max()), limits.sink_share,
+                       f"the first block holds {last.max():.0%} of the selected attention in {_layers(sunk)}")
+    return Verdict("attention sink", True, float(last.max()), limits.sink_share,
+                   f"the first block holds {_span(last)} of the selected attention, by layer")
+
+
+def _selection(history: History, name: str, verdict: str) -> tuple[np.ndarray, ChoiceRange] | Verdict:
+    """The last reading by layer and what to compare it with, or the verdict that says why not."""
+    length, nsa = history.config.train.seq_len, history.config.nsa
+    span = choice_range(length, nsa)
+    if not span.free:
+        return Verdict(verdict, None, None, None, f"not in play: {length} tokens hold {-(-length // nsa.l_sel)} blocks, "
+                       f"and all of them are selected (nsa.n_sel = {nsa.n_sel})")
+    _, values = history.layers(name)
+    if not len(values):
+        return Verdict(verdict, None, None, None, "no selection statistics were recorded")
+    return values[-1], span
+
+
+def _dense(history: History) -> bool:
+    return history.config.model.attention == "dense"
+
+
+def _layers(which: np.ndarray) -> str:
+    numbers = np.flatnonzero(which)
+    if len(numbers) == len(which):
+        return "every layer"
+    return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _span(values: np.ndarray) -> str:
+    return f"{values.min():.0%} to {values.max():.0%}"

@@ -1,0 +1,56 @@
+"""What a verdict is, and every threshold that one is held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The thresholds of `nsa-lab health`. Shares are of 1, bits are a byte, entropies in nats."""
+
+    validation_fall: float = 0.25  # fall of validation bpb from the untrained model's; smaller for runs under 100 steps
+    floor_bpb: float = 0.30  # no text is that predictable to a byte model: below, it sees its targets or a repeated text
+    noise_slack_bits: float = 0.03  # uniform bytes cost log2(255) bits; a mean over one batch strays less than this
+    best_kept: float = 1.05  # last validation bpb over the best one
+    validation_gap: float = 1.25  # validation bpb over training bpb at the end
+    lr_error: float = 1e-6  # of the peak rate: the schedule is a formula, and only rounding may differ
+    pace_window_s: float = 2.0  # readings are joined until they span this: single short steps say nothing on a busy machine
+    slow_factor: float = 0.5  # a window below this share of the median tokens/s is slow
+    slow_share: float = 0.05  # slow windows among all; a single one is forgiven
+    data_wait: float = 0.10  # waiting for data, of the training time
+    memory_growth: float = 1.5  # largest resident memory of the second half over that of the first
+    gate_moved: float = 0.002  # smallest change of a layer's branch shares or entropy that counts as movement
+    gate_pinned: float = 1e-4  # an entropy this close to ln 3 in every reading is a gate of zeros
+    gate_entropy: float = 0.20  # a layer below this has collapsed onto one branch (ln 3 = 1.099 is even)
+    gate_share: float = 0.02  # a branch below this, averaged over the layers, is not used
+    gate_saturation: float = 0.50  # gate values within 0.01 of 0 or 1: these pass no gradient
+    reuse_fixed: float = 0.9995  # neighbours share this much of their blocks: the choice does not depend on the query
+    reuse_slack: float = 0.05  # below chance by more than this, neighbours avoid each other's blocks
+    reach_margin: float = 0.02  # of the range between always the nearest and always the oldest: no choice by content
+    selection_steps: int = 100  # an untrained model spreads its attention evenly, and ties go to the oldest blocks
+    sink_share: float = 0.80  # of the selected attention held by the first block
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One answer. `ok`: True, False, or None for not known; `value` and `limit` are what was compared."""
+
+    name: str
+    ok: bool | None
+    value: float | None
+    limit: float | None
+    text: str
+
+    @property
+    def mark(self) -> str:
+        return {True: "ok", False: "FAIL", None: "?"}[self.ok]
+
+
+def one_line(text: Any) -> str:
+    """The text without line breaks; empty for None."""
+    return " ".join(str(text).split()) if text is not None else ""

@@ -1,0 +1,167 @@
+"""An executed notebook as one self-contained HTML page: nothing is fetched and nothing runs when it is opened.
+
+Invariants
+* Formulas are MathML, pictures are embedded and carry alt text, code is folded away but there.
+* The verdict comes from the run's own files, never from what papermill says about the notebook.
+* A notebook that failed gives a page of what it did, with the error on top.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import nbformat
+from matplotlib.figure import Figure
+from nbconvert import HTMLExporter
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from pygments.formatters import HtmlFormatter
+
+from nsa_lab.explore import plots
+from nsa_lab.explore.show import image, title
+from nsa_lab.history import History
+from nsa_lab.report.formulas import Formulas
+from nsa_lab.report.header import notebook_error, run_summary
+from nsa_lab.report.inert import external_loads, inert
+from nsa_lab.summary import settings_of
+
+__all__ = ["compare", "export", "external_loads", "write_report"]
+
+NOTEBOOK, PAGE = "report.ipynb", "report.html"
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+WIDGETS = "application/vnd.jupyter.widget-"
+ERROR_NOTES = "papermill-error-cell-tag"
+ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none.
+
+    Raises `RunDirectoryError` if the folder is not a run directory.
+    """
+    history = History.read(run_dir)
+    notebook = history.run_dir / NOTEBOOK
+    if notebook.is_file():
+        return export(notebook, history.run_dir / PAGE, run_dir=history.run_dir)
+    return _write(_notebook_of([history]), history.run_dir / PAGE, [history], title=history.run)
+
+
+def export(notebook: str | Path, page: str | Path | None = None, *, run_dir: str | Path | None = None) -> Path:
+    """The executed notebook at `notebook` as a page, by default beside it; with `run_dir`, that run's verdict on top."""
+    source = Path(notebook)
+    histories = [History.read(run_dir)] if run_dir else []
+    content = nbformat.read(source, as_version=4)
+    return _write(content, Path(page or source.with_suffix(".html")), histories, title=_title(content) or source.stem,
+                  folder=source.parent)
+
+
+def compare(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
+    """Several runs on one page: their verdicts, then their curves over each other."""
+    histories = [History.read(run_dir) for run_dir in run_dirs]
+    named = f"{len(histories)} runs compared"
+    return _write(_notebook_of(histories), Path(page), histories, title=named, pictures=False)
+
+
+def _write(notebook: NotebookNode, page: Path, histories: list[History], *, title: str, folder: Path | None = None,
+           pictures: bool = True) -> Path:
+    formulas = Formulas()
+    error = notebook_error(notebook)
+    prepared = _prepare(notebook, formulas)
+    exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
+    subtitle = f"{histories[0].run}: {settings_of(histories[0].config)}" if len(histories) == 1 else None
+    resources = {
+        "metadata": {"path": str(folder or page.parent), "name": page.stem},
+        "page": {"title": title, "subtitle": subtitle, "style": _style(), "error": error,
+                 "runs": [run_summary(history, picture=pictures) for history in histories]},
+    }
+    text, _ = exporter.from_notebook_node(prepared, resources)
+    head, _, body = text.partition("<main>")
+    body = formulas.show(inert(ANCHOR.sub("", body)))
+    text = head.replace("<!-- contents -->", _contents(body)) + "<main>" + body
+    temporary = page.with_name(f".{page.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(page)
+    return page
+
+
+def _prepare(notebook: NotebookNode, formulas: Formulas) -> NotebookNode:
+    """A copy without widget state, with formulas hidden and with alt text on every picture."""
+    copy = nbformat.from_dict(notebook)
+    copy.metadata.pop("widgets", None)
+    copy.cells = [cell for cell in copy.cells if ERROR_NOTES not in cell.metadata.get("tags", [])]
+    heading = "the report"
+    for cell in copy.cells:
+        if cell.cell_type == "markdown":
+            heading = _last_heading(cell.source) or heading
+            cell.source = formulas.hide(cell.source)
+        elif cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if _prepare_output(output, formulas, heading)]
+    return copy
+
+
+def _prepare_output(output: NotebookNode, formulas: Formulas, heading: str) -> bool:
+    """Make one output fit for the page, in place; False if nothing of it can be shown."""
+    if "data" not in output:
+        return True
+    data = output.data
+    for kind in [kind for kind in data if kind.startswith(WIDGETS)]:
+        del data[kind]
+    if "text/latex" in data:
+        data["text/markdown"] = formulas.hide(data.pop("text/latex"))
+    elif "text/markdown" in data:
+        data["text/markdown"] = formulas.hide(data["text/markdown"])
+    for kind in ("image/png", "image/jpeg"):
+        if kind in data and not output.metadata.get(kind, {}).get("alt"):
+            output.metadata.setdefault(kind, {})["alt"] = f"Figure of the section “{heading}”"
+    return bool(data)
+
+
+def _notebook_of(histories: list[History]) -> NotebookNode:
+    """The pictures of runs as an executed notebook, for runs that were trained without one."""
+    cells = []
+    if len(histories) > 1:
+        cells += [new_markdown_cell("# Side by side")]
+        cells += [_picture(draw, histories) for draw in (plots.loss_curves, plots.learning_rate, plots.throughput)]
+    for history in histories:
+        cells += [new_markdown_cell(f"# {history.run}"), new_markdown_cell(settings_of(history.config))]
+        if not history.steps:
+            cells.append(new_markdown_cell("Nothing was recorded yet."))
+            continue
+        drawn = [plots.loss_curves, *plots.RUN_PICTURES[1:]] if len(histories) == 1 else []
+        drawn += plots.NSA_PICTURES if history.config.model.attention == "nsa" else ()
+        cells += [_picture(draw, history) for draw in drawn]
+    return new_notebook(cells=cells)
+
+
+def _picture(draw: Callable[..., Figure], of: History | list[History]) -> NotebookNode:
+    figure = draw(of)
+    data, metadata = image(figure, title(figure))._repr_mimebundle_()
+    output = new_output("display_data", data=data, metadata=metadata)
+    return new_code_cell(f"plots.{draw.__name__}(run)", outputs=[output])
+
+
+def _title(notebook: NotebookNode) -> str | None:
+    prose = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    headings = (re.search(r"^#\s+(.+)$", text, re.MULTILINE) for text in prose)
+    return next((found[1].strip().strip("`") for found in headings if found), None)
+
+
+def _last_heading(markdown: str) -> str | None:
+    found = re.findall(r"^#{1,4}\s+(.+)$", markdown, re.MULTILINE)
+    return found[-1].strip() if found else None
+
+
+def _contents(body: str) -> str:
+    found = re.findall(r'<h([1-3])\b[^>]*\bid="([^"]+)"[^>]*>(.*?)</h\1>', body, re.DOTALL)
+    items = [f'<li class="h{level}"><a href="#{anchor}">{re.sub(r"<(?!/?math|/?m)[^>]+>", "", text)}</a></li>'
+             for level, anchor, text in found]
+    return f"<ol>{''.join(items)}</ol>" if len(items) > 2 else ""
+
+
+def _style() -> str:
+    sheet = (TEMPLATES / "run" / "style.css").read_text(encoding="utf-8")
+    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("default", "github-dark"))
+    return f"{sheet}\n{light}\n.highlight {{ background: var(--panel); }}\n" \
+           f"@media (prefers-color-scheme: dark) {{\n{dark}\n.highlight {{ background: var(--panel); }}\n}}"

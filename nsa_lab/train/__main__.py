@@ -1,0 +1,31 @@
+"""`python -m nsa_lab.train <run directory>`: train a run in this process, to its end or to a stop."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from nsa_lab.rundir import EXIT_USAGE, RunDirectoryError
+from nsa_lab.train import ranks, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m nsa_lab.train", description=__doc__)
+    parser.add_argument("run_dir", help="a run directory, as nsa_lab.launch.create_run makes it")
+    parser.add_argument("--ranks", type=int, default=1, help="processes on this host, one a device (torchrun works too)")
+    parser.add_argument("--lock", type=int, help="an inherited descriptor that holds the run's lock")
+    parser.add_argument("--supervised", action="store_true", help="the process that started this one holds the lock")
+    arguments = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stdout)
+    try:
+        if arguments.ranks > 1:
+            return ranks.train(arguments.run_dir, arguments.ranks, arguments.lock)
+        return run(arguments.run_dir, lock=arguments.lock, supervised=arguments.supervised)
+    except RunDirectoryError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

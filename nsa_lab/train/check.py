@@ -1,0 +1,16 @@
+"""The outcome of one check before a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Check:
+    """`value` is what was found and `limit` what was asked for, both with their units, as a person reads them."""
+
+    name: str
+    ok: bool
+    value: str
+    limit: str
+    seconds: float = 0.0

@@ -1,0 +1,83 @@
+"""The bundle that a halt leaves behind: which step, which data, which layer went wrong first.
+
+The step is replayed forward and backward on the weights that it was taken from (a bad update was never applied), with
+hooks that name the first module whose output is not finite.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa_lab.train.guard import Verdict
+from nsa_lab.train.measure import branch_statistics, layer_norms
+from nsa_lab.train.parts import Parts, eager
+from nsa_lab.train.step import token_losses
+
+
+def diagnose(parts: Parts, verdict: Verdict, good_step: int) -> dict[str, Any]:
+    """What can be said about the verdict's step: data, losses of its micro-batches, norms and statistics of the layers."""
+    index = max(verdict.step - 1, 0)
+    start, count = parts.world.share(parts.config.train.sequences_per_step)
+    inputs, targets = parts.batches.batch(index, start, count)
+    losses, first_bad = _replay(parts, inputs, targets)
+    return {
+        "rule": verdict.rule, "step": verdict.step, "value": repr(verdict.value), "limit": repr(verdict.limit),
+        "text": verdict.text, "weights_of_step": good_step, "rank": parts.world.rank,
+        "batch_hash": parts.batches.hash(index), "batch_positions": parts.batches.positions(index, start, count),
+        "micro_batch_losses": losses, "first_non_finite_module": first_bad,
+        "parameter_norms": _numbers(parts, layer_norms(parts.model, lambda p: p)),
+        "gradient_norms": _numbers(parts, layer_norms(parts.model, lambda p: p.grad)),
+        "statistics": {name: [repr(v) for v in value.tolist()] for name, value in branch_statistics(parts, inputs).items()},
+    }
+
+
+def write(run_dir: Path, verdict: Verdict, rank: int, bundle: dict[str, Any]) -> Path:
+    """Write the bundle of one rank into `halt-<step>/`."""
+    folder = run_dir / f"halt-{verdict.step:08d}"
+    folder.mkdir(exist_ok=True)
+    name = "diagnosis.json" if rank == 0 else f"diagnosis-rank{rank}.json"
+    (folder / name).write_text(json.dumps(bundle, indent=1), encoding="utf-8")
+    return folder
+
+
+def _replay(parts: Parts, inputs: Tensor, targets: Tensor) -> tuple[list[str], str | None]:
+    parts.optimizer.zero_grad(set_to_none=True)
+    losses = []
+    with eager(), _watch(parts.model) as first_bad:
+        for tokens, wanted in parts.stepper.micro_batches(inputs, targets):
+            with parts.stepper.autocast():
+                logits = parts.model(tokens.to(parts.device))
+            loss = token_losses(logits, wanted.to(parts.device)) / wanted.numel()
+            losses.append(repr(loss.item()))
+            (loss * wanted.numel() / parts.config.train.tokens_per_step).backward()
+    return losses, first_bad[0] if first_bad else None
+
+
+@contextmanager
+def _watch(model: nn.Module) -> Iterator[list[str]]:
+    """Collects the names of modules whose output is not finite, in the order in which they ran."""
+    bad: list[str] = []
+
+    def hook(name: str) -> Any:
+        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not torch.isfinite(output).all():
+                bad.append(name or "model")
+        return look
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
+    try:
+        yield bad
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _numbers(parts: Parts, norms: dict[str, Tensor]) -> dict[str, str]:
+    return {layer: repr(parts.world.full(norm).item()) for layer, norm in norms.items()}

@@ -1,0 +1,109 @@
+"""The ranks of a run: who this process is, and the few collectives that training needs.
+
+Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), or from the
+`--ranks` option of `python -m nsa_lab.train`, which sets the same variables. Without them there is one rank and no
+process group.
+
+With `runtime.parallel: ddp` every rank holds the model. With `fsdp` (FSDP2) weights, gradients and moments are sharded over
+the ranks, and `full` and `like` go between a sharded tensor and a plain one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa_lab.config import ConfigError
+
+# Filling shards on the first rank can take long; a collective that waits longer than this has lost a partner.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of the run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    sharded: bool = False
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """The rank that torchrun gave this process; one rank if it was not started so."""
+        if "WORLD_SIZE" not in os.environ:
+            return cls()
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the run's files."""
+        return self.rank == 0
+
+    def open(self, device: torch.device) -> None:
+        if self.size > 1:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            distributed.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_TIMEOUT)
+
+    def close(self) -> None:
+        if self.size > 1 and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    def share(self, sequences: int) -> tuple[int, int]:
+        """First sequence and number of sequences of a step that this rank takes."""
+        if sequences % self.size:
+            raise ConfigError(
+                f"a step has {sequences} sequences (train.batch_size * train.accumulate_grad_batches), which {self.size} "
+                f"ranks cannot share evenly; use a number of ranks that divides {sequences}"
+            )
+        count = sequences // self.size
+        return self.rank * count, count
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as it is called: it averages gradients over the ranks in its backward pass. FSDP shards it in place."""
+        if self.sharded:
+            for block in getattr(model, "blocks", []):
+                fully_shard(block)
+            return fully_shard(model)
+        return model if self.size == 1 else DistributedDataParallel(model)
+
+    def sync(self, forward: Callable[..., Any], *, when: bool) -> AbstractContextManager:
+        """Copies exchange gradients in the last micro-batch only; shards in each, or they would have to be kept whole."""
+        if when or not isinstance(forward, DistributedDataParallel):
+            return nullcontext()
+        return forward.no_sync()
+
+    def sum(self, values: Tensor) -> Tensor:
+        if self.size > 1:
+            distributed.all_reduce(values)
+        return values
+
+    def full(self, value: Tensor) -> Tensor:
+        """A plain tensor from a sharded one, which every rank must ask for."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def like(self, value: Tensor, pattern: Tensor) -> Tensor:
+        """A plain tensor sharded as `pattern` is."""
+        return distribute_tensor(value, pattern.device_mesh, pattern.placements) if isinstance(pattern, DTensor) else value
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether any rank says yes; every rank must ask. Waits for the device."""
+        if self.size == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=device)).item())
+
+    def from_first(self, value: float, device: torch.device) -> float:
+        """The first rank's value, on every rank; every rank must ask. Waits for the device."""
+        if self.size == 1:
+            return value
+        return self.sum(torch.tensor(value if self.first else 0.0, dtype=torch.float64, device=device)).item()

@@ -1,0 +1,139 @@
+"""Rules that watch a run, each small enough to test alone: one that fires it, one where it stays silent.
+
+A rule observes numbers that are already on the host and answers with a `Verdict` or None. `halt` stops the run with a
+diagnosis; `warn` is recorded and the run goes on. Limits are relative to the run's own past where there is one.
+
+    non_finite   a loss or gradient that is not finite     halt   (the update was skipped on the device)
+    spike        a loss far above its recent window        halt   (train.spike_sigma; 0: off)
+    throughput   below train.min_tokens_per_s, sustained   halt   (0: off)
+    slowdown     below half of the run's own median        warn
+    saturated    gates of a layer stuck at 0 or 1          warn
+    frozen       gate weights of a layer that never move   warn
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+SPIKE_WINDOW, SPIKE_MINIMUM = 128, 32
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule found. `step` is the step it is about; `text` is a sentence for the report."""
+
+    rule: str
+    step: int
+    value: float
+    limit: float
+    action: str
+    text: str
+
+
+class Halt(Exception):
+    """A rule stops the run. The weights are those after the last good step."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.text)
+        self.verdict = verdict
+
+
+def non_finite(step: int, loss: float, grad_norm: float, bad: float) -> Verdict | None:
+    """Judge the flag that the device raised; once raised it stays, so the first step that shows it is the bad one."""
+    if not bad:
+        return None
+    what = "loss" if not math.isfinite(loss) else "gradient norm"
+    value = loss if what == "loss" else grad_norm
+    return Verdict("non_finite", step, value, 0.0, "halt",
+                   f"step {step}: the {what} is {value}; the update was skipped, weights and moments are those of "
+                   f"step {step - 1}")
+
+
+class SpikeRule:
+    """Halts on a loss more than `sigma` standard deviations above the mean of the last 128; off at `sigma` 0.
+
+    Silent until 32 losses were seen. `losses` is the window, saved with a checkpoint and given back on resume.
+    """
+
+    def __init__(self, sigma: float, losses: Iterable[float] = ()) -> None:
+        self._sigma = sigma
+        self._losses = deque(losses, maxlen=SPIKE_WINDOW)
+
+    @property
+    def losses(self) -> list[float]:
+        return list(self._losses)
+
+    def observe(self, step: int, loss: float) -> Verdict | None:
+        window = self.losses
+        self._losses.append(loss)
+        if not self._sigma or len(window) < SPIKE_MINIMUM:
+            return None
+        # The floor keeps a plateau, whose deviation is rounding, from calling every ripple a spike.
+        deviation = max(statistics.pstdev(window), 0.005 * abs(statistics.fmean(window)))
+        limit = statistics.fmean(window) + self._sigma * deviation
+        if loss <= limit:
+            return None
+        return Verdict("spike", step, loss, limit, "halt",
+                       f"step {step}: loss {loss:.4f} is above {limit:.4f}, {self._sigma:g} deviations over its window")
+
+
+class ThroughputRule:
+    """Judges tokens a second at log points, after the first of an attempt (which holds compilation).
+
+    Halts after `patience` log points in a row below `minimum` (0: off); warns once when `patience_slow` in a row are below
+    half of the run's own median.
+    """
+
+    def __init__(self, minimum: float, *, patience: int = 10, patience_slow: int = 3, remembered: int = 200) -> None:
+        self._minimum, self._patience, self._patience_slow = minimum, patience, patience_slow
+        self._past: deque[float] = deque(maxlen=remembered)
+        self._below = self._slow = 0
+
+    def observe(self, step: int, tokens_per_s: float) -> Verdict | None:
+        self._below = self._below + 1 if tokens_per_s < self._minimum else 0
+        if self._minimum and self._below >= self._patience:
+            return Verdict("throughput", step, tokens_per_s, self._minimum, "halt",
+                           f"step {step}: {tokens_per_s:,.0f} tokens/s, below train.min_tokens_per_s = "
+                           f"{self._minimum:,.0f} at {self._below} log points in a row")
+        return self._against_median(step, tokens_per_s)
+
+    def _against_median(self, step: int, tokens_per_s: float) -> Verdict | None:
+        limit = 0.5 * statistics.median(self._past) if len(self._past) >= 5 else 0.0
+        self._slow = self._slow + 1 if tokens_per_s < limit else 0
+        if not self._slow:
+            self._past.append(tokens_per_s)
+        if self._slow != self._patience_slow:
+            return None
+        return Verdict("slowdown", step, tokens_per_s, limit, "warn",
+                       f"step {step}: {tokens_per_s:,.0f} tokens/s, less than half of this run's median {2 * limit:,.0f}")
+
+
+class GateRule:
+    """Warns once a layer, when its gates are stuck: all at 0 or 1, or their weights not moving at all.
+
+    `saturation` is the share of a layer's gate values within 1 % of 0 or 1; `update` the norm by which its gate weights
+    moved since the last reading. Either must show in `patience` readings in a row.
+    """
+
+    def __init__(self, *, saturation_limit: float = 0.95, patience: int = 3) -> None:
+        self._limit, self._patience = saturation_limit, patience
+        self._rows: dict[tuple[str, int], int] = {}
+
+    def observe(self, step: int, saturation: Sequence[float], update: Sequence[float]) -> list[Verdict]:
+        found = [
+            Verdict("saturated", step, value, self._limit, "warn",
+                    f"step {step}: {value:.0%} of layer {layer}'s gate values are within 1 % of 0 or 1")
+            for layer, value in enumerate(saturation) if self._persists("saturated", layer, value >= self._limit)
+        ]
+        return found + [
+            Verdict("frozen", step, value, 0.0, "warn", f"step {step}: the gate weights of layer {layer} do not move")
+            for layer, value in enumerate(update) if self._persists("frozen", layer, value == 0.0)
+        ]
+
+    def _persists(self, rule: str, layer: int, shows: bool) -> bool:
+        row = self._rows[rule, layer] = self._rows.get((rule, layer), 0) + 1 if shows else 0
+        return row == self._patience

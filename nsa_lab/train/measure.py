@@ -1,0 +1,101 @@
+"""Looking at a model without touching its training: held-out loss, statistics of the layers, probe, norms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from nsa_lab.train.parts import Parts, eager
+from nsa_lab.train.snapshot import probe_input
+from nsa_lab.train.step import token_losses
+
+STATISTICS_SEQUENCES = 2
+
+
+@torch.no_grad()
+def evaluate(parts: Parts, poll: Callable[[], None]) -> float:
+    """Mean loss in nats a token over the fixed held-out batches. `poll` is called before each batch and may raise."""
+    total = torch.zeros(2, device=parts.device)
+    parts.model.eval()
+    try:
+        for index, weight in _share_of_batches(len(parts.evaluation), parts):
+            poll()
+            inputs, targets = (t.to(parts.device) for t in parts.evaluation[index])
+            with parts.stepper.autocast():
+                logits = parts.model(inputs)
+            total += weight * torch.stack([token_losses(logits, targets), total.new_tensor(float(targets.numel()))])
+    finally:
+        parts.model.train()
+    loss, tokens = parts.world.sum(total).tolist()
+    return loss / tokens
+
+
+def _share_of_batches(count: int, parts: Parts) -> list[tuple[int, float]]:
+    """This rank's batches and their weights: as many on every rank, so that collectives inside a model match."""
+    world = parts.world
+    rounds = -(-count // world.size)
+    mine = [turn * world.size + world.rank for turn in range(rounds)]
+    return [(index, 1.0) if index < count else (0, 0.0) for index in mine]
+
+
+def probe_logits(parts: Parts) -> Tensor:
+    """float32 logits `[1, t, V]` of a fixed input, on the CPU, computed without compilation."""
+    tokens = probe_input(parts.config.model.vocab_size, parts.config.train.seq_len).to(parts.device)
+    parts.model.eval()
+    try:
+        with torch.no_grad(), eager(), parts.stepper.autocast():
+            return parts.model(tokens).float().cpu()
+    finally:
+        parts.model.train()
+
+
+def branch_statistics(parts: Parts, inputs: Tensor) -> dict[str, Tensor]:
+    """Gate and selection statistics of each layer on the first sequences of a batch.
+
+    Empty for a dense model, and for a sharded one: the branches are looked at from outside the blocks, where a rank holds
+    only its shard of the weights.
+    """
+    if parts.world.sharded:
+        return {}
+    parts.model.eval()
+    try:
+        with torch.no_grad(), eager(), parts.stepper.autocast():
+            return parts.model.statistics(inputs[:STATISTICS_SEQUENCES].to(parts.device))
+    finally:
+        parts.model.train()
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to: `blocks.3` of `blocks.3.mlp.up.weight`, else its first component."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found.group(1) if found else name.split(".")[0]
+
+
+@torch.no_grad()
+def layer_norms(model: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+    """Euclidean norm, per layer, of what `of` takes from each parameter (its value, its gradient); on the device."""
+    squares: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        value = of(parameter)
+        if value is not None:
+            layer = layer_of(name)
+            squares[layer] = squares.get(layer, 0.0) + value.float().pow(2).sum()
+    return {layer: square.sqrt() for layer, square in squares.items()}
+
+
+class GateMovement:
+    """How far the gate weights of each layer moved since the last time it was asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._gates = [p for name, p in model.named_parameters() if ".attention.gate." in name]
+        self._before = [p.detach().clone() for p in self._gates]
+
+    @torch.no_grad()
+    def take(self) -> list[Tensor]:
+        moved = [(p - before).norm() for p, before in zip(self._gates, self._before, strict=True)]
+        for p, before in zip(self._gates, self._before, strict=True):
+            before.copy_(p)
+        return moved

@@ -1,0 +1,81 @@
+"""The branches as they will run, against the definition in float64, on the run's own heads, widths and geometry.
+
+A kernel may err at most twice (forward) or three times (backward) of what the same mathematics in plain low precision errs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import compressed_attention, reference, select_blocks, selected_attention, window_attention
+from nsa_lab.train.parts import Parts
+
+Function = Callable[..., Tensor]
+
+FORWARD, BACKWARD = 2.0, 3.0
+# Longest sequence compared: the definition forms whole score matrices.
+LENGTH_GPU, LENGTH_CPU = 2048, 256
+# Below this, relative to the largest value, a difference is rounding in another order and not an error.
+FLOOR = {torch.float32: 2e-5, torch.bfloat16: 4e-3}
+DIFFERING_BLOCKS = 0.01
+
+
+def worst_ratio(parts: Parts) -> tuple[float, str]:
+    """The largest error in units of what is allowed, and where it is. At most 1 is parity."""
+    model, nsa = parts.config.model, parts.config.nsa
+    dtype = torch.bfloat16 if parts.bf16 else torch.float32
+    length = min(parts.config.train.seq_len, LENGTH_GPU if parts.device.type == "cuda" else LENGTH_CPU)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, width: int) -> Tensor:
+        return torch.randn(1, length, heads, width, generator=generator).to(parts.device, dtype)
+
+    q, k, v = draw(model.n_heads, model.d_k), draw(model.n_kv_groups, model.d_k), draw(model.n_kv_groups, model.d_v)
+    k_cmp, v_cmp = (reference.compress(x, nsa) for x in (k, v))
+    name = {part: choice.backend for part, choice in parts.model.backends.items()}
+    _, lse = reference.compressed_attention(q, k_cmp, v_cmp, nsa)
+    expected = reference.select_blocks(q, k_cmp, lse, nsa)
+    found = select_blocks(q, k_cmp, lse, nsa, backend=name["selection"])
+    differing = (found != expected).any(-1).float().mean().item()
+    cases: dict[str, tuple[Function, Function, tuple[Tensor, ...]]] = {
+        "compressed": (lambda *x: compressed_attention(*x, nsa, backend=name["compressed"])[0],
+                       lambda *x: reference.compressed_attention(*x, nsa)[0], (q, k_cmp, v_cmp)),
+        "selected": (lambda *x: selected_attention(*x, expected, nsa, backend=name["selected"])[0],
+                     lambda *x: reference.selected_attention(*x, expected, nsa)[0], (q, k, v)),
+        "window": (lambda *x: window_attention(*x, nsa, backend=name["window"])[0],
+                   lambda *x: reference.window_attention(*x, nsa)[0], (q, k, v)),
+    }
+    if k_cmp.shape[1] == 0:
+        # No block fits: there is nothing to compare, and the branch is zero by definition.
+        del cases["compressed"]
+    ratios = [(differing / DIFFERING_BLOCKS, f"selection, {differing:.2%} of the queries differ")]
+    for branch, (fast, definition, inputs) in cases.items():
+        ratios += [(ratio, f"{branch}, {what}") for what, ratio in _compare(fast, definition, inputs).items()]
+    return max(ratios)
+
+
+def _compare(fast: Function, definition: Function, inputs: tuple[Tensor, ...]) -> dict[str, float]:
+    truth = _values(definition, tuple(x.double() for x in inputs))
+    plain, ours = _values(definition, inputs), _values(fast, inputs)
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    found = {}
+    for name, exact, low, value in zip(names, truth, plain, ours, strict=True):
+        factor = FORWARD if name == "output" else BACKWARD
+        allowed = factor * (low - exact).abs().max() + FLOOR[inputs[0].dtype] * exact.abs().max()
+        ratio = float((value - exact).abs().max() / allowed)
+        # NaN compares as neither larger nor smaller, and is the worst error of all.
+        found[name] = math.inf if math.isnan(ratio) else ratio
+    return found
+
+
+def _values(function: Function, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output and gradients, in float64, for a fixed gradient of the output."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    slope = torch.linspace(-1, 1, output.numel(), device=output.device, dtype=torch.float64).view_as(output)
+    output.backward(slope.to(output.dtype))
+    return [output.detach().double(), *(leaf.grad.double() for leaf in leaves)]

@@ -1,0 +1,110 @@
+"""The parts of a trainer, built from a configuration: device, data, model, optimiser.
+
+`Builders` names the two that tests replace; everything else follows from the configuration.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nsa_lab.config import ConfigError, RunConfig, TrainConfig
+from nsa_lab.data import Batches, Dataset, EvalBatches, prepare
+from nsa_lab.model import NSATransformer
+from nsa_lab.train.distributed import World
+from nsa_lab.train.step import Stepper, make_optimizer
+
+
+def build_model(config: RunConfig, device: torch.device) -> nn.Module:
+    """The model with float32 weights on `device`; under bf16 its attention computes in bfloat16."""
+    runtime = config.runtime
+    dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
+    model = NSATransformer(config.model, backend=runtime.backend, device=device, dtype=dtype, seed=config.train.seed)
+    model.gradient_checkpointing = runtime.gradient_checkpointing
+    return model
+
+
+@dataclass(frozen=True)
+class Builders:
+    """How a model is made of (configuration, device), and a data set of (data section, vocab_size, seq_len, progress)."""
+
+    model: Callable[[RunConfig, torch.device], nn.Module] = build_model
+    data: Callable[..., Dataset] = prepare
+
+
+@dataclass
+class Parts:
+    """Everything that a step, an evaluation or a check needs."""
+
+    config: RunConfig
+    world: World
+    device: torch.device
+    dataset: Dataset
+    batches: Batches
+    evaluation: EvalBatches
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    stepper: Stepper
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def bf16(self) -> bool:
+        return self.config.runtime.precision == "bf16"
+
+
+def choose_device(config: RunConfig, world: World) -> torch.device:
+    """`runtime.device`, with `auto` taking CUDA where there is one. Raises `ConfigError` for a GPU that is not there."""
+    wanted = config.runtime.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("runtime.device = 'cuda': torch sees no CUDA device; use auto or cpu, or install a CUDA build")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Bit-exact kernels on a GPU. A CPU run is exact without it."""
+    if deterministic:
+        # cuBLAS reads this when its handle is made; nothing of ours does.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dataset, builders: Builders) -> Parts:
+    """Model, optimiser and batches around data that is ready."""
+    train = config.train
+    batches = Batches(dataset.train, train.seq_len, train.sequences_per_step, train.seed)
+    held_out = EvalBatches(dataset.validation, train.seq_len, train.eval_batches, forward_size(train))
+    world = replace(world, sharded=config.runtime.parallel == "fsdp" and world.size > 1)
+    model = builders.model(config, device)
+    if config.runtime.compile:
+        compile_blocks(model)
+    # Sharding replaces the parameters, which the optimiser must not have seen before.
+    forward = world.wrap(model)
+    optimizer = make_optimizer(model, train)
+    stepper = Stepper(model, forward, optimizer, train, device=device,
+                      bf16=config.runtime.precision == "bf16", world=world)
+    return Parts(config, world, device, dataset, batches, held_out, model, optimizer, stepper)
+
+
+def forward_size(train: TrainConfig) -> int:
+    """Sequences of a forward pass, on one rank alone."""
+    return train.micro_batch_size or train.batch_size
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block in place: layers share their code, so that one compilation serves all of them."""
+    for block in getattr(model, "blocks", [model]):
+        block.compile(dynamic=False)
+
+
+def eager() -> Any:
+    """A context in which compiled blocks run as plain Python: for single calls on shapes of their own."""
+    return torch.compiler.set_stance("force_eager")

@@ -1,0 +1,148 @@
+"""What a run will take, from its configuration alone: parameters, tokens, FLOPs, memory, disk and, given a speed, hours.
+
+Memory is what PyTorch will have allocated at the peak of a step on a GPU (`torch.cuda.max_memory_allocated`), not what the
+driver reserves. `compare` puts a plan beside what a run measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from nsa_lab.config import ModelConfig, RunConfig
+from nsa_lab.model import NSATransformer
+
+# Per parameter: float32 weights and gradients and two float32 moments.
+STATE_BYTES = 16
+# A checkpoint holds weights and moments.
+CHECKPOINT_BYTES = 12
+# The smallest model that a production run may train.
+PRODUCTION_PARAMS = 50_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes in bytes, on one device; `hours` is None while the speed is not known."""
+
+    name: str
+    attention: str
+    params: int
+    steps: int
+    tokens_per_step: int
+    tokens: int
+    flops_per_token_nsa: float
+    flops_per_token_dense: float
+    state_bytes: int
+    activation_bytes: int
+    memory_bytes: int
+    checkpoint_bytes: int
+    checkpoints_kept: int
+    shard_bytes: int
+    disk_bytes: int
+    tokens_per_s: float | None
+    hours: float | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line, as a person reads them."""
+        speed = "not known" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f} tokens/s"
+        return [
+            ("parameters", f"{self.params:,}"),
+            ("optimiser steps", f"{self.steps:,} of {self.tokens_per_step:,} tokens"),
+            ("tokens", f"{self.tokens:,}"),
+            ("FLOPs a token, NSA", f"{self.flops_per_token_nsa:.3g}"),
+            ("FLOPs a token, dense", f"{self.flops_per_token_dense:.3g}"),
+            ("memory at the peak", f"{size_text(self.memory_bytes)} (state {size_text(self.state_bytes)}, activations "
+                                   f"{size_text(self.activation_bytes)})"),
+            ("disk", f"{size_text(self.disk_bytes)} ({self.checkpoints_kept} checkpoints of "
+                     f"{size_text(self.checkpoint_bytes)}, shards {size_text(self.shard_bytes)})"),
+            ("speed", speed),
+            ("time", "not known" if self.hours is None else f"{self.hours:.2f} h"),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows())
+        return "\n".join([f"plan of {self.name}", *(f"  {name:<{width}}  {value}" for name, value in self.rows())])
+
+
+def plan(config: RunConfig, tokens_per_s: float | None = None, ranks: int = 1) -> Plan:
+    """The plan of a run. `tokens_per_s` is the speed to reckon with (of all ranks together); the default is the throughput
+    gate of the configuration, the slowest that it accepts, and None without one."""
+    model, train = shape_of(config.model), config.train
+    flops, params = model.flops_per_token(train.seq_len), model.parameter_count()
+    tokens = train.steps * train.tokens_per_step
+    speed = tokens_per_s or train.min_tokens_per_s or None
+    state, activations = params * STATE_BYTES, activation_bytes(config, ranks)
+    kept = checkpoints_kept(config)
+    shards = min(tokens, config.data.max_tokens or tokens) * (1 if config.model.vocab_size <= 256 else 2)
+    checkpoint = params * CHECKPOINT_BYTES
+    return Plan(
+        name=config.name, attention=config.model.attention, params=params, steps=train.steps,
+        tokens_per_step=train.tokens_per_step, tokens=tokens, flops_per_token_nsa=flops["nsa"],
+        flops_per_token_dense=flops["dense"], state_bytes=state, activation_bytes=activations,
+        memory_bytes=state + activations, checkpoint_bytes=checkpoint, checkpoints_kept=kept, shard_bytes=shards,
+        disk_bytes=kept * checkpoint + shards, tokens_per_s=speed, hours=hours(tokens, speed) if speed else None,
+    )
+
+
+def hours(tokens: int, tokens_per_s: float) -> float:
+    """Hours that `tokens` take. The one place where a duration is worked out: tokens of all micro-batches, all ranks."""
+    return tokens / tokens_per_s / 3600
+
+
+def shape_of(model: ModelConfig) -> NSATransformer:
+    """The model without storage: for its counts."""
+    with torch.device("meta"):
+        return NSATransformer(model, backend="torch", device="meta")
+
+
+def checkpoints_kept(config: RunConfig) -> int:
+    """Most checkpoints on disk at once: the last ones, the permanent ones, and the one being written."""
+    train = config.train
+    last = min(train.keep_last, train.steps // train.save_every + 1) if train.save_every else 1
+    permanent = train.steps // train.keep_every if train.keep_every and train.save_every else 0
+    return last + permanent + 1
+
+
+def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
+    """Bytes held between forward and backward of one micro-batch, and the largest temporary tensors of the loss.
+
+    Per token and layer: the float32 residual stream, twice; two norms with their float32 and compute-dtype results; the
+    projections before and after rotation; the outputs of the branches and their mix; the MLP before and after its
+    non-linearity. With gradient checkpointing only the residual stream of a layer is kept, and one layer is recomputed.
+    """
+    m, train = config.model, config.train
+    width = 2 if config.runtime.precision == "bf16" else 4
+    branches = 3 if m.attention == "nsa" else 1
+    projected = m.n_heads * m.d_k + branches * m.n_kv_groups * (m.d_k + m.d_v)
+    outputs = (branches + 1) * m.n_heads * m.d_v
+    mlp = (2 if m.mlp == "plain" else 4) * m.hidden
+    layer = m.dim * (2 * 4 + 2 * (4 + width)) + width * (2 * projected + outputs + mlp) + branches * m.n_heads * 8
+    kept = 4 * m.dim * m.n_layers + layer if config.runtime.gradient_checkpointing else layer * m.n_layers
+    # Logits in the compute dtype, in float32, their softmax and its gradient.
+    loss = m.vocab_size * (width + 3 * 4)
+    sequences = min(train.micro_batch_size or train.batch_size, max(train.sequences_per_step // ranks, 1))
+    return sequences * train.seq_len * (kept + loss)
+
+
+def compare(planned: Plan, steps: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, float]]:
+    """Name, planned, measured and measured/planned of what the `step` events of a run can tell (see `nsa_lab.events`)."""
+    measured = list(steps)
+    if not measured:
+        return []
+    peak = max(event["mem_peak_bytes"] for event in measured)
+    speed = statistics.median(event["tokens_per_s"] for event in measured)
+    rows = [("memory_bytes", float(planned.memory_bytes), float(peak))]
+    if planned.hours:
+        rows.append(("hours", planned.hours, hours(planned.tokens, speed)))
+    return [(name, expected, found, found / expected) for name, expected, found in rows]
+
+
+def size_text(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**29 else f"{size_bytes / 2**20:.2f} MiB"

@@ -1,0 +1,24 @@
+"""The learning rate: a pure function of the optimiser step, so that a resumed run needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+
+from nsa_lab.config import TrainConfig
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Rate of optimiser step `step`, counted from 1 to `train.steps`.
+
+    Linear to `train.lr`, reached at step `warmup_steps` (step 1 without warm-up); then a half cosine that reaches
+    `train.min_lr` at the last step, or constant. Accumulation does not enter: a step is an optimiser step.
+    """
+    if not 1 <= step <= train.steps:
+        raise ValueError(f"step {step} is outside 1..{train.steps}, the optimiser steps of this run")
+    if step < train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    peak = max(train.warmup_steps, 1)
+    if train.lr_schedule == "constant" or step <= peak:
+        return train.lr
+    progress = (step - peak) / (train.steps - peak)
+    return train.min_lr + 0.5 * (train.lr - train.min_lr) * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,130 @@
+"""One optimiser step: micro-batches, loss, clipping and an update that a bad gradient cannot reach.
+
+Invariants
+* The loss of a step is the mean over all its tokens, however they are grouped into micro-batches and spread over ranks.
+* A loss or gradient norm that is not finite is noticed on the device and the update is skipped there: weights, moments and
+  the optimiser's own counter stay as they were. The flag then sticks: nothing is applied until the host has seen it.
+* Nothing here waits for the device; results stay on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nsa_lab.config import TrainConfig
+from nsa_lab.train.distributed import World
+
+LOSS, GRAD_NORM, BAD, STOP = range(4)
+
+
+def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
+    """AdamW whose weight decay spares vectors (norms, biases). Fused: its kernel can skip an update on the device."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=(train.beta1, train.beta2),
+                             eps=train.eps, fused=True)
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed cross-entropy in nats, float32, of logits `[B, T, V]` against targets `[B, T]`."""
+    return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class Stepper:
+    """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer,
+                 train: TrainConfig, *, device: torch.device, bf16: bool, world: World) -> None:
+        self._forward, self._optimizer, self._train = forward, optimizer, train
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._device, self._bf16, self._world = device, bf16, world
+        self._bad = torch.zeros((), device=device)
+
+    def autocast(self) -> AbstractContextManager:
+        if not self._bf16:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+
+    def micro_batches(self, inputs: Tensor, targets: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """This rank's sequences of a step, `[n, T]`, in the groups that a forward pass takes."""
+        size = self._train.micro_batch_size or self._train.batch_size
+        return zip(inputs.split(size), targets.split(size), strict=True)
+
+    def step(self, inputs: Tensor, targets: Tensor, lr: float, poll: Callable[[], None], *, stop: bool = False,
+             interruptible: Callable[[], AbstractContextManager] = nullcontext) -> Tensor:
+        """Take one step on this rank's sequences `[n, T]`; device tensor of loss, gradient norm, bad flag, stop flag.
+
+        `poll` is called before each micro-batch and may raise, and so may `interruptible()`, entered around each of them;
+        the step is then as if it had never begun. `stop` is this rank's wish to stop; the flag that comes back counts the
+        ranks that wish it.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=self._device)
+        pairs = list(self.micro_batches(inputs, targets))
+        for number, (tokens, wanted) in enumerate(pairs, 1):
+            poll()
+            with interruptible(), self._world.sync(self._forward, when=number == len(pairs)):
+                loss += self._backward(tokens, wanted)
+        loss, stops = self._world.sum(torch.stack([loss, loss.new_tensor(float(stop))])).unbind()
+        norm = self._clip()
+        self._bad = torch.maximum(self._bad, (~(torch.isfinite(loss) & torch.isfinite(norm))).float())
+        self._update(lr)
+        return torch.stack([loss, norm.to(loss.dtype), self._bad, stops])
+
+    def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self.autocast():
+            logits = self._forward(tokens.to(self._device, non_blocking=True))
+        total = token_losses(logits, targets.to(self._device, non_blocking=True)) / self._train.tokens_per_step
+        # Data parallelism averages over ranks; the sum over ranks is what the mean over all tokens needs.
+        (total * self._world.size).backward()
+        return total.detach()
+
+    def _clip(self) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._train.grad_clip)
+        return self._world.full(norm)
+
+    def _update(self, lr: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        # Read by the fused kernel, which returns early on 1; scaling by zero would turn NaN into NaN.
+        self._optimizer.found_inf = self._bad
+        self._optimizer.step()
+
+
+class Readback:
+    """Brings the small result of each step to the host one step late, so that the device always has work queued.
+
+    On a CPU the result is there at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._waiting: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
+
+    def push(self, step: int, result: Tensor) -> None:
+        if not self._cuda:
+            self._waiting.append((step, result, None))
+            return
+        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        host.copy_(result, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._waiting.append((step, host, event))
+
+    def take(self, *, everything: bool = False) -> list[tuple[int, list[float]]]:
+        """Results in order of steps: all but the newest, or all; waits for those only."""
+        keep = 1 if self._cuda and not everything else 0
+        cut = max(len(self._waiting) - keep, 0)
+        ready, self._waiting = self._waiting[:cut], self._waiting[cut:]
+        for _, _, event in ready:
+            if event is not None:
+                event.synchronize()
+        return [(step, result.tolist()) for step, result, _ in ready]

@@ -1,0 +1,256 @@
+"""The trainer: step after step, with logging, evaluation and saves at their own cadences.
+
+Invariants
+* The state of the run after step s is a function of its configuration and data. Killing and resuming changes nothing.
+* Step s, counted from 1, takes batch s - 1; `done` is the last step whose update was applied.
+* The host looks at results one step late, and waits for the device only at log points.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nsa_lab.data import Prefetcher
+from nsa_lab.rundir import CHECKPOINTS
+from nsa_lab.train import diagnosis, snapshot
+from nsa_lab.train.checkpoint import CheckpointStore, Serialiser
+from nsa_lab.train.guard import GateRule, Halt, SpikeRule, ThroughputRule, Verdict, non_finite
+from nsa_lab.train.measure import GateMovement, branch_statistics, evaluate, layer_norms, probe_logits
+from nsa_lab.train.parts import Parts
+from nsa_lab.train.record import Recorder, memory_peak_bytes
+from nsa_lab.train.schedule import learning_rate
+from nsa_lab.train.signals import StopRequested, StopSignals
+from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, STOP, Readback
+
+logger = logging.getLogger("nsa_lab.train")
+
+
+class Trainer:
+    """Takes a run from `done` steps to all of them. `parts` are built and restored already."""
+
+    def __init__(self, run_dir: Path, parts: Parts, record: Recorder, signals: StopSignals, *, done: int,
+                 losses: list[float]) -> None:
+        self.run_dir, self.parts, self.record, self.signals = run_dir, parts, record, signals
+        self.train = parts.config.train
+        self.done, self._saved = done, done
+        self.store = CheckpointStore(run_dir / CHECKPOINTS, keep_last=self.train.keep_last,
+                                     keep_every=self.train.keep_every)
+        self._readback = Readback(parts.device)
+        self._spike = SpikeRule(self.train.spike_sigma, losses)
+        self._throughput = ThroughputRule(self.train.min_tokens_per_s)
+        self._gates, self._movement = GateRule(), GateMovement(parts.model)
+        self._latest: list[float] = []
+        self._interval = _Interval(done)
+        self._failed_saves = 0
+        self._first = done + 1
+
+    def run(self) -> None:
+        """Train to the last step. Raises `StopRequested` or `Halt` with the state saved."""
+        try:
+            self._run()
+        except Halt as halt:
+            self._leave_diagnosis(halt.verdict)
+            raise
+        finally:
+            gc.unfreeze()
+
+    def _run(self) -> None:
+        try:
+            if self.done == 0:
+                self._evaluate()
+            self._steps()
+        except StopRequested:
+            # What is still on the device is read first, so that a bad step is not saved as a good one.
+            with contextlib.suppress(StopRequested):
+                self._judge(everything=True)
+            self._save()
+            raise
+        self._save()
+
+    def _steps(self) -> None:
+        world = self.parts.world
+        start, count = world.share(self.train.sequences_per_step)
+        with Prefetcher(lambda index: self.parts.batches.batch(index, start, count), first=self.done, stop=self.train.steps,
+                        timeout_s=self.parts.config.data.timeout_s, pin_memory=self.parts.device.type == "cuda") as batches:
+            while self.done < self.train.steps:
+                self._one(self.done + 1, batches)
+
+    def _one(self, step: int, batches: Prefetcher) -> None:
+        self._poll()
+        with self.record.phases("data"):
+            pair = batches.get(step - 1, should_stop=self.signals.should_stop if self._alone else None)
+        if pair is None:
+            self.signals.check()
+        self._interval.data_s += self.record.phases.last("data")
+        inputs, targets = pair
+        # The first step compiles and tunes, for minutes, without a line of ours being run.
+        first = step == self._first
+        with self.record.phases("compile" if first else "step"):
+            result = self.parts.stepper.step(inputs, targets, learning_rate(step, self.train), self._poll,
+                                             stop=self.signals.should_stop(),
+                                             interruptible=self._interruptible if first else contextlib.nullcontext)
+        self.done = step
+        self.record.at(step)
+        self._readback.push(step, result)
+        self._after(step, inputs)
+
+    def _after(self, step: int, inputs: Tensor) -> None:
+        train, last = self.train, step == self.train.steps
+        stats = step % train.stats_every == 0
+        log = stats or last or step == 1 or step % train.log_every == 0
+        evaluation = bool(train.eval_every) and (last or step % train.eval_every == 0)
+        save = bool(train.save_every) and step % train.save_every == 0
+        self._judge(everything=log or evaluation or save)
+        if log:
+            self._log(step, inputs if stats else None)
+        if step == self._first:
+            # Nothing made so far is garbage; scanning it again and again would cost a pause each time.
+            gc.collect()
+            gc.freeze()
+        if evaluation:
+            self._evaluate()
+        if save:
+            self._save()
+
+    def _judge(self, *, everything: bool) -> None:
+        for step, result in self._readback.take(everything=everything):
+            verdict = non_finite(step, result[LOSS], result[GRAD_NORM], result[BAD])
+            if verdict:
+                # This step and those after it were skipped on the device.
+                self.done = step - 1
+                self.record.at(self.done)
+                self._act(verdict)
+            self._latest = result
+            self._act(self._spike.observe(step, result[LOSS]))
+            if result[STOP] and not self._alone:
+                raise StopRequested(self.signals.requested or "another rank")
+
+    def _act(self, verdict: Verdict | None) -> None:
+        if verdict is None:
+            return
+        self.record.verdict(verdict)
+        if verdict.action == "halt":
+            raise Halt(verdict)
+
+    def _log(self, step: int, inputs: Tensor | None) -> None:
+        loss, norm = self._latest[LOSS], self._latest[GRAD_NORM]
+        dt_s, data_s = self._interval.close(step)
+        speed = self.train.tokens_per_step / dt_s
+        numbers: dict[str, Any] = {
+            "loss": loss, "bpb": self._bits_per_byte(loss), "lr": learning_rate(step, self.train), "grad_norm": norm,
+            "dt_s": dt_s, "data_s": data_s, "tokens_per_s": speed, "mem_peak_bytes": memory_peak_bytes(self.parts.device),
+        }
+        if inputs is not None:
+            with self._outside_training("stats"), self._interruptible():
+                numbers |= self._statistics(inputs, norm)
+        self.record.step(numbers)
+        for verdict in self._gates.observe(step, numbers.get("gate_saturation", []), numbers.get("gate_update", [])):
+            self._act(verdict)
+        if step > self._first:
+            # Ranks time themselves differently and must judge alike.
+            self._act(self._throughput.observe(step, self.parts.world.from_first(speed, self.parts.device)))
+
+    def _statistics(self, inputs: Tensor, norm: float) -> dict[str, Any]:
+        """Per layer: gates, selection, branch norms, how far the gate weights moved, gradient norms before clipping."""
+        unclipped = max(1.0, norm / self.train.grad_clip)
+        gradients = layer_norms(self.parts.model, lambda p: p.grad)
+        layers = {name: value for name, value in gradients.items() if name.startswith("blocks.")}
+        full = self.parts.world.full
+        numbers: dict[str, Any] = {name: value.tolist() for name, value in branch_statistics(self.parts, inputs).items()}
+        numbers["grad_norm_layers"] = [unclipped * full(value).item() for value in layers.values()]
+        numbers["gate_update"] = [full(value).item() for value in self._movement.take()]
+        return numbers
+
+    def _evaluate(self) -> None:
+        with self._outside_training("eval"), self._interruptible():
+            loss = evaluate(self.parts, self._poll)
+        self.record.evaluation("validation", loss, self._bits_per_byte(loss))
+
+    def _save(self) -> None:
+        """Write a checkpoint of the state after `done` steps, once. Two failures in a row halt the run."""
+        if self.done == self._saved:
+            return
+        with self._outside_training("save"):
+            state = {**self.parts.facts, "step": self.done, "tokens": self.done * self.train.tokens_per_step,
+                     "attempt": self.record.log.attempt, "guard": {"losses": self._spike.losses}}
+            files = snapshot.files(self.parts, state, lambda: probe_logits(self.parts))
+            failed = self.parts.world.any(not self._write(state, files), self.parts.device)
+        if not failed:
+            self._saved, self._failed_saves = self.done, 0
+            return
+        self._failed_saves += 1
+        if self._failed_saves > 1:
+            raise Halt(Verdict("save", self.done, self._failed_saves, 1, "halt",
+                               f"step {self.done}: saving failed {self._failed_saves} times in a row; free some space"))
+
+    def _write(self, state: dict[str, Any], files: dict[str, Serialiser]) -> bool:
+        if self.parts.world.sharded:
+            # Every rank takes part in gathering, and none may wait in it if the first cannot write.
+            gathered = {name: serialise() for name, serialise in files.items()}
+            files = {name: (lambda data=data: data) for name, data in gathered.items()}
+        if not self.parts.world.first:
+            return True
+        facts = {"config_hash": state["config_hash"], "data_identity": state["data_identity"]}
+        try:
+            self.record.saved(self.store.save(self.done, files, facts))
+        except OSError as error:
+            # A full disk now need not be full at the next save, and the earlier checkpoints stand.
+            self.record.failed_save(error)
+            return False
+        return True
+
+    def _leave_diagnosis(self, verdict: Verdict) -> None:
+        """Save the clean state first; the replay that the bundle needs comes after."""
+        with contextlib.suppress(Halt):
+            self._save()
+        with self.record.phases("diagnosis"):
+            bundle = diagnosis.diagnose(self.parts, verdict, self.done)
+            folder = diagnosis.write(self.run_dir, verdict, self.parts.world.rank, bundle)
+        logger.info("diagnosis in %s", folder)
+
+    @property
+    def _alone(self) -> bool:
+        return self.parts.world.size == 1
+
+    def _poll(self) -> None:
+        # Several ranks must stop at the same step: their wishes travel with the loss instead.
+        if self._alone:
+            self.signals.check()
+
+    def _interruptible(self) -> contextlib.AbstractContextManager:
+        """Where a stop may be raised at any line: nothing that a checkpoint holds is being changed."""
+        return self.signals.at_once() if self._alone else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _outside_training(self, phase: str) -> Iterator[None]:
+        with self.record.phases(phase):
+            yield
+        self._interval.excluded_s += self.record.phases.last(phase)
+
+    def _bits_per_byte(self, loss: float) -> float:
+        return loss / math.log(2) / self.parts.dataset.bytes_per_token
+
+
+class _Interval:
+    """Time between two log points: seconds a step, without evaluation, saves and statistics."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self._begun = step, time.monotonic()
+        self.data_s = self.excluded_s = 0.0
+
+    def close(self, step: int) -> tuple[float, float]:
+        """Mean seconds a step, and mean seconds a step spent waiting for data, since the last call."""
+        count, now = step - self._step, time.monotonic()
+        means = max(now - self._begun - self.excluded_s, 1e-9) / count, self.data_s / count
+        self._step, self._begun = step, now
+        self.data_s = self.excluded_s = 0.0
+        return means

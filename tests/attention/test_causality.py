@@ -1,0 +1,129 @@
+"""What stands at <= t does not move, by one bit, when tokens > t do: every function, every path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_inputs import ARMS, Inputs, Shape, running
+from torch import Tensor
+
+from nsa_lab import attention
+from nsa_lab.attention.compression import make_phi
+from nsa_lab.config import NSAConfig
+
+arms = pytest.mark.parametrize("arm", ARMS)
+SHAPES = {
+    "small": Shape(nsa=NSAConfig(l=6, d=3, l_sel=6, n_sel=4, w=5), T=61),
+    "few blocks of a long past": Shape(nsa=NSAConfig(l=2, d=1, l_sel=2, n_sel=3, w=3), T=83, h=2),
+    "compression longer than selection": Shape(nsa=NSAConfig(l=12, d=2, l_sel=4, n_sel=4, w=7), T=61),
+}
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def cuts(shape: Shape) -> list[int]:
+    """Last positions that stay: at block edges, one beside them, and the last but one."""
+    nsa = shape.nsa
+    return sorted({0, nsa.l - 2, nsa.l - 1, nsa.l_sel - 1, nsa.l_sel, nsa.w, 4 * nsa.l_sel - 1, shape.T // 2, shape.T - 2})
+
+
+def everything(inputs: Inputs, shape: Shape, backend: str) -> dict[str, Tensor]:
+    nsa = shape.nsa
+    k_cmp, v_cmp = attention.compress(inputs.k_sel, nsa), attention.compress(inputs.v_sel, nsa)
+    out_cmp, lse_cmp = attention.compressed_attention(inputs.q, k_cmp, v_cmp, nsa, backend=backend)
+    blocks = attention.select_blocks(inputs.q, k_cmp, lse_cmp, nsa, backend=backend)
+    out_sel, lse_sel = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, nsa, backend=backend)
+    out_win, lse_win = attention.window_attention(inputs.q, inputs.k_win, inputs.v_win, nsa, backend=backend)
+    mixed = attention.nsa_attention(inputs.q, k_cmp, v_cmp, *inputs[3:], nsa, backend=backend)
+    return {"out_cmp": out_cmp, "lse_cmp": lse_cmp, "blocks": blocks, "out_sel": out_sel, "lse_sel": lse_sel,
+            "out_win": out_win, "lse_win": lse_win, "mixed": mixed}
+
+
+def another_future(inputs: Inputs, shape: Shape, last: int) -> Inputs:
+    """Louder, so that a softmax which let it in would hold little else."""
+    other = Shape(**{**shape.__dict__, "seed": shape.seed + 1}).inputs(inputs.q.dtype).map(lambda x: 10 * x)
+    return Inputs(*(torch.cat([mine[:, : last + 1], new[:, last + 1 :]], dim=1) for mine, new in zip(inputs, other, strict=True)))
+
+
+@arms
+@shapes
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_future_changes_no_bit_of_the_past(shape: Shape, arm: str, dtype: torch.dtype) -> None:
+    inputs = shape.inputs(dtype)
+    with running(arm) as backend:
+        before = everything(inputs, shape, backend)
+        for last in cuts(shape):
+            after = everything(another_future(inputs, shape, last), shape, backend)
+            for name, x in before.items():
+                assert torch.equal(x[:, : last + 1], after[name][:, : last + 1]), f"{name} at <= {last}"
+
+
+@arms
+@shapes
+def test_the_present_does_change(shape: Shape, arm: str) -> None:
+    """The test above can fail: a query's own token reaches each branch that may see it."""
+    inputs = shape.inputs()
+    with running(arm) as backend:
+        before = everything(inputs, shape, backend)
+        for last in cuts(shape):
+            after = everything(another_future(inputs, shape, last), shape, backend)
+            for name in ("out_sel", "out_win", "mixed"):
+                assert not torch.equal(before[name][:, last + 1], after[name][:, last + 1]), f"{name} at {last + 1}"
+
+
+@arms
+@shapes
+def test_cutting_the_tail_changes_nothing_before_it(shape: Shape, arm: str) -> None:
+    """A prefix alone gives what it gives inside the longer sequence, the choice of blocks included."""
+    inputs = shape.inputs()
+    with running(arm) as backend:
+        whole = everything(inputs, shape, backend)
+        for last in cuts(shape):
+            prefix = everything(inputs.map(lambda x, last=last: x[:, : last + 1]), shape, backend)
+            for name, x in prefix.items():
+                torch.testing.assert_close(x, whole[name][:, : last + 1], rtol=1e-12, atol=1e-12)
+
+
+@arms
+def test_a_compressed_block_is_seen_from_its_last_token_on_and_not_before(arm: str) -> None:
+    shape = SHAPES["small"]
+    nsa, inputs = shape.nsa, shape.inputs()
+    with running(arm) as backend:
+        before, _ = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
+        for block in range(inputs.v_cmp.shape[1]):
+            changed = inputs.v_cmp.clone()
+            changed[:, block] += 1
+            after, _ = attention.compressed_attention(inputs.q, inputs.k_cmp, changed, nsa, backend=backend)
+            moved = (after != before).flatten(2).any(-1)[0]
+            assert moved.nonzero()[0].item() == block * nsa.d + nsa.l - 1
+
+
+@arms
+@pytest.mark.parametrize("w", [1, 4, 5, 100])
+def test_the_window_holds_exactly_w_keys(arm: str, w: int) -> None:
+    shape = Shape(nsa=NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=w), T=23)
+    inputs = shape.inputs()
+    v = inputs.v_win.requires_grad_()
+    with running(arm) as backend:
+        out, _ = attention.window_attention(inputs.q, inputs.k_win, v, shape.nsa, backend=backend)
+        for t in range(shape.T):
+            (grad,) = torch.autograd.grad(out[:, t].sum(), v, retain_graph=True)
+            read = (grad != 0).flatten(2).any(-1)[0].nonzero().flatten().tolist()
+            assert read == list(range(max(t - w + 1, 0), t + 1))
+        if w == 1:
+            torch.testing.assert_close(out, v.repeat_interleave(shape.h, dim=2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("operator", [attention.reference.compress, attention.compress], ids=["reference", "fast"])
+def test_a_compressed_block_holds_its_own_tokens_and_no_other(operator, phi: str) -> None:
+    nsa = NSAConfig(l=6, d=3, l_sel=6, n_sel=3, w=4, phi=phi)
+    torch.manual_seed(0)
+    module = make_phi(nsa, 4)
+    x = torch.randn(1, 25, 2, 4)
+    before = operator(x, nsa, module)
+    for token in range(25):
+        changed = x.clone()
+        changed[:, token] += 1
+        moved = (operator(changed, nsa, module) != before).flatten(2).any(-1)[0].nonzero().flatten().tolist()
+        assert moved == [i for i in range(before.shape[1]) if 3 * i <= token < 3 * i + 6]

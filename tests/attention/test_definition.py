@@ -1,0 +1,161 @@
+"""Every function of every path, against loops over single tokens in float64 (`brute_force`)."""
+
+from __future__ import annotations
+
+import brute_force
+import numpy as np
+import pytest
+import torch
+from attention_inputs import ARMS, CORNERS, Shape, arrays, as_lists, plain, running, shapes
+from hypothesis import given, settings
+
+from nsa_lab import attention
+from nsa_lab.attention import geometry, reference
+from nsa_lab.attention.compression import compress, make_phi
+
+LIMIT = 1e-12
+arms = pytest.mark.parametrize("arm", ARMS)
+corners = pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
+
+
+def assert_equal(actual: torch.Tensor, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=LIMIT, atol=LIMIT)
+
+
+def check_all(shape: Shape, arm: str) -> None:
+    """Each function on its own inputs, so that a fault in one is not hidden behind another."""
+    inputs, nsa, g = shape.inputs(), shape.nsa, plain(shape.nsa)
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = arrays(inputs)
+    with running(arm) as backend:
+        out, lse = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
+        true_out, true_lse = brute_force.compressed_attention(q, k_cmp, v_cmp, g)
+        assert_equal(out, true_out)
+        assert_equal(lse, true_lse)
+
+        blocks = attention.select_blocks(inputs.q, inputs.k_cmp, torch.from_numpy(true_lse), nsa, backend=backend)
+        true_blocks = brute_force.select_blocks(q, k_cmp, g)
+        assert as_lists(blocks) == true_blocks
+        assert blocks.dtype == torch.int32 and blocks.shape == (shape.B, shape.T, shape.G, nsa.n_sel)
+        assert_padding_is_last(blocks)
+
+        out, lse = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, nsa, backend=backend)
+        true_out, true_lse = brute_force.selected_attention(q, k_sel, v_sel, true_blocks, g)
+        assert_equal(out, true_out)
+        assert_equal(lse, true_lse)
+
+        out, lse = attention.window_attention(inputs.q, inputs.k_win, inputs.v_win, nsa, backend=backend)
+        true_out, true_lse = brute_force.window_attention(q, k_win, v_win, g)
+        assert_equal(out, true_out)
+        assert_equal(lse, true_lse)
+
+        assert_equal(attention.nsa_attention(*inputs, nsa, backend=backend), brute_force.nsa_attention(*arrays(inputs), g))
+
+
+def assert_padding_is_last(blocks: torch.Tensor) -> None:
+    padding = (blocks == -1).int()
+    assert (padding.diff(dim=-1) >= 0).all()
+
+
+@arms
+@corners
+def test_every_function_equals_brute_force_in_the_corners(shape: Shape, arm: str) -> None:
+    check_all(shape, arm)
+
+
+@arms
+@settings(max_examples=25)
+@given(shape=shapes())
+def test_every_function_equals_brute_force_for_any_shape(arm: str, shape: Shape) -> None:
+    check_all(shape, arm)
+
+
+@settings(max_examples=40)
+@given(shape=shapes())
+def test_importance_equals_brute_force(shape: Shape) -> None:
+    inputs = shape.inputs()
+    _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, shape.nsa)
+    importance = reference.block_importance(inputs.q, inputs.k_cmp, lse, shape.nsa)
+    true = brute_force.importance(inputs.q.numpy(), inputs.k_cmp.numpy(), plain(shape.nsa))
+    assert importance.dtype == torch.float32
+    np.testing.assert_allclose(importance.numpy(), true, rtol=1e-6, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(shape=shapes())
+def test_importance_of_a_whole_row_is_the_overlap_it_hands_out(shape: Shape) -> None:
+    """Probabilities of a head sum to 1, and a compression block shares l tokens in all with the selection blocks."""
+    inputs = shape.inputs()
+    _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, shape.nsa)
+    total = reference.block_importance(inputs.q, inputs.k_cmp, lse, shape.nsa).sum(-1)
+    seen = geometry.visible_compressed(torch.arange(shape.T), shape.nsa) > 0
+    expected = torch.where(seen, shape.h * shape.nsa.l / shape.nsa.d, 0.0)
+    torch.testing.assert_close(total, expected[None, :, None].expand_as(total), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("implementation", [reference.compress, compress], ids=["reference", "fast"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@settings(max_examples=15)
+@given(shape=shapes(most_tokens=25))
+def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) -> None:
+    nsa = shape.nsa.model_copy(update={"phi": phi})
+    x = shape.inputs().k_sel
+    torch.manual_seed(shape.seed)
+    module = make_phi(nsa, shape.d_k)
+    if module is not None:
+        module = module.double()
+        weights = [p.detach().numpy() for p in module.parameters()]
+    true_phi = {"avg": lambda: brute_force.mean, "linear": lambda: brute_force.linear(*weights),
+                "mlp": lambda: brute_force.mlp(*weights)}[phi]()
+    with torch.no_grad():
+        blocks = implementation(x, nsa, module)
+    assert_equal(blocks, brute_force.compress(x.numpy(), plain(nsa), true_phi))
+
+
+@arms
+@pytest.mark.parametrize("length", [1, 2, 7, 512])
+def test_one_query_reads_every_key_before_it(arm: str, length: int) -> None:
+    """The last query over `length` keys is a plain softmax, and the last value matters to it."""
+    shape = Shape(nsa=Shape().nsa.model_copy(update={"w": length, "l_sel": length + length % 2}), T=length, h=1)
+    inputs = shape.inputs()
+    q, k, v = inputs.q, inputs.k_win, inputs.v_win
+    scores = torch.einsum("bgd,bsgd->bgs", q[:, -1], k) * shape.d_k**-0.5
+    true = torch.einsum("bgs,bsgd->bgd", scores.softmax(-1), v)
+    blocks = torch.full((1, length, shape.G, shape.nsa.n_sel), -1, dtype=torch.int32)
+    blocks[..., 0] = 0
+    with running(arm) as backend:
+        for call in (lambda v: attention.window_attention(q, k, v, shape.nsa, backend=backend)[0],
+                     lambda v: attention.selected_attention(q, k, v, blocks, shape.nsa, backend=backend)[0]):
+            torch.testing.assert_close(call(v)[:, -1], true, rtol=LIMIT, atol=LIMIT)
+            changed = v.clone()
+            changed[:, -1] += 1
+            assert not torch.allclose(call(changed)[:, -1], true)
+
+
+@arms
+def test_a_choice_of_blocks_need_not_come_from_select_blocks(arm: str) -> None:
+    """Unsorted, holes of -1, no block at all, blocks of the future: each query reads the tokens <= t of what is listed."""
+    shape = Shape(T=23)
+    inputs = shape.inputs()
+    generator = torch.Generator().manual_seed(5)
+    order = torch.rand(1, shape.T, shape.G, 6, generator=generator).argsort(-1)[..., : shape.nsa.n_sel]
+    hole = torch.rand(order.shape, generator=generator) < 0.3
+    blocks = torch.where(hole, -1, order).to(torch.int32)
+    blocks[:, 9] = -1
+    with running(arm) as backend:
+        out, lse = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, shape.nsa, backend=backend)
+    true_out, true_lse = brute_force.selected_attention(
+        inputs.q.numpy(), inputs.k_sel.numpy(), inputs.v_sel.numpy(), as_lists(blocks), plain(shape.nsa)
+    )
+    assert_equal(out, true_out)
+    assert_equal(lse, true_lse)
+    assert (out[:, 9] == 0).all() and torch.isneginf(lse[:, 9]).all()
+
+
+@arms
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_scores_of_any_size_neither_overflow_nor_vanish(arm: str, scale: float) -> None:
+    shape = Shape(T=33)
+    inputs = shape.inputs()._replace(q=shape.inputs().q * scale)
+    with running(arm) as backend:
+        out = attention.nsa_attention(*inputs, shape.nsa, backend=backend)
+    np.testing.assert_allclose(out.numpy(), brute_force.nsa_attention(*arrays(inputs), plain(shape.nsa)), rtol=1e-10, atol=1e-10)

@@ -1,0 +1,291 @@
+"""The public functions refuse what does not fit, leave their inputs alone, and run the backend that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_inputs import ARMS, CORNERS, Inputs, Shape, running
+
+from nsa_lab import attention
+from nsa_lab.attention import BackendError, dense, dispatch, flash, kernels, reference, torch_backend
+from nsa_lab.attention.compression import compress, make_phi
+from nsa_lab.config import ModelConfig, NSAConfig
+
+NSA = Shape().nsa
+CPU = torch.device("cpu")
+arms = pytest.mark.parametrize("arm", ARMS)
+
+
+def call_all(x: Inputs, nsa: NSAConfig, backend: str) -> list[torch.Tensor]:
+    out_cmp, lse_cmp = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, backend=backend)
+    blocks = attention.select_blocks(x.q, x.k_cmp, lse_cmp, nsa, backend=backend)
+    out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, backend=backend)
+    out_win, lse_win = attention.window_attention(x.q, x.k_win, x.v_win, nsa, backend=backend)
+    mixed = attention.nsa_attention(*x, nsa, backend=backend)
+    return [out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, mixed]
+
+
+@arms
+def test_inputs_are_left_as_they_were(arm: str) -> None:
+    """Forward and backward; the caller's blocks too, which need not be sorted."""
+    inputs = Shape().inputs().map(lambda x: x.requires_grad_())
+    before = inputs.map(lambda x: x.detach().clone())
+    blocks = torch.tensor([2, -1, 0], dtype=torch.int32).expand(1, Shape().T, Shape().G, 3).contiguous()
+    lse = torch.zeros(1, Shape().T, 6, dtype=torch.float64)
+    kept = blocks.clone(), lse.clone()
+    with running(arm) as backend:
+        results = call_all(inputs, NSA, backend)
+        sum(torch.where(torch.isneginf(x), 0.0, x).sum() for x in results).backward()
+        attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, NSA, backend=backend)
+        attention.select_blocks(inputs.q, inputs.k_cmp, lse, NSA, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+    assert torch.equal(blocks, kept[0]) and torch.equal(lse, kept[1])
+
+
+@arms
+def test_strides_do_not_matter(arm: str) -> None:
+    """Transposed, sliced out of one projection, and expanded inputs; gradients too."""
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        wide = torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]  # every second element of a buffer
+        return wide.transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]].requires_grad_()
+
+    contiguous = Shape(B=2).inputs().map(lambda x: x.requires_grad_())
+    strided = contiguous.map(lambda x: scattered(x.detach()))
+    assert not any(x.is_contiguous() for x in strided)
+    with running(arm) as backend:
+        results = [call_all(x, NSA, backend) for x in (contiguous, strided)]
+        grads = [torch.autograd.grad(x[-1].square().sum(), y) for x, y in zip(results, (contiguous, strided), strict=True)]
+    for a, b in zip(results[0] + list(grads[0]), results[1] + list(grads[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@arms
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_outputs_keep_the_dtype_and_lse_is_float32(arm: str, dtype: torch.dtype) -> None:
+    with running(arm) as backend:
+        out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, mixed = call_all(Shape().inputs(dtype), NSA, backend)
+    assert {x.dtype for x in (out_cmp, out_sel, out_win, mixed)} == {dtype}
+    assert {x.dtype for x in (lse_cmp, lse_sel, lse_win)} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    assert blocks.dtype == torch.int32
+
+
+@arms
+@pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
+def test_shapes_follow_the_contract_and_nothing_is_nan(shape: Shape, arm: str) -> None:
+    """Every size differs from every other where it can, so that a transposed output cannot pass."""
+    B, T, H = shape.B, shape.T, shape.G * shape.h
+    with running(arm) as backend:
+        results = call_all(shape.inputs(torch.float32), shape.nsa, backend)
+    out, lse = (B, T, H, shape.d_v), (B, T, H)
+    blocks = (B, T, shape.G, shape.nsa.n_sel)
+    assert [tuple(x.shape) for x in results] == [out, lse, blocks, out, lse, out, lse, out]
+    assert not any(x.isnan().any() for x in results)
+
+
+@arms
+def test_uninitialised_memory_is_never_read(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every buffer that the backend leaves empty is filled with NaN instead; nothing of it may come out."""
+    empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def build(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(-7)
+        return build
+
+    shape = Shape(T=29)
+    inputs = shape.inputs().map(lambda x: x.requires_grad_())
+    monkeypatch.setattr(torch, "empty", poisoned(empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
+    with running(arm) as backend:
+        results = call_all(inputs, shape.nsa, backend)
+        grads = torch.autograd.grad(results[-1].sum(), inputs)
+    assert not any(x.isnan().any() for x in (*results, *grads)) and (results[2] >= -1).all()
+
+
+def wrong(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+    x = Shape().inputs()
+    return x._replace(**{name: change(getattr(x, name)) for name, change in changes.items()})
+
+
+def shorter(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :-1]
+
+
+MISTAKES = {
+    "three dimensions": (wrong(q=lambda x: x[0]), "3, 4 and 4 dimensions"),
+    "heads that do not divide": (wrong(q=lambda x: x[:, :, :5], gates=lambda x: x[:, :, :5]), "5 query heads do not divide into 2"),
+    "no groups": (wrong(k_cmp=lambda x: x[:, :, :0]), "6 query heads do not divide into 0"),
+    "a compressed key too few": (wrong(k_cmp=shorter, v_cmp=shorter), "k_cmp: expected shape (1, 9, 2, 6), got (1, 8, 2, 6)"),
+    "raw keys for compressed ones": (wrong(k_cmp=lambda x: Shape().inputs().k_sel), "k_cmp: expected shape (1, 9, 2, 6)"),
+    "selected keys too short": (wrong(k_sel=shorter, v_sel=shorter), "k_sel: expected shape (1, 21, 2, 6), got (1, 20, 2, 6)"),
+    "window keys too short": (wrong(k_win=shorter, v_win=shorter), "k_win: expected shape"),
+    "keys of another width": (wrong(k_sel=lambda x: x[..., :5]), "k_sel: expected shape (1, 21, 2, 6), got (1, 21, 2, 5)"),
+    "another batch": (wrong(k_win=lambda x: x.expand(2, -1, -1, -1)), "k_win: expected shape"),
+    "values of another length": (wrong(v_sel=shorter), "v_sel: expected shape"),
+    "values of other groups": (wrong(v_win=lambda x: x[:, :, :1]), "v_win: expected shape"),
+    "two dtypes": (wrong(v_cmp=lambda x: x.float()), "differ in dtype: torch.float64, torch.float64, torch.float32"),
+    "two devices": (wrong(v_cmp=lambda x: x.to("meta")), "lie on cpu, cpu and meta"),
+    "gates without branches": (wrong(gates=lambda x: x[..., 0]), "gates: expected shape (1, 21, 6, 3)"),
+    "gates of groups": (wrong(gates=lambda x: x[:, :, :2]), "gates: expected shape (1, 21, 6, 3), got (1, 21, 2, 3)"),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_inputs_that_do_not_belong_together_are_refused(mistake: str, backend: str) -> None:
+    inputs, message = MISTAKES[mistake]
+    with pytest.raises(ValueError) as caught:
+        attention.nsa_attention(*inputs, NSA, backend=backend)
+    assert message in str(caught.value)
+
+
+def test_each_function_checks_its_own_inputs() -> None:
+    x = Shape().inputs()
+    blocks = torch.zeros(1, Shape().T, 2, 3, dtype=torch.int32)
+    lse = torch.zeros(1, Shape().T, 6)
+    calls = {
+        "k_cmp: expected shape": lambda: attention.compressed_attention(x.q, x.k_sel, x.v_sel, NSA),
+        "k_cmp: expected shape (1, 9": lambda: attention.select_blocks(x.q, x.k_sel, lse, NSA),
+        "lse: expected shape (1, 21, 6), got (1, 20, 6)": lambda: attention.select_blocks(x.q, x.k_cmp, lse[:, 1:], NSA),
+        "k: expected shape": lambda: attention.selected_attention(x.q, x.k_cmp, x.v_cmp, blocks, NSA),
+        "blocks: expected shape (1, 21, 2, 3)": lambda: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks[..., 1:], NSA),
+        "blocks: expected int32, got torch.int64": lambda: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks.long(), NSA),
+        "v: expected shape": lambda: attention.window_attention(x.q, x.k_win, x.v_cmp, NSA),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("operator", [reference.compress, compress], ids=["reference", "fast"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+def test_phi_must_be_the_one_that_was_configured(operator: Callable[..., Any], phi: str) -> None:
+    nsa = NSA.model_copy(update={"phi": phi})
+    other = make_phi(nsa.model_copy(update={"phi": "linear"}), 6) if phi == "avg" else None
+    with pytest.raises(ValueError, match="make_phi"):
+        operator(Shape().inputs().k_sel, nsa, other)
+
+
+def test_auto_on_a_cpu_is_torch_for_every_part_and_says_why() -> None:
+    choices = attention.resolve_backend("cpu", torch.float32, NSAConfig())
+    assert set(choices) == set(dispatch.PARTS)
+    assert {choice.backend for choice in choices.values()} == {"torch"}
+    assert all(choice.reason for choice in choices.values())
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_name_is_taken_as_it_is(backend: str) -> None:
+    choices = attention.resolve_backend("cpu", torch.float64, NSAConfig(), backend=backend)
+    assert {(choice.backend, choice.reason) for choice in choices.values()} == {(backend, "asked for by name")}
+
+
+@pytest.mark.parametrize(("config", "backend", "error", "words"), [
+    (ModelConfig(), "trition", ValueError, "expected one of auto, reference, torch, triton, flash"),
+    (ModelConfig(), "flash", BackendError, "flash-attn needs a CUDA device, and this is cpu"),
+    (ModelConfig(attention="dense"), "flash", BackendError, "flash-attn needs a CUDA device"),
+    (ModelConfig(attention="dense"), "triton", NotImplementedError, "no dense attention; use auto, torch or flash"),
+])
+def test_a_backend_that_cannot_run_is_an_error_with_its_reason(
+    config: ModelConfig, backend: str, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        attention.resolve_backend("cpu", torch.float32, config.nsa, config, backend)
+    assert words in str(caught.value)
+
+
+def test_triton_that_cannot_run_is_an_error_and_auto_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "unusable", lambda *_: "no such device today; buy one")
+    with pytest.raises(BackendError, match="backend = 'triton' cannot run: no such device today; buy one"):
+        attention.resolve_backend("cpu", torch.float32, NSAConfig(), backend="triton")
+    choices = attention.resolve_backend("cpu", torch.float32, NSAConfig())
+    assert choices["selected"] == dispatch.Choice("torch", "no such device today; buy one")
+
+
+def test_triton_that_can_run_is_taken_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    assert attention.resolve_backend("cpu", torch.float32, NSAConfig(), backend="triton")["window"].backend == "triton"
+    # On a CPU the kernels run interpreted, so auto does not take them.
+    assert attention.resolve_backend("cpu", torch.float32, NSAConfig())["window"].backend == "torch"
+
+
+def test_flash_takes_the_window_and_dense_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
+    choices = attention.resolve_backend("cpu", torch.bfloat16, NSAConfig(), backend="flash")
+    assert {part: choice.backend for part, choice in choices.items()} == {
+        "compressed": "torch", "selection": "torch", "selected": "torch", "combine": "torch", "window": "flash"}
+    config = ModelConfig(attention="dense")
+    assert attention.resolve_backend("cpu", torch.bfloat16, config.nsa, config, "flash")["dense"].backend == "flash"
+    with pytest.raises(NotImplementedError, match="not selected; use auto, triton or torch"):
+        x = Shape().inputs()
+        attention.selected_attention(x.q, x.k_sel, x.v_sel, torch.zeros(1, 21, 2, 3, dtype=torch.int32), NSA, backend="flash")
+
+
+@pytest.mark.parametrize(("device", "dtype", "words"), [
+    ("cpu", torch.bfloat16, "needs a CUDA device"),
+    ("cuda", torch.float32, "set runtime.precision: bf16"),
+    ("cuda", torch.bfloat16, "cannot be imported"),
+])
+def test_flash_says_what_it_lacks(device: str, dtype: torch.dtype, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ImportError("no module named flash_attn")
+
+    monkeypatch.setattr(flash, "_library", missing)
+    assert words in flash.flash_unusable(torch.device(device), dtype)
+
+
+def test_the_dense_twin_resolves_to_its_own_part() -> None:
+    config = ModelConfig(attention="dense")
+    choices = attention.resolve_backend("cpu", torch.float32, config.nsa, config)
+    assert list(choices) == ["dense"] and choices["dense"].backend == "torch" and choices["dense"].reason
+
+
+@pytest.mark.parametrize(("backend", "module"), [("reference", reference), ("torch", torch_backend)])
+def test_the_backend_that_was_asked_for_is_the_one_that_runs(
+    backend: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every part, by name and as a table of choices; the other backend is never entered."""
+    names = ["compressed_attention", "select_blocks", "selected_attention", "window_attention"]
+    ran = []
+    for owner in (reference, torch_backend):
+        for name in names:
+            def spy(*args: Any, owner: Any = owner, name: str = name, run: Any = getattr(owner, name)) -> Any:
+                ran.append((owner, name))
+                return run(*args)
+            monkeypatch.setattr(owner, name, spy)
+    x = Shape().inputs()
+    for asked in (backend, attention.resolve_backend(CPU, x.q.dtype, NSA, backend=backend)):
+        ran.clear()
+        attention.nsa_attention(*x, NSA, backend=asked)
+        assert ran == [(module, name) for name in names]
+    ran.clear()
+    call_all(x, NSA, backend)
+    assert {owner for owner, _ in ran} == {module}
+
+
+def test_mixed_choices_run_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = {**attention.resolve_backend(CPU, torch.float64, NSA, backend="torch"),
+               "window": dispatch.Choice("reference", "for this test")}
+    monkeypatch.setattr(torch_backend, "window_attention", None)
+    monkeypatch.setattr(reference, "selected_attention", None)
+    x = Shape().inputs()
+    assert attention.nsa_attention(*x, NSA, backend=choices).shape == (1, 21, 6, 4)
+
+
+def test_no_environment_variable_changes_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = attention.resolve_backend("cpu", torch.float32, NSAConfig())
+    for name in ("NSA_USE_FA2", "NSA_USE_TRITON_SEL", "NSA_FORCE_PARITY", "NSA_PREFILL_BATCHED", "NSA_FORCE_SEL_MASK"):
+        for value in ("0", "1"):
+            monkeypatch.setenv(name, value)
+            assert attention.resolve_backend("cpu", torch.float32, NSAConfig()) == before
+
+
+def test_dense_attention_by_name() -> None:
+    x = Shape().inputs()
+    assert torch.equal(dense.dense_attention(x.q, x.k_win, x.v_win, backend="torch"), attention.dense_attention(x.q, x.k_win, x.v_win))

@@ -1,0 +1,123 @@
+"""Derivatives against finite differences in float64: every function, every variant, rows that see nothing included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from attention_inputs import ARMS, Inputs, Shape, running
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from nsa_lab import attention
+from nsa_lab.attention.compression import compress, make_phi
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.model import NSAttention, rotary_table
+
+arms = pytest.mark.parametrize("arm", ARMS)
+# Tokens 0 and 1 see no compressed block; four selection blocks, of which three are read; the last one is cut.
+TINY = Shape(nsa=NSAConfig(l=3, d=1, l_sel=2, n_sel=3, w=3), T=7, G=2, h=2, d_k=3, d_v=2)
+check = partial(gradcheck, eps=1e-6, atol=1e-7, rtol=1e-6)
+
+
+def finite(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return out, torch.where(torch.isneginf(lse), 0.0, lse)
+
+
+def leaves() -> Inputs:
+    return TINY.inputs().map(lambda x: x.requires_grad_())
+
+
+def some_blocks() -> Tensor:
+    """A fixed choice with padding, and one query that reads nothing."""
+    x = TINY.inputs()
+    _, lse = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, TINY.nsa, backend="reference")
+    blocks = attention.select_blocks(x.q, x.k_cmp, lse, TINY.nsa, backend="reference")
+    blocks[:, 4, 1] = -1
+    return blocks
+
+
+@arms
+def test_compressed_branch(arm: str) -> None:
+    x = leaves()
+    with running(arm) as backend:
+        assert check(lambda q, k, v: finite(*attention.compressed_attention(q, k, v, TINY.nsa, backend=backend)),
+                     (x.q, x.k_cmp, x.v_cmp))
+
+
+@arms
+def test_selected_branch(arm: str) -> None:
+    x, blocks = leaves(), some_blocks()
+    with running(arm) as backend:
+        assert check(lambda q, k, v: finite(*attention.selected_attention(q, k, v, blocks, TINY.nsa, backend=backend)),
+                     (x.q, x.k_sel, x.v_sel))
+
+
+@arms
+def test_window_branch(arm: str) -> None:
+    x = leaves()
+    with running(arm) as backend:
+        assert check(lambda q, k, v: finite(*attention.window_attention(q, k, v, TINY.nsa, backend=backend)),
+                     (x.q, x.k_win, x.v_win))
+
+
+@pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
+def test_the_three_branches_and_their_gates(arm: str) -> None:
+    with running(arm) as backend:
+        assert check(lambda *x: attention.nsa_attention(*x, TINY.nsa, backend=backend), tuple(leaves()))
+
+
+@pytest.mark.parametrize("implementation", [attention.reference.compress, compress], ids=["reference", "fast"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+def test_compression(implementation: Callable[..., Tensor], phi: str) -> None:
+    nsa = NSAConfig(l=4, d=2, l_sel=2, n_sel=3, w=3, phi=phi)
+    torch.manual_seed(0)
+    module = make_phi(nsa, 3)
+    module = module and module.double()
+    x = torch.randn(2, 9, 2, 3, dtype=torch.float64, requires_grad=True)
+    weights = tuple(module.parameters()) if module is not None else ()
+    assert check(lambda x, *_: implementation(x, nsa, module), (x, *weights))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_the_whole_layer(backend: str, phi: str, gate: str) -> None:
+    """Projection, rotation, compression, branches, gate and output, with respect to its input and every weight."""
+    nsa = TINY.nsa.model_copy(update={"phi": phi, "gate": gate})
+    config = ModelConfig(dim=3, n_heads=2, n_kv_groups=1, d_k=2, d_v=1, nsa=nsa)
+    torch.manual_seed(0)
+    layer = NSAttention(config, attention.resolve_backend("cpu", torch.float64, nsa, config, backend)).double()
+    rotary = rotary_table(TINY.T, config.d_k, config.rope_theta, torch.device("cpu"))
+    x = torch.randn(1, TINY.T, config.dim, dtype=torch.float64, requires_grad=True)
+    assert check(lambda x, *_: layer(x, rotary), (x, *layer.parameters()), fast_mode=phi == "mlp")
+
+
+@arms
+def test_a_row_that_sees_nothing_has_zero_output_and_zero_gradients(arm: str) -> None:
+    """Whatever gradient arrives, of its LSE of -inf too."""
+    shape = Shape(nsa=NSAConfig(l=8, d=4, l_sel=4, n_sel=3, w=3), T=7)
+    x = shape.inputs().map(lambda x: x.requires_grad_())
+    blocks = torch.full((1, shape.T, shape.G, 3), -1, dtype=torch.int32)
+    with running(arm) as backend:
+        results = [
+            (attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, shape.nsa, backend=backend), (x.q, x.k_cmp, x.v_cmp)),
+            (attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, shape.nsa, backend=backend), (x.q, x.k_sel, x.v_sel)),
+        ]
+    for (out, lse), inputs in results:
+        assert (out == 0).all() and torch.isneginf(lse).all()
+        for gradient in torch.autograd.grad((out, lse), inputs, (torch.ones_like(out), torch.ones_like(lse))):
+            assert (gradient == 0).all()
+
+
+@arms
+def test_two_forwards_before_one_backward_do_not_disturb_each_other(arm: str) -> None:
+    first, second = (Shape(seed=seed).inputs().map(lambda x: x.requires_grad_()) for seed in (0, 1))
+    with running(arm) as backend:
+        alone = torch.autograd.grad(attention.nsa_attention(*first, Shape().nsa, backend=backend).square().sum(), first)
+        out = attention.nsa_attention(*first, Shape().nsa, backend=backend)
+        attention.nsa_attention(*second, Shape().nsa, backend=backend).sum().backward()
+        together = torch.autograd.grad(out.square().sum(), first)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))

@@ -1,0 +1,82 @@
+"""The torch backend's memory is linear in T: no tensor of T*T or T*N elements, and twice the tokens take twice the memory."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from attention_inputs import Shape
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nsa_lab import attention
+from nsa_lab.attention import torch_backend
+from nsa_lab.config import NSAConfig
+
+NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=32)
+PATHS = {"masking": 10**6, "gathering": 0}  # GATHER_PAST_BUDGETS
+
+
+@pytest.fixture(autouse=True)
+def _chunks_far_below_a_score_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "CHUNK_BYTES", {"cpu": 2**15})
+
+
+class Allocations(TorchDispatchMode):
+    """Largest tensor, and most bytes alive at once, over the operations within; views count once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.peak_bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.largest = max(self.largest, storage.nbytes() // x.element_size())
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
+        return result
+
+
+def measure(T: int, backend: str) -> Allocations:
+    """Forward and backward of all three branches."""
+    inputs = Shape(NSA, T=T, d_k=4, d_v=4).inputs(torch.float32).map(lambda x: x.requires_grad_())
+    gc.collect()
+    with Allocations() as seen:
+        attention.nsa_attention(*inputs, NSA, backend=backend).square().sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_twice_the_tokens_take_twice_the_memory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "GATHER_PAST_BUDGETS", PATHS[path])
+    once, twice = measure(384, "torch"), measure(768, "torch")
+    assert twice.largest <= 2.05 * once.largest
+    assert twice.peak_bytes <= 2.2 * once.peak_bytes
+    assert twice.largest < 768 * 768 / 8
+
+
+def test_the_reference_takes_four_times_as_much() -> None:
+    """The measurement can fail: whole score matrices are seen as what they are."""
+    once, twice = measure(128, "reference"), measure(256, "reference")
+    assert twice.largest >= 3.9 * once.largest
+    assert twice.peak_bytes > 3 * once.peak_bytes
+
+
+def test_memory_comes_back_when_results_go() -> None:
+    """No buffer outlives its call."""
+    with Allocations() as seen:
+        for seed in range(3):
+            inputs = Shape(NSA, T=64, seed=seed).inputs().map(lambda x: x.requires_grad_())
+            attention.nsa_attention(*inputs, NSA, backend="torch").sum().backward()
+            del inputs
+            gc.collect()
+            alive = [ref for ref, _ in seen._alive.values() if not ref.expired()]
+            assert not alive

@@ -1,0 +1,170 @@
+"""The torch backend against the definition: values and gradients, every length class, every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from attention_inputs import CORNERS, TORCH_ARMS, Inputs, Shape, running, shapes
+from hypothesis import given, settings
+from torch import Tensor
+
+from nsa_lab import attention
+from nsa_lab.attention.compression import compress, make_phi
+from nsa_lab.config import NSAConfig
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
+LONG = 1000
+LENGTHS = [1, 15, 31, 32, 33, 63, 64, 65, 200, 1025, 2048]
+HEADS = [(2, 6), (1, 4), (4, 1)]
+torch_arms = pytest.mark.parametrize("arm", TORCH_ARMS)
+heads = pytest.mark.parametrize(("G", "h"), HEADS)
+dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=str)
+
+
+def branches(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
+    """Everything that the public functions give, on the same choice of blocks; LSE 0 where it is -inf."""
+    out_cmp, lse_cmp = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
+    blocks = attention.select_blocks(inputs.q, inputs.k_cmp, lse_cmp.detach(), nsa, backend=backend)
+    out_sel, lse_sel = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, nsa, backend=backend)
+    out_win, lse_win = attention.window_attention(inputs.q, inputs.k_win, inputs.v_win, nsa, backend=backend)
+    results = {"blocks": blocks, "out_cmp": out_cmp, "lse_cmp": lse_cmp, "out_sel": out_sel, "lse_sel": lse_sel,
+               "out_win": out_win, "lse_win": lse_win}
+    if inputs.q.shape[1] < LONG:  # past that, the reference takes seconds, and the sum of the branches tells nothing new
+        results["mixed"] = attention.nsa_attention(*inputs, nsa, backend=backend)
+    return results
+
+
+def gradients(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
+    """Of a random combination of every output and every LSE, with respect to every input."""
+    leaves = inputs.map(lambda x: x.detach().requires_grad_())
+    generator = torch.Generator().manual_seed(1)
+    loss = torch.zeros((), dtype=torch.float64)
+    for name, x in branches(leaves, nsa, backend).items():
+        if name != "blocks":
+            weight = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            loss = loss + (torch.where(torch.isneginf(x), 0.0, x) * weight).sum()
+    return dict(zip(Inputs._fields, torch.autograd.grad(loss, leaves), strict=True))
+
+
+def assert_alike(call: Callable[..., dict[str, Tensor]], shape: Shape, dtype: torch.dtype, limit: float, arm: str) -> None:
+    inputs = shape.inputs(dtype)
+    expected = call(inputs, shape.nsa, "reference")
+    with running(arm) as backend:
+        actual = call(inputs, shape.nsa, backend)
+    for name, x in expected.items():
+        assert actual[name].dtype == x.dtype, name
+        assert not actual[name].isnan().any(), name
+        scale = x[x.isfinite()].abs().max().item() if x.isfinite().any() else 1.0
+        torch.testing.assert_close(actual[name], x, rtol=limit, atol=limit * max(scale, 1.0), msg=lambda m, name=name: f"{name}: {m}")
+
+
+@dtypes
+@heads
+@pytest.mark.parametrize("length", LENGTHS)
+def test_values_at_the_default_geometry(length: int, G: int, h: int, dtype: torch.dtype) -> None:
+    shape = Shape(NSAConfig(), length, 1, G, h, *((16, 8) if length < LONG else (4, 4)))
+    assert_alike(branches, shape, dtype, LIMITS[dtype], "torch")
+
+
+@dtypes
+@heads
+@pytest.mark.parametrize("length", [1, 31, 33, 65, 200])
+def test_gradients_at_the_default_geometry(length: int, G: int, h: int, dtype: torch.dtype) -> None:
+    assert_alike(gradients, Shape(NSAConfig(), length, 2, G, h, 8, 4), dtype, LIMITS[dtype], "torch")
+
+
+@torch_arms
+@dtypes
+@pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
+def test_values_and_gradients_in_the_corners(shape: Shape, dtype: torch.dtype, arm: str) -> None:
+    assert_alike(branches, shape, dtype, LIMITS[dtype], arm)
+    assert_alike(gradients, shape, dtype, LIMITS[dtype], arm)
+
+
+@torch_arms
+@settings(max_examples=15)
+@given(shape=shapes(most_tokens=60))
+def test_gradients_for_any_shape(arm: str, shape: Shape) -> None:
+    assert_alike(gradients, shape, torch.float64, LIMITS[torch.float64], arm)
+
+
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@dtypes
+def test_every_variant_from_raw_keys_to_output(phi: str, gate: str, dtype: torch.dtype) -> None:
+    """phi, branches and gate in one graph, as the model runs them; gradients of phi's own weights included."""
+    shape = Shape(Shape().nsa.model_copy(update={"phi": phi, "gate": gate}), T=45, d_v=6)
+    torch.manual_seed(0)
+    phi_k, phi_v = (make_phi(shape.nsa, 6) for _ in range(2))
+    for module in (phi_k, phi_v):
+        if module is not None:
+            module.to(dtype)
+    results = {}
+    for backend, operator in (("reference", attention.reference.compress), ("torch", compress)):
+        inputs = shape.inputs(dtype).map(lambda x: x.requires_grad_())
+        logits = inputs.gates.logit()
+        gates = logits.sigmoid() if gate == "sigmoid" else logits.softmax(-1)
+        raw = inputs.k_sel, inputs.v_sel
+        compressed = operator(raw[0], shape.nsa, phi_k), operator(raw[1], shape.nsa, phi_v)
+        out = attention.nsa_attention(inputs.q, *compressed, *raw, inputs.k_win, inputs.v_win, gates, shape.nsa, backend=backend)
+        weights = [p for module in (phi_k, phi_v) if module is not None for p in module.parameters()]
+        used = [inputs.q, *raw, inputs.k_win, inputs.v_win, inputs.gates, *weights]
+        results[backend] = [out, *torch.autograd.grad(out.square().sum(), used)]
+    for actual, expected in zip(results["torch"], results["reference"], strict=True):
+        limit = LIMITS[dtype] * max(expected.abs().max().item(), 1.0)
+        torch.testing.assert_close(actual, expected, rtol=LIMITS[dtype], atol=limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_compression_alike_in_half_precision(phi: str, dtype: torch.dtype, length: int) -> None:
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=3, w=4, phi=phi)
+    torch.manual_seed(0)
+    module = make_phi(nsa, 6)
+    module = module and module.to(dtype)
+    x = torch.randn(2, length, 3, 6).to(dtype)
+    expected = attention.reference.compress(x, nsa, module)
+    actual = compress(x, nsa, module)
+    assert actual.dtype == expected.dtype == dtype
+    torch.testing.assert_close(actual, expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-3)
+
+
+@torch_arms
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_errs_no_more_than_rounding_the_result(arm: str, dtype: torch.dtype) -> None:
+    """Scores and sums are float32 inside: forward at most 2x, backward at most 3x the error of plain attention in `dtype`."""
+    shape = Shape(NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=24), T=150, h=3, d_k=16, d_v=16)
+    low = shape.inputs(dtype)
+    # A choice of blocks is no rounding error: all sides take the exact one.
+    exact = low.map(lambda x: x.double())
+    _, lse = attention.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, shape.nsa, backend="reference")
+    blocks = attention.select_blocks(exact.q, exact.k_cmp, lse, shape.nsa, backend="reference")
+
+    def run(inputs: Inputs, attend: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = inputs.map(lambda x: x.detach().requires_grad_())
+        out = attend(leaves)
+        return [x.double() for x in (out, *torch.autograd.grad(out.double().square().sum(), leaves[3:5] + leaves[:1]))]
+
+    with running(arm) as backend:
+        actual = run(low, lambda x: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, shape.nsa, backend=backend)[0])
+    true = run(exact, lambda x: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, shape.nsa, backend="reference")[0])
+    allowed = selected_tokens(blocks, shape)
+    rough = run(low, lambda x: plain_attention(x.q, x.k_sel, x.v_sel, allowed))
+    for i, (mine, exactly, roughly) in enumerate(zip(actual, true, rough, strict=True)):
+        bound = (3 if i else 2) * (roughly - exactly).abs().max() + 1e-6
+        assert (mine - exactly).abs().max() <= bound
+
+
+def selected_tokens(blocks: Tensor, shape: Shape) -> Tensor:
+    t = torch.arange(shape.T)
+    return ((t // shape.nsa.l_sel == blocks.unsqueeze(-1)).any(-2) & (t <= t[:, None])[None, :, None]).unsqueeze(3)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Unfused, in the dtype of its inputs throughout."""
+    scores = torch.einsum("btghd,bsgd->btghs", q.unflatten(2, (k.shape[2], -1)), k) * q.shape[-1] ** -0.5
+    p = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+    return torch.einsum("btghs,bsgd->btghd", p, v).flatten(2, 3)

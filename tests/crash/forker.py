@@ -1,0 +1,30 @@
+"""A process that has imported everything and forks a trainer for each run directory that it reads from its input.
+
+Prints the trainer's pid, and its exit status once it ended. Killing the trainer is a real SIGKILL of a real process; only
+the seconds of importing are saved.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from nsa_lab.train.loop import run
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            os._exit(run(line.strip()))
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

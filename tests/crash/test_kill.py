@@ -1,0 +1,132 @@
+"""Killed at any moment, any number of times in a row, a run ends with the weights of the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsa_lab import events, launch, rundir
+from nsa_lab.config import RunConfig
+
+STEPS, KILLS = 150, 20
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class Trainers:
+    """Attempts at runs, each in a process of its own."""
+
+    def __init__(self) -> None:
+        self._forker = subprocess.Popen([sys.executable, str(Path(__file__).with_name("forker.py"))], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def start(self, run_dir: Path) -> int:
+        print(run_dir, file=self._forker.stdin, flush=True)
+        return int(self._forker.stdout.readline())
+
+    def exit_code(self) -> int:
+        return int(self._forker.stdout.readline())
+
+    def close(self) -> None:
+        self._forker.stdin.close()
+        self._forker.wait(timeout=30)
+        self._forker.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    trainers = Trainers()
+    yield trainers
+    trainers.close()
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return RunConfig.from_dict({
+        "name": "killed",
+        "model": {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4},
+        "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
+        "runtime": {"device": "cpu", "heartbeat_s": 0.05},
+        "data": {"source": "synthetic", "max_tokens": 50_000, "val_fraction": 0.2},
+        "train": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2, "log_every": 1,
+                  "stats_every": 10, "eval_every": 20, "eval_batches": 1, "save_every": 3, "spike_sigma": 50.0},
+    })
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(trainers: Trainers, config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = launch.create_run(config, tmp_path_factory.mktemp("whole"))
+    trainers.start(run_dir)
+    assert trainers.exit_code() == 0
+    return run_dir
+
+
+def final_files(run_dir: Path) -> dict[str, str]:
+    """sha256 of the weights and the probe of the last checkpoint."""
+    manifest = json.loads((run_dir / f"checkpoints/step-{STEPS:08d}/MANIFEST.json").read_text())
+    return {name: manifest["files"][name]["sha256"] for name in ("model.safetensors", "probe.safetensors")}
+
+
+def started(run_dir: Path) -> int:
+    return sum(event["kind"] in ("start", "resume") for event in events.read_events(run_dir))
+
+
+def wait_for_start(run_dir: Path, attempts: int) -> None:
+    deadline = time.monotonic() + 60
+    while started(run_dir) < attempts and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
+        trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path) -> None:
+    run_dir, dice = launch.create_run(config, tmp_path), random.Random(20)
+    for kill in range(KILLS):
+        pid = trainers.start(run_dir)
+        # One in four dies before or while it restores; the others somewhere in training, evaluation or a save.
+        if dice.random() > 0.25:
+            wait_for_start(run_dir, started(run_dir) + 1)
+        time.sleep(dice.uniform(0, 0.35))
+        os.kill(pid, signal.SIGKILL)
+        if trainers.exit_code() != -signal.SIGKILL:
+            pytest.fail(f"the run ended before kill {kill + 1} of {KILLS}; give it more steps")
+        assert not launch.is_alive(run_dir) and launch.state(run_dir) != rundir.RUNNING
+    trainers.start(run_dir)
+    assert trainers.exit_code() == 0
+    assert final_files(run_dir) == final_files(uninterrupted)
+    assert_one_story(run_dir, uninterrupted)
+
+
+def assert_one_story(run_dir: Path, uninterrupted: Path) -> None:
+    """Each step is told once, with the very numbers of the uninterrupted run."""
+    told, whole = (events.steps(events.read_events(d)) for d in (run_dir, uninterrupted))
+    keys = ("step", "tokens", "loss", "lr", "grad_norm")
+    assert [[e[k] for k in keys] for e in told] == [[e[k] for k in keys] for e in whole]
+    told, whole = (events.evaluations(events.read_events(d)) for d in (run_dir, uninterrupted))
+    assert [(e["step"], e["loss"]) for e in told] == [(e["step"], e["loss"]) for e in whole]
+
+
+def test_each_stop_request_saves_and_the_run_goes_on_bit_for_bit(
+        trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path) -> None:
+    run_dir, names = launch.create_run(config, tmp_path), ["SIGTERM", "SIGINT", "SIGUSR1"]
+    for attempt, name in enumerate(names, 1):
+        pid = trainers.start(run_dir)
+        while not any(e["kind"] == "step" and e["attempt"] == attempt for e in events.read_events(run_dir)):
+            time.sleep(0.01)
+        os.kill(pid, getattr(signal, name))
+        assert trainers.exit_code() == rundir.EXIT_STOPPED
+        assert launch.state(run_dir) == rundir.PREEMPTED
+    assert [e["signal"] for e in events.read_events(run_dir) if e["kind"] == "signal"] == names
+    trainers.start(run_dir)
+    assert trainers.exit_code() == 0
+    assert final_files(run_dir) == final_files(uninterrupted)
+    assert_one_story(run_dir, uninterrupted)

@@ -1,0 +1,121 @@
+"""A run directory written by hand: a healthy run, which a test then spoils in one place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nsa_lab import rundir
+from nsa_lab.config import RunConfig
+
+Event = dict[str, Any]
+LAYERS = 3
+
+
+def configuration(**overrides: Any) -> RunConfig:
+    """200 steps of 2 x 2048 bytes, so that selection has blocks to choose from."""
+    sections: dict[str, Any] = {
+        "name": "fake",
+        "model": {"dim": 32, "n_layers": LAYERS, "n_heads": 2, "n_kv_groups": 1, "d_k": 16, "d_v": 16},
+        "train": {"steps": 200, "seq_len": 2048, "batch_size": 2, "lr": 1e-3, "warmup_steps": 20, "log_every": 10,
+                  "stats_every": 20, "eval_every": 50, "save_every": 100},
+    }
+    for key, value in overrides.items():
+        section, _, name = key.partition("__")
+        sections.setdefault(section, {})[name] = value
+    return RunConfig.from_dict(sections)
+
+
+def rate(step: int, config: RunConfig) -> float:
+    """The schedule once more, in the words of the issue: linear warm-up, then half a cosine to zero."""
+    t = config.train
+    if step < t.warmup_steps:
+        return t.lr * step / t.warmup_steps
+    return 0.5 * t.lr * (1 + math.cos(math.pi * (step - t.warmup_steps) / (t.steps - t.warmup_steps)))
+
+
+def step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
+    bpb = 2.0 + 6.0 * math.exp(-step / 40)
+    train = config.train
+    event = {"kind": "step", "attempt": attempt, "step": step, "loss": bpb * math.log(2), "bpb": bpb,
+             "lr": rate(step, config), "grad_norm": 0.8, "dt_s": 0.5, "data_s": 0.005,
+             "tokens_per_s": 8192.0 + step % 7, "mem_peak_bytes": 2 * 10**9}
+    if step % train.stats_every == 0 and config.model.attention == "nsa":
+        drift = step / train.steps / 10
+        event |= {
+            "gate_share_cmp": [0.30 + drift] * LAYERS, "gate_share_sel": [0.35] * LAYERS,
+            "gate_share_win": [0.35 - drift] * LAYERS, "gate_entropy": [1.0 - drift] * LAYERS,
+            "gate_saturation": [0.01] * LAYERS, "gate_update": [0.02] * LAYERS, "sel_reuse": [0.93] * LAYERS,
+            "sel_distance": [8.5] * LAYERS, "sel_sink_share": [0.15] * LAYERS, "sel_window_overlap": [0.3] * LAYERS,
+            "norm_cmp": [0.4] * LAYERS, "norm_sel": [0.5] * LAYERS, "norm_win": [0.6] * LAYERS,
+        }
+    return event
+
+
+def healthy_events(config: RunConfig) -> list[Event]:
+    """One attempt from the first step to the last, in the order in which a trainer writes."""
+    train = config.train
+    events: list[Event] = [{
+        "kind": "start", "attempt": 1, "step": 0, "from_step": 0, "steps": train.steps, "device": "cpu", "params": 123_456,
+        "backend": {"window": {"backend": "torch", "reason": "the device is cpu, not cuda"}},
+        "flops_per_token": {"nsa": 1e6, "dense": 9e5},
+    }]
+    events += [{"kind": "preflight", "attempt": 1, "step": 0, "name": name, "ok": True, "value": "fine", "limit": "fine"}
+               for name in ("data", "initial loss")]
+    events.append(evaluation(0, 8.0))
+    for step in range(1, train.steps + 1):
+        if step == 1 or step % train.log_every == 0:
+            events.append(step_event(step, config))
+            events.append({"kind": "heartbeat", "attempt": 1, "step": step, "phase": "step", "phase_age_s": 0.1,
+                           "rss_bytes": 10**9 + step, "gpu_util": None})
+        if step % train.eval_every == 0:
+            events.append(evaluation(step, 2.1 + 5.9 * math.exp(-step / 40)))
+        if train.save_every and step % train.save_every == 0:
+            events.append(saved(step))
+    end = {"kind": "end", "attempt": 1, "step": train.steps, "status": rundir.DONE, "exit_code": 0, "reason": "done"}
+    return [*events, end]
+
+
+def evaluation(step: int, bpb: float, attempt: int = 1) -> Event:
+    return {"kind": "eval", "attempt": attempt, "step": step, "split": "validation", "loss": bpb * math.log(2), "bpb": bpb}
+
+
+def saved(step: int, attempt: int = 1) -> Event:
+    return {"kind": "checkpoint", "attempt": attempt, "step": step, "path": f"checkpoints/step-{step:08d}", "bytes": 5,
+            "seconds": 0.1, "pruned": []}
+
+
+def write_run(
+    folder: Path, config: RunConfig | None = None, spoil: Callable[[list[Event]], list[Event] | None] | None = None,
+    status: dict[str, Any] | None = None,
+) -> Path:
+    """A run directory in `folder`. `spoil` changes the events in place, or gives others."""
+    config = config or configuration()
+    run_dir = folder / "fake-20260101T000000Z-abcd"
+    run_dir.mkdir(parents=True)
+    (run_dir / rundir.CONFIG).write_text(config.to_yaml(), encoding="utf-8")
+    (run_dir / rundir.ENVIRONMENT).write_text(json.dumps({"versions": {"python": "3.11.0"}}), encoding="utf-8")
+    events = healthy_events(config)
+    if spoil:
+        events = spoil(events) or events
+    with open(run_dir / rundir.EVENTS, "w", encoding="utf-8") as file:
+        for index, event in enumerate(events):
+            tokens = event["step"] * config.train.tokens_per_step
+            envelope = {"v": 1, "t": 1000.0 + index, "run": run_dir.name, "tokens": tokens}
+            file.write(json.dumps({**envelope, **event}) + "\n")
+    rundir.write_status(run_dir, run=run_dir.name, **{"status": rundir.DONE, "reason": "all steps done", **(status or {})})
+    return run_dir
+
+
+def write_checkpoint(run_dir: Path, step: int, content: bytes = b"12345") -> Path:
+    """A checkpoint folder whose manifest is true."""
+    folder = run_dir / rundir.CHECKPOINTS / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(content)
+    entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "MANIFEST.json").write_text(json.dumps({"v": 1, "step": step, "files": {"model.safetensors": entry}}))
+    return folder

@@ -1,0 +1,337 @@
+"""Selected attention in Triton against the definition in float64: values, gradients, and what a user may rely on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from nsa_lab.attention import reference
+from nsa_lab.attention.kernels import inverted_index, selected
+from nsa_lab.attention.kernels.selected import selected_attention
+from nsa_lab.config import NSAConfig
+
+CUDA = torch.cuda.is_available()
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+# B, T, H, G, Dk, Dv, n_sel, l_sel. Odd lengths, a cut last block, heads that are no power of two, Dk != Dv,
+# blocks that are no power of two or larger than a tile, fewer blocks than n_sel, more heads than a tile has rows.
+CASES = [
+    (2, 77, 6, 2, 64, 32, 3, 16),
+    (1, 130, 3, 1, 32, 96, 4, 48),
+    (1, 161, 7, 1, 64, 64, 3, 64),
+    (1, 290, 2, 2, 32, 32, 3, 144),
+]
+GPU_CASES = [
+    (2, 1531, 12, 2, 64, 64, 16, 64),
+    (3, 2048, 12, 2, 64, 64, 16, 64),
+    (1, 3001, 5, 1, 128, 64, 7, 32),
+    (1, 1025, 64, 4, 128, 128, 16, 64),
+    (1, 333, 150, 1, 32, 64, 4, 16),
+    (2, 900, 6, 3, 96, 128, 5, 128),
+    (1, 1200, 4, 1, 64, 96, 4, 256),
+    (1, 700, 16, 16, 64, 64, 16, 64),
+]
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+PATTERNS = ["random", "shared", "empty rows"]
+RUNS = [(c, p) for c in CASES + (GPU_CASES if CUDA else []) for p in PATTERNS if CUDA or c is CASES[0] or p == "random"]
+
+
+def config(n_sel: int, l_sel: int) -> NSAConfig:
+    return NSAConfig(l=32, d=16, l_sel=l_sel, n_sel=n_sel)
+
+
+def choice(B: int, T: int, G: int, nsa: NSAConfig, device, pattern: str = "random", seed: int = 0) -> torch.Tensor:
+    """A block choice as the definition makes it, from random importances; `shared`: every query wants the same blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    n_blocks = -(-T // nsa.l_sel)
+    importance = torch.rand(B, 1 if pattern == "shared" else T, G, n_blocks, generator=generator).expand(B, T, G, n_blocks)
+    blocks = reference.choose(importance, nsa)
+    if pattern == "empty rows":
+        blocks = torch.where(torch.rand(B, T, G, 1, generator=generator) < 0.3, -1, blocks)
+        blocks[:, :, :, -1] = -1
+    return blocks.to(device)
+
+
+def inputs(B, T, H, G, Dk, Dv, dtype, device, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(B, T, H, Dk), (B, T, G, Dk), (B, T, G, Dv)]
+    return [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
+
+
+def plain_attention(q, k, v, blocks, nsa: NSAConfig) -> torch.Tensor:
+    """The same mathematics in the inputs' own dtype throughout."""
+    T, h = q.shape[1], q.shape[2] // k.shape[2]
+    n_blocks = -(-T // nsa.l_sel)
+    chosen = torch.zeros(*blocks.shape[:3], n_blocks + 1, dtype=torch.bool, device=q.device)
+    chosen = chosen.scatter(-1, torch.where(blocks < 0, n_blocks, blocks).long(), True)[..., :n_blocks]
+    t = torch.arange(T, device=q.device)
+    seen = chosen.repeat_interleave(nsa.l_sel, -1)[..., :T] & (t <= t[:, None])[None, :, None]
+    seen = seen.repeat_interleave(h, 2)  # [B, T, H, T]
+    k, v = k.repeat_interleave(h, 2), v.repeat_interleave(h, 2)
+    scores = torch.einsum("bthd,bshd->bths", q, k) * q.shape[-1] ** -0.5
+    p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("bths,bshd->bthd", p.masked_fill(~seen, 0.0), v)
+
+
+def run(fn, x, cotangent=None):
+    """out, lse and the gradients of a random projection of both."""
+    out, lse = fn(*x)
+    generator = torch.Generator().manual_seed(1)
+    d_out = torch.randn(out.shape, generator=generator).to(out)
+    d_lse = torch.randn(lse.shape, generator=generator).to(lse)
+    d_lse = torch.where(torch.isinf(lse), 0.0, d_lse)
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), x, (d_out, d_lse))]
+
+
+@pytest.fixture(params=["union", "gather"])
+def strategy(request, monkeypatch) -> str:
+    monkeypatch.setattr(selected, "UNION_TOKENS", 2**30 if request.param == "union" else 0)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("case", "pattern"), RUNS, ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x)))
+def test_matches_the_definition(case, pattern, dtype, strategy, device, poisoned, assert_error_within):
+    *shape, n_sel, l_sel = case
+    nsa = config(n_sel, l_sel)
+    x = inputs(*shape, dtype, device)
+    blocks = choice(shape[0], shape[1], shape[3], nsa, device, pattern)
+    out, lse, *grads = run(lambda q, k, v: selected_attention(q, k, v, blocks, nsa), x)
+    exact_x = [a.detach().double().requires_grad_() for a in x]
+    exact_out, exact_lse, *exact_grads = run(lambda q, k, v: reference.selected_attention(q, k, v, blocks, nsa), exact_x)
+    plain_x = [a.detach().clone().requires_grad_() for a in x]
+    # The plain version has no LSE to project on; its own gradients are those of the output alone, judged as such.
+    plain_out = plain_attention(*plain_x, blocks, nsa)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    plain_grads = torch.autograd.grad(plain_out, plain_x, d_out)
+    exact_plain = torch.autograd.grad(reference.selected_attention(*exact_x, blocks, nsa)[0], exact_x, d_out.double())
+
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert_error_within("out", out, exact_out, torch.nan_to_num(plain_out), 2)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    for name, grad, exact, plain, exact_of_plain in zip(
+        ("dq", "dk", "dv"), grads, exact_grads, plain_grads, exact_plain, strict=True
+    ):
+        assert grad.dtype == dtype
+        assert torch.isfinite(grad).all(), name
+        # Carried over to the exact gradient that includes the LSE.
+        assert_error_within(name, grad, exact, exact + (torch.nan_to_num(plain).double() - exact_of_plain), 3)
+
+
+def test_one_token_attends_to_itself(strategy, device, poisoned):
+    nsa = config(3, 64)
+    q, k, v = x = inputs(1, 1, 5, 5, 32, 32, torch.float32, device)
+    blocks = choice(1, 1, 5, nsa, device)
+    out, lse = selected_attention(*x, blocks, nsa)
+    torch.testing.assert_close(out, v)
+    torch.testing.assert_close(lse, (q * k).sum(-1) * 32**-0.5)
+    dq, dk, dv = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(dq, torch.zeros_like(q), rtol=0, atol=1e-5)
+    torch.testing.assert_close(dk, torch.zeros_like(k), rtol=0, atol=1e-5)
+    torch.testing.assert_close(dv, torch.ones_like(v))
+
+
+def test_a_query_without_blocks_gives_zero(strategy, device, poisoned):
+    nsa = config(3, 16)
+    x = inputs(1, 40, 4, 2, 32, 32, torch.float32, device)
+    blocks = torch.full((1, 40, 2, 3), -1, dtype=torch.int32, device=device)
+    out, lse, *grads = run(lambda q, k, v: selected_attention(q, k, v, blocks, nsa), x)
+    assert (out == 0).all() and torch.isneginf(lse).all()
+    assert all((g == 0).all() for g in grads)
+
+
+def test_a_block_that_has_not_begun_counts_as_none(strategy, device):
+    nsa = config(3, 16)
+    x = inputs(1, 60, 2, 1, 32, 32, torch.float32, device)
+    blocks = choice(1, 60, 1, nsa, device)
+    begun = torch.where(blocks * 16 <= torch.arange(60, device=device)[None, :, None, None], blocks, -1)
+    early = torch.where(begun < 0, 3, begun)  # block 3 begins at token 48, when three others have begun
+    torch.testing.assert_close(
+        selected_attention(*x, early.int(), nsa)[0], selected_attention(*x, begun.int(), nsa)[0], rtol=0, atol=0
+    )
+
+
+def test_later_tokens_change_nothing(strategy, device):
+    nsa = config(3, 16)
+    q, k, v = (x.detach() for x in inputs(1, 70, 6, 2, 32, 32, torch.float16, device))
+    blocks = choice(1, 70, 2, nsa, device)
+    before = selected_attention(q, k, v, blocks, nsa)[0][:, :41]
+    for x in (q, k, v):
+        x[:, 41:] = 7.0
+    assert torch.equal(before, selected_attention(q, k, v, blocks, nsa)[0][:, :41])
+
+
+def test_strides_do_not_matter(strategy, device):
+    nsa = config(3, 16)
+    B, T, H, G = 2, 50, 6, 2
+    x = inputs(B, T, H, G, 32, 64, torch.float32, device)
+    blocks = choice(B, T, G, nsa, device)
+    packed = torch.cat([a.detach().transpose(1, 2).flatten(0, 1) for a in (x[0], x[1])], 0)  # heads before time
+    views = [
+        packed[: B * H].view(B, H, T, 32).transpose(1, 2).requires_grad_(),
+        packed[B * H :].view(B, G, T, 32).transpose(1, 2).requires_grad_(),
+        x[2].detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_(),  # last axis not contiguous
+    ]
+    assert not any(a.is_contiguous() for a in views)
+    attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
+    for got, want in zip(run(attend, views), run(attend, x), strict=True):
+        assert torch.equal(got, want)
+    # A gradient that comes in expanded, as that of a sum does.
+    for got, want in zip(
+        torch.autograd.grad(attend(*views)[0].sum(), views), torch.autograd.grad(attend(*x)[0].sum(), x), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+def test_a_small_workspace_gives_the_same(device, monkeypatch):
+    monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    nsa = config(3, 16)
+    x = inputs(2, 90, 6, 2, 32, 32, torch.float32, device)
+    blocks = choice(2, 90, 2, nsa, device)
+    attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
+    whole = run(attend, x)
+    for queries in (200, 90, 37):  # one launch, one a sequence, three a sequence
+        monkeypatch.setattr(selected, "WORKSPACE_BYTES", queries * 3 * 6 * (32 * 4 + 4))
+        for got, want in zip(run(attend, x), whole, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bitmap_bytes", [2**28, 1], ids=["one pass", "a pass a span"])
+def test_the_index_is_the_transpose_of_the_choice(device, bitmap_bytes, monkeypatch, poisoned):
+    monkeypatch.setattr(inverted_index, "BITMAP_BYTES_LIMIT", bitmap_bytes)
+    nsa, (B, T, G), chunk = config(5, 16), (2, 600, 2), 40
+    n_blocks = -(-T // 16)
+    blocks = choice(B, T, G, nsa, device, "empty rows")
+    entries, starts, work = (
+        x.tolist() for x in inverted_index.build_inverted_index(blocks.contiguous(), 16, chunk, n_blocks)
+    )
+    rows = []
+    for b in range(B):
+        for g in range(G):
+            t, slot = (blocks[b, :, g] >= 0).nonzero(as_tuple=True)
+            block, entry = blocks[b, t, g, slot], t * 5 + slot
+            rows += [entry[block == j].tolist() for j in range(n_blocks)]
+    assert [entries[a:b] for a, b in pairwise(starts)] == rows
+    items = [-1] * len(work)
+    for row, members in enumerate(rows):
+        for i in range(max(1, -(-len(members) // chunk))):
+            assert items[starts[row] // chunk + row + i] == -1
+            items[starts[row] // chunk + row + i] = row
+    assert work == items
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"q": torch.zeros(1, 8, 3, 32)}, ValueError, "multiple of G"),
+        ({"blocks": torch.zeros(1, 8, 2, 3, dtype=torch.int64)}, ValueError, "int32"),
+        ({"blocks": torch.zeros(1, 7, 2, 3, dtype=torch.int32)}, ValueError, "blocks must be"),
+        ({"v": torch.zeros(1, 8, 2, 48)}, NotImplementedError, "head widths"),
+        ({"nsa": NSAConfig(l=8, d=8, l_sel=24, n_sel=3)}, NotImplementedError, "multiples of 16"),
+    ],
+)
+def test_refuses_what_it_cannot_do(change, error, words, device):
+    given = {
+        "q": torch.zeros(1, 8, 4, 32), "k": torch.zeros(1, 8, 2, 32), "v": torch.zeros(1, 8, 2, 32),
+        "blocks": torch.zeros(1, 8, 2, 3, dtype=torch.int32), "nsa": config(3, 16),
+    }  # fmt: skip
+    given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in (given | change).items()}
+    with pytest.raises(error, match=words):
+        selected_attention(**given)
+
+
+def test_opcheck(strategy, device):
+    nsa = config(3, 16)
+    q, k, v = inputs(1, 40, 4, 2, 32, 32, torch.float32, device)
+    blocks = choice(1, 40, 2, nsa, device)
+    torch.library.opcheck(selected._selected_fwd, (q, k, v, blocks, 16, strategy))
+    out, lse = (x.detach() for x in selected_attention(q, k, v, blocks, nsa))
+    q, k, v = q.detach(), k.detach(), v.detach()
+    for grad_lse in (None, torch.ones_like(lse)):
+        torch.library.opcheck(selected._selected_bwd, (torch.ones_like(out), grad_lse, q, k, v, out, lse, blocks, 16))
+
+
+def test_compiles_in_one_graph(strategy, device):
+    nsa = config(3, 16)
+    x = inputs(1, 50, 4, 2, 32, 32, torch.float32, device)
+    blocks = choice(1, 50, 2, nsa, device)
+    attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
+    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
+    for got, want in zip(run(compiled, x), run(attend, x), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_twenty_runs_give_the_same_bits(strategy, device):
+    shape, n_sel, l_sel = ((2, 1500, 12, 2, 64, 64), 16, 64) if CUDA else ((1, 70, 3, 1, 32, 32), 3, 16)
+    nsa = config(n_sel, l_sel)
+    x = inputs(*shape, torch.bfloat16 if CUDA else torch.float16, device)
+    blocks = choice(shape[0], shape[1], shape[3], nsa, device)
+    attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
+    first = run(attend, x)
+    for _ in range(19 if CUDA else 1):
+        assert all(torch.equal(a, b) for a, b in zip(run(attend, x), first, strict=True))
+
+
+@needs_cuda
+@pytest.mark.parametrize("T", [700, 5000])
+def test_a_cuda_graph_replays_to_the_same_bits(T, device):
+    nsa = config(16, 64)
+    x = inputs(1, T, 12, 2, 64, 64, torch.bfloat16, device)
+    blocks = choice(1, T, 2, nsa, device)
+    d_out = torch.randn(1, T, 12, 64, device=device, dtype=torch.bfloat16)
+
+    def step():
+        out, _ = selected_attention(*x, blocks, nsa)
+        return out, *torch.autograd.grad(out, x, d_out)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+    with torch.no_grad():
+        x[0].copy_(torch.randn_like(x[0]))
+        blocks.copy_(choice(1, T, 2, nsa, device, seed=3))
+    for result in held:
+        result.detach().fill_(float("nan"))
+    graph.replay()
+    for got, want in zip(held, step(), strict=True):
+        assert torch.equal(got, want)
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("T", "H", "D", "n_sel"), [(131072, 12, 64, 16), (131072, 132, 128, 3)], ids=["long", "wide offsets"]
+)
+def test_large_inputs(T, H, D, n_sel, device):
+    """The second has more than 2^31 elements in q; sampled rows are checked against float64."""
+    G, nsa = 2, config(n_sel, 64)
+    torch.manual_seed(0)
+    x = [torch.randn(1, T, n, D, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (H, G, G)]
+    t = torch.arange(T, device=device)
+    own = t // 64
+    picks = torch.rand(1, T, G, n_sel - 1, device=device) * own[None, :, None, None]
+    blocks = torch.cat([picks.int(), own[None, :, None, None].expand(1, T, G, 1).int()], -1).sort(-1).values
+    repeated = torch.cat([torch.zeros_like(blocks[..., :1], dtype=torch.bool), blocks[..., 1:] == blocks[..., :-1]], -1)
+    blocks = torch.where(repeated, 2**30, blocks).sort(-1).values
+    blocks = torch.where(blocks == 2**30, -1, blocks)
+    out, _ = selected_attention(*x, blocks, nsa)
+    d_out = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, x, d_out)
+    assert all(bool(torch.isfinite(g[:, -4096:]).all()) for g in (dq, dk, dv))
+    for row in (0, 63, T // 2 + 1, T - 65, T - 1):
+        for group in range(G):
+            heads = slice(group * H // G, (group + 1) * H // G)
+            chosen = blocks[0, row, group]
+            keys = (chosen[chosen >= 0, None].long() * 64 + torch.arange(64, device=device)).flatten()
+            keys = keys[keys <= row]
+            q = x[0][0, row, heads].detach().double().requires_grad_()
+            k, v = (y[0, keys, group].detach().double() for y in x[1:])
+            exact = ((q @ k.T) * D**-0.5).softmax(-1) @ v
+            (exact_dq,) = torch.autograd.grad(exact, q, d_out[0, row, heads].double())
+            torch.testing.assert_close(out[0, row, heads].double(), exact.detach(), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(dq[0, row, heads].double(), exact_dq, rtol=3e-2, atol=3e-2)

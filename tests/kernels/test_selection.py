@@ -1,0 +1,122 @@
+"""Block choice: the same sets as the definition, ties included, and nothing from the future."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_lab.attention import geometry, reference
+from nsa_lab.attention.kernels.selection import select_blocks
+from nsa_lab.config import NSAConfig
+
+CUDA = torch.cuda.is_available()
+# B, T, H, G, D, geometry: the default ratios, l = d, l > l_sel + d (compressed blocks reach over several), l_sel/d = 3.
+CASES = [
+    (2, 77, 6, 2, 32, NSAConfig(l=8, d=4, l_sel=8, n_sel=4)),
+    (1, 400, 3, 1, 64, NSAConfig(l=32, d=16, l_sel=16, n_sel=7)),
+    (1, 300, 2, 1, 32, NSAConfig(l=8, d=4, l_sel=16, n_sel=5)),
+    (1, 200, 2, 1, 96, NSAConfig(l=32, d=4, l_sel=8, n_sel=5)),
+    (1, 200, 4, 1, 32, NSAConfig(l=12, d=4, l_sel=12, n_sel=6)),
+    (1, 9, 3, 1, 96, NSAConfig(l=16, d=16)),
+    (1, 130, 3, 3, 32, NSAConfig(l=4, d=4, l_sel=4, n_sel=3)),
+    (2, 1, 2, 1, 32, NSAConfig()),
+]
+GPU_CASES = [
+    (2, 2500, 12, 2, 64, NSAConfig()),
+    (1, 5000, 12, 2, 64, NSAConfig()),
+    (1, 3000, 16, 1, 128, NSAConfig(n_sel=32)),
+    (1, 20000, 3, 1, 64, NSAConfig()),
+    (1, 4000, 5, 1, 128, NSAConfig(l=64, d=16, l_sel=128, n_sel=9)),
+]
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+# Relative error of a float32 sum of exponentials of float32 scores of unit size.
+ROUNDING = 2e-5
+
+
+def inputs(B: int, T: int, H: int, G: int, D: int, nsa: NSAConfig, dtype, device, scale: float = 1.0, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    q = (torch.randn(B, T, H, D, generator=generator) * scale).to(device, dtype)
+    k = torch.randn(B, geometry.num_compressed(T, nsa), G, D, generator=generator).to(device, dtype)
+    lse = reference.compressed_attention(q.double(), k.double(), k.double(), nsa)[1].float()
+    return q, k, lse
+
+
+def assert_same_choice(blocks, q, k, lse, nsa):
+    """Equal to the definition in float64, but for blocks whose scores differ from the threshold by less than rounding."""
+    importance = reference.block_importance(q.double(), k.double(), lse.double(), nsa)
+    expected = reference.choose(importance, nsa)
+    assert blocks.dtype == torch.int32 and blocks.shape == expected.shape
+    for b, t, g in (blocks != expected).any(-1).nonzero().tolist():
+        ours, theirs = set(blocks[b, t, g].tolist()), set(expected[b, t, g].tolist())
+        assert len(ours - {-1}) == len(theirs - {-1})
+        scores = importance[b, t, g].tolist()
+        out, into = [scores[j] for j in theirs - ours], [scores[j] for j in ours - theirs]
+        assert max(out) - min(into) <= ROUNDING * max(out), f"query {t}: chose {sorted(ours)}, expected {sorted(theirs)}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES + (GPU_CASES if CUDA else []), ids=lambda c: "x".join(map(str, c[:5])))
+def test_matches_the_definition(case, dtype, device, poisoned):
+    *shape, nsa = case
+    q, k, lse = inputs(*shape, nsa, dtype, device)
+    blocks = select_blocks(q, k, lse, nsa)
+    assert_same_choice(blocks, q, k, lse, nsa)
+    # Ascending and distinct, then -1; the forced blocks are there.
+    order = torch.where(blocks < 0, 2**30, blocks)
+    assert ((order[..., 1:] > order[..., :-1]) | (blocks[..., 1:] < 0)).all()
+    own = torch.arange(q.shape[1], device=device) // nsa.l_sel
+    for forced in (torch.zeros_like(own), own, (own - 1).clamp_min(0)):
+        assert (blocks == forced[None, :, None, None]).any(-1).all()
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids=lambda c: "x".join(map(str, c[:5])))
+def test_ties_go_to_the_lower_index(case, device):
+    """With q = 0 every visible block weighs the same, so inner selection blocks tie exactly."""
+    *shape, nsa = case
+    q, k, lse = inputs(*shape, nsa, torch.float32, device, scale=0.0)
+    lse = torch.zeros_like(lse)  # p = 1 exactly: no rounding is left to break a tie
+    assert torch.equal(select_blocks(q, k, lse, nsa), reference.select_blocks(q, k, lse, nsa))
+
+
+def test_the_choice_is_causal_bit_for_bit(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
+    T, cut = 150, 90
+    q, k, lse = inputs(1, T, 6, 2, 32, nsa, torch.float32, device)
+    for future in (37.0, float("inf"), float("nan")):
+        changed = k.clone()
+        changed[:, geometry.num_compressed(cut, nsa):] = future
+        assert torch.equal(select_blocks(q, k, lse, nsa)[:, :cut], select_blocks(q, changed, lse, nsa)[:, :cut])
+
+
+def test_large_logits_do_not_overflow(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=5)
+    q, k, lse = inputs(1, 200, 4, 1, 32, nsa, torch.float32, device, scale=60.0)
+    blocks = select_blocks(q, k, lse, nsa)
+    assert (blocks >= 0).sum(-1).eq(((torch.arange(200, device=device) // 8) + 1).clamp_max(5)[None, :, None]).all()
+
+
+def test_runs_are_bit_identical_and_strides_do_not_matter(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
+    q, k, lse = inputs(2, 120, 6, 2, 32, nsa, torch.float16, device)
+    first = select_blocks(q, k, lse, nsa)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, lse)]
+    for arguments in ((q, k, lse), strided):
+        for _ in range(20 if CUDA else 1):
+            assert torch.equal(first, select_blocks(*arguments, nsa))
+
+
+def test_the_operator_is_well_formed_and_compiles(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
+    q, k, lse = inputs(1, 60, 2, 1, 32, nsa, torch.float32, device)
+    torch.library.opcheck(torch.ops.nsa_lab.select_blocks.default, (q, k, lse, 8, 4, 8, 4))
+    compiled = torch.compile(lambda *x: select_blocks(*x, nsa), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q.requires_grad_(), k, lse), select_blocks(q, k, lse, nsa))
+
+
+def test_refusals_name_the_limit(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
+    q, k, lse = inputs(1, 40, 2, 1, 32, nsa, torch.float32, device)
+    with pytest.raises(NotImplementedError, match="at most"):
+        select_blocks(q, k, lse, nsa.model_copy(update={"n_sel": 65}))
+    with pytest.raises(ValueError, match="lse"):
+        select_blocks(q, k, lse[:, 1:], nsa)

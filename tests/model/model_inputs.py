@@ -1,0 +1,38 @@
+"""Small models, text and noise for model tests."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.model import NSATransformer
+
+TINY_NSA = {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 10}
+VARIANTS = [
+    {"phi": phi, "gate": gate, "mlp": mlp}
+    for phi, gate, mlp in itertools.product(["avg", "linear", "mlp"], ["sigmoid", "softmax"], ["plain", "gated"])
+]
+
+
+def name_of(variant: dict[str, str]) -> str:
+    return "-".join(variant.values())
+
+
+def config_of(*, phi: str = "avg", gate: str = "sigmoid", nsa: dict[str, int] | None = None, **model: Any) -> ModelConfig:
+    """Two layers of width 24, 4 heads in 2 groups; keys 6 wide, values 5."""
+    sizes = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5, "vocab_size": 64}
+    return ModelConfig(**{**sizes, **model}, nsa=NSAConfig(**{**TINY_NSA, **(nsa or {})}, phi=phi, gate=gate))
+
+
+def tokens_of(config: ModelConfig, length: int, batch: int = 2, seed: int = 0) -> Tensor:
+    return torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: NSATransformer, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of predicting tokens [B, T + 1] one ahead."""
+    return cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())

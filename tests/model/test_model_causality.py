@@ -1,0 +1,74 @@
+"""Through the whole model, the logits at <= t do not move by one bit when tokens > t do."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from model_inputs import VARIANTS, config_of, name_of, tokens_of
+
+from nsa_lab.model import NSATransformer
+
+T = 67
+
+
+def another_future(tokens: torch.Tensor, last: int, vocabulary: int) -> torch.Tensor:
+    changed = tokens.clone()
+    changed[:, last + 1 :] = (changed[:, last + 1 :] + 1 + tokens[:, last + 1 :] % (vocabulary - 1)) % vocabulary
+    return changed
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("precision", ["float64", "float32", "bf16 autocast"])
+@pytest.mark.parametrize("variant", VARIANTS[::3], ids=name_of)
+def test_logits(variant: dict[str, str], precision: str, backend: str) -> None:
+    config = config_of(**variant)
+    model = NSATransformer(config, backend=backend, seed=0)
+    if precision == "float64":
+        model.double()
+    context = torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else nullcontext()
+    tokens = tokens_of(config, T)
+    with torch.no_grad(), context:
+        before = model(tokens)
+        for last in (0, 6, 7, 8, 10, 31, 32, 40, T - 2):
+            after = model(another_future(tokens, last, config.vocab_size))
+            assert torch.equal(before[:, : last + 1], after[:, : last + 1])
+            assert not torch.equal(before[:, last + 1], after[:, last + 1])
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_gradient_flows_into_the_past_from_the_future(attention: str, checkpointing: bool) -> None:
+    """d logits[t] / d embedding[s] is exactly 0 for s > t, and not for s = t."""
+    config = config_of(attention=attention)
+    model = NSATransformer(config, seed=0)
+    model.gradient_checkpointing = checkpointing
+    caught = []
+    model.embedding.register_forward_hook(lambda _, __, out: caught.append(out.requires_grad_()))
+    logits = model(tokens_of(config, T))
+    for t in (0, 7, 30, T - 1):
+        (grad,) = torch.autograd.grad(logits[:, t].logsumexp(-1).sum(), caught[-1], retain_graph=True)
+        assert (grad[:, t + 1 :] == 0).all() and (grad[:, t] != 0).any(-1).all()
+
+
+def test_sequences_of_a_batch_do_not_see_each_other() -> None:
+    config = config_of()
+    model = NSATransformer(config, seed=0)
+    tokens = tokens_of(config, T, batch=3)
+    changed = tokens.clone()
+    changed[1] = 0
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[[0, 2]], after[[0, 2]]) and not torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("kind", ["reference", "torch", "dense"])
+def test_a_prefix_gives_what_it_gives_inside_the_whole(kind: str) -> None:
+    """What token-by-token decoding rests on: cutting the tail changes nothing, for lengths around l, d, l_sel and w."""
+    config = config_of(attention="dense" if kind == "dense" else "nsa")
+    model = NSATransformer(config, backend="torch" if kind == "dense" else kind, dtype=torch.float64, seed=0).double()
+    tokens = tokens_of(config, T)
+    with torch.no_grad():
+        whole = model(tokens)
+        for length in (1, 7, 8, 9, 10, 11, 12, 13, 24, 25, 40, 63, 64):
+            torch.testing.assert_close(model(tokens[:, :length]), whole[:, :length], rtol=1e-10, atol=1e-10)

@@ -1,0 +1,190 @@
+"""What a model is made of: parameters, initial values and loss, FLOPs, gradients of everything."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from model_inputs import VARIANTS, config_of, loss_of, name_of, tokens_of
+from torch.utils.flop_counter import FlopCounterMode
+
+from nsa_lab.attention import geometry, reference
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.model import BACKWARD_FLOPS, MLP, NSATransformer
+
+PRODUCTION = {"dim": 768, "n_heads": 12, "n_kv_groups": 2, "d_k": 64, "d_v": 64, "vocab_size": 256}
+
+
+def test_the_default_model_has_78_600_960_parameters() -> None:
+    with torch.device("meta"):
+        model = NSATransformer(ModelConfig(), device="meta", backend="torch")
+    per_layer = 768 * (12 * 64 + 3 * 2 * 128) + 768 * 36 + 768 * 768 + 8 * 768 * 768 + 2 * 768
+    assert model.parameter_count() == 78_600_960 == 12 * per_layer + 2 * 256 * 768 + 768
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@pytest.mark.parametrize("length", [8, 41])
+def test_every_parameter_gets_a_gradient(variant: dict[str, str], length: int) -> None:
+    """From the first complete compression block on. A branch that is a constant leaves its keys without one."""
+    config = config_of(**variant)
+    model = NSATransformer(config, seed=0)
+    loss_of(model, tokens_of(config, length + 1)).backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0, name
+
+
+def test_every_branch_moves_its_own_rows_of_the_projection() -> None:
+    """Queries, and the keys and values of all three branches: each row of the one weight, not just some."""
+    config = config_of()
+    model = NSATransformer(config, seed=0)
+    loss_of(model, tokens_of(config, 60)).backward()
+    for block in model.blocks:
+        assert (block.attention.qkv.weight.grad.abs().max(1).values > 0).all()
+        assert (block.attention.gate.weight.grad.abs().max(1).values > 0).all()
+
+
+@pytest.mark.parametrize(("config", "length"), [
+    (ModelConfig(**PRODUCTION, n_layers=2), 256),
+    (ModelConfig(**PRODUCTION, n_layers=1, mlp="gated"), 64),
+    (ModelConfig(dim=128, n_layers=4, n_heads=4, n_kv_groups=2, d_k=32, d_v=32), 256),
+    (ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_groups=1, d_k=16, d_v=16, attention="dense"), 256),
+    (ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, vocab_size=5000), 256),
+], ids=["production width", "gated", "small", "dense", "large vocabulary"])
+def test_the_first_loss_is_ln_v(config: ModelConfig, length: int) -> None:
+    model = NSATransformer(config, seed=0)
+    with torch.no_grad():
+        loss = loss_of(model, tokens_of(config, length + 1, batch=2)).item()
+    assert loss == pytest.approx(math.log(config.vocab_size), rel=0.02)
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_gates_start_apart_and_pass_a_gradient_to_their_input(gate: str) -> None:
+    """A last layer of zeros gives flat gates, and what feeds it no gradient at all."""
+    config = config_of(gate=gate, dim=64)
+    layer = NSATransformer(config, seed=0).blocks[0].attention
+    x = torch.nn.functional.normalize(torch.randn(2, 50, 64), dim=-1) * 8  # rms 1, as after the norm
+    x.requires_grad_()
+    assert layer.gate(x).std() > 0.5
+    gates = layer.gates(x)
+    assert gates.std() > 0.05 and not ((gates < 0.01) | (gates > 0.99)).float().mean() > 0.05
+    (grad,) = torch.autograd.grad(gates[..., 0].sum(), x)
+    assert (grad != 0).any(-1).all()
+
+
+def test_activations_keep_their_size_through_the_layers() -> None:
+    """The residual stream grows by about as much with twelve layers as with one."""
+    growth = []
+    for layers in (1, 12):
+        model = NSATransformer(config_of(dim=96, n_layers=layers), seed=0)
+        sizes = []
+        model.norm.register_forward_pre_hook(lambda _, args, sizes=sizes: sizes.append(args[0].pow(2).mean().sqrt().item()))
+        model(tokens_of(model.config, 40))
+        growth.append(sizes[0])
+    assert growth[1] < 2 * growth[0]
+
+
+def test_one_seed_one_model() -> None:
+    one, same, other = (NSATransformer(config_of(phi="mlp"), seed=seed) for seed in (3, 3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    before = torch.get_rng_state()
+    NSATransformer(config_of(), seed=3)
+    one.reset_parameters(3)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    del before
+
+
+def test_without_a_seed_models_differ() -> None:
+    one, other = (NSATransformer(config_of()) for _ in range(2))
+    assert not torch.equal(one.head.weight, other.head.weight)
+
+
+@pytest.mark.parametrize(("tokens", "words"), [
+    (torch.zeros(4, dtype=torch.int64), r"expected int64 \[B, T\], got torch.int64 \(4,\)"),
+    (torch.zeros(1, 4, dtype=torch.int32), "got torch.int32"),
+    (torch.zeros(1, 4), "got torch.float32"),
+])
+def test_tokens_of_another_kind_are_refused(tokens: torch.Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NSATransformer(config_of())(tokens)
+
+
+@pytest.mark.parametrize(("attention", "mlp"), [("nsa", "plain"), ("nsa", "gated"), ("dense", "plain")])
+def test_flops_of_the_weights_are_what_torch_counts(attention: str, mlp: str) -> None:
+    """Forward and backward of every matrix; 0.1 % apart, which is the norms, counted here as if they were matrices."""
+    config = config_of(dim=96, attention=attention, mlp=mlp, vocab_size=256)
+    model = NSATransformer(config, seed=0)
+    tokens = tokens_of(config, 33)
+    with FlopCounterMode(display=False) as counter:
+        loss_of(model, tokens).backward()
+    counts = counter.get_flop_counts()["Global"]
+    linear = counts[torch.ops.aten.mm]
+    per_key = 2 * config.n_layers * config.n_heads * (config.d_k + config.d_v)
+    reads = geometry.mean_reads(32, config.nsa)
+    keys = {"nsa": reads["cmp"] + reads["sel"] + reads["win"], "dense": reads["dense"]}
+    for kind in ("nsa", "dense"):
+        weights = model.flops_per_token(32)[kind] - (1 + BACKWARD_FLOPS) * per_key * keys[kind]
+        # torch counts no gradient of the first layer's input where the input needs none; the embedding's does.
+        assert weights * 64 == pytest.approx(linear, rel=4e-3)
+
+
+@pytest.mark.parametrize("length", [17, 40])
+def test_flops_of_a_key_are_what_torch_counts(length: int) -> None:
+    """The reference forms every score: T keys a query."""
+    q, k, v = torch.randn(1, length, 4, 6), torch.randn(1, length, 2, 6), torch.randn(1, length, 2, 5)
+    with FlopCounterMode(display=False) as counter:
+        reference.window_attention(q, k, v, NSAConfig())
+    assert counter.get_total_flops() == 2 * 4 * (6 + 5) * length * length
+
+
+def test_sparse_flops_pass_dense_ones_where_arithmetic_says() -> None:
+    """At 2048 tokens NSA reads 1.26 times as many keys as dense attention does, and far fewer at 64 k."""
+    nsa = NSAConfig()
+    ratio = {}
+    for length in (2048, 65536):
+        reads = geometry.mean_reads(length, nsa)
+        ratio[length] = (reads["cmp"] + reads["sel"] + reads["win"]) / reads["dense"]
+    assert ratio[2048] == pytest.approx(1.2, abs=0.1)
+    assert ratio[65536] < 0.12
+
+
+def test_describe_holds_the_real_counts() -> None:
+    model = NSATransformer(config_of(), seed=0)
+    line = model.describe(64)
+    assert f"{model.parameter_count():,} parameters" in line and "compressed torch" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated"])
+def test_hidden_width_of_the_mlp(kind: str) -> None:
+    config = config_of(mlp=kind, mlp_hidden=17)
+    mlp = MLP(config)
+    assert mlp.down.in_features == 17 and mlp.up.out_features == (34 if kind == "gated" else 17)
+    assert MLP(config_of(mlp=kind)).down.in_features == 96
+
+
+def test_operations_of_a_forward_pass_do_not_grow_with_every_token() -> None:
+    """No Python per token: as many operations for 48 tokens as for 24 where one chunk holds either."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    model, counts = NSATransformer(config_of(n_layers=1, nsa={"w": 64, "n_sel": 8}), seed=0), []
+    for length in (24, 48):
+        with torch.no_grad(), Count() as count:
+            model(tokens_of(model.config, length))
+        counts.append(count.calls)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 12])
+def test_any_depth_trains(layers: int) -> None:
+    config = config_of(n_layers=layers, dim=16)
+    model = NSATransformer(config, seed=0)
+    loss_of(model, tokens_of(config, 33)).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())

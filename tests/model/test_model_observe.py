@@ -1,0 +1,113 @@
+"""What a model tells of itself is what it computed: counted from observed blocks, not taken from a formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from model_inputs import config_of, tokens_of
+
+from nsa_lab.attention import reference
+from nsa_lab.model import BRANCHES, NSATransformer
+
+T = 70
+
+
+@pytest.fixture(scope="module")
+def model() -> NSATransformer:
+    return NSATransformer(config_of(), seed=0)
+
+
+def test_what_is_observed_is_what_the_layer_computes(model: NSATransformer) -> None:
+    """Gated and projected, the observed branches are the layer's own output."""
+    tokens = tokens_of(model.config, T)
+    inside = []
+    handles = [block.attention.register_forward_hook(lambda _, __, out: inside.append(out)) for block in model.blocks]
+    model(tokens)
+    for handle in handles:
+        handle.remove()
+    for block, seen, out in zip(model.blocks, model.observe(tokens), inside, strict=True):
+        mixed = reference.combine(seen["out_cmp"], seen["out_sel"], seen["out_win"], seen["gates"])
+        torch.testing.assert_close(block.attention.out(mixed.flatten(2)), out)
+        assert seen["blocks"].shape == (2, T, 2, 3) and seen["gates"].shape == (2, T, 4, 3)
+        assert not any(x.requires_grad for x in seen.values())
+
+
+def test_statistics_are_in_range_and_per_layer(model: NSATransformer) -> None:
+    stats = model.statistics(tokens_of(model.config, T))
+    assert all(x.shape == (2,) and x.isfinite().all() for x in stats.values())
+    shares = torch.stack([stats[f"gate_share_{b}"] for b in BRANCHES])
+    torch.testing.assert_close(shares.sum(0), torch.ones(2))
+    assert (shares > 0).all()
+    for name in ("gate_saturation", "sel_reuse", "sel_sink_share", "sel_window_overlap"):
+        assert (stats[name] >= 0).all() and (stats[name] <= 1).all(), name
+    assert (stats["gate_entropy"] > 0).all() and (stats["gate_entropy"] < math.log(3)).all()
+    assert all((stats[f"norm_{b}"] > 0).all() for b in BRANCHES)
+
+
+def test_statistics_of_the_choice_are_what_counting_gives(model: NSATransformer) -> None:
+    tokens = tokens_of(model.config, T)
+    stats, nsa = model.statistics(tokens), model.config.nsa
+    for layer, seen in enumerate(model.observe(tokens)):
+        reuse, distance, near, keys = [], [], 0, 0
+        for sequence in seen["blocks"].tolist():
+            for t, groups in enumerate(sequence):
+                for g, row in enumerate(groups):
+                    chosen = {j for j in row if j >= 0}
+                    distance += [t // nsa.l_sel - j for j in chosen]
+                    read = [s for j in chosen for s in range(j * nsa.l_sel, (j + 1) * nsa.l_sel) if s <= t]
+                    keys += len(read)
+                    near += sum(t - s < nsa.w for s in read)
+                    if t:
+                        before = {j for j in sequence[t - 1][g] if j >= 0}
+                        reuse.append(len(chosen & before) / len(chosen))
+        assert stats["sel_reuse"][layer].item() == pytest.approx(sum(reuse) / len(reuse), rel=1e-5)
+        assert stats["sel_distance"][layer].item() == pytest.approx(sum(distance) / len(distance), rel=1e-5)
+        assert stats["sel_window_overlap"][layer].item() == pytest.approx(near / keys, rel=1e-5)
+
+
+def test_the_share_of_the_sink_is_the_attention_that_the_first_block_holds(model: NSATransformer) -> None:
+    tokens = tokens_of(model.config, T, batch=1)
+    x, rotary = model._enter(tokens)
+    layer = model.blocks[0]
+    q, _, _, k, _, _, _, _ = layer.attention.project(layer.attention_norm(x), rotary)
+    seen = model.observe(tokens)[0]
+    held = []
+    for t in range(model.config.nsa.l_sel, T):
+        for n in range(4):
+            chosen = [s for j in seen["blocks"][0, t, n // 2].tolist() if j >= 0 for s in range(8 * j, 8 * j + 8) if s <= t]
+            p = (k[0, chosen, n // 2] @ q[0, t, n] * 6**-0.5).softmax(0)
+            held.append(p[:8].sum().item())
+    expected = sum(held) / len(held)
+    assert model.statistics(tokens)["sel_sink_share"][0].item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
+def test_short_sequences_have_statistics_too(model: NSATransformer, length: int) -> None:
+    assert all(x.isfinite().all() for x in model.statistics(tokens_of(model.config, length)).values())
+
+
+def test_observing_changes_nothing(model: NSATransformer) -> None:
+    tokens = tokens_of(model.config, T)
+    before = model(tokens)
+    model.statistics(tokens)
+    assert torch.equal(model(tokens), before) and all(p.grad is None for p in model.parameters())
+
+
+def test_equal_gates_have_an_entropy_of_ln_3(model: NSATransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value that a gate which never moves is pinned at; a gate that is on or off is saturated."""
+    kind = type(model.blocks[0].attention)
+    monkeypatch.setattr(kind, "gates", lambda self, x: torch.full((*x.shape[:2], 4, 3), 1 / 3))
+    flat = model.statistics(tokens_of(model.config, T))
+    torch.testing.assert_close(flat["gate_entropy"], torch.full((2,), math.log(3)))
+    monkeypatch.setattr(kind, "gates", lambda self, x: torch.tensor([1.0, 0.0, 0.0]).expand(*x.shape[:2], 4, 3))
+    pinned = model.statistics(tokens_of(model.config, T))
+    assert (pinned["gate_entropy"].abs() < 1e-6).all() and (pinned["gate_saturation"] == 1).all()
+
+
+def test_a_dense_model_has_no_branches_to_observe() -> None:
+    model = NSATransformer(config_of(attention="dense"), seed=0)
+    assert model.statistics(tokens_of(model.config, 9)) == {}
+    with pytest.raises(ValueError, match="model.attention: nsa"):
+        model.observe(tokens_of(model.config, 9))

@@ -1,0 +1,150 @@
+"""bf16 autocast, gradient checkpointing, and the dense twin compute what the plain model does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_inputs import TINY_NSA, VARIANTS, config_of, loss_of, name_of, tokens_of
+
+from nsa_lab.attention import reference, torch_backend
+from nsa_lab.model import NSATransformer
+
+EDGES = sorted({1, TINY_NSA["l"] - 1, TINY_NSA["l"], TINY_NSA["l_sel"], TINY_NSA["w"] + 1, 2, 64})
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("length", EDGES)
+def test_bf16_autocast_is_finite_at_every_edge(length: int, attention: str) -> None:
+    """Values and gradients of the first step; weights and gradients stay float32."""
+    config = config_of(attention=attention)
+    model = NSATransformer(config, dtype=torch.bfloat16, seed=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, tokens_of(config, length + 1))
+    loss.backward()
+    assert loss.isfinite()
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.float32
+        # Below one compression block phi has nothing to compress, and no gradient.
+        assert p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+def test_bf16_autocast_stays_near_float32(variant: dict[str, str]) -> None:
+    config = config_of(**variant)
+    model = NSATransformer(config, seed=0)
+    tokens = tokens_of(config, 65)
+    exact = loss_of(model, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = loss_of(model, tokens)
+    assert rough.item() == pytest.approx(exact.item(), rel=2e-3)
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(loss_of(model, tokens), rough.detach())
+
+
+def test_autocast_reaches_attention_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    real = torch_backend.selected_attention
+
+    def spy(q, k, v, *rest):
+        seen.update({q.dtype, k.dtype, v.dtype})
+        return real(q, k, v, *rest)
+
+    monkeypatch.setattr(torch_backend, "selected_attention", spy)
+    config = config_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        NSATransformer(config, seed=0)(tokens_of(config, 20))
+    assert seen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_model_wholly_in_bf16_runs(attention: str) -> None:
+    config = config_of(attention=attention)
+    model = NSATransformer(config, dtype=torch.bfloat16, seed=0).bfloat16()
+    loss = loss_of(model, tokens_of(config, 33))
+    loss.backward()
+    assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradient_checkpointing_changes_no_bit(attention: str, autocast: bool) -> None:
+    config = config_of(attention=attention, phi="mlp")
+    model = NSATransformer(config, seed=0)
+    tokens = tokens_of(config, 50)
+    results = []
+    for checkpointing in (False, True):
+        model.gradient_checkpointing = checkpointing
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model, tokens)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gradient_checkpointing_saves_what_it_promises() -> None:
+    """It stores less for the backward pass, and nothing changes in eval mode."""
+    config = config_of(n_layers=4)
+    model = NSATransformer(config, seed=0)
+    sizes = []
+    for checkpointing in (False, True):
+        model.gradient_checkpointing = checkpointing
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
+            loss_of(model, tokens_of(config, 50))
+        sizes.append(sum(saved))
+    assert sizes[1] < sizes[0] / 2
+
+
+def test_backends_agree_through_the_whole_model() -> None:
+    config = config_of(phi="linear")
+    tokens = tokens_of(config, 80)
+    losses, grads = [], []
+    for backend in ("reference", "torch"):
+        model = NSATransformer(config, backend=backend, seed=0)
+        loss = loss_of(model, tokens)
+        loss.backward()
+        losses.append(loss.item())
+        grads.append([p.grad for p in model.parameters()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_dense_twin_shares_all_but_attention() -> None:
+    nsa, dense = (NSATransformer(config_of(attention=kind), seed=0) for kind in ("nsa", "dense"))
+    names = {kind: {n for n, _ in model.named_parameters()} for kind, model in (("nsa", nsa), ("dense", dense))}
+    assert {n.rsplit(".attention.")[-1] for n in names["nsa"] - names["dense"]} == {"gate.weight"}
+    assert dense.blocks[0].attention.qkv.out_features == 4 * 6 + 2 * (6 + 5)
+    assert set(dense.backends) == {"dense"}
+
+
+def test_nsa_of_full_coverage_computes_the_dense_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selection alone, gate 1, over a budget that holds the sequence, with the twin's weights: the twin's logits."""
+    config = config_of(nsa={"l_sel": 16, "n_sel": 4})
+    nsa, dense = NSATransformer(config, seed=0), NSATransformer(config.model_copy(update={"attention": "dense"}), seed=1)
+    H, G, d_k, d_v = 4, 2, 6, 5
+    state = {k: v for k, v in dense.state_dict().items() if "qkv" not in k}
+    nsa.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        for mine, twin in zip(nsa.blocks, dense.blocks, strict=True):
+            q, k, v = twin.attention.qkv.weight.split([H * d_k, G * d_k, G * d_v])
+            mine.attention.qkv.weight.copy_(torch.cat([q, k, k, k, v, v, v]))
+
+    def selection_only(self, x):
+        return torch.tensor([0.0, 1.0, 0.0]).expand(*x.shape[:2], H, 3)
+
+    monkeypatch.setattr(type(nsa.blocks[0].attention), "gates", selection_only)
+    tokens = tokens_of(config, 64)
+    torch.testing.assert_close(nsa(tokens), dense(tokens), rtol=1e-4, atol=1e-5)
+    longer = tokens_of(config, 80)
+    close = torch.isclose(nsa(longer), dense(longer), rtol=1e-4, atol=1e-5).all(-1)
+    assert close[:, :64].all() and not close[:, 64:].any()
+
+
+def test_reference_is_imported_and_not_touched_by_the_torch_backend() -> None:
+    """`choose` is the one thing that both use; the rest of the torch backend is its own."""
+    shared = {name for name in ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
+              if getattr(torch_backend, name) is getattr(reference, name)}
+    assert not shared

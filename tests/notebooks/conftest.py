@@ -1,0 +1,48 @@
+"""Notebooks run through papermill as a user would run them, with run directories of their own."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+CI = yaml.safe_load((ROOT / "params" / "ci.yaml").read_text())
+CELL_TIMEOUT_S = 240
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Tiny models on a busy machine lose more to waiting threads than they win."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def execute(tmp_path):
+    """execute(stem, cwd=..., **parameters) -> the executed notebook."""
+
+    def run(stem: str, cwd: Path = ROOT, **parameters):
+        target = tmp_path / f"{stem}.ipynb"
+        papermill.execute_notebook(ROOT / "notebooks" / f"{stem}.ipynb", target, parameters=parameters, cwd=str(cwd),
+                                   execution_timeout=CELL_TIMEOUT_S, progress_bar=False)
+        return nbformat.read(target, as_version=4)
+
+    return run
+
+
+def printed(notebook) -> str:
+    """Everything that the notebook's cells print or show as text."""
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
+
+
+def pictures(notebook) -> list:
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return [output for output in outputs if "image/png" in output.get("data", {})]
+
+
+def status(run: Path) -> str:
+    return json.loads((run / "status.json").read_text())["status"]

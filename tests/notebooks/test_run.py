@@ -1,0 +1,100 @@
+"""Every notebook through papermill with params/ci.yaml; training ones also again, killed, and with mistakes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from papermill.exceptions import PapermillExecutionError
+
+from .conftest import CELL_TIMEOUT_S, CI, ROOT, pictures, printed, status
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem, least", [("01_branch_derivations", 9), ("02_kernel_parity", 3)])
+def test_reading_notebooks_draw_and_never_make_a_widget(stem, least, execute):
+    notebook = execute(stem, cwd=ROOT / "notebooks", **CI)
+    assert len(pictures(notebook)) >= least
+    assert all(output["metadata"]["image/png"]["alt"] for output in pictures(notebook))
+    assert "widgets" not in notebook.metadata
+    assert "widget-view" not in str(notebook.cells)
+
+
+@pytest.mark.slow
+def test_training_again_and_its_health(execute, tmp_path):
+    outputs = tmp_path / "runs"
+    first = execute("04_production_run", **CI, outputs=str(outputs))
+    (run,) = outputs.iterdir()
+    assert status(run) == "DONE" and run.name.startswith("ci-")
+    assert "new run" in printed(first) and "healthy" in printed(first)
+    assert len(pictures(first)) >= 7
+
+    again = execute("04_production_run", cwd=ROOT / "notebooks", **CI, outputs=str(outputs))
+    assert list(outputs.iterdir()) == [run]
+    assert "this run is finished" in printed(again)
+
+    # As `nsa-lab run` calls it: the run directory alone.
+    shown = execute("03_smoke_training", run_dir=str(run))
+    assert "this run is finished" in printed(shown)
+
+    health = execute("05_health_analysis", run_dir=str(run), other_run=str(run))
+    assert "every step once" in printed(health)
+    assert any("Blocks selected" in output["metadata"]["image/png"]["alt"] for output in pictures(health))
+
+
+@pytest.mark.slow
+def test_papermill_alone_and_a_killed_kernel_leave_the_trainer_alone(tmp_path, execute):
+    outputs = tmp_path / "runs"
+    parameters = {**CI, "train": {**CI["train"], "steps": 150, "save_every": 50}}
+    command = [sys.executable, "-m", "papermill", ROOT / "notebooks" / "04_production_run.ipynb", tmp_path / "out.ipynb",
+               "-f", ROOT / "params" / "ci.yaml", "-y", f"{{train: {parameters['train']}}}", "-p", "outputs", outputs]
+    notebook = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        run = _first_run(outputs, notebook)
+        (kernel,) = [child for child in psutil.Process(notebook.pid).children() if "ipykernel" in " ".join(child.cmdline())]
+        os.kill(kernel.pid, signal.SIGKILL)
+        assert notebook.wait(60) != 0
+    finally:
+        notebook.kill()
+    again = execute("04_production_run", **parameters, outputs=str(outputs))
+    assert list(outputs.iterdir()) == [run]
+    assert status(run) == "DONE"
+    assert "attached to the run" in printed(again) or "this run is finished" in printed(again)
+    assert "none lost, none doubled; one attempt" in printed(again)
+
+
+@pytest.mark.parametrize("parameters, message", [
+    ({"train": {"stepz": 10}}, "did you mean train.steps"),
+    ({"nsa": {"d": 5}}, "not a multiple of nsa.d = 5"),
+    ({"data": {"source": "local", "path": "no/such/folder"}}, "no/such/folder"),
+    ({"name": "smok"}, "did you mean smoke"),
+    ({"run_dir": "no-such-run"}, "no such run"),
+    ({"run_dir": "no-such-run", "train": {"steps": 5}}, "a run keeps its configuration"),
+])
+def test_a_mistake_is_one_line_and_leaves_nothing(parameters, message, execute, tmp_path):
+    outputs = tmp_path / "runs"
+    with pytest.raises(PapermillExecutionError) as caught:
+        execute("03_smoke_training", **{"name": "ci", **parameters, "outputs": str(outputs), "sample_tokens": 1})
+    assert caught.value.ename == "Stop" and message in caught.value.evalue
+    assert len(caught.value.traceback) == 1
+    assert not outputs.exists() or not list(outputs.iterdir())
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers():
+    from nsa_lab.explore.notebook import configuration
+
+    config = configuration("ci", {"train": {"lr": "1e-3"}, "data": {"tokenizer": "byte"}})
+    assert config.train.lr == 1e-3
+
+
+def _first_run(outputs, notebook):
+    deadline = time.monotonic() + CELL_TIMEOUT_S
+    while time.monotonic() < deadline and notebook.poll() is None:
+        for run in outputs.glob("ci-*"):
+            if (run / "events.jsonl").is_file() and '"kind":"step"' in (run / "events.jsonl").read_text():
+                return run
+        time.sleep(0.2)
+    raise AssertionError("the notebook started no run")

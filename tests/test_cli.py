@@ -1,0 +1,287 @@
+"""The command line: what a user does wrong is one line with the remedy, exit code 2, and nothing is left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import nbformat
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from fake_run import write_run
+from nbformat.v4 import new_code_cell, new_notebook
+
+from nsa_lab import cli, launch, rundir
+from nsa_lab.live import RunView, note, watch
+from nsa_lab.names import find_run, notebook_file, params_file
+
+torch.set_num_threads(1)
+
+TINY = """
+model: {dim: 16, n_layers: 1, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}
+nsa: {l: 8, d: 4, l_sel: 8, n_sel: 4, w: 16}
+train: {steps: 6, seq_len: 32, batch_size: 2, log_every: 2, stats_every: 2, eval_every: 3, eval_batches: 1, save_every: 3}
+runtime: {device: cpu}
+data: {source: local, val_fraction: 0.4}
+"""
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Runs the console script in this process, with outputs below the test's own folder."""
+
+    def run(*arguments: object, outputs: bool = True) -> Said:
+        where = ["--outputs", str(tmp_path / "outputs")] if outputs else []
+        monkeypatch.setattr(sys, "argv", ["nsa-lab", *map(str, arguments), *where])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        code = ended.value.code or 0
+        out, err = capsys.readouterr()
+        return Said(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A params file of a model that trains in a second, and its text."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for index in range(12):
+        (text / f"{index}.txt").write_text(f"Document {index}: " + "the quick brown fox jumps over the lazy dog. " * 9)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.replace("source: local", f"source: local, path: '{text}'"))
+    return path
+
+
+def missing(folder: Path) -> Path:
+    return folder / "nowhere"
+
+
+def empty_file(folder: Path) -> Path:
+    (folder / "empty.txt").touch()
+    return folder / "empty.txt"
+
+
+def without_text(folder: Path) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "b"]}), folder / "other.parquet")
+    return folder / "other.parquet"
+
+
+def notebook(folder: Path, *cells: str) -> Path:
+    parameters = new_code_cell('run_dir: str = ""', metadata={"tags": ["parameters"]})
+    path = folder / "training.ipynb"
+    nbformat.write(new_notebook(cells=[parameters, *map(new_code_cell, cells)]), path)
+    return path
+
+
+def notebook_option(command: str, folder: Path) -> list[object]:
+    return ["--notebook", notebook(folder)] if command == "run" else []
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+@pytest.mark.parametrize(("override", "answer"), [
+    ("train.stepz=10", "did you mean train.steps?"),
+    ("nsa.d=5", "use nsa.l = 5 or 10"),
+    ("model.n_heads=3,", "model.n_heads"),
+    ("train.steps", "expected section.key=value"),
+    ("runtime.backend=flash", "backend = 'flash' cannot run"),
+    ("runtime.backend=triton", "backend = 'triton' cannot run"),
+])
+def test_a_wrong_setting_is_one_line_and_leaves_nothing(say, tiny: Path, tmp_path: Path, command: str, override: str,
+                                                        answer: str) -> None:
+    said = say(command, tiny, "-p", override, *notebook_option(command, tmp_path))
+    assert said.code == 2
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert answer in said.err
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+@pytest.mark.parametrize(("make", "answer"), [(missing, "nowhere"), (empty_file, "empty"), (without_text, "text")])
+def test_text_that_cannot_be_read_is_one_line_and_leaves_nothing(say, tiny: Path, tmp_path: Path, command: str, make,
+                                                                 answer: str) -> None:
+    path = make(tmp_path)
+    said = say(command, tiny, "-p", f"data.path={path}", *notebook_option(command, tmp_path))
+    assert said.code == 2
+    assert said.err.startswith("nsa-lab: ")
+    assert said.err.count("\n") == 1
+    assert str(path) in said.err
+    assert answer in said.err
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(("arguments", "answer"), [
+    (["run", "smoek"], "did you mean smoke?"),
+    (["run"], "give the NAME of a params file"),
+    (["run", "smoke", "--notebook", "no_such_notebook"], "--notebook no_such_notebook: no such notebook; "),
+    (["health", "no-such-run"], "no run was made yet"),
+    (["stop", "latest"], "no run was made yet"),
+    (["generate", "latest"], "no run was made yet"),
+])
+def test_a_name_that_is_not_there_says_what_is(say, arguments: list[str], answer: str, tmp_path: Path) -> None:
+    said = say(*arguments)
+    assert said.code == 2
+    assert said.err.count("\n") == 1
+    assert answer in said.err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_bug_is_not_dressed_up_as_a_wrong_usage(say, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise AttributeError("a bug")
+
+    monkeypatch.setattr(cli.names, "find_run", broken)
+    monkeypatch.setattr(sys, "argv", ["nsa-lab", "health", "latest"])
+    with pytest.raises(AttributeError, match="a bug"):
+        cli.main()
+
+
+def test_the_command_line_starts_without_the_heavy_packages() -> None:
+    heavy = ("torch", "matplotlib", "papermill", "nbconvert", "pyarrow", "numpy")
+    code = f"import sys, nsa_lab.cli; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_health_exits_0_or_3_and_names_the_first_failure(say, tmp_path: Path) -> None:
+    good = write_run(tmp_path / "good")
+    bad = write_run(tmp_path / "bad", spoil=lambda events: [e for e in events if e["step"] <= 100],
+                    status={"status": rundir.HALTED, "reason": "step 101: the loss is nan"})
+    said = say("health", good)
+    assert said.code == 0
+    assert f"{good.name}: healthy\n" in said.out
+    said = say("health", good, bad)
+    assert said.code == 3
+    assert "NOT healthy: finished: HALTED at step 100 of 200" in " ".join(said.out.split())
+
+
+def test_runs_are_found_by_path_id_beginning_and_latest(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    for named in (str(run_dir), run_dir.name, "fake", "latest"):
+        assert find_run(named, tmp_path) == run_dir
+    second = write_run(tmp_path / "other")
+    second.rename(tmp_path / "fake-20260202T000000Z-ffff")
+    with pytest.raises(rundir.RunDirectoryError, match="begins the names of 2 runs"):
+        find_run("fake-2026", tmp_path)
+
+
+def test_params_and_notebooks_are_found_by_name() -> None:
+    assert params_file("smoke").name == "smoke.yaml"
+    assert params_file("some/where.yaml") == Path("some/where.yaml")
+
+
+def test_production_configurations_take_the_production_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notebooks").mkdir()
+    for stem in ("03_smoke_training", "04_production_run"):
+        (tmp_path / "notebooks" / f"{stem}.ipynb").touch()
+    monkeypatch.setattr("nsa_lab.names.root", lambda: tmp_path)
+    from nsa_lab.config import RunConfig
+
+    assert notebook_file(None, RunConfig(name="production_50k")).stem == "04_production_run"
+    assert notebook_file(None, RunConfig(name="ci")).stem == "03_smoke_training"
+    assert notebook_file("04_production_run", RunConfig(name="ci")).stem == "04_production_run"
+
+
+def test_status_follow_and_report_read_a_finished_run(say, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "outputs")
+    assert run_dir.name in say("status").out
+    assert "8.000 → 2.140" in say("status", "latest").out
+    followed = say("follow", "latest")
+    assert followed.code == 0
+    assert "step 200/200" in followed.out
+    said = say("report", "latest")
+    assert said.code == 0
+    assert Path(said.out.strip()) == run_dir / "report.html"
+
+
+def test_plan_says_what_a_run_takes(say, tiny: Path) -> None:
+    said = say("plan", tiny)
+    assert said.code == 0
+    assert "optimiser steps" in said.out
+
+
+def test_train_detached_then_stop_resume_and_generate(say, tiny: Path, tmp_path: Path) -> None:
+    said = say("train", tiny)
+    assert said.code == 0
+    run_dir = Path(said.out.splitlines()[-1])
+    assert launch.wait(run_dir, timeout_s=180)
+    assert launch.state(run_dir) == rundir.DONE
+    assert "DONE" in say("stop", "latest").out
+    refused = say("resume", "latest")
+    assert refused.code == 2
+    assert "DONE" in refused.err
+    assert len(say("generate", "latest", "--prompt", "the ", "--tokens", "20").out) > 1
+    refused = say("generate", "latest", "--step", "5")
+    assert refused.code == 2
+    assert "no checkpoint of step 5; there is 3, 6" in refused.err
+
+
+# Stands for a cell that starts a trainer and waits for it; the trainer itself is proved elsewhere.
+TRAIN_CELL = """
+from pathlib import Path
+from nsa_lab import launch, rundir
+rundir.write_status(Path(run_dir), run=Path(run_dir).name, status=rundir.DONE, step=6, exit_code=0)
+print(launch.state(run_dir))
+"""
+
+
+def test_run_executes_a_notebook_and_prints_the_report_last(say, tiny: Path, tmp_path: Path) -> None:
+    said = say("run", tiny, "--notebook", notebook(tmp_path, TRAIN_CELL))
+    assert said.code == 0, said.err
+    page = Path(said.out.splitlines()[-1])
+    assert page.name == "report.html"
+    assert launch.state(page.parent) == rundir.DONE
+    executed = nbformat.read(page.parent / "report.ipynb", as_version=4)
+    assert executed.cells[-1].outputs[-1].text == "DONE\n"
+
+
+def test_a_failing_notebook_still_gives_a_report_and_exit_code_1(say, tiny: Path, tmp_path: Path) -> None:
+    source = notebook(tmp_path, TRAIN_CELL, "1 / 0", "print('never')")
+    said = say("run", tiny, "--notebook", source)
+    assert said.code == 1
+    assert "ZeroDivisionError" in said.err
+    page = Path(said.out.splitlines()[-1]).read_text(encoding="utf-8")
+    assert "The notebook stopped in code cell" in page
+    assert "ZeroDivisionError: division by zero" in page
+    again = say("run", "--into", "latest", "--notebook", notebook(tmp_path, TRAIN_CELL))
+    assert again.code == 0, again.err
+    assert len(list((tmp_path / "outputs").iterdir())) == 1
+
+
+def test_a_run_that_was_refused_by_the_trainer_has_the_trainers_exit_code(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    for status, code, problem, wanted in (
+        (rundir.DONE, 0, None, 0), (rundir.DONE, 0, "a cell failed", 1), (rundir.HALTED, 3, "a cell failed", 3),
+        (rundir.HALTED, 2, None, 2), (rundir.PREEMPTED, 75, None, 75), (rundir.RUNNING, None, "killed", 1),
+        (rundir.RUNNING, None, "interrupted", 75),
+    ):
+        rundir.write_status(run_dir, run=run_dir.name, status=status, exit_code=code)
+        assert cli.exit_code(run_dir, problem) == wanted
+
+
+def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    guard = {"kind": "guard", "attempt": 1, "step": 90, "rule": "slowdown", "action": "warn", "text": "slow\nindeed"}
+    run_dir = write_run(tmp_path, spoil=lambda events: [*events, guard])
+    terminal = Console(force_terminal=True, width=110, record=True)
+    view = watch(run_dir, lambda: True, terminal)
+    shown = terminal.export_text()
+    for word in ("200 of 200", "tokens a second", "8,19", "cmp 40%", "slowdown: slow indeed", "blocks reused", "93%"):
+        assert word in shown
+    assert view.eta_s == 0.0
+    assert RunView(run_dir).line() == "step 0/200  starting"
+    stall = {"kind": "stall", "t": 0.0, "step": 3, "phase": "data", "phase_age_s": 9}
+    assert note(stall).endswith("step 3  stall in data after 9 s")

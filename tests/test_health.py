@@ -1,0 +1,316 @@
+"""Each verdict: one run that makes it fail, and the healthy run on which all of them stay silent."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_run import LAYERS, Event, configuration, evaluation, saved, step_event, write_checkpoint, write_run
+
+from nsa_lab import rundir
+from nsa_lab.config import NSAConfig
+from nsa_lab.health import CHECKS, Verdict, examine, verdicts
+from nsa_lab.health.branches import choice_range
+from nsa_lab.history import History, facts
+
+
+def named(found: list[Verdict], name: str) -> Verdict:
+    return next(verdict for verdict in found if verdict.name == name)
+
+
+def set_all(**values: Any) -> Callable[[list[Event]], None]:
+    """Spoils every `step` event that carries these fields."""
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            event.update({key: value for key, value in values.items() if key in event})
+    return spoil
+
+
+def append(*extra: Event) -> Callable[[list[Event]], None]:
+    def spoil(events: list[Event]) -> None:
+        events[-1:-1] = extra
+    return spoil
+
+
+def without(keep: Callable[[Event], bool]) -> Callable[[list[Event]], list[Event]]:
+    return lambda events: [event for event in events if keep(event)]
+
+
+def at(step: int, kind: str = "step", **values: Any) -> Callable[[list[Event]], None]:
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == kind and event["step"] == step:
+                event.update(values)
+    return spoil
+
+
+def layers(*values: float) -> list[float]:
+    assert len(values) == LAYERS
+    return list(values)
+
+
+def slow_tail(events: list[Event]) -> None:
+    for event in events:
+        if event["kind"] == "step" and event["step"] > 150:
+            event["dt_s"], event["tokens_per_s"] = 4.0, 1024.0
+
+
+def twice(events: list[Event]) -> None:
+    events.append(dict(next(e for e in events if e["kind"] == "step" and e["step"] == 70)))
+
+
+def growing(events: list[Event]) -> None:
+    for event in events:
+        if event["kind"] == "heartbeat":
+            event["rss_bytes"] = 10**9 + event["step"] * 10**7
+
+
+GUARD = {"kind": "guard", "attempt": 1, "step": 90, "rule": "frozen", "value": 0.0, "limit": 0.0, "action": "warn",
+         "text": "step 90: the gate weights of layer 1 do not move"}
+STALL = {"kind": "stall", "attempt": 1, "step": 60, "phase": "data", "phase_age_s": 130.0, "limit_s": 120.0}
+ERROR = {"kind": "error", "attempt": 1, "step": 60, "where": "step", "type": "ValueError", "message": "boom\nmore",
+         "fatal": True}
+
+FAILURES = {
+    "guards": (append(GUARD), "frozen (warn): step 90: the gate weights of layer 1"),
+    "finite numbers": (at(50, grad_norm=None, nonfinite=["grad_norm"]), "grad_norm is not finite at step 50"),
+    "errors": (append(ERROR), "ValueError at step 60: boom more"),
+    "stalls": (append(STALL), "phase data at step 60"),
+    "preflight": (at(0, "preflight", ok=False), "data: fine, limit fine (2 of 2 failed)"),
+    "loss fell": (at(200, "eval", bpb=6.1), "at least 25.0% below"),
+    "no leak": (at(200, bpb=0.01), "at step 200"),
+    "loss kept": (at(100, "eval", bpb=2.0), "best 2.000 at step 100"),
+    "generalises": (set_all(bpb=2.0), None),
+    "every step once": (without(lambda e: not (e["kind"] == "step" and e["step"] == 110)), "steps lost: 110"),
+    "learning rate": (at(100, lr=5e-4), "0.0005 at step 100, where the configuration says 0.0005868"),
+    "checkpoints": (without(lambda e: not (e["kind"] == "checkpoint" and e["step"] == 100)), "none was saved at step 100"),
+    "gates moved": (set_all(gate_entropy=[math.log(3)] * LAYERS), "pinned at ln 3"),
+    "gates alive": (set_all(gate_entropy=layers(0.9, 0.1, 0.9)), "collapsed onto one branch in layer 1"),
+    "selection chooses": (set_all(sel_reuse=layers(1.0, 0.93, 1.0)), "the same blocks in layers 0, 2"),
+    "selection reaches": (set_all(sel_distance=layers(8.5, 8.5, 6.98)), "only the nearest blocks are chosen in layer 2"),
+    "attention sink": (set_all(sel_sink_share=layers(0.1, 0.95, 0.1)), "95% of the selected attention in layer 1"),
+    "throughput": (slow_tail, "below 50% of it"),
+    "data wait": (set_all(data_s=0.2), "40.0% of the training time"),
+    "memory": (growing, "in the second"),
+}
+
+# A loss that is wrong in one way is wrong in another, too.
+CONSEQUENCES = {"loss fell": {"loss kept", "generalises"}, "no leak": {"generalises"}}
+
+
+def test_a_healthy_run_passes_every_verdict(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    for step in (100, 200):
+        write_checkpoint(run_dir, step)
+    health = examine(run_dir)
+    assert [v.name for v in health.verdicts if v.ok is not True] == []
+    assert len(health.verdicts) == len(CHECKS)
+    assert health.headline == "healthy"
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_spoilt_run_fails_the_verdict_and_says_so_first(name: str, tmp_path: Path) -> None:
+    spoil, text = FAILURES[name]
+    if name == "generalises":
+        def spoil(events: list[Event]) -> None:
+            for event in events:
+                if event["kind"] == "step" and event["step"] > 100:
+                    event["bpb"] = 1.2
+    health = examine(write_run(tmp_path, spoil=spoil))
+    assert {v.name for v in health.failed} - CONSEQUENCES.get(name, set()) == {name}
+    assert health.headline.startswith(f"NOT healthy: {name}: ")
+    assert text is None or text in health.headline
+    assert "\n" not in health.headline
+
+
+def test_every_verdict_has_a_run_that_fails_it() -> None:
+    assert len({*FAILURES, "finished"}) == len(CHECKS)
+
+
+@pytest.mark.parametrize(("spoil", "text"), [
+    (set_all(gate_update=layers(0.1, 0.0, 0.1)), "never moved in layer 1"),
+    (set_all(gate_entropy=layers(0.9, 0.9, 0.9), gate_share_cmp=[0.3] * LAYERS, gate_share_win=[0.35] * LAYERS),
+     "gate never moved in every layer"),
+])
+def test_a_gate_that_does_not_move_is_named(spoil: Any, text: str, tmp_path: Path) -> None:
+    assert text in named(verdicts(write_run(tmp_path, spoil=spoil)), "gates moved").text
+
+
+@pytest.mark.parametrize(("spoil", "text"), [
+    (set_all(gate_saturation=layers(0.01, 0.8, 0.01)), "80% of the gate values are stuck at 0 or 1 in layer 1"),
+    (set_all(gate_share_sel=layers(0.01, 0.01, 0.01)), "branch sel holds 1.0%"),
+])
+def test_a_gate_that_is_stuck_is_named(spoil: Any, text: str, tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=spoil)), "gates alive")
+    assert verdict.ok is False
+    assert text in verdict.text
+
+
+def test_a_choice_worse_than_chance_is_named(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=set_all(sel_reuse=layers(0.93, 0.5, 0.93)))), "selection chooses")
+    assert verdict.ok is False
+    assert "layer 1, less than chance" in verdict.text
+
+
+def test_a_step_counted_twice_is_named(tmp_path: Path) -> None:
+    assert "doubled: 70" in named(verdicts(write_run(tmp_path, spoil=twice)), "every step once").text
+
+
+def test_a_halt_is_named_before_the_end_that_it_caused(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        kept = [e for e in events if e["step"] <= 90 and e["kind"] != "end"]
+        reason = "step 91: the loss is nan; the update was skipped"
+        guard = {"kind": "guard", "attempt": 1, "step": 91, "rule": "non_finite", "value": None, "limit": 0.0,
+                 "action": "halt", "text": reason, "nonfinite": ["value"]}
+        halt = {"kind": "halt", "attempt": 1, "step": 90, "status": "HALTED", "exit_code": 3, "reason": reason}
+        return [*kept, guard, halt]
+
+    run_dir = write_run(tmp_path, spoil=spoil, status={"status": rundir.HALTED, "reason": "step 91: the loss is nan"})
+    health = examine(run_dir)
+    assert health.headline.startswith("NOT healthy: guards: non_finite (halt): step 91: the loss is nan")
+    assert named(health.verdicts, "finished").ok is False
+
+
+def test_a_trainer_that_died_is_not_healthy_and_one_that_runs_is_not_judged(tmp_path: Path) -> None:
+    half = without(lambda e: e["step"] <= 100)
+    run_dir = write_run(tmp_path, spoil=half, status={"status": rundir.RUNNING})
+    dead = named(verdicts(run_dir), "finished")
+    assert dead.ok is False
+    assert "gone without a word at step 100 of 200" in dead.text
+    lock = rundir.take_lock(run_dir)
+    rundir.sign_lock(lock, os.getpid())
+    try:
+        health = examine(run_dir)
+    finally:
+        os.close(lock)
+    assert health.ok
+    assert health.headline == "healthy so far: running, step 100 of 200"
+
+
+def test_a_stop_on_request_is_not_a_failure(tmp_path: Path) -> None:
+    half = without(lambda e: e["step"] <= 100)
+    run_dir = write_run(tmp_path, spoil=half, status={"status": rundir.PREEMPTED, "reason": None})
+    health = examine(run_dir)
+    assert health.ok
+    assert "resume it to finish" in health.headline
+
+
+def killed_and_resumed(events: list[Event]) -> list[Event]:
+    """Killed at step 130, resumed from the checkpoint of step 100."""
+    config = configuration()
+    first = [e for e in events if e["step"] <= 130 and e["kind"] != "end"]
+    resume = {"kind": "resume", "attempt": 2, "step": 100, "from_step": 100, "steps": 200, "device": "cpu"}
+    second = [step_event(step, config, attempt=2) for step in range(110, 201, 10)]
+    second += [evaluation(step, 2.1 + 5.9 * math.exp(-step / 40), attempt=2) for step in (150, 200)]
+    second.append(saved(200, attempt=2))
+    end = {"kind": "end", "attempt": 2, "step": 200, "status": rundir.DONE, "exit_code": 0, "reason": "done"}
+    return [*first, resume, *sorted(second, key=lambda e: e["step"]), end]
+
+
+def test_a_killed_and_resumed_run_counts_every_step_once_and_tells_its_story(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, spoil=killed_and_resumed)
+    health = examine(run_dir)
+    assert health.ok, health.headline
+    story = named(health.verdicts, "every step once").text
+    assert story == "none lost, none doubled; 2 attempts: attempt 1 killed at step 130, attempt 2 went on from step 100"
+    history = History.read(run_dir)
+    assert [a.ending for a in history.attempts()] == ["killed", "done"]
+    assert len(history.steps) == 21
+    assert facts(history)["attempts"] == 2
+
+
+def test_a_resume_that_skips_steps_is_named(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        return [e for e in killed_and_resumed(events) if not (e["attempt"] == 1 and e["step"] > 80 and e["kind"] == "step")]
+
+    verdict = named(verdicts(write_run(tmp_path, spoil=spoil)), "every step once")
+    assert verdict.ok is False
+    assert "steps lost: 90, 100;" in verdict.text
+
+
+@pytest.mark.parametrize(("damage", "text"), [
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"1234"), "has 4 bytes, its manifest says 5"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"54321"), "does not match its sha256"),
+    (lambda folder: (folder / "MANIFEST.json").unlink(), "cannot be read"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "is missing"),
+])
+def test_a_damaged_checkpoint_is_named(damage: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    write_checkpoint(run_dir, 100)
+    damage(write_checkpoint(run_dir, 200))
+    verdict = named(verdicts(run_dir), "checkpoints")
+    assert verdict.ok is False
+    assert text in verdict.text
+
+
+def test_a_copy_without_checkpoints_is_not_blamed(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path)), "checkpoints")
+    assert verdict.ok is None
+    assert verdict.text == "2 saved; their files are not kept with this copy"
+
+
+def test_a_quarantined_checkpoint_is_a_matter_of_checkpoints_not_of_guards(tmp_path: Path) -> None:
+    quarantined = {"kind": "guard", "attempt": 1, "step": 100, "rule": "checkpoint", "value": "truncated", "limit": None,
+                   "action": "quarantined", "text": "the checkpoint of step 100 is damaged and was moved aside: truncated"}
+    assert [v.name for v in examine(write_run(tmp_path, spoil=append(quarantined))).failed] == ["checkpoints"]
+
+
+def test_a_dense_run_has_no_verdicts_on_gates_or_selection(tmp_path: Path) -> None:
+    health = examine(write_run(tmp_path, configuration(model__attention="dense")))
+    assert health.ok
+    assert not any("gate" in v.name or "selection" in v.name or "sink" in v.name for v in health.verdicts)
+
+
+def test_selection_is_not_judged_where_there_is_nothing_to_choose(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, configuration(train__seq_len=1024))), "selection chooses")
+    assert verdict.ok is None
+    assert "1024 tokens hold 16 blocks" in verdict.text
+
+
+def test_noise_must_stay_at_its_entropy(tmp_path: Path) -> None:
+    config = configuration(data__source="synthetic")
+    flat = write_run(tmp_path / "flat", config, set_all(bpb=7.99))
+    assert examine(flat).ok
+    assert named(verdicts(flat), "no leak").ok is True
+    leaking = write_run(tmp_path / "leaking", config, set_all(bpb=7.9))
+    assert [v.name for v in examine(leaking).failed] == ["no leak"]
+
+
+def test_a_run_that_wrote_nothing_yet_is_unknown_not_healthy_by_accident(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, status={"status": rundir.PREEMPTED, "reason": "created, not started"})
+    (run_dir / rundir.EVENTS).write_text("")
+    health = examine(run_dir)
+    assert health.ok
+    assert health.headline.startswith("healthy so far: step 0 of 200: created, not started")
+    assert not any(v.ok for v in health.verdicts if v.name in ("loss fell", "gates moved", "throughput", "learning rate"))
+
+
+def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    with open(run_dir / rundir.EVENTS, "a", encoding="utf-8") as file:
+        file.write('{"v": 1, "kind": "st')
+    assert examine(run_dir).ok
+
+
+def test_choice_range_is_what_counting_gives() -> None:
+    nsa, length = NSAConfig(l_sel=4, n_sel=4, l=4, d=2), 64
+    chosen = near = far = 0
+    for t in range(length):
+        own = t // 4
+        forced = {0, own, max(own - 1, 0)}
+        rest = sorted(set(range(own + 1)) - forced)
+        free = min(own + 1, nsa.n_sel) - len(forced)
+        nearest, oldest = forced | set(rest[::-1][:free]), forced | set(rest[:free])
+        chosen += len(nearest)
+        near += sum(own - j for j in nearest)
+        far += sum(own - j for j in oldest)
+    span = choice_range(length, nsa)
+    assert span.free
+    assert span.nearest == pytest.approx(near / chosen)
+    assert span.farthest == pytest.approx(far / chosen)
+    assert not choice_range(16, nsa).free
+    assert choice_range(16, nsa).chance_reuse == 1.0

@@ -1,0 +1,198 @@
+"""A report is one file: nothing is fetched, nothing runs, formulas are MathML, pictures are embedded and described."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pytest
+from fake_run import configuration, write_run
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from nsa_lab import rundir
+from nsa_lab.explore import plots
+from nsa_lab.report import compare, export, external_loads, write_report
+from nsa_lab.report.formulas import Formulas, mathml
+from nsa_lab.report.inert import inert
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+PROSE = r"""# Training a model
+
+Importance is $p_t = \mathrm{softmax}(q_t K^\top)$, and
+
+$$\mathrm{importance}(t, j) = \sum_i p(t, i) \cdot \frac{|B_i \cap S_j|}{d}$$
+
+A price of $5 and `$x$` in code stay as they are. ![far](https://example.org/picture.png) [a link](https://example.org)
+
+## Results
+"""
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, and every picture."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.scripts = 0
+        self.pictures: list[dict[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.scripts += tag == "script"
+        if tag == "img":
+            self.pictures.append(found)
+        sources = [found.get(name) for name in ("src", "srcset", "poster", "data")]
+        sources += [found.get("href")] if tag == "link" else []
+        self.fetched += [source for source in sources if source and not source.startswith("data:")]
+
+
+def executed(*extra: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """A notebook as papermill leaves it, with outputs of every kind that a report must tame."""
+    picture = new_output("display_data", data={"image/png": PIXEL, "text/plain": "<Figure>"})
+    widget = new_output("display_data", data={"application/vnd.jupyter.widget-view+json": {"model_id": "x"}})
+    markup = new_output("display_data", data={"text/html": '<script src="https://cdn.example.org/a.js"></script>'
+                                                           '<b onclick="go()">bold</b><iframe src="//x.org"></iframe>'})
+    latex = new_output("execute_result", data={"text/latex": r"$\displaystyle x^2$", "text/plain": "x**2"})
+    cells = [new_markdown_cell(PROSE), new_code_cell("secret_name = 1", outputs=[picture, widget, markup, latex])]
+    return new_notebook(cells=[*cells, *extra], metadata={"widgets": {"application/vnd.jupyter.widget-state+json": {}}})
+
+
+def assert_self_contained(text: str) -> Page:
+    page = Page(text)
+    assert page.fetched == []
+    assert page.scripts == 0
+    assert external_loads(text) == []
+    assert all(picture.get("alt") for picture in page.pictures)
+    return page
+
+
+@pytest.fixture
+def reported(tmp_path: Path) -> str:
+    run_dir = write_run(tmp_path)
+    nbformat.write(executed(), run_dir / "report.ipynb")
+    page = write_report(run_dir)
+    assert page == run_dir / "report.html"
+    assert page.stat().st_size < 5_000_000
+    return page.read_text(encoding="utf-8")
+
+
+def test_a_report_fetches_and_runs_nothing(reported: str) -> None:
+    page = assert_self_contained(reported)
+    assert {picture["alt"] for picture in page.pictures} >= {"Figure of the section “Results”"}
+    assert "cdn.example.org" not in reported
+    assert "onclick" not in reported
+    assert "[picture not embedded: https://example.org/picture.png]" in reported
+    assert '<a href="https://example.org">a link</a>' in reported
+
+
+def test_formulas_are_mathml(reported: str) -> None:
+    assert reported.count("<math") == 3
+    assert 'display="block"' in reported
+    assert "\\frac" not in reported
+    assert "NSAFORMULA" not in reported
+    assert "A price of &#36;5 and" in reported
+    assert "<code>$x$</code>" in reported
+
+
+def test_code_is_folded_but_there(reported: str) -> None:
+    folded = re.search(r'<details class="code">.*?</details>', reported, re.DOTALL)
+    assert folded
+    assert "secret_name" in folded[0]
+
+
+def test_the_first_screen_says_what_happened(reported: str) -> None:
+    head = reported.partition("<main>")[0]
+    assert '<h1>Training a model</h1>' in head
+    assert '<p class="banner ok">healthy</p>' in head
+    for answer in ("8.000 → 2.140", "8,195", "neighbouring queries share 93%", "cmp 40%, sel 35%, win 25%", "n_layers: 3"):
+        assert answer in head
+
+
+def test_a_notebook_that_failed_says_so_on_top_and_the_run_keeps_its_own_verdict(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    error = new_output("error", ename="ZeroDivisionError", evalue="division by <zero>", traceback=["a", "b"])
+    note = new_markdown_cell("<span>An Exception was encountered</span>", metadata={"tags": ["papermill-error-cell-tag"]})
+    nbformat.write(executed(note, new_code_cell("1 / 0", outputs=[error])), run_dir / "report.ipynb")
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    assert_self_contained(text)
+    head = text.partition("<main>")[0]
+    assert "The notebook stopped in code cell 2 of 2: ZeroDivisionError: division by &lt;zero&gt;" in head
+    assert head.index("The notebook stopped") < head.index('<p class="banner ok">healthy</p>')
+    assert "An Exception was encountered" not in text
+
+
+def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, spoil=lambda events: [e for e in events if e["step"] <= 90 and e["kind"] != "end"],
+                        status={"status": rundir.HALTED, "reason": "step 91: the loss is nan"})
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    assert_self_contained(text)
+    head = text.partition("<main>")[0]
+    assert "NOT healthy: finished: HALTED at step 90 of 200: step 91: the loss is nan" in head
+    assert "The weights are those of step 90, the last good one." in head
+    assert f"nsa-lab resume {run_dir.name}" in head
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
+def test_a_run_without_a_notebook_gets_a_report_of_its_record(changes: dict, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, configuration(**changes))
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    page = assert_self_contained(text)
+    assert len(page.pictures) == (4 if changes else 8)
+    assert len(text) < 5_000_000
+
+
+def test_a_run_that_recorded_nothing_has_a_report_too(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, status={"status": rundir.PREEMPTED, "reason": "created, not started"})
+    (run_dir / rundir.EVENTS).unlink()
+    assert "Nothing was recorded yet." in write_report(run_dir).read_text(encoding="utf-8")
+
+
+def test_several_runs_on_one_page(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "nsa"), write_run(tmp_path / "dense", configuration(model__attention="dense"))]
+    text = compare(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
+    assert_self_contained(text)
+    assert "2 runs compared" in text
+    assert text.count('class="banner ok"') == 2
+
+
+def test_a_notebook_without_a_run_is_exported_beside_itself(tmp_path: Path) -> None:
+    nbformat.write(executed(), tmp_path / "derivations.ipynb")
+    page = export(tmp_path / "derivations.ipynb")
+    assert page == tmp_path / "derivations.html"
+    assert_self_contained(page.read_text(encoding="utf-8"))
+
+
+def test_formulas_inside_code_are_left_alone() -> None:
+    text = "a `$x$` b\n```\n$$y$$\n```\nc $z$ and $5 or \\$6"
+    formulas = Formulas()
+    hidden = formulas.hide(text)
+    assert "`$x$`" in hidden
+    assert "$$y$$" in hidden
+    assert formulas.show(hidden).count("<math") == 1
+    assert formulas.show(hidden).endswith("and &#36;5 or &#36;6")
+
+
+def test_a_formula_that_cannot_be_read_is_shown_as_code() -> None:
+    assert mathml(r"x_1_2 < 3") == '<code class="formula">x_1_2 &lt; 3</code>'
+
+
+def test_external_loads_sees_what_it_should() -> None:
+    page = ('<link rel="stylesheet" href="https://a.org/x.css">'
+            '<style>@import "https://b.org"; p { background: url(c.png) }</style><img src="http://d.org/e.png">'
+            '<script>1</script><a href="https://f.org">f</a><img src="data:image/png;base64,AA">')
+    assert len(external_loads(page)) == 5
+    assert external_loads(inert(page)) == []
+    assert '<a href="https://f.org">f</a>' in inert(page)
+
+
+@pytest.mark.parametrize("draw", [*plots.RUN_PICTURES, *plots.NSA_PICTURES, plots.loss_curves])
+def test_every_picture_has_a_title_axes_with_names_and_takes_a_run_without_statistics(draw, tmp_path: Path) -> None:
+    for run_dir in (write_run(tmp_path / "full"), write_run(tmp_path / "empty", spoil=lambda events: events[:1])):
+        figure = draw(run_dir)
+        assert figure.get_suptitle() or figure.axes[0].get_title()
+        assert any(axes.get_ylabel() for axes in figure.axes) or draw is plots.selection_statistics
+        assert any(axes.get_xlabel() for axes in figure.axes) or draw is plots.gate_layers

@@ -1,0 +1,68 @@
+"""Tiny runs: a real model and real batches that take milliseconds a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_lab import launch
+from nsa_lab.config import RunConfig
+from nsa_lab.data import Dataset, prepare
+from nsa_lab.train.loop import run
+from nsa_lab.train.parts import Builders
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def tiny() -> Callable[..., RunConfig]:
+    """A run of 12 steps of 4 x 32 synthetic tokens; `tiny(steps=3)` changes train, `tiny(runtime={...})` a section."""
+
+    def make(**changes: Any) -> RunConfig:
+        sections: dict[str, Any] = {
+            "name": "tiny",
+            "model": {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4, "vocab_size": 256},
+            "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
+            "runtime": {"device": "cpu", "heartbeat_s": 60.0},
+            "data": {"source": "synthetic", "max_tokens": 20_000, "val_fraction": 0.3},
+            "train": {"steps": 12, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "warmup_steps": 2,
+                      "lr": 1e-2, "log_every": 1, "stats_every": 4, "eval_every": 6, "eval_batches": 2, "save_every": 5},
+        }
+        for key, value in changes.items():
+            if isinstance(value, dict):
+                sections[key] = sections[key] | value
+            else:
+                sections["train"][key] = value
+        return RunConfig.from_dict(sections)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shards")
+
+
+@pytest.fixture
+def builders(shards: Path) -> Builders:
+    """The real builders, with a shard cache that the tests share."""
+
+    def data(*arguments: Any) -> Dataset:
+        return prepare(*arguments, cache=shards)
+
+    return Builders(data=data)
+
+
+@pytest.fixture
+def new_run(tiny: Callable[..., RunConfig], tmp_path: Path) -> Make:
+    """`new_run(**changes)`: the directory of a run that has not started."""
+    return lambda **changes: launch.create_run(tiny(**changes), tmp_path / "outputs")
+
+
+@pytest.fixture
+def train(builders: Builders) -> Callable[..., int]:
+    """`train(run_dir)`: one attempt in this process; its exit code."""
+    return lambda run_dir, **other: run(run_dir, builders=other.get("builders", builders))

@@ -1,0 +1,112 @@
+"""A trainer with a fault planted in it, for tests that need a process of its own: `python scripted.py <run dir> <fault>`.
+
+Without arguments it reads lines of the same two words and forks a trainer for each: its pid is printed, then what the
+trainer prints, then its exit code. That saves the seconds of importing.
+
+Faults: `slow_data`, `slow_eval`, `slow_compile`, `slow_step` take for ever in that phase; `deaf` does so in a call that
+never returns to Python; `nan_on_rank_1` gives NaN from step 4 on, on the second rank only; `none`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from nsa_lab.config import RunConfig
+from nsa_lab.data import Batches
+from nsa_lab.train import loop, trainer
+from nsa_lab.train.distributed import World
+from nsa_lab.train.parts import Builders, build_model
+from nsa_lab.train.signals import STOP_SIGNALS
+
+
+def faulty_model(fault: str) -> Builders:
+    def build(config: RunConfig, device: torch.device) -> nn.Module:
+        model, calls = build_model(config, device), []
+
+        def before(module: nn.Module, inputs: object) -> None:
+            # Only calls within training proper count: preflight makes its own.
+            if not in_training:
+                return
+            calls.append(module.training)
+            steps = sum(calls) // 2
+            phases = {"slow_eval": not module.training and steps > 5, "slow_compile": module.training and not steps}
+            if phases.get(fault):
+                wait()
+            elif fault == "slow_step" and steps > 2:
+                time.sleep(0.3)
+            elif fault == "deaf" and steps > 2:
+                os.write(1, b"deaf\n")
+                # With the signals left to other threads, nothing wakes this one.
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+                ctypes.CDLL(None).pause()
+
+        def after(module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor | None:
+            bad = fault == "nan_on_rank_1" and World.from_environment().rank == 1 and sum(calls) > 12 and module.training
+            return output * float("nan") if bad and in_training else None
+
+        model.register_forward_pre_hook(before)
+        model.register_forward_hook(after)
+        return model
+
+    return replace(Builders(), model=build)
+
+
+in_training: list[bool] = []
+
+
+waited: list[bool] = []
+
+
+def wait() -> None:
+    """For ever, the first time; the save that follows a stop looks at the model as well."""
+    if waited:
+        return
+    waited.append(True)
+    os.write(1, b"waiting\n")
+    while True:
+        time.sleep(0.01)
+
+
+def train(run_dir: str, fault: str, *options: str) -> int:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    torch.set_num_threads(1)
+    whole_run = trainer.Trainer.run
+
+    def run(self: trainer.Trainer) -> None:
+        in_training.append(True)
+        whole_run(self)
+
+    trainer.Trainer.run = run
+    if fault == "slow_data":
+        batch = Batches.batch
+
+        def slow(self: Batches, step: int, *rest: int) -> object:
+            if step == 3:
+                wait()
+            return batch(self, step, *rest)
+
+        Batches.batch = slow
+    return loop.run(run_dir, builders=faulty_model(fault), supervised="--supervised" in options)
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(train(*line.split()))
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(train(*sys.argv[1:]) if sys.argv[1:] else serve())

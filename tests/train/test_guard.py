@@ -1,0 +1,108 @@
+"""Each rule fires on what it is for and stays silent on what looks like it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from nsa_lab.train.guard import SPIKE_MINIMUM, GateRule, SpikeRule, ThroughputRule, non_finite
+
+
+def falling_losses(count: int = 200) -> list[float]:
+    dice = random.Random(0)
+    return [1.5 + 4 * math.exp(-n / 60) + dice.gauss(0, 0.05) for n in range(count)]
+
+
+def test_non_finite_fires_and_names_the_good_step() -> None:
+    verdict = non_finite(7, float("nan"), 1.0, 1.0)
+    assert verdict.action == "halt" and verdict.step == 7 and "step 6" in verdict.text and "loss" in verdict.text
+    assert "gradient norm" in non_finite(7, 2.0, float("inf"), 1.0).text
+
+
+def test_non_finite_is_silent_on_large_numbers() -> None:
+    assert non_finite(7, 1e30, 1e30, 0.0) is None
+
+
+def test_spike_fires_on_a_spike() -> None:
+    rule = SpikeRule(6.0, falling_losses())
+    verdict = rule.observe(201, 5.0)
+    assert verdict.rule == "spike" and verdict.action == "halt" and verdict.value == 5.0 > verdict.limit
+
+
+def test_spike_is_silent_on_a_noisy_falling_curve_and_on_a_plateau() -> None:
+    rule = SpikeRule(6.0)
+    assert not any(rule.observe(step, loss) for step, loss in enumerate(falling_losses(), 1))
+    rule = SpikeRule(6.0, [2.0] * 128)
+    assert rule.observe(129, 2.02) is None, "rounding around a plateau is no spike"
+
+
+def test_spike_is_silent_while_its_window_fills_and_when_it_is_off() -> None:
+    rule = SpikeRule(6.0, [1.0] * (SPIKE_MINIMUM - 1))
+    assert rule.observe(1, 100.0) is None
+    assert SpikeRule(0.0, falling_losses()).observe(201, 1e9) is None
+
+
+def test_spike_goes_on_from_a_saved_window() -> None:
+    losses = falling_losses()
+    whole, first = SpikeRule(6.0), SpikeRule(6.0)
+    for loss in losses:
+        whole.observe(1, loss)
+    for loss in losses[:100]:
+        first.observe(1, loss)
+    second = SpikeRule(6.0, first.losses)
+    for loss in losses[100:]:
+        second.observe(1, loss)
+    assert second.losses == whole.losses
+
+
+def test_throughput_halts_when_it_stays_below_the_gate() -> None:
+    rule = ThroughputRule(1000.0, patience=4)
+    verdicts = [rule.observe(step, 900.0) for step in range(4)]
+    assert verdicts[:3] == [None] * 3 and verdicts[3].rule == "throughput" and verdicts[3].action == "halt"
+
+
+def test_throughput_is_silent_on_a_pause_and_without_a_gate() -> None:
+    rule = ThroughputRule(1000.0, patience=4)
+    assert not any(rule.observe(step, 10.0 if step % 4 == 3 else 1500.0) for step in range(40))
+    rule = ThroughputRule(0.0)
+    assert not any(rule.observe(step, 1.0) for step in range(40))
+
+
+def test_a_drop_below_half_of_the_own_median_warns_once() -> None:
+    rule = ThroughputRule(0.0, patience_slow=3)
+    for step in range(20):
+        assert rule.observe(step, 1000.0) is None
+    verdicts = [rule.observe(step, 400.0) for step in range(20, 40)]
+    assert [v.rule for v in verdicts if v] == ["slowdown"] and verdicts[2].action == "warn"
+
+
+def test_a_gradual_slowdown_above_half_is_silent() -> None:
+    rule = ThroughputRule(0.0)
+    assert not any(rule.observe(step, 1000.0 - 10 * step) for step in range(40))
+
+
+def test_saturated_gates_warn_and_name_the_layer() -> None:
+    rule = GateRule(patience=3)
+    verdicts = [rule.observe(step, [0.1, 0.99], [1e-3, 1e-3]) for step in range(5)]
+    found = [v for row in verdicts for v in row]
+    assert [(v.rule, v.action) for v in found] == [("saturated", "warn")] and "layer 1" in found[0].text
+    assert verdicts[2] == found
+
+
+def test_frozen_gates_warn_and_name_the_layer() -> None:
+    rule = GateRule(patience=3)
+    found = [v for step in range(5) for v in rule.observe(step, [0.1, 0.1], [0.0, 1e-7])]
+    assert [(v.rule, v.value) for v in found] == [("frozen", 0.0)] and "layer 0" in found[0].text
+
+
+def test_gates_that_saturate_for_a_moment_or_hardly_move_are_silent() -> None:
+    rule = GateRule(patience=3)
+    rows = [[0.99], [0.99], [0.5], [0.99], [0.99]]
+    assert not any(rule.observe(step, row, [1e-9]) for step, row in enumerate(rows))
+
+
+@pytest.mark.parametrize("step", [1, 50])
+def test_an_empty_reading_of_a_dense_model_is_silent(step: int) -> None:
+    assert GateRule().observe(step, [], []) == []

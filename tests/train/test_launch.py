@@ -1,0 +1,142 @@
+"""Detached trainers: started once, found again, stopped, resumed; and a directory appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nsa_lab import events, launch, rundir
+from nsa_lab.config import RunConfig
+from nsa_lab.data import DataError
+
+Tiny = Callable[..., RunConfig]
+
+pytestmark = pytest.mark.timeout(120)
+
+LONG = {"steps": 3000, "log_every": 1, "eval_every": 0, "save_every": 100}
+
+
+def wait_for_steps(run_dir: Path, count: int = 1) -> None:
+    deadline = time.monotonic() + 60
+    while sum(e["kind"] == "step" for e in events.read_events(run_dir)) < count:
+        assert time.monotonic() < deadline, (run_dir / "trainer.log").read_text()
+        time.sleep(0.02)
+
+
+def test_a_new_run_has_its_three_files_and_a_status(tiny: Tiny, tmp_path: Path) -> None:
+    run_dir = launch.create_run(tiny(), tmp_path)
+    assert {p.name for p in run_dir.iterdir()} == {"config.yaml", "environment.json", "status.json"}
+    assert RunConfig.from_yaml(run_dir / "config.yaml") == tiny()
+    assert json.loads((run_dir / "environment.json").read_text())["config_hash"] == tiny().hash()
+    assert launch.state(run_dir) == "PREEMPTED" and not launch.is_alive(run_dir)
+    name, stamp, suffix = run_dir.name.rsplit("-", 2)
+    assert name == "tiny" and len(suffix) == 4 and stamp.endswith("Z")
+
+
+def test_wrong_data_leaves_nothing_behind(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(data={"source": "local", "path": str(tmp_path / "absent"), "max_tokens": None, "val_fraction": 0.3})
+    with pytest.raises(DataError):
+        launch.create_run(config, tmp_path / "outputs")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_default_outputs_are_the_projects(tmp_path: Path) -> None:
+    inside = tmp_path / "notebooks"
+    inside.mkdir()
+    assert rundir.outputs_root(inside) == inside / "outputs"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "nsa-lab"\n')
+    assert rundir.outputs_root(inside) == tmp_path / "outputs"
+
+
+@pytest.mark.slow
+def test_ensure_starts_attaches_resumes_and_leaves_a_finished_run_alone(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(**LONG)
+    run_dir = launch.ensure(config, tmp_path)
+    pid = launch.attach(run_dir)
+    assert launch.is_alive(run_dir) and os.getsid(pid) == pid, "it leads a session of its own"
+    assert launch.ensure(config, tmp_path) == run_dir and launch.ensure(run_dir) == run_dir
+    assert launch.attach(run_dir) == launch.start(run_dir) == pid
+    wait_for_steps(run_dir)
+    os.kill(pid, signal.SIGKILL)
+    assert launch.wait(run_dir, 10) and launch.state(run_dir) == "DEAD"
+    assert launch.ensure(config, tmp_path) == run_dir and launch.attach(run_dir) != pid
+    wait_for_steps(run_dir, 30)
+    assert launch.stop(run_dir) == "PREEMPTED" and not launch.is_alive(run_dir)
+    done = rundir.read_status(run_dir)["step"]
+    launch.resume(run_dir)
+    wait_for_steps(run_dir, done + 10)
+    assert launch.stop(run_dir) == "PREEMPTED"
+    rundir.write_status(run_dir, run=run_dir.name, status=rundir.DONE)
+    assert launch.ensure(run_dir) == run_dir and not launch.is_alive(run_dir)
+    with pytest.raises(rundir.RunDirectoryError, match="DONE"):
+        launch.resume(run_dir)
+    assert launch.find_unfinished(config, tmp_path) is None
+
+
+def test_the_unfinished_run_that_is_found_has_the_same_configuration(tiny: Tiny, tmp_path: Path) -> None:
+    first = launch.create_run(tiny(), tmp_path)
+    launch.create_run(tiny(lr=1e-3), tmp_path)
+    assert launch.find_unfinished(tiny(), tmp_path) == first
+    rundir.write_status(first, run=first.name, status=rundir.HALTED)
+    assert launch.find_unfinished(tiny(), tmp_path) is None, "a HALT belongs to its run and stops no other"
+
+
+def test_a_status_from_another_run_is_not_believed(tiny: Tiny, tmp_path: Path) -> None:
+    run_dir = launch.create_run(tiny(), tmp_path)
+    rundir.write_status(run_dir, run="an-older-run", status=rundir.HALTED)
+    with pytest.raises(rundir.RunDirectoryError, match="an-older-run"):
+        launch.state(run_dir)
+
+
+def test_two_launchers_at_once_start_one_trainer(tiny: Tiny, tmp_path: Path) -> None:
+    run_dir, pids = launch.create_run(tiny(**LONG), tmp_path), []
+    threads = [threading.Thread(target=lambda: pids.append(launch.start(run_dir))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(pids) == 4 and len(set(pids)) == 1
+    # Before it can listen to signals a trainer just ends.
+    os.kill(pids[0], signal.SIGKILL)
+    assert launch.wait(run_dir, 10)
+
+
+def test_the_trainer_outlives_the_process_that_started_it(tiny: Tiny, tmp_path: Path) -> None:
+    run_dir = launch.create_run(tiny(**LONG), tmp_path)
+    code = f"import time; from nsa_lab import launch; launch.start({str(run_dir)!r}); print('started', flush=True)"
+    kernel = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=subprocess.PIPE, text=True)
+    assert kernel.stdout.readline() == "started\n"
+    kernel.kill()
+    kernel.wait()
+    kernel.stdout.close()
+    wait_for_steps(run_dir)
+    assert launch.stop(run_dir) == "PREEMPTED"
+
+
+def test_a_lock_whose_signer_is_gone_counts_as_nobody(tiny: Tiny, tmp_path: Path) -> None:
+    run_dir = launch.create_run(tiny(), tmp_path)
+    lock = rundir.take_lock(run_dir)
+    rundir.sign_lock(lock, os.getpid())
+    assert launch.attach(run_dir) == os.getpid()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    rundir.sign_lock(lock, gone.pid)
+    owner = json.loads((run_dir / rundir.LOCK).read_text()) | {"started": "1"}
+    (run_dir / rundir.LOCK).write_text(json.dumps(owner))
+    assert not launch.is_alive(run_dir)
+    os.close(lock)
+
+
+def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+    for call in (launch.ensure, launch.start, launch.stop, launch.resume, launch.attach):
+        with pytest.raises(rundir.RunDirectoryError, match=r"config\.yaml"):
+            call(tmp_path)

@@ -1,0 +1,74 @@
+"""The planner: counts of the real model, one arithmetic for time, and a comparison with what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsa_lab.config import ModelConfig, RunConfig
+from nsa_lab.model import NSATransformer
+from nsa_lab.train.plan import checkpoints_kept, compare, hours, plan
+
+PRODUCTION = RunConfig.from_dict({
+    "name": "production", "runtime": {"precision": "bf16"},
+    "train": {"steps": 50_000, "seq_len": 2048, "batch_size": 32, "accumulate_grad_batches": 2, "save_every": 1000,
+              "keep_every": 10_000, "warmup_steps": 2000}})
+
+
+def test_counts_are_those_of_the_model() -> None:
+    small = RunConfig(model=ModelConfig(dim=64, n_layers=2, n_heads=4))
+    model = NSATransformer(small.model)
+    planned = plan(small)
+    assert planned.params == model.parameter_count()
+    assert planned.flops_per_token_nsa == model.flops_per_token(small.train.seq_len)["nsa"]
+
+
+def test_the_production_model_is_78_million_parameters_and_6_55_billion_tokens() -> None:
+    planned = plan(PRODUCTION)
+    assert planned.params == pytest.approx(78.5e6, rel=0.01)
+    assert planned.tokens == 50_000 * 32 * 2 * 2048 == 6_553_600_000
+    assert planned.checkpoint_bytes == pytest.approx(0.94e9, rel=0.01)
+
+
+def test_time_counts_tokens_of_all_micro_batches() -> None:
+    # A known mistake: 50 000 steps of 2 x 2048 tokens in two micro-batches at 39 tokens/s are 2918 hours, not 73.
+    assert hours(50_000 * 2 * 2 * 2048, 39.0) == pytest.approx(1458.8 * 2, rel=1e-3)
+    assert plan(PRODUCTION, 120_000).hours == pytest.approx(15.17, rel=1e-3)
+    assert plan(PRODUCTION).hours is None
+
+
+def test_the_gate_is_the_speed_to_reckon_with() -> None:
+    gated = RunConfig.from_dict({"train": {"min_tokens_per_s": 5000.0, "steps": 10}})
+    assert plan(gated).tokens_per_s == 5000.0 and plan(gated, 8000.0).tokens_per_s == 8000.0
+
+
+def test_memory_falls_with_checkpointing_and_smaller_micro_batches() -> None:
+    sections = PRODUCTION.to_dict()
+    whole = plan(PRODUCTION)
+    sections["train"]["micro_batch_size"] = 8
+    split = plan(RunConfig.from_dict(sections))
+    sections["runtime"]["gradient_checkpointing"] = True
+    saving = plan(RunConfig.from_dict(sections))
+    assert split.activation_bytes * 4 == whole.activation_bytes
+    assert saving.activation_bytes < 0.4 * split.activation_bytes
+    assert whole.state_bytes == 16 * whole.params and whole.memory_bytes > whole.state_bytes
+
+
+def test_disk_is_what_retention_keeps_and_the_one_being_written() -> None:
+    assert checkpoints_kept(PRODUCTION) == 3 + 5 + 1
+    planned = plan(PRODUCTION)
+    assert planned.disk_bytes == 9 * planned.checkpoint_bytes + 6_553_600_000
+
+
+def test_the_plan_reads_as_a_table_and_as_a_mapping() -> None:
+    text = str(plan(PRODUCTION, 120_000))
+    assert "78,6" in text and "15.17 h" in text and "GiB" in text and "dense" in text
+    assert plan(PRODUCTION).to_dict()["steps"] == 50_000
+
+
+def test_comparison_with_measurement() -> None:
+    planned = plan(PRODUCTION, 100_000.0)
+    measured = [{"mem_peak_bytes": planned.memory_bytes // 2, "tokens_per_s": 80_000.0 + n} for n in (0, 1, 2)]
+    (memory, *_, ratio), (time, *_, slower) = compare(planned, measured)
+    assert (memory, time) == ("memory_bytes", "hours")
+    assert ratio == pytest.approx(0.5) and slower == pytest.approx(1.25, rel=1e-3)
+    assert compare(planned, []) == []

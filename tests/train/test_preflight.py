@@ -1,0 +1,157 @@
+"""Each check before a run can fail, and a healthy run passes them all unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa_lab import launch, rundir
+from nsa_lab.attention import torch_backend
+from nsa_lab.config import RunConfig
+from nsa_lab.data import DataError
+from nsa_lab.train import preflight
+from nsa_lab.train.check import Check
+from nsa_lab.train.distributed import World
+from nsa_lab.train.parts import Builders, Parts, assemble
+from nsa_lab.train.plan import plan
+
+Tiny = Callable[..., RunConfig]
+
+ALL = ["profile", "units", "disk", "data", "initial_loss", "causality", "gradients", "memory", "kernel_parity",
+       "checkpoint", "throughput"]
+
+
+@pytest.fixture
+def parts(tiny: Tiny, builders: Builders) -> Callable[..., Parts]:
+    """`parts(**changes)`: what a trainer of that run would be made of."""
+
+    def make(**changes: Any) -> Parts:
+        config = tiny(**changes)
+        dataset = builders.data(config.data, config.model.vocab_size, config.train.seq_len, None)
+        return assemble(config, World(), torch.device("cpu"), dataset, builders)
+
+    return make
+
+
+def failed(checks: Any) -> list[str]:
+    return [check.name for check in checks if not check.ok]
+
+
+def test_a_healthy_run_passes_every_check_in_order(parts: Callable[..., Parts], tmp_path: Path) -> None:
+    built = parts(min_tokens_per_s=1.0)
+    before = [p.detach().clone() for p in built.model.parameters()]
+    checks = list(preflight.preflight(built, tmp_path))
+    assert [c.name for c in checks] == ALL and not failed(checks)
+    assert all(isinstance(c, Check) and c.value and c.limit and c.seconds >= 0 for c in checks)
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    assert all(torch.equal(a, b) for a, b in zip(before, built.model.parameters(), strict=True))
+    assert not built.optimizer.state, "and no moments"
+
+
+def test_the_gate_is_checked_against_measured_speed(parts: Callable[..., Parts], tmp_path: Path) -> None:
+    checks = list(preflight.checkpoint_and_throughput(parts(min_tokens_per_s=1e12), tmp_path))
+    assert failed(checks) == ["throughput"] and "tokens/s" in checks[-1].value
+
+
+@pytest.mark.parametrize("change", [
+    {"model": {"dim": 128, "n_layers": 1}},
+    {"save_every": 0, "model": {"dim": 1024, "n_layers": 8}},
+    {"data": {"source": "synthetic"}, "model": {"dim": 1024, "n_layers": 8}}])
+def test_a_production_run_refuses_a_toy_no_checkpoints_and_noise(tiny: Tiny, change: dict[str, Any]) -> None:
+    config = tiny(**change, runtime={"profile": "production"})
+    check = preflight.profile(config, plan(config))
+    assert not check.ok and "50,000,000" in check.limit
+    assert preflight.profile(tiny(**change), plan(tiny(**change))).ok, "a smoke run may"
+
+
+def test_a_production_run_that_keeps_its_promises_passes(tiny: Tiny) -> None:
+    config = tiny(model={"dim": 1024, "n_layers": 8}, data={"source": "stdlib", "max_tokens": None, "val_fraction": 0.02},
+                  runtime={"profile": "production"})
+    assert preflight.profile(config, plan(config)).ok
+
+
+def test_a_full_disk_is_seen(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny()
+    assert preflight.disk(config, plan(config), tmp_path).ok
+    assert not preflight.disk(config, replace(plan(config), checkpoint_bytes=2**60), tmp_path).ok
+
+
+def test_shards_that_changed_are_seen(parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(self: Any) -> None:
+        raise DataError("train-00000.bin does not match its sha256")
+
+    built = parts()
+    assert preflight.data(built).ok
+    monkeypatch.setattr(type(built.dataset), "verify", changed)
+    assert "train-00000.bin" in preflight.data(built).value and not preflight.data(built).ok
+
+
+def test_a_head_that_starts_too_large_is_seen(parts: Callable[..., Parts]) -> None:
+    built = parts()
+    assert preflight.initial_loss(built).ok
+    with torch.no_grad():
+        built.model.head.weight.mul_(30)
+    assert not preflight.initial_loss(built).ok
+
+
+def test_a_model_that_sees_the_future_is_caught(parts: Callable[..., Parts]) -> None:
+    built = parts()
+    assert preflight.causality(built).ok
+    built.model.blocks[0].register_forward_hook(lambda module, inputs, output: output + 1e-6 * output.mean(1, keepdim=True))
+    assert not preflight.causality(built).ok
+
+
+def test_a_parameter_without_gradient_is_named(parts: Callable[..., Parts]) -> None:
+    built = parts(nsa={"phi": "mlp"})
+    assert preflight.gradients(built).ok
+    built.model.blocks[1].attention.gate.register_forward_hook(lambda module, inputs, output: output.detach())
+    check = preflight.gradients(built)
+    assert not check.ok and check.value == "without: blocks.1.attention.gate.weight"
+
+
+def test_a_kernel_that_is_wrong_is_named(parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
+    built = parts()
+    assert preflight.kernel_parity(built).ok
+    right = torch_backend.window_attention
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, nsa: Any) -> tuple[Tensor, Tensor]:
+        return right(q, k, v, nsa.model_copy(update={"w": nsa.w + 1}))
+
+    monkeypatch.setattr(torch_backend, "window_attention", wrong)
+    check = preflight.kernel_parity(built)
+    assert not check.ok and "window" in check.value
+
+
+def test_a_checkpoint_that_does_not_come_back_is_seen(parts: Callable[..., Parts], tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.snapshot, "restore", lambda path, parts: None)
+    checks = preflight.checkpoint_and_throughput(parts(), tmp_path)
+    assert failed(checks) == ["checkpoint"]
+
+
+def test_the_command_without_a_run_does_the_same_checks(tiny: Tiny, builders: Builders, tmp_path: Path) -> None:
+    assert [c.name for c in preflight.preflight_alone(tiny(), tmp_path, builders)] == ALL
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_fails_a_check_does_not_start(
+        tiny: Tiny, train: Callable[..., int], tmp_path: Path, builders: Builders) -> None:
+    run_dir = launch.create_run(tiny(runtime={"profile": "production"}), tmp_path)
+    assert train(run_dir) == rundir.EXIT_HALTED
+    assert "profile" in rundir.read_status(run_dir)["reason"]
+
+    def blind(config: RunConfig, device: torch.device) -> nn.Module:
+        model = builders.model(config, device)
+        model.head.weight.requires_grad_(False)
+        nn.init.zeros_(model.blocks[0].mlp.down.weight)
+        return model
+
+    run_dir = launch.create_run(tiny(), tmp_path)
+    assert train(run_dir, builders=replace(builders, model=blind)) == rundir.EXIT_HALTED
+    assert "blocks.0.mlp.up.weight" in rundir.read_status(run_dir)["reason"]

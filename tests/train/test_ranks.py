@@ -1,0 +1,78 @@
+"""Ranks that share a batch compute what one rank computes, and halt together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nsa_lab import events, launch, rundir
+from nsa_lab.train import ranks
+
+Make = Callable[..., Path]
+
+pytestmark = pytest.mark.timeout(120)
+
+CHANGES = {"steps": 20, "batch_size": 4, "accumulate_grad_batches": 2, "micro_batch_size": 1, "save_every": 10,
+           "eval_every": 10}
+
+
+def run_with(run_dir: Path, count: int, fault: str = "none") -> int:
+    script = Path(__file__).with_name("scripted.py")
+    return ranks.supervise([sys.executable, str(script), str(run_dir), fault, "--supervised"], count)
+
+
+def losses(run_dir: Path) -> list[float]:
+    record = events.read_events(run_dir)
+    return [e["loss"] for e in (*events.steps(record), *events.evaluations(record))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_same_global_batch_gives_the_same_losses(
+        new_run: Make, train: Callable[..., int], count: int) -> None:
+    alone, shared = new_run(**CHANGES), new_run(**CHANGES)
+    assert train(alone) == 0
+    assert run_with(shared, count) == 0
+    assert len(losses(alone)) == 23
+    assert losses(shared) == pytest.approx(losses(alone), abs=1e-6)
+    start = next(e for e in events.read_events(shared) if e["kind"] == "start")
+    assert start["ranks"] == count
+
+
+@pytest.mark.slow
+def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_anybodys(
+        new_run: Make, train: Callable[..., int]) -> None:
+    alone, shared = new_run(**CHANGES), new_run(**CHANGES, runtime={"parallel": "fsdp"})
+    assert train(alone) == 0
+    assert run_with(shared, 2) == 0
+    assert losses(shared) == pytest.approx(losses(alone), abs=1e-5)
+    shutil.rmtree(shared / "checkpoints/step-00000020")
+    assert run_with(shared, 2) == 0, "sharded ranks resume"
+    shutil.rmtree(shared / "checkpoints/step-00000020")
+    assert train(shared) == 0, "and so does one rank, from what they saved"
+    assert losses(shared) == pytest.approx(losses(alone), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_nan_on_one_rank_halts_all_within_a_step(new_run: Make) -> None:
+    run_dir = new_run(**CHANGES)
+    assert run_with(run_dir, 2, "nan_on_rank_1") == rundir.EXIT_HALTED
+    assert rundir.read_status(run_dir)["status"] == "HALTED"
+    guard = next(e for e in events.read_events(run_dir) if e["kind"] == "guard")
+    assert guard["rule"] == "non_finite"
+    bundles = sorted(run_dir.glob("halt-*/*.json"))
+    assert [b.name for b in bundles] == ["diagnosis-rank1.json", "diagnosis.json"]
+    assert json.loads(bundles[0].read_text())["micro_batch_losses"][0] == "nan"
+    saved = [e["step"] for e in events.read_events(run_dir) if e["kind"] == "checkpoint"]
+    assert saved == [guard["step"] - 1]
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(new_run: Make) -> None:
+    run_dir = new_run(batch_size=1, accumulate_grad_batches=1)
+    assert run_with(run_dir, 2) == rundir.EXIT_USAGE
+    assert "ranks" in rundir.read_status(run_dir)["reason"] and launch.state(run_dir) == "HALTED"

@@ -1,0 +1,307 @@
+"""Whole runs: what they record, how they end, and that a resumed one is the same run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+
+from nsa_lab import events, launch, rundir
+from nsa_lab.config import RunConfig
+from nsa_lab.data import Batches, DataError
+from nsa_lab.train.checkpoint import Filesystem
+from nsa_lab.train.parts import Builders, build_model
+
+Make, Train = Callable[..., Path], Callable[..., int]
+
+
+def kinds(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in events.read_events(run_dir) if event["kind"] == kind]
+
+
+def final_weights(run_dir: Path, step: int = 12) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / f"checkpoints/step-{step:08d}/model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def hooked(builders: Builders) -> Callable[[Callable[[nn.Module], None]], Builders]:
+    """`hooked(change)`: the builders, with `change(model)` applied to the model that they build."""
+
+    def make(change: Callable[[nn.Module], None]) -> Builders:
+        def model(config: RunConfig, device: torch.device) -> nn.Module:
+            built = build_model(config, device)
+            change(built)
+            return built
+
+        return replace(builders, model=model)
+
+    return make
+
+
+def plant(run_dir: Path, builders: Builders, step: int, factor: float, where: str) -> Callable[[nn.Module], None]:
+    """Multiplies the output of a module whenever the model sees the first micro-batch of `step`."""
+    config = RunConfig.from_yaml(run_dir / "config.yaml")
+    dataset = builders.data(config.data, 256, config.train.seq_len, None)
+    batches = Batches(dataset.train, config.train.seq_len, config.train.sequences_per_step, config.train.seed)
+    target = batches.batch(step - 1)[0][:config.train.batch_size]
+
+    def change(model: nn.Module) -> None:
+        seen = {}
+        model.register_forward_pre_hook(lambda module, inputs: seen.update(now=inputs[0]))
+        model.get_submodule(where).register_forward_hook(
+            lambda module, inputs, output: output * factor if torch.equal(seen["now"], target) else None)
+
+    return change
+
+
+def test_a_run_records_what_the_contract_says(new_run: Make, train: Train) -> None:
+    run_dir = new_run()
+    assert train(run_dir) == 0
+    assert rundir.read_status(run_dir)["status"] == "DONE" and launch.state(run_dir) == "DONE"
+    (start,) = kinds(run_dir, "start")
+    assert {"config_hash", "versions", "device", "backend", "params", "flops_per_token"} <= start.keys()
+    assert start["backend"]["selected"] == {"backend": "torch", "reason": start["backend"]["selected"]["reason"]}
+    steps = kinds(run_dir, "step")
+    assert [(e["step"], e["tokens"]) for e in steps] == [(n, 128 * n) for n in range(1, 13)]
+    fields = {"loss", "bpb", "lr", "grad_norm", "dt_s", "data_s", "tokens_per_s", "mem_peak_bytes"}
+    assert all(fields <= e.keys() for e in steps)
+    read = [e for e in steps if "gate_share_cmp" in e]
+    assert [e["step"] for e in read] == [4, 8, 12]
+    assert all(len(e[name]) == 2 for e in read for name in (
+        "gate_share_cmp", "gate_share_sel", "gate_share_win", "gate_entropy", "gate_saturation", "sel_reuse",
+        "sel_distance", "sel_sink_share", "sel_window_overlap",
+        "norm_cmp", "norm_sel", "norm_win", "grad_norm_layers", "gate_update"))
+    assert [(e["step"], e["split"]) for e in kinds(run_dir, "eval")] == [(s, "validation") for s in (0, 6, 12)]
+    assert [e["step"] for e in kinds(run_dir, "checkpoint")] == [5, 10, 12]
+    assert kinds(run_dir, "end")[0]["exit_code"] == 0 and not kinds(run_dir, "guard")
+    assert list((run_dir / "tensorboard").iterdir())
+
+
+def test_bits_per_byte_are_nats_over_ln_2(new_run: Make, train: Train) -> None:
+    run_dir = new_run(steps=1, warmup_steps=0)
+    train(run_dir)
+    (step,) = kinds(run_dir, "step")
+    assert step["bpb"] == pytest.approx(step["loss"] / 0.6931471805599453, rel=1e-3)
+
+
+def test_logging_cadence_does_not_change_the_weights(new_run: Make, train: Train) -> None:
+    often, seldom = new_run(), new_run(log_every=100, stats_every=100, eval_every=0, save_every=0)
+    assert train(often) == train(seldom) == 0
+    assert [e["step"] for e in kinds(seldom, "step")] == [1, 12]
+    assert same(final_weights(often), final_weights(seldom))
+
+
+def rewind(run_dir: Path, step: int) -> None:
+    """As if the trainer had been killed before its later checkpoints."""
+    for path in run_dir.glob("checkpoints/step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+
+
+def test_a_resumed_run_is_the_same_run(new_run: Make, train: Train) -> None:
+    run_dir = new_run()
+    assert train(run_dir) == 0
+    expected, losses = final_weights(run_dir), [e["loss"] for e in events.steps(events.read_events(run_dir))]
+    rewind(run_dir, 5)
+    assert train(run_dir) == 0
+    (resume,) = kinds(run_dir, "resume")
+    assert resume["from_step"] == 5 and resume["attempt"] == 2 and resume["probe_difference"] == 0.0
+    assert same(final_weights(run_dir), expected)
+    assert [e["loss"] for e in events.steps(events.read_events(run_dir))] == losses
+
+
+def edit(run_dir: Path, section: str, **changes: Any) -> None:
+    sections = yaml.safe_load((run_dir / "config.yaml").read_text())
+    sections[section] |= changes
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(sections))
+
+
+@pytest.mark.parametrize(("section", "change"), [
+    ("train", {"lr": 1e-3}), ("train", {"steps": 20}), ("train", {"seed": 1}), ("nsa", {"w": 8}),
+    ("model", {"mlp": "gated"}), ("data", {"val_fraction": 0.4}), ("runtime", {"precision": "bf16"})])
+def test_resuming_on_another_trajectory_is_refused_by_name(new_run: Make, train: Train, section: str, change: dict) -> None:
+    run_dir = new_run(steps=5)
+    train(run_dir)
+    rewind(run_dir, 5)
+    edit(run_dir, section, **change)
+    assert train(run_dir) == rundir.EXIT_USAGE
+    (key,) = change
+    assert key in rundir.read_status(run_dir)["reason"] or section == "model"
+    assert kinds(run_dir, "error")[0]["type"] in ("ResumeRefused", "DataError")
+
+
+def test_settings_that_only_watch_may_change_on_resume(new_run: Make, train: Train) -> None:
+    run_dir = new_run()
+    train(run_dir)
+    expected = final_weights(run_dir)
+    rewind(run_dir, 5)
+    edit(run_dir, "train", log_every=3, save_every=4, spike_sigma=50.0, eval_every=0)
+    assert train(run_dir) == 0
+    assert same(final_weights(run_dir), expected)
+
+
+def test_a_planted_nan_halts_with_the_weights_of_the_step_before_and_a_diagnosis(
+        new_run: Make, train: Train, hooked: Callable, builders: Builders) -> None:
+    whole, run_dir = new_run(save_every=1, keep_last=12), new_run()
+    train(whole)
+    planted = hooked(plant(run_dir, builders, 7, float("nan"), "blocks.1.mlp"))
+    assert train(run_dir, builders=planted) == rundir.EXIT_HALTED
+    status = rundir.read_status(run_dir)
+    assert status["status"] == "HALTED" and "step 7" in status["reason"] and status["run"] == run_dir.name
+    guard = kinds(run_dir, "guard")[0]
+    assert (guard["rule"], guard["step"], guard["action"]) == ("non_finite", 7, "halt")
+    bundle = json.loads((run_dir / "halt-00000007/diagnosis.json").read_text())
+    assert bundle["first_non_finite_module"] == "blocks.1.mlp" and bundle["weights_of_step"] == 6
+    assert bundle["micro_batch_losses"][0] == "nan" and float(bundle["micro_batch_losses"][1]) > 0
+    assert {"blocks.0", "blocks.1", "embedding", "head"} <= bundle["gradient_norms"].keys() and bundle["batch_hash"]
+    assert same(final_weights(run_dir, 6), final_weights(whole, 6))
+    # Without the fault the run goes on, and ends as if nothing had been.
+    assert launch.state(run_dir) == "HALTED" and train(run_dir) == 0
+    assert same(final_weights(run_dir), final_weights(whole))
+
+
+def test_a_planted_spike_halts(new_run: Make, train: Train, hooked: Callable, builders: Builders) -> None:
+    run_dir = new_run(steps=60, spike_sigma=8.0, lr=1e-4, save_every=0, eval_every=0, log_every=50)
+    assert train(run_dir, builders=hooked(plant(run_dir, builders, 45, 3000.0, "head"))) == rundir.EXIT_HALTED
+    guard = kinds(run_dir, "guard")[0]
+    assert (guard["rule"], guard["step"]) == ("spike", 45) and guard["value"] > guard["limit"]
+    assert (run_dir / "halt-00000045/diagnosis.json").exists()
+
+
+def test_a_healthy_run_with_every_guard_on_is_silent(new_run: Make, train: Train) -> None:
+    run_dir = new_run(steps=60, spike_sigma=8.0, min_tokens_per_s=1.0, stats_every=5, save_every=0, eval_every=0)
+    assert train(run_dir) == 0
+    assert not kinds(run_dir, "guard") and not kinds(run_dir, "stall")
+
+
+def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -> None:
+    def freeze(model: nn.Module) -> None:
+        # As a bug would: the gradient comes out as zero, and decay is off.
+        model.blocks[1].attention.gate.weight.register_hook(torch.zeros_like)
+
+    run_dir = new_run(stats_every=2, weight_decay=0.0)
+    config = hooked(freeze)
+    assert train(run_dir, builders=config) == rundir.EXIT_HALTED, "preflight finds it before the first step"
+    assert "blocks.1.attention.gate.weight" in rundir.read_status(run_dir)["reason"]
+
+    def freeze_later(model: nn.Module) -> None:
+        calls = []
+        weight = model.blocks[1].attention.gate.weight
+        weight.register_hook(lambda gradient: calls.append(1) or (gradient * 0 if len(calls) > 8 else None))
+
+    run_dir = new_run(stats_every=2, weight_decay=0.0, beta1=0.0)
+    assert train(run_dir, builders=hooked(freeze_later)) == 0
+    found = {(g["rule"], g["action"]) for g in kinds(run_dir, "guard")}
+    assert found == {("frozen", "warn")} and "layer 1" in kinds(run_dir, "guard")[0]["text"]
+
+
+def test_a_throughput_drop_is_named(new_run: Make, train: Train, hooked: Callable) -> None:
+    def slow_down(model: nn.Module) -> None:
+        calls = []
+        model.register_forward_pre_hook(lambda *_: calls.append(1) or (time.sleep(0.08) if len(calls) > 50 else None))
+
+    run_dir = new_run(steps=30, log_every=2, stats_every=100, eval_every=0, save_every=0)
+    assert train(run_dir, builders=hooked(slow_down)) == 0
+    assert [(g["rule"], g["action"]) for g in kinds(run_dir, "guard")] == [("slowdown", "warn")]
+
+
+def test_a_bug_leaves_its_traceback_and_exit_code_1(new_run: Make, train: Train, hooked: Callable) -> None:
+    def break_at_seventh(model: nn.Module) -> None:
+        calls = []
+        model.register_forward_pre_hook(lambda *_: calls.append(1) or (1 / 0 if len(calls) > 12 else None))
+
+    run_dir = new_run()
+    assert train(run_dir, builders=hooked(break_at_seventh)) == rundir.EXIT_BUG
+    (error,) = kinds(run_dir, "error")
+    assert error["type"] == "ZeroDivisionError" and "test_run.py" in error["traceback"]
+    assert rundir.read_status(run_dir)["status"] == "HALTED"
+
+
+def test_data_that_cannot_be_read_is_wrong_usage(new_run: Make, train: Train, builders: Builders) -> None:
+    def data(*arguments: Any) -> Any:
+        raise DataError("no text in it")
+
+    run_dir = new_run()
+    assert train(run_dir, builders=replace(builders, data=data)) == rundir.EXIT_USAGE
+    assert rundir.read_status(run_dir)["reason"] == "no text in it"
+
+
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch, failures: int) -> Iterator[None]:
+    left = [failures]
+    make_dir = Filesystem.make_dir
+
+    def failing(self: Filesystem, path: Path) -> None:
+        if path.parent.name == "checkpoints" and left[0]:
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        make_dir(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Filesystem, "make_dir", failing)
+        yield
+
+
+def test_one_failed_save_is_recorded_and_the_next_one_tried(
+        new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = new_run()
+    with full_disk(monkeypatch, failures=1):
+        assert train(run_dir) == 0
+    (error,) = kinds(run_dir, "error")
+    assert "No space left" in error["message"] and not error["fatal"]
+    assert [e["step"] for e in kinds(run_dir, "checkpoint")] == [10, 12]
+
+
+def test_two_failed_saves_in_a_row_halt(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = new_run()
+    with full_disk(monkeypatch, failures=9):
+        assert train(run_dir) == rundir.EXIT_HALTED
+    assert "saving failed" in rundir.read_status(run_dir)["reason"]
+
+
+def test_code_that_computes_something_else_is_refused_and_the_checkpoint_kept(
+        new_run: Make, train: Train, hooked: Callable) -> None:
+    run_dir = new_run()
+    train(run_dir)
+    rewind(run_dir, 5)
+    other = hooked(lambda model: model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 1.001))
+    assert train(run_dir, builders=other) == rundir.EXIT_USAGE
+    assert "probe" in rundir.read_status(run_dir)["reason"]
+    assert (run_dir / "checkpoints/step-00000005").is_dir() and train(run_dir) == 0
+
+
+def test_a_dense_model_trains_and_has_no_gate_statistics(new_run: Make, train: Train) -> None:
+    model = {"attention": "dense"}
+    run_dir = new_run(model=model)
+    assert train(run_dir) == 0
+    assert not any("gate_share_cmp" in e for e in kinds(run_dir, "step"))
+
+
+def test_gradient_checkpointing_changes_memory_and_not_the_weights(new_run: Make, train: Train) -> None:
+    plain, saving = new_run(), new_run(runtime={"gradient_checkpointing": True})
+    assert train(plain) == train(saving) == 0
+    assert same(final_weights(plain), final_weights(saving))
+
+
+def test_two_trainers_in_one_directory_are_refused(new_run: Make, train: Train) -> None:
+    run_dir = new_run()
+    lock = rundir.take_lock(run_dir)
+    with pytest.raises(rundir.RunDirectoryError, match="another trainer"):
+        train(run_dir)
+    rundir.os.close(lock)
+    assert train(run_dir) == 0

@@ -1,0 +1,130 @@
+"""A trainer that is asked to stop does so wherever it is, and one that cannot listen still ends at the second request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nsa_lab import events, launch, rundir
+
+Make = Callable[..., Path]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Trainer:
+    """A live trainer with a fault in it."""
+
+    def __init__(self, server: subprocess.Popen, run_dir: Path, fault: str) -> None:
+        self._lines = server.stdout
+        print(run_dir, fault, file=server.stdin, flush=True)
+        self._pid = int(self._lines.readline())
+
+    def says(self, word: str) -> bool:
+        return self._lines.readline() == word + "\n"
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self._pid, number)
+
+    def exit_code(self) -> int:
+        return int(self._lines.readline())
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen]:
+    server = subprocess.Popen([sys.executable, str(Path(__file__).with_name("scripted.py"))], text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield server
+    server.stdin.close()
+    server.wait(timeout=30)
+    server.stdout.close()
+
+
+@pytest.fixture
+def scripted(new_run: Make, server: subprocess.Popen) -> Callable[..., tuple[Path, Trainer]]:
+    """`scripted(fault, **changes)`: a run and its live trainer with that fault."""
+
+    def start(fault: str, **changes: object) -> tuple[Path, Trainer]:
+        run_dir = new_run(**changes)
+        return run_dir, Trainer(server, run_dir, fault)
+
+    return start
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def steps_done(run_dir: Path) -> int:
+    return max((e["step"] for e in events.read_events(run_dir) if e["kind"] == "step"), default=0)
+
+
+@pytest.mark.parametrize(("fault", "done"), [("slow_data", 3), ("slow_eval", 6), ("slow_compile", 0)])
+def test_a_stop_is_heard_while_waiting(scripted: Callable, fault: str, done: int) -> None:
+    run_dir, trainer = scripted(fault)
+    assert trainer.says("waiting")
+    wait_until(lambda: steps_done(run_dir) == done)
+    asked = time.monotonic()
+    trainer.send(signal.SIGTERM)
+    assert trainer.exit_code() == rundir.EXIT_STOPPED
+    assert time.monotonic() - asked < 5
+    saved = [e["step"] for e in events.read_events(run_dir) if e["kind"] == "checkpoint"]
+    assert max(saved, default=0) == done
+    status = rundir.read_status(run_dir)
+    assert status["status"] == "PREEMPTED" and status["exit_code"] == 75 and "SIGTERM" in status["reason"]
+
+
+def test_a_stop_takes_effect_between_micro_batches(scripted: Callable) -> None:
+    run_dir, trainer = scripted("slow_step", batch_size=1, accumulate_grad_batches=8)
+    wait_until(lambda: steps_done(run_dir) >= 1)
+    asked = time.monotonic()
+    trainer.send(signal.SIGUSR1)
+    assert trainer.exit_code() == rundir.EXIT_STOPPED
+    assert time.monotonic() - asked < 2.0, "a step takes 2.4 seconds"
+
+
+def test_the_second_request_ends_even_a_trainer_that_never_returns_to_python(scripted: Callable) -> None:
+    run_dir, trainer = scripted("deaf")
+    assert trainer.says("deaf")
+    trainer.send(signal.SIGTERM)
+    wait_until(lambda: any(e["kind"] == "signal" for e in events.read_events(run_dir)))
+    trainer.send(signal.SIGTERM)
+    assert trainer.exit_code() == rundir.EXIT_STOPPED
+    assert rundir.read_status(run_dir)["status"] == "PREEMPTED"
+
+
+def test_sigusr2_dumps_the_stacks_and_the_run_goes_on(scripted: Callable) -> None:
+    run_dir, trainer = scripted("none", steps=60, save_every=0)
+    wait_until(lambda: steps_done(run_dir) >= 1)
+    trainer.send(signal.SIGUSR2)
+    assert trainer.exit_code() == 0
+    assert "trainer.py" in (run_dir / "stacks.txt").read_text()
+
+
+def test_handlers_are_put_back(new_run: Make, train: Callable[..., int]) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    assert train(new_run(steps=3)) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_a_stop_before_the_first_step_saves_nothing_and_the_run_can_start_later(
+        new_run: Make, train: Callable[..., int]) -> None:
+    run_dir = new_run()
+    from nsa_lab.train.parts import Builders
+
+    def data(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    assert train(run_dir, builders=Builders(data=data)) == rundir.EXIT_STOPPED
+    assert launch.state(run_dir) == "PREEMPTED" and train(run_dir) == 0

@@ -1,0 +1,137 @@
+"""The optimiser step: the same mathematics however it is grouped, and nothing applied from a bad gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa_lab.config import RunConfig, TrainConfig
+from nsa_lab.train.distributed import World
+from nsa_lab.train.parts import build_model
+from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, Readback, Stepper, make_optimizer
+
+Tiny = Callable[..., RunConfig]
+CPU = torch.device("cpu")
+
+
+def stepper(config: RunConfig) -> tuple[nn.Module, torch.optim.Optimizer, Stepper]:
+    model = build_model(config, CPU)
+    optimizer = make_optimizer(model, config.train)
+    return model, optimizer, Stepper(model, model, optimizer, config.train, device=CPU, bf16=False, world=World())
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_regrouping_the_batch_changes_rounding_only(tiny: Tiny, micro: int) -> None:
+    results, weights = [], []
+    for size in (4, micro):
+        model, _, step = stepper(tiny(batch_size=4, accumulate_grad_batches=1, micro_batch_size=size))
+        results.append(torch.stack([step.step(*batch(n), 1e-3, nothing) for n in range(3)]))
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-5)
+
+
+def test_the_loss_is_the_mean_over_tokens_and_the_norm_is_that_of_its_gradient(tiny: Tiny) -> None:
+    config = tiny(accumulate_grad_batches=2)
+    model, _, step = stepper(config)
+    inputs, targets = batch()
+    loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    norm = torch.cat([g.flatten() for g in gradients]).norm()
+    result = step.step(inputs, targets, 1e-3, nothing)
+    torch.testing.assert_close(result[LOSS], loss.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result[GRAD_NORM], norm, rtol=1e-4, atol=0)
+
+
+def test_the_gradient_that_is_applied_is_clipped_and_the_norm_reported_is_not(tiny: Tiny) -> None:
+    model, _, step = stepper(tiny(grad_clip=1e-3))
+    norm = step.step(*batch(), 1e-3, nothing)[GRAD_NORM]
+    applied = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert norm > 0.1
+    torch.testing.assert_close(applied.item(), 1e-3, rtol=1e-3, atol=0)
+
+
+def test_weight_decay_spares_vectors(tiny: Tiny) -> None:
+    config = tiny(weight_decay=0.3)
+    decayed, spared = make_optimizer(build_model(config, CPU), config.train).param_groups
+    assert decayed["weight_decay"] == 0.3 and all(p.ndim >= 2 for p in decayed["params"])
+    assert spared["weight_decay"] == 0.0 and all(p.ndim == 1 for p in spared["params"])
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    return [t.detach().clone() for t in (*model.parameters(), *moments)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_gradient_changes_neither_weights_nor_moments_and_the_flag_sticks(tiny: Tiny, value: float) -> None:
+    model, optimizer, step = stepper(tiny())
+    step.step(*batch(0), 1e-3, nothing)
+    before = state_of(model, optimizer)
+    handle = model.head.register_forward_hook(lambda module, inputs, output: output * value)
+    assert step.step(*batch(1), 1e-3, nothing)[BAD] == 1
+    handle.remove()
+    assert step.step(*batch(2), 1e-3, nothing)[BAD] == 1, "nothing is applied until the host has seen it"
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
+
+
+def test_a_good_gradient_changes_every_weight_and_raises_no_flag(tiny: Tiny) -> None:
+    model, optimizer, step = stepper(tiny())
+    step.step(*batch(0), 1e-3, nothing)
+    before = state_of(model, optimizer)
+    assert step.step(*batch(1), 1e-3, nothing)[BAD] == 0
+    assert not any(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
+
+
+def test_a_poll_that_raises_leaves_the_step_undone(tiny: Tiny) -> None:
+    class Stop(BaseException):
+        pass
+
+    def stop_at_second() -> None:
+        polls.append(1)
+        if len(polls) == 2:
+            raise Stop
+
+    polls: list[int] = []
+    model, optimizer, step = stepper(tiny())
+    before = state_of(model, optimizer)
+    with pytest.raises(Stop):
+        step.step(*batch(), 1e-3, stop_at_second)
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
+
+
+def test_readback_gives_each_result_once_in_order() -> None:
+    readback = Readback(CPU)
+    for step in (1, 2):
+        readback.push(step, torch.tensor([float(step)]))
+    assert readback.take() == [(1, [1.0]), (2, [2.0])]
+    assert readback.take(everything=True) == []
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_weights(tiny: Tiny) -> None:
+    config = tiny(runtime={"device": "cpu", "precision": "bf16"})
+    model = build_model(config, CPU)
+    step = Stepper(model, model, make_optimizer(model, config.train), config.train, device=CPU, bf16=True, world=World())
+    seen = []
+    model.blocks[0].mlp.up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    result = step.step(*batch(), 1e-3, nothing)
+    assert seen[0] == torch.bfloat16 and result[LOSS].dtype == torch.float32
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_share_that_does_not_divide_is_refused_with_the_remedy() -> None:
+    assert World(rank=1, size=2).share(6) == (3, 3)
+    with pytest.raises(ValueError, match="divides 6"):
+        World(rank=0, size=4).share(TrainConfig(batch_size=6).sequences_per_step)

@@ -1,0 +1,156 @@
+"""The record: one line an event, torn lines tolerated, attempts told apart, silence explained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from nsa_lab import events
+from nsa_lab.train.telemetry import EventLog, Heartbeat, Phases, StallRule, resident_bytes
+
+
+def log_of(folder: Path, attempt: int = 1) -> EventLog:
+    return EventLog(folder, "a-run", attempt)
+
+
+def test_an_event_carries_its_envelope_and_fields(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.step, log.tokens = 3, 300
+    log.event("step", loss=2.5, grad_norm_layers=[1.0, 2.0])
+    (event,) = events.read_events(tmp_path)
+    assert {k: event[k] for k in ("v", "run", "attempt", "kind", "step", "tokens", "loss")} == {
+        "v": 1, "run": "a-run", "attempt": 1, "kind": "step", "step": 3, "tokens": 300, "loss": 2.5}
+    assert abs(event["t"] - time.time()) < 60
+
+
+def test_numbers_that_are_not_finite_are_null_and_named(tmp_path: Path) -> None:
+    log_of(tmp_path).event("step", loss=float("nan"), layers=[1.0, float("inf")])
+    text = (tmp_path / "events.jsonl").read_text()
+    event = json.loads(text, parse_constant=lambda constant: 1 / 0)
+    assert event["loss"] is None and event["layers"] == [1.0, None] and event["nonfinite"] == ["loss", "layers[1]"]
+
+
+def test_a_torn_last_line_costs_that_line_only(tmp_path: Path) -> None:
+    log_of(tmp_path).event("step", step=1)
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"v":1,"kind":"step","st')
+    assert [e["step"] for e in events.read_events(tmp_path)] == [1]
+    log_of(tmp_path, attempt=2).event("step", step=2)
+    assert [e["step"] for e in events.read_events(tmp_path)] == [1, 2]
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+
+    def write() -> None:
+        for _ in range(50):
+            log.event("heartbeat", phase="x" * 500)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(events.read_events(tmp_path)) == 200
+
+
+def test_steps_that_were_done_again_count_once_and_undone_ones_not_at_all(tmp_path: Path) -> None:
+    told = [(1, "start", 0), *((1, "step", n) for n in range(1, 9)), (2, "resume", 5), (2, "step", 6), (3, "resume", 5)]
+    for attempt, kind, step in told:
+        log_of(tmp_path, attempt).event(kind, step=step, **({"from_step": step} if kind != "step" else {}))
+    found = events.steps(events.read_events(tmp_path))
+    assert [(e["step"], e["attempt"]) for e in found] == [(n, 1) for n in range(1, 6)], "step 6 has to be done a third time"
+    log_of(tmp_path, 3).event("step", step=6)
+    found = events.steps(events.read_events(tmp_path))
+    assert [(e["step"], e["attempt"]) for e in found][-1] == (6, 3)
+
+
+def test_tail_gives_a_line_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    tail, path = events.Tail(tmp_path), tmp_path / "events.jsonl"
+    assert tail.read() == []
+    path.write_bytes(b'{"kind":"a"}\n{"kind":')
+    assert [e["kind"] for e in tail.read()] == ["a"]
+    path.write_bytes(b'{"kind":"a"}\n{"kind":"b"}\n')
+    assert [e["kind"] for e in tail.read()] == ["b"]
+    assert tail.read() == []
+
+
+def test_follow_ends_with_the_trainer(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.event("start", from_step=0)
+    lives = iter([True, False])
+
+    def alive() -> bool:
+        log.event("step", step=1)
+        return next(lives)
+
+    kinds = [e["kind"] for e in events.follow(tmp_path, is_alive=alive, poll_s=0.01)]
+    assert kinds == ["start", "step", "step"], "what came last is not lost"
+
+
+def test_reading_events_needs_no_torch() -> None:
+    code = "import sys, nsa_lab.events, nsa_lab.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def heartbeat(folder: Path, phases: Phases, rule: StallRule) -> Heartbeat:
+    beat = Heartbeat(log_of(folder), phases, every_s=0.02, rule=rule, stacks=folder / "stacks.txt", gpu_util=lambda: None)
+    beat.start()
+    return beat
+
+
+def test_the_heartbeat_names_the_phase_and_its_age(tmp_path: Path) -> None:
+    phases = Phases()
+    beat = heartbeat(tmp_path, phases, StallRule())
+    with phases("data"):
+        time.sleep(0.15)
+    beat.stop()
+    beats = [e for e in events.read_events(tmp_path) if e["kind"] == "heartbeat" and e["phase"] == "data"]
+    assert len(beats) >= 2 and beats[-1]["phase_age_s"] > beats[0]["phase_age_s"] > 0
+    assert beats[0]["rss_bytes"] > 1e6 and beats[0]["gpu_util"] is None
+
+
+def test_a_stalled_phase_is_told_once_with_all_stacks(tmp_path: Path) -> None:
+    phases = Phases()
+    beat = heartbeat(tmp_path, phases, StallRule(floor_s=0.05))
+    with phases("data"):
+        time.sleep(0.25)
+    beat.stop()
+    stalls = [e for e in events.read_events(tmp_path) if e["kind"] == "stall"]
+    assert [e["phase"] for e in stalls] == ["data"] and stalls[0]["phase_age_s"] > stalls[0]["limit_s"]
+    assert "test_telemetry" in (tmp_path / "stacks.txt").read_text()
+
+
+def test_a_phase_that_is_always_slow_is_no_stall(tmp_path: Path) -> None:
+    phases = Phases()
+    for _ in range(3):
+        with phases("eval"):
+            time.sleep(0.03)
+    beat = heartbeat(tmp_path, phases, StallRule(floor_s=0.01, factor=20))
+    with phases("eval"):
+        time.sleep(0.1)
+    beat.stop()
+    assert not [e for e in events.read_events(tmp_path) if e["kind"] == "stall"]
+
+
+def test_limits_are_the_larger_of_floor_and_own_median() -> None:
+    rule = StallRule(factor=20, floor_s=120, floors_s={"compile": 1800})
+    cases = [("step", None), ("step", 0.2), ("step", 30.0), ("compile", None)]
+    assert [rule.limit_s(*case) for case in cases] == [120, 120, 600, 1800]
+
+
+def test_phases_nest_and_come_back() -> None:
+    phases = Phases()
+    with phases("eval"):
+        with phases("data"):
+            assert phases.current()[0] == "data"
+        assert phases.current()[0] == "eval"
+    assert phases.current()[0] == "start" and phases.last("eval") >= phases.last("data") > 0
+
+
+def test_resident_memory_is_in_bytes() -> None:
+    assert 1e7 < resident_bytes() < 1e11
