@@ -60,13 +60,15 @@ def build(source: Path, target: Path, *, fresh: bool = False) -> tuple[NotebookN
     for setting in ("cell_metadata_filter", "notebook_metadata_filter"):
         notebook.metadata["jupytext"].pop(setting, None)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
-    complete = True
+    complete, counted = True, 0
     for number, cell in enumerate(notebook.cells):
         if not target.exists() or "id" not in cell:
             cell["id"] = f"{source.stem[:2]}-{number:03d}"
         if cell.cell_type != "code":
             continue
-        cell.execution_count = None
+        counted += 1
+        # nbval compares only cells that say that they were run.
+        cell.execution_count = counted if CHECKED in cell.source else None
         cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k == "tags"})
         if CHECKED in cell.source and not fresh:
             complete &= bool(cell.outputs)
@@ -87,7 +89,7 @@ def execute(notebook: NotebookNode) -> None:
             cell.outputs = done.outputs
             for output in cell.outputs:
                 if "execution_count" in output:
-                    output["execution_count"] = None
+                    output["execution_count"] = cell.execution_count
             if not cell.outputs or any(set(output.get("data", {})) - {"text/plain"} for output in cell.outputs):
                 raise SystemExit(f"a cell marked {CHECKED} prints text and nothing else:\n{cell.source}")
 

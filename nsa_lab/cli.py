@@ -44,6 +44,9 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="w
 
 def main() -> None:
     """The console script: what a user did wrong is one line and exit code 2."""
+    # Read by OpenMP when torch is loaded, here and in the processes that we start. Threads that spin while they wait make
+    # a step up to sixteen times slower where the cores are shared with others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except (ConfigError, RunDirectoryError) as error:

@@ -129,6 +129,7 @@ class RuntimeConfig(_Section):
     backend: Literal["auto", "reference", "torch", "triton", "flash"] = "auto"
     compile: bool = Field(False, description="torch.compile the model")
     gradient_checkpointing: bool = False
+    cuda_graph: bool = Field(False, description="replay a step's gradients as one CUDA graph; pays at small batches")
     deterministic: bool = Field(False, description="bit-exact resume on a GPU too, at some cost in speed")
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp", description="several ranks: ddp copies the model to each, fsdp shards its weights and moments over them"
@@ -137,6 +138,17 @@ class RuntimeConfig(_Section):
     profile: Literal["smoke", "production"] = Field(
         "smoke", description="production: preflight refuses toy models, save_every 0 and synthetic data"
     )
+
+    @model_validator(mode="after")
+    def _graphable(self) -> RuntimeConfig:
+        if self.cuda_graph and self.gradient_checkpointing:
+            raise ValueError(
+                "runtime.cuda_graph and runtime.gradient_checkpointing exclude each other: recomputation keeps random state "
+                "that a graph cannot hold; set one of them to false"
+            )
+        if self.cuda_graph and self.device == "cpu":
+            raise ValueError("runtime.cuda_graph = True needs runtime.device: cuda; set it to false on a CPU")
+        return self
 
 
 class TrainConfig(_Section):

@@ -38,7 +38,7 @@ class RunView:
         self._latest: dict[str, float] = {}
         self._layers: dict[str, list[float]] = {}
         self._phase, self._phase_age_s, self._heard = "starting", 0.0, 0.0
-        self._seconds: deque[float] = deque(maxlen=20)
+        self._seconds: deque[float] = deque(maxlen=10)
         self._notes: deque[str] = deque(maxlen=5)
 
     def take(self, events: list[Event]) -> None:
@@ -64,7 +64,7 @@ class RunView:
     @property
     def eta_s(self) -> float | None:
         """Seconds left at the pace of the last readings; evaluation and saves come on top."""
-        return (self.config.train.steps - self.step) * statistics.median(self._seconds) if self._seconds else None
+        return (self.config.train.steps - self.step) * statistics.fmean(self._seconds) if self._seconds else None
 
     def line(self) -> str:
         """One line for a log."""

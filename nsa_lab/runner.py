@@ -14,7 +14,8 @@ import warnings
 from pathlib import Path
 
 import papermill
-from papermill.exceptions import PapermillException
+from nbclient.exceptions import DeadKernelError
+from papermill.exceptions import PapermillExecutionError
 from rich.console import Console
 
 from nsa_lab import launch, names, rundir
@@ -38,11 +39,10 @@ def execute(notebook: Path, run_dir: Path, console: Console) -> str | None:
     follower.start()
     try:
         _execute(notebook, run_dir)
-    except PapermillException as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-    except RuntimeError as error:
-        # nbclient's word for a kernel that died.
-        return f"{type(error).__name__}: {error}"
+    except PapermillExecutionError as error:
+        return f"cell [{error.exec_count}]: {error.ename}: {' '.join(str(error.evalue).split())[:400]}"
+    except DeadKernelError:
+        return "its kernel died; the system may have killed it for memory"
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:

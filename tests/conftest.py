@@ -9,4 +9,7 @@ import torch
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+# For tests that are expected to fail, on planted faults.
+hypothesis.settings.register_profile("unshrunk", hypothesis.settings.get_profile("repeatable"),
+                                     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
 hypothesis.settings.load_profile("repeatable")

@@ -26,7 +26,7 @@ from nsa_lab.bench.attention_parts import Part, make_parts
 from nsa_lab.bench.timing import peak_bytes, time_ms
 from nsa_lab.config import NSAConfig
 
-# Forward and backward of the whole, as a share of SDPA flash at the same shape (H=12, G=2, d=64; last row H=64, G=4, d=128).
+# Forward and backward of the whole as a share of SDPA flash at the same shape: (T, H) with d=64, or d=128 where H=64.
 WHOLE_BARS = {(2048, 12): 1.6, (8192, 12): 0.68, (32768, 12): 0.26, (65536, 12): 0.145, (32768, 64): 0.20}
 
 
@@ -201,12 +201,14 @@ def _machine(device: torch.device) -> dict[str, str]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = "not installed"
-    return {"device": str(device), "gpu": gpu, "torch": torch.__version__, "cuda": str(torch.version.cuda), "triton": triton_version}
+    return {"device": str(device), "gpu": gpu, "torch": torch.__version__, "cuda": str(torch.version.cuda),
+            "triton": triton_version}
 
 
 def _table(rows: list[Row]) -> Table:
     table = Table(title="NSA attention; ms, useful TFLOP/s, share of SDPA flash forward + backward")
-    for name in ("shape", "part", "by", "parity (error/limit)", "forward", "backward", "fwd TF/s", "bwd TF/s", "peak MiB", "share", "bar"):
+    for name in ("shape", "part", "by", "parity (error/limit)", "forward", "backward", "fwd TF/s", "bwd TF/s",
+                 "peak MiB", "share", "bar"):
         table.add_column(name, justify="left" if name in ("shape", "part", "by") else "right")
     for row in rows:
         worst = max(row.parity.items(), key=lambda kv: kv[1][0] / kv[1][1], default=None)

@@ -1,8 +1,8 @@
 """Does a part compute the definition? Asked before its speed.
 
-Two checks. On at most 1024 tokens, output and every gradient against the definition in float64: within 2 and 3 times what the
-same mathematics errs in plain low precision. At the length that is timed, the output's last rows against float64. A choice of
-blocks passes where it is the definition's, up to scores that differ by less than rounding.
+Two checks. On at most 1024 tokens, output and every gradient against the definition in float64: within 2 and 3 times
+what the same mathematics errs in plain low precision. At the length that is timed, the output's last rows against
+float64. A choice of blocks passes where it is the definition's, up to scores that differ by less than rounding.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from nsa_lab.config import NSAConfig
 
 _ROWS = 16
 _SCORE_ROUNDING = 2e-5
+_INPUTS = {
+    "gate": ("out_cmp", "out_sel", "out_win", "gates"),
+    "whole": ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates"),
+}
 
 
 def check(short: Part, long: Part, nsa: NSAConfig) -> tuple[dict[str, list[float]], bool]:
@@ -40,8 +44,7 @@ def _against_float64(part: Part, nsa: NSAConfig) -> dict[str, list[float]]:
     grads = torch.autograd.grad(out, leaves, d_out)
     wide_grads = torch.autograd.grad(exact, wide, d_out.double())
     low_grads = torch.autograd.grad(plain, low, d_out.to(plain.dtype))
-    names = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates") if part.name == "whole" else ("a", "b", "c", "gates") \
-        if part.name == "gate" else ("q", "k", "v")
+    names = _INPUTS.get(part.name, ("q", "k", "v"))
     found = {"out": _pair(out, exact, plain, 2)}
     for name, ours, theirs, low_grad in zip(names, grads, wide_grads, low_grads, strict=True):
         found[f"d{name}"] = _pair(ours, theirs, low_grad, 3)

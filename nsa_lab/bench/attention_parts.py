@@ -1,8 +1,8 @@
 """What the attention bench measures: each part of NSA as a callable over its inputs, for several kinds of selection.
 
 random: every query picks its free blocks independently and uniformly (the worst case for reuse). smooth: queries of one
-64-token stretch mostly share their picks (what trained models tend to). sink: everybody picks the earliest blocks. real: what
-`select_blocks` chooses from the compressed scores of the very inputs.
+64-token stretch mostly share their picks (what trained models tend to). sink: everybody picks the earliest blocks.
+real: what `select_blocks` chooses from the compressed scores of the very inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class Part:
-    """`run(*inputs)` gives one tensor; `useful_flops` counts its forward pass, 0 where bytes and not arithmetic bound it."""
+    """`run(*inputs)` gives one tensor; `useful_flops` counts its forward pass, 0 where bytes bound it."""
 
     name: str
     backend: str

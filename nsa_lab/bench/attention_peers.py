@@ -32,7 +32,9 @@ def dense(shape, device: torch.device, dtype: torch.dtype) -> Iterator[Peer]:
         yield "flash-attn", flash.flash_dense, _inputs(shape, shape.G, device, dtype, heads_first=False)
 
 
-def parts(shape, nsa: NSAConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, str, Callable[..., Tensor], list[Tensor]]]:
+def parts(
+    shape, nsa: NSAConfig, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, str, Callable[..., Tensor], list[Tensor]]]:
     """(part, name, run, inputs) of peers for the window and the compressed branch; none on a CPU."""
     if device.type != "cuda":
         return

@@ -152,7 +152,8 @@ def query_reads(reads: Reads, about: str) -> Figure:
                     f"dense would read {t + 1})\n{about}", fontsize=10)
     cmp, score, sel, win = figure.subplots(4, 1, sharex=True)
 
-    cmp.bar(np.arange(len(reads.cmp)) * n.d, reads.cmp.numpy(), width=n.l, align="edge", color=CMP, alpha=0.45, edgecolor=CMP, linewidth=0.6)
+    cmp.bar(np.arange(len(reads.cmp)) * n.d, reads.cmp.numpy(), width=n.l, align="edge", color=CMP, alpha=0.45,
+            edgecolor=CMP, linewidth=0.6)
     cmp.set_ylabel("compressed\nweight a block", fontsize=8)
 
     count = len(reads.importance)
@@ -220,8 +221,9 @@ def errors(rows: list[tuple[str, str, float]], limit: float, about: str) -> Figu
 
 def _draw_kinds(axes: Axes, blocks: Tensor, count: int, nsa: NSAConfig) -> None:
     colours = ListedColormap(list(reversed(KINDS.values())))
-    axes.imshow(selection_kinds(blocks, count, nsa).T.numpy(), aspect="auto", origin="lower", interpolation="nearest", cmap=colours,
-                vmin=0, vmax=len(KINDS) - 1, extent=(0, blocks.shape[0], -0.5, count - 0.5))
+    kinds = selection_kinds(blocks, count, nsa).T.numpy()
+    axes.imshow(kinds, aspect="auto", origin="lower", interpolation="nearest", cmap=colours, vmin=0, vmax=len(KINDS) - 1,
+                extent=(0, blocks.shape[0], -0.5, count - 0.5))
 
 
 def _figure(width: float, height: float, named: str) -> tuple[Figure, Axes]:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from nsa_lab.explore.show import BRANCH_COLOURS, DENSE
 from nsa_lab.health.branches import choice_range
@@ -23,8 +25,10 @@ from nsa_lab.history import History
 Run = str | Path | History
 
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STEP = "optimiser step"
 BRANCH_NAMES = {"cmp": "compressed", "sel": "selected", "win": "window"}
-LAYER_MAP = "cividis"
+# The lightest fifth of the map is left out: it is hard to see on white.
+LAYER_MAP = LinearSegmentedColormap.from_list("layers", colormaps["cividis"](np.linspace(0, 0.82, 64)))
 
 
 def loss_curves(runs: Run | Sequence[Run], *, smooth: int = 10) -> Figure:
@@ -46,7 +50,7 @@ def learning_rate(runs: Run | Sequence[Run]) -> Figure:
         norm.plot(*history.series("grad_norm"), color=colour, linewidth=0.8, label=history.run)
         norm.axhline(history.config.train.grad_clip, color=colour, linestyle=":", linewidth=1)
     rate.set_ylabel("learning rate")
-    norm.set(ylabel="gradient norm\n(clipped at the dotted line)", yscale="log", xlabel="optimiser step")
+    norm.set(ylabel="gradient norm\n(clipped at the dotted line)", yscale="log", xlabel=STEP)
     rate.legend(frameon=False, fontsize=8)
     return figure
 
@@ -58,7 +62,7 @@ def gate_shares(run: Run) -> Figure:
     _draw_gates(shares, history)
     _draw_layers(figure, entropy, history, "gate_entropy")
     _mark_level(entropy, math.log(3), "ln 3: all branches alike")
-    entropy.set(ylabel="gate entropy, nats", xlabel="optimiser step", ylim=(0, 1.25))
+    entropy.set(ylabel="gate entropy, nats", xlabel=STEP, ylim=(0, 1.25))
     return figure
 
 
@@ -103,7 +107,7 @@ def selection_statistics(run: Run) -> Figure:
         for text, value in marks.items():
             _mark_level(axes, value, text)
     for axes in panels[2:]:
-        axes.set_xlabel("optimiser step")
+        axes.set_xlabel(STEP)
     return figure
 
 
@@ -113,7 +117,7 @@ def branch_norms(run: Run) -> Figure:
     figure, axes = _figure(8, 3.8, f"Size of each branch's output: {history.run}")
     for branch, label in BRANCH_NAMES.items():
         _band(axes, *history.layers(f"norm_{branch}"), BRANCH_COLOURS[branch], label)
-    axes.set(xlabel="optimiser step", ylabel="root mean square of the output")
+    axes.set(xlabel=STEP, ylabel="root mean square of the output")
     _legend(axes)
     return figure
 
@@ -130,7 +134,7 @@ def throughput(runs: Run | Sequence[Run]) -> Figure:
         memory.plot(steps, peak / 1e9, color=colour, linewidth=1.5)
     speed.set_ylabel("tokens a second")
     wait.set_ylabel("data wait, %")
-    memory.set(ylabel="peak memory, GB", xlabel="optimiser step", ylim=(0, None))
+    memory.set(ylabel="peak memory, GB", xlabel=STEP, ylim=(0, None))
     speed.legend(frameon=False, fontsize=8)
     return figure
 
@@ -154,7 +158,7 @@ def overview(run: Run) -> Figure:
     _draw_speed(speed, history, RUN_COLOURS[0])
     speed.set_ylabel("tokens a second")
     for axes in panels[-1]:
-        axes.set_xlabel("optimiser step")
+        axes.set_xlabel(STEP)
     return figure
 
 
@@ -178,9 +182,9 @@ def _draw_loss(axes: Axes, histories: list[History], smooth: int) -> None:
         axes.plot(held_out, validation, color=colour, linestyle="--", marker="o", markersize=3.5,
                   label=f"{named}validation")
         _mark_resumes(axes, history)
-    axes.set(xlabel="optimiser step", ylabel="bits a byte")
+    axes.set(xlabel=STEP, ylabel="bits a byte")
     _legend(axes)
-    axes.grid(alpha=0.25, linewidth=0.5)
+    _over_steps(axes)
 
 
 def _draw_gates(axes: Axes, history: History) -> None:
@@ -193,6 +197,7 @@ def _draw_gates(axes: Axes, history: History) -> None:
 
 def _draw_speed(axes: Axes, history: History, colour: str) -> None:
     steps, speed = history.series("tokens_per_s")
+    _over_steps(axes)
     axes.plot(steps, speed, color=colour, linewidth=1, marker="." if len(steps) < 80 else None, label=history.run)
     if len(speed):
         median = float(np.median(speed))
@@ -211,7 +216,7 @@ def _draw_layers(figure: Figure | None, axes: Axes, history: History, name: str)
     colours = ScalarMappable(Normalize(0, max(values.shape[1] - 1, 1)), LAYER_MAP)
     for layer, line in enumerate(values.T):
         axes.plot(steps, line, color=colours.to_rgba(layer), linewidth=1.2, marker="." if len(steps) < 30 else None)
-    axes.grid(alpha=0.25, linewidth=0.5)
+    _over_steps(axes)
     if figure is not None:
         figure.colorbar(colours, ax=axes, label="layer", ticks=_ticks(values.shape[1]))
 
@@ -222,6 +227,11 @@ def _band(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label:
         return
     axes.fill_between(steps, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.18, linewidth=0)
     axes.plot(steps, values.mean(axis=1), color=colour, label=label, marker="." if len(steps) < 30 else None)
+    _over_steps(axes)
+
+
+def _over_steps(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25, linewidth=0.5)
 
 

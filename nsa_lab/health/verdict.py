@@ -18,7 +18,7 @@ class Limits:
     lr_error: float = 1e-6  # of the peak rate: the schedule is a formula, and only rounding may differ
     pace_window_s: float = 2.0  # readings are joined until they span this: single short steps say nothing on a busy machine
     slow_factor: float = 0.5  # a window below this share of the median tokens/s is slow
-    slow_share: float = 0.05  # slow windows among all; a single one is forgiven
+    slow_share: float = 0.10  # slow windows among all; a single one is forgiven
     data_wait: float = 0.10  # waiting for data, of the training time
     memory_growth: float = 1.5  # largest resident memory of the second half over that of the first
     gate_moved: float = 0.002  # smallest change of a layer's branch shares or entropy that counts as movement

@@ -81,7 +81,7 @@ class _Attempt:
     def __init__(self, folder: Path, config: RunConfig, world: World, builders: Builders) -> None:
         self.folder, self.config, self.world, self.builders = folder, config, world, builders
         self.events = read_events(folder)
-        attempt = 1 + max((e["attempt"] for e in self.events if e["kind"] in ("start", "resume", "halt")), default=0)
+        attempt = 1 + max((event["attempt"] for event in self.events), default=0)
         log = EventLog(folder, folder.name, attempt)
         self.record = Recorder(folder, log, first=world.first, steps=config.train.steps,
                                tokens_per_step=config.train.tokens_per_step)

@@ -43,12 +43,12 @@ class Recorder:
         self.log.step, self.log.tokens = step, step * self._tokens_per_step
 
     def begin(self, from_step: int, fields: dict[str, Any]) -> None:
-        """The first event of an attempt: `start` at step 0 of the first, else `resume`."""
+        """The first event of an attempt: `start` at step 0, else `resume`."""
         self.at(from_step)
         if not self._first:
             return
         self._mirror = TensorBoardMirror(self.run_dir / rundir.TENSORBOARD, from_step)
-        kind = "start" if self.log.attempt == 1 else "resume"
+        kind = "resume" if from_step else "start"
         # The settings stand in config.yaml; a checkpoint repeats them, an event need not.
         told = {name: value for name, value in fields.items() if name not in ("run", "trajectory")}
         self.log.event(kind, from_step=from_step, steps=self._steps, tensorboard=self._mirror.why_off or "on", **told)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nsa_lab.config import TrainConfig
+from nsa_lab.train.cuda_graph import GraphedGradients
 from nsa_lab.train.distributed import World
 
 LOSS, GRAD_NORM, BAD, STOP = range(4)
@@ -42,11 +43,12 @@ class Stepper:
     """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters."""
 
     def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer,
-                 train: TrainConfig, *, device: torch.device, bf16: bool, world: World) -> None:
+                 train: TrainConfig, *, device: torch.device, bf16: bool, world: World, graph: bool = False) -> None:
         self._forward, self._optimizer, self._train = forward, optimizer, train
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device, self._bf16, self._world = device, bf16, world
         self._bad = torch.zeros((), device=device)
+        self._graphed = GraphedGradients(self._gradients, self._parameters, device) if graph else None
 
     def autocast(self) -> AbstractContextManager:
         if not self._bf16:
@@ -66,18 +68,29 @@ class Stepper:
         the step is then as if it had never begun. `stop` is this rank's wish to stop; the flag that comes back counts the
         ranks that wish it.
         """
-        self._optimizer.zero_grad(set_to_none=True)
+        if self._graphed:
+            poll()
+            with interruptible():
+                loss = self._graphed(inputs, targets)
+        else:
+            self._optimizer.zero_grad(set_to_none=True)
+            loss = self._gradients(inputs, targets, poll, interruptible)
+        loss, stops = self._world.sum(torch.stack([loss, loss.new_full((), float(stop))])).unbind()
+        norm = self._clip()
+        self._bad = torch.maximum(self._bad, (~(torch.isfinite(loss) & torch.isfinite(norm))).float())
+        self._update(lr)
+        return torch.stack([loss, norm.to(loss.dtype), self._bad, stops])
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, poll: Callable[[], None] = lambda: None,
+                   interruptible: Callable[[], AbstractContextManager] = nullcontext) -> Tensor:
+        """The loss of the whole step; its gradients are added to `.grad`."""
         loss = torch.zeros((), device=self._device)
         pairs = list(self.micro_batches(inputs, targets))
         for number, (tokens, wanted) in enumerate(pairs, 1):
             poll()
             with interruptible(), self._world.sync(self._forward, when=number == len(pairs)):
                 loss += self._backward(tokens, wanted)
-        loss, stops = self._world.sum(torch.stack([loss, loss.new_tensor(float(stop))])).unbind()
-        norm = self._clip()
-        self._bad = torch.maximum(self._bad, (~(torch.isfinite(loss) & torch.isfinite(norm))).float())
-        self._update(lr)
-        return torch.stack([loss, norm.to(loss.dtype), self._bad, stops])
+        return loss
 
     def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.autocast():

@@ -1,4 +1,4 @@
-"""Inputs for attention tests: random tensors of any shape, geometries, and the ways the torch backend can be made to run."""
+"""Inputs for attention tests: random tensors of any shape, geometries, and the ways that the torch backend can run."""
 
 from __future__ import annotations
 

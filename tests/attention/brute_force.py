@@ -232,7 +232,8 @@ def logits(tokens: Array, model: Model, layers: int) -> Array:
     w = model.weights
     x = w["embedding.weight"][tokens]
     for i in range(layers):
-        x = x + attention_layer(rms_norm(x, w[f"blocks.{i}.attention_norm.weight"], model.eps), model, f"blocks.{i}.attention")
+        mixed = rms_norm(x, w[f"blocks.{i}.attention_norm.weight"], model.eps)
+        x = x + attention_layer(mixed, model, f"blocks.{i}.attention")
         hidden = rms_norm(x, w[f"blocks.{i}.mlp_norm.weight"], model.eps) @ w[f"blocks.{i}.mlp.up.weight"].T
         if model.gated_mlp:
             gate, hidden = np.split(hidden, 2, axis=-1)

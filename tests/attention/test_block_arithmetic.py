@@ -25,7 +25,7 @@ def geometries(draw: st.DrawFn) -> NSAConfig:
 
 
 def equation_9(n_compressed: int, n_selection: int, nsa: NSAConfig, first: int) -> torch.Tensor:
-    """p_slc[j] = sum over m < l'/d and n < l/d of p_cmp[(l'/d) j - m - n] as a matrix; j and the index both count from `first`."""
+    """p_slc[j] = sum over m < l'/d, n < l/d of p_cmp[(l'/d) j - m - n], as a matrix; both indices count from `first`."""
     weights = torch.zeros(n_compressed, n_selection)
     for j in range(first, n_selection + first):
         for m, n in itertools.product(range(nsa.l_sel // nsa.d), range(nsa.l // nsa.d)):
@@ -45,8 +45,9 @@ def test_equation_9_with_indices_from_1_is_the_shared_tokens(d: int, l_over_d: i
 
 @pytest.mark.parametrize(("d", "l_over_d", "l_sel_over_d"), BLOCK_RATIOS)
 def test_equation_9_with_indices_from_0_ranks_a_block_of_the_past(d: int, l_over_d: int, l_sel_over_d: int) -> None:
-    """The counter-example. Read from 0, block j collects exactly what l'/d - 1 compressed blocks earlier overlaps it, which is
-    the same only where a selection block is one stride long."""
+    """The counter-example. Read from 0, block j collects the compressed blocks that lie l'/d - 1 before those which overlap it;
+    the same only where a selection block is one stride long.
+    """
     nsa = NSAConfig(d=d, l=d * l_over_d, l_sel=d * l_sel_over_d)
     length = 6 * nsa.l_sel + nsa.l
     sizes = geometry.num_compressed(length, nsa), geometry.num_selection(length, nsa)

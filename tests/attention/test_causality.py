@@ -42,7 +42,8 @@ def everything(inputs: Inputs, shape: Shape, backend: str) -> dict[str, Tensor]:
 def another_future(inputs: Inputs, shape: Shape, last: int) -> Inputs:
     """Louder, so that a softmax which let it in would hold little else."""
     other = Shape(**{**shape.__dict__, "seed": shape.seed + 1}).inputs(inputs.q.dtype).map(lambda x: 10 * x)
-    return Inputs(*(torch.cat([mine[:, : last + 1], new[:, last + 1 :]], dim=1) for mine, new in zip(inputs, other, strict=True)))
+    pairs = zip(inputs, other, strict=True)
+    return Inputs(*(torch.cat([mine[:, : last + 1], new[:, last + 1 :]], dim=1) for mine, new in pairs))
 
 
 @arms

@@ -25,7 +25,7 @@ def assert_equal(actual: torch.Tensor, expected: np.ndarray) -> None:
 def check_all(shape: Shape, arm: str) -> None:
     """Each function on its own inputs, so that a fault in one is not hidden behind another."""
     inputs, nsa, g = shape.inputs(), shape.nsa, plain(shape.nsa)
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = arrays(inputs)
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = arrays(inputs)
     with running(arm) as backend:
         out, lse = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
         true_out, true_lse = brute_force.compressed_attention(q, k_cmp, v_cmp, g)
@@ -158,4 +158,5 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(arm: str, scale: float) 
     inputs = shape.inputs()._replace(q=shape.inputs().q * scale)
     with running(arm) as backend:
         out = attention.nsa_attention(*inputs, shape.nsa, backend=backend)
-    np.testing.assert_allclose(out.numpy(), brute_force.nsa_attention(*arrays(inputs), plain(shape.nsa)), rtol=1e-10, atol=1e-10)
+    expected = brute_force.nsa_attention(*arrays(inputs), plain(shape.nsa))
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-10, atol=1e-10)

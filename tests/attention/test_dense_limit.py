@@ -28,7 +28,9 @@ def test_the_dense_baseline_equals_brute_force(length: int, G: int, h: int, d_v:
 @arms
 @settings(max_examples=20)
 @given(n_sel=st.integers(3, 6), l_sel=st.integers(1, 8), data=st.data())
-def test_selection_is_dense_up_to_its_budget_and_not_one_token_past_it(arm: str, n_sel: int, l_sel: int, data: st.DataObject) -> None:
+def test_selection_is_dense_up_to_its_budget_and_not_one_token_past_it(
+    arm: str, n_sel: int, l_sel: int, data: st.DataObject
+) -> None:
     nsa = NSAConfig(l=2, d=1, l_sel=l_sel, n_sel=n_sel, w=3)
     budget = n_sel * l_sel
     shape = Shape(nsa, T=data.draw(st.integers(1, budget)), h=2)
@@ -54,7 +56,8 @@ def test_a_window_of_the_whole_sequence_is_dense(arm: str) -> None:
     x = Shape(nsa, T=30).inputs()
     with running(arm) as backend:
         out, _ = attention.window_attention(x.q, x.k_win, x.v_win, nsa, backend=backend)
-    close = torch.isclose(out, attention.dense_attention(x.q, x.k_win, x.v_win), rtol=1e-12, atol=1e-12).flatten(2).all(-1)[0]
+    close = torch.isclose(out, attention.dense_attention(x.q, x.k_win, x.v_win), rtol=1e-12, atol=1e-12)
+    close = close.flatten(2).all(-1)[0]
     assert close[:29].all() and not close[29]
 
 
@@ -87,7 +90,7 @@ def test_a_gate_of_one_branch_gives_that_branch_alone(arm: str, branch: int) -> 
 
 
 class FlashStub:
-    """flash-attn's documented semantics on a CPU: [B, T, H, D], a window that counts keys beside the query's own, LSE [B, H, T]."""
+    """flash-attn's documented semantics: [B, T, H, D], a window that counts keys beside the query's own, LSE [B, H, T]."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -10,7 +10,7 @@ import torch
 from attention_inputs import ARMS, CORNERS, Inputs, Shape, running
 
 from nsa_lab import attention
-from nsa_lab.attention import BackendError, dense, dispatch, flash, kernels, reference, torch_backend
+from nsa_lab.attention import BackendError, dispatch, flash, kernels, reference, torch_backend
 from nsa_lab.attention.compression import compress, make_phi
 from nsa_lab.config import ModelConfig, NSAConfig
 
@@ -119,11 +119,11 @@ def shorter(x: torch.Tensor) -> torch.Tensor:
 
 MISTAKES = {
     "three dimensions": (wrong(q=lambda x: x[0]), "3, 4 and 4 dimensions"),
-    "heads that do not divide": (wrong(q=lambda x: x[:, :, :5], gates=lambda x: x[:, :, :5]), "5 query heads do not divide into 2"),
+    "heads that do not divide": (wrong(q=lambda x: x[:, :, :5]), "5 query heads do not divide into 2"),
     "no groups": (wrong(k_cmp=lambda x: x[:, :, :0]), "6 query heads do not divide into 0"),
-    "a compressed key too few": (wrong(k_cmp=shorter, v_cmp=shorter), "k_cmp: expected shape (1, 9, 2, 6), got (1, 8, 2, 6)"),
+    "a compressed key too few": (wrong(k_cmp=shorter, v_cmp=shorter), "expected shape (1, 9, 2, 6), got (1, 8, 2, 6)"),
     "raw keys for compressed ones": (wrong(k_cmp=lambda x: Shape().inputs().k_sel), "k_cmp: expected shape (1, 9, 2, 6)"),
-    "selected keys too short": (wrong(k_sel=shorter, v_sel=shorter), "k_sel: expected shape (1, 21, 2, 6), got (1, 20, 2, 6)"),
+    "selected keys too short": (wrong(k_sel=shorter, v_sel=shorter), "expected shape (1, 21, 2, 6), got (1, 20, 2, 6)"),
     "window keys too short": (wrong(k_win=shorter, v_win=shorter), "k_win: expected shape"),
     "keys of another width": (wrong(k_sel=lambda x: x[..., :5]), "k_sel: expected shape (1, 21, 2, 6), got (1, 21, 2, 5)"),
     "another batch": (wrong(k_win=lambda x: x.expand(2, -1, -1, -1)), "k_win: expected shape"),
@@ -149,13 +149,14 @@ def test_each_function_checks_its_own_inputs() -> None:
     x = Shape().inputs()
     blocks = torch.zeros(1, Shape().T, 2, 3, dtype=torch.int32)
     lse = torch.zeros(1, Shape().T, 6)
+    selected, sel = attention.selected_attention, (x.q, x.k_sel, x.v_sel)
     calls = {
         "k_cmp: expected shape": lambda: attention.compressed_attention(x.q, x.k_sel, x.v_sel, NSA),
         "k_cmp: expected shape (1, 9": lambda: attention.select_blocks(x.q, x.k_sel, lse, NSA),
         "lse: expected shape (1, 21, 6), got (1, 20, 6)": lambda: attention.select_blocks(x.q, x.k_cmp, lse[:, 1:], NSA),
-        "k: expected shape": lambda: attention.selected_attention(x.q, x.k_cmp, x.v_cmp, blocks, NSA),
-        "blocks: expected shape (1, 21, 2, 3)": lambda: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks[..., 1:], NSA),
-        "blocks: expected int32, got torch.int64": lambda: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks.long(), NSA),
+        "k: expected shape": lambda: selected(x.q, x.k_cmp, x.v_cmp, blocks, NSA),
+        "blocks: expected shape (1, 21, 2, 3)": lambda: selected(*sel, blocks[..., 1:], NSA),
+        "blocks: expected int32, got torch.int64": lambda: selected(*sel, blocks.long(), NSA),
         "v: expected shape": lambda: attention.window_attention(x.q, x.k_win, x.v_cmp, NSA),
     }
     for message, call in calls.items():
@@ -222,9 +223,9 @@ def test_flash_takes_the_window_and_dense_attention_only(monkeypatch: pytest.Mon
         "compressed": "torch", "selection": "torch", "selected": "torch", "combine": "torch", "window": "flash"}
     config = ModelConfig(attention="dense")
     assert attention.resolve_backend("cpu", torch.bfloat16, config.nsa, config, "flash")["dense"].backend == "flash"
+    x, blocks = Shape().inputs(), torch.zeros(1, 21, 2, 3, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="not selected; use auto, triton or torch"):
-        x = Shape().inputs()
-        attention.selected_attention(x.q, x.k_sel, x.v_sel, torch.zeros(1, 21, 2, 3, dtype=torch.int32), NSA, backend="flash")
+        attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, NSA, backend="flash")
 
 
 @pytest.mark.parametrize(("device", "dtype", "words"), [
@@ -253,12 +254,14 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(
     """Every part, by name and as a table of choices; the other backend is never entered."""
     names = ["compressed_attention", "select_blocks", "selected_attention", "window_attention"]
     ran = []
+
+    def spy(owner: Any, name: str) -> Callable[..., Any]:
+        run = getattr(owner, name)
+        return lambda *args: ran.append((owner, name)) or run(*args)
+
     for owner in (reference, torch_backend):
         for name in names:
-            def spy(*args: Any, owner: Any = owner, name: str = name, run: Any = getattr(owner, name)) -> Any:
-                ran.append((owner, name))
-                return run(*args)
-            monkeypatch.setattr(owner, name, spy)
+            monkeypatch.setattr(owner, name, spy(owner, name))
     x = Shape().inputs()
     for asked in (backend, attention.resolve_backend(CPU, x.q.dtype, NSA, backend=backend)):
         ran.clear()
@@ -284,8 +287,3 @@ def test_no_environment_variable_changes_the_choice(monkeypatch: pytest.MonkeyPa
         for value in ("0", "1"):
             monkeypatch.setenv(name, value)
             assert attention.resolve_backend("cpu", torch.float32, NSAConfig()) == before
-
-
-def test_dense_attention_by_name() -> None:
-    x = Shape().inputs()
-    assert torch.equal(dense.dense_attention(x.q, x.k_win, x.v_win, backend="torch"), attention.dense_attention(x.q, x.k_win, x.v_win))

@@ -102,9 +102,10 @@ def test_a_row_that_sees_nothing_has_zero_output_and_zero_gradients(arm: str) ->
     x = shape.inputs().map(lambda x: x.requires_grad_())
     blocks = torch.full((1, shape.T, shape.G, 3), -1, dtype=torch.int32)
     with running(arm) as backend:
+        cmp, sel = (x.q, x.k_cmp, x.v_cmp), (x.q, x.k_sel, x.v_sel)
         results = [
-            (attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, shape.nsa, backend=backend), (x.q, x.k_cmp, x.v_cmp)),
-            (attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, shape.nsa, backend=backend), (x.q, x.k_sel, x.v_sel)),
+            (attention.compressed_attention(*cmp, shape.nsa, backend=backend), cmp),
+            (attention.selected_attention(*sel, blocks, shape.nsa, backend=backend), sel),
         ]
     for (out, lse), inputs in results:
         assert (out == 0).all() and torch.isneginf(lse).all()

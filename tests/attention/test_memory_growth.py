@@ -1,4 +1,4 @@
-"""The torch backend's memory is linear in T: no tensor of T*T or T*N elements, and twice the tokens take twice the memory."""
+"""The torch backend's memory is linear in T: no tensor of T*T or T*N elements; twice the tokens take twice the memory."""
 
 from __future__ import annotations
 

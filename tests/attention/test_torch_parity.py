@@ -57,7 +57,8 @@ def assert_alike(call: Callable[..., dict[str, Tensor]], shape: Shape, dtype: to
         assert actual[name].dtype == x.dtype, name
         assert not actual[name].isnan().any(), name
         scale = x[x.isfinite()].abs().max().item() if x.isfinite().any() else 1.0
-        torch.testing.assert_close(actual[name], x, rtol=limit, atol=limit * max(scale, 1.0), msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(actual[name], x, rtol=limit, atol=limit * max(scale, 1.0),
+                                   msg=lambda m, name=name: f"{name}: {m}")
 
 
 @dtypes
@@ -81,6 +82,12 @@ def test_gradients_at_the_default_geometry(length: int, G: int, h: int, dtype: t
 def test_values_and_gradients_in_the_corners(shape: Shape, dtype: torch.dtype, arm: str) -> None:
     assert_alike(branches, shape, dtype, LIMITS[dtype], arm)
     assert_alike(gradients, shape, dtype, LIMITS[dtype], arm)
+
+
+def test_hundreds_of_blocks_gathered() -> None:
+    """Token and block numbers past what small integers hold."""
+    shape = Shape(NSAConfig(l=2, d=1, l_sel=1, n_sel=3, w=2), T=400, G=1, h=1, d_k=2, d_v=2)
+    assert_alike(gradients, shape, torch.float64, LIMITS[torch.float64], "torch")
 
 
 @torch_arms
@@ -108,7 +115,8 @@ def test_every_variant_from_raw_keys_to_output(phi: str, gate: str, dtype: torch
         gates = logits.sigmoid() if gate == "sigmoid" else logits.softmax(-1)
         raw = inputs.k_sel, inputs.v_sel
         compressed = operator(raw[0], shape.nsa, phi_k), operator(raw[1], shape.nsa, phi_v)
-        out = attention.nsa_attention(inputs.q, *compressed, *raw, inputs.k_win, inputs.v_win, gates, shape.nsa, backend=backend)
+        tensors = (inputs.q, *compressed, *raw, inputs.k_win, inputs.v_win, gates)
+        out = attention.nsa_attention(*tensors, shape.nsa, backend=backend)
         weights = [p for module in (phi_k, phi_v) if module is not None for p in module.parameters()]
         used = [inputs.q, *raw, inputs.k_win, inputs.v_win, inputs.gates, *weights]
         results[backend] = [out, *torch.autograd.grad(out.square().sum(), used)]
@@ -135,7 +143,7 @@ def test_compression_alike_in_half_precision(phi: str, dtype: torch.dtype, lengt
 @torch_arms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_errs_no_more_than_rounding_the_result(arm: str, dtype: torch.dtype) -> None:
-    """Scores and sums are float32 inside: forward at most 2x, backward at most 3x the error of plain attention in `dtype`."""
+    """Scores and sums are float32 inside: forward at most 2x, backward 3x the error of plain attention in `dtype`."""
     shape = Shape(NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=24), T=150, h=3, d_k=16, d_v=16)
     low = shape.inputs(dtype)
     # A choice of blocks is no rounding error: all sides take the exact one.
@@ -148,9 +156,12 @@ def test_half_precision_errs_no_more_than_rounding_the_result(arm: str, dtype: t
         out = attend(leaves)
         return [x.double() for x in (out, *torch.autograd.grad(out.double().square().sum(), leaves[3:5] + leaves[:1]))]
 
+    def selected(backend: str) -> Callable[[Inputs], Tensor]:
+        return lambda x: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, shape.nsa, backend=backend)[0]
+
     with running(arm) as backend:
-        actual = run(low, lambda x: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, shape.nsa, backend=backend)[0])
-    true = run(exact, lambda x: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, shape.nsa, backend="reference")[0])
+        actual = run(low, selected(backend))
+    true = run(exact, selected("reference"))
     allowed = selected_tokens(blocks, shape)
     rough = run(low, lambda x: plain_attention(x.q, x.k_sel, x.v_sel, allowed))
     for i, (mine, exactly, roughly) in enumerate(zip(actual, true, rough, strict=True)):

@@ -21,9 +21,9 @@ def main() -> None:
         if pid == 0:
             os.setsid()
             os._exit(run(line.strip()))
-        print(pid, flush=True)
+        print("pid", pid, flush=True)
         _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print("exit", os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 from nsa_lab import events, launch, rundir
 from nsa_lab.config import RunConfig
 
-STEPS, KILLS = 150, 20
+STEPS, KILLS = 200, 20
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -31,10 +31,16 @@ class Trainers:
 
     def start(self, run_dir: Path) -> int:
         print(run_dir, file=self._forker.stdin, flush=True)
-        return int(self._forker.stdout.readline())
+        return self._read("pid")
 
     def exit_code(self) -> int:
-        return int(self._forker.stdout.readline())
+        return self._read("exit")
+
+    def _read(self, what: str) -> int:
+        # An exit code taken for a pid would be signalled, and 0 and -1 name whole groups of processes.
+        word, number = self._forker.stdout.readline().split()
+        assert word == what
+        return int(number)
 
     def close(self) -> None:
         self._forker.stdin.close()
@@ -76,14 +82,14 @@ def final_files(run_dir: Path) -> dict[str, str]:
     return {name: manifest["files"][name]["sha256"] for name in ("model.safetensors", "probe.safetensors")}
 
 
-def started(run_dir: Path) -> int:
-    return sum(event["kind"] in ("start", "resume") for event in events.read_events(run_dir))
-
-
-def wait_for_start(run_dir: Path, attempts: int) -> None:
-    deadline = time.monotonic() + 60
-    while started(run_dir) < attempts and time.monotonic() < deadline:
-        time.sleep(0.01)
+def wait_for_steps(run_dir: Path, before: int, count: int) -> None:
+    """Until an attempt after number `before` has begun and logged `count` steps."""
+    tail, seen, deadline = events.Tail(run_dir), -1, time.monotonic() + 60
+    while seen < count and time.monotonic() < deadline:
+        for event in tail.read():
+            if event["attempt"] > before:
+                seen += event["kind"] in ("start", "resume", "step")
+        time.sleep(0.002)
 
 
 @pytest.mark.slow
@@ -91,11 +97,14 @@ def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
         trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path) -> None:
     run_dir, dice = launch.create_run(config, tmp_path), random.Random(20)
     for kill in range(KILLS):
+        attempts = max((e["attempt"] for e in events.read_events(run_dir)), default=0)
         pid = trainers.start(run_dir)
-        # One in four dies before or while it restores; the others somewhere in training, evaluation or a save.
-        if dice.random() > 0.25:
-            wait_for_start(run_dir, started(run_dir) + 1)
-        time.sleep(dice.uniform(0, 0.35))
+        # One in four dies before or while it restores; the others a few steps on, in a step, an evaluation or a save.
+        if dice.random() < 0.25:
+            time.sleep(dice.uniform(0, 0.1))
+        else:
+            wait_for_steps(run_dir, attempts, dice.randint(0, 11))
+            time.sleep(dice.uniform(0, 0.02))
         os.kill(pid, signal.SIGKILL)
         if trainers.exit_code() != -signal.SIGKILL:
             pytest.fail(f"the run ended before kill {kill + 1} of {KILLS}; give it more steps")

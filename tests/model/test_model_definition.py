@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,16 @@ from nsa_lab.config import ModelConfig
 from nsa_lab.model import NSAttention, NSATransformer, rotary_table, rotate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "attention"))
-import brute_force
+import brute_force  # noqa: E402, I001  after the path that it lies on
 
 CPU = torch.device("cpu")
 
 
 def plain(model: NSATransformer) -> brute_force.Model:
     c, n = model.config, model.config.nsa
+    geometry = brute_force.Geometry(n.l, n.d, n.l_sel, n.n_sel, n.w)
     return brute_force.Model(
-        c.n_heads, c.n_kv_groups, c.d_k, c.d_v, c.rope_theta, c.norm_eps, brute_force.Geometry(n.l, n.d, n.l_sel, n.n_sel, n.w),
-        n.gate, n.phi, c.mlp == "gated", {name: x.numpy() for name, x in model.state_dict().items()},
+        c.n_heads, c.n_kv_groups, c.d_k, c.d_v, c.rope_theta, c.norm_eps, geometry, n.gate, n.phi, c.mlp == "gated", {name: x.numpy() for name, x in model.state_dict().items()},
     )
 
 
@@ -74,7 +75,7 @@ def test_scores_depend_on_the_distance_alone_for_every_head_and_branch() -> None
             products = (q[0, offset:] * k[0, : T - offset].repeat_interleave(3, dim=1)).sum(-1)  # [T - offset, H]
             assert products.std(0).max() < 1e-4
             means.append(products.mean(0))
-        assert all((a - b).abs().min() > 1e-4 for a, b in zip(means, means[1:], strict=False))
+        assert all((a - b).abs().min() > 1e-4 for a, b in pairwise(means))
 
 
 def test_compressed_keys_are_rotated_before_they_are_compressed() -> None:

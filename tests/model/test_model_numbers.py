@@ -24,9 +24,11 @@ def test_the_default_model_has_78_600_960_parameters() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
-@pytest.mark.parametrize("length", [8, 41])
+@pytest.mark.parametrize("length", [12, 41])
 def test_every_parameter_gets_a_gradient(variant: dict[str, str], length: int) -> None:
-    """From the first complete compression block on. A branch that is a constant leaves its keys without one."""
+    """A branch that is a constant leaves its keys without one. From two compression blocks on (l + d tokens): a softmax over
+    one key is a constant, so that the phi of the keys learns nothing from one.
+    """
     config = config_of(**variant)
     model = NSATransformer(config, seed=0)
     loss_of(model, tokens_of(config, length + 1)).backward()
@@ -88,11 +90,8 @@ def test_one_seed_one_model() -> None:
     one, same, other = (NSATransformer(config_of(phi="mlp"), seed=seed) for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    before = torch.get_rng_state()
-    NSATransformer(config_of(), seed=3)
-    one.reset_parameters(3)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
-    del before
+    other.reset_parameters(3)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def test_without_a_seed_models_differ() -> None:

@@ -109,5 +109,5 @@ def test_equal_gates_have_an_entropy_of_ln_3(model: NSATransformer, monkeypatch:
 def test_a_dense_model_has_no_branches_to_observe() -> None:
     model = NSATransformer(config_of(attention="dense"), seed=0)
     assert model.statistics(tokens_of(model.config, 9)) == {}
-    with pytest.raises(ValueError, match="model.attention: nsa"):
+    with pytest.raises(ValueError, match=r"model\.attention: nsa"):
         model.observe(tokens_of(model.config, 9))

@@ -73,7 +73,7 @@ def unmoved(dtype: torch.dtype) -> set[str]:
 
 
 def test_float32_weights_all_move_at_the_production_rate_and_bf16_ones_do_not() -> None:
-    """The check can fail: an update of 2e-4 is below half a unit in the last place of a bf16 weight of 1.0, so norms stand still."""
+    """The check can fail: 2e-4 is below half a unit in the last place of a bf16 weight of 1.0, so norms stand still."""
     assert not unmoved(torch.float32)
     stuck = unmoved(torch.bfloat16)
     assert {name for name in stuck if "norm" in name} == {

@@ -103,9 +103,9 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             os._exit(train(*line.split()))
-        print(pid, flush=True)
+        print("pid", pid, flush=True)
         _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print("exit", os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,12 @@ pytestmark = pytest.mark.timeout(120)
 LONG = {"steps": 3000, "log_every": 1, "eval_every": 0, "save_every": 100}
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers of tiny models on a shared machine: their threads would only wait for each other."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 def wait_for_steps(run_dir: Path, count: int = 1) -> None:
     deadline = time.monotonic() + 60
     while sum(e["kind"] == "step" for e in events.read_events(run_dir)) < count:

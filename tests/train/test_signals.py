@@ -25,7 +25,7 @@ class Trainer:
     def __init__(self, server: subprocess.Popen, run_dir: Path, fault: str) -> None:
         self._lines = server.stdout
         print(run_dir, fault, file=server.stdin, flush=True)
-        self._pid = int(self._lines.readline())
+        self._pid = self._read("pid")
 
     def says(self, word: str) -> bool:
         return self._lines.readline() == word + "\n"
@@ -34,7 +34,13 @@ class Trainer:
         os.kill(self._pid, number)
 
     def exit_code(self) -> int:
-        return int(self._lines.readline())
+        return self._read("exit")
+
+    def _read(self, what: str) -> int:
+        # An exit code taken for a pid would be signalled, and 0 and -1 name whole groups of processes.
+        word, number = self._lines.readline().split()
+        assert word == what
+        return int(number)
 
 
 @pytest.fixture(scope="module")

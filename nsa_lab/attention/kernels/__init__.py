@@ -23,6 +23,8 @@ def unusable(device: torch.device, dtype: torch.dtype, nsa: NSAConfig, model: Mo
         return "triton is not installed; pip install triton (it comes with the CUDA build of torch)"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the device is cpu, where the kernels run only under Triton's interpreter: TRITON_INTERPRET=1"
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        return "Triton's interpreter, which runs the kernels on a cpu, multiplies bfloat16 wrongly; use float32 or float16"
     if device.type not in ("cpu", "cuda"):
         return f"the kernels need a CUDA device, and this is {device.type}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):

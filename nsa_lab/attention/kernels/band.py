@@ -1,7 +1,7 @@
 """Flash attention over a band of keys: the compressed branch and the window branch are two cases of it.
 
 Query t sees key i iff  i*d + l - 1 <= t  and, where there is a window,  i > t - w.  Compressed attention has the
-geometry's l and d and no window; window attention has l = d = 1, since a key is its own token.
+geometry's l and d and no window (w = 0); window attention has l = d = 1, since a key is its own token.
 
 * Rows of a tile are (query, head of the group) pairs, row = t*h + head, so a tile is full for any h and the h heads that
   share a key tile read it once.
@@ -22,18 +22,21 @@ from nsa_lab.attention.kernels.band_kernels import dkv_kernel, dq_kernel, forwar
 from nsa_lab.attention.kernels.common import LOG2E, ceil_div, padded_width, roomy, with_short_rows
 
 _SLICE_KEYS = 4
-# Up to this window one loop masks every tile: a loop for each edge would spend longer filling its pipeline than masking costs.
-_ONE_LOOP_WINDOW = 1024
 
 
 class Tile(NamedTuple):
-    """Sizes of a tile and how it is compiled; `registers` caps a thread's, so that more tiles share a multiprocessor."""
+    """Sizes of a tile and how it is compiled.
+
+    `registers` caps a thread's, so that more tiles share a multiprocessor. `one_loop` masks every tile of a band in one
+    loop: in a short band, filling a pipeline for each edge can cost more than the masks do.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
     registers: int | None = None
+    one_loop: bool = False
 
     def launch(self) -> dict[str, int]:
         cap = {} if self.registers is None else {"maxnreg": self.registers}
@@ -45,7 +48,7 @@ def forward_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) ->
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1)
     if width > 64:
-        return Tile(64, 32, 4, 3, 168) if windowed or not roomy else Tile(64, 64, 4, 3)
+        return Tile(64, 32, 4, 3, 168, windowed) if windowed or not roomy else Tile(64, 64, 4, 3)
     return Tile(64, 64, 4, 2, 128) if windowed else Tile(64, 64, 4, 3, 128)
 
 
@@ -53,8 +56,8 @@ def dq_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Tile
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1)
     if width > 64:
-        return Tile(64, 64, 4, 2) if roomy else Tile(64, 32, 4, 2)
-    return Tile(64, 32, 4, 3, 128) if windowed else Tile(64, 64, 4, 3, 168)
+        return Tile(64, 32, 4, 2, 168, True) if windowed else Tile(64, 64, 4, 2) if roomy else Tile(64, 32, 4, 2)
+    return Tile(64, 32, 4, 3, 96, True) if windowed else Tile(64, 64, 4, 3, 168)
 
 
 def dkv_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Tile:
@@ -66,11 +69,14 @@ def dkv_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Til
 
 
 @torch.library.custom_op("nsa_lab::band_attention", mutates_args=())
-def band_attention(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Tensor, Tensor]:  # noqa: E741
+def band_attention(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Tensor, Tensor]:
     """q [B, T, H, Dk], k [B, N, G, Dk], v [B, N, G, Dv] -> out [B, T, H, Dv] as q, lse float32 [B, T, H].
 
-    Query t sees key i iff i*d + l - 1 <= t and (w = 0 or i > t - w). Inputs as `check_attention_inputs` accepts them.
+    Query t sees key i iff i*d + l - 1 <= t and (w = 0 or i > t - w); a window goes with l = d = 1 only. Inputs as
+    `check_attention_inputs` accepts them.
     """
+    if w and (l, d) != (1, 1):
+        raise NotImplementedError(f"band_attention: a window needs l = d = 1, got l, d, w = {l}, {d}, {w}")
     B, T, H, Dk = q.shape
     N, G, Dv = k.shape[1], k.shape[2], v.shape[3]
     if N == 0:
@@ -83,20 +89,20 @@ def band_attention(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> t
         q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         T, N, B, G, Dk**-0.5 * LOG2E,
         h=H // G, L=l, STRIDE=d, W=w, DK=Dk, DV=Dv, DKP=padded_width(Dk), DVP=padded_width(Dv),
-        ONE_LOOP=0 < w <= _ONE_LOOP_WINDOW,
+        ONE_LOOP=tile.one_loop,
         **tile.launch(),
     )
     return out, lse
 
 
 @band_attention.register_fake
-def _(q, k, v, l, d, w):  # noqa: E741
+def _(q, k, v, l, d, w):
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("nsa_lab::band_attention_backward", mutates_args=())
 def band_attention_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, l: int, d: int, w: int,  # noqa: E741
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, l: int, d: int, w: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `band_attention`, contiguous, given the gradients of out and, if it was used, of lse."""
     B, T, H, Dk = q.shape
@@ -107,9 +113,8 @@ def band_attention_backward(
         return dq.zero_(), dk, dv
     do, q, k, v = map(with_short_rows, (do, q, k, v))
     stats = q.new_empty(B, H, 2, ceil_div(T, 16) * 16, dtype=torch.float32)
-    widths = dict(DK=Dk, DV=Dv, DKP=padded_width(Dk), DVP=padded_width(Dv))
-    band = dict(h=h, L=l, STRIDE=d, W=w)
-    one_loop = 0 < w <= _ONE_LOOP_WINDOW
+    widths = {"DK": Dk, "DV": Dv, "DKP": padded_width(Dk), "DVP": padded_width(Dv)}
+    band = {"h": h, "L": l, "STRIDE": d, "W": w}
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], stats.stride(2))
     scale = Dk**-0.5
 
@@ -117,7 +122,7 @@ def band_attention_backward(
     dq_kernel[(ceil_div(T * h, tile.rows) * B * G,)](
         q, k, v, out, lse, do, lse if dlse is None else dlse.contiguous(), dq, stats, *strides,
         T, N, B, G, scale * LOG2E, scale, **band, **widths,
-        HAS_DLSE=dlse is not None, ONE_LOOP=one_loop, **tile.launch(),
+        HAS_DLSE=dlse is not None, ONE_LOOP=tile.one_loop, **tile.launch(),
     )
     tile = dkv_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
     chunks, chunk_steps = _chunks(T, N, B * G, h, l, w, tile)
@@ -125,7 +130,7 @@ def band_attention_backward(
     sums = (dk, dv) if chunks == 1 else tuple(x.new_empty(chunks, *x.shape, dtype=torch.float32) for x in (k, v))
     dkv_kernel[(key_programs, chunks)](
         q, k, v, do, stats, *sums, *strides, T, N, B, G, chunk_steps, scale * LOG2E, scale, **band, **widths,
-        ONE_LOOP=one_loop, **tile.launch(),
+        **tile.launch(),
     )
     if chunks > 1:
         sum_chunks_kernel[(ceil_div(N, _SLICE_KEYS) * B * G,)](
@@ -136,11 +141,11 @@ def band_attention_backward(
 
 
 @band_attention_backward.register_fake
-def _(do, dlse, q, k, v, out, lse, l, d, w):  # noqa: E741
+def _(do, dlse, q, k, v, out, lse, l, d, w):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _chunks(T: int, N: int, groups: int, h: int, l: int, w: int, tile: Tile) -> tuple[int, int]:  # noqa: E741
+def _chunks(T: int, N: int, groups: int, h: int, l: int, w: int, tile: Tile) -> tuple[int, int]:
     """Into how many chunks the steps of a key tile are cut, and the steps of a chunk; about equal work a program."""
     longest = ceil_div(min(tile.keys + w + 14, T) if w else T - (l - 1) // 16 * 16, tile.rows) * h  # 15: the alignment
     work = ceil_div(N, tile.keys) * groups * longest

@@ -1,7 +1,7 @@
 """Triton kernels of attention over a band of keys: forward, dQ, dK/dV and the sum of its chunks.
 
-Query t sees key i iff  i*d + l - 1 <= t  and, where there is a window (W > 0),  i > t - w.  `band.py` launches them and says
-what they promise. Scores are in units of log2 throughout, so that exp2 needs no rescaling: `scale` carries log2(e).
+Query t sees key i iff  i*d + l - 1 <= t  or, where there is a window (W > 0, and then l = d = 1),  t - w < i <= t.
+`band.py` launches them and says what they promise. Scores are in units of log2 throughout: `scale` carries log2(e).
 """
 
 from __future__ import annotations
@@ -54,12 +54,9 @@ def _load_rows(base, stride_t, stride_h, t, head, D: tl.constexpr, DP: tl.conste
 @triton.jit
 def _in_band(i, t, N, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr):
     """Whether query t sees key i; broadcasts."""
-    if W > 0 and L == 1 and STRIDE == 1:
-        return (t - i).to(tl.uint32) < W  # 0 <= t - i < W, and i <= t < N
-    seen = (i < N) & (i < _visible(t, L, STRIDE))
     if W > 0:
-        seen = seen & (i > t - W)
-    return seen
+        return (t - i).to(tl.uint32) < W  # 0 <= t - i < W, and i <= t < N
+    return (i < N) & (i < _visible(t, L, STRIDE))
 
 
 @triton.jit
@@ -232,7 +229,8 @@ def _query_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: t
 
 
 @triton.jit
-def _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop, first, last, N, T, scale,
+def _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t,
+               t_first, t_stop, first, last, N, T, scale,
                h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
                DKP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """Steps [first, last): step x is head x % h of the x // h -th tile of ROWS queries from t_first."""
@@ -267,7 +265,7 @@ def dkv_kernel(
     T, N, B, G, chunk_steps, scale, softmax_scale,
     h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, ONE_LOOP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """dK, dV of one key tile from one chunk of the queries that see it: [chunks, B, N, G, D], dtype of the pointers."""
     chunk = tl.program_id(1)
@@ -295,16 +293,12 @@ def dkv_kernel(
         stats_base = stats_ptr + (b * G + g) * h * 2 * stats_t
         dk = tl.zeros([KEYS, DKP], tl.float32)
         dv = tl.zeros([KEYS, DVP], tl.float32)
-        if ONE_LOOP:
-            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
-                                first, last, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
-        else:
-            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
-                                first, inner, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
-            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
-                                inner, outer, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, False)
-            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
-                                outer, last, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
+        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
+                            first, inner, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
+        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
+                            inner, outer, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, False)
+        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
+                            outer, last, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
 
         place = ((chunk * B + b) * N + i) * G + g  # int64: b is
         ck = tl.arange(0, DKP)
@@ -316,7 +310,8 @@ def dkv_kernel(
 
 
 @triton.jit
-def _sum_slice(partial_ptr, sum_ptr, chunks, chunk_rows, row, live, D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
+def _sum_slice(partial_ptr, sum_ptr, chunks, chunk_rows, row, live,
+               D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
     """Rows `row` of a [chunks, chunk_rows, D] float32 tensor, summed over chunks in a fixed order."""
     c = tl.arange(0, DP)
     at = row[:, None] * D + c[None, :]

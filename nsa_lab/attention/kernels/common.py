@@ -11,7 +11,6 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels import DTYPES, HEAD_WIDTHS
 
-
 LOG2E = 1.4426950408889634
 
 
@@ -58,7 +57,7 @@ def check_kernel_limits(name: str, tensors: tuple[Tensor, ...], widths: tuple[in
             raise NotImplementedError(f"{name}: the Triton kernels take head widths {HEAD_WIDTHS}, not {width}")
     check_device(name, tensors[0].device)
     if tensors[0].device.type == "cpu" and tensors[0].dtype == torch.bfloat16:
-        raise NotImplementedError(f"{name}: Triton's interpreter multiplies bfloat16 wrongly; use float32 or float16 on a CPU")
+        raise NotImplementedError(f"{name}: Triton's interpreter multiplies bfloat16 wrongly; use float32 or float16")
 
 
 def check_device(name: str, device: torch.device) -> None:

@@ -113,7 +113,7 @@ _gated_sum.register_autograd(_backward, setup_context=_setup_context)
 
 
 def gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """out_* [B, T, H, Dv] of one dtype, gates [B, T, H, 3] after their sigmoid or softmax -> [B, T, H, Dv] in out_*'s dtype.
+    """out_* [B, T, H, Dv] of one dtype, gates [B, T, H, 3] after sigmoid or softmax -> [B, T, H, Dv] in that dtype.
 
     Products and sums are in float32. ValueError for shapes that do not fit, NotImplementedError past the kernels' limits.
     """

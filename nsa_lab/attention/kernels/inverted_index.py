@@ -20,9 +20,7 @@ import triton.language as tl
 
 from nsa_lab.attention.kernels.common import ceil_div, padded_width
 
-QUERIES_PER_SPAN = 512  # a span's bitmap has one bit a query and block; spans are counted independently
-COUNT_TILE = 1024
-COLUMNS = 64
+QUERIES_PER_SPAN = 256  # a span's bitmap has one bit a query and block; spans are counted independently
 BITMAP_BYTES_LIMIT = 256 * 2**20  # the bitmap is quadratic in T (T^2 / 256 bytes a group): long inputs take several passes
 
 
@@ -125,8 +123,8 @@ def _scatter_kernel(
             tl.store(starts + here, start)
             if here == rows_total - 1:
                 tl.store(starts + here + 1, stop)
-            # start // CHUNK + here needs no scan over the rows before and leaves room for all of their items; what it leaves
-            # over, up to the next row's first, is marked empty.
+            # start // CHUNK + here needs no scan over the rows before and leaves room for all of their items; what it
+            # leaves over, up to the next row's first, is marked empty.
             number = start // CHUNK + here
             items = tl.maximum(tl.cdiv(stop - start, CHUNK), 1)
             room = tl.where(here == rows_total - 1, work_size, stop // CHUNK + here + 1) - number
@@ -173,7 +171,7 @@ def build_inverted_index(
     def count(first_span: int) -> None:
         _count_kernel[(rows * pass_spans,)](
             blocks, bitmap, below, counts, T, G, first_query, n_blocks, n_spans, first_span, pass_spans,
-            N_SEL=n_sel, SIZE=size, SPAN=QUERIES_PER_SPAN, TILE=COUNT_TILE, COLUMNS=COLUMNS, num_warps=8,
+            N_SEL=n_sel, SIZE=size, SPAN=QUERIES_PER_SPAN, TILE=4096, COLUMNS=64, num_warps=8,
         )  # fmt: skip
 
     for first_span in passes:

@@ -16,20 +16,15 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels.common import ceil_div, check_attention_inputs, padded_width
 from nsa_lab.attention.kernels.inverted_index import build_inverted_index
-from nsa_lab.attention.kernels.selected_backward import (
-    _backward_kernel,
-    _delta_kernel,
-    _finish_kernel,
-)
+from nsa_lab.attention.kernels.selected_backward import _backward_kernel, _delta_kernel, _finish_kernel
 from nsa_lab.attention.kernels.selected_forward import LOG2_E, _gather_kernel, _merge_kernel, _union_kernel
 from nsa_lab.config import NSAConfig
 
 WORKSPACE_BYTES = 2 * 2**30  # partial results of one launch; longer inputs are worked through in pieces of queries
-UNION_BLOCKS_LIMIT = 128  # the union kernel holds a query's choice in two 64-bit words
+UNION_BLOCKS = 128  # the union kernel holds a query's choice in two 64-bit words
 UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than the traffic of partial outputs
-SHORT_CHUNK, LONG_CHUNK = 256, 1024  # entries a work item: short ones spread a small problem over the chip
-LONG_ENTRIES = 2**19
-MERGE_ROWS = FINISH_ROWS = 32
+SHORT_ITEM, LONG_ITEM = 1536, 6144  # (query, head) rows a work item: short ones spread a small problem over the chip
+LONG_ROWS = 2**22
 REDUCE_TILE = 1024
 
 
@@ -40,12 +35,17 @@ class _Tuning(NamedTuple):
 
 
 def _tuning(kernel: str, dtype: torch.dtype, width: int) -> _Tuning:
-    """Tile heights and launch shapes, measured on one H200; float32 takes small tiles, to fit any sm_80+ chip."""
+    """Tile heights and launch shapes, measured on one H200; each fits the 99 KB of shared memory of the smaller sm_8x."""
     if dtype == torch.float32:
-        return _Tuning(32, 4, 1)
+        return _Tuning(16 if width > 64 else 32, 4, 1)
     if width > 64:
         return {"gather": _Tuning(64, 4, 2), "union": _Tuning(64, 4, 2), "backward": _Tuning(64, 4, 2)}[kernel]
-    return {"gather": _Tuning(64, 4, 3), "union": _Tuning(128, 4, 3), "backward": _Tuning(64, 4, 3)}[kernel]
+    return {"gather": _Tuning(64, 4, 3), "union": _Tuning(64, 4, 3), "backward": _Tuning(64, 4, 3)}[kernel]
+
+
+def _merge_rows(width: int) -> int:
+    """Rows a program of the kernels that only stream: as many as keep every slot's load in flight at once."""
+    return 16 if width > 64 else 32
 
 
 class _Geometry(NamedTuple):
@@ -129,14 +129,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> N
 
 
 def _forward_strategy(T: int, l_sel: int) -> str:
-    return "union" if T <= UNION_TOKENS and ceil_div(T, _kernel_block(l_sel)) < UNION_BLOCKS_LIMIT else "gather"
+    return "union" if T <= UNION_TOKENS and ceil_div(T, _kernel_block(l_sel)) <= UNION_BLOCKS else "gather"
 
 
 def _kernel_block(l_sel: int) -> int:
-    """The block that the kernels work in: l_sel up to 128, else the divisor that wastes least of a power-of-two tile."""
-    if l_sel <= 128:
+    """The block that the kernels work in: l_sel up to 64, else the divisor that wastes least of a power-of-two tile.
+
+    Tiles of 128 keys spill registers in the backward pass; two of 64 do the same work without.
+    """
+    if l_sel <= 64:
         return l_sel
-    divisors = [s for s in range(16, 129, 16) if l_sel % s == 0]
+    divisors = [s for s in range(16, 65, 16) if l_sel % s == 0]
     return max(divisors, key=lambda s: (s / padded_width(s), s))
 
 
@@ -164,10 +167,11 @@ class _Piece(NamedTuple):
     t1: int
 
     def of(self, x: Tensor) -> Tensor:
-        return x[self.b0 : self.b1, self.t0 : self.t1]
+        whole = self.b1 - self.b0 == x.shape[0] and self.t1 - self.t0 == x.shape[1]
+        return x if whole else x[self.b0 : self.b1, self.t0 : self.t1]  # views cost the host microseconds
 
     def sequences(self, x: Tensor) -> Tensor:
-        return x[self.b0 : self.b1]
+        return x if self.b1 - self.b0 == x.shape[0] else x[self.b0 : self.b1]
 
 
 def _pieces(geo: _Geometry, bytes_per_query: int) -> Iterator[_Piece]:
@@ -183,8 +187,9 @@ def _pieces(geo: _Geometry, bytes_per_query: int) -> Iterator[_Piece]:
             yield _Piece(b, b + 1, t, min(t + queries, geo.T))
 
 
-def _chunk(blocks: Tensor) -> int:
-    return SHORT_CHUNK if blocks.numel() <= LONG_ENTRIES else LONG_CHUNK
+def _chunk(blocks: Tensor, heads: int) -> int:
+    """Entries a work item."""
+    return max(1, (SHORT_ITEM if blocks.numel() * heads <= LONG_ROWS else LONG_ITEM) // heads)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -208,10 +213,25 @@ def _geometry(q: Tensor, v: Tensor, blocks: Tensor, size: int) -> _Geometry:
     return _Geometry(B, T, H, v.shape[2], blocks.shape[3], size, dk, v.shape[3])
 
 
-@torch.library.custom_op("nsa_lab::selected_fwd", mutates_args=())
-def _selected_fwd(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str
-) -> tuple[Tensor, Tensor]:
+# Defined by schema and not with `torch.library.custom_op`, whose wrapper was measured at .3 ms of host time a call: as
+# much as these kernels take on the device at 2048 tokens.
+torch.library.define(
+    "nsa_lab::selected_fwd",
+    "(Tensor q, Tensor k, Tensor v, Tensor blocks, int l_sel, str strategy) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "nsa_lab::selected_bwd",
+    "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor blocks, int l_sel)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_selected_fwd = torch.ops.nsa_lab.selected_fwd.default
+_selected_bwd = torch.ops.nsa_lab.selected_bwd.default
+
+
+@torch.library.impl("nsa_lab::selected_fwd", ("cpu", "cuda"))
+def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str) -> tuple[Tensor, Tensor]:
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     blocks, size = _split_blocks(blocks, l_sel)
     geo = _geometry(q, v, blocks, size)
@@ -222,7 +242,7 @@ def _selected_fwd(
     return out, lse
 
 
-@_selected_fwd.register_fake
+@torch.library.register_fake("nsa_lab::selected_fwd")
 def _(q, k, v, blocks, l_sel, strategy):
     B, T, H, _ = q.shape
     return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, T, H, dtype=torch.float32)
@@ -252,7 +272,7 @@ def _forward_gather(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor
         part_q, part_blocks, part_out, part_lse = (piece.of(x) for x in (q, blocks, out, lse))
         part_blocks = part_blocks.contiguous()
         B, T = part_blocks.shape[:2]
-        chunk = _chunk(part_blocks)
+        chunk = _chunk(part_blocks, geo.heads)
         index = build_inverted_index(part_blocks, geo.size, chunk, geo.n_blocks, piece.t0)
         pairs = B * geo.G * T * geo.n_sel * geo.heads
         pair_out = q.new_empty(pairs * geo.dv)
@@ -263,16 +283,17 @@ def _forward_gather(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor
             geo.scale * LOG2_E, WIDE=_is_wide(geo, T, geo.dv, q), CHUNK=chunk, ROWS=tuning.rows,
             PRECISION=_precision(q.dtype), **geo.constants(), num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
-        tiles = ceil_div(T * geo.heads, MERGE_ROWS)
+        rows = _merge_rows(geo.dv)
+        tiles = ceil_div(T * geo.heads, rows)
         _merge_kernel[(tiles * B * geo.G,)](
             pair_out, pair_lse, part_blocks, part_out, part_lse, T, geo.G, piece.t0,
             *out.stride()[:2], *lse.stride()[:2], tiles, HEADS=geo.heads, N_SEL=geo.n_sel, SIZE=geo.size,
-            DV=geo.dv, DV_PAD=padded_width(geo.dv), ROWS=MERGE_ROWS, num_warps=4,
+            DV=geo.dv, DV_PAD=padded_width(geo.dv), ROWS=rows, num_warps=4,
         )  # fmt: skip
 
 
-@torch.library.custom_op("nsa_lab::selected_bwd", mutates_args=())
-def _selected_bwd(
+@torch.library.impl("nsa_lab::selected_bwd", ("cpu", "cuda"))
+def _(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     blocks: Tensor, l_sel: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -289,7 +310,7 @@ def _selected_bwd(
     return grad_q, grad_k, grad_v
 
 
-@_selected_bwd.register_fake
+@torch.library.register_fake("nsa_lab::selected_bwd")
 def _(grad_out, grad_lse, q, k, v, out, lse, blocks, l_sel):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -313,7 +334,7 @@ def _backward(
     tuning = _tuning("backward", q.dtype, max(geo.dk, geo.dv))
     item = geo.size * (geo.dk + geo.dv)
     # A query brings its partial dQ and its share of the work items' float32 dK and dV.
-    query_bytes = geo.n_sel * (geo.H * geo.dk * q.element_size() + geo.G * item * 4 // SHORT_CHUNK)
+    query_bytes = geo.n_sel * (geo.H * geo.dk * q.element_size() + geo.H * item * 4 // SHORT_ITEM)
     sums = None
     for piece in _pieces(geo, query_bytes):
         part_q, part_grad, part_lse, part_delta, part_blocks, part_grad_q = (
@@ -325,7 +346,7 @@ def _backward(
         first, last = piece.t0 == 0, piece.t1 == geo.T
         if first and not last:
             sums = q.new_empty(B * geo.G * geo.n_blocks * item, dtype=torch.float32)
-        chunk = _chunk(part_blocks)
+        chunk = _chunk(part_blocks, geo.heads)
         index = build_inverted_index(part_blocks, geo.size, chunk, geo.n_blocks, piece.t0)
         pair_dq = q.new_empty(B * geo.G * T * geo.n_sel * geo.heads * geo.dk)
         items = q.new_empty(index.work.numel() * item, dtype=torch.float32)
@@ -337,13 +358,14 @@ def _backward(
             CHUNK=chunk, ROWS=tuning.rows, PRECISION=_precision(q.dtype),
             **geo.constants(), num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
-        tiles = ceil_div(T * geo.heads, FINISH_ROWS)
+        rows = _merge_rows(geo.dk)
+        tiles = ceil_div(T * geo.heads, rows)
         parts = ceil_div(item, REDUCE_TILE)
         reductions = B * geo.G * geo.n_blocks * parts
         _finish_kernel[(reductions + tiles * B * geo.G,)](
             pair_dq, part_blocks, part_grad_q, items, index.starts, sums, part_grad_k, part_grad_v,
             T, geo.T, geo.G, geo.n_blocks, piece.t0, *grad_q.stride()[:2], tiles, reductions, parts,
-            FIRST=first, LAST=last, CHUNK=chunk, ROWS=FINISH_ROWS, TILE=REDUCE_TILE, DEPTH=4, **geo.constants(),
+            FIRST=first, LAST=last, CHUNK=chunk, ROWS=rows, TILE=REDUCE_TILE, DEPTH=4, **geo.constants(),
             num_warps=4,
         )  # fmt: skip
 
@@ -363,4 +385,4 @@ def _differentiate(ctx, grad_out, grad_lse):
     return *_selected_bwd(grad_out, grad_lse, q, k, v, out, lse, blocks, ctx.l_sel), None, None, None
 
 
-_selected_fwd.register_autograd(_differentiate, setup_context=_keep)
+torch.library.register_autograd("nsa_lab::selected_fwd", _differentiate, setup_context=_keep)

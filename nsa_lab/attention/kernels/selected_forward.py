@@ -50,8 +50,10 @@ def _pair_numbers(entry, first_row, last_row, HEADS: tl.constexpr, ROWS: tl.cons
     """(entry * HEADS + head, head) of ROWS rows: a pair number is a row of the per-pair workspaces."""
     head = _row_numbers(first_row, last_row, ROWS) % HEADS
     if WIDE:
-        return entry.to(tl.int64) * HEADS + head, head
-    return entry.to(tl.uint32) * HEADS + head, head
+        pair = entry.to(tl.int64) * HEADS + head
+    else:
+        pair = entry.to(tl.uint32) * HEADS + head
+    return pair, head
 
 
 @triton.jit
@@ -67,8 +69,10 @@ def _load_keys(
 def _row_offsets(t, head, stride_t, stride_h, WIDE: tl.constexpr):
     """Element offsets of (query, head) rows; 32 bits unless the tensor needs more, for half of the instructions."""
     if WIDE:
-        return t.to(tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
-    return t.to(tl.int32) * stride_t + tl.cast(head, tl.int32) * stride_h
+        offsets = t.to(tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
+    else:
+        offsets = t.to(tl.int32) * stride_t + tl.cast(head, tl.int32) * stride_h
+    return offsets
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def _step_importance(
     q_pointers = q_base + t.to(tl.int64)[:, None] * q_t + c[None, :]
     k = tl.load(k_pointers) if D == DP else tl.load(k_pointers, mask=c[None, :] < D, other=0.0)
     weight = tl.zeros([QUERIES, AP * BLOCKS], tl.float32)
-    for head in range(0, h):
+    for head in range(h):
         q = tl.load(q_pointers) if D == DP else tl.load(q_pointers, mask=c[None, :] < D, other=0.0)
         lse2 = tl.load(lse_base + t.to(tl.int64) * H + head) * _LOG2E
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -115,12 +115,12 @@ def _step_importance(
 
 @triton.jit
 def _merge(best, score, j0, n_free: tl.constexpr, BLOCKS: tl.constexpr):
-    """Put the blocks of `score` [Q, BLOCKS] (negative: not a candidate) that beat the worst place into `best` int64 [Q, P]."""
+    """Put those of `score` [Q, BLOCKS] (negative: no candidate) that beat the worst place into `best` int64 [Q, P]."""
     column = tl.arange(0, BLOCKS)
     worst = (tl.min(best, 1) >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     beats = tl.sum((score > worst[:, None]).to(tl.int32), 1)
     rounds = tl.minimum(tl.max(beats, 0), n_free)
-    for _ in range(0, rounds):
+    for _ in range(rounds):
         top = tl.max(score, 1)
         at = tl.min(tl.where(score == top[:, None], column[None, :], BLOCKS), 1)
         key = (top.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ((at + j0) ^ ABSENT).to(tl.int64)
@@ -182,7 +182,7 @@ def _select_kernel(
 
 
 @torch.library.custom_op("nsa_lab::select_blocks", mutates_args=())
-def _select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:  # noqa: E741
+def _select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:
     B, T, H, D = q.shape
     N, G = k_cmp.shape[1], k_cmp.shape[2]
     q, k_cmp = with_short_rows(q), with_short_rows(k_cmp)
@@ -204,7 +204,7 @@ def _select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel:
 
 
 @_select_blocks.register_fake
-def _(q, k_cmp, lse, l, d, l_sel, n_sel):  # noqa: E741
+def _(q, k_cmp, lse, l, d, l_sel, n_sel):
     return q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
 
 
@@ -219,7 +219,9 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tens
     if lse.shape != q.shape[:3] or lse.dtype != torch.float32:
         raise ValueError(f"select_blocks: expected lse float32 {list(q.shape[:3])}, got {lse.dtype} {list(lse.shape)}")
     if nsa.n_sel > N_SEL_LIMIT:
-        raise NotImplementedError(f"select_blocks: the Triton kernel keeps at most {N_SEL_LIMIT} blocks, nsa.n_sel = {nsa.n_sel}")
+        raise NotImplementedError(
+            f"select_blocks: the Triton kernel keeps at most {N_SEL_LIMIT} blocks, and nsa.n_sel = {nsa.n_sel}"
+        )
     if nsa.l_sel // nsa.d > STRIDES_LIMIT or nsa.l // nsa.d > 4 * STRIDES_LIMIT:
         raise NotImplementedError(
             f"select_blocks: the Triton kernel takes l_sel <= {STRIDES_LIMIT} d and l <= {4 * STRIDES_LIMIT} d; "

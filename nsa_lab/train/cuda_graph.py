@@ -1,0 +1,56 @@
+"""A step's gradients as one CUDA graph: the host launches once, however many kernels the step has.
+
+It pays where the host is the slower of the two: small batches. The kernels, and so the numbers, are those of the plain step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+WARM_UP = 3  # compilation, autotuning and workspaces must be over when the capture begins
+
+
+class GraphedGradients:
+    """Calls `gradients(inputs, targets) -> loss`, which leaves `.grad` behind, as a graph captured at the first call.
+
+    Gradients and loss live in the graph's own memory and are overwritten by the next call: nothing may set `.grad` to None.
+    """
+
+    def __init__(self, gradients: Callable[[Tensor, Tensor], Tensor], parameters: Iterable[Tensor], device: torch.device) -> None:
+        self._gradients, self._parameters, self._device = gradients, list(parameters), device
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Token ids int64 `[n, T]`, of the shape of the first call; the loss, a device tensor."""
+        if self._graph is None:
+            self._capture(inputs, targets)
+        self._inputs.copy_(inputs, non_blocking=True)
+        self._targets.copy_(targets, non_blocking=True)
+        self._graph.replay()
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            parameter.grad = grad
+        return self._loss
+
+    def _capture(self, inputs: Tensor, targets: Tensor) -> None:
+        self._inputs, self._targets = (x.to(self._device, copy=True) for x in (inputs, targets))
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                self._clear()
+                self._gradients(self._inputs, self._targets)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        # Backward must find no gradients, so that it writes them instead of adding to what a replay left.
+        self._clear()
+        self._graph = torch.cuda.CUDAGraph()
+        # thread_local: the thread that loads the next batch pins memory, which a global capture would forbid.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._loss = self._gradients(self._inputs, self._targets)
+        self._grads = [parameter.grad for parameter in self._parameters]
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None

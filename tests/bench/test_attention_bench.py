@@ -1,0 +1,65 @@
+"""The attention bench: parity before speed, and nothing timed that is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from nsa_lab.attention import torch_backend
+from nsa_lab.bench.attention import CPU_SHAPES, Shape, parse_shape, run_attention_bench
+from nsa_lab.bench.attention_parts import SELECTIONS, choose
+from nsa_lab.config import NSAConfig
+
+NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
+
+
+def bench(tmp_path, **options):
+    console = Console(file=(tmp_path / "table.txt").open("w"), width=200)
+    return run_attention_bench(
+        CPU_SHAPES, tmp_path / "bench.json", device="cpu", backend="torch", nsa=NSA, console=console, **options
+    )
+
+
+def test_every_part_is_checked_timed_and_recorded(tmp_path):
+    rows = bench(tmp_path, picture=tmp_path / "bench.png")
+    parts = {row.part for row in rows}
+    assert parts >= {"dense", "compressed", "choice", "window", "gate", "whole"}
+    assert parts >= {f"selected, {kind}" for kind in SELECTIONS}
+    for row in rows:
+        assert row.forward_ms > 0 and not row.note
+        assert row.part == "dense" or row.parity
+    recorded = json.loads((tmp_path / "bench.json").read_text())
+    assert len(recorded["rows"]) == len(rows) and recorded["machine"]["torch"] == torch.__version__
+    assert (tmp_path / "bench.png").stat().st_size > 0
+
+
+def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
+    honest = torch_backend.window_attention
+
+    def one_key_more(q, k, v, nsa):
+        return honest(q, k, v, nsa.model_copy(update={"w": nsa.w + 1}))
+
+    monkeypatch.setattr(torch_backend, "window_attention", one_key_more)
+    rows = {row.part: row for row in bench(tmp_path, with_peers=False)}
+    for part in ("window", "whole"):
+        assert "FAILED PARITY" in rows[part].note and rows[part].forward_ms is None
+    assert rows["compressed"].forward_ms is not None
+
+
+@pytest.mark.parametrize("kind", ["random", "smooth", "sink"])
+def test_made_up_selections_are_valid(kind):
+    blocks = choose(kind, 2, 100, 2, NSA, torch.device("cpu"))
+    own = torch.arange(100) // NSA.l_sel
+    assert blocks.shape == (2, 100, 2, NSA.n_sel) and blocks.dtype == torch.int32
+    assert (blocks == own[None, :, None, None]).any(-1).all() and (blocks <= own[None, :, None, None]).all()
+    assert ((blocks[..., 1:] > blocks[..., :-1]) | (blocks[..., 1:] < 0)).all()
+
+
+def test_shapes_are_parsed_or_refused():
+    assert parse_shape("2048x8") == Shape(2048, 8)
+    assert parse_shape("32768x1xH64xG4xD128") == Shape(32768, 1, 64, 4, 128)
+    with pytest.raises(ValueError, match="TOKENSxSEQUENCES"):
+        parse_shape("2048")

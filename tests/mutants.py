@@ -1,0 +1,327 @@
+"""Plants one fault at a time into the library and runs the tests on it: `python tests/mutants.py [part of a name ...]`.
+
+A mutant is a piece of source text and what takes its place. Each runs in a forked process that imports the changed module,
+until the first test fails. Prints a line per mutant, `caught by <test>` or `SURVIVED`; exits 1 if one survives, if one does
+not apply to the source any more, or if the library as it stands fails.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import multiprocessing
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+# Imported once, here, and inherited by every fork: all that is slow to import and is not the library itself.
+import hypothesis  # noqa: F401
+import numpy  # noqa: F401
+import pydantic  # noqa: F401
+import pytest
+import torch._dynamo  # noqa: F401
+import yaml  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+WORKERS = 2
+
+ATTENTION = [
+    f"tests/attention/test_{name}.py"
+    for name in ("definition", "block_arithmetic", "block_choice", "gradcheck", "causality", "torch_parity")
+]
+MODEL = [
+    f"tests/model/test_model_{name}.py" for name in ("definition", "numbers", "observe", "precision")
+]
+SUITES = {
+    "attention.geometry": ["tests/attention/test_block_arithmetic.py", *ATTENTION],
+    "attention.reference": ATTENTION,
+    "attention.compression": ATTENTION,
+    "attention.torch_backend": ATTENTION,
+    "attention.dispatch": ["tests/attention/test_dispatch.py", *ATTENTION],
+    "model": MODEL,
+    "config": ["tests/test_config.py"],
+}
+# Long sequences prove parity, not logic; the mutants do without them.
+QUICK = "not 1025 and not 2048 and not 65536 and not needle and not at_the_default_geometry and not slow"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    module: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    # The block arithmetic that every backend takes from one place.
+    Mutant("eq. 9 read with indices from 0", "attention.geometry",
+           "start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d",
+           "start_i = (torch.arange(n_compressed, device=device).unsqueeze(1) + nsa.l_sel // nsa.d - 1) * nsa.d"),
+    Mutant("overlap weights renormalised at the cut end", "attention.geometry",
+           "return shared.clamp_min(0).to(dtype) / nsa.d",
+           "return shared.clamp_min(0).to(dtype) / shared.clamp_min(0).sum(1, keepdim=True).clamp_min(1)"),
+    Mutant("compressed block visible one token early", "attention.geometry",
+           "(position + 1 - nsa.l)", "(position + 2 - nsa.l)"),
+    Mutant("compressed block visible one token late", "attention.geometry", "(position + 1 - nsa.l)", "(position - nsa.l)"),
+    Mutant("compressed block count with the cut one", "attention.geometry",
+           "else (length - nsa.l) // nsa.d + 1", "else -(-(length - nsa.l) // nsa.d) + 1"),
+    Mutant("current block not forced", "attention.geometry",
+           "(block == 0) | (block == own) | (block == own - 1)", "(block == 0) | (block == own - 1)"),
+    Mutant("previous block not forced", "attention.geometry",
+           "(block == 0) | (block == own) | (block == own - 1)", "(block == 0) | (block == own)"),
+    Mutant("first block not forced", "attention.geometry",
+           "(block == 0) | (block == own) | (block == own - 1)", "(block == own) | (block == own - 1)"),
+    Mutant("current block a candidate only once it is complete", "attention.geometry",
+           "* nsa.l_sel <= position.unsqueeze(-1)", "* nsa.l_sel + nsa.l_sel - 1 <= position.unsqueeze(-1)"),
+    Mutant("candidate blocks of the future", "attention.geometry",
+           "* nsa.l_sel <= position.unsqueeze(-1)", "* nsa.l_sel <= position.unsqueeze(-1) + nsa.l_sel"),
+    Mutant("mean selected keys forgets the cut block", "attention.geometry", "+ rest * (rest + 1) / 2", ""),
+    Mutant("decode reads not limited by the sequence", "attention.geometry", '"win": min(nsa.w, length)', '"win": nsa.w'),
+    # The definition.
+    Mutant("reference: window of w + 1 keys", "attention.reference", "t[:, None] - nsa.w)", "t[:, None] - nsa.w - 1)"),
+    Mutant("reference: window of w - 1 keys", "attention.reference", "t[:, None] - nsa.w)", "t[:, None] - nsa.w + 1)"),
+    Mutant("reference: normaliser over blocks of the future", "attention.reference",
+           'p = torch.where(seen, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()',
+           "p = torch.where(seen, scores.softmax(-1), 0.0)"),
+    Mutant("reference: ties to the higher index", "attention.reference",
+           "order = rank.sort(dim=-1, descending=True, stable=True).indices[..., : nsa.n_sel]",
+           "order = blocks - 1 - rank.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., : nsa.n_sel]"),
+    Mutant("reference: ties broken by a bias on the index", "attention.reference",
+           "rank = torch.where(candidate, torch.where(forced, float(\"inf\"), importance), float(\"-inf\"))",
+           "bias = 1e-8 * torch.arange(blocks)\n"
+           "    rank = torch.where(candidate, torch.where(forced, 1e9, importance - bias), float(\"-inf\"))"),
+    Mutant("reference: importances ranked in bf16", "attention.reference",
+           "return (p.sum(dim=3) @ carry).float()", "return (p.sum(dim=3) @ carry).bfloat16().float()"),
+    Mutant("reference: strongest head instead of the sum", "attention.reference", "p.sum(dim=3)", "p.amax(dim=3)"),
+    Mutant("reference: one choice for all groups", "attention.reference",
+           "p.sum(dim=3)", "p.sum(dim=(2, 3)).unsqueeze(2).expand(-1, -1, p.shape[2], -1)"),
+    Mutant("reference: unscaled logits", "attention.reference", "k.to(wide)) * q.shape[-1] ** -0.5", "k.to(wide))"),
+    Mutant("reference: top-n one short", "attention.reference",
+           "stable=True).indices[..., : nsa.n_sel]", "stable=True).indices[..., : nsa.n_sel - 1]"),
+    Mutant("reference: forced blocks on top of n_sel", "attention.reference",
+           "stable=True).indices[..., : nsa.n_sel]", "stable=True).indices[..., : nsa.n_sel + 3]"),
+    Mutant("reference: blocks in the order of their rank", "attention.reference",
+           "    order = order.sort(dim=-1).values\n", ""),
+    Mutant("reference: selected attention sees the future of its own block", "attention.reference",
+           "[..., :T] & (t <= t[:, None])[None, :, None]", "[..., :T]"),
+    Mutant("reference: padding reads the last block", "attention.reference",
+           "torch.where(blocks < 0, n, blocks).long()", "torch.where(blocks < 0, n - 1, blocks).long()"),
+    Mutant("reference: LSE in base 2", "attention.reference",
+           "return out, lse.flatten(2, 3)", "return out, lse.flatten(2, 3).mul(1.4426950408889634)"),
+    Mutant("reference: NaN gradient where a row sees nothing", "attention.reference",
+           "scores.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1)", "scores.logsumexp(-1)"),
+    Mutant("reference: gates in another order", "attention.reference", "g_cmp, g_sel, g_win =", "g_sel, g_cmp, g_win ="),
+    Mutant("reference: heads of a group interleaved", "attention.reference",
+           "return x.unflatten(2, (groups, x.shape[2] // groups))",
+           "return x.unflatten(2, (x.shape[2] // groups, groups)).transpose(2, 3)"),
+    Mutant("reference: a block averages its neighbour's tokens", "attention.reference",
+           "blocks = x.unfold(1, nsa.l, nsa.d)", "blocks = x.roll(1, 1).unfold(1, nsa.l, nsa.d)"),
+    Mutant("reference: blocks one block apart", "attention.reference",
+           "blocks = x.unfold(1, nsa.l, nsa.d)", "blocks = x.unfold(1, nsa.l, nsa.l)"),
+    Mutant("reference: the cut block is averaged too", "attention.reference",
+           "blocks = x.unfold(1, nsa.l, nsa.d)",
+           "blocks = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, nsa.d)).unfold(1, nsa.l, nsa.d)"),
+    # The fast compression operator.
+    Mutant("compression: a stride is left out", "attention.compression",
+           "range(1, nsa.l // nsa.d)", "range(1, max(nsa.l // nsa.d - 1, 1))"),
+    Mutant("compression: no intra-block position", "attention.compression", " + self.position.to(blocks.dtype)", ""),
+    Mutant("compression: mean over the stride", "attention.compression", "(blocks / nsa.l)", "(blocks / nsa.d)"),
+    # The torch backend.
+    Mutant("torch: window of w + 1 keys", "attention.torch_backend",
+           "_causal(first - nsa.w, last - nsa.w, start", "_causal(first - nsa.w - 1, last - nsa.w - 1, start"),
+    Mutant("torch: window's range starts one key late", "attention.torch_backend",
+           "max(first - nsa.w + 1, 0)", "max(first - nsa.w + 2, 0)"),
+    Mutant("torch: eq. 9 read with indices from 0", "attention.torch_backend",
+           "padded = pad(p, (lead, ", "padded = pad(p, (lead + step - 1, "),
+    Mutant("torch: eq. 9 with equal weights", "attention.torch_backend",
+           "torch.minimum(rising, rising.flip(0)).clamp_max(min(step, lead + 1)).to(p)", "torch.ones_like(rising).to(p)"),
+    Mutant("torch: normaliser over the chunk's future", "attention.torch_backend",
+           'torch.where(seen.unsqueeze(1), s - norm, float("-inf")).exp().sum(3)',
+           "torch.where(seen.unsqueeze(1), s.softmax(-1), 0.0).sum(3)"),
+    Mutant("torch: every chunk chooses as if it were the first", "attention.torch_backend",
+           "reference.choose(importance, nsa, first=first)", "reference.choose(importance, nsa, first=0)"),
+    Mutant("torch: selected attention sees the future of its own block", "attention.torch_backend",
+           "return slice(0, last), tokens | ~_causal(first, last, 0, last, q.device)", "return slice(0, last), tokens"),
+    Mutant("torch: gathered keys of the future", "attention.torch_backend",
+           "hidden = (tokens < 0) | (tokens > t)", "hidden = (tokens < 0) | (tokens >= k.shape[1])"),
+    Mutant("torch: token numbers overflow", "attention.torch_backend",
+           "(own.long().unsqueeze(-1) * l_sel", "(own.to(torch.int8).unsqueeze(-1) * l_sel"),
+    Mutant("torch: padding reads block 0", "attention.torch_backend",
+           "torch.where((picks < 0) | (picks > n), n, picks)", "torch.where(picks > n, n, picks.clamp_min(0))"),
+    Mutant("torch: NaN where a row sees nothing", "attention.torch_backend",
+           "torch.where(total == 0, 1.0, total)", "total"),
+    Mutant("torch: exponentials without their maximum", "attention.torch_backend",
+           "top = _finite(s.amax(-1, keepdim=True))", "top = torch.zeros_like(s[..., :1])"),
+    Mutant("torch: LSE in base 2", "attention.torch_backend", "(top + total.log())", "(top + total.log2())"),
+    Mutant("torch: heads of a group interleaved", "attention.torch_backend",
+           "return x.to(wide).unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)",
+           "return x.to(wide).unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(2, 3)"),
+    Mutant("torch: backward without delta", "attention.torch_backend",
+           "row = sum(out * grad_out) - grad_lse\n"
+           "        row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)",
+           "row = sum(out * grad_out) - grad_lse\n        row = -grad_lse.to(wide)"),
+    Mutant("torch: backward without the gradient of the LSE", "attention.torch_backend",
+           "row = sum(out * grad_out) - grad_lse\n"
+           "        row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)",
+           "row = sum(out * grad_out) - grad_lse\n        row = (out.to(wide) * grad_out.to(wide)).sum(-1)"),
+    Mutant("torch: gathering backward without delta", "attention.torch_backend",
+           "grad_v = torch.zeros(v.shape, dtype=wide, device=v.device)\n"
+           "        row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)",
+           "grad_v = torch.zeros(v.shape, dtype=wide, device=v.device)\n        row = -grad_lse.to(wide)"),
+    Mutant("torch: dV scaled like a score", "attention.torch_backend", "+= p.mT @ do_rows", "+= p.mT @ do_rows * scale"),
+    Mutant("torch: dK of the last chunk only", "attention.torch_backend",
+           "grad_k[:, :, span] += ds.mT @ q_rows", "grad_k[:, :, span] = ds.mT @ q_rows"),
+    Mutant("torch: dQ not scaled", "attention.torch_backend", "_unrows(ds @ k_wide * scale, h)", "_unrows(ds @ k_wide, h)"),
+    Mutant("torch: gathered gradients overwrite each other", "attention.torch_backend",
+           ".scatter_add_(2, index", ".scatter_(2, index"),
+    # What the public functions run.
+    Mutant("dispatch: torch runs the reference", "attention.dispatch", '"torch": torch_backend,', '"torch": reference,'),
+    Mutant("dispatch: a backend that cannot run falls back silently", "attention.dispatch",
+           "raise BackendError(f\"backend = 'triton' cannot run: {why_not_triton}\")",
+           'return dict.fromkeys(PARTS, Choice("torch", "asked for by name"))'),
+    Mutant("dispatch: selected branch on the window's keys", "attention.dispatch",
+           'run["selected"].selected_attention(q, k_sel, v_sel,', 'run["selected"].selected_attention(q, k_win, v_win,'),
+    Mutant("dispatch: compressed keys of any length are taken", "attention.dispatch",
+           "    _expect(named[0], k, (B, keys, G, D))\n", ""),
+    # The model.
+    Mutant("model: Q rotated before the head split", "model",
+           ".split([H, G, G, G], dim=2)\n",
+           ".split([H, G, G, G], dim=2)\n"
+           "        whole = rotary_table(x.shape[1], H * c.d_k, c.rope_theta, x.device)\n"
+           "        q = rotate(roped[..., : H * c.d_k].unsqueeze(2), whole).squeeze(2).unflatten(-1, (H, c.d_k))\n"),
+    Mutant("model: K not rotated", "model",
+           ".split([H, G, G, G], dim=2)\n",
+           ".split([H, G, G, G], dim=2)\n"
+           "        k_cmp, k_sel, k_win = roped.unflatten(-1, (H + 3 * G, c.d_k)).split([H, G, G, G], dim=2)[1:]\n"),
+    Mutant("model: compressed keys rotated by nothing", "model",
+           ".split([H, G, G, G], dim=2)\n",
+           ".split([H, G, G, G], dim=2)\n        k_cmp = roped.unflatten(-1, (H + 3 * G, c.d_k))[:, :, H : H + G]\n"),
+    Mutant("model: compressed values from the selected branch", "model",
+           "compress(v_cmp, c.nsa, self.phi_v)", "compress(v_sel, c.nsa, self.phi_v)"),
+    Mutant("model: compressed branch cut off from its keys", "model",
+           "compress(k_cmp, c.nsa, self.phi_k)", "compress(k_cmp.detach(), c.nsa, self.phi_k)"),
+    Mutant("model: window on the selected branch's keys", "model",
+           "k_win, v_win, self.gates(x)", "k_sel, v_sel, self.gates(x)"),
+    Mutant("model: gates by branch, then by head", "model",
+           "self.gate(x).unflatten(-1, (self.config.n_heads, 3))",
+           "self.gate(x).unflatten(-1, (3, self.config.n_heads)).mT"),
+    Mutant("model: softmax gate over the heads", "model", "logits.softmax(-1)", "logits.softmax(-2)"),
+    Mutant("model: gates start at zero", "model",
+           "std = (2.0 / (module.in_features + module.out_features)) ** 0.5", "std = 0.0"),
+    Mutant("model: head starts as large as any other", "model", "std = 1.0 / module.in_features", "pass"),
+    Mutant("model: residual outputs not reduced", "model", "std *= into_residual", "std *= 1.0"),
+    Mutant("model: no norm before the MLP", "model", "self.mlp(self.mlp_norm(x))", "self.mlp(x)"),
+    Mutant("model: a constant of the rotation frozen at 10000", "model", "rate = theta ** (", "rate = 10000.0 ** ("),
+    Mutant("model: gate entropy in bits", "model", "share.clamp_min(1e-9).log()", "share.clamp_min(1e-9).log2()"),
+    Mutant("model: reuse measured against any block", "model",
+           "again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1])", "again = (bits[:, 1:, :, :-1])"),
+    Mutant("model: FLOPs of the forward pass alone", "model", "BACKWARD_FLOPS = 2.0", "BACKWARD_FLOPS = 0.0"),
+    # The configuration.
+    Mutant("config: unknown keys ignored", "config", 'extra="forbid"', 'extra="ignore"'),
+    Mutant("config: a stride that does not divide the block", "config", "if length % self.d:", "if False:"),
+    Mutant("config: no room for the forced blocks", "config", "if self.n_sel < 3:", "if self.n_sel < 1:"),
+    Mutant("config: steps counted in forward passes", "config",
+           "return self.sequences_per_step * self.seq_len", "return self.batch_size * self.seq_len"),
+]
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module from changed text."""
+
+    def __init__(self, name: str, path: Path, text: str) -> None:
+        super().__init__(name, str(path))
+        self.text = text
+
+    def get_code(self, fullname: str) -> object:
+        return compile(self.text, self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, path: Path, text: str) -> None:
+        self.name, self.path, self.loader = name, path, _Loader(name, path, text)
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_file_location(name, self.path, loader=self.loader) if name == self.name else None
+
+
+class _FirstFailure:
+    """A pytest plugin that remembers which test failed first, and whether it was one."""
+
+    name: str | None = None
+    broken: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.name is None:
+            self.name = report.nodeid
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and self.broken is None:
+            self.broken = f"{report.nodeid}: {str(report.longrepr).strip().splitlines()[-1]}"
+
+
+def source(module: str) -> Path:
+    return ROOT / "nsa_lab" / Path(*module.split(".")).with_suffix(".py")
+
+
+def run_tests(files: list[str]) -> _FirstFailure:
+    """Runs them in this process, file by file, until a test fails."""
+    first = _FirstFailure()
+    options = [
+        "-x", "-q", "-W", "error", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider",
+        "--hypothesis-profile=unshrunk", "-k", QUICK, "--rootdir", str(ROOT),
+    ]
+    for file in dict.fromkeys(files):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            code = pytest.main([*options, str(ROOT / file)], plugins=[first])
+        if first.name or first.broken:
+            break
+        if code != 0:
+            first.broken = f"pytest ended with {code!r} on {file}"
+            break
+    return first
+
+
+def try_mutant(mutant: Mutant) -> tuple[bool, str]:
+    """Whether the tests caught it, and what to say. Runs in a fork that has not imported the library."""
+    path = source(mutant.module)
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        return False, f"DOES NOT APPLY: its text occurs {text.count(mutant.old)} times in {path.name}"
+    sys.meta_path.insert(0, _Finder(f"nsa_lab.{mutant.module}", path, text.replace(mutant.old, mutant.new)))
+    first = run_tests(SUITES[mutant.module])
+    if first.broken:
+        return False, f"BROKEN: {first.broken}"
+    return (True, f"caught by {first.name}") if first.name else (False, "SURVIVED")
+
+
+def try_unchanged(files: list[str]) -> tuple[bool, str]:
+    first = run_tests(files)
+    return (False, f"FAILS: {first.name or first.broken}") if first.name or first.broken else (True, "passes")
+
+
+def attempt(task: Mutant | list[str]) -> tuple[bool, str]:
+    return try_mutant(task) if isinstance(task, Mutant) else try_unchanged(task)
+
+
+def main(words: list[str]) -> int:
+    started = time.monotonic()
+    chosen = [m for m in MUTANTS if not words or any(word in f"{m.module} {m.name}" for word in words)]
+    suites = [] if words else [ATTENTION, MODEL, ["tests/attention/test_dispatch.py"], ["tests/test_config.py"]]
+    failed = 0
+    # One fork a task: a mutated module must not be found imported by the next.
+    with multiprocessing.get_context("fork").Pool(WORKERS, maxtasksperchild=1) as pool:
+        names = [f"unchanged: {Path(files[0]).stem} ..." for files in suites] + [m.name for m in chosen]
+        for name, (good, said) in zip(names, pool.imap(attempt, [*suites, *chosen], chunksize=1), strict=True):
+            failed += not good
+            print(f"{name:<66} {said}", flush=True)
+    print(f"{len(chosen)} mutants, {failed} lines to look at, {time.monotonic() - started:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,209 @@
+"""A configuration says what is wrong with it, key by key, and what to do; what it says is what the run does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa_lab.config import (
+    RETIRED_KEYS,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    NSAConfig,
+    RunConfig,
+    TrainConfig,
+    apply_overrides,
+    known_keys,
+    parse_override,
+)
+from nsa_lab.model import NSATransformer
+
+PARAMS = sorted((Path(__file__).parents[1] / "params").glob("*.yaml"))
+
+# The A100 production configuration that NSA's community passes around, without the three switches that did nothing.
+PRODUCTION = """
+model: {dim: 768, n_layers: 12, n_heads: 12, n_kv_groups: 2, d_k: 64, d_v: 64}
+nsa: {l: 32, d: 16, l_sel: 64, n_sel: 16, w: 512, phi: "avg"}
+runtime: {device: "cuda", precision: "bf16", gradient_checkpointing: true}
+train: {steps: 50000, seq_len: 2048, batch_size: 2, accumulate_grad_batches: 2, lr: 2.0e-4, lr_schedule: "cosine",
+        warmup_steps: 2000, weight_decay: 0.01, grad_clip: 1.0, save_every: 5000}
+"""
+SWITCHES = {"use_flash": True, "use_triton_sel": False, "sel_triton_min_L": 4096}
+
+
+def refused(sections: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_dict(sections)
+    return str(caught.value)
+
+
+def test_the_production_configuration_loads_unchanged() -> None:
+    config = RunConfig.from_dict(yaml.safe_load(PRODUCTION))
+    assert (config.model.dim, config.nsa.w, config.train.steps) == (768, 512, 50000)
+    assert config.runtime.gradient_checkpointing
+    assert config.train.tokens_per_step == 2 * 2 * 2048 and config.train.sequences_per_step == 4
+    with torch.device("meta"):
+        assert NSATransformer(config.model, device="meta", backend="torch").parameter_count() == 78_600_960
+
+
+@pytest.mark.parametrize("key", RETIRED_KEYS)
+def test_a_switch_that_did_nothing_is_refused_with_what_replaces_it(key: str) -> None:
+    section, name = key.split(".")
+    sections = yaml.safe_load(PRODUCTION)
+    sections[section][name] = SWITCHES.get(name, 1)
+    message = refused(sections)
+    assert key in message and RETIRED_KEYS[key] in message
+
+
+def test_every_switch_of_a_file_is_named_at_once() -> None:
+    sections = yaml.safe_load(PRODUCTION)
+    sections["runtime"] |= SWITCHES
+    message = refused(sections)
+    assert all(f"runtime.{name}" in message for name in SWITCHES)
+
+
+@pytest.mark.parametrize(("section", "key", "nearest"), [
+    ("train", "warmup", "train.warmup_steps"), ("train", "learning_rate", "train."), ("nsa", "lsel", "nsa.l_sel"),
+    ("model", "n_head", "model.n_heads"), ("train", "precision", "runtime.precision"), ("model", "w", "nsa.w"),
+    ("trian", "steps", "train"), ("data", "tokeniser", "data.tokenizer"),
+])
+def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: str, nearest: str) -> None:
+    message = refused({section: {key: 1}})
+    assert section in message and nearest in message and len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("sections", "words"), [
+    ({"nsa": {"l": 24}}, ["nsa.l = 24", "nsa.d = 16", "nsa.l = 16 or 32"]),
+    ({"nsa": {"l_sel": 40}}, ["nsa.l_sel = 40", "32 or 48"]),
+    ({"nsa": {"d": 0}}, ["nsa.d = 0", "greater than or equal to 1"]),
+    ({"nsa": {"n_sel": 2}}, ["nsa.n_sel = 2", "n_sel >= 3"]),
+    ({"nsa": {"w": 0}}, ["nsa.w = 0"]),
+    ({"nsa": {"phi": "max"}}, ["nsa.phi = 'max'", "avg", "linear", "mlp"]),
+    ({"nsa": {"gate": "tanh"}}, ["nsa.gate", "sigmoid", "softmax"]),
+    ({"nsa": {"l": 32.0}}, ["nsa.l = 32.0"]),
+    ({"nsa": {"l": "32"}}, ["nsa.l = '32'"]),
+    ({"nsa": 3}, ["nsa"]),
+    ({"model": {"n_heads": 12, "n_kv_groups": 5}}, ["n_heads = 12", "n_kv_groups = 5", "is 4"]),
+    ({"model": {"d_k": 63}}, ["model.d_k = 63", "62 or 64"]),
+    ({"runtime": {"precision": "fp16"}}, ["runtime.precision = 'fp16'", "bf16"]),
+    ({"runtime": {"backend": "cuda"}}, ["runtime.backend", "triton"]),
+    ({"train": {"lr": float("nan")}}, ["train.lr", "finite"]),
+    ({"train": {"lr": float("inf")}}, ["train.lr", "finite"]),
+    ({"train": {"lr": True}}, ["train.lr"]),
+    ({"train": {"steps": 10, "warmup_steps": 10}}, ["warmup_steps = 10", "at most 9", "optimiser steps"]),
+    ({"train": {"min_lr": 1.0}}, ["train.min_lr", "above train.lr"]),
+    ({"train": {"batch_size": 4, "micro_batch_size": 3}}, ["micro_batch_size = 3", "use 2"]),
+    ({"data": {"source": "local"}}, ["data.path"]),
+    ({"data": {"path": "x"}}, ["data.path", "source: local"]),
+    ({"data": {"val_fraction": 0.0}}, ["data.val_fraction"]),
+    ({"name": "../x"}, ["name"]),
+])
+def test_an_impossible_value_says_what_to_do(sections: dict[str, Any], words: list[str]) -> None:
+    message = refused(sections)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("path", PARAMS, ids=lambda path: path.stem)
+def test_every_file_of_params_loads_and_its_model_can_be_built(path: Path) -> None:
+    config = RunConfig.from_yaml(path)
+    assert config.name == path.stem
+    with torch.device("meta"):
+        NSATransformer(config.model, device="meta", backend="torch")
+
+
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_every_variant_can_be_asked_for_in_yaml(phi: str, gate: str, tmp_path: Path) -> None:
+    path = tmp_path / "variant.yaml"
+    path.write_text(f"model: {{dim: 16, n_layers: 1, n_heads: 2, n_kv_groups: 1, d_k: 4, d_v: 4}}\n"
+                    f"nsa: {{l: 4, d: 2, l_sel: 4, n_sel: 3, w: 4, phi: {phi}, gate: {gate}}}\n", encoding="utf-8")
+    config = RunConfig.from_yaml(path)
+    assert NSATransformer(config.model)(torch.zeros(1, 9, dtype=torch.int64)).isfinite().all()
+
+
+def test_the_production_run_is_the_model_that_it_says() -> None:
+    (path,) = [path for path in PARAMS if path.stem == "production_50k"]
+    config = RunConfig.from_yaml(path)
+    assert config.model == RunConfig.from_dict(yaml.safe_load(PRODUCTION)).model
+    assert (config.train.steps, config.train.seq_len, config.train.sequences_per_step) == (50_000, 2048, 4)
+    assert config.train.save_every > 0 and config.runtime.profile == "production" and config.data.source != "synthetic"
+
+
+@settings(max_examples=40)
+@given(d=st.integers(1, 32), a=st.integers(1, 4), b=st.integers(1, 4), n_sel=st.integers(3, 64), lr=st.floats(1e-6, 1.0))
+def test_yaml_and_back_is_the_same_configuration(d: int, a: int, b: int, n_sel: int, lr: float) -> None:
+    config = RunConfig(nsa={"d": d, "l": a * d, "l_sel": b * d, "n_sel": n_sel}, train=TrainConfig(lr=lr))
+    again = RunConfig.from_dict(yaml.safe_load(config.to_yaml()))
+    assert again == config and again.hash() == config.hash()
+
+
+def test_the_hash_is_of_every_value() -> None:
+    base = RunConfig()
+    changed = [RunConfig(nsa={"w": 511}), RunConfig(train=TrainConfig(seed=1)), RunConfig(name="other"),
+               RunConfig(data=DataConfig(val_fraction=0.03)), RunConfig(model=ModelConfig(rope_theta=1e5))]
+    assert len({config.hash() for config in (base, *changed)}) == 6
+    assert base.hash() == RunConfig().hash() and len(base.hash()) == 16
+
+
+def test_nothing_changes_after_construction() -> None:
+    config = RunConfig()
+    for section, key in ((config, "name"), (config.nsa, "w"), (config.train, "lr"), (config.runtime, "device")):
+        with pytest.raises(ValueError):
+            setattr(section, key, getattr(section, key))
+
+
+def test_overrides_are_read_as_yaml_and_checked_like_a_file(tmp_path: Path) -> None:
+    assert parse_override("train.lr=1e-3") == ("train.lr", 1e-3)
+    assert parse_override("nsa.phi=mlp") == ("nsa.phi", "mlp")
+    path = tmp_path / "x.yaml"
+    path.write_text("train: {steps: 7, lr: 1e-3}\n", encoding="utf-8")
+    config = RunConfig.from_yaml(path, {"train.steps": 9, "nsa.w": 5})
+    assert (config.train.steps, config.nsa.w, config.train.lr) == (9, 5, 1e-3)
+    with pytest.raises(ConfigError, match=r"train\.step"):
+        RunConfig.from_yaml(path, {"train.step": 9})
+    with pytest.raises(ConfigError, match=r"expected section\.key=value"):
+        parse_override("train.lr")
+    sections = {"train": {"steps": 1}}
+    apply_overrides(sections, {"train.steps": 2})
+    assert sections == {"train": {"steps": 1}}
+
+
+@pytest.mark.parametrize(("text", "words"), [("- 1\n", "mapping"), ("a: [\n", "not YAML"), ("3\n", "mapping")])
+def test_a_file_that_is_no_configuration_says_so(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        RunConfig.from_yaml(path)
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        RunConfig.from_yaml(tmp_path / "missing.yaml")
+
+
+def test_no_environment_variable_changes_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = RunConfig().hash()
+    for name in ("CONFIG", "NSA_PREFILL_BATCHED", "NSA_BATCH_SIZE", "NSA_GRADIENT_CHECKPOINTING"):
+        monkeypatch.setenv(name, "1")
+    assert RunConfig().hash() == before
+
+
+def test_every_key_has_one_meaning() -> None:
+    keys = known_keys(RunConfig)
+    assert len(keys) == len(set(keys)) and {"nsa.l", "train.steps", "runtime.backend", "data.source"} <= set(keys)
+    assert not set(RETIRED_KEYS) & set(keys)
+
+
+def test_a_batch_is_the_product_whatever_the_device_holds() -> None:
+    for batch, accumulate, micro in ((2, 2, None), (4, 1, 2), (1, 4, 4)):
+        train = TrainConfig(batch_size=batch, accumulate_grad_batches=accumulate, micro_batch_size=micro, seq_len=2048)
+        assert train.sequences_per_step == 4 and train.tokens_per_step == 8192
+
+
+def test_defaults_of_the_geometry_are_the_papers() -> None:
+    nsa = NSAConfig()
+    assert (nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w, nsa.phi, nsa.gate) == (32, 16, 64, 16, 512, "avg", "sigmoid")
