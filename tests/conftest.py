@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import hypothesis
 import torch
+
+# The brute force serves the tests of attention and of the model.
+sys.path.insert(0, str(Path(__file__).parent / "attention"))
 
 # Machines are shared, and tensors here are too small to gain from threads.
 torch.set_num_threads(1)

@@ -170,9 +170,9 @@ MUTANTS = [
            "        row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)",
            "row = sum(out * grad_out) - grad_lse\n        row = (out.to(wide) * grad_out.to(wide)).sum(-1)"),
     Mutant("torch: gathering backward without delta", "attention.torch_backend",
-           "grad_v = torch.zeros(v.shape, dtype=wide, device=v.device)\n"
+           "        grad_v = torch.zeros(v.shape, dtype=wide, device=k.device)\n"
            "        row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)",
-           "grad_v = torch.zeros(v.shape, dtype=wide, device=v.device)\n        row = -grad_lse.to(wide)"),
+           "        grad_v = torch.zeros(v.shape, dtype=wide, device=k.device)\n        row = -grad_lse.to(wide)"),
     Mutant("torch: dV scaled like a score", "attention.torch_backend", "+= p.mT @ do_rows", "+= p.mT @ do_rows * scale"),
     Mutant("torch: dK of the last chunk only", "attention.torch_backend",
            "grad_k[:, :, span] += ds.mT @ q_rows", "grad_k[:, :, span] = ds.mT @ q_rows"),

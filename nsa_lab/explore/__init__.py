@@ -1,1 +1,1 @@
-"""Pictures and live views for the notebooks. Nothing in the library imports from here."""
+"""Pictures, explorers and live views of attention and of runs, for the notebooks and the reports."""

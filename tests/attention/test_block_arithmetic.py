@@ -45,7 +45,7 @@ def test_equation_9_with_indices_from_1_is_the_shared_tokens(d: int, l_over_d: i
 
 @pytest.mark.parametrize(("d", "l_over_d", "l_sel_over_d"), BLOCK_RATIOS)
 def test_equation_9_with_indices_from_0_ranks_a_block_of_the_past(d: int, l_over_d: int, l_sel_over_d: int) -> None:
-    """The counter-example. Read from 0, block j collects the compressed blocks that lie l'/d - 1 before those which overlap it;
+    """The counter-example. Read from 0, block j collects compressed blocks l'/d - 1 before those that overlap it, which is
     the same only where a selection block is one stride long.
     """
     nsa = NSAConfig(d=d, l=d * l_over_d, l_sel=d * l_sel_over_d)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
+import brute_force
 import numpy as np
 import pytest
 import torch
@@ -13,10 +12,7 @@ from model_inputs import VARIANTS, config_of, name_of, tokens_of
 
 from nsa_lab.attention import resolve_backend, window_attention
 from nsa_lab.config import ModelConfig
-from nsa_lab.model import NSAttention, NSATransformer, rotary_table, rotate
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "attention"))
-import brute_force  # noqa: E402, I001  after the path that it lies on
+from nsa_lab.model import NSATransformer, NSAttention, rotary_table, rotate
 
 CPU = torch.device("cpu")
 
@@ -25,7 +21,8 @@ def plain(model: NSATransformer) -> brute_force.Model:
     c, n = model.config, model.config.nsa
     geometry = brute_force.Geometry(n.l, n.d, n.l_sel, n.n_sel, n.w)
     return brute_force.Model(
-        c.n_heads, c.n_kv_groups, c.d_k, c.d_v, c.rope_theta, c.norm_eps, geometry, n.gate, n.phi, c.mlp == "gated", {name: x.numpy() for name, x in model.state_dict().items()},
+        c.n_heads, c.n_kv_groups, c.d_k, c.d_v, c.rope_theta, c.norm_eps, geometry, n.gate, n.phi, c.mlp == "gated",
+        {name: x.numpy() for name, x in model.state_dict().items()},
     )
 
 

@@ -26,8 +26,8 @@ def test_the_default_model_has_78_600_960_parameters() -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 @pytest.mark.parametrize("length", [12, 41])
 def test_every_parameter_gets_a_gradient(variant: dict[str, str], length: int) -> None:
-    """A branch that is a constant leaves its keys without one. From two compression blocks on (l + d tokens): a softmax over
-    one key is a constant, so that the phi of the keys learns nothing from one.
+    """A branch that is a constant leaves its keys without one. From two compression blocks on (l + d tokens), because a
+    softmax over one key is a constant too, and the phi of the keys learns nothing from it.
     """
     config = config_of(**variant)
     model = NSATransformer(config, seed=0)
