@@ -1,8 +1,8 @@
 """Builds every notebook from its .py source, or with --check says which pairs are out of step.
 
 The .ipynb is committed without outputs, with one exception: a cell marked NBVAL_CHECK_OUTPUT keeps its text output, which
-nbval compares with what it computes. Such an output is made by executing the notebook, here, when it is missing or the
-cell's source has changed; --execute makes them all anew.
+nbval compares with what it computes. Such outputs are made here, by executing the notebook, when its code has changed;
+--execute makes them all anew.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def build(source: Path, target: Path, *, fresh: bool = False) -> tuple[NotebookN
     config = load_jupytext_config(str(source))
     notebook = jupytext.read(source, config=config)
     if target.exists():
-        notebook = combine_inputs_with_outputs(notebook, jupytext.read(target, config=config))
+        earlier = jupytext.read(target, config=config)
+        # A checked output hangs on all the code before it, so any change of code makes them all anew.
+        fresh = fresh or code_of(earlier) != code_of(notebook)
+        notebook = combine_inputs_with_outputs(notebook, earlier)
     notebook.metadata["kernelspec"] = KERNEL
     # What jupytext.toml says for all pairs is not repeated in each.
     for setting in ("cell_metadata_filter", "notebook_metadata_filter"):
@@ -92,6 +95,10 @@ def execute(notebook: NotebookNode) -> None:
                     output["execution_count"] = cell.execution_count
             if not cell.outputs or any(set(output.get("data", {})) - {"text/plain"} for output in cell.outputs):
                 raise SystemExit(f"a cell marked {CHECKED} prints text and nothing else:\n{cell.source}")
+
+
+def code_of(notebook: NotebookNode) -> list[str]:
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def text_of(notebook: NotebookNode) -> str:

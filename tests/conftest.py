@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent / "attention"))
 # Machines are shared, and tensors here are too small to gain from threads.
 torch.set_num_threads(1)
 
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
-# For tests that are expected to fail, on planted faults.
-hypothesis.settings.register_profile("unshrunk", hypothesis.settings.get_profile("repeatable"),
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=25)
+# For planted faults, where any failing example will do.
+hypothesis.settings.register_profile("mutants", hypothesis.settings.get_profile("repeatable"), max_examples=8,
                                      phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
 hypothesis.settings.load_profile("repeatable")

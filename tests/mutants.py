@@ -31,7 +31,7 @@ WORKERS = 2
 
 ATTENTION = [
     f"tests/attention/test_{name}.py"
-    for name in ("definition", "block_arithmetic", "block_choice", "gradcheck", "causality", "torch_parity")
+    for name in ("definition", "gradcheck", "block_choice", "torch_parity", "causality", "block_arithmetic")
 ]
 MODEL = [
     f"tests/model/test_model_{name}.py" for name in ("definition", "numbers", "observe", "precision")
@@ -113,8 +113,11 @@ MUTANTS = [
            "torch.where(blocks < 0, n, blocks).long()", "torch.where(blocks < 0, n - 1, blocks).long()"),
     Mutant("reference: LSE in base 2", "attention.reference",
            "return out, lse.flatten(2, 3)", "return out, lse.flatten(2, 3).mul(1.4426950408889634)"),
-    Mutant("reference: NaN gradient where a row sees nothing", "attention.reference",
-           "scores.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1)", "scores.logsumexp(-1)"),
+    Mutant("reference: NaN where a row sees nothing", "attention.reference",
+           "p.exp(), v.to(p.dtype)", "p.softmax(-1), v.to(p.dtype)"),
+    Mutant("reference: a row that sees nothing has an LSE", "attention.reference",
+           'lse = torch.where(empty, float("-inf"), scores.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1))',
+           "lse = scores.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1)"),
     Mutant("reference: gates in another order", "attention.reference", "g_cmp, g_sel, g_win =", "g_sel, g_cmp, g_win ="),
     Mutant("reference: heads of a group interleaved", "attention.reference",
            "return x.unflatten(2, (groups, x.shape[2] // groups))",
@@ -272,8 +275,8 @@ def run_tests(files: list[str]) -> _FirstFailure:
     """Runs them in this process, file by file, until a test fails."""
     first = _FirstFailure()
     options = [
-        "-x", "-q", "-W", "error", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider",
-        "--hypothesis-profile=unshrunk", "-k", QUICK, "--rootdir", str(ROOT),
+        "-x", "-q", "-W", "error", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider", "-p", "no:nbval",
+        "--hypothesis-profile=mutants", "-k", QUICK, "--rootdir", str(ROOT),
     ]
     for file in dict.fromkeys(files):
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_lab.config import (
@@ -136,7 +136,6 @@ def test_the_production_run_is_the_model_that_it_says() -> None:
     assert config.train.save_every > 0 and config.runtime.profile == "production" and config.data.source != "synthetic"
 
 
-@settings(max_examples=40)
 @given(d=st.integers(1, 32), a=st.integers(1, 4), b=st.integers(1, 4), n_sel=st.integers(3, 64), lr=st.floats(1e-6, 1.0))
 def test_yaml_and_back_is_the_same_configuration(d: int, a: int, b: int, n_sel: int, lr: float) -> None:
     config = RunConfig(nsa={"d": d, "l": a * d, "l_sel": b * d, "n_sel": n_sel}, train=TrainConfig(lr=lr))

@@ -129,10 +129,11 @@ def draw(rows: list[Row], path: Path) -> None:
         timed = [row for row in rows if row.shape == shape and row.total_ms is not None][::-1]
         names = [f"{row.part}: {row.by}" for row in timed]
         forward = [row.forward_ms for row in timed]
-        ax.barh(names, forward, label="forward")
-        ax.barh(names, [row.backward_ms or 0 for row in timed], left=forward, label="backward")
-        ax.set(title=shape, xlabel="ms", xscale="log" if len(timed) > 1 else "linear")
-    axes[0][0].legend()
+        ax.barh(names, forward, label="forward", color="#0072B2")
+        ax.barh(names, [row.backward_ms or 0 for row in timed], left=forward, label="backward", color="#E69F00")
+        # Linear: two parts of a bar can only be compared where lengths add.
+        ax.set(title=shape, xlabel="time (ms)")
+    axes[0][0].legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -113,9 +113,10 @@ def checkpoints_kept(config: RunConfig) -> int:
 def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
     """Bytes held between forward and backward of one micro-batch, and the largest temporary tensors of the loss.
 
-    Per token and layer: the float32 residual stream, twice; two norms with their float32 and compute-dtype results; the
-    projections before and after rotation; the outputs of the branches and their mix; the MLP before and after its
-    non-linearity. With gradient checkpointing only the residual stream of a layer is kept, and one layer is recomputed.
+    Per token and layer: the float32 residual stream, twice; two norms with their float32 and compute-dtype results, of which
+    compilation keeps the latter only; the projections before and after rotation (dense, compiled: after); the outputs of
+    the branches and their mix; the MLP before and after its non-linearity. Measured on one H200 at 65 536 tokens, compiled:
+    414 KB a token for the production model, 314 KB for its dense twin. With gradient checkpointing only the residual stream of a layer is kept, and one layer is recomputed.
     """
     m, train = config.model, config.train
     width = 2 if config.runtime.precision == "bf16" else 4
@@ -123,7 +124,10 @@ def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
     projected = m.n_heads * m.d_k + branches * m.n_kv_groups * (m.d_k + m.d_v)
     outputs = (branches + 1) * m.n_heads * m.d_v
     mlp = (2 if m.mlp == "plain" else 4) * m.hidden
-    layer = m.dim * (2 * 4 + 2 * (4 + width)) + width * (2 * projected + outputs + mlp) + branches * m.n_heads * 8
+    compiled = config.runtime.compile
+    norms = 2 * (width if compiled else 4 + width)
+    rotations = 1 if compiled and m.attention == "dense" else 2
+    layer = m.dim * (2 * 4 + norms) + width * (rotations * projected + outputs + mlp) + branches * m.n_heads * 8
     kept = 4 * m.dim * m.n_layers + layer if config.runtime.gradient_checkpointing else layer * m.n_layers
     # Logits in the compute dtype, in float32, their softmax and its gradient.
     loss = m.vocab_size * (width + 3 * 4)

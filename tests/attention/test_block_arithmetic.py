@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from attention_inputs import GEOMETRIES
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_lab import attention
@@ -70,7 +70,6 @@ def test_the_default_weights_are_1_2_2_2_1() -> None:
         assert weights[4 * j - 1 : 4 * j + 4, j].tolist() == [1, 2, 2, 2, 1]
 
 
-@settings(max_examples=80)
 @given(nsa=geometries(), length=st.integers(1, 200))
 def test_overlap_counts_shared_tokens_at_the_cut_end_too(nsa: NSAConfig, length: int) -> None:
     compressed = [set(range(s, s + nsa.l)) for s in range(0, length, nsa.d) if s + nsa.l <= length]
@@ -80,7 +79,6 @@ def test_overlap_counts_shared_tokens_at_the_cut_end_too(nsa: NSAConfig, length:
     assert torch.equal(geometry.overlap(len(compressed), len(selection), nsa), counted)
 
 
-@settings(max_examples=80)
 @given(nsa=geometries(), length=st.integers(1, 200))
 def test_the_torch_backend_carries_importance_as_the_matrix_does(nsa: NSAConfig, length: int) -> None:
     n, blocks = geometry.num_compressed(length, nsa), geometry.num_selection(length, nsa)
@@ -89,7 +87,6 @@ def test_the_torch_backend_carries_importance_as_the_matrix_does(nsa: NSAConfig,
     torch.testing.assert_close(torch_backend._carry(p, blocks, nsa), expected, rtol=1e-13, atol=1e-13)
 
 
-@settings(max_examples=60)
 @given(nsa=geometries(), length=st.integers(1, 150))
 def test_visible_candidate_and_forced_blocks_are_what_counting_gives(nsa: NSAConfig, length: int) -> None:
     t = torch.arange(length)
@@ -139,7 +136,6 @@ def test_721_is_a_forced_current_block_that_counts_only_once_it_is_complete() ->
     assert place_kept != count_selected(2048, nsa)
 
 
-@settings(max_examples=40)
 @given(nsa=geometries(), length=st.integers(1, 300))
 def test_selected_keys_in_closed_form_are_what_counting_gives(nsa: NSAConfig, length: int) -> None:
     counted = count_selected(length, nsa)
@@ -162,7 +158,6 @@ def test_decode_reads_of_the_paper() -> None:
     assert sum(geometry.decode_reads(65536, NSAConfig()).values()) == 4095 + 1024 + 512
 
 
-@settings(max_examples=40)
 @given(nsa=geometries(), length=st.integers(1, 150))
 def test_reads_are_the_keys_that_change_an_output(nsa: NSAConfig, length: int) -> None:
     """Counted, not predicted: a key is read if the gradient of the last output with respect to its value is not zero."""
@@ -179,7 +174,6 @@ def test_reads_are_the_keys_that_change_an_output(nsa: NSAConfig, length: int) -
     assert dict(zip(("cmp", "sel", "win"), counted, strict=True)) == geometry.decode_reads(length, nsa)
 
 
-@settings(max_examples=40)
 @given(nsa=geometries(), length=st.integers(1, 200))
 def test_mean_reads_are_the_mean_of_decode_reads(nsa: NSAConfig, length: int) -> None:
     every = [geometry.decode_reads(t + 1, nsa) for t in range(length)]

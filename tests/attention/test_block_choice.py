@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attention_inputs import ARMS, Shape, as_lists, plain, running, shapes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_lab import attention
@@ -25,7 +25,6 @@ def choice(q: torch.Tensor, k_cmp: torch.Tensor, nsa: NSAConfig, backend: str) -
 
 
 @arms
-@settings(max_examples=30)
 @given(shape=shapes(most_tokens=60))
 def test_a_choice_is_distinct_ascending_begun_full_and_holds_the_forced_blocks(arm: str, shape: Shape) -> None:
     inputs, nsa = shape.inputs(), shape.nsa

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attention_inputs import ARMS, CORNERS, Shape, arrays, as_lists, plain, running, shapes
-from hypothesis import given, settings
+from hypothesis import given
 
 from nsa_lab import attention
 from nsa_lab.attention import geometry, reference
@@ -63,13 +63,11 @@ def test_every_function_equals_brute_force_in_the_corners(shape: Shape, arm: str
 
 
 @arms
-@settings(max_examples=25)
 @given(shape=shapes())
 def test_every_function_equals_brute_force_for_any_shape(arm: str, shape: Shape) -> None:
     check_all(shape, arm)
 
 
-@settings(max_examples=40)
 @given(shape=shapes())
 def test_importance_equals_brute_force(shape: Shape) -> None:
     inputs = shape.inputs()
@@ -80,7 +78,6 @@ def test_importance_equals_brute_force(shape: Shape) -> None:
     np.testing.assert_allclose(importance.numpy(), true, rtol=1e-6, atol=1e-12)
 
 
-@settings(max_examples=40)
 @given(shape=shapes())
 def test_importance_of_a_whole_row_is_the_overlap_it_hands_out(shape: Shape) -> None:
     """Probabilities of a head sum to 1, and a compression block shares l tokens in all with the selection blocks."""
@@ -94,7 +91,6 @@ def test_importance_of_a_whole_row_is_the_overlap_it_hands_out(shape: Shape) -> 
 
 @pytest.mark.parametrize("implementation", [reference.compress, compress], ids=["reference", "fast"])
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
-@settings(max_examples=15)
 @given(shape=shapes(most_tokens=25))
 def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) -> None:
     nsa = shape.nsa.model_copy(update={"phi": phi})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attention_inputs import ARMS, Shape, running
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_lab import attention
@@ -26,7 +26,6 @@ def test_the_dense_baseline_equals_brute_force(length: int, G: int, h: int, d_v:
 
 
 @arms
-@settings(max_examples=20)
 @given(n_sel=st.integers(3, 6), l_sel=st.integers(1, 8), data=st.data())
 def test_selection_is_dense_up_to_its_budget_and_not_one_token_past_it(
     arm: str, n_sel: int, l_sel: int, data: st.DataObject

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from attention_inputs import CORNERS, TORCH_ARMS, Inputs, Shape, running, shapes
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from nsa_lab import attention
@@ -91,7 +91,6 @@ def test_hundreds_of_blocks_gathered() -> None:
 
 
 @torch_arms
-@settings(max_examples=15)
 @given(shape=shapes(most_tokens=60))
 def test_gradients_for_any_shape(arm: str, shape: Shape) -> None:
     assert_alike(gradients, shape, torch.float64, LIMITS[torch.float64], arm)
