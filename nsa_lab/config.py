@@ -143,8 +143,8 @@ class RuntimeConfig(_Section):
     def _graphable(self) -> RuntimeConfig:
         if self.cuda_graph and self.gradient_checkpointing:
             raise ValueError(
-                "runtime.cuda_graph and runtime.gradient_checkpointing exclude each other: recomputation keeps random state "
-                "that a graph cannot hold; set one of them to false"
+                "runtime.cuda_graph and runtime.gradient_checkpointing exclude each other: recomputation keeps random "
+                "state that a graph cannot hold; set one of them to false"
             )
         if self.cuda_graph and self.device == "cpu":
             raise ValueError("runtime.cuda_graph = True needs runtime.device: cuda; set it to false on a CPU")

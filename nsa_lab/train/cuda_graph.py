@@ -1,6 +1,7 @@
 """A step's gradients as one CUDA graph: the host launches once, however many kernels the step has.
 
-It pays where the host is the slower of the two: small batches. The kernels, and so the numbers, are those of the plain step.
+It pays where the host is the slower of the two: small batches. The kernels, and so the numbers, are those of the plain
+step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ class GraphedGradients:
     Gradients and loss live in the graph's own memory and are overwritten by the next call: nothing may set `.grad` to None.
     """
 
-    def __init__(self, gradients: Callable[[Tensor, Tensor], Tensor], parameters: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, gradients: Callable[[Tensor, Tensor], Tensor], parameters: Iterable[Tensor], device: torch.device
+    ) -> None:
         self._gradients, self._parameters, self._device = gradients, list(parameters), device
         self._graph: torch.cuda.CUDAGraph | None = None
 

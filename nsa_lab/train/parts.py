@@ -96,8 +96,8 @@ def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dat
 
 def _graphed(config: RunConfig, world: World, device: torch.device) -> bool:
     if config.runtime.cuda_graph and (device.type != "cuda" or world.size > 1):
-        raise ConfigError(f"runtime.cuda_graph = True needs one CUDA device, and this is {world.size} rank(s) on {device.type}; "
-                          "set it to false")
+        raise ConfigError(f"runtime.cuda_graph = True needs one CUDA device, and this is {world.size} rank(s) on "
+                          f"{device.type}; set it to false")
     return config.runtime.cuda_graph
 
 
