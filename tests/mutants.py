@@ -29,19 +29,20 @@ import yaml  # noqa: F401
 ROOT = Path(__file__).parents[1]
 WORKERS = 2
 
-ATTENTION = [
-    f"tests/attention/test_{name}.py"
-    for name in ("definition", "gradcheck", "block_choice", "torch_parity", "causality", "block_arithmetic")
-]
-MODEL = [
-    f"tests/model/test_model_{name}.py" for name in ("definition", "numbers", "observe", "precision")
-]
+
+def attention_tests(*names: str) -> list[str]:
+    """These files first, then the rest: a mutant meets the tests of its own module before others."""
+    rest = ("definition", "block_choice", "gradcheck", "torch_parity", "causality", "block_arithmetic")
+    return [f"tests/attention/test_{name}.py" for name in dict.fromkeys(names + rest)]
+
+
+MODEL = [f"tests/model/test_model_{name}.py" for name in ("definition", "numbers", "observe", "precision")]
 SUITES = {
-    "attention.geometry": ["tests/attention/test_block_arithmetic.py", *ATTENTION],
-    "attention.reference": ATTENTION,
-    "attention.compression": ATTENTION,
-    "attention.torch_backend": ATTENTION,
-    "attention.dispatch": ["tests/attention/test_dispatch.py", *ATTENTION],
+    "attention.geometry": attention_tests("block_arithmetic"),
+    "attention.reference": attention_tests(),
+    "attention.compression": attention_tests(),
+    "attention.torch_backend": attention_tests("definition", "gradcheck", "torch_parity"),
+    "attention.dispatch": attention_tests("dispatch"),
     "model": MODEL,
     "config": ["tests/test_config.py"],
 }
@@ -275,10 +276,10 @@ def run_tests(files: list[str]) -> _FirstFailure:
     """Runs them in this process, file by file, until a test fails."""
     first = _FirstFailure()
     options = [
-        "-x", "-q", "-W", "error", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider", "-p", "no:nbval",
-        "--hypothesis-profile=mutants", "-k", QUICK, "--rootdir", str(ROOT),
+        "-x", "-q", "-W", "error", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-k", QUICK, "--rootdir", str(ROOT),
+        "-p", "no:cacheprovider", "-p", "no:nbval", "--hypothesis-profile=mutants",
     ]
-    for file in dict.fromkeys(files):
+    for file in files:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             code = pytest.main([*options, str(ROOT / file)], plugins=[first])
         if first.name or first.broken:
@@ -308,13 +309,15 @@ def try_unchanged(files: list[str]) -> tuple[bool, str]:
 
 
 def attempt(task: Mutant | list[str]) -> tuple[bool, str]:
-    return try_mutant(task) if isinstance(task, Mutant) else try_unchanged(task)
+    started = time.monotonic()
+    good, said = try_mutant(task) if isinstance(task, Mutant) else try_unchanged(task)
+    return good, f"{time.monotonic() - started:4.0f} s  {said}"
 
 
 def main(words: list[str]) -> int:
     started = time.monotonic()
     chosen = [m for m in MUTANTS if not words or any(word in f"{m.module} {m.name}" for word in words)]
-    suites = [] if words else [ATTENTION, MODEL, ["tests/attention/test_dispatch.py"], ["tests/test_config.py"]]
+    suites = [] if words else [attention_tests("dispatch"), MODEL, SUITES["config"]]
     failed = 0
     # One fork a task: a mutated module must not be found imported by the next.
     with multiprocessing.get_context("fork").Pool(WORKERS, maxtasksperchild=1) as pool:

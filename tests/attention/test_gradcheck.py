@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from attention_inputs import ARMS, Inputs, Shape, running
+from attention_inputs import Inputs, Shape, running
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -16,7 +16,7 @@ from nsa_lab.attention.compression import compress, make_phi
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import NSAttention, rotary_table
 
-arms = pytest.mark.parametrize("arm", ARMS)
+arms = pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
 # Tokens 0 and 1 see no compressed block; four selection blocks, of which three are read; the last one is cut.
 TINY = Shape(nsa=NSAConfig(l=3, d=1, l_sel=2, n_sel=3, w=3), T=7, G=2, h=2, d_k=3, d_v=2)
 check = partial(gradcheck, eps=1e-6, atol=1e-7, rtol=1e-6)
@@ -63,7 +63,7 @@ def test_window_branch(arm: str) -> None:
                      (x.q, x.k_win, x.v_win))
 
 
-@pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
+@arms
 def test_the_three_branches_and_their_gates(arm: str) -> None:
     with running(arm) as backend:
         assert check(lambda *x: attention.nsa_attention(*x, TINY.nsa, backend=backend), tuple(leaves()))
