@@ -1,12 +1,18 @@
-"""What every test shares: one thread, and examples that are the same on every run."""
+"""What every test shares: one thread, examples that are the same on every run, kernels under the interpreter on a CPU."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
-import hypothesis
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this once, when it is first imported, and torch.compile in some other test may be what imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import hypothesis
 
 # The brute force serves the tests of attention and of the model.
 sys.path.insert(0, str(Path(__file__).parent / "attention"))

@@ -1,4 +1,4 @@
-"""Kernel tests run on the GPU if there is one, and under Triton's interpreter on a CPU if not.
+"""Kernel tests run on the GPU if there is one, and under Triton's interpreter on a CPU if not (tests/conftest.py).
 
 The rule of error is flash-attention's: against float64, a kernel may err at most `factor` times what the same mathematics
 written plainly in its own dtype errs (2 forward, 3 backward).
@@ -6,14 +6,8 @@ written plainly in its own dtype errs (2 forward, 3 backward).
 
 from __future__ import annotations
 
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, so before any kernel
-
 import pytest
+import torch
 
 
 @pytest.fixture
