@@ -20,8 +20,8 @@ run: $(READY)  ## Train PARAMS (default: smoke) in a notebook, headlessly; ends 
 	@$(BIN)/nsa-lab run $(PARAMS)
 
 test: $(READY) lint check-notebooks  ## Lint, notebook pairs, every test, the notebooks under nbval
-	@echo "==> tests"
-	$(BIN)/python -m pytest tests
+	@echo "==> tests, in two processes"
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 	@$(MAKE) --no-print-directory nbval
 
 lint: $(READY)
@@ -30,12 +30,15 @@ lint: $(READY)
 
 nbval: $(READY)
 	@echo "==> notebooks under nbval"
-	@mkdir -p $(COPIES)
-	@for stem in 03_smoke_training 04_production_run 05_health_analysis; do \
-	  $(BIN)/papermill --prepare-only --log-level WARNING -f params/ci.yaml notebooks/$$stem.ipynb $(COPIES)/$$stem.ipynb || exit 1; \
+	@rm -rf $(COPIES) && mkdir -p $(COPIES)/runs
+	@for stem in 03_smoke_training 04_production_run; do \
+	  $(BIN)/papermill --prepare-only --log-level ERROR -f params/ci.yaml -p outputs $(CURDIR)/$(COPIES)/runs \
+	    notebooks/$$stem.ipynb $(COPIES)/$$stem.ipynb || exit 1; \
 	done
+	@$(BIN)/papermill --prepare-only --log-level ERROR -p outputs $(CURDIR)/$(COPIES)/runs \
+	  notebooks/05_health_analysis.ipynb $(COPIES)/05_health_analysis.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
-	  notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)
+	  notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)/*.ipynb
 
 notebooks: $(READY)  ## Build every .ipynb from its .py source
 	@$(BIN)/python notebooks/build.py
