@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 
 import hypothesis
 
-# The brute force serves the tests of attention and of the model.
-sys.path.insert(0, str(Path(__file__).parent / "attention"))
+# The brute force serves the tests of attention and of the model; the planted faults are a script of their own.
+sys.path[:0] = [str(Path(__file__).parent / "attention"), str(Path(__file__).parent)]
 
 # Machines are shared, and tensors here are too small to gain from threads.
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Every planted fault is caught: `tests/mutants.py` as it is run by hand."""
+"""Planted faults are caught: a handful here on every run, all of them by `make mutants` (about three minutes)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutants import MUTANTS, ROOT
+
+SCRIPT = Path(__file__).with_name("mutants.py")
+HANDFUL = ("indices from 0", "window of w + 1", "backward without delta", "gates start at zero", "unknown keys ignored")
+
+
+def test_every_mutant_still_applies() -> None:
+    stale = [m.name for m in MUTANTS if _source(m.module).count(m.old) != 1]
+    assert not stale and len(MUTANTS) >= 80
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_no_mutant_survives() -> None:
-    script = Path(__file__).with_name("mutants.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=1800)
-    lines = [line for line in done.stdout.splitlines() if "caught by" not in line and "passes" not in line]
-    assert done.returncode == 0, "\n".join([*lines, done.stderr])
+def test_no_mutant_of_a_handful_survives() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), *HANDFUL], capture_output=True, text=True, timeout=500)
+    caught = [line for line in done.stdout.splitlines() if "caught by" in line]
+    assert done.returncode == 0 and len(caught) >= len(HANDFUL), done.stdout + done.stderr
+
+
+def _source(module: str) -> str:
+    return (ROOT / "nsa_lab" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
