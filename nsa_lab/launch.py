@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ def start(run_dir: str | Path, *, ranks: int = 1) -> int:
         return attach(folder)
     try:
         command = [sys.executable, "-m", "nsa_lab.train", str(folder), "--lock", str(lock)]
-        with open(folder / rundir.LOG, "ab") as log:
+        with open(folder / rundir.LOG, "ab") as log, _stops_wait():
             trainer = subprocess.Popen(command + (["--ranks", str(ranks)] if ranks > 1 else []), stdin=subprocess.DEVNULL,
                                        stdout=log, stderr=log, start_new_session=True, pass_fds=[lock],
                                        env=_environment())
@@ -153,6 +155,19 @@ def wait(run_dir: str | Path, timeout_s: float | None = None, poll_s: float = 0.
             return False
         time.sleep(poll_s)
     return True
+
+
+@contextlib.contextmanager
+def _stops_wait() -> Iterator[None]:
+    """A process started within blocks stop requests until it installs its handlers, and then gets them.
+
+    Importing torch takes seconds, in which a request would otherwise end the trainer without a word.
+    """
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, rundir.STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
 def _config_hash(run_dir: Path) -> str | None:

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SPIKE_WINDOW, SPIKE_MINIMUM = 128, 32
+# Seconds for which a run must be slow before it is said: another program's burst is not the run's fault.
+SLOW_FOR_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -84,30 +86,35 @@ class SpikeRule:
 class ThroughputRule:
     """Judges tokens a second at log points, after the first of an attempt (which holds compilation).
 
-    Halts after `patience` log points in a row below `minimum` (0: off); warns once when `patience_slow` in a row are below
-    half of the run's own median.
+    Halts after `patience` log points in a row below `minimum` (0: off); warns once when `patience_slow` in a row, and
+    `SLOW_FOR_S` seconds, are below half of the run's own median.
     """
 
     def __init__(self, minimum: float, *, patience: int = 10, patience_slow: int = 3, remembered: int = 200) -> None:
         self._minimum, self._patience, self._patience_slow = minimum, patience, patience_slow
         self._past: deque[float] = deque(maxlen=remembered)
         self._below = self._slow = 0
+        self._slow_s, self._warned = 0.0, False
 
-    def observe(self, step: int, tokens_per_s: float) -> Verdict | None:
+    def observe(self, step: int, tokens_per_s: float, seconds: float = math.inf) -> Verdict | None:
+        """The speed at a log point, and the seconds since the one before it."""
         self._below = self._below + 1 if tokens_per_s < self._minimum else 0
         if self._minimum and self._below >= self._patience:
             return Verdict("throughput", step, tokens_per_s, self._minimum, "halt",
                            f"step {step}: {tokens_per_s:,.0f} tokens/s, below train.min_tokens_per_s = "
                            f"{self._minimum:,.0f} at {self._below} log points in a row")
-        return self._against_median(step, tokens_per_s)
+        return self._against_median(step, tokens_per_s, seconds)
 
-    def _against_median(self, step: int, tokens_per_s: float) -> Verdict | None:
+    def _against_median(self, step: int, tokens_per_s: float, seconds: float) -> Verdict | None:
         limit = 0.5 * statistics.median(self._past) if len(self._past) >= 5 else 0.0
-        self._slow = self._slow + 1 if tokens_per_s < limit else 0
-        if not self._slow:
+        if tokens_per_s >= limit:
+            self._slow, self._slow_s, self._warned = 0, 0.0, False
             self._past.append(tokens_per_s)
-        if self._slow != self._patience_slow:
             return None
+        self._slow, self._slow_s = self._slow + 1, self._slow_s + seconds
+        if self._warned or self._slow < self._patience_slow or self._slow_s < SLOW_FOR_S:
+            return None
+        self._warned = True
         return Verdict("slowdown", step, tokens_per_s, limit, "warn",
                        f"step {step}: {tokens_per_s:,.0f} tokens/s, less than half of this run's median {2 * limit:,.0f}")
 

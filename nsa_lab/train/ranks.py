@@ -35,6 +35,8 @@ def supervise(command: list[str], ranks: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
+    # Blocked since the launcher made this process (nsa_lab.launch).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, rundir.STOP_SIGNALS)
     return _wait(processes)
 
 

@@ -19,9 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from nsa_lab.rundir import EXIT_STOPPED
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from nsa_lab.rundir import EXIT_STOPPED, STOP_SIGNALS
 
 
 class StopRequested(BaseException):
@@ -75,6 +73,8 @@ class StopSignals:
         for number in STOP_SIGNALS:
             previous = signal.signal(number, self._handle)
             self._restore.insert(0, lambda number=number, previous=previous: signal.signal(number, previous))
+        # Blocked since the launcher made this process; a request that came meanwhile arrives now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         stacks = open(self._stacks_path, "a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         self._restore += [lambda: faulthandler.unregister(signal.SIGUSR2), stacks.close]

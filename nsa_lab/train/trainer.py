@@ -143,7 +143,7 @@ class Trainer:
 
     def _log(self, step: int, inputs: Tensor | None) -> None:
         loss, norm = self._latest[LOSS], self._latest[GRAD_NORM]
-        dt_s, data_s = self._interval.close(step)
+        steps, dt_s, data_s = self._interval.close(step)
         speed = self.train.tokens_per_step / dt_s
         numbers: dict[str, Any] = {
             "loss": loss, "bpb": self._bits_per_byte(loss), "lr": learning_rate(step, self.train), "grad_norm": norm,
@@ -157,7 +157,8 @@ class Trainer:
             self._act(verdict)
         if step > self._first:
             # Ranks time themselves differently and must judge alike.
-            self._act(self._throughput.observe(step, self.parts.world.from_first(speed, self.parts.device)))
+            speed = self.parts.world.from_first(speed, self.parts.device)
+            self._act(self._throughput.observe(step, speed, steps * self.train.tokens_per_step / speed))
 
     def _statistics(self, inputs: Tensor, norm: float) -> dict[str, Any]:
         """Per layer: gates, selection, branch norms, how far the gate weights moved, gradient norms before clipping."""
@@ -247,10 +248,10 @@ class _Interval:
         self._step, self._begun = step, time.monotonic()
         self.data_s = self.excluded_s = 0.0
 
-    def close(self, step: int) -> tuple[float, float]:
-        """Mean seconds a step, and mean seconds a step spent waiting for data, since the last call."""
+    def close(self, step: int) -> tuple[int, float, float]:
+        """Steps since the last call, mean seconds a step, and mean seconds a step spent waiting for data."""
         count, now = step - self._step, time.monotonic()
-        means = max(now - self._begun - self.excluded_s, 1e-9) / count, self.data_s / count
+        means = count, max(now - self._begun - self.excluded_s, 1e-9) / count, self.data_s / count
         self._step, self._begun = step, now
         self.data_s = self.excluded_s = 0.0
         return means

@@ -106,3 +106,12 @@ def test_gates_that_saturate_for_a_moment_or_hardly_move_are_silent() -> None:
 @pytest.mark.parametrize("step", [1, 50])
 def test_an_empty_reading_of_a_dense_model_is_silent(step: int) -> None:
     assert GateRule().observe(step, [], []) == []
+
+
+def test_a_short_burst_of_slowness_is_not_called_a_slowdown() -> None:
+    rule = ThroughputRule(0.0)
+    for step in range(6):
+        assert rule.observe(step, 1000.0, seconds=1.0) is None
+    assert not any(rule.observe(step, 100.0, seconds=5.0) for step in range(6, 11)), "25 seconds"
+    assert rule.observe(11, 100.0, seconds=5.0).rule == "slowdown"
+    assert rule.observe(12, 100.0, seconds=5.0) is None, "said once"

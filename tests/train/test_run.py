@@ -20,6 +20,7 @@ from torch import nn
 from nsa_lab import events, launch, rundir
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches, DataError
+from nsa_lab.train import guard
 from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.parts import Builders, build_model
 
@@ -210,7 +211,11 @@ def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -
     assert found == {("frozen", "warn")} and "layer 1" in kinds(run_dir, "guard")[0]["text"]
 
 
-def test_a_throughput_drop_is_named(new_run: Make, train: Train, hooked: Callable) -> None:
+def test_a_throughput_drop_is_named(
+    new_run: Make, train: Train, hooked: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "SLOW_FOR_S", 0.5)
+
     def slow_down(model: nn.Module) -> None:
         calls = []
         model.register_forward_pre_hook(lambda *_: calls.append(1) or (time.sleep(0.08) if len(calls) > 50 else None))
