@@ -8,9 +8,11 @@ READY  := $(VENV)/.ready
 PARAMS ?= smoke
 # Notebooks that train are checked by nbval with the parameters of the CI run, in copies of their own.
 COPIES := .cache/nbval
+# What JupyterLab shows.
+LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint notebooks check-notebooks nbval lab lock clean
+.PHONY: help run test mutants lint notebooks check-notebooks nbval lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -23,6 +25,9 @@ test: $(READY) lint check-notebooks  ## Lint, notebook pairs, every test, the no
 	@echo "==> tests, in two processes"
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 	@$(MAKE) --no-print-directory nbval
+
+mutants: $(READY)  ## Plant 82 faults one by one; every one must be caught by the tests
+	@$(BIN)/python tests/mutants.py
 
 lint: $(READY)
 	@echo "==> ruff"
@@ -38,7 +43,7 @@ nbval: $(READY)
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p outputs $(CURDIR)/$(COPIES)/runs \
 	  notebooks/05_health_analysis.ipynb $(COPIES)/05_health_analysis.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
-	  notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)/*.ipynb
+	  notebooks/00_start_here.ipynb notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)/*.ipynb
 
 notebooks: $(READY)  ## Build every .ipynb from its .py source
 	@$(BIN)/python notebooks/build.py
@@ -47,8 +52,9 @@ check-notebooks: $(READY)
 	@echo "==> notebook pairs in step"
 	@$(BIN)/python notebooks/build.py --check
 
-lab: $(READY)  ## Open JupyterLab on the notebooks
-	@$(BIN)/jupyter lab --notebook-dir=. notebooks
+lab: $(READY)  ## Open JupyterLab on the notebooks; LAB holds further options, e.g. LAB=--no-browser
+	@JUPYTER_CONFIG_PATH=$(CURDIR)/notebooks/jupyter JUPYTER_PREFER_ENV_PATH=1 \
+	  $(BIN)/jupyter lab --ServerApp.root_dir=$(LAB_FOLDER) $(LAB)
 
 lock: $(READY)  ## Write requirements.lock anew from what pyproject.toml allows today
 	$(PYTHON) -m venv $(VENV).lock

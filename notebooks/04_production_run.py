@@ -68,7 +68,7 @@ del fresh
 run = notebook.start(config, run_dir, outputs=outputs, new_run=new_run)
 
 # %%
-state = live.follow(run)
+state = await live.follow(run)
 
 # %% [markdown]
 # ## What happened

@@ -22,10 +22,12 @@
 # %% tags=["parameters"]
 run_dir: str = ""  # run directory, by path, id or the beginning of an id; empty: the latest finished run
 other_run: str = ""  # a second run to lay over the first, for example its dense twin
+layer: int = 0  # layer that the explorer begins with
+group: int = 0  # head group that the explorer begins with
 outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
 
 # %%
-from nsa_lab.explore import notebook, plots, samples
+from nsa_lab.explore import notebook, plots, run_explorer, samples
 from nsa_lab.explore.show import show
 from nsa_lab.generate import NoCheckpoint
 from nsa_lab.history import History, facts
@@ -88,6 +90,15 @@ if has_branches:
         show(samples.selection_maps(history.run_dir))
     except NoCheckpoint as error:
         print(f"no map of the selection: {error}")
+
+# %% [markdown]
+# ## Explorer
+#
+# Choose runs, a view, a layer, a head group and a step. Without a front end, the gates and the selection of one layer.
+# The same views are functions of `nsa_lab.explore.compare`.
+
+# %%
+run_explorer.explore_runs(runs, notebook.other_runs(runs, outputs), layer=layer, group=group)
 
 # %% [markdown]
 # ## Speed

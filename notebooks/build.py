@@ -60,7 +60,7 @@ def build(source: Path, target: Path, *, fresh: bool = False) -> tuple[NotebookN
         notebook = combine_inputs_with_outputs(notebook, earlier)
     notebook.metadata["kernelspec"] = KERNEL
     # What jupytext.toml says for all pairs is not repeated in each.
-    for setting in ("cell_metadata_filter", "notebook_metadata_filter"):
+    for setting in ("cell_metadata_filter", "notebook_metadata_filter", "text_representation"):
         notebook.metadata["jupytext"].pop(setting, None)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     complete, counted = True, 0

@@ -180,12 +180,15 @@ def report(
     outputs: Outputs = None,
     page: Annotated[Path | None, typer.Option("--page", metavar="FILE", help="where a comparison is written")] = None,
 ) -> None:
-    """Write report.html of a run again, or one page that compares several; prints its path."""
-    from nsa_lab.report import compare, write_report
+    """Write report.html of a run again, or one page that compares several, and the list of runs; prints the page's path."""
+    from nsa_lab.report import compare, write_index, write_report
 
     folder = names.outputs_folder(outputs)
     found = [names.find_run(run, folder) for run in runs]
-    typer.echo(write_report(found[0]) if len(found) == 1 else compare(found, page or folder / "comparison.html"))
+    written = write_report(found[0]) if len(found) == 1 else compare(found, page or folder / "comparison.html")
+    if folder.is_dir():
+        write_index(folder)
+    typer.echo(written)
 
 
 @app.command()

@@ -29,7 +29,7 @@ NOTED = ("start", "resume", "guard", "stall", "error", "halt", "signal", "checkp
 
 
 class RunView:
-    """What is known of a run from its events so far. `take` feeds it, `panel` and `line` show it."""
+    """What is known of a run from its events so far. `take` feeds it, `panel`, `numbers`, `notes` and `line` show it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run = run_dir.name
@@ -62,6 +62,11 @@ class RunView:
             self._notes.append(note(event))
 
     @property
+    def notes(self) -> list[str]:
+        """The latest events that are not numbers, a line each, oldest first."""
+        return list(self._notes)
+
+    @property
     def eta_s(self) -> float | None:
         """Seconds left at the pace of the last readings; evaluation and saves come on top."""
         return (self.config.train.steps - self.step) * statistics.fmean(self._seconds) if self._seconds else None
@@ -80,14 +85,15 @@ class RunView:
         done = TextColumn("{task.completed:,.0f} of {task.total:,.0f}")
         bar = Progress(TextColumn("{task.description}"), BarColumn(None), done, expand=True)
         bar.add_task("steps", total=self.config.train.steps, completed=self.step)
-        notes = Text("\n".join(self._notes), style="dim", overflow="ellipsis", no_wrap=True)
-        return Panel(Group(bar, self._numbers(), notes), title=self.run, border_style="dim",
+        notes = Text("\n".join(self.notes), style="dim", overflow="ellipsis", no_wrap=True)
+        return Panel(Group(bar, self._table(), notes), title=self.run, border_style="dim",
                      subtitle="Ctrl-C leaves the view; the trainer goes on")
 
-    def _numbers(self) -> Table:
+    def numbers(self) -> dict[str, str]:
+        """What a person asks of a run under way, by name, as text; a dash where the run has not said."""
         age = self._phase_age_s + max(time.time() - self._heard, 0.0) if self._heard else 0.0
         shares = {branch: self._mean(f"gate_share_{branch}") for branch in BRANCHES}
-        shown = {
+        return {
             "bits a byte, training": self._number("bpb", "{:.4f}"),
             "bits a byte, validation": self._number("validation", "{:.4f}"),
             "learning rate": self._number("lr", "{:.3g}"), "gradient norm": self._number("grad_norm", "{:.3g}"),
@@ -96,8 +102,10 @@ class RunView:
             "gates": "  ".join(f"{branch} {share:.0%}" for branch, share in shares.items() if share is not None) or "–",
             "blocks reused": "–" if (reuse := self._mean("sel_reuse")) is None else f"{reuse:.0%}",
         }
+
+    def _table(self) -> Table:
         table = Table.grid(padding=(0, 2), expand=True)
-        items = list(shown.items())
+        items = list(self.numbers().items())
         for first in range(0, len(items), 3):
             table.add_row(*(Text.assemble((f"{name}  ", "dim"), value) for name, value in items[first:first + 3]))
         return table

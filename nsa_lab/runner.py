@@ -21,7 +21,7 @@ from rich.console import Console
 from nsa_lab import launch, names, rundir
 from nsa_lab.health import examine
 from nsa_lab.live import watch
-from nsa_lab.report import NOTEBOOK, write_report
+from nsa_lab.report import NOTEBOOK, write_index, write_report
 
 AUTOSAVE_S = 10
 KERNEL = "python3"
@@ -53,12 +53,14 @@ def execute(notebook: Path, run_dir: Path, console: Console) -> str | None:
 
 
 def report_on(run_dir: Path, problem: str | None, console: Console) -> None:
-    """Write the report, say how it went, and print the report's path as the last line."""
+    """Write the report and the list of runs, say how it went, and print the report's path as the last line."""
     state = launch.state(run_dir)
     if problem:
         console.print(f"the notebook did not finish: {problem}", style="red", highlight=False, soft_wrap=True)
     console.print(_what_next(run_dir, state), highlight=False, soft_wrap=True)
-    sys.stdout.write(f"{write_report(run_dir)}\n")
+    page = write_report(run_dir)
+    console.print(f"all runs: {write_index(run_dir.parent)}", highlight=False, soft_wrap=True)
+    sys.stdout.write(f"{page}\n")
 
 
 def _what_next(run_dir: Path, state: str) -> str:

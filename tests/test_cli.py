@@ -204,6 +204,7 @@ def test_status_follow_and_report_read_a_finished_run(say, tmp_path: Path) -> No
     said = say("report", "latest")
     assert said.code == 0
     assert Path(said.out.strip()) == run_dir / "report.html"
+    assert f'href="{run_dir.name}/report.html"' in (tmp_path / "outputs" / "index.html").read_text(encoding="utf-8")
 
 
 def test_plan_says_what_a_run_takes(say, tiny: Path) -> None:
@@ -257,7 +258,8 @@ def test_a_failing_notebook_still_gives_a_report_and_exit_code_1(say, tiny: Path
     assert "ZeroDivisionError: division by zero" in page
     again = say("run", "--into", "latest", "--notebook", notebook(tmp_path, TRAIN_CELL))
     assert again.code == 0, again.err
-    assert len(list((tmp_path / "outputs").iterdir())) == 1
+    assert [path.name for path in (tmp_path / "outputs").iterdir() if path.is_file()] == ["index.html"]
+    assert len(list((tmp_path / "outputs").glob("*/"))) == 1
 
 
 def test_a_run_that_was_refused_by_the_trainer_has_the_trainers_exit_code(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from nsa_lab import rundir
 from nsa_lab.explore import plots
-from nsa_lab.report import compare, export, external_loads, write_report
+from nsa_lab.report import compare, export, external_loads, write_index, write_report
 from nsa_lab.report.formulas import Formulas, mathml
 from nsa_lab.report.inert import inert
 
@@ -157,6 +157,26 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
     assert_self_contained(text)
     assert "2 runs compared" in text
     assert text.count('class="banner ok"') == 2
+
+
+def test_a_figure_links_to_its_code(reported: str) -> None:
+    (target,) = set(re.findall(r'<a href="#(code-[^"]+)">the code of this figure</a>', reported))
+    folded = re.search(r'<details class="code">.*?</details>', reported, re.DOTALL)
+    assert folded
+    assert f'id="{target}"' in folded[0]
+
+
+def test_the_index_lists_every_run_and_says_which_cannot_be_read(tmp_path: Path) -> None:
+    done = write_report(write_run(tmp_path / "first")).parent.rename(tmp_path / "done")
+    halted = write_run(tmp_path, status={"status": rundir.HALTED, "reason": "nan"})
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / rundir.CONFIG).write_text("modell: <1>")
+    text = write_index(tmp_path).read_text(encoding="utf-8")
+    assert_self_contained(text)
+    assert f'<a href="{done.name}/report.html">done</a>' in text
+    assert halted.name in text and '<td class="bad">HALTED</td>' in text
+    assert "cannot be read: " in text and "modell" in text
+    assert "No runs yet" in write_index(tmp_path / "first").read_text(encoding="utf-8")
 
 
 def test_a_notebook_without_a_run_is_exported_beside_itself(tmp_path: Path) -> None:

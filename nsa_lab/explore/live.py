@@ -1,25 +1,32 @@
-"""Following a run in a notebook: one display handle, updated every few seconds, and a static picture at the end.
+"""Following a run in a notebook, until no trainer works on it any more.
 
-The trainer is another process; this only reads its event file. Headless, the same handle carries a compact line, so that an
-executed notebook stays small and needs no widget.
+The trainer is another process; this only reads its event file. Where a front end is open the run is shown in a `RunPanel`,
+which a static picture replaces at the end; headless, one display handle carries a compact line and no widget is made, so
+that an executed notebook stays small.
+
+Following is a coroutine: a kernel answers widgets while a cell awaits, and not while a cell computes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
-from IPython.display import display
+from IPython.display import Image, display
 
-from nsa_lab import launch
+from nsa_lab import launch, rundir
 from nsa_lab.events import Tail
+from nsa_lab.explore.control import RunPanel
 from nsa_lab.explore.notebook import Stop, log_tail
-from nsa_lab.explore.plots import overview
+from nsa_lab.explore.plots import progress
 from nsa_lab.explore.show import has_front_end, image, title
 from nsa_lab.history import History
 from nsa_lab.live import RunView
 
-EVERY_S, PICTURE_EVERY_S = 3.0, 10.0
+EVERY_S, PICTURE_EVERY_S = 2.0, 6.0
+# Drawing takes at most this share of the time, also where the machine is busy or the run is long.
+DRAWING_SHARE = 0.1
 POLL_S = 0.25
 
 
@@ -30,43 +37,79 @@ class _Text(str):
         return str(self)
 
 
-def follow(run: Path, *, every_s: float = EVERY_S, pictures: bool | None = None) -> str:
+async def follow(run: Path, *, with_widgets: bool | None = None) -> str:
     """Follow the run until no trainer works on it; the state it is left in.
 
-    `pictures`: redraw the curves while the run goes (None: only where a Jupyter front end is open). Interrupting the cell
-    ends the following, never the run.
+    In a cell: `await follow(run)`. `with_widgets`: yes, no, or (None) only where a front end is open. With them, a run that
+    is stopped is waited for until it is resumed or left. Interrupting the cell ends the following, never the run.
     """
-    drawing = has_front_end() if pictures is None else pictures
     view, tail = RunView(run), Tail(run)
-    line = display(_Text("waiting for the trainer"), display_id=True)
-    curves = display(_Text(""), display_id=True) if drawing else None
-    said = drawn = 0.0
+    follow_it = _follow_in_panel if (has_front_end() if with_widgets is None else with_widgets) else _follow_in_line
     try:
-        while launch.is_alive(run):
-            view.take(tail.read())
-            now = time.monotonic()
-            if now - said >= every_s:
-                line.update(_Text(view.line()))
-                said = now
-            if curves and now - drawn >= PICTURE_EVERY_S:
-                _draw(curves, run)
-                drawn = time.monotonic()
-            time.sleep(POLL_S)
-    except KeyboardInterrupt:
-        raise Stop("following was interrupted and the trainer goes on; run this cell again to follow it, "
-                   f"or stop it with: nsa-lab stop {run.name}") from None
-    view.take(tail.read())
-    state = launch.state(run)
-    line.update(_Text(f"{state}: {view.line()}"))
-    if curves:
-        _draw(curves, run)
+        state = await follow_it(run, view, tail)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise Stop(_when_interrupted(run)) from None
     if state == "DEAD":
         print(f"the trainer left no word; the end of its log:\n{log_tail(run)}")
     return state
 
 
-def _draw(handle: object, run: Path) -> None:
+def _when_interrupted(run: Path) -> str:
+    if not launch.is_alive(run):
+        return f"following was interrupted; the run is {launch.state(run)}, and nsa-lab resume {run.name} goes on with it"
+    return ("following was interrupted and the trainer goes on; run this cell again to follow it, "
+            f"or stop it with: nsa-lab stop {run.name}")
+
+
+async def _follow_in_line(run: Path, view: RunView, tail: Tail) -> str:
+    line, said = display(_Text("waiting for the trainer"), display_id=True), 0.0
+    while launch.is_alive(run):
+        view.take(tail.read())
+        if time.monotonic() - said >= EVERY_S:
+            line.update(_Text(view.line()))
+            said = time.monotonic()
+        await asyncio.sleep(POLL_S)
+    view.take(tail.read())
+    state = launch.state(run)
+    line.update(_Text(f"{state}: {view.line()}"))
+    return state
+
+
+async def _follow_in_panel(run: Path, view: RunView, tail: Tail) -> str:
+    panel = RunPanel(run, view.config.train.steps)
+    handle = display(panel.view, display_id=True)
+    said, draw_at, drawn, picture = 0.0, 0.0, -1, None
+    try:
+        while True:
+            state = launch.state(run)
+            over = not panel.busy and (state in (rundir.DONE, rundir.HALTED, "DEAD")
+                                       or (state == rundir.PREEMPTED and panel.left))
+            view.take(tail.read())
+            now = time.monotonic()
+            if over or now - said >= EVERY_S:
+                panel.show(view, state)
+                said = now
+            if over or (now >= draw_at and view.step != drawn):
+                drawn = view.step
+                picture = _draw(panel, run)
+                draw_at = time.monotonic() + max(PICTURE_EVERY_S, (time.monotonic() - now) / DRAWING_SHARE)
+            if over:
+                break
+            await asyncio.sleep(POLL_S)
+    finally:
+        panel.freeze()
+    # The page that is saved keeps a picture, and no widget that nobody answers any more.
+    handle.update(picture or _Text("the run recorded no step"))
+    display(_Text(f"{state}: {view.line()}"))
+    return state
+
+
+def _draw(panel: RunPanel, run: Path) -> Image | None:
+    """Put new curves into the panel; the same as a static picture, or None where nothing was recorded."""
     history = History.read(run)
-    if history.steps:
-        figure = overview(history)
-        handle.update(image(figure, title(figure)))
+    if not history.steps:
+        return None
+    figure = progress(history)
+    drawn = image(figure, title(figure))
+    panel.draw(drawn.data)
+    return drawn

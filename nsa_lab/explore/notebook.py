@@ -117,6 +117,14 @@ def latest_finished(outputs: str = "") -> Path:
     raise Stop(f"no finished run in {folder}; make one with: nsa-lab run smoke")
 
 
+def other_runs(runs: list[History], outputs: str = "") -> list[Path]:
+    """Runs in the folder besides these that recorded anything, newest first."""
+    folder = names.root() / outputs if outputs else names.outputs_folder(None)
+    known = {history.run for history in runs}
+    there = reversed(names.run_directories(folder))
+    return [run for run in there if run.name not in known and (run / rundir.EVENTS).is_file()]
+
+
 def _finished(config: RunConfig, folder: Path) -> Path | None:
     """The latest run that is DONE, of exactly this configuration and made by this very code."""
     source = code_identity()["source"]

@@ -162,6 +162,31 @@ def overview(run: Run) -> Figure:
     return figure
 
 
+def progress(run: Run) -> Figure:
+    """A run under way: loss, learning rate, gates and pace."""
+    history = History.read(run)
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    figure.suptitle(f"{history.run}, step {history.reached:,} of {history.config.train.steps:,}", fontsize=11)
+    (loss, gates), (rate, speed) = figure.subplots(2, 2)
+    loss.set_title("Loss, as recorded and smoothed", fontsize=10)
+    _draw_loss(loss, [history], smooth=10)
+    gates.set_title("Gate shares, mean and range over layers", fontsize=10)
+    if history.config.model.attention == "nsa":
+        _draw_gates(gates, history)
+    else:
+        _say_nothing(gates, "a dense model has no gates")
+    rate.set_title("Learning rate", fontsize=10)
+    rate.plot(*history.series("lr"), color=RUN_COLOURS[0])
+    _over_steps(rate)
+    rate.set_ylabel("learning rate")
+    speed.set_title("Throughput", fontsize=10)
+    _draw_speed(speed, history, RUN_COLOURS[0])
+    speed.set_ylabel("tokens a second")
+    for axes in (rate, speed):
+        axes.set_xlabel(STEP)
+    return figure
+
+
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
     """Mean over the last `window` values, fewer at the start; values that are not finite are left out."""
     finite = np.isfinite(values)
@@ -275,8 +300,8 @@ def _legend(axes: Axes, columns: int = 1) -> None:
         axes.legend(frameon=False, fontsize=8, ncols=columns)
 
 
-def _say_nothing(axes: Axes) -> None:
-    axes.annotate("not recorded", (0.5, 0.5), xycoords="axes fraction", ha="center", color=DENSE)
+def _say_nothing(axes: Axes, why: str = "not recorded") -> None:
+    axes.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=DENSE)
 
 
 # What a report without a notebook shows, in this order.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import load_tokenizer
@@ -49,11 +50,17 @@ def selection_maps(run: Path, length: int | None = None, group: int = 0) -> Figu
 
     `length` in tokens, by default the length that the run was trained at. Raises `NoCheckpoint` where there is none.
     """
-    model = load_model(find_checkpoint(run))
+    config = RunConfig.from_yaml(Path(run) / "config.yaml")
+    blocks = observed_blocks(run, length)
+    layers = sorted({round(n * (len(blocks) - 1) / max(PICTURED_LAYERS - 1, 1)) for n in range(PICTURED_LAYERS)})
+    return selection_by_layer({layer: blocks[layer][0, :, group] for layer in layers}, config.nsa,
+                              f"{Path(run).name}, group {group}, on argparse.py")
+
+
+def observed_blocks(run: Path, length: int | None = None, step: int | None = None) -> list[Tensor]:
+    """Blocks selected by each layer, int32 [1, T, G, n_sel], of the run's checkpoint of `step` (default: the newest)."""
+    model = load_model(find_checkpoint(run, step))
     config = RunConfig.from_yaml(Path(run) / "config.yaml")
     length = length or config.train.seq_len
     tokens = load_tokenizer(config.data.tokenizer).encode(standard_library_text(4 * length, "argparse.py"))[:length]
-    seen = model.observe(torch.as_tensor([list(map(int, tokens))]))
-    layers = sorted({round(n * (len(seen) - 1) / max(PICTURED_LAYERS - 1, 1)) for n in range(PICTURED_LAYERS)})
-    return selection_by_layer({layer: seen[layer]["blocks"][0, :, group] for layer in layers}, config.nsa,
-                              f"{Path(run).name}, group {group}, on argparse.py")
+    return [seen["blocks"] for seen in model.observe(torch.as_tensor([list(map(int, tokens))]))]

@@ -24,10 +24,11 @@ from nsa_lab.explore.show import image, title
 from nsa_lab.history import History
 from nsa_lab.report.formulas import Formulas
 from nsa_lab.report.header import notebook_error, run_summary
+from nsa_lab.report.index import write_index
 from nsa_lab.report.inert import external_loads, inert
 from nsa_lab.summary import settings_of
 
-__all__ = ["compare", "export", "external_loads", "write_report"]
+__all__ = ["compare", "export", "external_loads", "write_index", "write_report"]
 
 NOTEBOOK, PAGE = "report.ipynb", "report.html"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -74,6 +75,7 @@ def _write(notebook: NotebookNode, page: Path, histories: list[History], *, titl
     resources = {
         "metadata": {"path": str(folder or page.parent), "name": page.stem},
         "page": {"title": title, "subtitle": subtitle, "style": _style(), "error": error,
+                 "overview_cell": _cell_of(prepared, "plots.overview("),
                  "runs": [run_summary(history, picture=pictures) for history in histories]},
     }
     text, _ = exporter.from_notebook_node(prepared, resources)
@@ -151,6 +153,11 @@ def _title(notebook: NotebookNode) -> str | None:
 def _last_heading(markdown: str) -> str | None:
     found = re.findall(r"^#{1,4}\s+(.+)$", markdown, re.MULTILINE)
     return found[-1].strip() if found else None
+
+
+def _cell_of(notebook: NotebookNode, call: str) -> str | None:
+    """The id of the first code cell that makes this call."""
+    return next((cell.get("id") for cell in notebook.cells if cell.cell_type == "code" and call in cell.source), None)
 
 
 def _contents(body: str) -> str:

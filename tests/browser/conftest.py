@@ -1,5 +1,81 @@
-"""Options of the browser tests."""
+"""A JupyterLab started by `make lab` on a copy of the notebooks, and chromium to look at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page import PORT, ask, until
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+# Every cell drawn wherever it is, so that the driver can see it.
+SETTINGS = {"@jupyterlab/notebook-extension/tracker.jupyterlab-settings": {"windowingMode": "none"}}
 
 
 def pytest_addoption(parser):
     parser.addoption("--screenshots", metavar="DIR", help="browser tests: keep their pictures in this folder")
+
+
+@pytest.fixture
+def screenshots(request):
+    """The folder that pictures for the documentation go to, or None."""
+    return request.config.getoption("--screenshots")
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder with a copy of the notebooks, which a test may change before Lab opens them."""
+    shutil.copytree(ROOT / "notebooks", tmp_path / "project" / "notebooks")
+    return tmp_path / "project"
+
+
+@pytest.fixture
+def lab(project, tmp_path):
+    """The address of a JupyterLab on the project."""
+    for file, values in SETTINGS.items():
+        (tmp_path / "settings" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "settings" / file).write_text(json.dumps(values))
+    options = (f"--no-browser --port={PORT} --ServerApp.port_retries=0 --IdentityProvider.token= "
+               f"--LabApp.user_settings_dir={tmp_path / 'settings'}")
+    # -o: this environment is the one to test, whether make installed it or not.
+    command = ["make", "--no-print-directory", "-C", str(ROOT), "-o", f"{sys.prefix}/.ready", "lab", f"VENV={sys.prefix}",
+               f"LAB_FOLDER={project}", f"LAB={options}"]
+    with open(tmp_path / "lab.log", "wb") as log:
+        # A session of its own, so that make and the server end together.
+        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                                  start_new_session=True)
+        try:
+            until(lambda: ask("") is not None, "JupyterLab answers")
+            yield f"http://127.0.0.1:{PORT}"
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(30)
+            until(lambda: ask("") is None, "JupyterLab is gone", 30)
+
+
+@pytest.fixture
+def browser(tmp_path):
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("needs chromium and its driver: apt-get install chromium-driver")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install selenium")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    for argument in (
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1200,1350",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
+        "--disable-default-apps", f"--user-data-dir={tmp_path / 'profile'}",
+    ):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
+    yield driver
+    driver.quit()

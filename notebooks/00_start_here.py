@@ -1,0 +1,61 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Start here
+#
+# | to | open | on two CPU cores | on one GPU |
+# |---|---|---|---|
+# | understand NSA: equation, code, picture; explore what a query reads | [01][1] | under a minute | as on a CPU |
+# | see that fast paths compute what the definition says, and how fast | [02][2] | under a minute | 1 to 2 minutes |
+# | train a small model on real text and watch it | [03][3] | a few minutes | `name = "smoke_gpu"`: minutes |
+# | do the 50 000-step run | [04][4] | `name = "ci"`: seconds | about 20 minutes on an H200 |
+# | judge a run, or compare several | [05][5] | seconds | seconds |
+#
+# [1]: 01_branch_derivations.ipynb
+# [2]: 02_kernel_parity.ipynb
+# [3]: 03_smoke_training.ipynb
+# [4]: 04_production_run.ipynb
+# [5]: 05_health_analysis.ipynb
+#
+# Each opens with a cell of **parameters**: change values there, then *Run → Run All Cells*. Training happens in a
+# process of its own: the buttons Stop and Resume of 03 and 04 speak to it, and closing the page or restarting the
+# kernel does not hurt it. Running the notebook again attaches, resumes, or shows the finished run.
+#
+# A notebook and the `.py` beside it are one pair: saving the notebook writes both, and the `.py` is what counts in git
+# (`make notebooks` builds every `.ipynb` anew, without outputs). The `.py` opens as text; *Open With → Notebook* shows
+# it as a notebook.
+#
+# Everything also works without a browser: `nsa-lab run smoke` executes notebook 03 and writes a report, `nsa-lab
+# follow` watches, `nsa-lab stop` and `nsa-lab resume` do what the buttons do.
+
+# %% tags=["parameters"]
+outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
+
+# %%
+from IPython.display import Markdown
+
+from nsa_lab.explore import start
+
+# %% [markdown]
+# ## This machine
+
+# %%
+Markdown(start.machine())
+
+# %% [markdown]
+# ## The runs there are
+
+# %%
+Markdown(start.runs(outputs))

@@ -1,0 +1,60 @@
+"""`index.html` of an outputs folder: every run in it, newest first, with its report. One file, nothing is fetched.
+
+Verdicts are not made anew here, since they read whole checkpoints; a run's report has them.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+
+from nsa_lab import names, rundir
+from nsa_lab.config import ConfigError
+from nsa_lab.history import History, facts
+from nsa_lab.report.header import state_of
+from nsa_lab.rundir import RunDirectoryError
+from nsa_lab.summary import duration, settings_of
+
+INDEX = "index.html"
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+MOODS = {rundir.DONE: "ok", rundir.HALTED: "bad", "DEAD": "bad"}
+
+
+def write_index(outputs: str | Path) -> Path:
+    """Write `index.html` into the folder; its path. A run that cannot be read is listed with the reason."""
+    folder = Path(outputs)
+    templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
+    style = (TEMPLATES / "run" / "style.css").read_text(encoding="utf-8")
+    rows = [_row(run) for run in reversed(names.run_directories(folder))]
+    page = folder / INDEX
+    temporary = page.with_name(f".{INDEX}.writing")
+    temporary.write_text(templates.get_template("runs.html.j2").render(rows=rows, style=style), encoding="utf-8")
+    temporary.replace(page)
+    return page
+
+
+def _row(run_dir: Path) -> dict[str, Any]:
+    page = run_dir / "report.html"
+    row = {"run": run_dir.name, "link": f"{run_dir.name}/{page.name}" if page.is_file() else None}
+    try:
+        history = History.read(run_dir)
+        known = facts(history)
+    except (ConfigError, RunDirectoryError, ValueError) as error:
+        return row | {"problem": " ".join(str(error).split())[:300]}
+    first, last = known["first_validation_bpb"], known["last_validation_bpb"]
+    state = state_of(history)
+    return row | {
+        "state": state, "mood": MOODS.get(state, "open"), "settings": settings_of(history.config),
+        "began": _date(history), "steps": f"{known['step']:,} of {known['steps']:,}",
+        "validation": "" if last is None else f"{first:.3f} → {last:.3f}",
+        "speed": "" if known["tokens_per_s"] is None else f"{known['tokens_per_s']:,.0f}",
+        "time": "" if known["wall_s"] is None else duration(known["wall_s"]),
+    }
+
+
+def _date(history: History) -> str:
+    begun = history.of_kind("start", "resume")
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begun[0]["t"])) if begun else ""

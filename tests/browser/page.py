@@ -1,0 +1,74 @@
+"""A notebook in JupyterLab as a person handles it: run all cells, find what is shown, wait for what must come."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+PORT, WAIT_S = 8931, 120
+
+
+def open_notebook(browser, lab: str, name: str) -> None:
+    """Open it in a workspace of its own, nothing left of an earlier visit, and wait for its kernel."""
+    browser.get(f"{lab}/doc/tree/notebooks/{name}.ipynb?reset")
+    wait_for_notebook(browser)
+
+
+def wait_for_notebook(browser) -> None:
+    until(lambda: browser.find_elements("css selector", ".jp-NotebookPanel .jp-Cell"), "the notebook is open")
+    until(lambda: any(kernel["connections"] for kernel in ask("/kernels") or []), "Lab is connected to the kernel")
+    time.sleep(2.0)  # Lab hears of it
+
+
+def wait_until_idle(seconds: float = WAIT_S) -> None:
+    """Until no kernel works: what is shown then is what the last request made."""
+    until(lambda: all(kernel["execution_state"] == "idle" for kernel in ask("/kernels") or [{"execution_state": ""}]),
+          "the kernel is idle", seconds)
+
+
+def run_all(browser) -> None:
+    browser.find_element("xpath", "//div[contains(@class,'lm-MenuBar-itemLabel') and text()='Run']").click()
+    until(lambda: shown(browser, ".lm-Menu [data-command='runmenu:run-all']"), "the menu Run is open").click()
+
+
+def shown(browser, selector: str):
+    """The first visible element, or None."""
+    return next((found for found in browser.find_elements("css selector", selector) if found.is_displayed()), None)
+
+
+def button(browser, named: str):
+    """A widget's button by its label, or None while it cannot be pressed."""
+    path = f"//button[contains(@class,'jupyter-button') and normalize-space()='{named}']"
+    found = browser.find_elements("xpath", path)
+    return next((each for each in found if each.is_displayed() and each.is_enabled()), None)
+
+
+def keep(browser, element, folder: str | None, name: str) -> None:
+    """A screenshot for the documentation, from `element` down, where a folder for it was named."""
+    if folder:
+        browser.execute_script("arguments[0].scrollIntoView({block: 'start'})", element)
+        time.sleep(1.0)  # the page settles
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        browser.save_screenshot(str(Path(folder) / name))
+
+
+def until(what, saying: str, seconds: float = WAIT_S):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = what()
+        if found:
+            return found
+        time.sleep(0.3)
+    raise AssertionError(f"not after {seconds} s: {saying}")
+
+
+def ask(what: str):
+    """The server's own word, or None while it is not up."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/api{what}", timeout=2) as response:
+            return json.load(response)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return None

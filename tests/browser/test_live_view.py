@@ -1,0 +1,100 @@
+"""Notebook 03 in a real JupyterLab: run it, watch the live view, stop the run, let it go on, see it finish."""
+
+import json
+import re
+
+import pytest
+from page import button, keep, open_notebook, run_all, shown, until, wait_for_notebook, wait_until_idle
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+STEPS = 800
+PARAMETERS = {
+    "name: str": "'ci'", "sample_tokens: int": "20",
+    "train: dict": f"{{'steps': {STEPS}, 'eval_every': 200, 'save_every': 200, 'stats_every': 20}}",
+}
+
+
+@pytest.fixture
+def runs(project, tmp_path):
+    """Where the run of notebook 03 will lie. Only the .py is edited: Lab must open the pair."""
+    outputs, source = tmp_path / "runs", project / "notebooks" / "03_smoke_training.py"
+    text = source.read_text()
+    for name, value in {**PARAMETERS, "outputs: str": repr(str(outputs))}.items():
+        text, edited = re.subn(rf"^{name} = .*?  #", f"{name} = {value}  #".replace("\\", r"\\"), text, flags=re.MULTILINE)
+        assert edited == 1, name
+    source.write_text(text)
+    return outputs
+
+
+def test_watch_stop_resume_finish(runs, browser, lab, screenshots):
+    start(browser, lab)
+    curves = until(lambda: shown(browser, ".widget-image"), "the live view has its curves")
+    first, step = curves.get_attribute("src"), step_shown(browser)
+    until(lambda: step_shown(browser) > step, "the steps are counted")
+    until(lambda: curves.get_attribute("src") != first, "the curves are drawn again")
+    for told in ("learning rate", "tokens a second", "time left", "phase", "gates", "start"):
+        assert told in told_by(browser)
+    keep(browser, button(browser, "Stop"), screenshots, "live_view.png")
+
+    button(browser, "Stop").click()
+    until(lambda: status(runs) == "PREEMPTED", "the trainer saved and left")
+    until(lambda: "PREEMPTED" in told_by(browser) and button(browser, "Resume"), "the view says so")
+    assert button(browser, "Stop") is None and button(browser, "Leave it stopped")
+    stopped = step_shown(browser)
+    assert 0 < stopped < STEPS
+    keep(browser, button(browser, "Resume"), screenshots, "live_view_stopped.png")
+
+    button(browser, "Resume").click()
+    until(lambda: step_shown(browser) > stopped, "the run goes on")
+    until(lambda: status(runs) == "DONE", "the run finishes", 240)
+    until(lambda: "none lost, none doubled" in page_text(browser), "the notebook goes on to its verdict")
+    wait_until_idle()
+    assert shown(browser, ".widget-image") is None  # replaced by a picture that the saved notebook keeps
+    final = until(lambda: followed_cell(browser).find_elements("css selector", ".jp-RenderedImage img"), "a picture")[0]
+    if screenshots:
+        final.screenshot(f"{screenshots}/live_view_done.png")
+
+
+def test_a_page_that_is_loaded_again_shows_the_run_and_its_buttons_work(runs, browser, lab):
+    start(browser, lab)
+    until(lambda: shown(browser, ".widget-image"), "the live view has its curves")
+    shown(browser, ".jp-Toolbar [data-command='docmanager:save']").click()
+    browser.refresh()
+    wait_for_notebook(browser)
+    until(lambda: shown(browser, ".widget-image"), "the live view is back")
+    step = step_shown(browser)
+    until(lambda: step_shown(browser) > step, "and goes on")
+    until(lambda: button(browser, "Stop"), "it can be stopped").click()
+    until(lambda: status(runs) == "PREEMPTED", "the trainer saved and left")
+    until(lambda: button(browser, "Leave it stopped"), "the view says so").click()
+    wait_until_idle()
+
+
+def start(browser, lab) -> None:
+    open_notebook(browser, lab, "03_smoke_training")
+    run_all(browser)
+    until(lambda: button(browser, "Stop"), "the run is followed")
+
+
+def told_by(browser) -> str:
+    return "\n".join(element.text for element in browser.find_elements("css selector", ".widget-html-content"))
+
+
+def step_shown(browser) -> int:
+    found = re.search(rf"([\d,]+) of {STEPS:,}", told_by(browser))
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def followed_cell(browser):
+    cells = browser.find_elements("css selector", ".jp-CodeCell")
+    return next(cell for cell in cells if "live.follow" in cell.get_attribute("textContent"))
+
+
+def page_text(browser) -> str:
+    return "\n".join(element.text for element in browser.find_elements("css selector", ".jp-OutputArea-output"))
+
+
+def status(runs) -> str:
+    (run,) = runs.glob("ci-*")
+    return json.loads((run / "status.json").read_text())["status"]

@@ -1,0 +1,20 @@
+"""What `make lab` opens: the landing notebook, this environment's kernel, pairs that are in step."""
+
+import pytest
+from page import run_all, shown, until, wait_for_notebook
+
+pytestmark = pytest.mark.browser
+
+
+def test_lab_opens_the_landing_notebook_and_it_runs(browser, lab):
+    browser.get(f"{lab}/lab?reset")
+    wait_for_notebook(browser)
+    until(lambda: "Start here" in headings(browser), "the landing notebook is open")
+    assert "Python 3" in shown(browser, ".jp-Toolbar-kernelName").text
+    run_all(browser)
+    until(lambda: "torch" in browser.find_element("css selector", ".jp-NotebookPanel").text
+          and browser.find_elements("css selector", ".jp-OutputArea table"), "this machine is described")
+
+
+def headings(browser) -> str:
+    return " ".join(element.text for element in browser.find_elements("css selector", ".jp-NotebookPanel h1"))
