@@ -7,7 +7,7 @@ pytestmark = pytest.mark.browser
 
 
 def test_lab_opens_the_landing_notebook_and_it_runs(browser, lab):
-    browser.get(f"{lab}/lab?reset")
+    browser.get(lab)
     wait_for_notebook(browser)
     until(lambda: "Start here" in headings(browser), "the landing notebook is open")
     assert "Python 3" in shown(browser, ".jp-Toolbar-kernelName").text
