@@ -15,9 +15,11 @@ CELL_TIMEOUT_S = 240
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny models on a busy machine lose more to waiting threads than they win."""
+def as_a_user_would(monkeypatch):
+    """One thread: tiny models on a busy machine lose more to waiting ones than they win. No interpreter: it is the kernel
+    tests' own, and notebook 02 would check every kernel under it, for minutes."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.fixture
