@@ -273,6 +273,17 @@ def bench_train(
     run_train_bench(_shapes(parse_shape, shape), json_file, picture=picture)
 
 
+@bench.command("trainer")
+def bench_trainer(
+    json_file: JsonFile = None, ranks: Ranks = 1,
+    steps: Annotated[int | None, typer.Option(min=2, help="length of a timed stretch, optimiser steps")] = None,
+) -> None:
+    """What telemetry, a save and a resume take; with --ranks, tokens a second of that many GPUs against one's."""
+    from nsa_lab.bench.trainer import run_trainer_bench
+
+    run_trainer_bench(json_file, ranks=ranks, steps=steps)
+
+
 def _shapes(parse: Callable[[str], Any], texts: list[str] | None) -> tuple[Any, ...] | None:
     try:
         return tuple(parse(text) for text in texts or []) or None

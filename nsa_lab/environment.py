@@ -1,4 +1,7 @@
-"""What a run was made with: versions, code and machine. Only the standard library, and nothing is guessed."""
+"""What a run was made with: versions, code and machine. Only the standard library, and nothing is guessed.
+
+Records are shared: nothing here names a folder, a host or a kernel build of the machine.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,15 @@ PACKAGES = ("torch", "triton", "flash-attn", "numpy", "safetensors", "pydantic",
 
 def environment() -> dict[str, Any]:
     """Versions, code identity and machine, for `environment.json`."""
-    return {"versions": versions(), "code": code_identity(), "python": sys.executable, "platform": platform.platform(),
-            "cpus": os.cpu_count()}
+    return {"versions": versions(), "code": code_identity(), "system": platform.system(),
+            "architecture": platform.machine(), "cpus": os.cpu_count(), "gpus": gpus()}
+
+
+def gpus() -> list[dict[str, str]]:
+    """Name and driver of every NVIDIA GPU; empty where the driver's own tool does not name any."""
+    told = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
+    rows = [[value.strip() for value in line.rsplit(",", 1)] for line in told.splitlines()]
+    return [{"name": row[0], "driver": row[1]} for row in rows if len(row) == 2]
 
 
 def versions() -> dict[str, str | None]:
@@ -49,9 +58,13 @@ def source_digest(package: Path) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    return _output("git", "-C", str(folder), *arguments)
+
+
+def _output(*command: str) -> str | None:
+    """What the command prints; None where it is missing, fails or hangs."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10,
-                              check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Check:
-    """`value` is what was found and `limit` what was asked for, both with their units, as a person reads them."""
+    """`value` is what was found and `limit` what was asked for, both with their units, as a person reads them.
+
+    `numbers` are what was measured on the way, by name with the unit in it.
+    """
 
     name: str
     ok: bool
     value: str
     limit: str
     seconds: float = 0.0
+    numbers: dict[str, float] = field(default_factory=dict)

@@ -17,13 +17,16 @@ WARM_UP = 3  # compilation, autotuning and workspaces must be over when the capt
 class GraphedGradients:
     """Calls `gradients(inputs, targets) -> loss`, which leaves `.grad` behind, as a graph captured at the first call.
 
+    `warmed_up` is called just before the capture, while the gradients of a warm-up are there.
     Gradients and loss live in the graph's own memory and are overwritten by the next call: nothing may set `.grad` to None.
     """
 
     def __init__(
-        self, gradients: Callable[[Tensor, Tensor], Tensor], parameters: Iterable[Tensor], device: torch.device
+        self, gradients: Callable[[Tensor, Tensor], Tensor], parameters: Iterable[Tensor], device: torch.device,
+        warmed_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._gradients, self._parameters, self._device = gradients, list(parameters), device
+        self._warmed_up = warmed_up
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -46,6 +49,7 @@ class GraphedGradients:
                 self._clear()
                 self._gradients(self._inputs, self._targets)
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._warmed_up()
         # Backward must find no gradients, so that it writes them instead of adding to what a replay left.
         self._clear()
         self._graph = torch.cuda.CUDAGraph()

@@ -10,7 +10,7 @@
     memory        the peak of a full micro-batch fits, and is near the plan
     kernel_parity the branches against the definition, on the run's own shapes
     checkpoint    save, train on, load, and the probe comes out as it was
-    throughput    20 steps against train.min_tokens_per_s (0: not checked)
+    throughput    20 steps against train.min_tokens_per_s (0: no gate; on a CPU not measured then)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nsa_lab.train.distributed import World
 from nsa_lab.train.measure import probe_logits
 from nsa_lab.train.parity import worst_ratio
 from nsa_lab.train.parts import Builders, Parts, assemble, choose_device, eager, set_determinism
-from nsa_lab.train.plan import PRODUCTION_PARAMS, Plan, checkpoints_kept, plan, size_text
+from nsa_lab.train.plan import PRODUCTION_PARAMS, Plan, checkpoints_kept, hours, plan, size_text
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.step import BAD, Readback, token_losses
 
@@ -165,7 +165,8 @@ def memory(parts: Parts, planned: Plan) -> Check:
     return Check("memory", peak < 0.95 * capacity,
                  f"{size_text(peak)} at the peak, {peak / planned.memory_bytes:.2f} of the plan",
                  f"95 % of {size_text(capacity)}; planned {size_text(planned.memory_bytes)}. "
-                 "Lower train.micro_batch_size, or set runtime.gradient_checkpointing")
+                 "Lower train.micro_batch_size, or set runtime.gradient_checkpointing",
+                 numbers={"peak_bytes": float(peak), "planned_bytes": float(planned.memory_bytes)})
 
 
 def kernel_parity(parts: Parts) -> Check:
@@ -177,13 +178,14 @@ def kernel_parity(parts: Parts) -> Check:
 
 
 def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
-    """Save, take steps, load; the steps are timed if there is a gate, and undone either way."""
+    """Save, take steps, load; the steps are timed on a GPU or if there is a gate, and undone either way."""
     gate, begun = parts.config.train.min_tokens_per_s, time.monotonic()
+    timed = bool(gate) or parts.device.type == "cuda"
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".preflight-") as folder:
         before = probe_logits(parts)
         store = CheckpointStore(Path(folder))
         saved = store.save(0, snapshot.files(parts, {"step": 0}, lambda: before), {})
-        speed, bad = _take_steps(parts, THROUGHPUT_STEPS if gate else 1)
+        speed, bad = _take_steps(parts, THROUGHPUT_STEPS if timed else 1)
         path, damaged = store.load_latest()
         snapshot.restore(path, parts)
         same = torch.equal(before, probe_logits(parts))
@@ -192,8 +194,11 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
     yield Check("checkpoint", same and not damaged and not bad,
                 f"{size_text(saved.size_bytes)} saved in {saved.seconds:.2f} s; {found}", "the same logits",
                 round(time.monotonic() - begun, 3))
-    yield Check("throughput", speed >= gate, f"{speed:,.0f} tokens/s" if gate else "not measured",
-                f"{gate:,.0f} tokens/s" if gate else "no gate (train.min_tokens_per_s = 0)")
+    expected = hours(parts.config.train.steps * parts.config.train.tokens_per_step, speed)
+    yield Check("throughput", speed >= gate,
+                f"{speed:,.0f} tokens/s, {expected:.2f} h for the run" if timed else "not measured",
+                f"{gate:,.0f} tokens/s" if gate else "no gate (train.min_tokens_per_s = 0)",
+                numbers={"tokens_per_s": speed} if timed else {})
 
 
 def _take_steps(parts: Parts, count: int) -> tuple[float, bool]:

@@ -1,0 +1,36 @@
+"""`nsa-lab bench trainer`, tiny, on a CPU: every path runs and the figures are those of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_lab.bench.trainer import run_trainer_bench
+from nsa_lab.config import ConfigError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this is a measurement, not a test")
+
+
+def test_overheads_are_measured_on_a_real_run(tmp_path: Path) -> None:
+    report = run_trainer_bench(tmp_path / "trainer.json", steps=4)
+    assert json.loads((tmp_path / "trainer.json").read_text()) == report
+    assert len(report["telemetry"]["on_s"]) == len(report["telemetry"]["off_s"]) == 2
+    assert all(seconds > 0 for seconds in report["telemetry"]["on_s"] + report["telemetry"]["off_s"])
+    assert report["save"]["bytes"] > 10_000 and report["save"]["verify_s"] > 0
+    assert report["resume_s"] > 0
+
+
+def test_ranks_are_compared_with_one() -> None:
+    ranks = run_trainer_bench(ranks=2, steps=8)["ranks"]
+    assert ranks["one_tokens_per_s"] > 0 and ranks["all_tokens_per_s"] > 0
+    assert ranks["ratio"] == ranks["all_tokens_per_s"] / ranks["one_tokens_per_s"]
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"--ranks 2: this machine has 1 CUDA device"):
+        run_trainer_bench(ranks=2)
