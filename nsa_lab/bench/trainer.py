@@ -217,6 +217,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if "ranks" in report:
         ranks = report["ranks"]
         bar = f" (bar {SCALING[ranks['ranks']]})" if ranks["ranks"] in SCALING else ""
-        lines += [f"{ranks['ranks']} ranks: {ranks['all_tokens_per_s']:,.0f} tokens/s, one: {ranks['one_tokens_per_s']:,.0f}, "
-                  f"ratio {ranks['ratio']:.3f}{bar}, {ranks['seq_len']} x {ranks['sequences_a_rank']} on each"]
+        lines += [f"{ranks['ranks']} ranks: {ranks['all_tokens_per_s']:,.0f} tokens/s, "
+                  f"one: {ranks['one_tokens_per_s']:,.0f}, ratio {ranks['ratio']:.3f}{bar}, "
+                  f"{ranks['seq_len']} x {ranks['sequences_a_rank']} on each"]
     return lines
