@@ -17,26 +17,37 @@
 #
 # Reads a run directory, any run directory, also one copied from another machine without its checkpoints. Every
 # picture is a function of `nsa_lab.explore.plots`, every verdict one of `nsa_lab.health`: `nsa-lab health RUN` prints
-# the same lines.
+# the same lines. `?` means that the run does not say.
 
 # %% tags=["parameters"]
 run_dir: str = ""  # run directory, by path, id or the beginning of an id; empty: the latest finished run
 other_run: str = ""  # a second run to lay over the first, for example its dense twin
 layer: int = 0  # layer that the explorer begins with
 group: int = 0  # head group that the explorer begins with
+planned_tokens_per_s: float = 0.0  # speed that the plan reckoned with; 0: what preflight measured, or the gate
+prompt: str = "def main("  # what the sample goes on from
+sample_tokens: int = 160  # length of the sample, tokens
 outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
 
 # %%
-from nsa_lab.explore import notebook, plots, run_explorer, samples
+from IPython.display import Markdown, display
+
+from nsa_lab.explore import notebook, planned, plots, run_explorer, samples, seeds
 from nsa_lab.explore.show import show
 from nsa_lab.generate import NoCheckpoint
-from nsa_lab.history import History, facts
+from nsa_lab.health.twins import beside_twin, side_by_side, twins
+from nsa_lab.history import History
+from nsa_lab.summary import shown_facts
 
 run = notebook.directory(run_dir) if run_dir else notebook.latest_finished(outputs)
 runs = [History.read(run)] + ([History.read(notebook.directory(other_run))] if other_run else [])
 history = runs[0]
-for key, value in facts(history).items():
-    print(f"{key:<24} {value}")
+pair = twins(runs)
+print(history.run)
+notebook.print_answers(history)
+
+for key, value in shown_facts(history):
+    print(f"     {key:<26} {value}")
 
 # %% [markdown]
 # ## Verdicts
@@ -45,6 +56,29 @@ for key, value in facts(history).items():
 for each in runs:
     print(each.run)
     notebook.print_verdicts(each)
+
+# %% [markdown]
+# ## As good as dense?
+#
+# The dense twin is the same training in everything but attention. NSA is asked to stay within 1 % of its bits a byte on
+# held-out text.
+
+# %%
+if pair:
+    notebook.print_columns(("", "NSA", "dense", "NSA / dense"), side_by_side(*pair))
+    print(*beside_twin(*pair), sep="\n")
+    show(plots.validation_gap(*pair))
+else:
+    print("no dense twin was given: other_run names one")
+
+# %% [markdown]
+# ## As planned?
+#
+# The plan follows from the configuration and, for its time, from the speed that preflight measured on a GPU before the
+# first step. Memory, a GPU's, is asked to come out within 15 %, the time on the clock within 25 %.
+
+# %%
+print(planned.outcome(history, planned_tokens_per_s or None))
 
 # %% [markdown]
 # ## Loss
@@ -92,6 +126,38 @@ if has_branches:
         print(f"no map of the selection: {error}")
 
 # %% [markdown]
+# ## What it writes
+#
+# The newest checkpoint, by prefill and then token by token through the caches; the last line holds that against one pass
+# over the whole text.
+
+# %%
+print(samples.sample_after(history.run_dir, prompt, sample_tokens))
+
+# %%
+print(samples.decode_check(history.run_dir))
+
+# %% [markdown]
+# ## Speed, memory, attempts
+
+# %%
+show(plots.throughput(runs))
+for each in runs:
+    print(each.run)
+    for attempt in each.attempts():
+        print(f"  attempt {attempt.number}: steps {attempt.from_step:,} to {attempt.last_step:,}, "
+              f"{attempt.ended - attempt.began:,.0f} s, {attempt.ending}")
+
+# %% [markdown]
+# ## Beside the reports that this project began from
+#
+# Five reports on an earlier code base: what they said, what a reading of that code found it to mean, and what this run
+# recorded.
+
+# %%
+display(Markdown(seeds.table(*(pair or runs[:1]))))
+
+# %% [markdown]
 # ## Explorer
 #
 # Choose runs, a view, a layer, a head group and a step. Without a front end, the gates and the selection of one layer.
@@ -99,12 +165,3 @@ if has_branches:
 
 # %%
 run_explorer.explore_runs(runs, notebook.other_runs(runs, outputs), layer=layer, group=group)
-
-# %% [markdown]
-# ## Speed
-
-# %%
-show(plots.throughput(runs))
-for attempt in history.attempts():
-    print(f"attempt {attempt.number}: steps {attempt.from_step:,} to {attempt.last_step:,}, "
-          f"{attempt.ended - attempt.began:,.0f} s, {attempt.ending}")

@@ -28,7 +28,7 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "tokens a second, median": _format(known["tokens_per_s"], "{:,.0f}"),
         "time": _format(known["wall_s"], duration),
         "peak memory": _format(known["memory_peak_bytes"], lambda value: f"{value / 1e9:.2f} GB"),
-        "attempts": str(known["attempts"]),
+        "attempts": attempts_of(history),
         "attention": known["attention"],
         "parameters": _format(known["parameters"], "{:,}"),
         "device": known["device"],
@@ -37,6 +37,14 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "configuration": known["config_hash"],
     }
     return [(name, value) for name, value in shown.items() if value]
+
+
+def attempts_of(history: History) -> str:
+    """`1`, or how each of several attempts went."""
+    attempts = history.attempts()
+    if len(attempts) < 2:
+        return str(len(attempts))
+    return f"{len(attempts)}: " + ", ".join(f"{a.from_step:,} to {a.last_step:,} {a.ending}" for a in attempts)
 
 
 def backends(backend: dict[str, Any] | None) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from fake_run import LAYERS, Event, configuration, evaluation, saved, step_event
 from nsa_lab import rundir
 from nsa_lab.config import NSAConfig
 from nsa_lab.health import CHECKS, Verdict, examine, verdicts
+from nsa_lab.health.answers import QUESTIONS, answers
 from nsa_lab.health.branches import choice_range
+from nsa_lab.health.twins import beside_twin, side_by_side, twins
 from nsa_lab.history import History, facts
 
 
@@ -223,6 +227,66 @@ def test_a_killed_and_resumed_run_counts_every_step_once_and_tells_its_story(tmp
     assert facts(history)["attempts"] == 2
 
 
+def test_the_four_questions_are_answered_by_the_verdicts(tmp_path: Path) -> None:
+    healthy = answers(verdicts(write_run(tmp_path / "healthy")))
+    assert [answer.name for answer in healthy] == list(QUESTIONS)
+    assert all(answer.ok for answer in healthy)
+    frozen = answers(verdicts(write_run(tmp_path / "frozen", spoil=set_all(gate_entropy=[math.log(3)] * LAYERS))))
+    assert [answer.ok for answer in frozen] == [False, True, False, True]
+    assert "pinned at ln 3" in frozen[0].text
+    assert "pinned at ln 3" in frozen[2].text
+    dense = answers(verdicts(write_run(tmp_path / "dense", configuration(model__attention="dense"))))
+    assert [answer.ok for answer in dense] == [True, True, None, None]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Callable[..., tuple[History, History]]:
+    """pair(over, **changes of the dense one) -> an NSA run whose validation lies `over` above that of its dense twin."""
+    def make(over: float, **changes: Any) -> tuple[History, History]:
+        def worse(events: list[Event]) -> None:
+            for event in events:
+                if event["kind"] == "eval" and event["step"]:
+                    event["bpb"] *= 1 + over
+        dense = write_run(tmp_path / "dense", configuration(model__attention="dense", **changes))
+        return History.read(write_run(tmp_path / "nsa", spoil=worse)), History.read(dense)
+    return make
+
+
+@pytest.mark.parametrize(("over", "ok"), [(-0.05, True), (0.009, True), (0.011, False)])
+def test_the_dense_twin_sets_the_limit(over: float, ok: bool, pair: Any) -> None:
+    nsa, dense = pair(over)
+    assert twins([dense, nsa]) == (nsa, dense)
+    same, good = beside_twin(nsa, dense)
+    assert same.ok is True
+    assert good.ok is ok
+    assert good.value == pytest.approx(over)
+    assert f"at step 200: {over:+.2%}" in good.text
+    ratios = {name: ratio for name, *_, ratio in side_by_side(nsa, dense)}
+    assert ratios["tokens a second, median"] == 1.0
+    assert ratios["validation, bits a byte"] == pytest.approx(1 + over)
+
+
+def test_twins_that_trained_differently_are_named(pair: Any) -> None:
+    nsa, dense = pair(0.0, train__lr=2e-3, train__log_every=5)
+    assert beside_twin(nsa, dense)[0].ok is False
+    assert beside_twin(nsa, dense)[0].text == "they differ in train.lr"
+    assert twins([nsa, nsa]) is None
+    assert twins([nsa]) is None
+
+
+def test_twins_on_other_texts_are_named(pair: Any) -> None:
+    nsa, dense = pair(0.0)
+    for run, text in ((nsa, "a"), (dense, "b")):
+        run.of_kind("start")[0]["data_identity"] = text
+    assert beside_twin(nsa, dense)[0].text == "they differ in the data"
+
+
+def test_a_twin_that_was_not_evaluated_leaves_the_question_open(pair: Any) -> None:
+    nsa, dense = pair(0.0)
+    good = beside_twin(nsa, replace(dense, evaluations=dense.evaluations[:1]))[1]
+    assert good.ok is None
+
+
 def test_a_resume_that_skips_steps_is_named(tmp_path: Path) -> None:
     def spoil(events: list[Event]) -> list[Event]:
         return [e for e in killed_and_resumed(events) if not (e["attempt"] == 1 and e["step"] > 80 and e["kind"] == "step")]
@@ -247,10 +311,28 @@ def test_a_damaged_checkpoint_is_named(damage: Callable[[Path], Any], text: str,
     assert text in verdict.text
 
 
-def test_a_copy_without_checkpoints_is_not_blamed(tmp_path: Path) -> None:
-    verdict = named(verdicts(write_run(tmp_path)), "checkpoints")
-    assert verdict.ok is None
-    assert verdict.text == "2 saved; their files are not kept with this copy"
+@pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_copy_of_the_committed_files_gives_the_verdicts_of_the_run(changes: dict, resumed: bool, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "there", configuration(**changes), killed_and_resumed if resumed else None)
+    for step in (100, 200):
+        write_checkpoint(run_dir, step)
+    for file in (rundir.LOG, rundir.LOCK, "stacks.txt"):
+        (run_dir / file).write_text("")
+    copy = tmp_path / "elsewhere" / run_dir.name
+    copy.mkdir(parents=True)
+    for file in (rundir.CONFIG, rundir.ENVIRONMENT, rundir.EVENTS, rundir.STATUS):
+        shutil.copy(run_dir / file, copy)
+    there, here = examine(run_dir), examine(copy)
+    judged = [[(v.name, v.ok, v.value, v.limit) for v in health.verdicts] for health in (there, here)]
+    assert judged[0] == judged[1]
+    assert (there.ok, there.headline) == (here.ok, here.headline)
+    assert "not kept with this copy" in named(here.verdicts, "checkpoints").text
+
+
+def test_a_copy_of_a_run_that_missed_a_save_fails_as_the_run_does(tmp_path: Path) -> None:
+    spoil, _ = FAILURES["checkpoints"]
+    assert named(verdicts(write_run(tmp_path, spoil=spoil)), "checkpoints").ok is False
 
 
 def test_a_quarantined_checkpoint_is_a_matter_of_checkpoints_not_of_guards(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 from fake_run import configuration, write_run
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from nsa_lab import rundir
+from nsa_lab import names, rundir
 from nsa_lab.explore import plots
+from nsa_lab.health.answers import QUESTIONS
+from nsa_lab.history import History
 from nsa_lab.report import compare, export, external_loads, write_index, write_report
 from nsa_lab.report.formulas import Formulas, mathml
 from nsa_lab.report.inert import inert
@@ -98,6 +101,34 @@ def test_formulas_are_mathml(reported: str) -> None:
     assert "<code>$x$</code>" in reported
 
 
+def test_no_folder_of_this_machine_is_left(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    root, home = names.root(), Path.home()
+    told = f"new run: {root}/outputs/x\n{home}/data.txt {sys.prefix}/lib/a.py {root}\n/tmp/ipykernel_12/34.py:1: Warning"
+    printed = new_output("stream", name="stdout", text=told)
+    picture = new_output("display_data", data={"image/png": PIXEL, "text/plain": f"{root}/a"})
+    notebook = new_notebook(cells=[new_code_cell(f'run_dir = "{root}/outputs/x"', outputs=[printed, picture])],
+                            metadata={"papermill": {"input_path": f"{root}/notebooks/a.ipynb"}})
+    nbformat.write(notebook, run_dir / "report.ipynb")
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    (cell,) = (kept := nbformat.read(run_dir / "report.ipynb", as_version=4)).cells
+    assert cell.source == 'run_dir = "outputs/x"'
+    assert kept.metadata.papermill.input_path == "notebooks/a.ipynb"
+    assert cell.outputs[0].text == "new run: outputs/x\n~/data.txt <python>/lib/a.py .\n<cell>:1: Warning"
+    assert cell.outputs[1].data["image/png"] == PIXEL
+    for text in (page, (run_dir / "report.ipynb").read_text(encoding="utf-8")):
+        assert not [folder for folder in (root, home, sys.prefix) if f"{folder}/" in text]
+
+
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
+    """As the production run records: 2,500 readings, 100 of them with statistics."""
+    run_dir = write_run(tmp_path, configuration(train__steps=50_000, train__log_every=20, train__stats_every=500,
+                                                train__eval_every=1000, train__save_every=5000))
+    page = write_report(run_dir)
+    assert len(History.read(run_dir).steps) == 2501
+    assert page.stat().st_size < 5_000_000
+
+
 def test_code_is_folded_but_there(reported: str) -> None:
     folded = re.search(r'<details class="code">.*?</details>', reported, re.DOTALL)
     assert folded
@@ -108,6 +139,9 @@ def test_the_first_screen_says_what_happened(reported: str) -> None:
     head = reported.partition("<main>")[0]
     assert '<h1>Training a model</h1>' in head
     assert '<p class="banner ok">healthy</p>' in head
+    asked = re.search(r'<dl class="answers">(.*?)</dl>', head, re.DOTALL)
+    assert asked
+    assert re.findall(r"<dt>(.*?) <b>(.*?)</b>", asked[1]) == [(question, "ok") for question in QUESTIONS]
     for answer in ("8.000 → 2.140", "8,195", "neighbouring queries share 93%", "cmp 40%, sel 35%, win 25%", "n_layers: 3"):
         assert answer in head
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from nsa_lab import rundir
 from nsa_lab.explore.pictures import selection_by_layer
@@ -85,7 +82,7 @@ def selection_map(run: Run, layer: int, group: int, step: int | None = None) -> 
                          f"groups 0 to {model.n_kv_groups - 1}")
     there = checkpoint_steps(history)
     nearest = min(there, key=lambda at: abs(at - step)) if there and step is not None else max(there, default=None)
-    blocks = _blocks(history.run_dir, nearest)[layer][0, :, group]
+    blocks = observed_blocks(history.run_dir, step=nearest)[layer][0, :, group]
     return selection_by_layer({layer: blocks}, history.config.nsa,
                               f"{history.run}, step {nearest:,}, group {group}, on argparse.py")
 
@@ -94,11 +91,6 @@ def checkpoint_steps(run: Run) -> list[int]:
     """Steps that the run has a checkpoint of on disk, ascending."""
     folder = History.read(run).run_dir / rundir.CHECKPOINTS
     return sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit())
-
-
-@lru_cache(maxsize=8)
-def _blocks(run_dir: Path, step: int | None) -> list[Tensor]:
-    return observed_blocks(run_dir, step=step)
 
 
 def _numbers(history: History, layer: int, step: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ A problem that the reader can solve is one line in the notebook, not a traceback
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nsa_lab.config import ConfigError, RunConfig, parse_override
 from nsa_lab.data import DataError
 from nsa_lab.environment import code_identity
 from nsa_lab.health import examine
+from nsa_lab.health.answers import answers
 from nsa_lab.history import History
 from nsa_lab.rundir import RunDirectoryError
 
@@ -87,9 +89,27 @@ def start(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: b
 def print_verdicts(run: str | Path | History) -> None:
     """Every verdict on the run, a line each, and the headline."""
     health = examine(run)
-    for line in health.verdicts:
-        print(f"{line.mark:<4} {line.name}: {line.text}")
+    print(*health.verdicts, sep="\n")
     print(f"\n{health.headline}\n")
+
+
+def print_answers(run: str | Path | History) -> None:
+    """Did it work, how fast, is the gate alive, is selection doing anything: a line each."""
+    for answer in answers(examine(run).verdicts):
+        print(f"{answer.mark:<4} {answer.name} {answer.text}")
+
+
+def print_columns(head: Sequence[str], rows: Iterable[tuple[str, *tuple[float | None, ...]]]) -> None:
+    """Numbers beside each other, a line a name; what is not known is a dash."""
+    print(f"{head[0]:<32}" + "".join(f"{name:>18}" for name in head[1:]))
+    for name, *values in rows:
+        print(f"{name:<32}" + "".join(f"{_number(value):>18}" for value in values))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
 
 
 def verdict(run: Path) -> None:

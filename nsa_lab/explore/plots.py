@@ -16,9 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from nsa_lab.explore.show import BRANCH_COLOURS, DENSE
+from nsa_lab.explore.show import BRANCH_COLOURS, DENSE, FORCED
+from nsa_lab.health import LIMITS
 from nsa_lab.health.branches import choice_range
 from nsa_lab.history import History
 
@@ -26,19 +27,43 @@ Run = str | Path | History
 
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STEP = "optimiser step"
+LONG = 400  # readings from which on a run is long
 BRANCH_NAMES = {"cmp": "compressed", "sel": "selected", "win": "window"}
 # The lightest fifth of the map is left out: it is hard to see on white.
 LAYER_MAP = LinearSegmentedColormap.from_list("layers", colormaps["cividis"](np.linspace(0, 0.82, 64)))
 
 
 def loss_curves(runs: Run | Sequence[Run], *, smooth: int = 10) -> Figure:
-    """Bits a byte over steps: training, thin as recorded and thick smoothed, and validation.
+    """Loss in nats a token, and bits a byte with the validation, over steps; thin as recorded and thick smoothed.
 
-    The mean is over at most `smooth` readings, and over fewer where there are few, so that it does not lag behind.
+    The mean is over `smooth` readings: over fewer where there are few, so that it does not lag behind, more where there are
+    many.
     """
     histories = _histories(runs)
-    figure, axes = _figure(8, 4.4, "Loss: " + ", ".join(h.run for h in histories))
-    _draw_loss(axes, histories, smooth)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure.suptitle("Loss: " + ", ".join(h.run for h in histories), fontsize=11)
+    nats, bits = figure.subplots(1, 2)
+    for history, colour in zip(histories, RUN_COLOURS, strict=False):
+        _draw_smoothed(nats, *history.series("loss"), smooth, colour, f"{_attention(history, histories)}training")
+        _mark_resumes(nats, history)
+    nats.set(xlabel=STEP, ylabel="loss, nats a token")
+    _legend(nats)
+    _draw_loss(bits, histories, smooth)
+    _close_to_the_end([(nats, "loss"), (bits, "bpb")], histories)
+    return figure
+
+
+def validation_gap(nsa: Run, dense: Run, limit: float = LIMITS.twin_gap) -> Figure:
+    """Validation bits a byte of a run over that of its dense twin, in percent, at the steps that both evaluated."""
+    ours, theirs = (dict(zip(*(v.tolist() for v in History.read(run).validation()), strict=True)) for run in (nsa, dense))
+    steps = [step for step in ours if step in theirs]
+    figure, axes = _figure(8, 3.4, "Validation beside the dense twin")
+    gaps = [100 * (ours[step] / theirs[step] - 1) for step in steps]
+    axes.plot(steps, gaps, color=RUN_COLOURS[0], marker="o", markersize=3.5)
+    axes.axhline(0, color="black", linewidth=0.8)
+    _mark_level(axes, 100 * limit, f"limit, {limit:+.0%}")
+    axes.set(xlabel=STEP, ylabel="bits a byte, NSA over dense, %")
+    _over_steps(axes)
     return figure
 
 
@@ -49,6 +74,8 @@ def learning_rate(runs: Run | Sequence[Run]) -> Figure:
         rate.plot(*history.series("lr"), color=colour, label=history.run)
         norm.plot(*history.series("grad_norm"), color=colour, linewidth=0.8, label=history.run)
         norm.axhline(history.config.train.grad_clip, color=colour, linestyle=":", linewidth=1)
+    for axes in (rate, norm):
+        _over_steps(axes)
     rate.set_ylabel("learning rate")
     norm.set(ylabel="gradient norm\n(clipped at the dotted line)", yscale="log", xlabel=STEP)
     rate.legend(frameon=False, fontsize=8)
@@ -56,31 +83,43 @@ def learning_rate(runs: Run | Sequence[Run]) -> Figure:
 
 
 def gate_shares(run: Run) -> Figure:
-    """Share of each branch in the gates, mean and range over layers, and the entropy of every layer, over steps."""
+    """Share of each branch in the gates, and their entropy, of every layer over steps."""
     history = History.read(run)
-    figure, (shares, entropy) = _rows(f"Gates of {history.run}", 2)
-    _draw_gates(shares, history)
-    _draw_layers(figure, entropy, history, "gate_entropy")
-    _mark_level(entropy, math.log(3), "ln 3: all branches alike")
-    entropy.set(ylabel="gate entropy, nats", xlabel=STEP, ylim=(0, 1.25))
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    figure.suptitle(f"Gates of {history.run}, by layer", fontsize=11)
+    panels = figure.subplots(2, 2, sharex=True).flatten()
+    for index, (axes, branch) in enumerate(zip(panels, BRANCH_NAMES, strict=False)):
+        _draw_layers(figure if index % 2 else None, axes, history, f"gate_share_{branch}")
+        axes.set_title(f"share of the {BRANCH_NAMES[branch]} branch", fontsize=9, color=BRANCH_COLOURS[branch])
+        axes.axhline(1 / 3, color="black", linestyle=":", linewidth=1)
+        axes.set(ylabel="share of the gates", ylim=(0, 1))
+    _draw_layers(figure, panels[3], history, "gate_entropy")
+    _mark_level(panels[3], math.log(3), "ln 3: all branches alike")
+    panels[3].set_title("entropy", fontsize=9)
+    panels[3].set(ylabel="nats", ylim=(0, 1.25))
+    for axes in panels[2:]:
+        axes.set_xlabel(STEP)
     return figure
 
 
 def gate_layers(run: Run) -> Figure:
-    """How each layer divides its gates over the branches at the end of the run."""
+    """How each layer divides its gates over the branches, at the first reading and at the last."""
     history = History.read(run)
-    figure, axes = _figure(7, 3.8, f"Gates by layer at the last reading: {history.run}")
-    bottom: np.ndarray | float = 0.0
-    axes.set(xlabel="layer", ylabel="share of the gates", ylim=(0, 1))
-    for branch, label in BRANCH_NAMES.items():
-        _, values = history.layers(f"gate_share_{branch}")
-        if not len(values):
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure.suptitle(f"Gates by layer: {history.run}", fontsize=11)
+    panels = figure.subplots(1, 2, sharey=True)
+    steps, _ = history.layers("gate_entropy")
+    for axes, which in zip(panels, (0, -1), strict=True):
+        axes.set(xlabel="layer", ylim=(0, 1))
+        if len(steps):
+            axes.set_title(f"{'last' if which else 'first'} reading, step {steps[which]:,}", fontsize=9)
+            _stack_shares(axes, history, which)
+        else:
             _say_nothing(axes)
-            return figure
-        axes.bar(np.arange(values.shape[1]), values[-1], bottom=bottom, color=BRANCH_COLOURS[branch], label=label)
-        bottom = bottom + values[-1]
-    axes.set_xticks(_ticks(values.shape[1]))
-    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    panels[0].set_ylabel("share of the gates")
+    if len(steps):
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     return figure
 
 
@@ -123,15 +162,18 @@ def branch_norms(run: Run) -> Figure:
 
 
 def throughput(runs: Run | Sequence[Run]) -> Figure:
-    """Tokens a second over steps with the median, the share of time spent waiting for data, and peak memory."""
+    """Tokens a second over steps with the median and the stalls, the share of time spent waiting for data, peak memory."""
     histories = _histories(runs)
     figure, (speed, wait, memory) = _rows("Pace: " + ", ".join(h.run for h in histories), 3)
     for history, colour in zip(histories, RUN_COLOURS, strict=False):
         _draw_speed(speed, history, colour)
+        _mark_stalls(speed, history)
         steps, took = history.series("dt_s")
         wait.plot(steps, 100 * history.series("data_s")[1] / np.maximum(took, 1e-12), color=colour, linewidth=1)
         steps, peak = history.series("mem_peak_bytes")
+        _over_steps(memory)
         memory.plot(steps, peak / 1e9, color=colour, linewidth=1.5)
+    memory.margins(y=0.12)
     speed.set_ylabel("tokens a second")
     wait.set_ylabel("data wait, %")
     memory.set(ylabel="peak memory, GB", xlabel=STEP, ylim=(0, None))
@@ -149,6 +191,7 @@ def overview(run: Run) -> Figure:
     loss, speed = panels[-1][0] if dense else panels[0][0], panels[-1][1]
     loss.set_title("Loss", fontsize=10)
     _draw_loss(loss, [history], smooth=10)
+    _close_to_the_end([(loss, "bpb")], [history])
     if not dense:
         panels[0][1].set_title("Gate shares, mean and range over layers", fontsize=10)
         _draw_gates(panels[0][1], history)
@@ -198,18 +241,52 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
 
 def _draw_loss(axes: Axes, histories: list[History], smooth: int) -> None:
     for history, colour in zip(histories, RUN_COLOURS, strict=False):
-        named = f"{history.run}: " if len(histories) > 1 else ""
-        steps, bpb = history.series("bpb")
-        axes.plot(steps, bpb, color=colour, linewidth=0.6, alpha=0.35)
-        window = max(1, min(smooth, len(bpb) // 20))
-        axes.plot(steps, smoothed(bpb, window), color=colour, linewidth=1.6, label=f"{named}training")
+        named = _attention(history, histories)
+        _draw_smoothed(axes, *history.series("bpb"), smooth, colour, f"{named}training")
         held_out, validation = history.validation()
-        axes.plot(held_out, validation, color=colour, linestyle="--", marker="o", markersize=3.5,
+        axes.plot(held_out, validation, color=colour, linestyle="--", marker="o", markersize=3.5, zorder=3,
                   label=f"{named}validation")
         _mark_resumes(axes, history)
     axes.set(xlabel=STEP, ylabel="bits a byte")
     _legend(axes)
     _over_steps(axes)
+
+
+def _draw_smoothed(axes: Axes, steps: np.ndarray, values: np.ndarray, smooth: int, colour: str, label: str) -> None:
+    axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
+    window = max(1, min(smooth, len(values) // 20), len(values) // 50)
+    axes.plot(steps, smoothed(values, window), color=colour, linewidth=1.6, label=label)
+    _over_steps(axes)
+
+
+def _close_to_the_end(panels: list[tuple[Axes, str]], histories: list[History]) -> None:
+    """Where a run is long, its first tenth would press all the rest into a line: the axes show from there on upwards."""
+    for axes, name in panels:
+        shown = [values[len(values) // 10:] for values in (history.series(name)[1] for history in histories)
+                 if len(values) >= LONG and np.isfinite(values[len(values) // 10:]).any()]
+        if shown and len(shown) == len(histories):
+            low, high = min(np.nanmin(values) for values in shown), max(np.nanmax(values) for values in shown)
+            margin = 0.1 * (high - low) or 0.1
+            axes.set_ylim(low - margin, high + 3 * margin)
+            axes.annotate("the beginning lies above", (0.01, 0.98), xycoords="axes fraction", fontsize=7, va="top",
+                          color=DENSE)
+
+
+def _attention(history: History, among: list[History]) -> str:
+    """What tells a run apart in a legend: its attention where that does, else its name; nothing if it is alone."""
+    if len(among) < 2:
+        return ""
+    kinds = [other.config.model.attention for other in among]
+    return f"{history.config.model.attention if len(set(kinds)) == len(kinds) else history.run}: "
+
+
+def _stack_shares(axes: Axes, history: History, which: int) -> None:
+    bottom: np.ndarray | float = 0.0
+    for branch, label in BRANCH_NAMES.items():
+        values = history.layers(f"gate_share_{branch}")[1][which]
+        axes.bar(np.arange(len(values)), values, bottom=bottom, color=BRANCH_COLOURS[branch], label=label)
+        bottom = bottom + values
+    axes.set_xticks(_ticks(len(values)))
 
 
 def _draw_gates(axes: Axes, history: History) -> None:
@@ -256,12 +333,14 @@ def _band(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label:
 
 
 def _over_steps(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.25, linewidth=0.5)
 
 
 def _mark_level(axes: Axes, value: float, text: str) -> None:
     axes.axhline(value, color="black", linestyle=":", linewidth=1)
+    axes.margins(y=0.12)
     axes.annotate(text, (0, value), xycoords=axes.get_yaxis_transform(), xytext=(4, 3),
                   textcoords="offset points", fontsize=8)
 
@@ -271,6 +350,12 @@ def _mark_resumes(axes: Axes, history: History) -> None:
         axes.axvline(attempt.from_step, color=DENSE, linestyle="--", linewidth=0.8)
         axes.annotate(f"attempt {attempt.number}", (attempt.from_step, 0.98), xycoords=("data", "axes fraction"),
                       fontsize=7, rotation=90, va="top", ha="right", color=DENSE)
+
+
+def _mark_stalls(axes: Axes, history: History) -> None:
+    for index, stall in enumerate(history.of_kind("stall")):
+        axes.axvline(stall["step"], color=FORCED, linewidth=1.2, label=None if index else "stall")
+    _legend(axes)
 
 
 def _histories(runs: Run | Sequence[Run]) -> list[History]:

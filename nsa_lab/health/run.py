@@ -215,10 +215,11 @@ def checkpoints(history: History, limits: Limits) -> Verdict:
 
 
 def _on_disk(history: History, saved: dict[int, dict], wanted: int) -> Verdict:
+    """The record decides; files that are there must be whole. A copy without them is judged as the run itself was."""
     folder = history.run_dir / rundir.CHECKPOINTS
     if not folder.is_dir():
-        text = f"{len(saved)} saved; their files are not kept with this copy"
-        return Verdict("checkpoints", None, len(saved), wanted, text)
+        text = f"{len(saved)} saved, each when it was due; their files are not kept with this copy"
+        return Verdict("checkpoints", True, len(saved), wanted, text)
     pruned = {name for event in history.of_kind("checkpoint") for name in event.get("pruned") or ()}
     kept = sorted(step for step, event in saved.items() if Path(event["path"]).name not in pruned)
     newest = kept[-1] if kept else None
@@ -226,7 +227,8 @@ def _on_disk(history: History, saved: dict[int, dict], wanted: int) -> Verdict:
         problem = check_checkpoint(history.run_dir / saved[step]["path"], hashes=step == newest)
         if problem:
             return Verdict("checkpoints", False, len(saved), wanted, f"step {step:,}: {problem}")
-    return Verdict("checkpoints", True, len(saved), wanted, f"{len(saved)} saved, {len(kept)} kept, all whole")
+    text = f"{len(saved)} saved, each when it was due; {len(kept)} kept, all whole"
+    return Verdict("checkpoints", True, len(saved), wanted, text)
 
 
 def throughput(history: History, limits: Limits) -> Verdict:

@@ -31,6 +31,10 @@ class Limits:
     reach_margin: float = 0.02  # of the range between always the nearest and always the oldest: no choice by content
     selection_steps: int = 100  # an untrained model spreads its attention evenly, and ties go to the oldest blocks
     sink_share: float = 0.80  # of the selected attention held by the first block
+    twin_gap: float = 0.01  # validation bpb over that of the dense twin, at most, as a share
+    plan_memory: float = 0.15  # peak memory off the plan, either way
+    plan_time: float = 0.25  # time off the plan, either way
+    decode_error: float = 1e-6  # difference of logits over the largest, cached decoding against one full pass, in float64
 
 
 LIMITS = Limits()
@@ -49,6 +53,9 @@ class Verdict:
     @property
     def mark(self) -> str:
         return {True: "ok", False: "FAIL", None: "?"}[self.ok]
+
+    def __str__(self) -> str:
+        return f"{self.mark:<4} {self.name}: {self.text}"
 
 
 def one_line(text: Any) -> str:

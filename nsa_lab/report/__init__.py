@@ -3,6 +3,7 @@
 Invariants
 * Formulas are MathML, pictures are embedded and carry alt text, code is folded away but there.
 * The verdict comes from the run's own files, never from what papermill says about the notebook.
+* No path of the machine that it ran on: neither on the page nor in the executed notebook of a run directory.
 * A notebook that failed gives a page of what it did, with the error on top.
 """
 
@@ -26,9 +27,10 @@ from nsa_lab.report.formulas import Formulas
 from nsa_lab.report.header import notebook_error, run_summary
 from nsa_lab.report.index import write_index
 from nsa_lab.report.inert import external_loads, inert
+from nsa_lab.report.portable import make_portable, portable
 from nsa_lab.summary import settings_of
 
-__all__ = ["compare", "export", "external_loads", "write_index", "write_report"]
+__all__ = ["compare", "export", "external_loads", "make_portable", "write_index", "write_report"]
 
 NOTEBOOK, PAGE = "report.ipynb", "report.html"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -45,6 +47,7 @@ def write_report(run_dir: str | Path) -> Path:
     history = History.read(run_dir)
     notebook = history.run_dir / NOTEBOOK
     if notebook.is_file():
+        make_portable(notebook)
         return export(notebook, history.run_dir / PAGE, run_dir=history.run_dir)
     return _write(_notebook_of([history]), history.run_dir / PAGE, [history], title=history.run)
 
@@ -53,7 +56,7 @@ def export(notebook: str | Path, page: str | Path | None = None, *, run_dir: str
     """The executed notebook at `notebook` as a page, by default beside it; with `run_dir`, that run's verdict on top."""
     source = Path(notebook)
     histories = [History.read(run_dir)] if run_dir else []
-    content = nbformat.read(source, as_version=4)
+    content = portable(nbformat.read(source, as_version=4))
     return _write(content, Path(page or source.with_suffix(".html")), histories, title=_title(content) or source.stem,
                   folder=source.parent)
 

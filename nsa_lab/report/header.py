@@ -10,7 +10,8 @@ from nsa_lab import rundir
 from nsa_lab.explore.plots import overview
 from nsa_lab.explore.show import png
 from nsa_lab.health import Health, examine
-from nsa_lab.health.verdict import one_line
+from nsa_lab.health.answers import BRANCH_QUESTIONS, answers
+from nsa_lab.health.verdict import Verdict, one_line
 from nsa_lab.history import History
 from nsa_lab.summary import shown_facts
 
@@ -34,14 +35,24 @@ def run_summary(run: Any, *, picture: bool = True) -> dict[str, Any]:
         "headline": health.headline,
         "mood": "bad" if health.failed else "ok" if history.done else "open",
         "advice": _advice(history),
+        "answers": [_row(answer) for answer in answers(health.verdicts) if not _beside_the_point(answer, history)],
         "facts": shown_facts(history),
         "picture": base64.b64encode(png(overview(history))).decode() if picture and history.steps else None,
         "picture_alt": f"Loss, gates, selection and throughput of {history.run} over its steps",
         "counts": _counts(health),
-        "verdicts": [{"name": v.name, "mood": MOODS[v.ok], "mark": v.mark, "text": v.text} for v in health.verdicts],
+        "verdicts": [_row(verdict) for verdict in health.verdicts],
         "config": history.config.to_yaml(),
         "environment": json.dumps(history.environment, indent=1),
     }
+
+
+def _row(verdict: Verdict) -> dict[str, str]:
+    return {"name": verdict.name, "mood": MOODS[verdict.ok], "mark": verdict.mark, "text": verdict.text}
+
+
+def _beside_the_point(answer: Verdict, history: History) -> bool:
+    """A dense run is not asked about gates and selection."""
+    return history.config.model.attention == "dense" and answer.ok is None and answer.name in BRANCH_QUESTIONS
 
 
 def notebook_error(notebook: Any) -> dict[str, str] | None:

@@ -10,6 +10,9 @@ import psutil
 import pytest
 from papermill.exceptions import PapermillExecutionError
 
+from nsa_lab import launch
+from nsa_lab.config import RunConfig
+
 from .conftest import CELL_TIMEOUT_S, CI, ROOT, pictures, printed, status
 
 
@@ -40,8 +43,12 @@ def test_training_again_and_its_health(execute, tmp_path):
     shown = execute("03_smoke_training", run_dir=str(run))
     assert "this run is finished" in printed(shown)
 
-    health = execute("05_health_analysis", run_dir=str(run), other_run=str(run))
-    assert "every step once" in printed(health)
+    twin = launch.ensure(RunConfig.from_yaml(ROOT / "params" / "ci.yaml", {"model.attention": "dense"}), outputs)
+    assert launch.wait(twin, CELL_TIMEOUT_S) and status(twin) == "DONE"
+    health = execute("05_health_analysis", run_dir=str(run), other_run=str(twin))
+    for line in ("every step once", "as good as dense", "time as planned: the plan named no speed", "Is the gate alive?",
+                 "twins: the same configuration but for attention", "decoding is the model: step-00000020", "their number"):
+        assert line in printed(health) + str(health.cells), line
     assert any("Blocks selected" in output["metadata"]["image/png"]["alt"] for output in pictures(health))
 
 

@@ -1,0 +1,32 @@
+"""The four questions that a reader of a report has, answered from the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsa_lab.health.verdict import Verdict
+
+# The verdicts that answer each; "did it work" asks all of them.
+QUESTIONS = {
+    "Did it work?": ("finished", "loss fell"),
+    "How fast?": ("throughput",),
+    "Is the gate alive?": ("gates moved", "gates alive"),
+    "Is selection doing anything?": ("selection chooses", "selection reaches"),
+}
+BRANCH_QUESTIONS = ("Is the gate alive?", "Is selection doing anything?")
+
+
+def answers(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """One verdict a question, named by it: False if one of its verdicts is, and that one speaks; else None if one is."""
+    return [_answer(question, [verdict for verdict in verdicts if verdict.name in names], verdicts)
+            for question, names in QUESTIONS.items()]
+
+
+def _answer(question: str, asked: Sequence[Verdict], every: Sequence[Verdict]) -> Verdict:
+    failed = [verdict for verdict in (every if question == next(iter(QUESTIONS)) else asked) if verdict.ok is False]
+    if failed:
+        return Verdict(question, False, None, None, "; ".join(f"{verdict.name}: {verdict.text}" for verdict in failed[:2]))
+    if not asked:
+        return Verdict(question, None, None, None, "a dense model has none")
+    unknown = any(verdict.ok is None for verdict in asked)
+    return Verdict(question, None if unknown else True, None, None, "; ".join(verdict.text for verdict in asked))
