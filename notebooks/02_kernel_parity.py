@@ -108,3 +108,15 @@ if device == "cuda" and speeds:
     show_speeds()
 else:
     print("no CUDA device: no speeds" if device == "cpu" else "speeds = False")
+
+# %% [markdown]
+# ## A training step, by part
+#
+# A profiler trace of the whole training step, summarised by kernel: what each part takes, and the least that its
+# arithmetic would take (matrix products at the rate that a large one reached in the same run, attention at 500 TFLOP/s
+# on the keys it reads). Measured now where there is a CUDA device, otherwise the record in `docs/benchmarks`.
+
+# %%
+from nsa_lab.explore import step_time
+
+step_time.show_step_time(step_time.measured() if device == "cuda" and speeds else step_time.recorded())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ from nsa_lab.config import NSAConfig
 
 # Forward and backward of the whole as a share of SDPA flash at the same shape: (T, H) with d=64, or d=128 where H=64.
 WHOLE_BARS = {(2048, 12): 1.6, (8192, 12): 0.68, (32768, 12): 0.26, (65536, 12): 0.145, (32768, 64): 0.20}
+
+TABLE_WIDTH = 170  # characters, where the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def run_attention_bench(
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     shapes = shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
     choices = resolve_backend(device, dtype, nsa, backend=backend)
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     rows: list[Row] = []
     for shape in shapes:
         rows += _bench_shape(shape, nsa, choices, device, dtype, with_peers)

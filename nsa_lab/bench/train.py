@@ -10,6 +10,7 @@ import gc
 import json
 import re
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -37,6 +38,7 @@ CPU_SHAPES = ((128, 2), (256, 1))
 CPU_MODEL = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_groups=2, d_k=16, d_v=16,
                         nsa=NSAConfig(l=16, d=8, l_sel=16, n_sel=4, w=32))
 KINDS = ("nsa", "dense")
+TABLE_WIDTH = 170  # characters, where the output is no terminal
 
 # Kernel name -> where the time goes; the first match counts. By name, because a replayed graph knows no operators.
 KERNELS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in (
@@ -86,7 +88,7 @@ def run_train_bench(
     cuda = torch.cuda.is_available()
     shapes = shapes or (GPU_SHAPES if cuda else CPU_SHAPES)
     base = model or (ModelConfig() if cuda else CPU_MODEL)
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     report: dict[str, Any] = {
         "what": "training step, NSA and its dense twin",
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -54,18 +54,20 @@ class Recorder:
         self.log.event(kind, from_step=from_step, steps=self._steps, tensorboard=self._mirror.why_off or "on", **told)
         logger.info("%s of %s at step %d of %d", kind, self.log.run, from_step, self._steps)
 
-    def step(self, numbers: dict[str, Any]) -> None:
+    def step(self, step: int, numbers: dict[str, Any]) -> None:
+        """The numbers of a step; it may be the one before the step that the run is at."""
         if not self._first:
             return
-        self._write("step", numbers)
-        logger.info("step %d/%d  loss %.4f  lr %.3g  grad norm %.3g  %.0f tokens/s", self.log.step, self._steps,
+        self._write("step", step, numbers)
+        logger.info("step %d/%d  loss %.4f  lr %.3g  grad norm %.3g  %.0f tokens/s", step, self._steps,
                     numbers["loss"], numbers["lr"], numbers["grad_norm"], numbers["tokens_per_s"])
         if time.monotonic() - self._status_written > STATUS_EVERY_S:
             self.status(rundir.RUNNING)
 
     def evaluation(self, split: str, loss: float, bpb: float) -> None:
         if self._first:
-            self._write("eval", {"split": split, "loss": loss, "bpb": bpb, "seconds": self.phases.last("eval")})
+            numbers = {"split": split, "loss": loss, "bpb": bpb, "seconds": self.phases.last("eval")}
+            self._write("eval", self.log.step, numbers)
             logger.info("step %d  %s loss %.4f  %.4f bits a byte", self.log.step, split, loss, bpb)
 
     def saved(self, saved: Saved) -> None:
@@ -122,11 +124,11 @@ class Recorder:
             self._mirror.close()
         self.log.close()
 
-    def _write(self, kind: str, numbers: dict[str, Any]) -> None:
-        self.log.event(kind, **numbers)
+    def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
+        self.log.event(kind, step=step, tokens=step * self._tokens_per_step, **numbers)
         if self._mirror:
             group = f"eval/{numbers['split']}" if kind == "eval" else "train"
-            self._mirror.write(group, self.log.step, numbers)
+            self._mirror.write(group, step, numbers)
 
 
 def memory_peak_bytes(device: torch.device) -> int:

@@ -3,7 +3,8 @@
 Invariants
 * The state of the run after step s is a function of its configuration and data. Killing and resuming changes nothing.
 * Step s, counted from 1, takes batch s - 1; `done` is the last step whose update was applied.
-* The host looks at results one step late, and waits for the device only at log points.
+* The host looks at results one step late, and a log point is no exception: the device has the next step to work on while
+  this one is written down. It is waited for where its state is needed: statistics, evaluations and saves.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Trainer:
         self._throughput = ThroughputRule(self.train.min_tokens_per_s)
         self._gates, self._movement = GateRule(), GateMovement(parts.model)
         self._latest: list[float] = []
+        self._to_log: set[int] = set()
         self._interval = _Interval(done)
         self._failed_saves = 0
         self._first = done + 1
@@ -109,9 +111,11 @@ class Trainer:
         log = stats or last or step == 1 or step % train.log_every == 0
         evaluation = bool(train.eval_every) and (last or step % train.eval_every == 0)
         save = bool(train.save_every) and step % train.save_every == 0
-        self._judge(everything=log or evaluation or save)
-        if log:
-            self._log(step, inputs if stats else None)
+        if log and not stats:
+            self._to_log.add(step)
+        self._judge(everything=stats or last or evaluation or save or step == self._first)
+        if stats:
+            self._log(step, inputs)
         if step == self._first:
             # Nothing made so far is garbage; scanning it again and again would cost a pause each time.
             gc.collect()
@@ -131,6 +135,9 @@ class Trainer:
                 self._act(verdict)
             self._latest = result
             self._act(self._spike.observe(step, result[LOSS]))
+            if step in self._to_log:
+                self._to_log.remove(step)
+                self._log(step)
             if result[STOP] and not self._alone:
                 raise StopRequested(self.signals.requested or "another rank")
 
@@ -141,7 +148,8 @@ class Trainer:
         if verdict.action == "halt":
             raise Halt(verdict)
 
-    def _log(self, step: int, inputs: Tensor | None) -> None:
+    def _log(self, step: int, inputs: Tensor | None = None) -> None:
+        """Write down a step whose result was just read; with `inputs` its statistics too, while its gradients are there."""
         loss, norm = self._latest[LOSS], self._latest[GRAD_NORM]
         steps, dt_s, data_s = self._interval.close(step)
         speed = self.train.tokens_per_step / dt_s
@@ -152,7 +160,7 @@ class Trainer:
         if inputs is not None:
             with self._outside_training("stats"), self._interruptible():
                 numbers |= self._statistics(inputs, norm)
-        self.record.step(numbers)
+        self.record.step(step, numbers)
         for verdict in self._gates.observe(step, numbers.get("gate_saturation", []), numbers.get("gate_update", [])):
             self._act(verdict)
         if step > self._first:

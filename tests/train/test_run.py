@@ -23,6 +23,7 @@ from nsa_lab.data import Batches, DataError
 from nsa_lab.train import guard
 from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.parts import Builders, build_model
+from nsa_lab.train.step import Readback
 
 Make, Train = Callable[..., Path], Callable[..., int]
 
@@ -91,6 +92,26 @@ def test_a_run_records_what_the_contract_says(new_run: Make, train: Train) -> No
     assert [e["step"] for e in kinds(run_dir, "checkpoint")] == [5, 10, 12]
     assert kinds(run_dir, "end")[0]["exit_code"] == 0 and not kinds(run_dir, "guard")
     assert list((run_dir / "tensorboard").iterdir())
+
+
+def test_results_that_come_late_are_logged_at_their_own_step(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a step is written down while the next one is computed."""
+    here, late = new_run(log_every=2), new_run(log_every=2)
+    assert train(here) == 0
+
+    def take(self: Readback, *, everything: bool = False) -> list[tuple[int, list[float]]]:
+        cut = len(self._waiting) if everything else max(len(self._waiting) - 1, 0)
+        ready, self._waiting = self._waiting[:cut], self._waiting[cut:]
+        return [(step, result.tolist()) for step, result, _ in ready]
+
+    monkeypatch.setattr(Readback, "take", take)
+    assert train(late) == 0
+    fields = ("step", "tokens", "loss", "lr", "grad_norm", "sel_reuse")
+    told = [[tuple(e.get(name) for name in fields) for e in kinds(run_dir, "step")] for run_dir in (here, late)]
+    assert [row[0] for row in told[1]] == [1, 2, 4, 6, 8, 10, 12] and told[0] == told[1]
+    assert same(final_weights(here), final_weights(late))
 
 
 def test_bits_per_byte_are_nats_over_ln_2(new_run: Make, train: Train) -> None:
