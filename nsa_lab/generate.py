@@ -65,7 +65,8 @@ def generate(model: NSATransformer, prompt_tokens: Iterable[int] | Tensor, n: in
 
 def stream(model: NSATransformer, prompt_tokens: Iterable[int] | Tensor, n: int, temperature: float = 1.0,
            top_k: int | None = None, seed: int = 0, *, vocab_size: int | None = None) -> Iterator[int]:
-    """As `generate`, each token as soon as it is drawn. Raises ValueError for an empty prompt."""
+    """As `generate`, each token as soon as it is drawn. Raises ValueError for an empty prompt, ArithmeticError for a model
+    whose logits are not finite."""
     prompt = torch.as_tensor([int(token) for token in prompt_tokens], dtype=torch.int64)
     if not len(prompt):
         raise ValueError("generate: the prompt is empty; give at least one token, for example the tokenizer's separator")
@@ -84,7 +85,7 @@ def complete(run_dir: str | Path, prompt: str, n: int, *, temperature: float = 0
              step: int | None = None) -> Iterator[str]:
     """Pieces of text that follow `prompt`, taken as the beginning of a document, from a run's checkpoint.
 
-    Raises `NoCheckpoint`, and `DataError` if the run's tokenizer is gone.
+    Raises `NoCheckpoint`, also for one whose weights are broken, and `DataError` if the run's tokenizer is gone.
     """
     folder = find_checkpoint(run_dir, step)
     config = RunConfig.from_yaml(rundir.check(run_dir) / rundir.CONFIG)
@@ -94,17 +95,22 @@ def complete(run_dir: str | Path, prompt: str, n: int, *, temperature: float = 0
     begin = [tokenizer.separator, *map(int, tokenizer.encode(prompt))]
     drawn: list[int] = []
     said = ""
-    for token in stream(model, begin, n, temperature, top_k, seed, vocab_size=tokenizer.vocab_size):
-        drawn.append(token)
-        text = tokenizer.decode(drawn)
-        # Half a character shows as U+FFFD until its other half is drawn.
-        if not text.endswith("\ufffd"):
-            yield text[len(said):]
-            said = text
+    try:
+        for token in stream(model, begin, n, temperature, top_k, seed, vocab_size=tokenizer.vocab_size):
+            drawn.append(token)
+            text = tokenizer.decode(drawn)
+            # Half a character shows as U+FFFD until its other half is drawn.
+            if not text.endswith("\ufffd"):
+                yield text[len(said):]
+                said = text
+    except ArithmeticError as error:
+        raise NoCheckpoint(f"{folder}: {error}; use an earlier checkpoint of the run") from None
     yield tokenizer.decode(drawn)[len(said):]
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, draw: torch.Generator) -> int:
+    if not logits.isfinite().all():
+        raise ArithmeticError("the model's logits are not finite")
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):

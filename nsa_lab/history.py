@@ -131,6 +131,16 @@ _ENDINGS = {
 }
 
 
+# One reading is one batch, and noise: training loss is told as the mean of the latest, of a tenth of the run at most.
+LATEST_READINGS = 50
+
+
+def _latest(values: np.ndarray) -> np.ndarray:
+    """The readings that say where training stands; those that are not finite are left out."""
+    latest = values[-max(1, min(LATEST_READINGS, len(values) // 10)):]
+    return latest[np.isfinite(latest)]
+
+
 def facts(run: str | Path | History) -> dict[str, Any]:
     """The numbers a reader asks for first, by name with the unit in it; None where the run does not say."""
     history = History.read(run)
@@ -139,7 +149,7 @@ def facts(run: str | Path | History) -> dict[str, Any]:
     _, validation = history.validation()
     _, speed = history.series("tokens_per_s")
     _, memory = history.series("mem_peak_bytes")
-    _, bpb = history.series("bpb")
+    latest = _latest(history.series("bpb")[1])
     tokens = history.reached * history.config.train.tokens_per_step
     return {
         "run": history.run,
@@ -158,7 +168,8 @@ def facts(run: str | Path | History) -> dict[str, Any]:
         "first_validation_bpb": float(validation[0]) if len(validation) else None,
         "last_validation_bpb": float(validation[-1]) if len(validation) else None,
         "best_validation_bpb": float(np.nanmin(validation)) if np.isfinite(validation).any() else None,
-        "last_train_bpb": float(bpb[-1]) if len(bpb) else None,
+        "last_train_bpb": float(np.mean(latest)) if len(latest) else None,
+        "last_train_readings": len(latest),
         "source": history.config.data.source,
         "seq_len": history.config.train.seq_len,
         "config_hash": history.config.hash(),

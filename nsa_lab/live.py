@@ -58,6 +58,8 @@ class RunView:
             self._latest["validation"] = event["bpb"]
         elif kind == "heartbeat":
             self._phase, self._phase_age_s, self._heard = event["phase"], event["phase_age_s"], event["t"]
+        elif kind in ("start", "resume", "end"):
+            self._phase, self._phase_age_s, self._heard = "ended" if kind == "end" else "starting", 0.0, event["t"]
         if kind in NOTED:
             self._notes.append(note(event))
 

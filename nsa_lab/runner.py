@@ -21,7 +21,7 @@ from rich.console import Console
 from nsa_lab import launch, names, rundir
 from nsa_lab.health import examine
 from nsa_lab.live import watch
-from nsa_lab.report import NOTEBOOK, write_index, write_report
+from nsa_lab.report import INDEX, NOTEBOOK, write_index, write_report
 
 AUTOSAVE_S = 10
 KERNEL = "python3"
@@ -58,6 +58,8 @@ def report_on(run_dir: Path, problem: str | None, console: Console) -> None:
     if problem:
         console.print(f"the notebook did not finish: {problem}", style="red", highlight=False, soft_wrap=True)
     console.print(_what_next(run_dir, state), highlight=False, soft_wrap=True)
+    if not (run_dir.parent / INDEX).is_file():
+        write_index(run_dir.parent)  # the report links to it
     page = write_report(run_dir)
     console.print(f"all runs: {write_index(run_dir.parent)}", highlight=False, soft_wrap=True)
     sys.stdout.write(f"{page}\n")

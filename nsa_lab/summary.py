@@ -24,7 +24,7 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "steps": f"{known['step']:,} of {known['steps']:,}",
         "tokens": f"{known['tokens']:,}",
         "validation, bits a byte": f"{first:.3f} → {last:.3f} (best {best:.3f})" if best is not None else None,
-        "training, bits a byte": _format(known["last_train_bpb"], "{:.3f}"),
+        "training, bits a byte": _format(known["last_train_bpb"], "{:.3f}" + _over(known["last_train_readings"])),
         "tokens a second, median": _format(known["tokens_per_s"], "{:,.0f}"),
         "time": _format(known["wall_s"], duration),
         "peak memory": _format(known["memory_peak_bytes"], lambda value: f"{value / 1e9:.2f} GB"),
@@ -37,6 +37,10 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "configuration": known["config_hash"],
     }
     return [(name, value) for name, value in shown.items() if value]
+
+
+def _over(readings: int) -> str:
+    return f" (mean of the last {readings} readings)" if readings > 1 else ""
 
 
 def attempts_of(history: History) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,13 @@ def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"other")
     with pytest.raises(NoCheckpoint, match="does not match its sha256"):
         load_model(folder)
+
+
+def test_weights_that_are_broken_are_explained(tmp_path: Path) -> None:
+    """The newest checkpoint of a run that was halted may be of the step before everything became nan."""
+    run_dir = write_run(tmp_path)
+    model = NSATransformer(configuration().model, seed=1)
+    write_checkpoint(run_dir, 200, save({name: value * math.nan for name, value in model.state_dict().items()}))
+    for temperature in (0.0, 0.8):
+        with pytest.raises(NoCheckpoint, match="logits are not finite; use an earlier checkpoint"):
+            "".join(complete(run_dir, "def ", 3, temperature=temperature))

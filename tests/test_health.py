@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_run import LAYERS, Event, configuration, evaluation, saved, step_event, write_checkpoint, write_run
 
@@ -20,6 +21,7 @@ from nsa_lab.health.answers import QUESTIONS, answers
 from nsa_lab.health.branches import choice_range
 from nsa_lab.health.twins import beside_twin, side_by_side, twins
 from nsa_lab.history import History, facts
+from nsa_lab.summary import shown_facts
 
 
 def named(found: list[Verdict], name: str) -> Verdict:
@@ -225,6 +227,25 @@ def test_a_killed_and_resumed_run_counts_every_step_once_and_tells_its_story(tmp
     assert [a.ending for a in history.attempts()] == ["killed", "done"]
     assert len(history.steps) == 21
     assert facts(history)["attempts"] == 2
+
+
+def test_training_loss_is_told_as_a_mean_of_the_latest_readings(tmp_path: Path) -> None:
+    """The last batch alone is noise. Over fewer readings where the run has few, or it would lag behind."""
+    def noisy(events):
+        for event in events:
+            if event["kind"] == "step":
+                event["bpb"] = 1.0 + 0.5 * (-1) ** (event["step"] // 10)
+        events[-2 if events[-1]["kind"] == "end" else -1]["bpb"] = None
+
+    history = History.read(write_run(tmp_path / "long", configuration(train__steps=5000), noisy))
+    assert facts(history)["last_train_bpb"] == pytest.approx(1.0, abs=0.02)
+    assert dict(shown_facts(history))["training, bits a byte"].endswith("(mean of the last 50 readings)")
+    short = History.read(write_run(tmp_path / "short"))
+    assert facts(short)["last_train_bpb"] == pytest.approx(np.mean([event["bpb"] for event in short.steps[-2:]]))
+    first = History.read(write_run(tmp_path / "first", spoil=lambda events: [e for e in events if e["step"] <= 1]))
+    assert dict(shown_facts(first))["training, bits a byte"] == f"{first.steps[0]['bpb']:.3f}"
+    none = History.read(write_run(tmp_path / "none", spoil=lambda events: events[:1]))
+    assert facts(none)["last_train_bpb"] is None
 
 
 def test_the_four_questions_are_answered_by_the_verdicts(tmp_path: Path) -> None:

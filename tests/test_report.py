@@ -129,6 +129,22 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     assert page.stat().st_size < 5_000_000
 
 
+def test_pages_of_a_run_speak_of_each_other_and_of_the_list_of_runs(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    assert 'class="links"' not in write_report(run_dir).read_text(encoding="utf-8")
+    write_index(tmp_path)
+    nbformat.write(executed(), run_dir / "health.ipynb")
+    health = export(run_dir / "health.ipynb", run_dir=run_dir).read_text(encoding="utf-8")
+    report = write_report(run_dir).read_text(encoding="utf-8")
+    assert _links(report) == ["health.html", "../index.html"] and _links(health) == ["report.html", "../index.html"]
+    elsewhere = export(run_dir / "health.ipynb", tmp_path / "shared.html", run_dir=run_dir).read_text(encoding="utf-8")
+    assert _links(elsewhere) == []
+
+
+def _links(page: str) -> list[str]:
+    return re.findall(r'href="([^"#]+)"', page.partition("<main>")[0])
+
+
 def test_code_is_folded_but_there(reported: str) -> None:
     folded = re.search(r'<details class="code">.*?</details>', reported, re.DOTALL)
     assert folded
@@ -157,6 +173,15 @@ def test_a_notebook_that_failed_says_so_on_top_and_the_run_keeps_its_own_verdict
     assert "The notebook stopped in code cell 2 of 2: ZeroDivisionError: division by &lt;zero&gt;" in head
     assert head.index("The notebook stopped") < head.index('<p class="banner ok">healthy</p>')
     assert "An Exception was encountered" not in text
+
+
+def test_a_notebook_that_stopped_with_a_word_to_the_reader_is_not_called_broken(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    error = new_output("error", ename="Stop", evalue="the run is HALTED: step 2; go on: nsa-lab resume x", traceback=[])
+    nbformat.write(executed(new_code_cell("verdict(run)", outputs=[error])), run_dir / "report.ipynb")
+    head = write_report(run_dir).read_text(encoding="utf-8").partition("<main>")[0]
+    assert "The notebook stopped in code cell 2 of 2: the run is HALTED: step 2; go on: nsa-lab resume x" in head
+    assert "Nothing in the notebook is broken" in head
 
 
 def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_path: Path) -> None:
@@ -191,6 +216,12 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
     assert_self_contained(text)
     assert "2 runs compared" in text
     assert text.count('class="banner ok"') == 2
+    head = text.partition("<main>")[0]
+    rows = {name: re.findall(r"<td>(.*?)</td>", cells) for name, cells in
+            re.findall(r'<tr><th scope="row">(.*?)</th>(<td>.*?)</tr>', head.partition("</table>")[0])}
+    assert rows["verdict"] == ["healthy"] * 2 and rows["attention"] == ["nsa", "dense"]
+    for number, run in enumerate(map(History.read, runs), 1):
+        assert f'<a href="#run-{number}">{run.run}</a>' in head and f'<h2 id="run-{number}">{run.run}</h2>' in head
 
 
 def test_a_figure_links_to_its_code(reported: str) -> None:
@@ -241,6 +272,17 @@ def test_external_loads_sees_what_it_should() -> None:
     assert len(external_loads(page)) == 5
     assert external_loads(inert(page)) == []
     assert '<a href="https://f.org">f</a>' in inert(page)
+
+
+def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -> None:
+    """The note on the cut axis once stood where a resumed run has the name of its second attempt."""
+    run_dir = write_run(tmp_path, configuration(train__steps=5_000, train__warmup_steps=100))
+    for draw, axes in ((plots.overview, 1), (plots.loss_curves, 2)):
+        figure = draw(run_dir)
+        figure.draw_without_rendering()
+        notes = [(text, panel) for panel in figure.axes for text in panel.texts if "the beginning" in text.get_text()]
+        assert len(notes) == axes
+        assert all(text.get_window_extent().y0 >= panel.bbox.y1 for text, panel in notes)
 
 
 @pytest.mark.parametrize("draw", [*plots.RUN_PICTURES, *plots.NSA_PICTURES, plots.loss_curves])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 
 from nsa_lab import rundir
 from nsa_lab.explore.pictures import selection_by_layer
-from nsa_lab.explore.plots import BRANCH_NAMES, RUN_COLOURS, STEP, Run
+from nsa_lab.explore.plots import BRANCH_NAMES, RUN_COLOURS, STEP, Run, over_steps
 from nsa_lab.explore.samples import observed_blocks
 from nsa_lab.explore.show import BRANCH_COLOURS
 from nsa_lab.history import History
@@ -35,7 +36,7 @@ def gates_of_layer(runs: Sequence[Run], layer: int, step: int | None = None) -> 
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     axes.set(title=f"Gate shares of layer {layer}", xlabel=STEP, ylabel="share of the gates", ylim=(0, 1))
-    for history, line in zip(histories, LINES, strict=False):
+    for history, line in zip(histories, cycle(LINES), strict=False):
         for branch, label in BRANCH_NAMES.items():
             steps, values = history.layers(f"gate_share_{branch}")
             if values.shape[1] > layer:
@@ -50,7 +51,7 @@ def statistic_of_layer(runs: Sequence[Run], name: str, layer: int, step: int | N
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.set(title=f"{STATISTICS[name].capitalize()}, layer {layer}", xlabel=STEP, ylabel=STATISTICS[name])
-    for history, colour in zip(map(History.read, runs), RUN_COLOURS, strict=False):
+    for history, colour in zip(map(History.read, runs), cycle(RUN_COLOURS), strict=False):
         steps, values = history.layers(name)
         if values.shape[1] > layer:
             axes.plot(steps, values[:, layer], color=colour, label=history.run)
@@ -97,7 +98,7 @@ def _numbers(history: History, layer: int, step: int) -> dict[str, str]:
     at, bpb = _last(*history.series("bpb"), step)
     numbers = {
         "step": "–" if at is None else f"{at:,}",
-        "training, bits a byte": _text(bpb),
+        "training batch, bits a byte": _text(bpb),
         "validation, bits a byte": _text(_last(*history.validation(), step)[1]),
         "tokens a second": _text(_last(*history.series("tokens_per_s"), step)[1], "{:,.0f}"),
     }
@@ -121,7 +122,7 @@ def _text(value: float, form: str = "{:.3f}") -> str:
 def _finish(figure: Figure, axes: Axes, step: int | None) -> None:
     if step is not None:
         axes.axvline(step, color="black", linestyle=":", linewidth=1)
-    axes.grid(alpha=0.25, linewidth=0.5)
+    over_steps(axes)
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +44,9 @@ def loss_curves(runs: Run | Sequence[Run], *, smooth: int = 10) -> Figure:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     figure.suptitle("Loss: " + ", ".join(h.run for h in histories), fontsize=11)
     nats, bits = figure.subplots(1, 2)
-    for history, colour in zip(histories, RUN_COLOURS, strict=False):
-        _draw_smoothed(nats, *history.series("loss"), smooth, colour, f"{_attention(history, histories)}training")
+    for history, colour, width in zip(histories, cycle(RUN_COLOURS), _widths(histories), strict=False):
+        named = f"{_attention(history, histories)}training"
+        _draw_smoothed(nats, *history.series("loss"), smooth, colour, named, width)
         _mark_resumes(nats, history)
     nats.set(xlabel=STEP, ylabel="loss, nats a token")
     _legend(nats)
@@ -63,19 +65,19 @@ def validation_gap(nsa: Run, dense: Run, limit: float = LIMITS.twin_gap) -> Figu
     axes.axhline(0, color="black", linewidth=0.8)
     _mark_level(axes, 100 * limit, f"limit, {limit:+.0%}")
     axes.set(xlabel=STEP, ylabel="bits a byte, NSA over dense, %")
-    _over_steps(axes)
+    over_steps(axes)
     return figure
 
 
 def learning_rate(runs: Run | Sequence[Run]) -> Figure:
     """Learning rate and gradient norm over steps."""
     figure, (rate, norm) = _rows("Optimiser", 2)
-    for history, colour in zip(_histories(runs), RUN_COLOURS, strict=False):
+    for history, colour in zip(_histories(runs), cycle(RUN_COLOURS), strict=False):
         rate.plot(*history.series("lr"), color=colour, label=history.run)
         norm.plot(*history.series("grad_norm"), color=colour, linewidth=0.8, label=history.run)
         norm.axhline(history.config.train.grad_clip, color=colour, linestyle=":", linewidth=1)
     for axes in (rate, norm):
-        _over_steps(axes)
+        over_steps(axes)
     rate.set_ylabel("learning rate")
     norm.set(ylabel="gradient norm\n(clipped at the dotted line)", yscale="log", xlabel=STEP)
     rate.legend(frameon=False, fontsize=8)
@@ -165,13 +167,13 @@ def throughput(runs: Run | Sequence[Run]) -> Figure:
     """Tokens a second over steps with the median and the stalls, the share of time spent waiting for data, peak memory."""
     histories = _histories(runs)
     figure, (speed, wait, memory) = _rows("Pace: " + ", ".join(h.run for h in histories), 3)
-    for history, colour in zip(histories, RUN_COLOURS, strict=False):
+    for history, colour in zip(histories, cycle(RUN_COLOURS), strict=False):
         _draw_speed(speed, history, colour)
         _mark_stalls(speed, history)
         steps, took = history.series("dt_s")
         wait.plot(steps, 100 * history.series("data_s")[1] / np.maximum(took, 1e-12), color=colour, linewidth=1)
         steps, peak = history.series("mem_peak_bytes")
-        _over_steps(memory)
+        over_steps(memory)
         memory.plot(steps, peak / 1e9, color=colour, linewidth=1.5)
     memory.margins(y=0.12)
     speed.set_ylabel("tokens a second")
@@ -220,7 +222,7 @@ def progress(run: Run) -> Figure:
         _say_nothing(gates, "a dense model has no gates")
     rate.set_title("Learning rate", fontsize=10)
     rate.plot(*history.series("lr"), color=RUN_COLOURS[0])
-    _over_steps(rate)
+    over_steps(rate)
     rate.set_ylabel("learning rate")
     speed.set_title("Throughput", fontsize=10)
     _draw_speed(speed, history, RUN_COLOURS[0])
@@ -240,23 +242,29 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _draw_loss(axes: Axes, histories: list[History], smooth: int) -> None:
-    for history, colour in zip(histories, RUN_COLOURS, strict=False):
+    for history, colour, width in zip(histories, cycle(RUN_COLOURS), _widths(histories), strict=False):
         named = _attention(history, histories)
-        _draw_smoothed(axes, *history.series("bpb"), smooth, colour, f"{named}training")
+        _draw_smoothed(axes, *history.series("bpb"), smooth, colour, f"{named}training", width)
         held_out, validation = history.validation()
         axes.plot(held_out, validation, color=colour, linestyle="--", marker="o", markersize=3.5, zorder=3,
                   label=f"{named}validation")
         _mark_resumes(axes, history)
     axes.set(xlabel=STEP, ylabel="bits a byte")
     _legend(axes)
-    _over_steps(axes)
+    over_steps(axes)
 
 
-def _draw_smoothed(axes: Axes, steps: np.ndarray, values: np.ndarray, smooth: int, colour: str, label: str) -> None:
+def _draw_smoothed(axes: Axes, steps: np.ndarray, values: np.ndarray, smooth: int, colour: str, label: str,
+                   width: float) -> None:
     axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
     window = max(1, min(smooth, len(values) // 20), len(values) // 50)
-    axes.plot(steps, smoothed(values, window), color=colour, linewidth=1.6, label=label)
-    _over_steps(axes)
+    axes.plot(steps, smoothed(values, window), color=colour, linewidth=width, label=label)
+    over_steps(axes)
+
+
+def _widths(histories: list[History]) -> list[float]:
+    """Of each run's curve: the first of several is the widest, so that one that lies under another is seen."""
+    return [1.6] if len(histories) == 1 else [max(3.2 - 1.8 * index, 1.0) for index in range(len(histories))]
 
 
 def _close_to_the_end(panels: list[tuple[Axes, str]], histories: list[History]) -> None:
@@ -268,7 +276,8 @@ def _close_to_the_end(panels: list[tuple[Axes, str]], histories: list[History]) 
             low, high = min(np.nanmin(values) for values in shown), max(np.nanmax(values) for values in shown)
             margin = 0.1 * (high - low) or 0.1
             axes.set_ylim(low - margin, high + 3 * margin)
-            axes.annotate("the beginning lies above", (0.01, 0.98), xycoords="axes fraction", fontsize=7, va="top",
+            # Outside the axes, where no curve and no mark of an attempt can be.
+            axes.annotate("the beginning lies above ↑", (0.0, 1.01), xycoords="axes fraction", fontsize=8, va="bottom",
                           color=DENSE)
 
 
@@ -299,7 +308,8 @@ def _draw_gates(axes: Axes, history: History) -> None:
 
 def _draw_speed(axes: Axes, history: History, colour: str) -> None:
     steps, speed = history.series("tokens_per_s")
-    _over_steps(axes)
+    over_steps(axes)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
     axes.plot(steps, speed, color=colour, linewidth=1, marker="." if len(steps) < 80 else None, label=history.run)
     if len(speed):
         median = float(np.median(speed))
@@ -318,7 +328,7 @@ def _draw_layers(figure: Figure | None, axes: Axes, history: History, name: str)
     colours = ScalarMappable(Normalize(0, max(values.shape[1] - 1, 1)), LAYER_MAP)
     for layer, line in enumerate(values.T):
         axes.plot(steps, line, color=colours.to_rgba(layer), linewidth=1.2, marker="." if len(steps) < 30 else None)
-    _over_steps(axes)
+    over_steps(axes)
     if figure is not None:
         figure.colorbar(colours, ax=axes, label="layer", ticks=_ticks(values.shape[1]))
 
@@ -329,10 +339,11 @@ def _band(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label:
         return
     axes.fill_between(steps, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.18, linewidth=0)
     axes.plot(steps, values.mean(axis=1), color=colour, label=label, marker="." if len(steps) < 30 else None)
-    _over_steps(axes)
+    over_steps(axes)
 
 
-def _over_steps(axes: Axes) -> None:
+def over_steps(axes: Axes) -> None:
+    """Steps along the bottom: whole numbers, few enough to be read, over a faint grid."""
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.25, linewidth=0.5)

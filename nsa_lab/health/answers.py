@@ -29,4 +29,5 @@ def _answer(question: str, asked: Sequence[Verdict], every: Sequence[Verdict]) -
     if not asked:
         return Verdict(question, None, None, None, "a dense model has none")
     unknown = any(verdict.ok is None for verdict in asked)
-    return Verdict(question, None if unknown else True, None, None, "; ".join(verdict.text for verdict in asked))
+    told = dict.fromkeys(verdict.text for verdict in asked)
+    return Verdict(question, None if unknown else True, None, None, "; ".join(told))

@@ -24,15 +24,17 @@ from nsa_lab.explore import plots
 from nsa_lab.explore.show import image, title
 from nsa_lab.history import History
 from nsa_lab.report.formulas import Formulas
-from nsa_lab.report.header import notebook_error, run_summary
-from nsa_lab.report.index import write_index
+from nsa_lab.report.header import beside, notebook_error, run_summary
+from nsa_lab.report.index import INDEX, write_index
 from nsa_lab.report.inert import external_loads, inert
 from nsa_lab.report.portable import make_portable, portable
 from nsa_lab.summary import settings_of
 
-__all__ = ["compare", "export", "external_loads", "make_portable", "write_index", "write_report"]
+__all__ = ["INDEX", "NOTEBOOK", "compare", "export", "external_loads", "make_portable", "write_index", "write_report"]
 
 NOTEBOOK, PAGE = "report.ipynb", "report.html"
+# Pages of a run directory that speak of each other where both are there; the second is notebook 05 on the run.
+PAGES = {PAGE: "the report of this run", "health.html": "its health, in detail"}
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 WIDGETS = "application/vnd.jupyter.widget-"
 ERROR_NOTES = "papermill-error-cell-tag"
@@ -75,11 +77,12 @@ def _write(notebook: NotebookNode, page: Path, histories: list[History], *, titl
     prepared = _prepare(notebook, formulas)
     exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
     subtitle = f"{histories[0].run}: {settings_of(histories[0].config)}" if len(histories) == 1 else None
+    runs = [run_summary(history, picture=pictures) for history in histories]
     resources = {
         "metadata": {"path": str(folder or page.parent), "name": page.stem},
-        "page": {"title": title, "subtitle": subtitle, "style": _style(), "error": error,
+        "page": {"title": title, "subtitle": subtitle, "style": _style(), "error": error, "links": _links(page, histories),
                  "overview_cell": _cell_of(prepared, "plots.overview("),
-                 "runs": [run_summary(history, picture=pictures) for history in histories]},
+                 "runs": runs, "beside": beside(runs) if len(runs) > 1 else None},
     }
     text, _ = exporter.from_notebook_node(prepared, resources)
     head, _, body = text.partition("<main>")
@@ -89,6 +92,14 @@ def _write(notebook: NotebookNode, page: Path, histories: list[History], *, titl
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(page)
     return page
+
+
+def _links(page: Path, histories: list[History]) -> dict[str, str]:
+    """What else there is to read, as addresses and what they are: the other page of the run, and the list of all runs."""
+    if len(histories) != 1 or page.parent.resolve() != histories[0].run_dir.resolve():
+        return {}
+    there = {name: what for name, what in PAGES.items() if name != page.name and (page.parent / name).is_file()}
+    return there | ({f"../{INDEX}": "all runs"} if (page.parent.parent / INDEX).is_file() else {})
 
 
 def _prepare(notebook: NotebookNode, formulas: Formulas) -> NotebookNode:

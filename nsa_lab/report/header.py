@@ -7,23 +7,33 @@ import json
 from typing import Any
 
 from nsa_lab import rundir
+from nsa_lab.explore.notebook import Stop
 from nsa_lab.explore.plots import overview
 from nsa_lab.explore.show import png
 from nsa_lab.health import Health, examine
 from nsa_lab.health.answers import BRANCH_QUESTIONS, answers
 from nsa_lab.health.verdict import Verdict, one_line
 from nsa_lab.history import History
-from nsa_lab.summary import shown_facts
+from nsa_lab.summary import settings_of, shown_facts
 
 MOODS = {True: "ok", False: "bad", None: "open"}
 
 ADVICE = {
-    rundir.HALTED: "The weights are those of step {step:,}, the last good one. Read the reason above and the newest halt-… "
-                   "folder of the run, change what it names, then: nsa-lab resume {run}",
+    rundir.HALTED: "The weights are those of step {step:,}, the last good one. The newest halt-… folder of the run holds "
+                   "the diagnosis. If the cause lies outside, in data or machine, mend it and go on: nsa-lab resume {run}. "
+                   "If it is a value of the configuration, train anew with another: nsa-lab run NAME -p section.key=value",
     rundir.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
     rundir.RUNNING: "This page shows the run as it was when the page was made: nsa-lab follow {run} shows it live.",
     "DEAD": "The trainer was killed; the last recorded step is {step:,}. nsa-lab resume {run} goes on from the newest "
             "checkpoint.",
+}
+
+STOP = Stop.__name__
+# By whether the notebook itself found that it cannot go on.
+NOTEBOOK_ADVICE = {
+    True: "Nothing in the notebook is broken: the line above says what it met and what to do. What came before is below.",
+    False: "What came before it stands below. A run that it started is not hurt by this: its own verdict, if there is one, "
+           "follows.",
 }
 
 
@@ -32,6 +42,8 @@ def run_summary(run: Any, *, picture: bool = True) -> dict[str, Any]:
     history = History.read(run)
     health = examine(history)
     return {
+        "name": history.run,
+        "settings": settings_of(history.config),
         "headline": health.headline,
         "mood": "bad" if health.failed else "ok" if history.done else "open",
         "advice": _advice(history),
@@ -44,6 +56,13 @@ def run_summary(run: Any, *, picture: bool = True) -> dict[str, Any]:
         "config": history.config.to_yaml(),
         "environment": json.dumps(history.environment, indent=1),
     }
+
+
+def beside(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Facts of several runs as rows of a table: a name, and the value in each; a dash where a run does not say."""
+    known = [{"verdict": run["headline"], **dict(run["facts"])} for run in runs]
+    names = dict.fromkeys(name for facts in known for name in facts)
+    return [(name, [facts.get(name, "–") for facts in known]) for name in names]
 
 
 def _row(verdict: Verdict) -> dict[str, str]:
@@ -61,11 +80,11 @@ def notebook_error(notebook: Any) -> dict[str, str] | None:
     for number, cell in enumerate(code, 1):
         for output in cell.outputs:
             if output.output_type == "error":
+                meant = output.ename == STOP
                 return {
-                    "headline": f"The notebook stopped in code cell {number} of {len(code)}: {output.ename}: "
-                                f"{one_line(output.evalue)[:500]}",
-                    "advice": "What came before it stands below. A run that it started is not hurt by this: its own "
-                              "verdict, if there is one, follows.",
+                    "headline": f"The notebook stopped in code cell {number} of {len(code)}: "
+                                f"{'' if meant else f'{output.ename}: '}{one_line(output.evalue)[:500]}",
+                    "advice": NOTEBOOK_ADVICE[meant],
                     "cell": cell.get("id", ""),
                 }
     return None

@@ -6,6 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 PORT, WAIT_S = 8931, 120
@@ -27,6 +28,21 @@ def wait_until_idle(seconds: float = WAIT_S) -> None:
     """Until no kernel works: what is shown then is what the last request made."""
     until(lambda: all(kernel["execution_state"] == "idle" for kernel in ask("/kernels") or [{"execution_state": ""}]),
           "the kernel is idle", seconds)
+
+
+def settle(what: Callable[[], object]) -> None:
+    """Until the kernel has answered all that was asked of it: `what` it shows does not change any more."""
+    last, since = None, time.monotonic()
+    while time.monotonic() - since < 3.0:
+        wait_until_idle()
+        if (now := what()) != last:
+            last, since = now, time.monotonic()
+        time.sleep(0.3)
+
+
+def told(browser) -> str:
+    """The text that an explorer shows beside its pictures."""
+    return "".join(element.text for element in browser.find_elements("css selector", ".widget-html-content pre"))
 
 
 def run_all(browser) -> None:

@@ -4,10 +4,8 @@ Run with `pytest tests/browser`; needs chromium, its driver and selenium, and is
 the documentation are written with `--screenshots docs`.
 """
 
-import time
-
 import pytest
-from page import keep, open_notebook, run_all, shown, until, wait_until_idle
+from page import keep, open_notebook, run_all, settle, shown, told, until, wait_until_idle
 
 pytestmark = pytest.mark.browser
 
@@ -27,23 +25,9 @@ def test_the_slider_moves_the_picture(browser, lab, screenshots):
     slider.click()
     slider.send_keys(PAGE_DOWN * 3)
     until(lambda: told(browser) != text, "the text follows the slider")
-    settle(browser)
+    settle(lambda: told(browser))
     value = shown(browser, ".widget-slider .widget-readout").text
     assert f"query {value}" in told(browser) and value != "1900"
     after = shown(browser, ".widget-image").get_attribute("src")
     assert after and after != before
     keep(browser, slider, screenshots, "explorer.png")
-
-
-def settle(browser) -> None:
-    """Until the kernel has answered every move of the slider: nothing changes any more."""
-    last, since = None, time.monotonic()
-    while time.monotonic() - since < 3.0:
-        wait_until_idle()
-        if (now := told(browser)) != last:
-            last, since = now, time.monotonic()
-        time.sleep(0.3)
-
-
-def told(browser) -> str:
-    return "".join(element.text for element in browser.find_elements("css selector", ".widget-html-content pre"))

@@ -1,13 +1,25 @@
-"""A report in a browser: nothing is requested, nothing is complained about, a figure's link unfolds its code."""
+"""A report in a browser: nothing is requested, nothing is complained about, and the first screen says what happened."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from fake_run import write_run
+from page import keep
 
 from nsa_lab.report import write_index, write_report
 
 pytestmark = pytest.mark.browser
+
+ROOT = Path(__file__).resolve().parents[2]
+HEIGHT = 900  # of the first screen, CSS pixels
+FIVE_MB = 5_000_000
+# Weights that explode in their first update: the loss of the second step is not a number.
+RUINOUS = ("-p", "train.lr=1e20", "-p", "train.warmup_steps=2")
 
 
 def test_a_report_is_one_quiet_file(browser, tmp_path):
@@ -20,8 +32,82 @@ def test_a_report_is_one_quiet_file(browser, tmp_path):
     assert not code.is_displayed()
     browser.execute_script("arguments[0].click()", link)
     assert code.is_displayed()
+    assert_quiet(browser)
 
+
+@pytest.mark.slow
+def test_the_report_of_a_run_through_its_notebook(browser, tmp_path):
+    code, page = run_ci(tmp_path)
+    assert code == 0 and page.stat().st_size < FIVE_MB
+    first_screen(browser, page)
+    seen = seen_at_once(browser)
+    for words in ("healthy", "Did it work? ok", "Is the gate alive?", "step 20 of 20", "DONE", "validation, bits a byte"):
+        assert words in seen, words
+    browser.find_element("link text", "all runs").click()
+    assert browser.current_url == (page.parents[1] / "index.html").as_uri()
+    browser.find_element("css selector", "th a").click()
+    assert browser.current_url == page.as_uri()
+    assert_quiet(browser)
+
+
+@pytest.mark.slow
+def test_the_first_screen_of_a_failed_run_says_what_to_do(browser, tmp_path, screenshots):
+    code, page = run_ci(tmp_path, *RUINOUS)
+    assert code == 3
+    first_screen(browser, page)
+    seen = seen_at_once(browser)
+    for words in ("NOT healthy", "step 2: the loss is nan", "The weights are those of step 1, the last good one.",
+                  f"nsa-lab resume {page.parent.name}", "nsa-lab run NAME -p section.key=value", "Nothing in the notebook"):
+        assert words in seen, words
+    keep(browser, browser.find_element("css selector", "h1"), screenshots, "report_of_a_failed_run.png")
+    browser.find_element("link text", "Go to the cell that failed").click()
+    assert "the run is HALTED" in seen_at_once(browser)
+    assert_quiet(browser)
+
+
+def test_the_committed_pages_are_quiet_and_their_links_lead_somewhere(browser):
+    listed = subprocess.run(["git", "ls-files", "outputs"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    pages = [ROOT / name for name in listed.split() if name.endswith(".html")]
+    if not pages:
+        pytest.skip("no page is committed here")
+    for page in pages:
+        assert page.stat().st_size < FIVE_MB
+        browser.get(page.as_uri())
+        assert_quiet(browser)
+        ids = {element.get_attribute("id") for element in browser.find_elements("css selector", "[id]")}
+        for link in browser.find_elements("css selector", "a[href]"):
+            address = urlsplit(link.get_attribute("href"))
+            target = Path(unquote(address.path))
+            assert address.scheme != "file" or target.is_file(), (page.name, target)
+            assert target != page or {address.fragment, unquote(address.fragment)} & ids, (page.name, address.fragment)
+
+
+def run_ci(folder: Path, *options: str) -> tuple[int, Path]:
+    """`nsa-lab run ci` as from a terminal: its exit code and its report."""
+    command = [sys.executable, "-m", "nsa_lab", "run", "ci", *options, "--outputs", str(folder / "outputs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return done.returncode, Path(done.stdout.splitlines()[-1])
+
+
+def first_screen(browser, page: Path) -> None:
+    browser.set_window_size(1200, HEIGHT)
+    browser.get(page.as_uri())
+
+
+def seen_at_once(browser) -> str:
+    """The text of what lies wholly on the screen now."""
+    leaves = "h1, h2, p, dl.answers > div, dl.facts > div, pre"
+    inside = """return [...document.querySelectorAll(arguments[0])].filter(element => {
+        const box = element.getBoundingClientRect();
+        return box.height > 0 && box.top >= 0 && box.bottom <= window.innerHeight }).map(element => element.innerText)"""
+    return "\n".join(browser.execute_script(inside, leaves)).replace("\n", " ")
+
+
+def assert_quiet(browser) -> None:
+    """No request over a network and no word in the console since this was asked last."""
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [message["params"]["request"]["url"] for message in sent if message["method"] == "Network.requestWillBeSent"]
+    assert any(url.startswith("file:") for url in asked)
     assert [url for url in asked if url.startswith(("http", "ws"))] == []
     assert browser.get_log("browser") == []

@@ -6,7 +6,7 @@ import pytest
 from fake_run import configuration, write_run
 
 from nsa_lab.explore import compare, run_explorer
-from nsa_lab.explore.run_explorer import MAP, VIEWS, figures
+from nsa_lab.explore.run_explorer import GATES, LOSS, MAP, VIEWS, figures
 from nsa_lab.explore.show import title
 from nsa_lab.generate import NoCheckpoint
 from nsa_lab.history import History
@@ -70,3 +70,11 @@ def test_controls_redraw(pair):
     which.value = []
     assert "choose a run" in text.value
     assert list(heads.options) == [0]
+
+
+def test_no_run_is_left_out_of_a_picture_however_many_there_are(pair):
+    many = [pair[0]] * 9
+    (gates,), (reuse,) = figures(many, GATES, 0, 0, 100)[0], figures(many, "sel_reuse", 0, 0, 100)[0]
+    mark = 1  # the line at the chosen step
+    assert len(gates.axes[0].lines) == 3 * 9 + mark and len(reuse.axes[0].lines) == 9 + mark
+    assert len(figures(many, LOSS, 0, 0, 100)[0][0].axes[0].lines) == 2 * 9

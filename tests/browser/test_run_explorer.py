@@ -1,0 +1,134 @@
+"""Notebook 05 in a real JupyterLab: choose runs, a view, a layer, a head group, a step, and see the pictures change."""
+
+import re
+from hashlib import sha256
+
+import pytest
+from page import keep, open_notebook, run_all, settle, shown, told, until, wait_until_idle
+
+from nsa_lab import launch, names
+from nsa_lab.config import RunConfig
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(600)]
+
+HOME, RIGHT = "\ue011", "\ue014"  # selenium's codes of the keys
+STEPS = 60
+FETCH = """const done = arguments[1];
+fetch(arguments[0].src).then(answer => answer.arrayBuffer()).then(bytes => done(Array.from(new Uint8Array(bytes))));"""
+
+
+@pytest.fixture
+def runs(project, tmp_path):
+    """A run, its dense twin and one of another seed, for real, and a notebook 05 that begins with the first."""
+    outputs, made = tmp_path / "runs", []
+    for changes in ({}, {"model.attention": "dense", "name": "ci_dense"}, {"train.seed": 7, "name": "ci_seed7"}):
+        config = RunConfig.from_yaml(names.params_file("ci"), {"train.steps": STEPS, **changes})
+        made.append(launch.ensure(config, outputs))
+        assert launch.wait(made[-1], 120) and launch.state(made[-1]) == "DONE"
+    source = project / "notebooks" / "05_health_analysis.py"
+    text = source.read_text()
+    for name, value in {"run_dir: str": str(made[0]), "outputs: str": str(outputs)}.items():
+        text, edited = re.subn(rf"^{name} = .*?  #", lambda found, name=name, value=value: f"{name} = {value!r}  #", text,
+                               flags=re.MULTILINE)
+        assert edited == 1, name
+    source.write_text(text)
+    return [run.name for run in made]
+
+
+def test_runs_layers_groups_and_steps_are_chosen(browser, runs, lab, screenshots):
+    first, dense, other = runs
+    open_notebook(browser, lab, "05_health_analysis")
+    run_all(browser)
+    until(lambda: shown(browser, ".widget-image"), "the explorer has its picture", 240)
+    wait_until_idle()
+    assert chosen(browser, "runs") == [first] and set(options(browser, "runs")) == set(runs)
+    assert columns(browser, "step") == [str(STEPS)]
+
+    # Another layer: other gates, in the picture and in the numbers.
+    before, gates = pictures(browser), columns(browser, "gate share, compressed")
+    choose(browser, "layer", "1")
+    assert pictures(browser) != before and columns(browser, "gate share, compressed") != gates
+
+    # Another view.
+    before = pictures(browser)
+    choose(browser, "view", "blocks shared with the query before")
+    assert pictures(browser) != before
+
+    # Two runs, then three, beside each other.
+    before = pictures(browser)
+    choose(browser, "runs", first, other)
+    assert pictures(browser) != before and len(columns(browser, "gate entropy, nats")) == 2
+    before = pictures(browser)
+    choose(browser, "view", "loss")
+    choose(browser, "runs", first, dense, other)
+    assert pictures(browser) != before
+    assert "–" in columns(browser, "gate entropy, nats") and len(columns(browser, "validation, bits a byte")) == 3
+
+    # Where a head group looks, by the checkpoint nearest to a step.
+    choose(browser, "view", "blocks selected")
+    assert len(pictures(browser)) == 2 and f"no map: {dense}: a dense model selects nothing" in told(browser)
+    choose(browser, "runs", first, other)
+    before = pictures(browser)
+    choose(browser, "head group", "1")
+    assert all(a != b for a, b in zip(pictures(browser), before, strict=True))
+    before = pictures(browser)
+    move(browser, HOME)
+    assert columns(browser, "step") == ["–", "–"]
+    assert all(a != b for a, b in zip(pictures(browser), before, strict=True))
+
+    choose(browser, "view", "gate shares")
+    before = pictures(browser)
+    move(browser, RIGHT * (STEPS // 2))
+    assert columns(browser, "step") == [str(STEPS // 2)] * 2 and pictures(browser) != before
+    keep(browser, control(browser, "runs"), screenshots, "run_explorer.png")
+
+
+def move(browser, keys: str) -> None:
+    """Press keys on the slider of the step, and wait until the kernel has answered."""
+    slider = shown(browser, ".widget-slider .noUi-handle")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", slider)
+    slider.click()
+    slider.send_keys(keys)
+    settle(lambda: (told(browser), sources(browser)))
+
+
+def control(browser, label: str):
+    """The list that is labelled so."""
+    path = f"//label[contains(@class,'widget-label') and normalize-space()='{label}']/..//select"
+    return until(lambda: next(iter(browser.find_elements("xpath", path)), None), f"there is a choice of {label}")
+
+
+def options(browser, label: str) -> list[str]:
+    return [option.text for option in control(browser, label).find_elements("css selector", "option")]
+
+
+def chosen(browser, label: str) -> list[str]:
+    every = control(browser, label).find_elements("css selector", "option")
+    return [option.text for option in every if option.is_selected()]
+
+
+def choose(browser, label: str, *wanted: str) -> None:
+    """Choose these and no others, by pressing on them, and wait until the kernel has answered."""
+    assert set(wanted) <= set(options(browser, label))
+    several = len(wanted) > 1 or label == "runs"
+    for option in control(browser, label).find_elements("css selector", "option"):
+        if option.is_selected() != (option.text in wanted) and (several or option.text in wanted):
+            option.click()
+    assert set(chosen(browser, label)) == set(wanted)
+    settle(lambda: (told(browser), sources(browser)))
+
+
+def columns(browser, row: str) -> list[str]:
+    """The numbers of a row, one a run."""
+    line = next(line for line in told(browser).splitlines() if line.startswith(row))
+    return line[len(row):].split()
+
+
+def sources(browser) -> list[str]:
+    return [picture.get_attribute("src") for picture in browser.find_elements("css selector", ".widget-image")]
+
+
+def pictures(browser) -> list[str]:
+    """What the pictures show now: each as the hash of its bytes."""
+    shown_now = browser.find_elements("css selector", ".widget-image")
+    return [sha256(bytes(browser.execute_async_script(FETCH, picture))).hexdigest() for picture in shown_now]
