@@ -131,6 +131,8 @@ def nsa_attention(
     _check_heads(q, k_sel, v_sel, keys=q.shape[1], named=("k_sel", "v_sel"))
     _check_heads(q, k_win, v_win, keys=q.shape[1], named=("k_win", "v_win"))
     _expect("gates", gates, (*q.shape[:3], 3))
+    if all(choices[part].backend == "triton" for part in PARTS):
+        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)
     run = {part: _MODULES[choices[part].backend] for part in PARTS}
     out_cmp, lse = run["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa)
     blocks = run["selection"].select_blocks(q, k_cmp, lse, nsa)

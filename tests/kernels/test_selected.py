@@ -21,6 +21,7 @@ CASES = [
     (1, 130, 3, 1, 32, 96, 4, 48),
     (1, 161, 7, 1, 64, 64, 3, 64),
     (1, 290, 2, 2, 32, 32, 3, 144),
+    (1, 90, 2, 1, 96, 128, 3, 16),
 ]
 GPU_CASES = [
     (2, 1531, 12, 2, 64, 64, 16, 64),
@@ -191,10 +192,25 @@ def test_a_small_workspace_gives_the_same(device, monkeypatch):
     blocks = choice(2, 90, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     whole = run(attend, x)
-    for queries in (200, 90, 37):  # one launch, one a sequence, three a sequence
-        monkeypatch.setattr(selected, "WORKSPACE_BYTES", queries * 3 * 6 * (32 * 4 + 4))
+    for queries in (360, 180, 90, 37):  # of a group: one launch, one a sequence, one a group, three a group
+        monkeypatch.setattr(selected, "WORKSPACE_BYTES", queries * 3 * 3 * 32 * 4)
         for got, want in zip(run(attend, x), whole, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_pieces_share_no_query_and_keep_to_the_workspace(monkeypatch):
+    geo = selected._Geometry(B=3, T=1000, H=12, G=4, n_sel=16, size=64, dk=64, dv=64)
+    a_query = 16 * 64 * 2 * geo.heads  # of one group, bytes
+    for queries, expected in ((12_000, 1), (4_000, 3), (2_000, 6), (1_000, 12), (700, 24), (130, 96)):
+        monkeypatch.setattr(selected, "WORKSPACE_BYTES", queries * a_query)
+        pieces = list(selected._pieces(geo, 16 * 64 * 2))
+        seen = torch.zeros(3, 1000, 4, dtype=torch.int32)
+        for piece in pieces:
+            part = piece.of(seen)
+            part += 1
+            assert part.numel() <= queries
+            assert piece.keys(seen).shape == (part.shape[0], 1000, part.shape[2])
+        assert (seen == 1).all() and len(pieces) == expected
 
 
 @pytest.mark.parametrize("bitmap_bytes", [2**28, 1], ids=["one pass", "a pass a span"])

@@ -71,3 +71,13 @@ def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) ->
     from nsa_lab.attention.kernels import gating
 
     return gating.gated_sum(out_cmp, out_sel, out_win, gates)
+
+
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    nsa: NSAConfig,
+) -> Tensor:
+    """As `dispatch.nsa_attention`, every part on Triton."""
+    from nsa_lab.attention.kernels import whole
+
+    return whole.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)

@@ -68,13 +68,33 @@ def dkv_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Til
     return Tile(64, 64, 4, 3)
 
 
-@torch.library.custom_op("nsa_lab::band_attention", mutates_args=())
+# Defined by schema for the host's sake; selected.py has the figures.
+torch.library.define(
+    "nsa_lab::band_attention",
+    "(Tensor q, Tensor k, Tensor v, int l, int d, int w) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "nsa_lab::band_attention_backward",
+    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int l, int d, int w)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_band_attention = torch.ops.nsa_lab.band_attention.default
+_band_attention_backward = torch.ops.nsa_lab.band_attention_backward.default
+
+
 def band_attention(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Tensor, Tensor]:
     """q [B, T, H, Dk], k [B, N, G, Dk], v [B, N, G, Dv] -> out [B, T, H, Dv] as q, lse float32 [B, T, H].
 
     Query t sees key i iff i*d + l - 1 <= t and (w = 0 or i > t - w); a window goes with l = d = 1 only. Inputs as
     `check_attention_inputs` accepts them.
     """
+    return _band_attention(q, k, v, l, d, w)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Tensor, Tensor]:
+    """`band_attention` itself, past PyTorch's dispatcher."""
     if w and (l, d) != (1, 1):
         raise NotImplementedError(f"band_attention: a window needs l = d = 1, got l, d, w = {l}, {d}, {w}")
     B, T, H, Dk = q.shape
@@ -95,22 +115,39 @@ def band_attention(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> t
     return out, lse
 
 
-@band_attention.register_fake
+torch.library.impl("nsa_lab::band_attention", ("cpu", "cuda"), forward)
+
+
+@torch.library.register_fake("nsa_lab::band_attention")
 def _(q, k, v, l, d, w):
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("nsa_lab::band_attention_backward", mutates_args=())
-def band_attention_backward(
+@torch.library.impl("nsa_lab::band_attention_backward", ("cpu", "cuda"))
+def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, l: int, d: int, w: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `band_attention`, contiguous, given the gradients of out and, if it was used, of lse."""
+    dq = q.new_empty(q.shape)
+    return dq, *backward(do, q, k, v, lse, dq, l, d, w, out=out, dlse=dlse)
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dq: Tensor, l: int, d: int, w: int, *,
+    out: Tensor | None = None, dlse: Tensor | None = None, delta: Tensor | None = None, add: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv; dq is written to `dq`, which is contiguous, or added to what is there.
+
+    `delta` is sum(do * out) - dlse, float32 [B, T, H]; where it is not given, out and dlse are.
+    """
     B, T, H, Dk = q.shape
     N, G, Dv = k.shape[1], k.shape[2], v.shape[3]
     h = H // G
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dk, dv = (x.new_empty(x.shape) for x in (k, v))
     if N == 0:
-        return dq.zero_(), dk, dv
+        if not add:
+            dq.zero_()
+        return dk, dv
     do, q, k, v = map(with_short_rows, (do, q, k, v))
     stats = q.new_empty(B, H, 2, ceil_div(T, 16) * 16, dtype=torch.float32)
     widths = {"DK": Dk, "DV": Dv, "DKP": padded_width(Dk), "DVP": padded_width(Dv)}
@@ -120,9 +157,9 @@ def band_attention_backward(
 
     tile = dq_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
     dq_kernel[(ceil_div(T * h, tile.rows) * B * G,)](
-        q, k, v, out, lse, do, lse if dlse is None else dlse.contiguous(), dq, stats, *strides,
+        q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, *strides,
         T, N, B, G, scale * LOG2E, scale, **band, **widths,
-        HAS_DLSE=dlse is not None, ONE_LOOP=tile.one_loop, **tile.launch(),
+        HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add, ONE_LOOP=tile.one_loop, **tile.launch(),
     )
     tile = dkv_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
     chunks, chunk_steps = _chunks(T, N, B * G, h, l, w, tile)
@@ -137,10 +174,10 @@ def band_attention_backward(
             *sums, dk, dv, T, N, B, G, chunk_steps, **band, **widths,
             ROWS=tile.rows, KEYS=tile.keys, SLICE=_SLICE_KEYS, AT_ONCE=8, num_warps=4,
         )
-    return dq, dk, dv
+    return dk, dv
 
 
-@band_attention_backward.register_fake
+@torch.library.register_fake("nsa_lab::band_attention_backward")
 def _(do, dlse, q, k, v, out, lse, l, d, w):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
@@ -166,8 +203,8 @@ def _backward(ctx, do, dlse):
     q, k, v, out, lse = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
-    dq, dk, dv = band_attention_backward(do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w)
+    dq, dk, dv = _band_attention_backward(do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w)
     return dq, dk, dv, None, None, None
 
 
-band_attention.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("nsa_lab::band_attention", _backward, setup_context=_setup_context)

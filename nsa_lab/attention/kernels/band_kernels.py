@@ -172,25 +172,29 @@ def _dq_steps(dq, q, do, lse2, delta, k_base, v_base, stride_k, stride_v, t, fir
 
 @triton.jit(do_not_specialize=_SIZES)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, dq_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr, stats_ptr,
     q_b, q_t, q_h, k_b, k_n, k_g, v_b, v_n, v_g, do_b, do_t, do_h, stats_t,
     T, N, B, G, scale, softmax_scale,
     h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_DLSE: tl.constexpr, ONE_LOOP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_DELTA: tl.constexpr, ADD: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):
     """dQ of one row tile, and what the dK/dV kernel reads of its rows: stats [B, H, 2, >= T], lse*log2(e) over
-    delta = sum(dO*O) - dLSE, query-contiguous as that kernel walks them."""
+    delta = sum(dO*O) - dLSE, query-contiguous as that kernel walks them. HAS_DELTA: it is known. ADD: to what dq holds."""
     tile, b, g = _row_program(B, G)
     t, head, t_first, t_last = _row_tile(tile, T, h, ROWS)
     live = tile * ROWS + tl.arange(0, ROWS) < T * h
     place = (b * T + t) * (G * h) + g * h + head
     q = _load_rows(q_ptr + b * q_b + g * h * q_h, q_t, q_h, t, head, DK, DKP)
     do = _load_rows(do_ptr + b * do_b + g * h * do_h, do_t, do_h, t, head, DV, DVP)
-    out = _load_rows(out_ptr + (b * T * G + g) * h * DV, G * h * DV, DV, t, head, DV, DVP)
-    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + place)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + place)
+    else:
+        out = _load_rows(out_ptr + (b * T * G + g) * h * DV, G * h * DV, DV, t, head, DV, DVP)
+        delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+        if HAS_DLSE:
+            delta -= tl.load(dlse_ptr + place)
     lse = tl.load(lse_ptr + place)
     # A row that sees nothing has lse = -inf; +inf makes every p = exp2(s - inf) of it 0.
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
@@ -214,8 +218,12 @@ def dq_kernel(
         dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, full, stop, N, scale,
                        L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
     c = tl.arange(0, DKP)
-    tl.store(dq_ptr + place[:, None] * DK + c[None, :], (dq * softmax_scale).to(dq_ptr.dtype.element_ty),
-             mask=live[:, None] & (c[None, :] < DK))
+    dq_pointers = dq_ptr + place[:, None] * DK + c[None, :]
+    inside = live[:, None] & (c[None, :] < DK)
+    dq *= softmax_scale
+    if ADD:
+        dq += tl.load(dq_pointers, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dq_pointers, dq.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def _branch_backward(out_ptr, dout_ptr, do, gate, at, mask):
 
 @triton.jit
 def _gated_sum_backward_kernel(do_ptr, cmp_ptr, sel_ptr, win_ptr, gates_ptr, dcmp_ptr, dsel_ptr, dwin_ptr, dgates_ptr,
-                               n_rows, T, H, g_b, g_t, g_h, g_3,
+                               deltas_ptr, n_rows, T, H, g_b, g_t, g_h, g_3, HAS_DELTAS: tl.constexpr,
                                D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DP)
@@ -63,10 +63,29 @@ def _gated_sum_backward_kernel(do_ptr, cmp_ptr, sel_ptr, win_ptr, gates_ptr, dcm
     tl.store(dgates_ptr + row * 3, dg_cmp.to(dtype), mask=live)
     tl.store(dgates_ptr + row * 3 + 1, dg_sel.to(dtype), mask=live)
     tl.store(dgates_ptr + row * 3 + 2, dg_win.to(dtype), mask=live)
+    if HAS_DELTAS:
+        tl.store(deltas_ptr + row, dg_cmp * g_cmp, mask=live)
+        tl.store(deltas_ptr + n_rows + row, dg_sel * g_sel, mask=live)
+        tl.store(deltas_ptr + 2 * tl.cast(n_rows, tl.int64) + row, dg_win * g_win, mask=live)
 
 
-@torch.library.custom_op("nsa_lab::gated_sum", mutates_args=())
-def _gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
+# Defined by schema for the host's sake; selected.py has the figures.
+torch.library.define(
+    "nsa_lab::gated_sum",
+    "(Tensor out_cmp, Tensor out_sel, Tensor out_win, Tensor gates) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "nsa_lab::gated_sum_backward",
+    "(Tensor do, Tensor out_cmp, Tensor out_sel, Tensor out_win, Tensor gates) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_gated_sum = torch.ops.nsa_lab.gated_sum.default
+_gated_sum_backward = torch.ops.nsa_lab.gated_sum_backward.default
+
+
+def forward(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
+    """`gated_sum` itself, past its checks and PyTorch's dispatcher."""
     B, T, H, D = out_cmp.shape
     rows = B * T * H
     out = out_cmp.new_empty(out_cmp.shape)
@@ -77,26 +96,33 @@ def _gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor)
     return out
 
 
-@_gated_sum.register_fake
+torch.library.impl("nsa_lab::gated_sum", ("cpu", "cuda"), forward)
+
+
+@torch.library.register_fake("nsa_lab::gated_sum")
 def _(out_cmp, out_sel, out_win, gates):
     return out_cmp.new_empty(out_cmp.shape)
 
 
-@torch.library.custom_op("nsa_lab::gated_sum_backward", mutates_args=())
-def _gated_sum_backward(
-    do: Tensor, out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor
+def backward(
+    do: Tensor, out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor, deltas: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the outputs and the gates. `deltas` float32 [3, B, T, H] takes sum(out * d_out) of each branch."""
     B, T, H, D = out_cmp.shape
     rows = B * T * H
     dcmp, dsel, dwin, dgates = (x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
     _gated_sum_backward_kernel[(ceil_div(rows, _ROWS),)](
         do.contiguous(), out_cmp.contiguous(), out_sel.contiguous(), out_win.contiguous(), gates, dcmp, dsel, dwin, dgates,
-        rows, T, H, *gates.stride(), D=D, DP=padded_width(D), ROWS=_ROWS, num_warps=4,
+        deltas, rows, T, H, *gates.stride(), HAS_DELTAS=deltas is not None, D=D, DP=padded_width(D), ROWS=_ROWS,
+        num_warps=4,
     )
     return dcmp, dsel, dwin, dgates
 
 
-@_gated_sum_backward.register_fake
+torch.library.impl("nsa_lab::gated_sum_backward", ("cpu", "cuda"), backward)
+
+
+@torch.library.register_fake("nsa_lab::gated_sum_backward")
 def _(do, out_cmp, out_sel, out_win, gates):
     return tuple(x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
 
@@ -109,7 +135,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-_gated_sum.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("nsa_lab::gated_sum", _backward, setup_context=_setup_context)
 
 
 def gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:

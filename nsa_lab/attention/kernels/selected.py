@@ -2,7 +2,8 @@
 
 `selected_attention` is the one entry point. Two registered operators stand behind it, `nsa_lab::selected_fwd` and
 `nsa_lab::selected_bwd`; what they launch is chosen from shapes alone, so nothing is read back from the device and a CUDA
-graph can hold them. For the backward pass q, k, v, out, lse and blocks are kept; the inverted index is built again.
+graph can hold them. For the backward pass q, k, v, out, lse and blocks are kept; the inverted index is built again, unless
+the caller hands it over (whole.py does).
 
 Source: arXiv 2502.11089, section 3.4 (kernel design), with the loop order turned round for groups of few heads.
 """
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention.kernels.common import ceil_div, check_attention_inputs, padded_width
-from nsa_lab.attention.kernels.inverted_index import build_inverted_index
+from nsa_lab.attention.kernels.inverted_index import InvertedIndex, build_inverted_index, max_work_items
 from nsa_lab.attention.kernels.selected_backward import _backward_kernel, _delta_kernel, _finish_kernel
 from nsa_lab.attention.kernels.selected_forward import LOG2_E, _gather_kernel, _merge_kernel, _union_kernel
 from nsa_lab.config import NSAConfig
 
-WORKSPACE_BYTES = 2 * 2**30  # partial results of one launch; longer inputs are worked through in pieces of queries
+WORKSPACE_BYTES = 2 * 2**30  # partial outputs or gradients of one launch; larger inputs are worked through in pieces
 UNION_BLOCKS = 128  # the union kernel holds a query's choice in two 64-bit words
 UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than the traffic of partial outputs
 SHORT_ITEM, LONG_ITEM = 1536, 6144  # (query, head) rows a work item: short ones spread a small problem over the chip
@@ -105,30 +106,32 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSA
         ValueError: shapes or dtypes that do not belong together.
         NotImplementedError: a combination that the definition allows and these kernels do not.
     """
-    _check(q, k, v, blocks, nsa)
-    return _selected_fwd(q, k, v, blocks, nsa.l_sel, _forward_strategy(q.shape[1], nsa.l_sel))
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> None:
     check_attention_inputs("selected_attention", q, k, v, q.shape[1])
     B, T, G = k.shape[:3]
     if blocks.dim() != 4 or blocks.shape[:3] != (B, T, G) or blocks.dtype != torch.int32:
         raise ValueError(
             f"selected_attention: blocks must be int32 [{B}, {T}, {G}, n_sel], got {blocks.dtype} {list(blocks.shape)}"
         )
+    check_limits(q, k, blocks.shape[3], nsa)
+    return _selected_fwd(q, k, v, blocks, nsa.l_sel, forward_strategy(q.shape[1], nsa.l_sel))
+
+
+def check_limits(q: Tensor, k: Tensor, n_sel: int, nsa: NSAConfig) -> None:
+    """Raise NotImplementedError for sound inputs past a limit of these kernels."""
     if nsa.l_sel % 16:
         raise NotImplementedError(
             f"selected_attention: the Triton kernels take l_sel in multiples of 16, not {nsa.l_sel}"
         )
-    slots = blocks.shape[3] * (nsa.l_sel // _kernel_block(nsa.l_sel))
-    if T * slots * (q.shape[2] // G) >= 2**31:
+    T, heads = q.shape[1], q.shape[2] // k.shape[2]
+    slots = n_sel * (nsa.l_sel // _kernel_block(nsa.l_sel))
+    if T * slots * heads >= 2**31:
         raise NotImplementedError(
             "selected_attention: the Triton kernels number (query, block, head) triples of a group in 31 bits, and "
-            f"{T} x {slots} x {q.shape[2] // G} is more; split the sequence or the heads"
+            f"{T} x {slots} x {heads} is more; split the sequence or the heads"
         )
 
 
-def _forward_strategy(T: int, l_sel: int) -> str:
+def forward_strategy(T: int, l_sel: int) -> str:
     return "union" if T <= UNION_TOKENS and ceil_div(T, _kernel_block(l_sel)) <= UNION_BLOCKS else "gather"
 
 
@@ -159,37 +162,70 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 class _Piece(NamedTuple):
-    """Sequences [b0, b1) and queries [t0, t1) that one launch works on."""
+    """Sequences [b0, b1), groups [g0, g1) and queries [t0, t1) that one launch works on."""
 
     b0: int
     b1: int
+    g0: int
+    g1: int
     t0: int
     t1: int
 
-    def of(self, x: Tensor) -> Tensor:
-        whole = self.b1 - self.b0 == x.shape[0] and self.t1 - self.t0 == x.shape[1]
-        return x if whole else x[self.b0 : self.b1, self.t0 : self.t1]  # views cost the host microseconds
+    def of(self, x: Tensor, each: int = 1) -> Tensor:
+        """The queries of `x` [B, T, n, ...], which has `each` rows a group."""
+        return self._cut(x, each, slice(self.t0, self.t1))
 
-    def sequences(self, x: Tensor) -> Tensor:
-        return x if self.b1 - self.b0 == x.shape[0] else x[self.b0 : self.b1]
+    def keys(self, x: Tensor) -> Tensor:
+        """All keys or values of `x` [B, T, G, D]."""
+        return self._cut(x, 1, slice(0, x.shape[1]))
+
+    def _cut(self, x: Tensor, each: int, rows: slice) -> Tensor:
+        sequences, groups = slice(self.b0, self.b1), slice(self.g0 * each, self.g1 * each)
+        whole = all(s.stop - s.start == n for s, n in zip((sequences, rows, groups), x.shape, strict=False))
+        return x if whole else x[sequences, rows, groups]  # views cost the host microseconds
 
 
-def _pieces(geo: _Geometry, bytes_per_query: int) -> Iterator[_Piece]:
-    """Whole sequences while one fits in the workspace, else parts of one sequence."""
-    queries = max(1, WORKSPACE_BYTES // bytes_per_query)
-    if queries >= geo.T:
-        batch = queries // geo.T
+def _pieces(geo: _Geometry, head_bytes: int) -> Iterator[_Piece]:
+    """Whole sequences while one fits in the workspace, else groups, else parts of one group, about equal.
+
+    `head_bytes` are a query's and head's. Groups share nothing, while parts of one must hand on float32 sums of dK and dV.
+    """
+    fit = max(1, WORKSPACE_BYTES // (head_bytes * geo.heads))  # queries of one group
+    if fit >= geo.T * geo.G:
+        batch = fit // (geo.T * geo.G)
         for b in range(0, geo.B, batch):
-            yield _Piece(b, min(b + batch, geo.B), 0, geo.T)
+            yield _Piece(b, min(b + batch, geo.B), 0, geo.G, 0, geo.T)
         return
+    groups = max(1, fit // geo.T)
+    # In steps of 64, where there are as many: numbers that are multiples of 16 compile once.
+    queries = ceil_div(geo.T, ceil_div(geo.T, fit))
+    queries = geo.T if fit >= geo.T else ceil_div(queries, 64) * 64 if queries >= 64 else queries
     for b in range(geo.B):
-        for t in range(0, geo.T, queries):
-            yield _Piece(b, b + 1, t, min(t + queries, geo.T))
+        for g in range(0, geo.G, groups):
+            for t in range(0, geo.T, queries):
+                yield _Piece(b, b + 1, g, min(g + groups, geo.G), t, min(t + queries, geo.T))
 
 
-def _chunk(blocks: Tensor, heads: int) -> int:
-    """Entries a work item."""
-    return max(1, (SHORT_ITEM if blocks.numel() * heads <= LONG_ROWS else LONG_ITEM) // heads)
+def _chunk(entries: int, heads: int) -> int:
+    """Entries a work item, of a choice with so many."""
+    return max(1, (SHORT_ITEM if entries * heads <= LONG_ROWS else LONG_ITEM) // heads)
+
+
+def index_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> tuple[int, int, int]:
+    """Elements of the inverted index that `forward` gives to be kept for `backward`: entries, starts, work.
+
+    All 0 where it gives none: the union needs no index, and an input in several pieces has one for each.
+    """
+    B, T, H, dk = q.shape
+    size = _kernel_block(l_sel)
+    geo = _Geometry(B, T, H, v.shape[2], n_sel * (l_sel // size), size, dk, v.shape[3])
+    one_piece = B * T * H * geo.n_sel * max(geo.dk, geo.dv) * q.element_size() <= WORKSPACE_BYTES
+    if strategy == "union" or not one_piece:
+        return 0, 0, 0
+    rows = B * geo.G
+    chunk = _chunk(rows * T * geo.n_sel, geo.heads)
+    work = max_work_items(rows, T, geo.n_blocks, geo.n_sel, chunk)
+    return rows * T * geo.n_sel + 1, rows * geo.n_blocks + 1, work
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -230,16 +266,25 @@ _selected_fwd = torch.ops.nsa_lab.selected_fwd.default
 _selected_bwd = torch.ops.nsa_lab.selected_bwd.default
 
 
-@torch.library.impl("nsa_lab::selected_fwd", ("cpu", "cuda"))
-def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str
+) -> tuple[Tensor, Tensor, InvertedIndex | None]:
+    """`selected_attention` itself, past its checks and PyTorch's dispatcher, and the index that `backward` can use."""
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     blocks, size = _split_blocks(blocks, l_sel)
     geo = _geometry(q, v, blocks, size)
     out = q.new_empty(geo.B, geo.T, geo.H, geo.dv)
     lse = q.new_empty(geo.B, geo.T, geo.H, dtype=torch.float32)
     with torch.cuda.device_of(q):
-        (_forward_union if strategy == "union" else _forward_gather)(q, k, v, blocks, out, lse, geo)
-    return out, lse
+        if strategy == "union":
+            _forward_union(q, k, v, blocks, out, lse, geo)
+            return out, lse, None
+        return out, lse, _forward_gather(q, k, v, blocks, out, lse, geo)
+
+
+@torch.library.impl("nsa_lab::selected_fwd", ("cpu", "cuda"))
+def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, blocks, l_sel, strategy)[:2]
 
 
 @torch.library.register_fake("nsa_lab::selected_fwd")
@@ -265,31 +310,35 @@ def _forward_union(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor,
     )  # fmt: skip
 
 
-def _forward_gather(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, geo: _Geometry) -> None:
+def _forward_gather(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, geo: _Geometry
+) -> InvertedIndex | None:
+    """Fills out and lse; the index, if one piece did it all."""
     tuning = _tuning("gather", q.dtype, max(geo.dk, geo.dv))
-    pair_bytes = geo.dv * q.element_size() + 4
-    for piece in _pieces(geo, geo.n_sel * geo.H * pair_bytes):
-        part_q, part_blocks, part_out, part_lse = (piece.of(x) for x in (q, blocks, out, lse))
-        part_blocks = part_blocks.contiguous()
-        B, T = part_blocks.shape[:2]
-        chunk = _chunk(part_blocks, geo.heads)
+    index = None
+    for piece in _pieces(geo, geo.n_sel * geo.dv * q.element_size()):
+        part_q, part_out, part_lse = (piece.of(x, geo.heads) for x in (q, out, lse))
+        part_blocks = piece.of(blocks).contiguous()
+        B, T, G = part_blocks.shape[:3]
+        chunk = _chunk(part_blocks.numel(), geo.heads)
         index = build_inverted_index(part_blocks, geo.size, chunk, geo.n_blocks, piece.t0)
-        pairs = B * geo.G * T * geo.n_sel * geo.heads
+        pairs = B * G * T * geo.n_sel * geo.heads
         pair_out = q.new_empty(pairs * geo.dv)
         pair_lse = q.new_empty(pairs, dtype=torch.float32)
         _gather_kernel[(index.work.numel(),)](
-            part_q, piece.sequences(k), piece.sequences(v), *index, pair_out, pair_lse,
-            T, geo.T, geo.G, geo.n_blocks, piece.t0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            part_q, piece.keys(k), piece.keys(v), *index, pair_out, pair_lse,
+            T, geo.T, G, geo.n_blocks, piece.t0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             geo.scale * LOG2_E, WIDE=_is_wide(geo, T, geo.dv, q), CHUNK=chunk, ROWS=tuning.rows,
             PRECISION=_precision(q.dtype), **geo.constants(), num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         rows = _merge_rows(geo.dv)
         tiles = ceil_div(T * geo.heads, rows)
-        _merge_kernel[(tiles * B * geo.G,)](
-            pair_out, pair_lse, part_blocks, part_out, part_lse, T, geo.G, piece.t0,
+        _merge_kernel[(tiles * B * G,)](
+            pair_out, pair_lse, part_blocks, part_out, part_lse, T, G, piece.t0,
             *out.stride()[:2], *lse.stride()[:2], tiles, HEADS=geo.heads, N_SEL=geo.n_sel, SIZE=geo.size,
             DV=geo.dv, DV_PAD=padded_width(geo.dv), ROWS=rows, num_warps=4,
         )  # fmt: skip
+    return index if T * B * G == geo.T * geo.B * geo.G else None
 
 
 @torch.library.impl("nsa_lab::selected_bwd", ("cpu", "cuda"))
@@ -297,17 +346,28 @@ def _(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     blocks: Tensor, l_sel: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with torch.cuda.device_of(q):
+        grad_out = _unit_stride(grad_out)
+        grad_q = q.new_empty(q.shape)
+        delta = _delta(out, grad_out, grad_lse)
+        return grad_q, *backward(grad_out, delta, q, k, v, lse, blocks, l_sel, grad_q, add=False)
+
+
+def backward(
+    grad_out: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, blocks: Tensor, l_sel: int,
+    grad_q: Tensor, *, add: bool, index: InvertedIndex | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """grad_k and grad_v; the gradient of q is written to the contiguous `grad_q`, or added to what is there.
+
+    `delta` is sum(out * grad_out) - grad_lse, float32 [B, T, H]; `index` what `forward` gave, if it is at hand.
+    """
     q, k, v, grad_out = (_unit_stride(x) for x in (q, k, v, grad_out))
-    lse = lse.contiguous()
     blocks, size = _split_blocks(blocks, l_sel)
     geo = _geometry(q, v, blocks, size)
-    with torch.cuda.device_of(q):
-        delta = _delta(out, grad_out, grad_lse, geo)
-        grad_q = q.new_empty(geo.B, geo.T, geo.H, geo.dk)
-        grad_k = k.new_empty(geo.B, geo.T, geo.G, geo.dk)
-        grad_v = v.new_empty(geo.B, geo.T, geo.G, geo.dv)
-        _backward(q, k, v, grad_out, lse, delta, blocks, grad_q, grad_k, grad_v, geo)
-    return grad_q, grad_k, grad_v
+    grad_k = k.new_empty(k.shape)
+    grad_v = v.new_empty(v.shape)
+    _backward(q, k, v, grad_out, lse.contiguous(), delta, blocks, grad_q, grad_k, grad_v, geo, add, index)
+    return grad_k, grad_v
 
 
 @torch.library.register_fake("nsa_lab::selected_bwd")
@@ -315,57 +375,56 @@ def _(grad_out, grad_lse, q, k, v, out, lse, blocks, l_sel):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, geo: _Geometry) -> Tensor:
+def _delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     out = _unit_stride(out)
-    rows = geo.B * geo.T * geo.H
-    delta = out.new_empty(geo.B, geo.T, geo.H, dtype=torch.float32)
+    B, T, H, dv = out.shape
+    rows = B * T * H
+    delta = out.new_empty(B, T, H, dtype=torch.float32)
     _delta_kernel[(ceil_div(rows, 64),)](
-        out, grad_out, None if grad_lse is None else grad_lse.contiguous(), delta, rows, geo.T, geo.H,
+        out, grad_out, None if grad_lse is None else grad_lse.contiguous(), delta, rows, T, H,
         *out.stride()[:3], *grad_out.stride()[:3], HAS_GRAD_LSE=grad_lse is not None,
-        DV=geo.dv, DV_PAD=padded_width(geo.dv), ROWS=64, num_warps=4,
+        DV=dv, DV_PAD=padded_width(dv), ROWS=64, num_warps=4,
     )  # fmt: skip
     return delta
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor,
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, geo: _Geometry,
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, geo: _Geometry, add: bool, known_index: InvertedIndex | None,
 ) -> None:  # fmt: skip
     tuning = _tuning("backward", q.dtype, max(geo.dk, geo.dv))
     item = geo.size * (geo.dk + geo.dv)
-    # A query brings its partial dQ and its share of the work items' float32 dK and dV.
-    query_bytes = geo.n_sel * (geo.H * geo.dk * q.element_size() + geo.H * item * 4 // SHORT_ITEM)
     sums = None
-    for piece in _pieces(geo, query_bytes):
-        part_q, part_grad, part_lse, part_delta, part_blocks, part_grad_q = (
-            piece.of(x) for x in (q, grad_out, lse, delta, blocks, grad_q)
+    for piece in _pieces(geo, geo.n_sel * geo.dk * q.element_size()):
+        part_q, part_grad, part_lse, part_delta, part_grad_q = (
+            piece.of(x, geo.heads) for x in (q, grad_out, lse, delta, grad_q)
         )
-        part_k, part_v, part_grad_k, part_grad_v = (piece.sequences(x) for x in (k, v, grad_k, grad_v))
-        part_blocks = part_blocks.contiguous()
-        B, T = part_blocks.shape[:2]
+        part_k, part_v, part_grad_k, part_grad_v = (piece.keys(x) for x in (k, v, grad_k, grad_v))
+        part_blocks = piece.of(blocks).contiguous()
+        B, T, G = part_blocks.shape[:3]
         first, last = piece.t0 == 0, piece.t1 == geo.T
         if first and not last:
-            sums = q.new_empty(B * geo.G * geo.n_blocks * item, dtype=torch.float32)
-        chunk = _chunk(part_blocks, geo.heads)
-        index = build_inverted_index(part_blocks, geo.size, chunk, geo.n_blocks, piece.t0)
-        pair_dq = q.new_empty(B * geo.G * T * geo.n_sel * geo.heads * geo.dk)
+            sums = q.new_empty(B * G * geo.n_blocks * item, dtype=torch.float32)
+        chunk = _chunk(part_blocks.numel(), geo.heads)
+        index = known_index or build_inverted_index(part_blocks, geo.size, chunk, geo.n_blocks, piece.t0)
+        pair_dq = q.new_empty(B * G * T * geo.n_sel * geo.heads * geo.dk)
         items = q.new_empty(index.work.numel() * item, dtype=torch.float32)
         _backward_kernel[(index.work.numel(),)](
             part_q, part_k, part_v, part_grad, part_lse, part_delta, *index, pair_dq, items, part_grad_k, part_grad_v,
-            T, geo.T, geo.G, geo.n_blocks, piece.t0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            T, geo.T, G, geo.G, geo.n_blocks, piece.t0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             *grad_out.stride()[:3], *lse.stride()[:2], geo.scale, geo.scale * LOG2_E,
             WHOLE=first and last, WIDE=_is_wide(geo, T, geo.dk, q, grad_out), SCALED_V=_exact_scale(geo, q.dtype),
-            CHUNK=chunk, ROWS=tuning.rows, PRECISION=_precision(q.dtype),
+            CHUNK=chunk, ROWS=tuning.rows, PART=128 if q.dtype == torch.float32 else 64, PRECISION=_precision(q.dtype),
             **geo.constants(), num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         rows = _merge_rows(geo.dk)
         tiles = ceil_div(T * geo.heads, rows)
         parts = ceil_div(item, REDUCE_TILE)
-        reductions = B * geo.G * geo.n_blocks * parts
-        _finish_kernel[(reductions + tiles * B * geo.G,)](
+        reductions = B * G * geo.n_blocks * parts
+        _finish_kernel[(reductions + tiles * B * G,)](
             pair_dq, part_blocks, part_grad_q, items, index.starts, sums, part_grad_k, part_grad_v,
-            T, geo.T, geo.G, geo.n_blocks, piece.t0, *grad_q.stride()[:2], tiles, reductions, parts,
-            FIRST=first, LAST=last, CHUNK=chunk, ROWS=rows, TILE=REDUCE_TILE, DEPTH=4, **geo.constants(),
+            T, geo.T, G, geo.G, geo.n_blocks, piece.t0, *grad_q.stride()[:2], tiles, reductions, parts,
+            FIRST=first, LAST=last, ADD=add, CHUNK=chunk, ROWS=rows, TILE=REDUCE_TILE, DEPTH=4, **geo.constants(),
             num_warps=4,
         )  # fmt: skip
 

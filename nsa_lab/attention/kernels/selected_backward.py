@@ -35,66 +35,125 @@ def _delta_kernel(
 
 
 @triton.jit
+def _load_halves(base, offsets, WIDTH: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr):
+    """Columns [0, PART) and [PART, PADDED) of rows that all exist; where PART is all of them, the same columns twice."""
+    columns = tl.arange(0, PART)
+    first = _load_rows(base, offsets, columns, WIDTH, PADDED)
+    second = first
+    if PART < PADDED:
+        second = _load_rows(base, offsets, PART + columns, WIDTH, PADDED)
+    return first, second
+
+
+@triton.jit
+def _load_key_halves(base, offsets, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr):
+    """As `_load_halves`, zero outside."""
+    columns = tl.arange(0, PART)
+    first = _load_tile(base, offsets, columns, inside, WIDTH, PADDED)
+    second = first
+    if PART < PADDED:
+        second = _load_tile(base, offsets, PART + columns, inside, WIDTH, PADDED)
+    return first, second
+
+
+@triton.jit
+def _store_halves(
+    base, row, first, second, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
+    """Rows `row` of a [rows, WIDTH] matrix."""
+    columns = tl.arange(0, PART)
+    pointers = base + (row * WIDTH)[:, None] + columns[None, :]
+    tl.store(pointers, first.to(base.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
+    if PART < PADDED:
+        mask = inside[:, None] & (PART + columns < WIDTH)[None, :]
+        tl.store(pointers + PART, second.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _product_over_columns(a, a_rest, b, b_rest, TWO: tl.constexpr, PRECISION: tl.constexpr):
+    product = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    if TWO:
+        product = tl.dot(a_rest, tl.trans(b_rest), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def _add_product(total, rest, a, b, b_rest, TWO: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b and, where there are two halves, rest + a b_rest."""
+    total = tl.dot(a, b, total, input_precision=PRECISION)
+    if TWO:
+        rest = tl.dot(a, b_rest, rest, input_precision=PRECISION)
+    return total, rest
+
+
+@triton.jit
 def _backward_rows(
-    q, grad_out, lse, delta, entries, part_dq, k_tile, v_tile, dk, dv, key, keys_inside, first_row, last_row,
-    first_query, q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale, scale_log2,
+    q, grad_out, lse, delta, entries, part_dq, k_tile, k_rest, v_tile, v_rest, dk, dk_rest, dv, dv_rest, key, keys_inside,
+    first_row, last_row, first_query, q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale, scale_log2,
     DIAGONAL: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, WIDE: tl.constexpr,
-    SCALED_V: tl.constexpr, PRECISION: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, K_PART: tl.constexpr, V_PART: tl.constexpr, ROWS: tl.constexpr,
+    ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the rows [first_row, last_row) of a work item to dk and dv; stores their partial dq."""
-    columns_k = tl.arange(0, DK_PAD)
-    columns_v = tl.arange(0, DV_PAD)
+    TWO_K: tl.constexpr = K_PART < DK_PAD
+    TWO_V: tl.constexpr = V_PART < DV_PAD
     # The order of loads is that of the forward pass, for the same reason.
     entry = tl.load(entries + _row_numbers(first_row, last_row, ROWS) // HEADS)
     for start in range(first_row, last_row, ROWS):
         pair, head = _pair_numbers(entry, start, last_row, HEADS, ROWS, WIDE)
         t = pair // (N_SEL * HEADS)
         live = start + tl.arange(0, ROWS) < last_row
-        q_tile = _load_rows(q, _row_offsets(t, head, q_stride_t, q_stride_h, WIDE), columns_k, DK, DK_PAD)
-        g_tile = _load_rows(grad_out, _row_offsets(t, head, grad_stride_t, grad_stride_h, WIDE), columns_v, DV, DV_PAD)
+        q_tile, q_rest = _load_halves(q, _row_offsets(t, head, q_stride_t, q_stride_h, WIDE), DK, DK_PAD, K_PART)
+        g_offsets = _row_offsets(t, head, grad_stride_t, grad_stride_h, WIDE)
+        g_tile, g_rest = _load_halves(grad_out, g_offsets, DV, DV_PAD, V_PART)
         lse_offsets = _row_offsets(t, head, lse_stride_t, 1, WIDE)
         row_lse = tl.load(lse + lse_offsets) * 1.4426950408889634
         row_delta = tl.load(delta + lse_offsets)
         entry = tl.load(entries + _row_numbers(start + ROWS, last_row, ROWS) // HEADS)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        scores = _product_over_columns(q_tile, q_rest, k_tile, k_rest, TWO_K, PRECISION)
+        dp = _product_over_columns(g_tile, g_rest, v_tile, v_rest, TWO_V, PRECISION)
         # An infinite LSE makes p = 0 in the rows past the end.
         p = tl.exp2(scores * scale_log2 - tl.where(live, row_lse, float("inf"))[:, None])
         if DIAGONAL:
             p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)
         if not ALL_KEYS:
             p = tl.where(keys_inside[None, :], p, 0.0)
-        dv = tl.dot(tl.trans(p.to(g_tile.dtype)), g_tile, dv, input_precision=PRECISION)
+        dv, dv_rest = _add_product(dv, dv_rest, tl.trans(p.to(g_tile.dtype)), g_tile, g_rest, TWO_V, PRECISION)
         if SCALED_V:
             row_delta *= scale
         ds = (p * (dp - row_delta[:, None])).to(q_tile.dtype)
-        dk = tl.dot(tl.trans(ds), q_tile, dk, input_precision=PRECISION)
-        dq = tl.dot(ds, k_tile, input_precision=PRECISION)
-        if not SCALED_V:
-            dq *= scale
-        inside = live[:, None]
-        if DK != DK_PAD:
-            inside = inside & (columns_k < DK)[None, :]
-        pointers = part_dq + (pair * DK)[:, None] + columns_k[None, :]
-        tl.store(pointers, dq.to(part_dq.dtype.element_ty), mask=inside)
-    return dk, dv
+        dk, dk_rest = _add_product(dk, dk_rest, tl.trans(ds), q_tile, q_rest, TWO_K, PRECISION)
+        columns = tl.arange(0, K_PART)
+        for part in tl.static_range(2 if TWO_K else 1):
+            dq = tl.dot(ds, k_tile if part == 0 else k_rest, input_precision=PRECISION)
+            if not SCALED_V:
+                dq *= scale
+            inside = live[:, None]
+            if DK != DK_PAD:
+                inside = inside & (part * K_PART + columns < DK)[None, :]
+            pointers = part_dq + (pair * DK)[:, None] + (part * K_PART + columns)[None, :]
+            tl.store(pointers, dq.to(part_dq.dtype.element_ty), mask=inside)
+    return dk, dk_rest, dv, dv_rest
 
 
 @triton.jit
 def _backward_kernel(
-    q, k, v, grad_out, lse, delta, entries, starts, work, part_dq, part_dkv, grad_k, grad_v, T, keys, G, n_blocks,
-    first_query, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, v_stride_b, v_stride_t,
+    q, k, v, grad_out, lse, delta, entries, starts, work, part_dq, part_dkv, grad_k, grad_v, T, keys, G, all_groups,
+    n_blocks, first_query, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, v_stride_b, v_stride_t,
     v_stride_g, grad_stride_b, grad_stride_t, grad_stride_h, lse_stride_b, lse_stride_t, scale, scale_log2,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
     N_SEL: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one work item, and the partial dQ of its pairs.
+    """dK and dV of one work item, and the partial dQ of its pairs. grad_k and grad_v have rows for `all_groups`.
 
     A block with one item, when its queries come in one piece (WHOLE), is final and goes straight to grad_k and grad_v.
     When the softmax scale is a power of two (SCALED_V), V carries it without rounding, and dS comes out scaled.
+    Tiles wider than PART columns are worked on in two halves: with all of a 128-wide dQ beside dK and dV a thread is out of
+    registers, and ptxas then makes every tensor-core instruction wait for the one before.
     """
+    K_PART: tl.constexpr = DK_PAD if DK_PAD < PART else PART
+    V_PART: tl.constexpr = DV_PAD if DV_PAD < PART else PART
     item = tl.program_id(0)
     index_row = tl.load(work + item)
     if index_row < 0:
@@ -110,13 +169,15 @@ def _backward_kernel(
     key = index_row % n_blocks * SIZE + local
     keys_inside = local < SIZE
     loaded = keys_inside & (key < keys)
-    columns_k = tl.arange(0, DK_PAD)
-    columns_v = tl.arange(0, DV_PAD)
     key_wide = key.to(tl.int64)
-    k_tile = _load_tile(k + batch * k_stride_b + group * k_stride_g, key_wide * k_stride_t, columns_k, loaded, DK, DK_PAD)
-    v_tile = _load_tile(v + batch * v_stride_b + group * v_stride_g, key_wide * v_stride_t, columns_v, loaded, DV, DV_PAD)
-    dk = tl.zeros([SIZE_PAD, DK_PAD], tl.float32)
-    dv = tl.zeros([SIZE_PAD, DV_PAD], tl.float32)
+    k_base = k + batch * k_stride_b + group * k_stride_g
+    v_base = v + batch * v_stride_b + group * v_stride_g
+    k_tile, k_rest = _load_key_halves(k_base, key_wide * k_stride_t, loaded, DK, DK_PAD, K_PART)
+    v_tile, v_rest = _load_key_halves(v_base, key_wide * v_stride_t, loaded, DV, DV_PAD, V_PART)
+    dk = tl.zeros([SIZE_PAD, K_PART], tl.float32)
+    dv = tl.zeros([SIZE_PAD, V_PART], tl.float32)
+    dk_rest = dk
+    dv_rest = dv
     q_base = q + batch * q_stride_b + group * HEADS * q_stride_h
     grad_base = grad_out + batch * grad_stride_b + group * HEADS * grad_stride_h
     lse_base = lse + batch * lse_stride_b + group * HEADS
@@ -124,61 +185,59 @@ def _backward_kernel(
     pair_base = (index_row // n_blocks).to(tl.int64) * T * (N_SEL * HEADS * DK)
     if SCALED_V:
         v_tile = (v_tile * scale).to(v_tile.dtype)
+        v_rest = (v_rest * scale).to(v_rest.dtype)
     # As in the forward pass: only the first SIZE entries of a block can lie inside it.
     diagonal = 0
     if chunk * CHUNK < SIZE:
         diagonal = tl.minimum(tl.cdiv((SIZE - chunk * CHUNK).to(tl.int32) * HEADS, ROWS) * ROWS, rows)
-        dk, dv = _backward_rows(
-            q_base, grad_base, lse_base, delta_base, entries + first_entry, part_dq + pair_base, k_tile, v_tile, dk, dv,
-            key, keys_inside, 0, diagonal, first_query,
+        dk, dk_rest, dv, dv_rest = _backward_rows(
+            q_base, grad_base, lse_base, delta_base, entries + first_entry, part_dq + pair_base,
+            k_tile, k_rest, v_tile, v_rest, dk, dk_rest, dv, dv_rest, key, keys_inside, 0, diagonal, first_query,
             q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale, scale_log2,
-            True, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, SIZE == SIZE_PAD, WIDE, SCALED_V, PRECISION,
+            True, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, K_PART, V_PART, ROWS, SIZE == SIZE_PAD, WIDE, SCALED_V, PRECISION,
         )  # fmt: skip
-    dk, dv = _backward_rows(
-        q_base, grad_base, lse_base, delta_base, entries + first_entry, part_dq + pair_base, k_tile, v_tile, dk, dv,
-        key, keys_inside, diagonal, rows, first_query,
+    dk, dk_rest, dv, dv_rest = _backward_rows(
+        q_base, grad_base, lse_base, delta_base, entries + first_entry, part_dq + pair_base,
+        k_tile, k_rest, v_tile, v_rest, dk, dk_rest, dv, dv_rest, key, keys_inside, diagonal, rows, first_query,
         q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale, scale_log2,
-        False, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, SIZE == SIZE_PAD, WIDE, SCALED_V, PRECISION,
+        False, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, K_PART, V_PART, ROWS, SIZE == SIZE_PAD, WIDE, SCALED_V, PRECISION,
     )  # fmt: skip
     if not SCALED_V:
         dk *= scale
-    inside_k = keys_inside[:, None] & (columns_k < DK)[None, :]
-    inside_v = keys_inside[:, None] & (columns_v < DV)[None, :]
+        dk_rest *= scale
     if WHOLE and stop - start <= CHUNK:
-        in_sequence = (key < keys)[:, None]
-        at = (batch * keys + key_wide) * G + group
-        at_k = at[:, None] * DK + columns_k[None, :]
-        at_v = at[:, None] * DV + columns_v[None, :]
-        tl.store(grad_k + at_k, dk.to(grad_k.dtype.element_ty), mask=inside_k & in_sequence)
-        tl.store(grad_v + at_v, dv.to(grad_v.dtype.element_ty), mask=inside_v & in_sequence)
+        inside = keys_inside & (key < keys)
+        row = (batch * keys + key_wide) * all_groups + group
+        _store_halves(grad_k, row, dk, dk_rest, inside, DK, DK_PAD, K_PART)
+        _store_halves(grad_v, row, dv, dv_rest, inside, DV, DV_PAD, V_PART)
     else:
         base = part_dkv + item.to(tl.int64) * SIZE * (DK + DV)
-        tl.store(base + local[:, None] * DK + columns_k[None, :], dk, mask=inside_k)
-        tl.store(base + SIZE * DK + local[:, None] * DV + columns_v[None, :], dv, mask=inside_v)
+        _store_halves(base, local, dk, dk_rest, keys_inside, DK, DK_PAD, K_PART)
+        _store_halves(base + SIZE * DK, local, dv, dv_rest, keys_inside, DV, DV_PAD, V_PART)
 
 
 @triton.jit
 def _finish_kernel(
-    part_dq, blocks, grad_q, part_dkv, starts, sums, grad_k, grad_v, T, keys, G, n_blocks, first_query,
+    part_dq, blocks, grad_q, part_dkv, starts, sums, grad_k, grad_v, T, keys, G, all_groups, n_blocks, first_query,
     grad_stride_b, grad_stride_t, tiles, reductions, parts,
-    FIRST: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    N_SEL: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The two sums in one launch: the few long ones over work items start first and hide behind the many short ones."""
     program = tl.program_id(0)
     if program < reductions:
-        _reduce_items(part_dkv, starts, sums, grad_k, grad_v, keys, G, n_blocks, program // parts, program % parts,
-                      FIRST, LAST, CHUNK, SIZE, DK, DV, TILE, DEPTH)  # fmt: skip
+        _reduce_items(part_dkv, starts, sums, grad_k, grad_v, keys, G, all_groups, n_blocks, program // parts,
+                      program % parts, FIRST, LAST, CHUNK, SIZE, DK, DV, TILE, DEPTH)  # fmt: skip
     else:
         _sum_pairs(part_dq, blocks, grad_q, T, G, first_query, grad_stride_b, grad_stride_t,
                    (program - reductions) // tiles, (program - reductions) % tiles,
-                   HEADS, N_SEL, SIZE, DK, DK_PAD, ROWS)  # fmt: skip
+                   ADD, HEADS, N_SEL, SIZE, DK, DK_PAD, ROWS)  # fmt: skip
 
 
 @triton.jit
 def _reduce_items(
-    part, starts, sums, grad_k, grad_v, keys, G, n_blocks, index_row, part_number,
+    part, starts, sums, grad_k, grad_v, keys, G, all_groups, n_blocks, index_row, part_number,
     FIRST: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -203,15 +262,15 @@ def _reduce_items(
         if not FIRST:
             total += tl.load(sums + at_sum, mask=element < ITEM, other=0.0)
         if LAST:
-            head = (index_row // n_blocks // G).to(tl.int64) * keys * G + index_row // n_blocks % G
+            head = (index_row // n_blocks // G).to(tl.int64) * keys * all_groups + index_row // n_blocks % G
             first_key = index_row % n_blocks * SIZE
             of_k = element < SIZE * DK
             key = first_key + element // DK
-            at = (head + key.to(tl.int64) * G) * DK + element % DK
+            at = (head + key.to(tl.int64) * all_groups) * DK + element % DK
             tl.store(grad_k + at, total.to(grad_k.dtype.element_ty), mask=of_k & (key < keys))
             element_v = element - SIZE * DK
             key = first_key + element_v // DV
-            at = (head + key.to(tl.int64) * G) * DV + element_v % DV
+            at = (head + key.to(tl.int64) * all_groups) * DV + element_v % DV
             of_v = (element_v >= 0) & (element < ITEM)
             tl.store(grad_v + at, total.to(grad_v.dtype.element_ty), mask=of_v & (key < keys))
         else:
@@ -221,10 +280,10 @@ def _reduce_items(
 @triton.jit
 def _sum_pairs(
     part_dq, blocks, grad_q, T, G, first_query, grad_stride_b, grad_stride_t, index_row, tile,
-    HEADS: tl.constexpr, N_SEL: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
+    ADD: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr,
+    DK_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of ROWS (query, head) rows: the sum over the blocks that their queries chose."""
+    """dQ of ROWS (query, head) rows: the sum over the blocks that their queries chose, and with ADD what grad_q holds."""
     row = tile * ROWS + tl.arange(0, ROWS)
     t = row // HEADS
     head = row % HEADS
@@ -242,4 +301,7 @@ def _sum_pairs(
         total += _load_tile(part_dq, (pair + slot * HEADS) * DK, columns, live, DK, DK_PAD)
     at = batch * grad_stride_b + t.to(tl.int64) * grad_stride_t + (group * HEADS + head) * DK
     mask = inside[:, None] & (columns < DK)[None, :]
-    tl.store(grad_q + at[:, None] + columns[None, :], total.to(grad_q.dtype.element_ty), mask=mask)
+    pointers = grad_q + at[:, None] + columns[None, :]
+    if ADD:
+        total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, total.to(grad_q.dtype.element_ty), mask=mask)

@@ -181,8 +181,17 @@ def _select_kernel(
              mask=live[:, None] & (place[None, :] < N_SEL))
 
 
-@torch.library.custom_op("nsa_lab::select_blocks", mutates_args=())
-def _select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:
+# Defined by schema for the host's sake; selected.py has the figures.
+torch.library.define(
+    "nsa_lab::select_blocks",
+    "(Tensor q, Tensor k_cmp, Tensor lse, int l, int d, int l_sel, int n_sel) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_select_blocks = torch.ops.nsa_lab.select_blocks.default
+
+
+def forward(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:
+    """`select_blocks` itself, past its checks and PyTorch's dispatcher."""
     B, T, H, D = q.shape
     N, G = k_cmp.shape[1], k_cmp.shape[2]
     q, k_cmp = with_short_rows(q), with_short_rows(k_cmp)
@@ -203,9 +212,25 @@ def _select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel:
     return out
 
 
-@_select_blocks.register_fake
+torch.library.impl("nsa_lab::select_blocks", ("cpu", "cuda"), forward)
+
+
+@torch.library.register_fake("nsa_lab::select_blocks")
 def _(q, k_cmp, lse, l, d, l_sel, n_sel):
     return q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
+
+
+def check_limits(nsa: NSAConfig) -> None:
+    """Raise NotImplementedError for a geometry past the kernel's limits."""
+    if nsa.n_sel > N_SEL_LIMIT:
+        raise NotImplementedError(
+            f"select_blocks: the Triton kernel keeps at most {N_SEL_LIMIT} blocks, and nsa.n_sel = {nsa.n_sel}"
+        )
+    if nsa.l_sel // nsa.d > STRIDES_LIMIT or nsa.l // nsa.d > 4 * STRIDES_LIMIT:
+        raise NotImplementedError(
+            f"select_blocks: the Triton kernel takes l_sel <= {STRIDES_LIMIT} d and l <= {4 * STRIDES_LIMIT} d; "
+            f"nsa.l, d, l_sel = {nsa.l}, {nsa.d}, {nsa.l_sel}"
+        )
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
@@ -216,16 +241,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tens
     ValueError for shapes that do not fit, NotImplementedError past the kernels' limits.
     """
     check_attention_inputs("select_blocks", q, k_cmp, k_cmp, num_compressed(q.shape[1], nsa))
+    check_limits(nsa)
     if lse.shape != q.shape[:3] or lse.dtype != torch.float32:
         raise ValueError(f"select_blocks: expected lse float32 {list(q.shape[:3])}, got {lse.dtype} {list(lse.shape)}")
-    if nsa.n_sel > N_SEL_LIMIT:
-        raise NotImplementedError(
-            f"select_blocks: the Triton kernel keeps at most {N_SEL_LIMIT} blocks, and nsa.n_sel = {nsa.n_sel}"
-        )
-    if nsa.l_sel // nsa.d > STRIDES_LIMIT or nsa.l // nsa.d > 4 * STRIDES_LIMIT:
-        raise NotImplementedError(
-            f"select_blocks: the Triton kernel takes l_sel <= {STRIDES_LIMIT} d and l <= {4 * STRIDES_LIMIT} d; "
-            f"nsa.l, d, l_sel = {nsa.l}, {nsa.d}, {nsa.l_sel}"
-        )
     with torch.no_grad():
         return _select_blocks(q.detach(), k_cmp.detach(), lse.detach(), nsa.l, nsa.d, nsa.l_sel, nsa.n_sel)

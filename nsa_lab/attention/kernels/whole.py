@@ -1,0 +1,122 @@
+"""The whole of NSA as one operator: three branches, the block choice and the gate (arXiv 2502.11089, eq. 5).
+
+Its results are those of the parts called one by one. What it saves is between them: one call of PyTorch's dispatcher and
+one autograd node instead of five; the gate's backward pass has sum(out * d_out) of every branch at hand, which the branches
+would read two tensors for; the three gradients of q are summed where they arise, not as tensors of their own; and the
+selected branch's inverted index is built once (4 bytes a selected block to keep).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention.geometry import num_compressed
+from nsa_lab.attention.kernels import band, gating, selected, selection
+from nsa_lab.attention.kernels.common import check_attention_inputs
+from nsa_lab.attention.kernels.inverted_index import InvertedIndex
+from nsa_lab.config import NSAConfig
+
+
+def nsa_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    nsa: NSAConfig,
+) -> Tensor:
+    """q [B, T, H, Dk]; k_cmp, v_cmp [B, N, G, .]; the other keys and values [B, T, G, .]; gates [B, T, H, 3] in the order
+    cmp, sel, win -> [B, T, H, Dv].
+
+    ValueError for shapes that do not fit, NotImplementedError past the kernels' limits, as the parts have them.
+    """
+    T = q.shape[1]
+    check_attention_inputs("nsa_attention", q, k_cmp, v_cmp, num_compressed(T, nsa))
+    check_attention_inputs("nsa_attention", q, k_sel, v_sel, T)
+    check_attention_inputs("nsa_attention", q, k_win, v_win, T)
+    groups, widths = k_cmp.shape[2], v_cmp.shape[3]
+    if (k_sel.shape[2], k_win.shape[2]) != (groups, groups) or (v_sel.shape[3], v_win.shape[3]) != (widths, widths):
+        raise ValueError(
+            "nsa_attention: the branches must have the same groups and value width; got v_cmp, v_sel, v_win "
+            f"{list(v_cmp.shape)}, {list(v_sel.shape)}, {list(v_win.shape)}"
+        )
+    if gates.shape != (*q.shape[:3], 3):
+        raise ValueError(f"nsa_attention: expected gates {[*q.shape[:3], 3]}, got {list(gates.shape)}")
+    selection.check_limits(nsa)
+    selected.check_limits(q, k_sel, nsa.n_sel, nsa)
+    return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w)[0]
+
+
+_INPUTS = "Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win, Tensor v_win, Tensor gates"
+_KEPT = ("Tensor out_cmp, Tensor lse_cmp, Tensor blocks, Tensor out_sel, Tensor lse_sel, Tensor entries, Tensor starts, "
+         "Tensor work, Tensor out_win, Tensor lse_win")
+# Defined by schema for the host's sake; selected.py has the figures.
+torch.library.define(
+    "nsa_lab::nsa_fwd",
+    f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w) -> ({', '.join(['Tensor'] * 11)})",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "nsa_lab::nsa_bwd",
+    f"(Tensor do, {_INPUTS}, {_KEPT}, int l, int d, int l_sel, int w) -> ({', '.join(['Tensor'] * 8)})",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_nsa_fwd = torch.ops.nsa_lab.nsa_fwd.default
+_nsa_bwd = torch.ops.nsa_lab.nsa_bwd.default
+
+
+@torch.library.impl("nsa_lab::nsa_fwd", ("cpu", "cuda"))
+def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w):
+    with torch.cuda.device_of(q):
+        out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0)
+        blocks = selection.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel)
+        strategy = selected.forward_strategy(q.shape[1], l_sel)
+        out_sel, lse_sel, index = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy)
+        index = index or [blocks.new_empty(0), blocks.new_empty(0, dtype=torch.int64), blocks.new_empty(0)]
+        out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w)
+        out = gating.forward(out_cmp, out_sel, out_win, gates)
+    return out, out_cmp, lse_cmp, blocks, out_sel, lse_sel, *index, out_win, lse_win
+
+
+@torch.library.register_fake("nsa_lab::nsa_fwd")
+def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w):
+    out, lse = q.new_empty(*q.shape[:3], v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    blocks = q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
+    entries, starts, work = selected.index_sizes(q, v_sel, n_sel, l_sel, selected.forward_strategy(q.shape[1], l_sel))
+    index = blocks.new_empty(entries), blocks.new_empty(starts, dtype=torch.int64), blocks.new_empty(work)
+    like = torch.empty_like
+    return out, like(out), lse, blocks, like(out), like(lse), *index, like(out), like(lse)
+
+
+@torch.library.impl("nsa_lab::nsa_bwd", ("cpu", "cuda"))
+def _(
+    do, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, out_cmp, lse_cmp, blocks, out_sel, lse_sel, entries, starts,
+    work, out_win, lse_win, l, d, l_sel, w,
+):  # fmt: skip
+    with torch.cuda.device_of(q):
+        deltas = q.new_empty(3, *q.shape[:3], dtype=torch.float32)
+        d_cmp, d_sel, d_win, dgates = gating.backward(do, out_cmp, out_sel, out_win, gates, deltas)
+        dq = q.new_empty(q.shape)
+        dkv_cmp = band.backward(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, l, d, 0, delta=deltas[0])
+        dkv_win = band.backward(d_win, q, k_win, v_win, lse_win, dq, 1, 1, w, delta=deltas[2], add=True)
+        index = InvertedIndex(entries, starts, work) if entries.numel() else None
+        dkv_sel = selected.backward(d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, add=True, index=index)
+    return dq, *dkv_cmp, *dkv_sel, *dkv_win, dgates
+
+
+@torch.library.register_fake("nsa_lab::nsa_bwd")
+def _(do, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *_):
+    return tuple(x.new_empty(x.shape) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates))
+
+
+def _keep(ctx, inputs, output) -> None:
+    *tensors, l, d, l_sel, _, w = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.geometry = l, d, l_sel, w
+
+
+def _differentiate(ctx, do, *_):
+    if do is None:
+        return (None,) * 13
+    return *_nsa_bwd(do, *ctx.saved_tensors, *ctx.geometry), None, None, None, None, None
+
+
+torch.library.register_autograd("nsa_lab::nsa_fwd", _differentiate, setup_context=_keep)

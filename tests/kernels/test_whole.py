@@ -1,0 +1,96 @@
+"""The whole of NSA as one operator against its parts, bit for bit forward, and against the definition backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_lab.attention import kernels, reference
+from nsa_lab.attention.geometry import num_compressed
+from nsa_lab.attention.kernels import selected, whole
+from nsa_lab.config import NSAConfig
+
+CUDA = torch.cuda.is_available()
+# B, T, H, G, Dk, Dv; the second has no compressed block.
+CASES = [(2, 75, 6, 2, 32, 64), (1, 9, 3, 1, 64, 32)]
+GPU_CASES = [(2, 1500, 12, 2, 64, 64), (1, 4200, 16, 1, 128, 128)]
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+SMALL = NSAConfig(l=16, d=8, l_sel=16, n_sel=3, w=20)
+NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+
+
+def inputs(case, dtype, device) -> list[torch.Tensor]:
+    B, T, H, G, Dk, Dv = case
+    N = num_compressed(T, SMALL)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, T, H, Dk), (B, N, G, Dk), (B, N, G, Dv)] + [(B, T, G, Dk), (B, T, G, Dv)] * 2
+    x = [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
+    # Of either sign: what a gate may be is not for the kernels to assume.
+    return [*x, torch.randn(B, T, H, 3, generator=generator).to(device).requires_grad_()]
+
+
+def parts(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates):
+    out_cmp, lse = kernels.compressed_attention(q, k_cmp, v_cmp, SMALL)
+    blocks = kernels.select_blocks(q, k_cmp, lse, SMALL)
+    out_sel, _ = kernels.selected_attention(q, k_sel, v_sel, blocks, SMALL)
+    out_win, _ = kernels.window_attention(q, k_win, v_win, SMALL)
+    return kernels.combine(out_cmp, out_sel, out_win, gates)
+
+
+def definition(x, blocks):
+    """The definition with a choice made elsewhere: a flipped near-tie is another test's matter."""
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
+    out_cmp, _ = reference.compressed_attention(q, k_cmp, v_cmp, SMALL)
+    out_sel, _ = reference.selected_attention(q, k_sel, v_sel, blocks, SMALL)
+    out_win, _ = reference.window_attention(q, k_win, v_win, SMALL)
+    return reference.combine(out_cmp, out_sel, out_win, gates)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES + (GPU_CASES if CUDA else []), ids=lambda x: "x".join(map(str, x)))
+@pytest.mark.parametrize("strategy", ["union", "gather"])
+def test_matches_its_parts_and_the_definition(case, dtype, strategy, device, poisoned, monkeypatch, assert_error_within):
+    if strategy == "gather":
+        monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    x = inputs(case, dtype, device)
+    out, by_parts = kernels.nsa_attention(*x, SMALL), parts(*x)
+    assert torch.equal(out, by_parts)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    grads = torch.autograd.grad(out, x, d_out)
+    grads_by_parts = torch.autograd.grad(by_parts, x, d_out)
+    with torch.no_grad():
+        blocks = kernels.select_blocks(x[0], x[1], kernels.compressed_attention(*x[:3], SMALL)[1], SMALL)
+    exact_x = [a.detach().double().requires_grad_() for a in x]
+    exact = torch.autograd.grad(definition(exact_x, blocks), exact_x, d_out.double())
+    for name, grad, plain, wide in zip(NAMES, grads, grads_by_parts, exact, strict=True):
+        assert grad.dtype == plain.dtype
+        # The parts keep within 3 times of plain arithmetic (their own tests); the whole keeps within 1.5 times of them.
+        assert_error_within(name, grad, wide, plain, 1.5)
+
+
+@pytest.mark.parametrize("strategy", ["union", "gather"])
+def test_the_operators_are_well_formed_and_compile(device, strategy, monkeypatch):
+    if strategy == "gather":
+        monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    x = inputs((1, 40, 4, 2, 32, 32), torch.float32, device)
+    geometry = (SMALL.l, SMALL.d, SMALL.l_sel, SMALL.n_sel, SMALL.w)
+    # The tail of the index is nobody's: filled, it is at least the same in two calls.
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.library.opcheck(whole._nsa_fwd, (*x, *geometry))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    x = [a.detach() for a in x]
+    out, *kept = whole._nsa_fwd(*x, *geometry)
+    torch.library.opcheck(whole._nsa_bwd, (torch.ones_like(out), *x, *kept, SMALL.l, SMALL.d, SMALL.l_sel, SMALL.w))
+    attend = lambda *x: kernels.nsa_attention(*x, SMALL)  # noqa: E731
+    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
+    assert torch.equal(compiled(*x), attend(*x))
+
+
+def test_shapes_that_do_not_fit_are_refused(device):
+    *x, gates = inputs((1, 40, 4, 2, 32, 32), torch.float32, device)
+    with pytest.raises(ValueError, match="gates"):
+        kernels.nsa_attention(*x, gates[..., :2], SMALL)
+    with pytest.raises(ValueError, match="value width"):
+        kernels.nsa_attention(*x[:6], torch.zeros(1, 40, 2, 64, device=device), gates, SMALL)
