@@ -63,7 +63,7 @@ def branch_statistics(parts: Parts, inputs: Tensor) -> dict[str, Tensor]:
     parts.model.eval()
     try:
         with torch.no_grad(), eager(), parts.stepper.autocast():
-            return parts.model.statistics(inputs[:STATISTICS_SEQUENCES].to(parts.device))
+            return parts.model.statistics(inputs[:STATISTICS_SEQUENCES].to(parts.device, non_blocking=True))
     finally:
         parts.model.train()
 
@@ -77,13 +77,12 @@ def layer_of(name: str) -> str:
 @torch.no_grad()
 def layer_norms(model: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
     """Euclidean norm, per layer, of what `of` takes from each parameter (its value, its gradient); on the device."""
-    squares: dict[str, Tensor] = {}
+    layers: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         value = of(parameter)
         if value is not None:
-            layer = layer_of(name)
-            squares[layer] = squares.get(layer, 0.0) + value.float().pow(2).sum()
-    return {layer: square.sqrt() for layer, square in squares.items()}
+            layers.setdefault(layer_of(name), []).append(value)
+    return {layer: nn.utils.get_total_norm(values) for layer, values in layers.items()}
 
 
 class GateMovement:

@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -119,6 +119,27 @@ class Stepper:
         """
         self._optimizer.found_inf = torch.ones_like(self._bad)
         self._optimizer.step()
+
+
+class Fetched:
+    """Named vectors on their way from the device to the host, in one copy; `take` waits for them and no longer."""
+
+    def __init__(self, vectors: Mapping[str, Tensor]) -> None:
+        self._sizes = {name: len(vector) for name, vector in vectors.items()}
+        values = torch.cat(list(vectors.values())) if vectors else torch.zeros(0)
+        self._copied: torch.cuda.Event | None = None
+        self._values = values
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def take(self) -> dict[str, list[float]]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        parts = self._values.split(list(self._sizes.values()))
+        return {name: part.tolist() for name, part in zip(self._sizes, parts, strict=True)}
 
 
 class Readback:

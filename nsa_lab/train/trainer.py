@@ -4,7 +4,7 @@ Invariants
 * The state of the run after step s is a function of its configuration and data. Killing and resuming changes nothing.
 * Step s, counted from 1, takes batch s - 1; `done` is the last step whose update was applied.
 * The host looks at results one step late, and a log point is no exception: the device has the next step to work on while
-  this one is written down. It is waited for where its state is needed: statistics, evaluations and saves.
+  this one is written down. It is waited for where its state is needed: evaluations and saves.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa_lab.data import Prefetcher
@@ -30,7 +31,7 @@ from nsa_lab.train.parts import Parts
 from nsa_lab.train.record import Recorder, memory_peak_bytes
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
-from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, STOP, Readback
+from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, STOP, Fetched, Readback
 
 logger = logging.getLogger("nsa_lab.train")
 
@@ -50,7 +51,8 @@ class Trainer:
         self._throughput = ThroughputRule(self.train.min_tokens_per_s)
         self._gates, self._movement = GateRule(), GateMovement(parts.model)
         self._latest: list[float] = []
-        self._to_log: set[int] = set()
+        # Steps that are to be logged when their result is here, and their statistics where they have any.
+        self._to_log: dict[int, Fetched | None] = {}
         self._interval = _Interval(done)
         self._failed_saves = 0
         self._first = done + 1
@@ -111,11 +113,9 @@ class Trainer:
         log = stats or last or step == 1 or step % train.log_every == 0
         evaluation = bool(train.eval_every) and (last or step % train.eval_every == 0)
         save = bool(train.save_every) and step % train.save_every == 0
-        if log and not stats:
-            self._to_log.add(step)
-        self._judge(everything=stats or last or evaluation or save or step == self._first)
-        if stats:
-            self._log(step, inputs)
+        if log:
+            self._to_log[step] = self._statistics(inputs) if stats else None
+        self._judge(everything=last or evaluation or save or step == self._first)
         if step == self._first:
             # Nothing made so far is garbage; scanning it again and again would cost a pause each time.
             gc.collect()
@@ -136,8 +136,7 @@ class Trainer:
             self._latest = result
             self._act(self._spike.observe(step, result[LOSS]))
             if step in self._to_log:
-                self._to_log.remove(step)
-                self._log(step)
+                self._log(step, self._to_log.pop(step))
             if result[STOP] and not self._alone:
                 raise StopRequested(self.signals.requested or "another rank")
 
@@ -148,8 +147,8 @@ class Trainer:
         if verdict.action == "halt":
             raise Halt(verdict)
 
-    def _log(self, step: int, inputs: Tensor | None = None) -> None:
-        """Write down a step whose result was just read; with `inputs` its statistics too, while its gradients are there."""
+    def _log(self, step: int, statistics: Fetched | None) -> None:
+        """Write down a step whose result was just read."""
         loss, norm = self._latest[LOSS], self._latest[GRAD_NORM]
         steps, dt_s, data_s = self._interval.close(step)
         speed = self.train.tokens_per_step / dt_s
@@ -157,9 +156,11 @@ class Trainer:
             "loss": loss, "bpb": self._bits_per_byte(loss), "lr": learning_rate(step, self.train), "grad_norm": norm,
             "dt_s": dt_s, "data_s": data_s, "tokens_per_s": speed, "mem_peak_bytes": memory_peak_bytes(self.parts.device),
         }
-        if inputs is not None:
-            with self._outside_training("stats"), self._interruptible():
-                numbers |= self._statistics(inputs, norm)
+        if statistics:
+            numbers |= {"grad_norm_layers": [], "gate_update": []} | statistics.take()
+            # They were taken after clipping.
+            unclipped = max(1.0, norm / self.train.grad_clip)
+            numbers["grad_norm_layers"] = [unclipped * value for value in numbers["grad_norm_layers"]]
         self.record.step(step, numbers)
         for verdict in self._gates.observe(step, numbers.get("gate_saturation", []), numbers.get("gate_update", [])):
             self._act(verdict)
@@ -168,16 +169,23 @@ class Trainer:
             speed = self.parts.world.from_first(speed, self.parts.device)
             self._act(self._throughput.observe(step, speed, steps * self.train.tokens_per_step / speed))
 
-    def _statistics(self, inputs: Tensor, norm: float) -> dict[str, Any]:
-        """Per layer: gates, selection, branch norms, how far the gate weights moved, gradient norms before clipping."""
-        unclipped = max(1.0, norm / self.train.grad_clip)
-        gradients = layer_norms(self.parts.model, lambda p: p.grad)
-        layers = {name: value for name, value in gradients.items() if name.startswith("blocks.")}
+    def _statistics(self, inputs: Tensor) -> Fetched:
+        """Per layer: gates, selection, branch norms, how far the gate weights moved, gradient norms after clipping.
+
+        Everything is queued on the device and nothing waits for it. On a CPU it is computed here, outside of training.
+        """
+        own_time = self._outside_training if self.parts.device.type == "cpu" else self.record.phases
         full = self.parts.world.full
-        numbers: dict[str, Any] = {name: value.tolist() for name, value in branch_statistics(self.parts, inputs).items()}
-        numbers["grad_norm_layers"] = [unclipped * full(value).item() for value in layers.values()]
-        numbers["gate_update"] = [full(value).item() for value in self._movement.take()]
-        return numbers
+        with own_time("stats"), self._interruptible():
+            vectors = branch_statistics(self.parts, inputs)
+            norms = layer_norms(self.parts.model, lambda p: p.grad)
+            layers = [full(norm) for name, norm in norms.items() if name.startswith("blocks.")]
+            moved = [full(distance) for distance in self._movement.take()]
+            if layers:
+                vectors["grad_norm_layers"] = torch.stack(layers)
+            if moved:
+                vectors["gate_update"] = torch.stack(moved)
+            return Fetched(vectors)
 
     def _evaluate(self) -> None:
         with self._outside_training("eval"), self._interruptible():
