@@ -273,6 +273,20 @@ def bench_train(
     run_train_bench(_shapes(parse_shape, shape), json_file, picture=picture)
 
 
+@bench.command("curves")
+def bench_curves(
+    json_file: JsonFile = None, picture: Picture = None,
+    steps: Annotated[int, typer.Option(min=10, help="optimiser steps of each curve")] = 300,
+) -> None:
+    """Loss curves of one configuration, computed in every way this machine has; exit code 3 if they are not one curve."""
+    from nsa_lab.bench.curves import run_curves
+
+    found = run_curves(steps, json_file, picture)
+    for name, apart in found["apart_nats"].items():
+        typer.echo(f"{name:<26} {apart:.4f} nats from the first at most (allowed {found['band_nats']:g})")
+    raise typer.Exit(rundir.EXIT_DONE if found["ok"] else rundir.EXIT_HALTED)
+
+
 @bench.command("trainer")
 def bench_trainer(
     json_file: JsonFile = None, ranks: Ranks = 1,

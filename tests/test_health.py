@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 from fake_run import LAYERS, Event, configuration, evaluation, saved, step_event, write_checkpoint, write_run
 
-from nsa_lab import rundir
+from nsa_lab import names, rundir
 from nsa_lab.config import NSAConfig
-from nsa_lab.health import CHECKS, Verdict, examine, verdicts
+from nsa_lab.health import CHECKS, Verdict, as_record, examine, verdicts
 from nsa_lab.health.answers import QUESTIONS, answers
 from nsa_lab.health.branches import choice_range
 from nsa_lab.health.twins import beside_twin, side_by_side, twins
@@ -417,3 +418,11 @@ def test_choice_range_is_what_counting_gives() -> None:
     assert span.farthest == pytest.approx(far / chosen)
     assert not choice_range(16, nsa).free
     assert choice_range(16, nsa).chance_reuse == 1.0
+
+
+SHARED = [run for run in names.run_directories(names.root() / "outputs") if (run / rundir.VERDICT).is_file()]
+
+
+@pytest.mark.parametrize("run", SHARED, ids=lambda run: run.name)
+def test_the_record_of_a_shared_run_gives_the_verdict_that_lies_beside_it(run: Path) -> None:
+    assert as_record(examine(run)) == json.loads((run / rundir.VERDICT).read_text(encoding="utf-8"))

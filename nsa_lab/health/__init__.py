@@ -6,16 +6,19 @@ names the first that is, causes before consequences. `verdict.Limits` holds ever
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from nsa_lab import rundir
 from nsa_lab.health import branches, run
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.history import History
 
-__all__ = ["CHECKS", "LIMITS", "Health", "Limits", "Verdict", "examine", "verdicts"]
+__all__ = ["CHECKS", "LIMITS", "Health", "Limits", "Verdict", "as_record", "examine", "verdicts", "write_verdict"]
 
 # In the order of the report: causes before consequences.
 CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
@@ -59,6 +62,24 @@ def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
     if finished.ok is False and any(verdict.ok is False for verdict in causes):
         found = [*causes, finished]
     return Health(history.run, history.status.get("status", "unknown"), found)
+
+
+def as_record(health: Health) -> dict[str, Any]:
+    """The verdicts as they stand in `verdict.json`; a number that is not finite is null."""
+    def plain(verdict: Verdict) -> dict[str, Any]:
+        return {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in asdict(verdict).items()}
+
+    return {"run": health.run, "state": health.state, "ok": health.ok, "headline": health.headline,
+            "verdicts": [plain(verdict) for verdict in health.verdicts]}
+
+
+def write_verdict(run_dir: str | Path | History) -> Path:
+    """Write what `examine` says to `verdict.json` in the run directory."""
+    history = History.read(run_dir)
+    file = history.run_dir / rundir.VERDICT
+    file.write_text(json.dumps(as_record(examine(history)), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return file
 
 
 def verdicts(run_dir: str | Path | History, limits: Limits = LIMITS) -> list[Verdict]:

@@ -22,6 +22,7 @@ from pygments.formatters import HtmlFormatter
 
 from nsa_lab.explore import plots
 from nsa_lab.explore.show import image, title
+from nsa_lab.health import write_verdict
 from nsa_lab.history import History
 from nsa_lab.report.formulas import Formulas
 from nsa_lab.report.header import beside, notebook_error, run_summary
@@ -42,11 +43,13 @@ ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none.
+    """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none; and the
+    verdict beside it.
 
     Raises `RunDirectoryError` if the folder is not a run directory.
     """
     history = History.read(run_dir)
+    write_verdict(history)
     notebook = history.run_dir / NOTEBOOK
     if notebook.is_file():
         make_portable(notebook)

@@ -1,0 +1,80 @@
+"""`nsa-lab bench train` and `bench curves`, tiny, on a CPU: the paths that a GPU measures with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_lab.bench import curves, train
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are measurements, not tests")
+
+SMALL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8,
+                    nsa=NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=16))
+
+
+def test_both_models_are_measured_at_each_shape(tmp_path: Path) -> None:
+    file, picture = tmp_path / "train.json", tmp_path / "train.png"
+    report = train.run_train_bench(((64, 2), (96, 1)), file, steps=3, model=SMALL, picture=picture)
+    assert json.loads(file.read_text()) == json.loads(json.dumps(report))
+    assert [(row["seq_len"], row["micro_batch"]) for row in report["rows"]] == [(64, 2), (96, 1)]
+    for row in report["rows"]:
+        assert row["ratio"] == row["nsa"]["tokens_per_s"] / row["dense"]["tokens_per_s"] > 0
+        for kind in ("nsa", "dense"):
+            assert row[kind]["tokens_per_s"] * row[kind]["step_s"] == pytest.approx(row["seq_len"] * row["micro_batch"])
+            assert row[kind]["flops_6n"] > 0 and row[kind]["flops_actual"] > 0
+        assert row["dense"]["flops_6n"] == row["dense"]["flops_actual"]
+    assert picture.stat().st_size > 0
+
+
+def test_unusable_shapes_are_refused() -> None:
+    assert train.parse_shape("2048x32") == (2048, 32)
+    for text in ("2048", "0x4", "2048x", "axb"):
+        with pytest.raises(ConfigError, match="expected tokens x sequences"):
+            train.parse_shape(text)
+
+
+@pytest.mark.parametrize(("kernel", "part"), [
+    ("_gather_kernel", "selected"), ("_finish_kernel", "selected"), ("_count_kernel", "selected"),
+    ("forward_kernel", "compressed and window"), ("dkv_kernel", "compressed and window"),
+    ("_select_kernel", "block choice"),
+    ("_gated_sum_backward_kernel", "gated sum"), ("nvjet_tst_128x256_64x4", "gemm"), ("sm90_xmma_gemm_bf16", "gemm"),
+    ("void pytorch_flash::flash_fwd_kernel", "dense attention"), ("multi_tensor_apply_kernel", "optimiser"),
+    ("Memcpy HtoD (Pinned -> Device)", "copy"), ("triton_poi_fused_add_mul_3", None),
+])
+def test_kernels_are_told_apart_by_name(kernel: str, part: str | None) -> None:
+    assert next((name for name, pattern in train.KERNELS if pattern.search(kernel)), None) == part
+
+
+def test_every_kernel_of_ours_has_a_part() -> None:
+    folder = Path(train.__file__).parents[1] / "attention" / "kernels"
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    launched = set(re.findall(r"(\w+_kernel)\[", source))
+    known = [pattern for part, pattern in train.KERNELS if part not in ("gemm", "dense attention", "optimiser", "copy")]
+    assert launched and all(any(pattern.search(name) for pattern in known) for name in launched), launched
+
+
+def test_executions_of_one_configuration_stay_within_the_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executions = (*curves.CPU_EXECUTIONS, curves.Execution("torch, compiled", "torch", compile=True))
+    monkeypatch.setattr(curves, "CPU_EXECUTIONS", executions)
+    report = curves.run_curves(30, tmp_path / "curves.json", tmp_path / "curves.png", model=SMALL, seq_len=64, batch=2)
+    assert list(report["curves"]) == ["reference, eager", "torch, eager", "torch, compiled"]
+    assert report["ok"] and max(report["apart_nats"].values()) < 1e-3, "float32 rounding, and nothing more"
+    assert report["curves"]["torch, eager"][-1] < report["curves"]["torch, eager"][0]
+    assert json.loads((tmp_path / "curves.json").read_text())["ok"] and (tmp_path / "curves.png").stat().st_size > 0
+
+
+def test_an_execution_that_computes_something_else_is_out_of_the_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = curves.loss_curve
+
+    def drifting(execution: curves.Execution, steps: int, **other: object) -> list[float]:
+        drift = 2 * curves.BAND if execution.backend == "torch" else 0.0
+        return [loss + drift * step / steps for step, loss in enumerate(honest(execution, steps, **other))]
+
+    monkeypatch.setattr(curves, "loss_curve", drifting)
+    assert not curves.run_curves(10, model=SMALL, seq_len=64, batch=1)["ok"]
