@@ -198,17 +198,23 @@ def plan(
     run: Annotated[str | None, typer.Option(metavar="RUN", help="a run to compare the plan with")] = None,
     outputs: Outputs = None,
 ) -> None:
-    """What a run will take: parameters, tokens, FLOPs, memory, disk, hours."""
+    """What a run will take: parameters, tokens, FLOPs, memory, disk, hours; with --run, beside what that run took."""
     config = names.load_config(name, param or [])
     run_dir = names.find_run(run, names.outputs_folder(outputs)) if run else None
 
-    from nsa_lab.events import read_events, steps
-    from nsa_lab.train import plan as planner
+    from nsa_lab.explore import planned
+    from nsa_lab.train.plan import plan as plan_of
 
-    planned = planner.plan(config, tokens_per_s, ranks)
-    typer.echo(planned)
-    for what, expected, measured, ratio in planner.compare(planned, steps(read_events(run_dir))) if run_dir else []:
-        typer.echo(f"  {what}: planned {expected:,.4g}, measured {measured:,.4g}, ratio {ratio:.2f}")
+    unknown = not tokens_per_s and not config.train.min_tokens_per_s and ranks == 1
+    known = planned.recorded_speed(config) if unknown else None
+    typer.echo(plan_of(config, known[0] if known else tokens_per_s, ranks))
+    if known:
+        typer.echo(f"  (that speed was measured on one {known[1]}; for another GPU give --tokens-per-s)")
+    if run_dir:
+        from nsa_lab.history import History
+
+        typer.echo(f"\n{run_dir.name}, planned with the speed that its preflight measured:")
+        typer.echo(planned.outcome(History.read(run_dir), tokens_per_s))
 
 
 @app.command()

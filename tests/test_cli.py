@@ -213,6 +213,15 @@ def test_plan_says_what_a_run_takes(say, tiny: Path) -> None:
     assert "optimiser steps" in said.out
 
 
+def test_plan_reckons_with_a_recorded_speed_only_for_the_very_same_training(say) -> None:
+    known = say("plan", "production_50k")
+    assert "measured on one NVIDIA" in known.out and "not known" not in known.out
+    for other in ("model.dim=384", "train.seq_len=1024", "runtime.cuda_graph=false", "runtime.compile=false"):
+        said = say("plan", "production_50k", "-p", other)
+        assert said.code == 0 and said.out.count("not known") == 2 and "measured on" not in said.out
+    assert "2.28 h" in say("plan", "production_50k", "--tokens-per-s", "50000").out
+
+
 def test_train_detached_then_stop_resume_and_generate(say, tiny: Path, tmp_path: Path) -> None:
     said = say("train", tiny)
     assert said.code == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nsa_lab.config import RunConfig
+from nsa_lab.explore.step_time import recorded
 from nsa_lab.health import LIMITS, Limits, Verdict
 from nsa_lab.history import History, facts
 from nsa_lab.train.plan import Plan, compare, plan, size_text
@@ -21,6 +23,23 @@ class Outcome:
 
     def __str__(self) -> str:
         return "\n".join([str(self.planned), "", *self.lines, "", *(str(verdict) for verdict in self.verdicts)])
+
+
+def recorded_speed(config: RunConfig) -> tuple[float, str] | None:
+    """Tokens a second that the project's record of `nsa-lab bench train` has for this very model and shape, and its GPU."""
+    try:
+        record = recorded()
+    except FileNotFoundError:
+        return None
+    train, model = config.train, config.model
+    if model.model_copy(update={"attention": "nsa"}).model_dump() != record["model"]:
+        return None
+    for row in record["rows"]:
+        measured = row[model.attention]
+        same = (row["seq_len"], row["micro_batch"]) == (train.seq_len, train.micro_batch_size or train.batch_size)
+        if same and measured["cuda_graph"] == config.runtime.cuda_graph and config.runtime.compile:
+            return measured["tokens_per_s"], record["device"]
+    return None
 
 
 def outcome(history: History, tokens_per_s: float | None = None, limits: Limits = LIMITS) -> Outcome:
