@@ -54,26 +54,36 @@ for dtype in dtypes:
 # %% [markdown]
 # ## Errors
 #
-# `error` and `gradients` are the largest absolute differences from float64; values are of size 1. `rounding` is what
-# the definition itself loses when its answer is rounded to that dtype: no implementation can do better. For
-# `selection` the numbers are shares of queries whose set of blocks differs, which may happen only where two scores
-# are equal but for rounding.
+# `error` says how far an output is from float64, `gradient` how far the worst of the gradients is, and `of` which one
+# that is; beside each stands what is allowed. A fast implementation owes its reader no more than the dtype can give, and
+# no less than the same mathematics gives when it is written down plainly in that dtype:
+#
+# | dtype | an output may err | a gradient may err |
+# |---|---|---|
+# | bfloat16, float16 | 2 × plain arithmetic, in norm | 3 × plain arithmetic, in norm |
+# | float32 | 1e-5, the largest difference | 3 × plain arithmetic, in norm, or 5e-6 if that is more |
+# | float64 | 1e-10, the largest difference | 1e-10, the largest difference |
+#
+# *In norm* is the norm of the difference over the norm of the truth. *Plain arithmetic* keeps every intermediate result
+# in the dtype, scores and probabilities too, and counts for no less than one rounding, 7.8e-3 in bfloat16; on random
+# numbers it mostly errs less, so that the one rounding is what decides.
+#
+# The 5e-6 of float32 has a reason: where a query sees a single key, the gradient of its score is exactly 0. Plain
+# arithmetic keeps the probabilities and finds that 0; a kernel that does not keep them subtracts two equal sums, and
+# what is left is their rounding.
+#
+# For `selection` the numbers are shares of queries whose set of blocks differs. In float64 none may; elsewhere one in a
+# thousand, or twice as many as for the definition itself in that dtype, because two scores may be equal but for rounding.
 
 # %%
 rows = list(parity.compare(lengths, dtypes, nsa, device=device, **shape))
 print(parity.table(rows))
 
 # %%
+over = f"worst error over T = {', '.join(map(str, lengths))}"
 for dtype in dtypes:
     named = str(dtype).removeprefix("torch.")
-    worst = {}
-    for row in rows:
-        if row.dtype == named and row.gradient_error is not None:
-            for kind, error in (("output", row.error), ("gradients", row.gradient_error)):
-                key = (f"{row.part}, {kind}", row.backend)
-                worst[key] = max(worst.get(key, 0.0), error)
-    show(pictures.errors([(*key, error) for key, error in worst.items()], parity.LIMITS[dtype],
-                         f"Worst error over T = {', '.join(map(str, lengths))}, {named}"))
+    show(pictures.shares_of_allowed(parity.worst_shares(rows, dtype), f"{named}: {over}, as a share of what is allowed"))
 
 # %% [markdown]
 # ## Exactly
@@ -91,7 +101,7 @@ print("mean selected keys at T = 2048:", geometry.mean_selected_keys(2048, nsa))
 
 # %%
 too_large = [row for row in rows if not row.ok]
-print(f"{len(rows)} comparisons, {len(too_large)} beyond their limit")
+print(f"{len(rows)} comparisons, {len(too_large)} beyond what is allowed")
 assert not too_large, parity.table(too_large)
 
 # %% [markdown]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from html.parser import HTMLParser
@@ -11,6 +12,8 @@ import nbformat
 import pytest
 from fake_run import configuration, write_run
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from rich.console import Console
+from rich.table import Table
 
 from nsa_lab import names, rundir
 from nsa_lab.explore import plots
@@ -249,6 +252,26 @@ def test_a_notebook_without_a_run_is_exported_beside_itself(tmp_path: Path) -> N
     page = export(tmp_path / "derivations.ipynb")
     assert page == tmp_path / "derivations.html"
     assert_self_contained(page.read_text(encoding="utf-8"))
+
+
+def test_a_drawn_table_keeps_its_lines_and_other_output_wraps(tmp_path: Path) -> None:
+    drawn = io.StringIO()
+    wide = Table(*(f"column {n}" for n in range(12)), title="wide")
+    wide.add_row(*(["x" * 9] * 12))
+    Console(file=drawn, width=170).print(wide)
+    printed = [drawn.getvalue(), "word " * 60, "a \x1b[1m│\x1b[0m b"]
+    outputs = [new_output("stream", name="stdout", text=text) for text in printed]
+    outputs += [new_output("execute_result", data={"text/plain": f"<Table>\n{drawn.getvalue()}"}),
+                new_output("display_data", data={"text/html": '<pre style="color:red">┃</pre>', "text/plain": "x"})]
+    cells = [new_code_cell("show()", outputs=[output]) for output in outputs] + [new_code_cell("'│'")]
+    nbformat.write(new_notebook(cells=cells), tmp_path / "tables.ipynb")
+    text = export(tmp_path / "tables.ipynb").read_text(encoding="utf-8")
+    assert_self_contained(text)
+    shown = re.findall(r"<pre\b([^>]*)>(?!<span></span>)(.*?)</pre>", text, re.DOTALL)
+    boxed = ' class="boxed"'
+    assert [attributes for attributes, _ in shown] == [boxed, "", boxed, boxed, f'{boxed} style="color:red"']
+    assert drawn.getvalue().rstrip() in shown[0][1]
+    assert ".output_area pre { white-space: pre-wrap;" in text and ".output_area pre.boxed { white-space: pre;" in text
 
 
 def test_formulas_inside_code_are_left_alone() -> None:

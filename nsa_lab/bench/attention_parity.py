@@ -3,9 +3,13 @@
 Two checks. On at most 1024 tokens, output and every gradient against the definition in float64: within 2 and 3 times
 what the same mathematics errs in plain low precision. At the length that is timed, the output's last rows against
 float64. A choice of blocks passes where it is the definition's, up to scores that differ by less than rounding.
+
+The rule of error itself, `plain` and `error_and_allowed`, is what notebook 02 judges by too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +17,9 @@ from torch import Tensor
 from nsa_lab.attention import geometry, reference
 from nsa_lab.bench.attention_parts import Part
 from nsa_lab.config import NSAConfig
+
+# How many times the error of plain low precision an output and a gradient may have.
+OUTPUT_FACTOR, GRADIENT_FACTOR = 2, 3
 
 _ROWS = 16
 _SCORE_ROUNDING = 2e-5
@@ -34,44 +41,48 @@ def check(short: Part, long: Part, nsa: NSAConfig) -> tuple[dict[str, list[float
     return found, all(error <= limit for error, limit in found.values())
 
 
-def _against_float64(part: Part, nsa: NSAConfig) -> dict[str, list[float]]:
-    inputs = part.inputs[:-1] if part.name.startswith("selected") else part.inputs
-    wide = [x.detach().double().requires_grad_() for x in inputs]
-    low = [x.detach().clone().requires_grad_() for x in inputs]
-    out, exact, plain = part.run(*part.inputs), _plain(part, wide, nsa), _plain(part, low, nsa)
-    d_out = torch.randn(out.shape, device=out.device, dtype=out.dtype, generator=torch.Generator(out.device).manual_seed(7))
-    leaves = [x for x in part.inputs if x.requires_grad]
-    grads = torch.autograd.grad(out, leaves, d_out)
-    wide_grads = torch.autograd.grad(exact, wide, d_out.double())
-    low_grads = torch.autograd.grad(plain, low, d_out.to(plain.dtype))
-    names = _INPUTS.get(part.name, ("q", "k", "v"))
-    found = {"out": _pair(out, exact, plain, 2)}
-    for name, ours, theirs, low_grad in zip(names, grads, wide_grads, low_grads, strict=True):
-        found[f"d{name}"] = _pair(ours, theirs, low_grad, 3)
-    return found
+def plain(name: str, inputs: Sequence[Tensor], blocks: Tensor | None, nsa: NSAConfig) -> Tensor:
+    """The mathematics of the part called `name` in the dtype of `inputs` throughout, the choice of blocks given.
+
+    `inputs` are q, k, v for a branch, the three outputs and the gates for `gate`, what `nsa_attention` takes for `whole`.
+    """
+    if name == "gate":
+        return reference.combine(*inputs)
+    if name == "whole":
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
+        outs = (_masked(q, k_cmp, v_cmp, _mask("compressed", q, k_cmp, None, nsa)),
+                _masked(q, k_sel, v_sel, _mask("selected", q, k_sel, blocks, nsa)),
+                _masked(q, k_win, v_win, _mask("window", q, k_win, None, nsa)))
+        return reference.combine(*outs, gates)
+    return _masked(*inputs, _mask(name, inputs[0], inputs[1], blocks, nsa))
 
 
-def _pair(actual: Tensor, exact: Tensor, plain: Tensor, factor: float) -> list[float]:
-    limit = factor * max(_error(plain, exact), torch.finfo(actual.dtype).eps)
-    return [_error(actual, exact), limit]
+def error_and_allowed(actual: Tensor, exact: Tensor, rough: Tensor, factor: float) -> list[float]:
+    """The relative error of `actual`, and `factor` times that of `rough`, which counts for no less than one rounding."""
+    return [relative_error(actual, exact), factor * max(relative_error(rough, exact), torch.finfo(actual.dtype).eps)]
 
 
-def _error(actual: Tensor, exact: Tensor) -> float:
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """||actual - exact|| / ||exact||, NaN where anything is; the root mean square error where `exact` is all zero."""
     size = exact.double().norm().item() or max(exact.numel(), 1) ** 0.5
     return (actual.double() - exact.double()).norm().item() / size
 
 
-def _plain(part: Part, x: list[Tensor], nsa: NSAConfig) -> Tensor:
-    """The part's mathematics in the dtype of `x` throughout, block choice given."""
-    if part.name == "gate":
-        return reference.combine(*x)
-    if part.name == "whole":
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = x
-        outs = (_masked(q, k_cmp, v_cmp, _mask("compressed", q, k_cmp, None, nsa)),
-                _masked(q, k_sel, v_sel, _mask("selected", q, k_sel, part.blocks, nsa)),
-                _masked(q, k_win, v_win, _mask("window", q, k_win, None, nsa)))
-        return reference.combine(*outs, gates)
-    return _masked(*x, _mask(part.name, x[0], x[1], part.blocks, nsa))
+def _against_float64(part: Part, nsa: NSAConfig) -> dict[str, list[float]]:
+    inputs = part.inputs[:-1] if part.name.startswith("selected") else part.inputs
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    low = [x.detach().clone().requires_grad_() for x in inputs]
+    out, exact, rough = part.run(*part.inputs), *(plain(part.name, x, part.blocks, nsa) for x in (wide, low))
+    d_out = torch.randn(out.shape, device=out.device, dtype=out.dtype, generator=torch.Generator(out.device).manual_seed(7))
+    leaves = [x for x in part.inputs if x.requires_grad]
+    grads = torch.autograd.grad(out, leaves, d_out)
+    wide_grads = torch.autograd.grad(exact, wide, d_out.double())
+    low_grads = torch.autograd.grad(rough, low, d_out.to(rough.dtype))
+    names = _INPUTS.get(part.name, ("q", "k", "v"))
+    found = {"out": error_and_allowed(out, exact, rough, OUTPUT_FACTOR)}
+    for name, ours, theirs, low_grad in zip(names, grads, wide_grads, low_grads, strict=True):
+        found[f"d{name}"] = error_and_allowed(ours, theirs, low_grad, GRADIENT_FACTOR)
+    return found
 
 
 def _mask(name: str, q: Tensor, k: Tensor, blocks: Tensor | None, nsa: NSAConfig, first: int = 0) -> Tensor:
@@ -105,8 +116,8 @@ def _last_rows(part: Part, nsa: NSAConfig) -> list[float]:
         first = q.shape[1] - min(_ROWS, q.shape[1])
         q = q[:, -_ROWS:]
         seen = _mask(part.name, q, k, blocks, nsa, first)
-        exact, plain = _masked(q.double(), k.double(), v.double(), seen), _masked(q, k, v, seen)
-    return _pair(out, exact, plain, 2)
+        exact, rough = _masked(q.double(), k.double(), v.double(), seen), _masked(q, k, v, seen)
+    return error_and_allowed(out, exact, rough, OUTPUT_FACTOR)
 
 
 def _choice_error(inputs: list[Tensor], nsa: NSAConfig, run=None) -> float:

@@ -198,7 +198,7 @@ def _median_step_s(parts: Parts, batches: Iterator, steps: int) -> float:
 def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, float]:
     """Share of the wall time of a step by part, and idle."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+    with _profiler() as recorded:
         for _ in range(steps):
             _step(parts, next(batches))
         torch.cuda.synchronize()
@@ -212,6 +212,11 @@ def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, flo
     wall = last - first
     spent["idle"] = max(wall - _covered(kernels), 0.0)
     return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
+
+
+def _profiler() -> profile:
+    # There is one cycle, and torch warns into the report that it drops events of earlier ones unless told to keep them.
+    return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
 
 
 def _covered(kernels: list[Any]) -> float:

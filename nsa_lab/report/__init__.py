@@ -4,6 +4,7 @@ Invariants
 * Formulas are MathML, pictures are embedded and carry alt text, code is folded away but there.
 * The verdict comes from the run's own files, never from what papermill says about the notebook.
 * No path of the machine that it ran on: neither on the page nor in the executed notebook of a run directory.
+* A table drawn with box characters keeps its lines, however long; any other output wraps.
 * A notebook that failed gives a page of what it did, with the error on top.
 """
 
@@ -39,6 +40,8 @@ PAGES = {PAGE: "the report of this run", "health.html": "its health, in detail"}
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 WIDGETS = "application/vnd.jupyter.widget-"
 ERROR_NOTES = "papermill-error-cell-tag"
+PREFORMATTED = re.compile(r"<pre\b([^>]*)>(.*?)</pre>", re.DOTALL)
+BOX_DRAWN = ("┃", "│")
 ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 
@@ -89,7 +92,7 @@ def _write(notebook: NotebookNode, page: Path, histories: list[History], *, titl
     }
     text, _ = exporter.from_notebook_node(prepared, resources)
     head, _, body = text.partition("<main>")
-    body = formulas.show(inert(ANCHOR.sub("", body)))
+    body = formulas.show(PREFORMATTED.sub(_unwrapped, inert(ANCHOR.sub("", body))))
     text = head.replace("<!-- contents -->", _contents(body)) + "<main>" + body
     temporary = page.with_name(f".{page.name}.writing")
     temporary.write_text(text, encoding="utf-8")
@@ -135,6 +138,12 @@ def _prepare_output(output: NotebookNode, formulas: Formulas, heading: str) -> b
         if kind in data and not output.metadata.get(kind, {}).get("alt"):
             output.metadata.setdefault(kind, {})["alt"] = f"Figure of the section “{heading}”"
     return bool(data)
+
+
+def _unwrapped(found: re.Match[str]) -> str:
+    """The <pre> with the class that forbids to break its lines, if it holds a table whose columns that would tear apart."""
+    attributes, text = found.groups()
+    return f'<pre class="boxed"{attributes}>{text}</pre>' if any(line in text for line in BOX_DRAWN) else found[0]
 
 
 def _notebook_of(histories: list[History]) -> NotebookNode:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import profiler
 
 from nsa_lab.bench import curves, train
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
@@ -57,6 +59,18 @@ def test_every_kernel_of_ours_has_a_part() -> None:
     launched = set(re.findall(r"(\w+_kernel)\[", source))
     known = [pattern for part, pattern in train.KERNELS if part not in ("gemm", "dense attention", "optimiser", "copy")]
     assert launched and all(any(pattern.search(name) for pattern in known) for name in launched), launched
+
+
+def test_profiling_a_step_does_not_warn_of_dropped_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "_WARNINGS_SHOWN", set(), raising=False)  # torch says it once a process
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        recorded = train._profiler()
+        for _ in range(2):  # some versions of torch warn of the first cycle already, others of the second
+            with recorded:
+                torch.ones(3).sum()
+    assert not [warning for warning in said if "clears events" in str(warning.message)]
+    assert any(event.name == "aten::sum" for event in recorded.events())
 
 
 def test_executions_of_one_configuration_stay_within_the_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,32 @@
 """Where documents come from. A source yields whole documents in a fixed order and says where to continue."""
 
-from nsa_lab.data.sources.base import Document, Source, open_source
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nsa_lab.config import DataConfig
+from nsa_lab.data.sources.base import Document, Source
 
 __all__ = ["Document", "Source", "open_source"]
+
+
+def open_source(data: DataConfig, tick: Callable[[], None] | None = None) -> Source:
+    """The source that `data` names. `tick` is called about twice a second while a source waits for the network.
+
+    Raises `DataError` if the source cannot work: a missing path, no text column, no network.
+    """
+    if data.source == "stdlib":
+        from nsa_lab.data.sources.stdlib import StdlibSource
+
+        return StdlibSource()
+    if data.source == "local":
+        from nsa_lab.data.sources.local import LocalSource
+
+        return LocalSource(data.path, data.text_column)
+    if data.source == "fineweb_edu":
+        from nsa_lab.data.sources.fineweb_edu import FinewebEduSource
+
+        return FinewebEduSource(data.dataset, data.subset, data.text_column, data.timeout_s, tick)
+    from nsa_lab.data.sources.synthetic import SyntheticSource
+
+    return SyntheticSource(data.max_tokens)
