@@ -81,8 +81,8 @@ def layer_norms(model: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict
     for name, parameter in model.named_parameters():
         value = of(parameter)
         if value is not None:
-            layers.setdefault(layer_of(name), []).append(value)
-    return {layer: nn.utils.get_total_norm(values) for layer, values in layers.items()}
+            layers.setdefault(layer_of(name), []).append(torch.linalg.vector_norm(value))
+    return {layer: torch.linalg.vector_norm(torch.stack(norms)) for layer, norms in layers.items()}
 
 
 class GateMovement:
