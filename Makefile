@@ -26,7 +26,7 @@ test: $(READY) lint check-notebooks  ## Lint, notebook pairs, every test, the no
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 	@$(MAKE) --no-print-directory nbval
 
-mutants: $(READY)  ## Plant 82 faults one by one; every one must be caught by the tests
+mutants: $(READY)  ## Plant 111 faults one by one; every one must be caught by the tests
 	@$(BIN)/python tests/mutants.py
 
 lint: $(READY)

@@ -44,8 +44,20 @@ SUITES = {
     "attention.torch_backend": attention_tests("definition", "gradcheck", "torch_parity"),
     "attention.dispatch": attention_tests("dispatch"),
     "model": MODEL,
-    "config": ["tests/test_config.py"],
 }
+OTHERS = {
+    "config": ["tests/test_config.py"],
+    "health.run": ["tests/test_health.py"],
+    "health.branches": ["tests/test_health.py"],
+    "health.twins": ["tests/test_health.py"],
+    "events": ["tests/train/test_telemetry.py", "tests/test_health.py"],
+    "train.guard": ["tests/train/test_guard.py"],
+    "train.schedule": ["tests/train/test_schedule.py"],
+    "train.step": ["tests/train/test_step.py"],
+    "train.trainer": ["tests/train/test_run.py"],
+    "train.checkpoint": ["tests/crash/test_damage.py", "tests/crash/test_save.py"],
+}
+SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
 QUICK = "not 1025 and not 2048 and not 65536 and not needle and not at_the_default_geometry and not slow"
 
@@ -231,6 +243,68 @@ MUTANTS = [
     Mutant("config: no room for the forced blocks", "config", "if self.n_sel < 3:", "if self.n_sel < 1:"),
     Mutant("config: steps counted in forward passes", "config",
            "return self.sequences_per_step * self.seq_len", "return self.batch_size * self.seq_len"),
+    # Verdicts on a run: each must be able to fail.
+    Mutant("health: a run called DONE is finished wherever it stands", "health.run",
+           "ok = history.reached == steps", "ok = True"),
+    Mutant("health: a trainer that is gone counts as running", "health.run",
+           "if state == rundir.RUNNING and history.alive:", "if state == rundir.RUNNING:"),
+    Mutant("health: guards looked for among the halts", "health.run",
+           "fired = [event for event in history.current(\"guard\")",
+           "fired = [event for event in history.current(\"halt\")"),
+    Mutant("health: a loss that rises counts as one that fell", "health.run",
+           "fall = 1 - bpb[-1] / bpb[0]", "fall = abs(1 - bpb[-1] / bpb[0])"),
+    Mutant("health: the best validation instead of the last", "health.run",
+           "ratio = bpb[-1] / bpb[best]", "ratio = bpb[best] / bpb[best]"),
+    Mutant("health: a leak in validation alone goes unseen", "health.run",
+           "np.concatenate([bpb, held_out])", "np.concatenate([bpb, held_out + 8])"),
+    Mutant("health: half of the warm-up passes", "health.run",
+           "return train.lr * step / peak", "return train.lr * step / peak / 2"),
+    Mutant("health: doubled steps not looked for", "health.run",
+           "if len(set(seen)) < len(seen) else []", "if False else []"),
+    Mutant("health: a checkpoint that was due and missing", "health.run",
+           "missing = sorted(step for step in wanted - set(saved)", "missing = sorted(step for step in wanted - wanted"),
+    Mutant("health: slow windows forgiven whatever their share", "health.run",
+           "share <= limits.slow_share)", "share <= 1.0)"),
+    Mutant("health: a gate of zeros passes", "health.branches",
+           "pinned = (np.abs(entropy - EVEN) < limits.gate_pinned).all(axis=0)",
+           "pinned = np.zeros(entropy.shape[1], bool)"),
+    Mutant("health: gate weights that never move pass", "health.branches",
+           "still = (update == 0).all(axis=0)", "still = (update < 0).all(axis=0)"),
+    Mutant("health: a collapsed layer hides in the mean", "health.branches",
+           "if (collapsed := last < limits.gate_entropy).any():", "if (collapsed := last < limits.gate_entropy).all():"),
+    Mutant("health: one choice for all queries passes", "health.branches",
+           "if (fixed := reuse > limits.reuse_fixed).any():", "if (fixed := reuse > 2).any():"),
+    Mutant("health: a wider window passes for a selection", "health.branches",
+           "if (close := distance < near).any():", "if (close := distance < 0).any():"),
+    Mutant("health: worse than dense passes", "health.twins",
+           "bool(gap <= limits.twin_gap)", "bool(abs(gap) >= 0)"),
+    Mutant("health: twins of other settings", "health.twins",
+           "differ = sorted(key for key in ours if ours[key] != theirs[key])", "differ = []"),
+    # The trainer's promises.
+    Mutant("events: a step that was done again counts twice", "events",
+           "lowest = min(lowest, resumed_at[attempt])", "lowest = float(\"inf\")"),
+    Mutant("guard: a spike judged against itself", "train.guard",
+           "window = self.losses\n        self._losses.append(loss)",
+           "self._losses.append(loss)\n        window = self.losses"),
+    Mutant("guard: throughput gate fires at once", "train.guard",
+           "if self._minimum and self._below >= self._patience:", "if self._minimum and self._below >= 1:"),
+    Mutant("guard: a frozen gate is one that moves little", "train.guard",
+           "value == 0.0)", "value < 1e-3)"),
+    Mutant("schedule: warm-up one step late", "train.schedule",
+           "return train.lr * step / train.warmup_steps", "return train.lr * (step - 1) / train.warmup_steps"),
+    Mutant("schedule: cosine over all steps, warm-up included", "train.schedule",
+           "progress = (step - peak) / (train.steps - peak)", "progress = step / train.steps"),
+    Mutant("step: a bad update is applied", "train.step",
+           "self._optimizer.found_inf = self._bad\n        self._optimizer.step()", "self._optimizer.step()"),
+    Mutant("step: loss is the mean of micro-batch means", "train.step",
+           "/ self._train.tokens_per_step\n        # Data", "/ targets.numel()\n        # Data"),
+    Mutant("trainer: statistics of the step after", "train.trainer",
+           "self._log(step, self._to_log.pop(step))", "self._log(step, self._to_log.pop(step) and None)"),
+    Mutant("trainer: a bad step counts as done", "train.trainer", "self.done = step - 1", "self.done = step"),
+    Mutant("checkpoint: sizes checked, contents not", "train.checkpoint",
+           'return None if found == entry["sha256"] else', 'return None if found else'),
+    Mutant("checkpoint: the permanent ones pruned", "train.checkpoint",
+           "if step not in permanent]", "if step >= 0]"),
 ]
 
 
@@ -317,7 +391,7 @@ def attempt(task: Mutant | list[str]) -> tuple[bool, str]:
 def main(words: list[str]) -> int:
     started = time.monotonic()
     chosen = [m for m in MUTANTS if not words or any(word in f"{m.module} {m.name}" for word in words)]
-    suites = [] if words else [attention_tests("dispatch"), MODEL, SUITES["config"]]
+    suites = [] if words else [attention_tests("dispatch"), MODEL, *map(list, dict.fromkeys(map(tuple, OTHERS.values())))]
     failed = 0
     # One fork a task: a mutated module must not be found imported by the next.
     with multiprocessing.get_context("fork").Pool(WORKERS, maxtasksperchild=1) as pool:

@@ -420,6 +420,22 @@ def test_choice_range_is_what_counting_gives() -> None:
     assert choice_range(16, nsa).chance_reuse == 1.0
 
 
+def test_a_run_that_is_called_done_too_early_is_not_finished(tmp_path: Path) -> None:
+    half = without(lambda event: event["step"] <= 100)
+    verdict = named(verdicts(write_run(tmp_path, spoil=half)), "finished")
+    assert verdict.ok is False and verdict.text == "called DONE at step 100 of 200"
+
+
+def test_a_loss_that_rose_did_not_fall(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=at(200, "eval", bpb=12.0))), "loss fell")
+    assert verdict.ok is False and "above the start" in verdict.text
+
+
+def test_a_leak_in_validation_alone_is_seen(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=at(100, "eval", bpb=0.05))), "no leak")
+    assert verdict.ok is False and "lowest 0.050 bits a byte, at step 100" in verdict.text
+
+
 SHARED = [run for run in names.run_directories(names.root() / "outputs") if (run / rundir.VERDICT).is_file()]
 
 

@@ -31,6 +31,11 @@ def test_spike_fires_on_a_spike() -> None:
     assert verdict.rule == "spike" and verdict.action == "halt" and verdict.value == 5.0 > verdict.limit
 
 
+def test_a_spike_does_not_widen_the_window_that_it_is_judged_by() -> None:
+    # Among 33 numbers none is six deviations above their own mean, however large it is.
+    assert SpikeRule(6.0, [2.0, 2.1] * (SPIKE_MINIMUM // 2)).observe(SPIKE_MINIMUM + 1, 100.0).rule == "spike"
+
+
 def test_spike_is_silent_on_a_noisy_falling_curve_and_on_a_plateau() -> None:
     rule = SpikeRule(6.0)
     assert not any(rule.observe(step, loss) for step, loss in enumerate(falling_losses(), 1))
