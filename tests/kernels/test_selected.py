@@ -192,25 +192,44 @@ def test_a_small_workspace_gives_the_same(device, monkeypatch):
     blocks = choice(2, 90, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     whole = run(attend, x)
-    for queries in (360, 180, 90, 37):  # of a group: one launch, one a sequence, one a group, three a group
-        monkeypatch.setattr(selected, "WORKSPACE_BYTES", queries * 3 * 3 * 32 * 4)
+    geo = selected._Geometry(2, 90, 6, 2, 3, 16, 32, 32)
+    need = selected._backward_need(geo, 4)
+    group = geo.T * geo.heads * need.row + need.group
+    for size, pieces in ((4 * group, 1), (2 * group, 2), (group, 4), (group // 2, 8)):
+        monkeypatch.setattr(selected, "WORKSPACE_BYTES", size)
+        assert len(list(selected._pieces(geo, need))) >= pieces
         for got, want in zip(run(attend, x), whole, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_pieces_share_no_query_and_keep_to_the_workspace(monkeypatch):
-    geo = selected._Geometry(B=3, T=1000, H=12, G=4, n_sel=16, size=64, dk=64, dv=64)
-    a_query = 16 * 64 * 2 * geo.heads  # of one group, bytes
-    for queries, expected in ((12_000, 1), (4_000, 3), (2_000, 6), (1_000, 12), (700, 24), (130, 96)):
-        monkeypatch.setattr(selected, "WORKSPACE_BYTES", queries * a_query)
-        pieces = list(selected._pieces(geo, 16 * 64 * 2))
+@pytest.mark.parametrize("size", [10**9, 3 * 10**7, 10**7, 5 * 10**6, 2 * 10**6])
+@pytest.mark.parametrize(("heads", "width"), [(3, 64), (16, 128)])
+def test_pieces_share_no_query_and_what_they_allocate_fits_the_workspace(size, heads, width, monkeypatch):
+    monkeypatch.setattr(selected, "WORKSPACE_BYTES", size)
+    geo = selected._Geometry(B=3, T=1000, H=4 * heads, G=4, n_sel=16, size=64, dk=width, dv=width)
+    item = geo.size * 2 * width * 4
+
+    def forward(rows: int, pairs: int, queries: int) -> int:
+        return pairs * (width * 2 + 4)
+
+    def backward(rows: int, pairs: int, queries: int) -> int:
+        entries = pairs // heads
+        chunk = selected._chunk(entries, heads)
+        work = inverted_index.max_work_items(rows, queries, geo.n_blocks, geo.n_sel, chunk)
+        sums = 0 if queries == geo.T else rows * geo.n_blocks * item
+        return pairs * width * 2 + work * item + sums
+
+    for need, allocated in ((selected._forward_need, forward), (selected._backward_need, backward)):
         seen = torch.zeros(3, 1000, 4, dtype=torch.int32)
-        for piece in pieces:
+        for piece in selected._pieces(geo, need(geo, 2)):
             part = piece.of(seen)
             part += 1
-            assert part.numel() <= queries
             assert piece.keys(seen).shape == (part.shape[0], 1000, part.shape[2])
-        assert (seen == 1).all() and len(pieces) == expected
+            B, T, G = part.shape
+            # Sums of dK and dV that alone take more than a quarter are what the docstring says.
+            if 2 * need(geo, 2).group <= size // 2:
+                assert allocated(B * G, B * G * T * geo.n_sel * heads, T) <= size
+        assert (seen == 1).all()
 
 
 @pytest.mark.parametrize("bitmap_bytes", [2**28, 1], ids=["one pass", "a pass a span"])

@@ -21,7 +21,7 @@ from nsa_lab.attention.kernels.selected_backward import _backward_kernel, _delta
 from nsa_lab.attention.kernels.selected_forward import LOG2_E, _gather_kernel, _merge_kernel, _union_kernel
 from nsa_lab.config import NSAConfig
 
-WORKSPACE_BYTES = 2 * 2**30  # partial outputs or gradients of one launch; larger inputs are worked through in pieces
+WORKSPACE_BYTES = 2 * 2**30  # partial results of one launch, all of them; larger inputs are worked through in pieces
 UNION_BLOCKS = 128  # the union kernel holds a query's choice in two 64-bit words
 UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than the traffic of partial outputs
 SHORT_ITEM, LONG_ITEM = 1536, 6144  # (query, head) rows a work item: short ones spread a small problem over the chip
@@ -185,25 +185,53 @@ class _Piece(NamedTuple):
         return x if whole else x[sequences, rows, groups]  # views cost the host microseconds
 
 
-def _pieces(geo: _Geometry, head_bytes: int) -> Iterator[_Piece]:
+class _Need(NamedTuple):
+    """Bytes of partial results: of one query and head, and of one group of one sequence besides."""
+
+    row: int
+    group: int
+
+
+def _forward_need(geo: _Geometry, width: int) -> _Need:
+    """Partial outputs, of elements of `width` bytes, and their LSEs."""
+    return _Need(geo.n_sel * (geo.dv * width + 4), 0)
+
+
+def _backward_need(geo: _Geometry, width: int) -> _Need:
+    """Partial dQ, and the float32 dK and dV of the work items: of full ones, and of one more a block."""
+    item = geo.size * (geo.dk + geo.dv) * 4
+    return _Need(
+        geo.n_sel * geo.dk * width + ceil_div(geo.n_sel * item, _chunk(0, geo.heads) * geo.heads),
+        (geo.n_blocks + 1) * item,
+    )
+
+
+def _groups_that_fit(geo: _Geometry, need: _Need) -> int:
+    return WORKSPACE_BYTES // (geo.T * geo.heads * need.row + need.group)
+
+
+def _pieces(geo: _Geometry, need: _Need) -> Iterator[_Piece]:
     """Whole sequences while one fits in the workspace, else groups, else parts of one group, about equal.
 
-    `head_bytes` are a query's and head's. Groups share nothing, while parts of one must hand on float32 sums of dK and dV.
+    Groups share nothing, while parts of one must hand on float32 sums of dK and dV. Those grow with T: where they alone
+    would fill the workspace, from millions of tokens on, the rest still gets half of it.
     """
-    fit = max(1, WORKSPACE_BYTES // (head_bytes * geo.heads))  # queries of one group
-    if fit >= geo.T * geo.G:
-        batch = fit // (geo.T * geo.G)
+    fit = _groups_that_fit(geo, need)
+    if fit >= geo.G:
+        batch = fit // geo.G
         for b in range(0, geo.B, batch):
             yield _Piece(b, min(b + batch, geo.B), 0, geo.G, 0, geo.T)
         return
-    groups = max(1, fit // geo.T)
-    # In steps of 64, where there are as many: numbers that are multiples of 16 compile once.
-    queries = ceil_div(geo.T, ceil_div(geo.T, fit))
-    queries = geo.T if fit >= geo.T else ceil_div(queries, 64) * 64 if queries >= 64 else queries
+    queries = geo.T
+    if not fit:
+        room = max(WORKSPACE_BYTES - 2 * need.group, WORKSPACE_BYTES // 2) // (geo.heads * need.row)
+        queries = ceil_div(geo.T, ceil_div(geo.T, max(room, 1)))
+        # In steps of 64, where there are as many: numbers that are multiples of 16 compile once.
+        queries = min(ceil_div(queries, 64), room // 64) * 64 if room >= 64 else queries
     for b in range(geo.B):
-        for g in range(0, geo.G, groups):
+        for g in range(0, geo.G, max(fit, 1)):
             for t in range(0, geo.T, queries):
-                yield _Piece(b, b + 1, g, min(g + groups, geo.G), t, min(t + queries, geo.T))
+                yield _Piece(b, b + 1, g, min(g + max(fit, 1), geo.G), t, min(t + queries, geo.T))
 
 
 def _chunk(entries: int, heads: int) -> int:
@@ -219,7 +247,8 @@ def index_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> 
     B, T, H, dk = q.shape
     size = _kernel_block(l_sel)
     geo = _Geometry(B, T, H, v.shape[2], n_sel * (l_sel // size), size, dk, v.shape[3])
-    one_piece = B * T * H * geo.n_sel * max(geo.dk, geo.dv) * q.element_size() <= WORKSPACE_BYTES
+    needs = _forward_need(geo, q.element_size()), _backward_need(geo, q.element_size())
+    one_piece = all(_groups_that_fit(geo, need) >= B * geo.G for need in needs)
     if strategy == "union" or not one_piece:
         return 0, 0, 0
     rows = B * geo.G
@@ -316,7 +345,7 @@ def _forward_gather(
     """Fills out and lse; the index, if one piece did it all."""
     tuning = _tuning("gather", q.dtype, max(geo.dk, geo.dv))
     index = None
-    for piece in _pieces(geo, geo.n_sel * geo.dv * q.element_size()):
+    for piece in _pieces(geo, _forward_need(geo, q.element_size())):
         part_q, part_out, part_lse = (piece.of(x, geo.heads) for x in (q, out, lse))
         part_blocks = piece.of(blocks).contiguous()
         B, T, G = part_blocks.shape[:3]
@@ -395,7 +424,7 @@ def _backward(
     tuning = _tuning("backward", q.dtype, max(geo.dk, geo.dv))
     item = geo.size * (geo.dk + geo.dv)
     sums = None
-    for piece in _pieces(geo, geo.n_sel * geo.dk * q.element_size()):
+    for piece in _pieces(geo, _backward_need(geo, q.element_size())):
         part_q, part_grad, part_lse, part_delta, part_grad_q = (
             piece.of(x, geo.heads) for x in (q, grad_out, lse, delta, grad_q)
         )
