@@ -442,3 +442,29 @@ SHARED = [run for run in names.run_directories(names.root() / "outputs") if (run
 @pytest.mark.parametrize("run", SHARED, ids=lambda run: run.name)
 def test_the_record_of_a_shared_run_gives_the_verdict_that_lies_beside_it(run: Path) -> None:
     assert as_record(examine(run)) == json.loads((run / rundir.VERDICT).read_text(encoding="utf-8"))
+
+
+def printed_verdicts(notebook: Path) -> dict[str, dict[str, str]]:
+    """Verdict lines of each run in an executed notebook 05: run -> name -> "mark text", as they were printed where it ran."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    outputs = next(cell["outputs"] for cell in cells if "print_verdicts(each)" in "".join(cell["source"]))
+    found: dict[str, dict[str, str]] = {}
+    for line in "".join("".join(output.get("text", "")) for output in outputs).splitlines():
+        if line and " " not in line and (notebook.parents[1] / line).is_dir():
+            current = found.setdefault(line, {})
+        elif line.startswith(("ok ", "FAIL ", "? ")):
+            name, _, text = line[5:].partition(": ")
+            current[name] = f"{line[:4].strip()} {text}"
+    return found
+
+
+@pytest.mark.parametrize("run", [run for run in SHARED if (run / "health.ipynb").is_file()], ids=lambda run: run.name)
+def test_the_record_gives_what_was_printed_where_the_run_was_made(run: Path) -> None:
+    printed = printed_verdicts(run / "health.ipynb")
+    assert len(printed) == 2 and run.name in printed
+    for name, lines in printed.items():
+        now = {verdict.name: f"{verdict.mark} {verdict.text}" for verdict in verdicts(run.parent / name)}
+        assert now.keys() == lines.keys() and len(now) >= 15
+        # There the files of the checkpoints were verified, which a copy does not have.
+        assert {key for key in now if now[key] != lines[key]} <= {"checkpoints"}
+        assert lines["checkpoints"].endswith("kept, all whole")
