@@ -445,7 +445,7 @@ def test_the_record_of_a_shared_run_gives_the_verdict_that_lies_beside_it(run: P
 
 
 def printed_verdicts(notebook: Path) -> dict[str, dict[str, str]]:
-    """Verdict lines of each run in an executed notebook 05: run -> name -> "mark text", as they were printed where it ran."""
+    """Verdict lines in an executed notebook 05, as they were printed where it ran: run -> name -> "mark text"."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     outputs = next(cell["outputs"] for cell in cells if "print_verdicts(each)" in "".join(cell["source"]))
     found: dict[str, dict[str, str]] = {}
