@@ -75,7 +75,10 @@ class World:
             for block in getattr(model, "blocks", []):
                 fully_shard(block)
             return fully_shard(model)
-        return model if self.size == 1 else DistributedDataParallel(model)
+        if self.size == 1:
+            return model
+        # Buffers are tables that every rank computes alike; gradients are averaged where they lie, not in copies.
+        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def sync(self, forward: Callable[..., Any], *, when: bool) -> AbstractContextManager:
         """Copies exchange gradients in the last micro-batch only; shards in each, or they would have to be kept whole."""
