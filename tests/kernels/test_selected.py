@@ -197,41 +197,69 @@ def test_a_small_workspace_gives_the_same(device, monkeypatch):
     group = geo.T * geo.heads * need.row + need.group
     for size, pieces in ((4 * group, 1), (2 * group, 2), (group, 4), (group // 2, 8)):
         monkeypatch.setattr(selected, "WORKSPACE_BYTES", size)
-        assert len(list(selected._pieces(geo, need))) >= pieces
+        assert len(selected._pieces(geo, 4)) >= pieces
         for got, want in zip(run(attend, x), whole, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_several_groups_leave_makes_one_piece(device, monkeypatch, poisoned):
+    monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    nsa = config(3, 16)
+    x = inputs(1, 340, 12, 2, 32, 32, torch.float32, device)
+    blocks = choice(1, 340, 2, nsa, device)
+    attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
+    whole = run(attend, x)
+    geo = selected._Geometry(1, 340, 12, 2, 3, 16, 32, 32)
+    row, group = map(max, selected._forward_need(geo, 4), selected._backward_need(geo, 4))
+    size = 256 * geo.heads * row + group + geo.G * geo.n_blocks * selected._item_bytes(geo)
+    monkeypatch.setattr(selected, "WORKSPACE_BYTES", size)
+    pieces = [(p.g0, p.g1, p.t0, p.t1) for p in selected._pieces(geo, 4)]
+    assert pieces == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
+    for got, want in zip(run(attend, x), whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [10**9, 3 * 10**7, 10**7, 5 * 10**6, 2 * 10**6, "a byte less than a group"])
 @pytest.mark.parametrize(("heads", "width"), [(3, 64), (16, 128)])
 def test_pieces_share_no_query_and_what_they_allocate_fits_the_workspace(size, heads, width, monkeypatch):
-    tight = isinstance(size, str)
     geo = selected._Geometry(B=3, T=1000, H=4 * heads, G=4, n_sel=16, size=64, dk=width, dv=width)
     item = geo.size * 2 * width * 4
 
-    def forward(rows: int, pairs: int, queries: int) -> int:
-        return pairs * (width * 2 + 4)
+    def forward(rows: int, queries: int) -> int:
+        return rows * queries * geo.n_sel * heads * (width * 2 + 4)
 
-    def backward(rows: int, pairs: int, queries: int) -> int:
-        entries = pairs // heads
-        chunk = selected._chunk(entries, heads)
-        work = inverted_index.max_work_items(rows, queries, geo.n_blocks, geo.n_sel, chunk)
-        sums = 0 if queries == geo.T else rows * geo.n_blocks * item
-        return pairs * width * 2 + work * item + sums
+    def backward(rows: int, queries: int, held: int) -> int:
+        chunk = selected._chunk(geo, 2)
+        work = inverted_index.index_sizes(rows, queries, geo.n_blocks, geo.n_sel, chunk, ordered=True).work
+        return rows * queries * geo.n_sel * heads * width * 2 + work * item + held * geo.n_blocks * item
 
-    for need, allocated in ((selected._forward_need, forward), (selected._backward_need, backward)):
-        size = allocated(1, geo.T * geo.n_sel * heads, geo.T) - 1 if tight else size
-        monkeypatch.setattr(selected, "WORKSPACE_BYTES", size)
-        seen = torch.zeros(3, 1000, 4, dtype=torch.int32)
-        for piece in selected._pieces(geo, need(geo, 2)):
-            part = piece.of(seen)
-            part += 1
-            assert piece.keys(seen).shape == (part.shape[0], 1000, part.shape[2])
-            B, T, G = part.shape
-            # Sums of dK and dV that alone take more than a quarter are what the docstring says.
-            if 2 * need(geo, 2).group <= size // 2:
-                assert allocated(B * G, B * G * T * geo.n_sel * heads, T) <= size
-        assert (seen == 1).all()
+    size = backward(1, geo.T, 0) - 1 if isinstance(size, str) else size
+    monkeypatch.setattr(selected, "WORKSPACE_BYTES", size)
+    pieces = selected._pieces(geo, 2)
+    cut = [p for p in pieces if p.t1 - p.t0 < geo.T]
+    held = 0 if not cut else geo.G if any(p.g1 - p.g0 > 1 for p in cut) else 1
+    seen = torch.zeros(3, 1000, 4, dtype=torch.int32)
+    for piece in pieces:
+        part = piece.of(seen)
+        part += 1
+        assert piece.keys(seen).shape == (part.shape[0], 1000, part.shape[2])
+        B, T, G = part.shape
+        assert forward(B * G, T) <= size
+        # Sums of dK and dV that alone take more than a quarter are what the docstring says.
+        if 2 * selected._backward_need(geo, 2).group <= size // 2:
+            assert backward(B * G, T, held) <= size
+    assert (seen == 1).all()
+
+
+def test_the_order_of_the_work_items_changes_no_bit(device, monkeypatch, poisoned):
+    monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    nsa = config(3, 16)
+    x = inputs(2, 90, 6, 2, 32, 32, torch.float32, device)
+    blocks = choice(2, 90, 2, nsa, device, "empty rows")
+    attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
+    by_block = run(attend, x)
+    monkeypatch.setattr(selected, "_is_ordered", lambda *_: True)
+    assert all(torch.equal(a, b) for a, b in zip(run(attend, x), by_block, strict=True))
 
 
 @pytest.mark.parametrize("bitmap_bytes", [2**28, 1], ids=["one pass", "a pass a span"])
@@ -240,9 +268,9 @@ def test_the_index_is_the_transpose_of_the_choice(device, bitmap_bytes, monkeypa
     nsa, (B, T, G), chunk = config(5, 16), (2, 600, 2), 40
     n_blocks = -(-T // 16)
     blocks = choice(B, T, G, nsa, device, "empty rows")
-    entries, starts, work = (
-        x.tolist() for x in inverted_index.build_inverted_index(blocks.contiguous(), 16, chunk, n_blocks)
-    )
+    index = inverted_index.build_inverted_index(blocks.contiguous(), 16, chunk, n_blocks, ordered=True)
+    entries, starts, work, order = (x.tolist() for x in index)
+    starts = starts[: B * G * n_blocks + 1]
     rows = []
     for b in range(B):
         for g in range(G):
@@ -256,6 +284,15 @@ def test_the_index_is_the_transpose_of_the_choice(device, bitmap_bytes, monkeypa
             assert items[starts[row] // chunk + row + i] == -1
             items[starts[row] // chunk + row + i] = row
     assert work == items
+
+    def place(item: int) -> tuple[float, ...]:
+        row = items[item]
+        first = starts[row] + chunk * (item - (starts[row] // chunk + row))
+        return (row // n_blocks, entries[first] // 5, item) if row >= 0 and first < starts[row + 1] else (B * G, 0, item)
+
+    assert order == sorted(range(len(items)), key=place)
+    unordered = inverted_index.build_inverted_index(blocks.contiguous(), 16, chunk, n_blocks)
+    assert unordered.order is None and unordered.work.tolist() == items
 
 
 @pytest.mark.parametrize(
@@ -299,8 +336,13 @@ def test_compiles_in_one_graph(strategy, device):
         assert torch.equal(got, want)
 
 
-def test_twenty_runs_give_the_same_bits(strategy, device):
-    shape, n_sel, l_sel = ((2, 1500, 12, 2, 64, 64), 16, 64) if CUDA else ((1, 70, 3, 1, 32, 32), 3, 16)
+@pytest.mark.parametrize("wide", [False, True])
+def test_twenty_runs_give_the_same_bits(wide, strategy, device, monkeypatch):
+    monkeypatch.setattr(selected, "ORDERED_BYTES", 0)
+    if CUDA:
+        shape, n_sel, l_sel = (2, 1500, 32, 2, 128, 128) if wide else (2, 1500, 12, 2, 64, 64), 16, 64
+    else:
+        shape, n_sel, l_sel = (1, 70, 4, 1, 128, 128) if wide else (1, 70, 3, 1, 32, 32), 3, 16
     nsa = config(n_sel, l_sel)
     x = inputs(*shape, torch.bfloat16 if CUDA else torch.float16, device)
     blocks = choice(shape[0], shape[1], shape[3], nsa, device)
@@ -311,12 +353,13 @@ def test_twenty_runs_give_the_same_bits(strategy, device):
 
 
 @needs_cuda
-@pytest.mark.parametrize("T", [700, 5000])
-def test_a_cuda_graph_replays_to_the_same_bits(T, device):
+@pytest.mark.parametrize(("T", "H", "D"), [(700, 12, 64), (5000, 12, 64), (5000, 32, 128)])
+def test_a_cuda_graph_replays_to_the_same_bits(T, H, D, device, monkeypatch):
+    monkeypatch.setattr(selected, "ORDERED_BYTES", 0)
     nsa = config(16, 64)
-    x = inputs(1, T, 12, 2, 64, 64, torch.bfloat16, device)
+    x = inputs(1, T, H, 2, D, D, torch.bfloat16, device)
     blocks = choice(1, T, 2, nsa, device)
-    d_out = torch.randn(1, T, 12, 64, device=device, dtype=torch.bfloat16)
+    d_out = torch.randn(1, T, H, D, device=device, dtype=torch.bfloat16)
 
     def step():
         out, _ = selected_attention(*x, blocks, nsa)

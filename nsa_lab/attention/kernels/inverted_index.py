@@ -9,7 +9,9 @@ Words used here and by the kernels that read the index:
   numbers the row of a per-(query, slot) workspace;
 * an entry is *live* when its block exists and starts at or before the query (`0 <= block * size <= t`);
 * a *work item* is at most `chunk` consecutive entries of one kv block: what one program of a kernel takes on. Blocks
-  that everybody chose (block 0) thus become many items, and blocks that nobody chose still get one.
+  that everybody chose (block 0) thus become many items, and blocks that nobody chose still get one. Items are numbered
+  by block; in that order the programs that run together read queries of the whole sequence. Where those do not stay in
+  the L2 cache, `order` says in which order to take the items: by their first query.
 """
 
 from typing import NamedTuple
@@ -27,15 +29,19 @@ BITMAP_BYTES_LIMIT = 256 * 2**20  # the bitmap is quadratic in T (T^2 / 256 byte
 class InvertedIndex(NamedTuple):
     """Where each kv block's queries are.
 
-    entries: int32 [B*T*G*n_sel + 1], live entries by (batch, group, block) and then by query; the tail is not written.
-    starts: int64 [B*G*n_blocks + 1], first entry of each (batch, group, block).
-    work: int32 [items], the (batch, group, block) row an item belongs to, −1 where there is no such item. Item number
+    Lengths are those of `index_sizes`; what is past the end of entries and starts is not written.
+
+    entries: int32, live entries by (batch, group, block) and then by query.
+    starts: int64, first entry of each (batch, group, block), and the end of the last.
+    work: int32, the (batch, group, block) row an item belongs to, −1 where there is no such item. Item number
         `i` of row `r` holds entries from `starts[r] + chunk * (i - (starts[r] // chunk + r))` on.
+    order: int64, item numbers by (batch, group) and first query, those without entries last; None for 0, 1, 2, ...
     """
 
     entries: torch.Tensor
     starts: torch.Tensor
     work: torch.Tensor
+    order: torch.Tensor | None
 
 
 @triton.jit
@@ -133,13 +139,42 @@ def _scatter_kernel(
                 tl.store(work + number + i + offsets, owner, mask=i + offsets < room)
 
 
-def max_work_items(rows: int, T: int, n_blocks: int, n_sel: int, chunk: int) -> int:
-    """The most work items that any choice of blocks can give: known from shapes alone, so that no size is read back."""
-    return rows * T * n_sel // chunk + rows * n_blocks + 1
+@triton.jit
+def _first_query_kernel(
+    entries, starts, work, keys, items, T, n_blocks, N_SEL: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """(batch, group) * T + first query of every work item; the largest number for those without entries."""
+    item = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.load(work + item, mask=item < items, other=-1)
+    start = tl.load(starts + row, mask=row >= 0, other=0)
+    stop = tl.load(starts + row + 1, mask=row >= 0, other=0)
+    first = start + (item - (start // CHUNK + row)) * CHUNK
+    query = tl.load(entries + first, mask=first < stop, other=0) // N_SEL
+    key = tl.where(first < stop, (row // n_blocks).to(tl.int64) * T + query, 2**62)
+    tl.store(keys + item, key, mask=item < items)
+
+
+class IndexSizes(NamedTuple):
+    """Elements of the parts of an index."""
+
+    entries: int
+    starts: int
+    work: int
+    order: int
+
+
+def index_sizes(rows: int, T: int, n_blocks: int, n_sel: int, chunk: int, *, ordered: bool) -> IndexSizes:
+    """Enough for any choice of blocks of `rows` (batch, group) pairs: from shapes alone, so that no size is read back.
+
+    Multiples of 16, so that several indices in one tensor are aligned like each on its own.
+    """
+    entries = rows * T * n_sel + 1  # one more than there can be: the start of an empty last block can be loaded from
+    work = rows * T * n_sel // chunk + rows * n_blocks + 1
+    return IndexSizes(*(ceil_div(n, 16) * 16 for n in (entries, rows * n_blocks + 1, work, work if ordered else 0)))
 
 
 def build_inverted_index(
-    blocks: torch.Tensor, size: int, chunk: int, n_blocks: int, first_query: int = 0
+    blocks: torch.Tensor, size: int, chunk: int, n_blocks: int, first_query: int = 0, *, ordered: bool = False
 ) -> InvertedIndex:
     """Sorts a block choice by block.
 
@@ -150,6 +185,7 @@ def build_inverted_index(
         chunk: the most entries of one work item.
         n_blocks: kv blocks there are.
         first_query: position in the sequence of query 0, when `blocks` is a part of the choice.
+        ordered: whether to work out `order`.
     """
     B, T, G, n_sel = blocks.shape
     rows = B * G
@@ -160,10 +196,10 @@ def build_inverted_index(
     bitmap = torch.empty(rows * pass_spans * words * n_blocks, dtype=torch.int32, device=device)
     below = torch.empty_like(bitmap)
     counts = torch.empty(rows * n_blocks * n_spans, dtype=torch.int32, device=device)
-    # One more than there can be, so that the start of an empty last block can be loaded from.
-    entries = torch.empty(rows * T * n_sel + 1, dtype=torch.int32, device=device)
-    starts = torch.empty(rows * n_blocks + 1, dtype=torch.int64, device=device)
-    work = torch.empty(max_work_items(rows, T, n_blocks, n_sel, chunk), dtype=torch.int32, device=device)
+    sizes = index_sizes(rows, T, n_blocks, n_sel, chunk, ordered=ordered)
+    entries = torch.empty(sizes.entries, dtype=torch.int32, device=device)
+    starts = torch.empty(sizes.starts, dtype=torch.int64, device=device)
+    work = torch.empty(sizes.work, dtype=torch.int32, device=device)
     queries = ceil_div(1024, n_sel)
     row_programs = ceil_div(pass_spans * QUERIES_PER_SPAN, queries)
     passes = range(0, n_spans, pass_spans)
@@ -186,4 +222,11 @@ def build_inverted_index(
             N_SEL=n_sel, SIZE=size, SPAN=QUERIES_PER_SPAN, QUERIES=queries,
             TILE=padded_width(queries * n_sel), CHUNK=chunk, num_warps=4,
         )  # fmt: skip
-    return InvertedIndex(entries, starts, work)
+    order = None
+    if ordered:
+        keys = torch.empty(sizes.work, dtype=torch.int64, device=device)
+        _first_query_kernel[(ceil_div(sizes.work, 256),)](
+            entries, starts, work, keys, sizes.work, T, n_blocks, N_SEL=n_sel, CHUNK=chunk, TILE=256, num_warps=4
+        )
+        order = torch.argsort(keys, stable=True)
+    return InvertedIndex(entries, starts, work, order)

@@ -2,21 +2,22 @@
 
 `selected_attention` is the one entry point. Two registered operators stand behind it, `nsa_lab::selected_fwd` and
 `nsa_lab::selected_bwd`; what they launch is chosen from shapes alone, so nothing is read back from the device and a CUDA
-graph can hold them. For the backward pass q, k, v, out, lse and blocks are kept; the inverted index is built again, unless
-the caller hands it over (whole.py does).
+graph can hold them. For the backward pass q, k, v, out, lse and blocks are kept; the inverted indices are built again,
+unless the caller hands them over (whole.py does).
 
 Source: arXiv 2502.11089, section 3.4 (kernel design), with the loop order turned round for groups of few heads.
 """
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_lab.attention.kernels.common import ceil_div, check_attention_inputs, padded_width
-from nsa_lab.attention.kernels.inverted_index import InvertedIndex, build_inverted_index, max_work_items
+from nsa_lab.attention.kernels.inverted_index import IndexSizes, InvertedIndex, build_inverted_index, index_sizes
 from nsa_lab.attention.kernels.selected_backward import _backward_kernel, _delta_kernel, _finish_kernel
 from nsa_lab.attention.kernels.selected_forward import LOG2_E, _gather_kernel, _merge_kernel, _union_kernel
 from nsa_lab.config import NSAConfig
@@ -24,8 +25,11 @@ from nsa_lab.config import NSAConfig
 WORKSPACE_BYTES = 2 * 2**30  # partial results of one launch, all of them; larger inputs are worked through in pieces
 UNION_BLOCKS = 128  # the union kernel holds a query's choice in two 64-bit words
 UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than the traffic of partial outputs
-SHORT_ITEM, LONG_ITEM = 1536, 6144  # (query, head) rows a work item: short ones spread a small problem over the chip
+# (query, head) rows a work item: short ones spread a small problem over the chip, those in the order of their queries
+# are short enough for all that run at once to be near each other.
+SHORT_ITEM, LONG_ITEM, ORDERED_ITEM = 1536, 6144, 2048
 LONG_ROWS = 2**22
+ORDERED_BYTES = 64 * 2**20  # of a group's q: what the L2 cache does not hold beside the partial results
 REDUCE_TILE = 1024
 
 
@@ -35,13 +39,19 @@ class _Tuning(NamedTuple):
     stages: int
 
 
-def _tuning(kernel: str, dtype: torch.dtype, width: int) -> _Tuning:
-    """Tile heights and launch shapes, measured on one H200; each fits the 99 KB of shared memory of the smaller sm_8x."""
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _tuning(kernel: str, dtype: torch.dtype, width: int, device: torch.device) -> _Tuning:
+    """Tile heights and launch shapes, measured on one H200; on sm_8x each fits the 99 KB that the smaller of them have."""
     if dtype == torch.float32:
         return _Tuning(16 if width > 64 else 32, 4, 1)
     if width > 64:
-        return {"gather": _Tuning(64, 4, 2), "union": _Tuning(64, 4, 2), "backward": _Tuning(64, 4, 2)}[kernel]
-    return {"gather": _Tuning(64, 4, 3), "union": _Tuning(64, 4, 3), "backward": _Tuning(64, 4, 3)}[kernel]
+        # The gathering kernels' third stage costs no memory on Hopper (see _gather_rows), a tile of it elsewhere.
+        return _Tuning(64, 4, 3 if kernel != "union" and _is_hopper(device) else 2)
+    return _Tuning(64, 4, 3)
 
 
 def _merge_rows(width: int) -> int:
@@ -197,64 +207,90 @@ def _forward_need(geo: _Geometry, width: int) -> _Need:
     return _Need(geo.n_sel * (geo.dv * width + 4), 0)
 
 
+def _item_bytes(geo: _Geometry) -> int:
+    return geo.size * (geo.dk + geo.dv) * 4
+
+
 def _backward_need(geo: _Geometry, width: int) -> _Need:
-    """Partial dQ, and the float32 dK and dV of the work items: of full ones, and of one more a block."""
-    item = geo.size * (geo.dk + geo.dv) * 4
-    return _Need(
-        geo.n_sel * geo.dk * width + ceil_div(geo.n_sel * item, _chunk(0, geo.heads) * geo.heads),
-        (geo.n_blocks + 1) * item,
-    )
+    """Partial dQ, and the float32 dK and dV of the work items: of full ones, one more a block, and up to 16 to be even."""
+    full_items = ceil_div(geo.n_sel * _item_bytes(geo), _chunk(geo, width) * geo.heads)
+    return _Need(geo.n_sel * geo.dk * width + full_items, (geo.n_blocks + 16) * _item_bytes(geo))
 
 
-def _groups_that_fit(geo: _Geometry, need: _Need) -> int:
-    return WORKSPACE_BYTES // (geo.T * geo.heads * need.row + need.group)
+def _pieces(geo: _Geometry, width: int) -> list[_Piece]:
+    """What to work through one after the other, forward and backward, for inputs of `width` bytes an element.
 
-
-def _pieces(geo: _Geometry, need: _Need) -> Iterator[_Piece]:
-    """Whole sequences while one fits in the workspace, else groups, else parts of one group, about equal.
-
-    Groups share nothing, while parts of one must hand on float32 sums of dK and dV. Those grow with T: where they alone
+    Whole sequences while one fits in the workspace, else groups, which share nothing. A group that does not fit is cut by
+    queries, and its parts hand on float32 sums of dK and dV. Where what is left over fits for several groups at once, it
+    makes one piece of them, after the others; else a group's parts are about equal. The sums grow with T: where they alone
     would fill the workspace, from millions of tokens on, the rest still gets half of it.
     """
-    fit = _groups_that_fit(geo, need)
-    if fit >= geo.G:
-        batch = fit // geo.G
-        for b in range(0, geo.B, batch):
-            yield _Piece(b, min(b + batch, geo.B), 0, geo.G, 0, geo.T)
-        return
-    queries = geo.T
-    if not fit:
-        room = max(WORKSPACE_BYTES - 2 * need.group, WORKSPACE_BYTES // 2) // (geo.heads * need.row)
-        queries = ceil_div(geo.T, ceil_div(geo.T, max(room, 1)))
-        # In steps of 64, where there are as many: numbers that are multiples of 16 compile once.
-        queries = min(ceil_div(queries, 64), room // 64) * 64 if room >= 64 else queries
-    for b in range(geo.B):
-        for g in range(0, geo.G, max(fit, 1)):
-            for t in range(0, geo.T, queries):
-                yield _Piece(b, b + 1, g, min(g + max(fit, 1), geo.G), t, min(t + queries, geo.T))
+    need = _Need(*map(max, _forward_need(geo, width), _backward_need(geo, width)))
+    each = geo.heads * need.row  # bytes a query
+    fit = WORKSPACE_BYTES // (geo.T * each + need.group)
+    if fit:
+        batch, groups = max(fit // geo.G, 1), min(fit, geo.G)
+        sequences = [(b, min(b + batch, geo.B)) for b in range(0, geo.B, batch)]
+        return [
+            _Piece(b0, b1, g, min(g + groups, geo.G), 0, geo.T) for b0, b1 in sequences for g in range(0, geo.G, groups)
+        ]
+    sums = geo.n_blocks * _item_bytes(geo)
+    first = (WORKSPACE_BYTES - need.group - geo.G * sums) // each // 64 * 64
+    if first > 0:
+        groups = (WORKSPACE_BYTES - geo.G * sums) // ((geo.T - first) * each + need.group)
+        if groups > 1:
+            parts = [(g, g + 1, 0, first) for g in range(geo.G)]
+            parts += [(g, min(g + groups, geo.G), first, geo.T) for g in range(0, geo.G, groups)]
+            return [_Piece(b, b + 1, *part) for b in range(geo.B) for part in parts]
+    room = max(max(WORKSPACE_BYTES - need.group - sums, WORKSPACE_BYTES // 2) // each, 1)
+    queries = ceil_div(geo.T, ceil_div(geo.T, room))
+    # In steps of 64, where there are as many: numbers that are multiples of 16 compile once.
+    queries = min(ceil_div(queries, 64), room // 64) * 64 if room >= 64 else queries
+    return [
+        _Piece(b, b + 1, g, g + 1, t, min(t + queries, geo.T))
+        for b in range(geo.B) for g in range(geo.G) for t in range(0, geo.T, queries)
+    ]  # fmt: skip
 
 
-def _chunk(entries: int, heads: int) -> int:
-    """Entries a work item, of a choice with so many."""
-    return max(1, (SHORT_ITEM if entries * heads <= LONG_ROWS else LONG_ITEM) // heads)
+def _is_ordered(geo: _Geometry, queries: int, width: int) -> bool:
+    """Whether the q of so many queries of a group is too much for the L2 cache, where that is what work items wait for.
 
-
-def index_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> tuple[int, int, int]:
-    """Elements of the inverted index that `forward` gives to be kept for `backward`: entries, starts, work.
-
-    All 0 where it gives none: the union needs no index, and an input in several pieces has one for each.
+    With 64 heads of 128 and 32 768 tokens, items in the order of their blocks read 6.9 GB of q from memory, of the 8.6 GB
+    they read in all; in the order of their queries 2.5 GB. Heads of 64 hide the wait: more of their programs fit on a
+    multiprocessor.
     """
+    return geo.dk > 64 and queries * geo.heads * geo.dk * width > ORDERED_BYTES
+
+
+def _chunk(geo: _Geometry, width: int) -> int:
+    """Entries a work item, the same in all pieces."""
+    if geo.B * geo.T * geo.H * geo.n_sel <= LONG_ROWS:
+        rows = SHORT_ITEM
+    else:
+        rows = ORDERED_ITEM if _is_ordered(geo, geo.T, width) else LONG_ITEM
+    return max(1, rows // geo.heads)
+
+
+def _build_index(blocks: Tensor, geo: _Geometry, piece: _Piece, width: int) -> InvertedIndex:
+    """Of a piece's part of the choice."""
+    ordered = _is_ordered(geo, blocks.shape[1], width)
+    return build_inverted_index(blocks, geo.size, _chunk(geo, width), geo.n_blocks, piece.t0, ordered=ordered)
+
+
+def kept_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> list[IndexSizes]:
+    """Of the indices that `forward` gives to be kept for `backward`, one a piece; the union needs none."""
+    if strategy == "union":
+        return []
     B, T, H, dk = q.shape
     size = _kernel_block(l_sel)
     geo = _Geometry(B, T, H, v.shape[2], n_sel * (l_sel // size), size, dk, v.shape[3])
-    needs = _forward_need(geo, q.element_size()), _backward_need(geo, q.element_size())
-    one_piece = all(_groups_that_fit(geo, need) >= B * geo.G for need in needs)
-    if strategy == "union" or not one_piece:
-        return 0, 0, 0
-    rows = B * geo.G
-    chunk = _chunk(rows * T * geo.n_sel, geo.heads)
-    work = max_work_items(rows, T, geo.n_blocks, geo.n_sel, chunk)
-    return rows * T * geo.n_sel + 1, rows * geo.n_blocks + 1, work
+    width = q.element_size()
+    sizes = []
+    for piece in _pieces(geo, width):
+        rows, queries = (piece.b1 - piece.b0) * (piece.g1 - piece.g0), piece.t1 - piece.t0
+        ordered = _is_ordered(geo, queries, width)
+        sizes.append(index_sizes(rows, queries, geo.n_blocks, geo.n_sel, _chunk(geo, width), ordered=ordered))
+    return sizes
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -268,9 +304,10 @@ def _is_wide(geo: _Geometry, queries: int, width: int, *tensors: Tensor) -> bool
     return max(rows, queries * geo.n_sel * geo.heads * width) >= 2**31 - 2**10
 
 
-def _exact_scale(geo: _Geometry, dtype: torch.dtype) -> bool:
-    # Not in float16: an eighth of a small value may be subnormal there.
-    return math.frexp(geo.scale)[0] == 0.5 and dtype != torch.float16
+def _split_scale(scale: float) -> tuple[float, float]:
+    """A power of two, which V can carry without rounding, and the rest, with the scale as their product."""
+    power = 2.0 ** (math.frexp(scale)[1] - 1)
+    return power, scale / power
 
 
 def _geometry(q: Tensor, v: Tensor, blocks: Tensor, size: int) -> _Geometry:
@@ -297,8 +334,8 @@ _selected_bwd = torch.ops.nsa_lab.selected_bwd.default
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str
-) -> tuple[Tensor, Tensor, InvertedIndex | None]:
-    """`selected_attention` itself, past its checks and PyTorch's dispatcher, and the index that `backward` can use."""
+) -> tuple[Tensor, Tensor, list[InvertedIndex]]:
+    """`selected_attention` itself, past its checks and PyTorch's dispatcher, and the indices that `backward` can use."""
     q, k, v = (_unit_stride(x) for x in (q, k, v))
     blocks, size = _split_blocks(blocks, l_sel)
     geo = _geometry(q, v, blocks, size)
@@ -307,7 +344,7 @@ def forward(
     with torch.cuda.device_of(q):
         if strategy == "union":
             _forward_union(q, k, v, blocks, out, lse, geo)
-            return out, lse, None
+            return out, lse, []
         return out, lse, _forward_gather(q, k, v, blocks, out, lse, geo)
 
 
@@ -323,7 +360,7 @@ def _(q, k, v, blocks, l_sel, strategy):
 
 
 def _forward_union(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, geo: _Geometry) -> None:
-    tuning = _tuning("union", q.dtype, max(geo.dk, geo.dv))
+    tuning = _tuning("union", q.dtype, max(geo.dk, geo.dv), q.device)
     tiles = ceil_div(geo.T * geo.heads, tuning.rows)
     unions = torch.empty(geo.B * geo.G * tiles * geo.n_blocks, dtype=torch.int32, device=q.device)
     # A tile of consecutive rows touches one query more than it holds, when it starts inside one.
@@ -341,23 +378,23 @@ def _forward_union(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor,
 
 def _forward_gather(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, geo: _Geometry
-) -> InvertedIndex | None:
-    """Fills out and lse; the index, if one piece did it all."""
-    tuning = _tuning("gather", q.dtype, max(geo.dk, geo.dv))
-    index = None
-    for piece in _pieces(geo, _forward_need(geo, q.element_size())):
+) -> list[InvertedIndex]:
+    """Fills out and lse; the index of every piece."""
+    tuning = _tuning("gather", q.dtype, max(geo.dk, geo.dv), q.device)
+    indices = []
+    for piece in _pieces(geo, q.element_size()):
         part_q, part_out, part_lse = (piece.of(x, geo.heads) for x in (q, out, lse))
         part_blocks = piece.of(blocks).contiguous()
         B, T, G = part_blocks.shape[:3]
-        chunk = _chunk(part_blocks.numel(), geo.heads)
-        index = build_inverted_index(part_blocks, geo.size, chunk, geo.n_blocks, piece.t0)
+        index = _build_index(part_blocks, geo, piece, q.element_size())
+        indices.append(index)
         pairs = B * G * T * geo.n_sel * geo.heads
         pair_out = q.new_empty(pairs * geo.dv)
         pair_lse = q.new_empty(pairs, dtype=torch.float32)
         _gather_kernel[(index.work.numel(),)](
             part_q, piece.keys(k), piece.keys(v), *index, pair_out, pair_lse,
             T, geo.T, G, geo.n_blocks, piece.t0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            geo.scale * LOG2_E, WIDE=_is_wide(geo, T, geo.dv, q), CHUNK=chunk, ROWS=tuning.rows,
+            geo.scale * LOG2_E, WIDE=_is_wide(geo, T, geo.dv, q), CHUNK=_chunk(geo, q.element_size()), ROWS=tuning.rows,
             PRECISION=_precision(q.dtype), **geo.constants(), num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         rows = _merge_rows(geo.dv)
@@ -367,7 +404,7 @@ def _forward_gather(
             *out.stride()[:2], *lse.stride()[:2], tiles, HEADS=geo.heads, N_SEL=geo.n_sel, SIZE=geo.size,
             DV=geo.dv, DV_PAD=padded_width(geo.dv), ROWS=rows, num_warps=4,
         )  # fmt: skip
-    return index if T * B * G == geo.T * geo.B * geo.G else None
+    return indices
 
 
 @torch.library.impl("nsa_lab::selected_bwd", ("cpu", "cuda"))
@@ -384,18 +421,18 @@ def _(
 
 def backward(
     grad_out: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, blocks: Tensor, l_sel: int,
-    grad_q: Tensor, *, add: bool, index: InvertedIndex | None = None,
+    grad_q: Tensor, *, add: bool, indices: Sequence[InvertedIndex] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """grad_k and grad_v; the gradient of q is written to the contiguous `grad_q`, or added to what is there.
 
-    `delta` is sum(out * grad_out) - grad_lse, float32 [B, T, H]; `index` what `forward` gave, if it is at hand.
+    `delta` is sum(out * grad_out) - grad_lse, float32 [B, T, H]; `indices` what `forward` gave, if at hand.
     """
     q, k, v, grad_out = (_unit_stride(x) for x in (q, k, v, grad_out))
     blocks, size = _split_blocks(blocks, l_sel)
     geo = _geometry(q, v, blocks, size)
     grad_k = k.new_empty(k.shape)
     grad_v = v.new_empty(v.shape)
-    _backward(q, k, v, grad_out, lse.contiguous(), delta, blocks, grad_q, grad_k, grad_v, geo, add, index)
+    _backward(q, k, v, grad_out, lse.contiguous(), delta, blocks, grad_q, grad_k, grad_v, geo, add, indices)
     return grad_k, grad_v
 
 
@@ -419,12 +456,19 @@ def _delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor,
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, geo: _Geometry, add: bool, known_index: InvertedIndex | None,
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, geo: _Geometry, add: bool, indices: Sequence[InvertedIndex],
 ) -> None:  # fmt: skip
-    tuning = _tuning("backward", q.dtype, max(geo.dk, geo.dv))
+    tuning = _tuning("backward", q.dtype, max(geo.dk, geo.dv), q.device)
     item = geo.size * (geo.dk + geo.dv)
-    sums = None
-    for piece in _pieces(geo, _backward_need(geo, q.element_size())):
+    # Not in float16: an eighth of a small value may be subnormal there.
+    scaled_v = q.dtype != torch.float16
+    scale, rest = _split_scale(geo.scale) if scaled_v else (geo.scale, geo.scale)
+    pieces = _pieces(geo, q.element_size())
+    parts_of_groups = [p for p in pieces if p.t1 - p.t0 < geo.T]
+    # Groups whose sums of dK and dV are alive at the same time: all, if a piece takes up what several left.
+    held = geo.G if any(p.g1 - p.g0 > 1 for p in parts_of_groups) else 1
+    all_sums = q.new_empty(held, geo.n_blocks * item, dtype=torch.float32) if parts_of_groups else None
+    for number, piece in enumerate(pieces):
         part_q, part_grad, part_lse, part_delta, part_grad_q = (
             piece.of(x, geo.heads) for x in (q, grad_out, lse, delta, grad_q)
         )
@@ -432,17 +476,16 @@ def _backward(
         part_blocks = piece.of(blocks).contiguous()
         B, T, G = part_blocks.shape[:3]
         first, last = piece.t0 == 0, piece.t1 == geo.T
-        if first and not last:
-            sums = q.new_empty(B * G * geo.n_blocks * item, dtype=torch.float32)
-        chunk = _chunk(part_blocks.numel(), geo.heads)
-        index = known_index or build_inverted_index(part_blocks, geo.size, chunk, geo.n_blocks, piece.t0)
+        sums = None if all_sums is None else all_sums[piece.g0 % held :]
+        chunk = _chunk(geo, q.element_size())
+        index = indices[number] if indices else _build_index(part_blocks, geo, piece, q.element_size())
         pair_dq = q.new_empty(B * G * T * geo.n_sel * geo.heads * geo.dk)
         items = q.new_empty(index.work.numel() * item, dtype=torch.float32)
         _backward_kernel[(index.work.numel(),)](
             part_q, part_k, part_v, part_grad, part_lse, part_delta, *index, pair_dq, items, part_grad_k, part_grad_v,
             T, geo.T, G, geo.G, geo.n_blocks, piece.t0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            *grad_out.stride()[:3], *lse.stride()[:2], geo.scale, geo.scale * LOG2_E,
-            WHOLE=first and last, WIDE=_is_wide(geo, T, geo.dk, q, grad_out), SCALED_V=_exact_scale(geo, q.dtype),
+            *grad_out.stride()[:3], *lse.stride()[:2], scale, rest, geo.scale * LOG2_E,
+            WHOLE=first and last, WIDE=_is_wide(geo, T, geo.dk, q, grad_out), SCALED_V=scaled_v,
             CHUNK=chunk, ROWS=tuning.rows, PART=128 if q.dtype == torch.float32 else 64, PRECISION=_precision(q.dtype),
             **geo.constants(), num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
@@ -452,7 +495,8 @@ def _backward(
         reductions = B * G * geo.n_blocks * parts
         _finish_kernel[(reductions + tiles * B * G,)](
             pair_dq, part_blocks, part_grad_q, items, index.starts, sums, part_grad_k, part_grad_v,
-            T, geo.T, G, geo.G, geo.n_blocks, piece.t0, *grad_q.stride()[:2], tiles, reductions, parts,
+            T, geo.T, G, geo.G, geo.n_blocks, piece.t0, *grad_q.stride()[:2], rest if scaled_v else 1.0,
+            tiles, reductions, parts,
             FIRST=first, LAST=last, ADD=add, CHUNK=chunk, ROWS=rows, TILE=REDUCE_TILE, DEPTH=4, **geo.constants(),
             num_warps=4,
         )  # fmt: skip

@@ -6,10 +6,21 @@ what a query's blocks leave for dQ, is then summed in a fixed order: no floating
 gives the same bits.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.selected_forward import _load_rows, _load_tile, _pair_numbers, _row_numbers, _row_offsets
+from nsa_lab.attention.kernels.selected_forward import (
+    PIECE_SIZES,
+    _load_rows,
+    _load_tile,
+    _pair_numbers,
+    _row_numbers,
+    _row_offsets,
+)
+
+_CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)  # from Triton 3.4 on
 
 
 @triton.jit
@@ -87,6 +98,83 @@ def _add_product(total, rest, a, b, b_rest, TWO: tl.constexpr, PRECISION: tl.con
 
 
 @triton.jit
+def _entry_numbers(first_row, last_row, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Which entry of the work item each row is of. Where a tile holds whole entries, they are clamped and not the rows."""
+    if ROWS % HEADS == 0:
+        entry = first_row // HEADS + tl.arange(0, ROWS) // HEADS
+        return tl.maximum(tl.minimum(entry, last_row // HEADS - 1), 0).to(tl.uint32)
+    return _row_numbers(first_row, last_row, ROWS) // HEADS
+
+
+@triton.jit
+def _pairs_of(
+    entry, first_row, last_row, HEADS: tl.constexpr, N_SEL: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """(pair number, head, query) of ROWS rows."""
+    if ROWS % HEADS == 0:
+        head = (tl.arange(0, ROWS) % HEADS).to(tl.uint32)
+        number = entry.to(tl.int64 if WIDE else tl.uint32)
+        return number * HEADS + head, head, number // N_SEL
+    pair, head = _pair_numbers(entry, first_row, last_row, HEADS, ROWS, WIDE)
+    return pair, head, pair // (N_SEL * HEADS)
+
+
+@triton.jit
+def _backward_tile(
+    q, grad_out, lse, delta, entries, entry, part_dq, k_tile, k_rest, v_tile, v_rest, dk, dk_rest, dv, dv_rest, key,
+    keys_inside, start, last_row, first_query, q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale,
+    scale_log2, DIAGONAL: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, K_PART: tl.constexpr, V_PART: tl.constexpr, ROWS: tl.constexpr,
+    ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds ROWS rows to dk and dv, stores their partial dq, and loads the entries of the next."""
+    TWO_K: tl.constexpr = K_PART < DK_PAD
+    TWO_V: tl.constexpr = V_PART < DV_PAD
+    # The order of loads is that of the forward pass, for the same reason.
+    pair, head, t = _pairs_of(entry, start, last_row, HEADS, N_SEL, ROWS, WIDE)
+    live = start + tl.arange(0, ROWS) < last_row
+    q_tile, q_rest = _load_halves(q, _row_offsets(t, head, q_stride_t, q_stride_h, WIDE), DK, DK_PAD, K_PART)
+    g_offsets = _row_offsets(t, head, grad_stride_t, grad_stride_h, WIDE)
+    g_tile, g_rest = _load_halves(grad_out, g_offsets, DV, DV_PAD, V_PART)
+    lse_offsets = _row_offsets(t, head, lse_stride_t, 1, WIDE)
+    row_lse = tl.load(lse + lse_offsets) * 1.4426950408889634
+    row_delta = tl.load(delta + lse_offsets)
+    entry = tl.load(entries + _entry_numbers(start + ROWS, last_row, HEADS, ROWS))
+    # Never so, and no machine code; as in the forward pass, a second reader of the tiles.
+    if TWO_K and start >= last_row:
+        _store_halves(part_dq, tl.arange(0, ROWS), q_tile, q_rest, live, DK, DK_PAD, K_PART)
+    if TWO_V and start >= last_row:
+        _store_halves(part_dq, tl.arange(0, ROWS), g_tile, g_rest, live, DV, DV_PAD, V_PART)
+    scores = _product_over_columns(q_tile, q_rest, k_tile, k_rest, TWO_K, PRECISION)
+    dp = _product_over_columns(g_tile, g_rest, v_tile, v_rest, TWO_V, PRECISION)
+    # An infinite LSE makes p = 0 in the rows past the end.
+    p = tl.exp2(scores * scale_log2 - tl.where(live, row_lse, float("inf"))[:, None])
+    if DIAGONAL:
+        p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)
+    if not ALL_KEYS:
+        p = tl.where(keys_inside[None, :], p, 0.0)
+    dv, dv_rest = _add_product(dv, dv_rest, tl.trans(p.to(g_tile.dtype)), g_tile, g_rest, TWO_V, PRECISION)
+    if SCALED_V:
+        row_delta *= scale
+    ds = (p * (dp - row_delta[:, None])).to(q_tile.dtype)
+    if TWO_K and ROWS % HEADS == 0:  # read again, from a cache, rather than held in registers since the tile was copied
+        again = tl.load(entries + _entry_numbers(start, last_row, HEADS, ROWS))
+        pair, _, _ = _pairs_of(again, start, last_row, HEADS, N_SEL, ROWS, WIDE)
+    dk, dk_rest = _add_product(dk, dk_rest, tl.trans(ds), q_tile, q_rest, TWO_K, PRECISION)
+    columns = tl.arange(0, K_PART)
+    for part in tl.static_range(2 if TWO_K else 1):
+        dq = tl.dot(ds, k_tile if part == 0 else k_rest, input_precision=PRECISION)
+        if not SCALED_V:
+            dq *= scale
+        inside = live[:, None]
+        if DK != DK_PAD:
+            inside = inside & (part * K_PART + columns < DK)[None, :]
+        pointers = part_dq + (pair * DK)[:, None] + (part * K_PART + columns)[None, :]
+        tl.store(pointers, dq.to(part_dq.dtype.element_ty), mask=inside)
+    return dk, dk_rest, dv, dv_rest, entry
+
+
+@triton.jit
 def _backward_rows(
     q, grad_out, lse, delta, entries, part_dq, k_tile, k_rest, v_tile, v_rest, dk, dk_rest, dv, dv_rest, key, keys_inside,
     first_row, last_row, first_query, q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale, scale_log2,
@@ -94,53 +182,34 @@ def _backward_rows(
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, K_PART: tl.constexpr, V_PART: tl.constexpr, ROWS: tl.constexpr,
     ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the rows [first_row, last_row) of a work item to dk and dv; stores their partial dq."""
-    TWO_K: tl.constexpr = K_PART < DK_PAD
-    TWO_V: tl.constexpr = V_PART < DV_PAD
-    # The order of loads is that of the forward pass, for the same reason.
-    entry = tl.load(entries + _row_numbers(first_row, last_row, ROWS) // HEADS)
-    for start in range(first_row, last_row, ROWS):
-        pair, head = _pair_numbers(entry, start, last_row, HEADS, ROWS, WIDE)
-        t = pair // (N_SEL * HEADS)
-        live = start + tl.arange(0, ROWS) < last_row
-        q_tile, q_rest = _load_halves(q, _row_offsets(t, head, q_stride_t, q_stride_h, WIDE), DK, DK_PAD, K_PART)
-        g_offsets = _row_offsets(t, head, grad_stride_t, grad_stride_h, WIDE)
-        g_tile, g_rest = _load_halves(grad_out, g_offsets, DV, DV_PAD, V_PART)
-        lse_offsets = _row_offsets(t, head, lse_stride_t, 1, WIDE)
-        row_lse = tl.load(lse + lse_offsets) * 1.4426950408889634
-        row_delta = tl.load(delta + lse_offsets)
-        entry = tl.load(entries + _row_numbers(start + ROWS, last_row, ROWS) // HEADS)
-        scores = _product_over_columns(q_tile, q_rest, k_tile, k_rest, TWO_K, PRECISION)
-        dp = _product_over_columns(g_tile, g_rest, v_tile, v_rest, TWO_V, PRECISION)
-        # An infinite LSE makes p = 0 in the rows past the end.
-        p = tl.exp2(scores * scale_log2 - tl.where(live, row_lse, float("inf"))[:, None])
-        if DIAGONAL:
-            p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)
-        if not ALL_KEYS:
-            p = tl.where(keys_inside[None, :], p, 0.0)
-        dv, dv_rest = _add_product(dv, dv_rest, tl.trans(p.to(g_tile.dtype)), g_tile, g_rest, TWO_V, PRECISION)
-        if SCALED_V:
-            row_delta *= scale
-        ds = (p * (dp - row_delta[:, None])).to(q_tile.dtype)
-        dk, dk_rest = _add_product(dk, dk_rest, tl.trans(ds), q_tile, q_rest, TWO_K, PRECISION)
-        columns = tl.arange(0, K_PART)
-        for part in tl.static_range(2 if TWO_K else 1):
-            dq = tl.dot(ds, k_tile if part == 0 else k_rest, input_precision=PRECISION)
-            if not SCALED_V:
-                dq *= scale
-            inside = live[:, None]
-            if DK != DK_PAD:
-                inside = inside & (part * K_PART + columns < DK)[None, :]
-            pointers = part_dq + (pair * DK)[:, None] + (part * K_PART + columns)[None, :]
-            tl.store(pointers, dq.to(part_dq.dtype.element_ty), mask=inside)
+    """The rows [first_row, last_row) of a work item."""
+    entry = tl.load(entries + _entry_numbers(first_row, last_row, HEADS, ROWS))
+    # In halves, what LLVM would move out of the loop (offsets, addresses of tiles) costs more in spilled registers than
+    # working it out again: 19 loads from local memory a tile, in front of the products.
+    if _CAN_DISABLE_LICM and K_PART < DK_PAD:
+        for start in tl.range(first_row, last_row, ROWS, disable_licm=True):
+            dk, dk_rest, dv, dv_rest, entry = _backward_tile(
+                q, grad_out, lse, delta, entries, entry, part_dq, k_tile, k_rest, v_tile, v_rest, dk, dk_rest, dv, dv_rest,
+                key, keys_inside, start, last_row, first_query, q_stride_t, q_stride_h, grad_stride_t, grad_stride_h,
+                lse_stride_t, scale, scale_log2, DIAGONAL, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, K_PART, V_PART, ROWS,
+                ALL_KEYS, WIDE, SCALED_V, PRECISION,
+            )  # fmt: skip
+    else:
+        for start in range(first_row, last_row, ROWS):
+            dk, dk_rest, dv, dv_rest, entry = _backward_tile(
+                q, grad_out, lse, delta, entries, entry, part_dq, k_tile, k_rest, v_tile, v_rest, dk, dk_rest, dv, dv_rest,
+                key, keys_inside, start, last_row, first_query, q_stride_t, q_stride_h, grad_stride_t, grad_stride_h,
+                lse_stride_t, scale, scale_log2, DIAGONAL, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, K_PART, V_PART, ROWS,
+                ALL_KEYS, WIDE, SCALED_V, PRECISION,
+            )  # fmt: skip
     return dk, dk_rest, dv, dv_rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PIECE_SIZES)
 def _backward_kernel(
-    q, k, v, grad_out, lse, delta, entries, starts, work, part_dq, part_dkv, grad_k, grad_v, T, keys, G, all_groups,
+    q, k, v, grad_out, lse, delta, entries, starts, work, order, part_dq, part_dkv, grad_k, grad_v, T, keys, G, all_groups,
     n_blocks, first_query, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, v_stride_b, v_stride_t,
-    v_stride_g, grad_stride_b, grad_stride_t, grad_stride_h, lse_stride_b, lse_stride_t, scale, scale_log2,
+    v_stride_g, grad_stride_b, grad_stride_t, grad_stride_h, lse_stride_b, lse_stride_t, scale, rest, scale_log2,
     WHOLE: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
     N_SEL: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
@@ -148,13 +217,16 @@ def _backward_kernel(
     """dK and dV of one work item, and the partial dQ of its pairs. grad_k and grad_v have rows for `all_groups`.
 
     A block with one item, when its queries come in one piece (WHOLE), is final and goes straight to grad_k and grad_v.
-    When the softmax scale is a power of two (SCALED_V), V carries it without rounding, and dS comes out scaled.
+    With SCALED_V the softmax scale is scale * rest, and scale a power of two: V carries that without rounding, so that dS
+    comes out scaled by it. The rest is for the sums: here dK's, in the finish kernel dQ's. Without it both are the whole.
     Tiles wider than PART columns are worked on in two halves: with all of a 128-wide dQ beside dK and dV a thread is out of
     registers, and ptxas then makes every tensor-core instruction wait for the one before.
     """
     K_PART: tl.constexpr = DK_PAD if DK_PAD < PART else PART
     V_PART: tl.constexpr = DV_PAD if DV_PAD < PART else PART
     item = tl.program_id(0)
+    if order is not None:
+        item = tl.load(order + item)
     index_row = tl.load(work + item)
     if index_row < 0:
         return
@@ -202,9 +274,8 @@ def _backward_kernel(
         q_stride_t, q_stride_h, grad_stride_t, grad_stride_h, lse_stride_t, scale, scale_log2,
         False, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, K_PART, V_PART, ROWS, SIZE == SIZE_PAD, WIDE, SCALED_V, PRECISION,
     )  # fmt: skip
-    if not SCALED_V:
-        dk *= scale
-        dk_rest *= scale
+    dk *= rest
+    dk_rest *= rest
     if WHOLE and stop - start <= CHUNK:
         inside = keys_inside & (key < keys)
         row = (batch * keys + key_wide) * all_groups + group
@@ -216,10 +287,10 @@ def _backward_kernel(
         _store_halves(base + SIZE * DK, local, dv, dv_rest, keys_inside, DV, DV_PAD, V_PART)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PIECE_SIZES)
 def _finish_kernel(
     part_dq, blocks, grad_q, part_dkv, starts, sums, grad_k, grad_v, T, keys, G, all_groups, n_blocks, first_query,
-    grad_stride_b, grad_stride_t, tiles, reductions, parts,
+    grad_stride_b, grad_stride_t, rest, tiles, reductions, parts,
     FIRST: tl.constexpr, LAST: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
     N_SEL: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
@@ -230,7 +301,7 @@ def _finish_kernel(
         _reduce_items(part_dkv, starts, sums, grad_k, grad_v, keys, G, all_groups, n_blocks, program // parts,
                       program % parts, FIRST, LAST, CHUNK, SIZE, DK, DV, TILE, DEPTH)  # fmt: skip
     else:
-        _sum_pairs(part_dq, blocks, grad_q, T, G, first_query, grad_stride_b, grad_stride_t,
+        _sum_pairs(part_dq, blocks, grad_q, T, G, first_query, grad_stride_b, grad_stride_t, rest,
                    (program - reductions) // tiles, (program - reductions) % tiles,
                    ADD, HEADS, N_SEL, SIZE, DK, DK_PAD, ROWS)  # fmt: skip
 
@@ -279,7 +350,7 @@ def _reduce_items(
 
 @triton.jit
 def _sum_pairs(
-    part_dq, blocks, grad_q, T, G, first_query, grad_stride_b, grad_stride_t, index_row, tile,
+    part_dq, blocks, grad_q, T, G, first_query, grad_stride_b, grad_stride_t, rest, index_row, tile,
     ADD: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr,
     DK_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -302,6 +373,7 @@ def _sum_pairs(
     at = batch * grad_stride_b + t.to(tl.int64) * grad_stride_t + (group * HEADS + head) * DK
     mask = inside[:, None] & (columns < DK)[None, :]
     pointers = grad_q + at[:, None] + columns[None, :]
+    total *= rest
     if ADD:
         total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     tl.store(pointers, total.to(grad_q.dtype.element_ty), mask=mask)

@@ -16,6 +16,8 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 
+PIECE_SIZES = ("G", "all_groups", "first_query")  # differ from piece to piece; compiling for each value would gain nothing
+
 
 @triton.jit
 def _load_tile(base, row_offsets, columns, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr):
@@ -94,6 +96,13 @@ def _gather_rows(
         t = pair // (N_SEL * HEADS)
         q_tile = _load_rows(q, _row_offsets(t, head, q_stride_t, q_stride_h, WIDE), columns_k, DK, DK_PAD)
         entry = tl.load(entries + _row_numbers(start + ROWS, last_row, ROWS) // HEADS)
+        # Never so, and no machine code. A tile that only products read gets one buffer more from Triton than the stages
+        # between its copy and its use, as the last products might still run when the next copy comes; here the stores wait
+        # for them all. A second reader takes that buffer away: three stages in the shared memory of two, which would have
+        # begun each copy just before its use.
+        if DK_PAD > 64 and start >= last_row:
+            spare = part_out + tl.arange(0, ROWS)[:, None] * DK + columns_k[None, :]
+            tl.store(spare, q_tile.to(part_out.dtype.element_ty))
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if DIAGONAL:
             scores = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], scores, float("-inf"))
@@ -111,9 +120,9 @@ def _gather_rows(
             tl.store(pointers, out.to(part_out.dtype.element_ty), mask=(columns_v < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PIECE_SIZES)
 def _gather_kernel(
-    q, k, v, entries, starts, work, part_out, part_lse, T, keys, G, n_blocks, first_query,
+    q, k, v, entries, starts, work, order, part_out, part_lse, T, keys, G, n_blocks, first_query,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, v_stride_b, v_stride_t, v_stride_g,
     scale_log2, WIDE: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr, SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
@@ -121,6 +130,8 @@ def _gather_kernel(
 ):  # fmt: skip
     """Partial outputs and LSEs of one work item."""
     item = tl.program_id(0)
+    if order is not None:
+        item = tl.load(order + item)
     index_row = tl.load(work + item)
     if index_row < 0:
         return
@@ -160,7 +171,7 @@ def _gather_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PIECE_SIZES)
 def _merge_kernel(
     part_out, part_lse, blocks, out, lse, T, G, first_query, out_stride_b, out_stride_t, lse_stride_b, lse_stride_t,
     tiles, HEADS: tl.constexpr, N_SEL: tl.constexpr, SIZE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,

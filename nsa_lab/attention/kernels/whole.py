@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import band, gating, selected, selection
 from nsa_lab.attention.kernels.common import check_attention_inputs
-from nsa_lab.attention.kernels.inverted_index import InvertedIndex
+from nsa_lab.attention.kernels.inverted_index import IndexSizes, InvertedIndex
 from nsa_lab.config import NSAConfig
 
 
@@ -46,11 +46,11 @@ def nsa_attention(
 
 _INPUTS = "Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win, Tensor v_win, Tensor gates"
 _KEPT = ("Tensor out_cmp, Tensor lse_cmp, Tensor blocks, Tensor out_sel, Tensor lse_sel, Tensor entries, Tensor starts, "
-         "Tensor work, Tensor out_win, Tensor lse_win")
+         "Tensor work, Tensor order, Tensor out_win, Tensor lse_win")
 # Defined by schema for the host's sake; selected.py has the figures.
 torch.library.define(
     "nsa_lab::nsa_fwd",
-    f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w) -> ({', '.join(['Tensor'] * 11)})",
+    f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w) -> ({', '.join(['Tensor'] * 12)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
@@ -58,6 +58,28 @@ torch.library.define(
     f"(Tensor do, {_INPUTS}, {_KEPT}, int l, int d, int l_sel, int w) -> ({', '.join(['Tensor'] * 8)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# An operator's results are so many, whatever the shapes: the parts of all pieces' indices lie one after another.
+_INDEX_DTYPES = torch.int32, torch.int64, torch.int32, torch.int64
+
+
+def _joined(indices: list[InvertedIndex], like: Tensor) -> list[Tensor]:
+    fields = []
+    for number, dtype in enumerate(_INDEX_DTYPES):
+        parts = [index[number] for index in indices if index[number] is not None]
+        fields.append(parts[0] if len(parts) == 1 else torch.cat([like.new_empty(0, dtype=dtype), *parts]))
+    return fields
+
+
+def _split(fields: tuple[Tensor, ...], sizes: list[IndexSizes]) -> list[InvertedIndex]:
+    indices = []
+    ends = [0] * len(fields)
+    for lengths in sizes:
+        *parts, order = (field[end : end + n] for field, end, n in zip(fields, ends, lengths, strict=True))
+        indices.append(InvertedIndex(*parts, order if order.numel() else None))
+        ends = [end + n for end, n in zip(ends, lengths, strict=True)]
+    return indices
+
+
 _nsa_fwd = torch.ops.nsa_lab.nsa_fwd.default
 _nsa_bwd = torch.ops.nsa_lab.nsa_bwd.default
 
@@ -68,8 +90,8 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w)
         out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0)
         blocks = selection.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel)
         strategy = selected.forward_strategy(q.shape[1], l_sel)
-        out_sel, lse_sel, index = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy)
-        index = index or [blocks.new_empty(0), blocks.new_empty(0, dtype=torch.int64), blocks.new_empty(0)]
+        out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy)
+        index = _joined(indices, blocks)
         out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w)
         out = gating.forward(out_cmp, out_sel, out_win, gates)
     return out, out_cmp, lse_cmp, blocks, out_sel, lse_sel, *index, out_win, lse_win
@@ -79,8 +101,8 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w)
 def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w):
     out, lse = q.new_empty(*q.shape[:3], v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     blocks = q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
-    entries, starts, work = selected.index_sizes(q, v_sel, n_sel, l_sel, selected.forward_strategy(q.shape[1], l_sel))
-    index = blocks.new_empty(entries), blocks.new_empty(starts, dtype=torch.int64), blocks.new_empty(work)
+    sizes = selected.kept_sizes(q, v_sel, n_sel, l_sel, selected.forward_strategy(q.shape[1], l_sel))
+    index = [blocks.new_empty(sum(s[i] for s in sizes), dtype=dtype) for i, dtype in enumerate(_INDEX_DTYPES)]
     like = torch.empty_like
     return out, like(out), lse, blocks, like(out), like(lse), *index, like(out), like(lse)
 
@@ -88,7 +110,7 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w)
 @torch.library.impl("nsa_lab::nsa_bwd", ("cpu", "cuda"))
 def _(
     do, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, out_cmp, lse_cmp, blocks, out_sel, lse_sel, entries, starts,
-    work, out_win, lse_win, l, d, l_sel, w,
+    work, order, out_win, lse_win, l, d, l_sel, w,
 ):  # fmt: skip
     with torch.cuda.device_of(q):
         deltas = q.new_empty(3, *q.shape[:3], dtype=torch.float32)
@@ -96,8 +118,10 @@ def _(
         dq = q.new_empty(q.shape)
         dkv_cmp = band.backward(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, l, d, 0, delta=deltas[0])
         dkv_win = band.backward(d_win, q, k_win, v_win, lse_win, dq, 1, 1, w, delta=deltas[2], add=True)
-        index = InvertedIndex(entries, starts, work) if entries.numel() else None
-        dkv_sel = selected.backward(d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, add=True, index=index)
+        strategy = selected.forward_strategy(q.shape[1], l_sel)
+        sizes = selected.kept_sizes(q, v_sel, blocks.shape[3], l_sel, strategy)
+        kept = _split((entries, starts, work, order), sizes)
+        dkv_sel = selected.backward(d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, add=True, indices=kept)
     return dq, *dkv_cmp, *dkv_sel, *dkv_win, dgates
 
 
