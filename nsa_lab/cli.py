@@ -195,7 +195,7 @@ def report(
 def plan(
     name: Name, param: Overrides = None, ranks: Ranks = 1,
     tokens_per_s: Annotated[float | None, typer.Option(help="the speed to reckon with, all ranks together")] = None,
-    run: Annotated[str | None, typer.Option(metavar="RUN", help="a run to compare the plan with")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="a run to compare the plan with")] = None,
     outputs: Outputs = None,
 ) -> None:
     """What a run will take: parameters, tokens, FLOPs, memory, disk, hours; with --run, beside what that run took."""
