@@ -78,9 +78,9 @@ def files(parts: Parts, state: dict[str, Any], probe: Callable[[], Tensor]) -> d
 
 
 def weights(parts: Parts) -> dict[str, Tensor]:
-    """Every weight by name, whole, on the CPU. With sharded weights every rank must ask."""
+    """Every weight by name, whole, a copy on the CPU. With sharded weights every rank must ask."""
     full = parts.world.full
-    return {name: full(t.detach()).cpu().contiguous().clone() for name, t in parts.model.state_dict().items()}
+    return {name: full(t.detach()).to("cpu", copy=True).contiguous() for name, t in parts.model.state_dict().items()}
 
 
 def moments(parts: Parts) -> dict[str, dict[str, Tensor]]:
