@@ -20,7 +20,7 @@ from nsa_lab.attention.kernels.selected_forward import (
     _row_offsets,
 )
 
-_CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)  # from Triton 3.4 on
+_CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)  # from Triton 3.5 on
 
 
 @triton.jit
@@ -319,7 +319,7 @@ def _reduce_items(
     ITEM: tl.constexpr = SIZE * (DK + DV)
     start = tl.load(starts + index_row)
     stop = tl.load(starts + index_row + 1)
-    if not FIRST or not LAST or stop - start > CHUNK:
+    if (not FIRST or not LAST) or stop - start > CHUNK:  # Triton 3.2 takes no chain of three
         items = tl.maximum(tl.cdiv(stop - start, CHUNK), 1).to(tl.int32)
         first_item = start // CHUNK + index_row
         element = part_number * TILE + tl.arange(0, TILE)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention.geometry import num_compressed
+from nsa_lab.attention.kernels import FLOAT32_CHOICE, compiles_float32_choice
 from nsa_lab.attention.kernels.common import LOG2E, ceil_div, check_attention_inputs, padded_width, with_short_rows
 from nsa_lab.config import NSAConfig
 
@@ -220,8 +221,10 @@ def _(q, k_cmp, lse, l, d, l_sel, n_sel):
     return q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
 
 
-def check_limits(nsa: NSAConfig) -> None:
-    """Raise NotImplementedError for a geometry past the kernel's limits."""
+def check_limits(q: Tensor, nsa: NSAConfig) -> None:
+    """Raise NotImplementedError for a geometry past the kernel's limits, or a dtype past the compiler's."""
+    if q.is_cuda and q.dtype == torch.float32 and not compiles_float32_choice():
+        raise NotImplementedError(f"select_blocks: {FLOAT32_CHOICE}")
     if nsa.n_sel > N_SEL_LIMIT:
         raise NotImplementedError(
             f"select_blocks: the Triton kernel keeps at most {N_SEL_LIMIT} blocks, and nsa.n_sel = {nsa.n_sel}"
@@ -241,7 +244,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tens
     ValueError for shapes that do not fit, NotImplementedError past the kernels' limits.
     """
     check_attention_inputs("select_blocks", q, k_cmp, k_cmp, num_compressed(q.shape[1], nsa))
-    check_limits(nsa)
+    check_limits(q, nsa)
     if lse.shape != q.shape[:3] or lse.dtype != torch.float32:
         raise ValueError(f"select_blocks: expected lse float32 {list(q.shape[:3])}, got {lse.dtype} {list(lse.shape)}")
     with torch.no_grad():

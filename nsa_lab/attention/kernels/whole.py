@@ -39,7 +39,7 @@ def nsa_attention(
         )
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(f"nsa_attention: expected gates {[*q.shape[:3], 3]}, got {list(gates.shape)}")
-    selection.check_limits(nsa)
+    selection.check_limits(q, nsa)
     selected.check_limits(q, k_sel, nsa.n_sel, nsa)
     return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w)[0]
 

@@ -1,0 +1,82 @@
+"""Compiles every kernel for a GPU that is not there: `python compiling.py 80`. Prints bytes of shared memory by kernel.
+
+The launchers run as they are, on CPU tensors; Triton is told of a device of that architecture, compiles, and launches
+nothing. Not under the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from nsa_lab.attention.kernels import common, selected, whole
+from nsa_lab.config import NSAConfig
+
+ARCHITECTURE = int(sys.argv[1])
+shared_memory: dict[str, int] = {}
+
+
+class AbsentDevice(DriverBase):
+    def __init__(self) -> None:
+        pass  # the parent's looks for CUDA's libraries
+
+    is_active = staticmethod(lambda: True)
+    map_python_to_cpp_type = get_benchmarker = set_current_device = None  # what only a launch would ask for
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", ARCHITECTURE, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def compile_only(kernel: JITFunction, grid):
+    def launch(*args, **options) -> None:
+        compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+        name = kernel.fn.__name__
+        shared_memory[name] = max(shared_memory.get(name, 0), compiled.metadata.shared)
+
+    return launch
+
+
+def attend(T: int, H: int, G: int, D: int) -> None:
+    """The whole operator and the selected branch on its own, forward and backward."""
+    nsa = NSAConfig()
+    q, *kv = (
+        torch.zeros(1, length, heads, D, dtype=torch.bfloat16, requires_grad=True)
+        for length, heads in ((T, H), *[((T - nsa.l) // nsa.d + 1, G)] * 2, *[(T, G)] * 4)
+    )
+    gates = torch.zeros(1, T, H, 3, dtype=torch.bfloat16, requires_grad=True)
+    whole.nsa_attention(q, *kv, gates, nsa).sum().backward()
+    blocks = torch.zeros(1, T, G, nsa.n_sel, dtype=torch.int32)
+    selected.selected_attention(q, *kv[2:4], blocks, nsa)[0].sum().backward()
+
+
+driver.set_active(AbsentDevice())
+JITFunction.__getitem__ = compile_only
+common.check_kernel_limits = lambda *_: None
+selected._is_hopper = lambda device: ARCHITECTURE == 90
+for module in (sys.modules[name] for name in list(sys.modules) if name.startswith("nsa_lab.attention.kernels")):
+    if hasattr(module, "roomy"):
+        module.roomy = lambda device: ARCHITECTURE in (80, 90)
+
+attend(T=300, H=6, G=1, D=64)
+selected.UNION_TOKENS = 0
+attend(T=300, H=6, G=1, D=64)
+selected.ORDERED_BYTES = 0
+attend(T=300, H=32, G=2, D=128)
+selected.WORKSPACE_BYTES = 30 * 2**20  # in pieces
+attend(T=300, H=32, G=2, D=128)
+print(json.dumps(shared_memory))
