@@ -228,6 +228,8 @@ def _pieces(geo: _Geometry, width: int) -> list[_Piece]:
     need = _Need(*map(max, _forward_need(geo, width), _backward_need(geo, width)))
     each = geo.heads * need.row  # bytes a query
     fit = WORKSPACE_BYTES // (geo.T * each + need.group)
+    if fit >= geo.B * geo.G:  # without a loop, which would tie a compiled model to its shapes
+        return [_Piece(0, geo.B, 0, geo.G, 0, geo.T)]
     if fit:
         batch, groups = max(fit // geo.G, 1), min(fit, geo.G)
         sequences = [(b, min(b + batch, geo.B)) for b in range(0, geo.B, batch)]
