@@ -44,7 +44,7 @@ TABLE_WIDTH = 170  # characters, where the output is no terminal
 KERNELS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in (
     ("compressed and window", r"^(forward|dq|dkv|sum_chunks)_kernel"),
     ("block choice", r"^_select_kernel"),
-    ("selected", r"^_(gather|union|merge|backward|finish|delta|count|scatter|scan|offsets|work)\w*_kernel"),
+    ("selected", r"^_(gather|union|merge|backward|finish|delta|count|scatter|scan|offsets|work|first_query)\w*_kernel"),
     ("gated sum", r"^_gated_sum"),
     ("gemm", r"gemm|nvjet|cutlass|splitk|matmul|xmma"),
     ("dense attention", r"flash|fmha|sdpa|attention"),
