@@ -15,7 +15,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa_lab.attention.kernels import common, selected, whole
+from nsa_lab.attention.kernels import common, pieces, selected, whole
 from nsa_lab.config import NSAConfig
 
 ARCHITECTURE = int(sys.argv[1])
@@ -75,8 +75,8 @@ for module in (sys.modules[name] for name in list(sys.modules) if name.startswit
 attend(T=300, H=6, G=1, D=64)
 selected.UNION_TOKENS = 0
 attend(T=300, H=6, G=1, D=64)
-selected.ORDERED_BYTES = 0
+pieces.ORDERED_BYTES = 0
 attend(T=300, H=32, G=2, D=128)
-selected.WORKSPACE_BYTES = 30 * 2**20  # in pieces
+pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
 attend(T=300, H=32, G=2, D=128)
 print(json.dumps(shared_memory))

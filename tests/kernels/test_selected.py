@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_lab.attention import reference
-from nsa_lab.attention.kernels import inverted_index, selected
+from nsa_lab.attention.kernels import inverted_index, pieces, selected
 from nsa_lab.attention.kernels.selected import selected_attention
 from nsa_lab.config import NSAConfig
 
@@ -192,12 +192,12 @@ def test_a_small_workspace_gives_the_same(device, monkeypatch):
     blocks = choice(2, 90, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     whole = run(attend, x)
-    geo = selected._Geometry(2, 90, 6, 2, 3, 16, 32, 32)
-    need = selected._backward_need(geo, 4)
+    geo = pieces.Geometry(2, 90, 6, 2, 3, 16, 32, 32)
+    need = pieces.backward_need(geo, 4)
     group = geo.T * geo.heads * need.row + need.group
-    for size, pieces in ((4 * group, 1), (2 * group, 2), (group, 4), (group // 2, 8)):
-        monkeypatch.setattr(selected, "WORKSPACE_BYTES", size)
-        assert len(selected._pieces(geo, 4)) >= pieces
+    for size, number in ((4 * group, 1), (2 * group, 2), (group, 4), (group // 2, 8)):
+        monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
+        assert len(pieces.cut(geo, 4)) >= number
         for got, want in zip(run(attend, x), whole, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -209,12 +209,11 @@ def test_what_several_groups_leave_makes_one_piece(device, monkeypatch, poisoned
     blocks = choice(1, 340, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     whole = run(attend, x)
-    geo = selected._Geometry(1, 340, 12, 2, 3, 16, 32, 32)
-    row, group = map(max, selected._forward_need(geo, 4), selected._backward_need(geo, 4))
-    size = 256 * geo.heads * row + group + geo.G * geo.n_blocks * selected._item_bytes(geo)
-    monkeypatch.setattr(selected, "WORKSPACE_BYTES", size)
-    pieces = [(p.g0, p.g1, p.t0, p.t1) for p in selected._pieces(geo, 4)]
-    assert pieces == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
+    geo = pieces.Geometry(1, 340, 12, 2, 3, 16, 32, 32)
+    row, group = map(max, pieces.forward_need(geo, 4), pieces.backward_need(geo, 4))
+    size = 256 * geo.heads * row + group + geo.G * geo.n_blocks * pieces.item_bytes(geo)
+    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
+    assert [(p.g0, p.g1, p.t0, p.t1) for p in pieces.cut(geo, 4)] == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
     for got, want in zip(run(attend, x), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -222,31 +221,31 @@ def test_what_several_groups_leave_makes_one_piece(device, monkeypatch, poisoned
 @pytest.mark.parametrize("size", [10**9, 3 * 10**7, 10**7, 5 * 10**6, 2 * 10**6, "a byte less than a group"])
 @pytest.mark.parametrize(("heads", "width"), [(3, 64), (16, 128)])
 def test_pieces_share_no_query_and_what_they_allocate_fits_the_workspace(size, heads, width, monkeypatch):
-    geo = selected._Geometry(B=3, T=1000, H=4 * heads, G=4, n_sel=16, size=64, dk=width, dv=width)
+    geo = pieces.Geometry(B=3, T=1000, H=4 * heads, G=4, n_sel=16, size=64, dk=width, dv=width)
     item = geo.size * 2 * width * 4
 
     def forward(rows: int, queries: int) -> int:
         return rows * queries * geo.n_sel * heads * (width * 2 + 4)
 
     def backward(rows: int, queries: int, held: int) -> int:
-        chunk = selected._chunk(geo, 2)
+        chunk = pieces.chunk_entries(geo, 2)
         work = inverted_index.index_sizes(rows, queries, geo.n_blocks, geo.n_sel, chunk, ordered=True).work
         return rows * queries * geo.n_sel * heads * width * 2 + work * item + held * geo.n_blocks * item
 
     size = backward(1, geo.T, 0) - 1 if isinstance(size, str) else size
-    monkeypatch.setattr(selected, "WORKSPACE_BYTES", size)
-    pieces = selected._pieces(geo, 2)
-    cut = [p for p in pieces if p.t1 - p.t0 < geo.T]
-    held = 0 if not cut else geo.G if any(p.g1 - p.g0 > 1 for p in cut) else 1
+    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
+    cut = pieces.cut(geo, 2)
+    parts_of_groups = [p for p in cut if p.t1 - p.t0 < geo.T]
+    held = 0 if not parts_of_groups else geo.G if any(p.g1 - p.g0 > 1 for p in parts_of_groups) else 1
     seen = torch.zeros(3, 1000, 4, dtype=torch.int32)
-    for piece in pieces:
+    for piece in cut:
         part = piece.of(seen)
         part += 1
         assert piece.keys(seen).shape == (part.shape[0], 1000, part.shape[2])
         B, T, G = part.shape
         assert forward(B * G, T) <= size
         # Sums of dK and dV that alone take more than a quarter are what the docstring says.
-        if 2 * selected._backward_need(geo, 2).group <= size // 2:
+        if 2 * pieces.backward_need(geo, 2).group <= size // 2:
             assert backward(B * G, T, held) <= size
     assert (seen == 1).all()
 
@@ -258,7 +257,7 @@ def test_the_order_of_the_work_items_changes_no_bit(device, monkeypatch, poisone
     blocks = choice(2, 90, 2, nsa, device, "empty rows")
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     by_block = run(attend, x)
-    monkeypatch.setattr(selected, "_is_ordered", lambda *_: True)
+    monkeypatch.setattr(selected, "is_ordered", lambda *_: True)
     assert all(torch.equal(a, b) for a, b in zip(run(attend, x), by_block, strict=True))
 
 
@@ -338,7 +337,7 @@ def test_compiles_in_one_graph(strategy, device):
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_twenty_runs_give_the_same_bits(wide, strategy, device, monkeypatch):
-    monkeypatch.setattr(selected, "ORDERED_BYTES", 0)
+    monkeypatch.setattr(pieces, "ORDERED_BYTES", 0)
     if CUDA:
         shape, n_sel, l_sel = (2, 1500, 32, 2, 128, 128) if wide else (2, 1500, 12, 2, 64, 64), 16, 64
     else:
@@ -355,7 +354,7 @@ def test_twenty_runs_give_the_same_bits(wide, strategy, device, monkeypatch):
 @needs_cuda
 @pytest.mark.parametrize(("T", "H", "D"), [(700, 12, 64), (5000, 12, 64), (5000, 32, 128)])
 def test_a_cuda_graph_replays_to_the_same_bits(T, H, D, device, monkeypatch):
-    monkeypatch.setattr(selected, "ORDERED_BYTES", 0)
+    monkeypatch.setattr(pieces, "ORDERED_BYTES", 0)
     nsa = config(16, 64)
     x = inputs(1, T, H, 2, D, D, torch.bfloat16, device)
     blocks = choice(1, T, 2, nsa, device)

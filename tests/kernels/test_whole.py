@@ -7,7 +7,7 @@ import torch
 
 from nsa_lab.attention import kernels, reference
 from nsa_lab.attention.geometry import num_compressed
-from nsa_lab.attention.kernels import selected, whole
+from nsa_lab.attention.kernels import pieces, selected, whole
 from nsa_lab.bench.attention_parity import plain
 from nsa_lab.config import NSAConfig
 
@@ -97,10 +97,10 @@ def test_the_indices_of_several_pieces_are_kept(device, monkeypatch, poisoned):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     x = inputs((3, 75, 6, 2, 32, 64), torch.float32, device)
     geo = selected._geometry(x[0], x[4], torch.empty(3, 75, 2, 3), 16)
-    monkeypatch.setattr(selected, "WORKSPACE_BYTES", geo.T * geo.heads * selected._backward_need(geo, 4).row * 7 // 2)
-    pieces = selected._pieces(geo, 4)
-    assert len(pieces) > 3
-    monkeypatch.setattr(selected, "_is_ordered", lambda geo, *_: True)
+    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", geo.T * geo.heads * pieces.backward_need(geo, 4).row * 7 // 2)
+    number = len(pieces.cut(geo, 4))
+    assert number > 3
+    monkeypatch.setattr(selected, "is_ordered", lambda geo, *_: True)
     out, built = kernels.nsa_attention(*x, SMALL), []
     build = selected.build_inverted_index
     monkeypatch.setattr(selected, "build_inverted_index", lambda *a, **k: built.append(1) or build(*a, **k))
@@ -108,7 +108,7 @@ def test_the_indices_of_several_pieces_are_kept(device, monkeypatch, poisoned):
     grads = torch.autograd.grad(out, x, d_out)
     assert not built
     by_parts = torch.autograd.grad(parts(*x), x, d_out)
-    assert len(built) == 2 * len(pieces)
+    assert len(built) == 2 * number
     for name, grad, by_part in zip(NAMES, grads, by_parts, strict=True):
         torch.testing.assert_close(grad, by_part, rtol=1e-4, atol=1e-5, msg=name)
 

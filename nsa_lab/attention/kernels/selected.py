@@ -18,18 +18,13 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels.common import ceil_div, check_attention_inputs, padded_width
 from nsa_lab.attention.kernels.inverted_index import IndexSizes, InvertedIndex, build_inverted_index, index_sizes
+from nsa_lab.attention.kernels.pieces import Geometry, Piece, chunk_entries, cut, is_ordered
 from nsa_lab.attention.kernels.selected_backward import _backward_kernel, _delta_kernel, _finish_kernel
 from nsa_lab.attention.kernels.selected_forward import LOG2_E, _gather_kernel, _merge_kernel, _union_kernel
 from nsa_lab.config import NSAConfig
 
-WORKSPACE_BYTES = 2 * 2**30  # partial results of one launch, all of them; larger inputs are worked through in pieces
 UNION_BLOCKS = 128  # the union kernel holds a query's choice in two 64-bit words
 UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than the traffic of partial outputs
-# (query, head) rows a work item: short ones spread a small problem over the chip, those in the order of their queries
-# are short enough for all that run at once to be near each other.
-SHORT_ITEM, LONG_ITEM, ORDERED_ITEM = 1536, 6144, 2048
-LONG_ROWS = 2**22
-ORDERED_BYTES = 64 * 2**20  # of a group's q: what the L2 cache does not hold beside the partial results
 REDUCE_TILE = 1024
 
 
@@ -57,44 +52,6 @@ def _tuning(kernel: str, dtype: torch.dtype, width: int, device: torch.device) -
 def _merge_rows(width: int) -> int:
     """Rows a program of the kernels that only stream: as many as keep every slot's load in flight at once."""
     return 16 if width > 64 else 32
-
-
-class _Geometry(NamedTuple):
-    """The sizes every launch needs; `size` is the kernels' block, `n_sel` how many of those a query has."""
-
-    B: int
-    T: int
-    H: int
-    G: int
-    n_sel: int
-    size: int
-    dk: int
-    dv: int
-
-    @property
-    def heads(self) -> int:
-        return self.H // self.G
-
-    @property
-    def n_blocks(self) -> int:
-        return ceil_div(self.T, self.size)
-
-    @property
-    def scale(self) -> float:
-        return self.dk**-0.5
-
-    def constants(self) -> dict[str, int]:
-        """The compile-time sizes that the gathering kernels share."""
-        return {
-            "HEADS": self.heads,
-            "N_SEL": self.n_sel,
-            "SIZE": self.size,
-            "SIZE_PAD": padded_width(self.size),
-            "DK": self.dk,
-            "DV": self.dv,
-            "DK_PAD": padded_width(self.dk),
-            "DV_PAD": padded_width(self.dv),
-        }
 
 
 def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
@@ -171,112 +128,10 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class _Piece(NamedTuple):
-    """Sequences [b0, b1), groups [g0, g1) and queries [t0, t1) that one launch works on."""
-
-    b0: int
-    b1: int
-    g0: int
-    g1: int
-    t0: int
-    t1: int
-
-    def of(self, x: Tensor, each: int = 1) -> Tensor:
-        """The queries of `x` [B, T, n, ...], which has `each` rows a group."""
-        return self._cut(x, each, slice(self.t0, self.t1))
-
-    def keys(self, x: Tensor) -> Tensor:
-        """All keys or values of `x` [B, T, G, D]."""
-        return self._cut(x, 1, slice(0, x.shape[1]))
-
-    def _cut(self, x: Tensor, each: int, rows: slice) -> Tensor:
-        sequences, groups = slice(self.b0, self.b1), slice(self.g0 * each, self.g1 * each)
-        whole = all(s.stop - s.start == n for s, n in zip((sequences, rows, groups), x.shape, strict=False))
-        return x if whole else x[sequences, rows, groups]  # views cost the host microseconds
-
-
-class _Need(NamedTuple):
-    """Bytes of partial results: of one query and head, and of one group of one sequence besides."""
-
-    row: int
-    group: int
-
-
-def _forward_need(geo: _Geometry, width: int) -> _Need:
-    """Partial outputs, of elements of `width` bytes, and their LSEs."""
-    return _Need(geo.n_sel * (geo.dv * width + 4), 0)
-
-
-def _item_bytes(geo: _Geometry) -> int:
-    return geo.size * (geo.dk + geo.dv) * 4
-
-
-def _backward_need(geo: _Geometry, width: int) -> _Need:
-    """Partial dQ, and the float32 dK and dV of the work items: of full ones, one more a block, and up to 16 to be even."""
-    full_items = ceil_div(geo.n_sel * _item_bytes(geo), _chunk(geo, width) * geo.heads)
-    return _Need(geo.n_sel * geo.dk * width + full_items, (geo.n_blocks + 16) * _item_bytes(geo))
-
-
-def _pieces(geo: _Geometry, width: int) -> list[_Piece]:
-    """What to work through one after the other, forward and backward, for inputs of `width` bytes an element.
-
-    Whole sequences while one fits in the workspace, else groups, which share nothing. A group that does not fit is cut by
-    queries, and its parts hand on float32 sums of dK and dV. Where what is left over fits for several groups at once, it
-    makes one piece of them, after the others; else a group's parts are about equal. The sums grow with T: where they alone
-    would fill the workspace, from millions of tokens on, the rest still gets half of it.
-    """
-    need = _Need(*map(max, _forward_need(geo, width), _backward_need(geo, width)))
-    each = geo.heads * need.row  # bytes a query
-    fit = WORKSPACE_BYTES // (geo.T * each + need.group)
-    if fit >= geo.B * geo.G:  # without a loop, which would tie a compiled model to its shapes
-        return [_Piece(0, geo.B, 0, geo.G, 0, geo.T)]
-    if fit:
-        batch, groups = max(fit // geo.G, 1), min(fit, geo.G)
-        sequences = [(b, min(b + batch, geo.B)) for b in range(0, geo.B, batch)]
-        return [
-            _Piece(b0, b1, g, min(g + groups, geo.G), 0, geo.T) for b0, b1 in sequences for g in range(0, geo.G, groups)
-        ]
-    sums = geo.n_blocks * _item_bytes(geo)
-    first = (WORKSPACE_BYTES - need.group - geo.G * sums) // each // 64 * 64
-    if first > 0:
-        groups = (WORKSPACE_BYTES - geo.G * sums) // ((geo.T - first) * each + need.group)
-        if groups > 1:
-            parts = [(g, g + 1, 0, first) for g in range(geo.G)]
-            parts += [(g, min(g + groups, geo.G), first, geo.T) for g in range(0, geo.G, groups)]
-            return [_Piece(b, b + 1, *part) for b in range(geo.B) for part in parts]
-    room = max(max(WORKSPACE_BYTES - need.group - sums, WORKSPACE_BYTES // 2) // each, 1)
-    queries = ceil_div(geo.T, ceil_div(geo.T, room))
-    # In steps of 64, where there are as many: numbers that are multiples of 16 compile once.
-    queries = min(ceil_div(queries, 64), room // 64) * 64 if room >= 64 else queries
-    return [
-        _Piece(b, b + 1, g, g + 1, t, min(t + queries, geo.T))
-        for b in range(geo.B) for g in range(geo.G) for t in range(0, geo.T, queries)
-    ]  # fmt: skip
-
-
-def _is_ordered(geo: _Geometry, queries: int, width: int) -> bool:
-    """Whether the q of so many queries of a group is too much for the L2 cache, where that is what work items wait for.
-
-    With 64 heads of 128 and 32 768 tokens, items in the order of their blocks read 6.9 GB of q from memory, of the 8.6 GB
-    they read in all; in the order of their queries 2.5 GB. Heads of 64 hide the wait: more of their programs fit on a
-    multiprocessor.
-    """
-    return geo.dk > 64 and queries * geo.heads * geo.dk * width > ORDERED_BYTES
-
-
-def _chunk(geo: _Geometry, width: int) -> int:
-    """Entries a work item, the same in all pieces."""
-    if geo.B * geo.T * geo.H * geo.n_sel <= LONG_ROWS:
-        rows = SHORT_ITEM
-    else:
-        rows = ORDERED_ITEM if _is_ordered(geo, geo.T, width) else LONG_ITEM
-    return max(1, rows // geo.heads)
-
-
-def _build_index(blocks: Tensor, geo: _Geometry, piece: _Piece, width: int) -> InvertedIndex:
+def _build_index(blocks: Tensor, geo: Geometry, piece: Piece, width: int) -> InvertedIndex:
     """Of a piece's part of the choice."""
-    ordered = _is_ordered(geo, blocks.shape[1], width)
-    return build_inverted_index(blocks, geo.size, _chunk(geo, width), geo.n_blocks, piece.t0, ordered=ordered)
+    ordered = is_ordered(geo, blocks.shape[1], width)
+    return build_inverted_index(blocks, geo.size, chunk_entries(geo, width), geo.n_blocks, piece.t0, ordered=ordered)
 
 
 def kept_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> list[IndexSizes]:
@@ -285,13 +140,13 @@ def kept_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> l
         return []
     B, T, H, dk = q.shape
     size = _kernel_block(l_sel)
-    geo = _Geometry(B, T, H, v.shape[2], n_sel * (l_sel // size), size, dk, v.shape[3])
+    geo = Geometry(B, T, H, v.shape[2], n_sel * (l_sel // size), size, dk, v.shape[3])
     width = q.element_size()
     sizes = []
-    for piece in _pieces(geo, width):
+    for piece in cut(geo, width):
         rows, queries = (piece.b1 - piece.b0) * (piece.g1 - piece.g0), piece.t1 - piece.t0
-        ordered = _is_ordered(geo, queries, width)
-        sizes.append(index_sizes(rows, queries, geo.n_blocks, geo.n_sel, _chunk(geo, width), ordered=ordered))
+        ordered = is_ordered(geo, queries, width)
+        sizes.append(index_sizes(rows, queries, geo.n_blocks, geo.n_sel, chunk_entries(geo, width), ordered=ordered))
     return sizes
 
 
@@ -300,7 +155,7 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def _is_wide(geo: _Geometry, queries: int, width: int, *tensors: Tensor) -> bool:
+def _is_wide(geo: Geometry, queries: int, width: int, *tensors: Tensor) -> bool:
     """Whether offsets inside one sequence of `tensors`, or of one group's pairs, pass 32 bits."""
     rows = max((geo.T - 1) * abs(x.stride(1)) + geo.H * abs(x.stride(2)) for x in tensors)
     return max(rows, queries * geo.n_sel * geo.heads * width) >= 2**31 - 2**10
@@ -312,9 +167,9 @@ def _split_scale(scale: float) -> tuple[float, float]:
     return power, scale / power
 
 
-def _geometry(q: Tensor, v: Tensor, blocks: Tensor, size: int) -> _Geometry:
+def _geometry(q: Tensor, v: Tensor, blocks: Tensor, size: int) -> Geometry:
     B, T, H, dk = q.shape
-    return _Geometry(B, T, H, v.shape[2], blocks.shape[3], size, dk, v.shape[3])
+    return Geometry(B, T, H, v.shape[2], blocks.shape[3], size, dk, v.shape[3])
 
 
 # Defined by schema and not with `torch.library.custom_op`, whose wrapper was measured at .3 ms of host time a call: as
@@ -361,7 +216,7 @@ def _(q, k, v, blocks, l_sel, strategy):
     return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, T, H, dtype=torch.float32)
 
 
-def _forward_union(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, geo: _Geometry) -> None:
+def _forward_union(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, geo: Geometry) -> None:
     tuning = _tuning("union", q.dtype, max(geo.dk, geo.dv), q.device)
     tiles = ceil_div(geo.T * geo.heads, tuning.rows)
     unions = torch.empty(geo.B * geo.G * tiles * geo.n_blocks, dtype=torch.int32, device=q.device)
@@ -379,12 +234,12 @@ def _forward_union(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor,
 
 
 def _forward_gather(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, geo: _Geometry
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, geo: Geometry
 ) -> list[InvertedIndex]:
     """Fills out and lse; the index of every piece."""
     tuning = _tuning("gather", q.dtype, max(geo.dk, geo.dv), q.device)
     indices = []
-    for piece in _pieces(geo, q.element_size()):
+    for piece in cut(geo, q.element_size()):
         part_q, part_out, part_lse = (piece.of(x, geo.heads) for x in (q, out, lse))
         part_blocks = piece.of(blocks).contiguous()
         B, T, G = part_blocks.shape[:3]
@@ -396,8 +251,9 @@ def _forward_gather(
         _gather_kernel[(index.work.numel(),)](
             part_q, piece.keys(k), piece.keys(v), *index, pair_out, pair_lse,
             T, geo.T, G, geo.n_blocks, piece.t0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            geo.scale * LOG2_E, WIDE=_is_wide(geo, T, geo.dv, q), CHUNK=_chunk(geo, q.element_size()), ROWS=tuning.rows,
-            PRECISION=_precision(q.dtype), **geo.constants(), num_warps=tuning.warps, num_stages=tuning.stages,
+            geo.scale * LOG2_E, WIDE=_is_wide(geo, T, geo.dv, q), CHUNK=chunk_entries(geo, q.element_size()),
+            ROWS=tuning.rows, PRECISION=_precision(q.dtype), **geo.constants(),
+            num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         rows = _merge_rows(geo.dv)
         tiles = ceil_div(T * geo.heads, rows)
@@ -458,14 +314,14 @@ def _delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor,
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, geo: _Geometry, add: bool, indices: Sequence[InvertedIndex],
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, geo: Geometry, add: bool, indices: Sequence[InvertedIndex],
 ) -> None:  # fmt: skip
     tuning = _tuning("backward", q.dtype, max(geo.dk, geo.dv), q.device)
     item = geo.size * (geo.dk + geo.dv)
     # Not in float16: an eighth of a small value may be subnormal there.
     scaled_v = q.dtype != torch.float16
     scale, rest = _split_scale(geo.scale) if scaled_v else (geo.scale, geo.scale)
-    pieces = _pieces(geo, q.element_size())
+    pieces = cut(geo, q.element_size())
     parts_of_groups = [p for p in pieces if p.t1 - p.t0 < geo.T]
     # Groups whose sums of dK and dV are alive at the same time: all, if a piece takes up what several left.
     held = geo.G if any(p.g1 - p.g0 > 1 for p in parts_of_groups) else 1
@@ -479,7 +335,7 @@ def _backward(
         B, T, G = part_blocks.shape[:3]
         first, last = piece.t0 == 0, piece.t1 == geo.T
         sums = None if all_sums is None else all_sums[piece.g0 % held :]
-        chunk = _chunk(geo, q.element_size())
+        chunk = chunk_entries(geo, q.element_size())
         index = indices[number] if indices else _build_index(part_blocks, geo, piece, q.element_size())
         pair_dq = q.new_empty(B * G * T * geo.n_sel * geo.heads * geo.dk)
         items = q.new_empty(index.work.numel() * item, dtype=torch.float32)
