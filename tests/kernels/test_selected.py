@@ -237,17 +237,19 @@ def test_pieces_share_no_query_and_what_they_allocate_fits_the_workspace(size, h
     cut = pieces.cut(geo, 2)
     parts_of_groups = [p for p in cut if p.t1 - p.t0 < geo.T]
     held = 0 if not parts_of_groups else geo.G if any(p.g1 - p.g0 > 1 for p in parts_of_groups) else 1
-    seen = torch.zeros(3, 1000, 4, dtype=torch.int32)
+    seen, checked = torch.zeros(3, 1000, 4, dtype=torch.int32), 0
     for piece in cut:
         part = piece.of(seen)
         part += 1
         assert piece.keys(seen).shape == (part.shape[0], 1000, part.shape[2])
         B, T, G = part.shape
         assert forward(B * G, T) <= size
-        # Sums of dK and dV that alone take more than a quarter are what the docstring says.
-        if 2 * pieces.backward_need(geo, 2).group <= size // 2:
+        # Where items and sums of dK and dV alone take more than half, the docstring promises no more than half besides.
+        if held != 1 or pieces.backward_need(geo, 2).group + geo.n_blocks * item <= size // 2:
             assert backward(B * G, T, held) <= size
+            checked += 1
     assert (seen == 1).all()
+    assert checked or size == 2 * 10**6
 
 
 def test_the_order_of_the_work_items_changes_no_bit(device, monkeypatch, poisoned):

@@ -166,11 +166,11 @@ class IndexSizes(NamedTuple):
 def index_sizes(rows: int, T: int, n_blocks: int, n_sel: int, chunk: int, *, ordered: bool) -> IndexSizes:
     """Enough for any choice of blocks of `rows` (batch, group) pairs: from shapes alone, so that no size is read back.
 
-    Multiples of 16, so that several indices in one tensor are aligned like each on its own.
+    Multiples of 4, 16 bytes at least, so that several indices in one tensor are aligned like each on its own.
     """
     entries = rows * T * n_sel + 1  # one more than there can be: the start of an empty last block can be loaded from
     work = rows * T * n_sel // chunk + rows * n_blocks + 1
-    return IndexSizes(*(ceil_div(n, 16) * 16 for n in (entries, rows * n_blocks + 1, work, work if ordered else 0)))
+    return IndexSizes(*(ceil_div(n, 4) * 4 for n in (entries, rows * n_blocks + 1, work, work if ordered else 0)))
 
 
 def build_inverted_index(

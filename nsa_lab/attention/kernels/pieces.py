@@ -98,9 +98,9 @@ def item_bytes(geo: Geometry) -> int:
 
 
 def backward_need(geo: Geometry, width: int) -> Need:
-    """Partial dQ, and the float32 dK and dV of the work items: of full ones, one more a block, and up to 16 to be even."""
+    """Partial dQ, and the float32 dK and dV of the work items: full ones, one a block, up to 4 that make up the number."""
     full_items = ceil_div(geo.n_sel * item_bytes(geo), chunk_entries(geo, width) * geo.heads)
-    return Need(geo.n_sel * geo.dk * width + full_items, (geo.n_blocks + 16) * item_bytes(geo))
+    return Need(geo.n_sel * geo.dk * width + full_items, (geo.n_blocks + 4) * item_bytes(geo))
 
 
 def cut(geo: Geometry, width: int) -> list[Piece]:
