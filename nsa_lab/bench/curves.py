@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from nsa_lab.config import DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import prepare
+from nsa_lab.environment import versions
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, assemble
 from nsa_lab.train.schedule import learning_rate
@@ -76,8 +78,12 @@ def run_curves(steps: int = 300, json_path: Path | None = None, picture: Path | 
     tenths = {name: torch.tensor(curve)[: steps // 10 * 10].view(10, -1).mean(1) for name, curve in curves.items()}
     first = next(iter(tenths.values()))
     apart = {name: (means - first).abs().max().item() for name, means in tenths.items()}
-    report = {"steps": steps, "seq_len": seq_len, "batch": batch, "device": torch.cuda.get_device_name() if device == "cuda"
-              else "cpu", "band_nats": BAND, "apart_nats": apart, "ok": max(apart.values()) <= BAND, "curves": curves}
+    report = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "versions": versions(),
+        "steps": steps, "seq_len": seq_len, "batch": batch,
+        "band_nats": BAND, "apart_nats": apart, "ok": max(apart.values()) <= BAND, "curves": curves,
+    }
     if json_path:
         json_path.write_text(json.dumps(report) + "\n", encoding="utf-8")
     if picture:
