@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+REPEATS = 10  # of a call on a GPU, at least
+
 
 def time_ms(run: Callable[[], object], device: torch.device) -> float:
     """Median milliseconds of `run`, warmed up. On a GPU it is captured once and replayed, with a cold L2 each time."""
@@ -36,7 +38,9 @@ def _time_graph(run: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    ms = do_bench(graph.replay, warmup=10, rep=40, return_mode="median")
+    once = do_bench(graph.replay, warmup=10, rep=1)
+    # Long calls are repeated as well: the first ones after a pause run at a higher clock than those of a training step.
+    ms = do_bench(graph.replay, warmup=max(10, 3 * once), rep=max(40, REPEATS * once), return_mode="median")
     del graph
     torch.cuda.empty_cache()
     return ms

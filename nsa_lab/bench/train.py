@@ -7,12 +7,14 @@ a length and a micro-batch; the ratio within a row is the result, absolute figur
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -204,13 +206,11 @@ def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, flo
         torch.cuda.synchronize()
     kernels = [e for e in recorded.events()
                if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("nsa_lab::")]
-    spent: dict[str, float] = {}
-    for kernel in kernels:
-        part = next((name for name, pattern in KERNELS if pattern.search(kernel.name)), "elementwise")
-        spent[part] = spent.get(part, 0.0) + kernel.time_range.elapsed_us()
-    first, last = min(k.time_range.start for k in kernels), max(k.time_range.end for k in kernels)
-    wall = last - first
-    spent["idle"] = max(wall - _covered(kernels), 0.0)
+    spent = _time_by_part(
+        (next((part for part, pattern in KERNELS if pattern.search(k.name)), "elementwise"), k.time_range.start,
+         k.time_range.end) for k in kernels
+    )
+    wall = sum(spent.values())
     return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
 
 
@@ -219,14 +219,16 @@ def _profiler() -> profile:
     return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
 
 
-def _covered(kernels: list[Any]) -> float:
-    """Microseconds in which at least one kernel ran."""
-    total, until = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda k: k.time_range.start):
-        start, end = max(kernel.time_range.start, until), kernel.time_range.end
-        total += max(end - start, 0.0)
-        until = max(until, end)
-    return total
+def _time_by_part(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Time of each part, of (part, start, end) a kernel: kernels that run at the same time share it; idle: none runs."""
+    edges = sorted((time, change, part) for part, *ends in kernels for time, change in zip(ends, (1, -1), strict=True))
+    spent, running = Counter(idle=0.0), Counter()
+    for (start, change, part), (end, *_) in itertools.pairwise(edges):
+        running[part] += change
+        now = running if running.total() else {"idle": 1}
+        for one, number in now.items():
+            spent[one] += (end - start) * number / sum(now.values())
+    return dict(spent)
 
 
 def _speeds(report: dict[str, Any]) -> Table:

@@ -53,6 +53,12 @@ def test_kernels_are_told_apart_by_name(kernel: str, part: str | None) -> None:
     assert next((name for name, pattern in train.KERNELS if pattern.search(kernel)), None) == part
 
 
+def test_kernels_of_the_same_time_share_it_and_gaps_are_idle() -> None:
+    kernels = [("gemm", 0.0, 4.0), ("selected", 2.0, 6.0), ("gemm", 5.0, 6.0), ("copy", 8.0, 9.0)]
+    expected = {"gemm": 2 + 1 + 0.5, "selected": 1 + 1 + 0.5, "idle": 2.0, "copy": 1.0}
+    assert train._time_by_part(reversed(kernels)) == pytest.approx(expected)
+
+
 def test_every_kernel_of_ours_has_a_part() -> None:
     folder = Path(train.__file__).parents[1] / "attention" / "kernels"
     source = "".join(path.read_text() for path in folder.glob("*.py"))

@@ -93,6 +93,42 @@ def test_the_operators_are_well_formed_and_compile(device, strategy, monkeypatch
     assert torch.equal(compiled(*x), attend(*x))
 
 
+def test_runs_give_the_same_bits_on_any_stream_with_other_work_between(device, poisoned):
+    """The backward pass works on two streams, whose tensors must neither be read early nor given away early."""
+    x = inputs(GPU_CASES[0] if CUDA else CASES[0], torch.float16, device)
+    other = inputs((1, 333, 6, 1, 64, 64) if CUDA else CASES[1], torch.float16, device)
+
+    def run(x):
+        out = kernels.nsa_attention(*x, SMALL)
+        return [out, *torch.autograd.grad(out, x, torch.ones_like(out))]
+
+    first = run(x)
+    for i in range(20 if CUDA else 2):
+        if CUDA:
+            torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream() if CUDA and i % 2 else None):
+            results = run(x)
+            run(other)  # whose tensors take the place of what was freed
+            assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
+
+
+@pytest.mark.skipif(not CUDA, reason="no CUDA device")
+def test_a_cuda_graph_replays_to_the_same_bits(device):
+    x = inputs(GPU_CASES[0], torch.float16, device)
+    d_out = torch.randn(2, 1500, 12, 64, dtype=torch.float16, device=device)
+    run = lambda: torch.autograd.grad(kernels.nsa_attention(*x, SMALL), x, d_out)  # noqa: E731
+    expected = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(3):
+        for grad in captured:
+            grad.detach().fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
 def test_the_indices_of_several_pieces_are_kept(device, monkeypatch, poisoned):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     x = inputs((3, 75, 6, 2, 32, 64), torch.float32, device)

@@ -48,7 +48,9 @@ def forward_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) ->
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1)
     if width > 64:
-        return Tile(64, 32, 4, 3, 168, windowed) if windowed or not roomy else Tile(64, 64, 4, 3)
+        if windowed:
+            return Tile(128, 32, 8, 3, 128, True)
+        return Tile(128, 64, 8, 3) if roomy else Tile(64, 32, 4, 3, 168)
     return Tile(64, 64, 4, 2, 128) if windowed else Tile(64, 64, 4, 3, 128)
 
 
@@ -108,9 +110,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Te
     forward_kernel[(ceil_div(T * (H // G), tile.rows) * B * G,)](
         q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         T, N, B, G, Dk**-0.5 * LOG2E,
-        h=H // G, L=l, STRIDE=d, W=w, DK=Dk, DV=Dv, DKP=padded_width(Dk), DVP=padded_width(Dv),
-        ONE_LOOP=tile.one_loop,
-        **tile.launch(),
+        **_constants(H // G, l, d, w, Dk, Dv), ONE_LOOP=tile.one_loop, **tile.launch(),
     )
     return out, lse
 
@@ -140,38 +140,58 @@ def backward(
 
     `delta` is sum(do * out) - dlse, float32 [B, T, H]; where it is not given, out and dlse are.
     """
+    stats = backward_queries(do, q, k, v, lse, dq, l, d, w, out=out, dlse=dlse, delta=delta, add=add)
+    return backward_keys(do, q, k, v, stats, l, d, w)
+
+
+def backward_queries(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dq: Tensor, l: int, d: int, w: int, *,
+    out: Tensor | None = None, dlse: Tensor | None = None, delta: Tensor | None = None, add: bool = False,
+) -> Tensor:
+    """The half of `backward` that fills dq; what it returns, `backward_keys` needs."""
+    B, T, H, Dk = q.shape
+    N, G, Dv = k.shape[1], k.shape[2], v.shape[3]
+    h = H // G
+    stats = q.new_empty(B, H, 2, ceil_div(T, 16) * 16, dtype=torch.float32)
+    if N == 0:
+        if not add:
+            dq.zero_()
+        return stats
+    do, q, k, v = map(with_short_rows, (do, q, k, v))
+    scale = Dk**-0.5
+    tile = dq_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
+    dq_kernel[(ceil_div(T * h, tile.rows) * B * G,)](
+        q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, *_strides(q, k, v, do, stats),
+        T, N, B, G, scale * LOG2E, scale, **_constants(h, l, d, w, Dk, Dv),
+        HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add, ONE_LOOP=tile.one_loop, **tile.launch(),
+    )
+    return stats
+
+
+def backward_keys(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, l: int, d: int, w: int
+) -> tuple[Tensor, Tensor]:
+    """The half of `backward` that gives dk and dv, after the other."""
     B, T, H, Dk = q.shape
     N, G, Dv = k.shape[1], k.shape[2], v.shape[3]
     h = H // G
     dk, dv = (x.new_empty(x.shape) for x in (k, v))
     if N == 0:
-        if not add:
-            dq.zero_()
         return dk, dv
     do, q, k, v = map(with_short_rows, (do, q, k, v))
-    stats = q.new_empty(B, H, 2, ceil_div(T, 16) * 16, dtype=torch.float32)
-    widths = {"DK": Dk, "DV": Dv, "DKP": padded_width(Dk), "DVP": padded_width(Dv)}
-    band = {"h": h, "L": l, "STRIDE": d, "W": w}
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], stats.stride(2))
     scale = Dk**-0.5
-
-    tile = dq_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
-    dq_kernel[(ceil_div(T * h, tile.rows) * B * G,)](
-        q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, *strides,
-        T, N, B, G, scale * LOG2E, scale, **band, **widths,
-        HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add, ONE_LOOP=tile.one_loop, **tile.launch(),
-    )
+    constants = _constants(h, l, d, w, Dk, Dv)
     tile = dkv_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
     chunks, chunk_steps = _chunks(T, N, B * G, h, l, w, tile)
     key_programs = ceil_div(N, tile.keys) * B * G
     sums = (dk, dv) if chunks == 1 else tuple(x.new_empty(chunks, *x.shape, dtype=torch.float32) for x in (k, v))
     dkv_kernel[(key_programs, chunks)](
-        q, k, v, do, stats, *sums, *strides, T, N, B, G, chunk_steps, scale * LOG2E, scale, **band, **widths,
-        **tile.launch(),
+        q, k, v, do, stats, *sums, *_strides(q, k, v, do, stats), T, N, B, G, chunk_steps, scale * LOG2E, scale,
+        **constants, **tile.launch(),
     )
     if chunks > 1:
         sum_chunks_kernel[(ceil_div(N, _SLICE_KEYS) * B * G,)](
-            *sums, dk, dv, T, N, B, G, chunk_steps, **band, **widths,
+            *sums, dk, dv, T, N, B, G, chunk_steps, **constants,
             ROWS=tile.rows, KEYS=tile.keys, SLICE=_SLICE_KEYS, AT_ONCE=8, num_warps=4,
         )
     return dk, dv
@@ -180,6 +200,14 @@ def backward(
 @torch.library.register_fake("nsa_lab::band_attention_backward")
 def _(do, dlse, q, k, v, out, lse, l, d, w):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _strides(q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: Tensor) -> tuple[int, ...]:
+    return (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], stats.stride(2))
+
+
+def _constants(h: int, l: int, d: int, w: int, Dk: int, Dv: int) -> dict[str, int]:
+    return {"h": h, "L": l, "STRIDE": d, "W": w, "DK": Dk, "DV": Dv, "DKP": padded_width(Dk), "DVP": padded_width(Dv)}
 
 
 def _chunks(T: int, N: int, groups: int, h: int, l: int, w: int, tile: Tile) -> tuple[int, int]:

@@ -5,6 +5,10 @@ Tensors are [B, T, H, D] with any strides but a contiguous last axis. Nothing he
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
 import torch
 import triton
 from torch import Tensor
@@ -78,6 +82,28 @@ def with_short_rows(x: Tensor) -> Tensor:
     The kernels read whole rows, and offsets inside a tile are 32-bit; everything outside the tile is 64-bit.
     """
     return x if x.stride(3) == 1 and x.stride(1) < 2**23 else x.contiguous()
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[Callable[[], None]]:
+    """What is launched inside may run beside what is launched after it, until the function that this gives is called.
+
+    It starts after all that was launched before. Tensors that it reads must live until that call; those made inside, as
+    results or for a while, need no care: whatever is made inside next time comes after that time's start. A CUDA graph
+    records it like anything else. On a CPU it is as if nothing were said.
+    """
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    second, first = _second_stream(device), torch.cuda.current_stream(device)
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        yield lambda: first.wait_stream(second)
 
 
 # Plain integers: Triton's own helpers of these names cost several microseconds a call on the host.

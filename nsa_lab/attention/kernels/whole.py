@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import band, gating, selected, selection
-from nsa_lab.attention.kernels.common import check_attention_inputs
+from nsa_lab.attention.kernels.common import beside, check_attention_inputs
 from nsa_lab.attention.kernels.inverted_index import IndexSizes, InvertedIndex
 from nsa_lab.config import NSAConfig
 
@@ -116,12 +116,17 @@ def _(
         deltas = q.new_empty(3, *q.shape[:3], dtype=torch.float32)
         d_cmp, d_sel, d_win, dgates = gating.backward(do, out_cmp, out_sel, out_win, gates, deltas)
         dq = q.new_empty(q.shape)
-        dkv_cmp = band.backward(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, l, d, 0, delta=deltas[0])
-        dkv_win = band.backward(d_win, q, k_win, v_win, lse_win, dq, 1, 1, w, delta=deltas[2], add=True)
+        stats_cmp = band.backward_queries(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, l, d, 0, delta=deltas[0])
+        stats_win = band.backward_queries(d_win, q, k_win, v_win, lse_win, dq, 1, 1, w, delta=deltas[2], add=True)
+        # Beside the selected branch, whose sums wait for memory; and each fills what the other's last programs leave idle.
+        with beside(q.device) as join:
+            dkv_cmp = band.backward_keys(d_cmp, q, k_cmp, v_cmp, stats_cmp, l, d, 0)
+            dkv_win = band.backward_keys(d_win, q, k_win, v_win, stats_win, 1, 1, w)
         strategy = selected.forward_strategy(q.shape[1], l_sel)
         sizes = selected.kept_sizes(q, v_sel, blocks.shape[3], l_sel, strategy)
         kept = _split((entries, starts, work, order), sizes)
         dkv_sel = selected.backward(d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, add=True, indices=kept)
+        join()
     return dq, *dkv_cmp, *dkv_sel, *dkv_win, dgates
 
 
