@@ -2,8 +2,9 @@
 
 Its results are those of the parts called one by one. What it saves is between them: one call of PyTorch's dispatcher and
 one autograd node instead of five; the gate's backward pass has sum(out * d_out) of every branch at hand, which the branches
-would read two tensors for; the three gradients of q are summed where they arise, not as tensors of their own; and the
-selected branch's inverted index is built once (4 bytes a selected block to keep).
+would read two tensors for; the three gradients of q are summed where they arise, not as tensors of their own; the
+selected branch's inverted index is built once (4 bytes a selected block to keep); and kernels that do not need each other
+run side by side.
 """
 
 from __future__ import annotations
