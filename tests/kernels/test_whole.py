@@ -112,6 +112,22 @@ def test_runs_give_the_same_bits_on_any_stream_with_other_work_between(device, p
             assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
 
 
+@pytest.mark.parametrize("strategy", ["union", "gather"])
+def test_strides_do_not_matter(device, strategy, monkeypatch):
+    if strategy == "gather":
+        monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    x = inputs(CASES[0], torch.float16, device)
+    out = kernels.nsa_attention(*x, SMALL)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    d_out = d_out.transpose(1, 3).contiguous().transpose(1, 3)
+    grads = torch.autograd.grad(out, x, d_out)
+    for axes in ((1, 2), (1, 3)):
+        y = [a.detach().transpose(*axes).contiguous().transpose(*axes).requires_grad_() for a in x]
+        other = kernels.nsa_attention(*y, SMALL)
+        assert torch.equal(other, out)
+        assert all(map(torch.equal, grads, torch.autograd.grad(other, y, d_out)))
+
+
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_a_cuda_graph_replays_to_the_same_bits(device):
     x = inputs(GPU_CASES[0], torch.float16, device)

@@ -140,6 +140,7 @@ def backward(
 
     `delta` is sum(do * out) - dlse, float32 [B, T, H]; where it is not given, out and dlse are.
     """
+    do, q, k, v = map(with_short_rows, (do, q, k, v))
     stats = backward_queries(do, q, k, v, lse, dq, l, d, w, out=out, dlse=dlse, delta=delta, add=add)
     return backward_keys(do, q, k, v, stats, l, d, w)
 
@@ -148,7 +149,7 @@ def backward_queries(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dq: Tensor, l: int, d: int, w: int, *,
     out: Tensor | None = None, dlse: Tensor | None = None, delta: Tensor | None = None, add: bool = False,
 ) -> Tensor:
-    """The half of `backward` that fills dq; what it returns, `backward_keys` needs."""
+    """The half of `backward` that fills dq; it gives what `backward_keys` needs. do, q, k and v are `with_short_rows`."""
     B, T, H, Dk = q.shape
     N, G, Dv = k.shape[1], k.shape[2], v.shape[3]
     h = H // G
@@ -157,7 +158,6 @@ def backward_queries(
         if not add:
             dq.zero_()
         return stats
-    do, q, k, v = map(with_short_rows, (do, q, k, v))
     scale = Dk**-0.5
     tile = dq_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
     dq_kernel[(ceil_div(T * h, tile.rows) * B * G,)](
@@ -171,14 +171,13 @@ def backward_queries(
 def backward_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, l: int, d: int, w: int
 ) -> tuple[Tensor, Tensor]:
-    """The half of `backward` that gives dk and dv, after the other."""
+    """The half of `backward` that gives dk and dv, after the other and of the same tensors."""
     B, T, H, Dk = q.shape
     N, G, Dv = k.shape[1], k.shape[2], v.shape[3]
     h = H // G
     dk, dv = (x.new_empty(x.shape) for x in (k, v))
     if N == 0:
         return dk, dv
-    do, q, k, v = map(with_short_rows, (do, q, k, v))
     scale = Dk**-0.5
     constants = _constants(h, l, d, w, Dk, Dv)
     tile = dkv_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))

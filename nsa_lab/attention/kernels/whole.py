@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import band, gating, selected, selection
-from nsa_lab.attention.kernels.common import beside, check_attention_inputs
+from nsa_lab.attention.kernels.common import beside, check_attention_inputs, with_short_rows
 from nsa_lab.attention.kernels.inverted_index import IndexSizes, InvertedIndex
 from nsa_lab.config import NSAConfig
 
@@ -117,6 +117,7 @@ def _(
         deltas = q.new_empty(3, *q.shape[:3], dtype=torch.float32)
         d_cmp, d_sel, d_win, dgates = gating.backward(do, out_cmp, out_sel, out_win, gates, deltas)
         dq = q.new_empty(q.shape)
+        q, k_cmp, v_cmp, k_win, v_win = map(with_short_rows, (q, k_cmp, v_cmp, k_win, v_win))
         stats_cmp = band.backward_queries(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, l, d, 0, delta=deltas[0])
         stats_win = band.backward_queries(d_win, q, k_win, v_win, lse_win, dq, 1, 1, w, delta=deltas[2], add=True)
         # Beside the selected branch, whose sums wait for memory; and each fills what the other's last programs leave idle.
