@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from attention_inputs import ARMS, CORNERS, Inputs, Shape, running
 
 from nsa_lab import attention
@@ -200,16 +199,6 @@ def test_a_backend_that_cannot_run_is_an_error_with_its_reason(
     with pytest.raises(error) as caught:
         attention.resolve_backend("cpu", torch.float32, config.nsa, config, backend)
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(("version", "dtype", "fails"), [
-    ("3.2.0", torch.float32, True), ("3.2.0", torch.bfloat16, False), ("3.3.1", torch.float32, False),
-])
-def test_float32_is_refused_where_the_compiler_would_end_the_process(version, dtype, fails, monkeypatch):
-    monkeypatch.setattr(triton, "__version__", version)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    reason = kernels.unusable(torch.device("cuda"), dtype, NSAConfig(), None)
-    assert ("crashes on the block choice" in (reason or "")) == fails
 
 
 def test_triton_that_cannot_run_is_an_error_and_auto_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,15 @@ BRANCHES = {
     "window": (window_attention, reference.window_attention),
 }
 SMALL = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
-# B, T, H, G, Dk, Dv, geometry. Odd lengths, heads that are no power of two, Dk != Dv, T < l, T = 1, w > T, w = 1, l = d.
+# B, T, H, G, Dk, Dv, geometry. Odd lengths, heads that are no power of two, Dk != Dv, T < l, T = 1, w > T, w = 1, l = d;
+# and one length that fills its tiles, whose masks then need not stop at the last query.
 CASES = [
     (2, 77, 6, 2, 32, 64, SMALL),
     (1, 150, 12, 2, 64, 32, NSAConfig(w=70)),
     (1, 9, 3, 1, 96, 32, NSAConfig(l=16, d=16, w=70)),
     (2, 1, 5, 5, 32, 32, SMALL),
     (1, 131, 3, 3, 32, 96, NSAConfig(l=4, d=4, l_sel=4, n_sel=3, w=1)),
+    (1, 192, 3, 1, 32, 32, NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=75)),
 ]
 GPU_CASES = [
     (2, 1531, 12, 2, 64, 64, NSAConfig()),
@@ -30,6 +32,7 @@ GPU_CASES = [
     (3, 700, 7, 1, 128, 64, NSAConfig(l=64, d=16, w=300)),
     (1, 513, 16, 1, 128, 128, NSAConfig()),
     (1, 1025, 64, 4, 128, 128, NSAConfig()),
+    (1, 1280, 32, 2, 128, 128, NSAConfig()),
     (1, 333, 130, 1, 32, 32, NSAConfig(w=100)),
     (2, 600, 6, 3, 96, 128, NSAConfig(l=48, d=16, l_sel=48, w=512)),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 
 from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.kernels.selection import select_blocks
@@ -67,6 +68,16 @@ def test_matches_the_definition(case, dtype, device, poisoned):
     own = torch.arange(q.shape[1], device=device) // nsa.l_sel
     for forced in (torch.zeros_like(own), own, (own - 1).clamp_min(0)):
         assert (blocks == forced[None, :, None, None]).any(-1).all()
+
+
+@pytest.mark.parametrize("case", [*CASES[:4], *(GPU_CASES[:3] if CUDA else [])], ids=lambda c: "x".join(map(str, c[:5])))
+def test_the_choice_is_the_same_without_tf32_products(case, device, poisoned, monkeypatch):
+    """What Triton 3.2 compiles."""
+    *shape, nsa = case
+    x = inputs(*shape, nsa, torch.float16, device)
+    blocks = select_blocks(*x, nsa)
+    monkeypatch.setattr(triton, "__version__", "3.2.0")
+    assert torch.equal(select_blocks(*x, nsa), blocks)
 
 
 @pytest.mark.parametrize("case", CASES[:5], ids=lambda c: "x".join(map(str, c[:5])))

@@ -12,14 +12,6 @@ from nsa_lab.config import ModelConfig, NSAConfig
 
 HEAD_WIDTHS = (32, 64, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FLOAT32_CHOICE = "Triton 3.2 (torch 2.6) crashes on the block choice in float32; use bf16, or torch 2.7 and later"
-
-
-def compiles_float32_choice() -> bool:
-    """Whether this Triton survives compiling it: 3.2 divides by zero, and the process ends."""
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 
 
 def unusable(device: torch.device, dtype: torch.dtype, nsa: NSAConfig, model: ModelConfig | None) -> str | None:
@@ -39,8 +31,6 @@ def unusable(device: torch.device, dtype: torch.dtype, nsa: NSAConfig, model: Mo
         return f"the kernels need compute capability 8.0 or higher, and {torch.cuda.get_device_name(device)} has less"
     if dtype not in DTYPES:
         return f"the kernels compute in bfloat16, float16 or float32, not {dtype}"
-    if device.type == "cuda" and dtype == torch.float32 and not compiles_float32_choice():
-        return FLOAT32_CHOICE
     if model is not None and not {model.d_k, model.d_v} <= set(HEAD_WIDTHS):
         return f"the kernels take head widths {HEAD_WIDTHS}, and model.d_k, model.d_v = {model.d_k}, {model.d_v}"
     if nsa.l_sel % 16:

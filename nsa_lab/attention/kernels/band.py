@@ -62,11 +62,11 @@ def dq_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Tile
     return Tile(64, 32, 4, 3, 96, True) if windowed else Tile(64, 64, 4, 3, 168)
 
 
-def dkv_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Tile:
+def dkv_tile(dtype: torch.dtype, width: int, roomy: bool) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1)
     if width > 64:
-        return Tile(32, 64, 4, 3) if windowed or not roomy else Tile(64, 128, 8, 3)
+        return Tile(64, 128, 8, 3) if roomy else Tile(32, 64, 4, 3)
     return Tile(64, 64, 4, 3)
 
 
@@ -180,13 +180,13 @@ def backward_keys(
         return dk, dv
     scale = Dk**-0.5
     constants = _constants(h, l, d, w, Dk, Dv)
-    tile = dkv_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
+    tile = dkv_tile(q.dtype, max(Dk, Dv), roomy(q.device))
     chunks, chunk_steps = _chunks(T, N, B * G, h, l, w, tile)
     key_programs = ceil_div(N, tile.keys) * B * G
     sums = (dk, dv) if chunks == 1 else tuple(x.new_empty(chunks, *x.shape, dtype=torch.float32) for x in (k, v))
     dkv_kernel[(key_programs, chunks)](
         q, k, v, do, stats, *sums, *_strides(q, k, v, do, stats), T, N, B, G, chunk_steps, scale * LOG2E, scale,
-        **constants, **tile.launch(),
+        **constants, TAIL=T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.launch(),
     )
     if chunks > 1:
         sum_chunks_kernel[(ceil_div(N, _SLICE_KEYS) * B * G,)](
@@ -211,7 +211,7 @@ def _constants(h: int, l: int, d: int, w: int, Dk: int, Dv: int) -> dict[str, in
 
 def _chunks(T: int, N: int, groups: int, h: int, l: int, w: int, tile: Tile) -> tuple[int, int]:
     """Into how many chunks the steps of a key tile are cut, and the steps of a chunk; about equal work a program."""
-    longest = ceil_div(min(tile.keys + w + 14, T) if w else T - (l - 1) // 16 * 16, tile.rows) * h  # 15: the alignment
+    longest = ceil_div(min(tile.keys + w + 14, T) if w else T, tile.rows) * h  # 15: the alignment
     work = ceil_div(N, tile.keys) * groups * longest
     # Programs enough to fill any present GPU; constants, so that results do not depend on the GPU's size. Without a window
     # the queries of the key tiles fall from all to none: half of the full rectangle.

@@ -238,17 +238,23 @@ def _query_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: t
 
 @triton.jit
 def _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t,
-               t_first, t_stop, first, last, N, T, scale,
+               t_origin, tiles, turn, first, last, N, T, scale,
                h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-               DKP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Steps [first, last): step x is head x % h of the x // h -th tile of ROWS queries from t_first."""
+               DKP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
+    """Steps [first, last): step x is head x % h of the x // h -th tile of ROWS queries from t_origin; in a window `turn`
+    tiles further, and round. TAIL: some masked tile reaches past the last query."""
+    PAST_END: tl.constexpr = MASKED and TAIL
     for x in range(first, last):
-        tile_t = t_first + x // h * ROWS
+        tile = x // h
+        if W > 0:
+            tile += turn
+            tile -= tl.where(tile >= tiles, tiles, 0)
+        tile_t = t_origin + tile * ROWS
         head = tl.cast(x % h, tl.int64)
-        q = _load_keys(q_base + head * q_h, q_t, tile_t, T, DK, DKP, ROWS, MASKED)
-        do = _load_keys(do_base + head * do_h, do_t, tile_t, T, DV, DVP, ROWS, MASKED)
+        q = _load_keys(q_base + head * q_h, q_t, tile_t, T, DK, DKP, ROWS, PAST_END)
+        do = _load_keys(do_base + head * do_h, do_t, tile_t, T, DV, DVP, ROWS, PAST_END)
         t = tl.arange(0, ROWS)
-        if MASKED:
+        if PAST_END:
             t = tl.minimum(t, T - 1 - tile_t)
         stats = stats_base + head * 2 * stats_t + tl.multiple_of(tile_t, 16) + t
         lse2 = tl.load(stats)
@@ -256,7 +262,9 @@ def _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
         if MASKED:
             position = tile_t + tl.arange(0, ROWS)
-            seen = _in_band(i[:, None], position[None, :], N, L, STRIDE, W) & (position < t_stop)[None, :]
+            seen = _in_band(i[:, None], position[None, :], N, L, STRIDE, W)
+            if TAIL:
+                seen = seen & (position < T)[None, :]
             s = tl.where(seen, s, float("-inf"))
         p = tl.math.exp2(s * scale - lse2[None, :])
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
@@ -266,6 +274,18 @@ def _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_
     return dk, dv
 
 
+@triton.jit
+def _step_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, h: tl.constexpr,
+                ROWS: tl.constexpr):
+    """The query from which steps are counted, and the steps [begin, end) of those that see some key of [i_first, i_last].
+
+    Without a window all key tiles count from query 0, so that a chunk is the same queries for all of them.
+    """
+    t_first, _, _, t_stop = _query_range(i_first, i_last, T, L, STRIDE, W)
+    t_origin = t_first if W > 0 else 0
+    return t_origin, (t_first - t_origin) // ROWS * h, tl.cdiv(t_stop - t_origin, ROWS) * h
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,
@@ -273,25 +293,36 @@ def dkv_kernel(
     T, N, B, G, chunk_steps, scale, softmax_scale,
     h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):
-    """dK, dV of one key tile from one chunk of the queries that see it: [chunks, B, N, G, D], dtype of the pointers."""
-    chunk = tl.program_id(1)
+    """dK, dV of one key tile from one chunk of the queries that see it: [chunks, B, N, G, D], dtype of the pointers.
+
+    Key tiles that run side by side come to a tile of queries at the same time, and all but one find its q and dO in the L2
+    cache. Without a window a chunk's queries are the same for all key tiles. With one, a key tile sees about as many tiles
+    as the next: it begins with the one whose number is a multiple of that, goes on to its last, and then to its first.
+    """
+    chunk = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries are seen by most keys
     bg = tl.program_id(0) % (B * G)
     b = (bg // G).to(tl.int64)
     g = (bg % G).to(tl.int64)
     i_first = tl.program_id(0) // (B * G) * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1
-    t_first, t_full, t_full_stop, t_stop = _query_range(i_first, i_last, T, L, STRIDE, W)
-    steps = tl.cdiv(t_stop - t_first, ROWS) * h
-    first = chunk * chunk_steps
-    if first < steps:
-        last = tl.minimum(first + chunk_steps, steps)
-        # Queries of the tiles in [inner, outer) all see all keys; the other tiles are masked.
-        inner = tl.cdiv(t_full - t_first, ROWS) * h
-        outer = tl.maximum(t_full_stop - t_first, 0) // ROWS * h
-        inner = tl.minimum(tl.maximum(inner, first), last)
-        outer = tl.minimum(tl.maximum(outer, inner), last)
+    _, t_full, t_full_stop, _ = _query_range(i_first, i_last, T, L, STRIDE, W)
+    t_origin, begin, end = _step_range(i_first, i_last, T, L, STRIDE, W, h, ROWS)
+    first = tl.maximum(chunk * chunk_steps, begin)
+    last = tl.minimum((chunk + 1) * chunk_steps, end)
+    if first < last:
+        # Queries of the tiles in [inner, outer) all see all keys; the other tiles are masked. In a window, which begins
+        # with one of [inner, outer], those follow one another.
+        tiles = end // h
+        inner = tl.minimum(tl.cdiv(t_full - t_origin, ROWS), tiles)
+        outer = tl.maximum(tl.minimum(tl.maximum(t_full_stop - t_origin, 0) // ROWS, tiles), inner)
+        turn = 0
+        if W > 0:
+            turn = tl.minimum(tl.maximum((tiles - t_origin // ROWS % tiles) % tiles, inner), outer)
+            inner, outer = outer - turn, tiles - turn + inner
+        inner = tl.minimum(tl.maximum(inner * h, first), last)
+        outer = tl.minimum(tl.maximum(outer * h, inner), last)
 
         i = i_first + tl.arange(0, KEYS)
         k = _load_keys(k_ptr + b * k_b + g * k_g, k_n, i_first, N, DK, DKP, KEYS, True)
@@ -301,12 +332,14 @@ def dkv_kernel(
         stats_base = stats_ptr + (b * G + g) * h * 2 * stats_t
         dk = tl.zeros([KEYS, DKP], tl.float32)
         dv = tl.zeros([KEYS, DVP], tl.float32)
-        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
-                            first, inner, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
-        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
-                            inner, outer, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, False)
-        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_first, t_stop,
-                            outer, last, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, True)
+        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_origin,
+                            tiles, turn, first, inner, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, W == 0, TAIL)
+        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_origin,
+                            tiles, turn, inner, outer, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, W > 0, TAIL)
+        if W > 0 or TAIL:
+            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_origin,
+                                tiles, turn, outer, last, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS,
+                                W == 0, TAIL)
 
         place = ((chunk * B + b) * N + i) * G + g  # int64: b is
         ck = tl.arange(0, DKP)
@@ -318,15 +351,15 @@ def dkv_kernel(
 
 
 @triton.jit
-def _sum_slice(partial_ptr, sum_ptr, chunks, chunk_rows, row, live,
+def _sum_slice(partial_ptr, sum_ptr, first_chunk, chunks, chunk_rows, row, live,
                D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Rows `row` of a [chunks, chunk_rows, D] float32 tensor, summed over chunks in a fixed order."""
+    """Rows `row` of a [chunks, chunk_rows, D] float32 tensor, summed over chunks from the first in a fixed order."""
     c = tl.arange(0, DP)
     at = row[:, None] * D + c[None, :]
     mask = live[:, None] & (c[None, :] < D)
     ahead = tl.arange(0, AT_ONCE)
     total = tl.zeros([row.shape[0], DP], tl.float32)
-    for first in range(0, chunks, AT_ONCE):
+    for first in range(first_chunk, chunks, AT_ONCE):
         chunk = first + ahead
         pointers = partial_ptr + (chunk.to(tl.int64) * chunk_rows * D)[:, None, None] + at[None, :, :]
         total += tl.sum(tl.load(pointers, mask=mask[None, :, :] & (chunk < chunks)[:, None, None], other=0.0), 0)
@@ -347,9 +380,10 @@ def sum_chunks_kernel(
     i_slice = tl.program_id(0) // (B * G) * SLICE
     i_first = i_slice // KEYS * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1
-    t_first, _, _, t_stop = _query_range(i_first, i_last, T, L, STRIDE, W)
-    chunks = tl.cdiv(tl.cdiv(t_stop - t_first, ROWS) * h, chunk_steps)
+    _, begin, end = _step_range(i_first, i_last, T, L, STRIDE, W, h, ROWS)
+    first = begin // chunk_steps
+    chunks = tl.cdiv(end, chunk_steps)
     i = i_slice + tl.arange(0, SLICE)
     row = (b * N + i) * G + g
-    _sum_slice(dk_partial_ptr, dk_ptr, chunks, B * N * G, row, i < N, DK, DKP, AT_ONCE)
-    _sum_slice(dv_partial_ptr, dv_ptr, chunks, B * N * G, row, i < N, DV, DVP, AT_ONCE)
+    _sum_slice(dk_partial_ptr, dk_ptr, first, chunks, B * N * G, row, i < N, DK, DKP, AT_ONCE)
+    _sum_slice(dv_partial_ptr, dv_ptr, first, chunks, B * N * G, row, i < N, DV, DVP, AT_ONCE)

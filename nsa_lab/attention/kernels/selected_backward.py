@@ -170,7 +170,8 @@ def _backward_tile(
         if DK != DK_PAD:
             inside = inside & (part * K_PART + columns < DK)[None, :]
         pointers = part_dq + (pair * DK)[:, None] + (part * K_PART + columns)[None, :]
-        tl.store(pointers, dq.to(part_dq.dtype.element_ty), mask=inside)
+        # As in the forward pass, the first to leave the L2 cache.
+        tl.store(pointers, dq.to(part_dq.dtype.element_ty), mask=inside, eviction_policy="evict_first")
     return dk, dk_rest, dv, dv_rest, entry
 
 

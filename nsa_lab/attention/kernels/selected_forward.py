@@ -114,10 +114,12 @@ def _gather_rows(
         out = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION) * (1 / total)[:, None]
         tl.store(part_lse + pair, peak + tl.log2(total))
         pointers = part_out + (pair * DV)[:, None] + columns_v[None, :]
+        # The first to leave the L2 cache, where q is wanted again.
+        out = out.to(part_out.dtype.element_ty)
         if DV == DV_PAD:
-            tl.store(pointers, out.to(part_out.dtype.element_ty))
+            tl.store(pointers, out, eviction_policy="evict_first")
         else:
-            tl.store(pointers, out.to(part_out.dtype.element_ty), mask=(columns_v < DV)[None, :])
+            tl.store(pointers, out, mask=(columns_v < DV)[None, :], eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=PIECE_SIZES)

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention.geometry import num_compressed
-from nsa_lab.attention.kernels import FLOAT32_CHOICE, compiles_float32_choice
 from nsa_lab.attention.kernels.common import LOG2E, ceil_div, check_attention_inputs, padded_width, with_short_rows
 from nsa_lab.config import NSAConfig
 
@@ -47,15 +46,23 @@ def choice_tile(dtype: torch.dtype, width: int, strides: int, n_selection: int) 
     return Tile(64, max(128 // strides, 4), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
 
 
+def _compiles_tf32_moves() -> bool:
+    """Triton 3.2 divides by zero on such products, and the process ends: on sm_80 always, elsewhere for float32 inputs."""
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+
+
 @triton.jit
-def _add_shifted(total, x, step: tl.constexpr, BLOCKS: tl.constexpr):
+def _add_shifted(total, x, step: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr):
     """total[:, j] + x[:, j - step], float32 [Q, BLOCKS]; x finite.
 
     A product with a 0/1 matrix: it leaves the result in the layout that the scores have, where a gather or a scan would
-    move every later reduction to a slower one. Three parts of at most 11 bits make it exact in the tensor cores' tf32.
+    move every later reduction to a slower one. Three parts of at most 11 bits make it exact in the tensor cores' tf32;
+    without TF32 it is one product, slower and as exact.
     """
     column = tl.arange(0, BLOCKS)
     move = (column[:, None] + step == column[None, :]).to(tl.float32)
+    if not TF32:
+        return total + tl.dot(x, move, input_precision="ieee")
     high = _top_bits(x)
     middle = _top_bits(x - high)
     low = x - high - middle
@@ -74,6 +81,7 @@ def _step_importance(
     q_base, k_base, lse_base, q_t, q_h, k_n, t, last_free, j0, N, H, scale,
     h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, C: tl.constexpr,
     SPILL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     """Importance [QUERIES, BLOCKS] of selection blocks j0 ..; the first SPILL columns lack what spills in from before j0.
 
@@ -110,7 +118,7 @@ def _step_importance(
         spilled = tl.sum(by_stride * tl.where(s < A, reach, 0).to(tl.float32)[None, :, None], 1)
         # Blocks past those that compete may hold infinities: scores of keys that their query does not see.
         spilled = tl.where(j0 + jj[None, :] <= last_free[:, None], spilled, 0.0)
-        importance = _add_shifted(importance, spilled, step, BLOCKS)
+        importance = _add_shifted(importance, spilled, step, BLOCKS, TF32)
     return importance
 
 
@@ -136,7 +144,7 @@ def _select_kernel(
     q_ptr, k_ptr, lse_ptr, out_ptr, q_b, q_t, q_h, k_b, k_n, k_g, T, N, B, G, scale,
     h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     A: tl.constexpr, AP: tl.constexpr, C: tl.constexpr, SPILL: tl.constexpr, PLACES: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr,
 ):
     # The last queries have most candidates: start them first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // (B * G)
@@ -160,7 +168,7 @@ def _select_kernel(
             score = _step_importance(
                 q_ptr + b * q_b + g * h * q_h, k_ptr + b * k_b + g * k_g, lse_ptr + (b * T * G + g) * h,
                 q_t, q_h, k_n, t, own - 2, j0, N, G * h, scale,
-                h, L, STRIDE, A, AP, C, SPILL, D, DP, QUERIES, BLOCKS,
+                h, L, STRIDE, A, AP, C, SPILL, D, DP, QUERIES, BLOCKS, TF32,
             )
             j = j0 + column
             competes = ((column >= SPILL) & (j >= 1))[None, :] & (j[None, :] <= own[:, None] - 2)
@@ -207,7 +215,7 @@ def forward(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n
         T, N, B, G, D**-0.5 * LOG2E,
         h=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, A=strides, AP=padded, C=reach, SPILL=spill,
         PLACES=padded_width(n_sel), D=D, DP=padded_width(D),
-        QUERIES=tile.queries, BLOCKS=blocks, num_warps=tile.warps, num_stages=tile.stages,
+        QUERIES=tile.queries, BLOCKS=blocks, TF32=_compiles_tf32_moves(), num_warps=tile.warps, num_stages=tile.stages,
         **({} if tile.registers is None else {"maxnreg": tile.registers}),
     )
     return out
@@ -222,9 +230,7 @@ def _(q, k_cmp, lse, l, d, l_sel, n_sel):
 
 
 def check_limits(q: Tensor, nsa: NSAConfig) -> None:
-    """Raise NotImplementedError for a geometry past the kernel's limits, or a dtype past the compiler's."""
-    if q.is_cuda and q.dtype == torch.float32 and not compiles_float32_choice():
-        raise NotImplementedError(f"select_blocks: {FLOAT32_CHOICE}")
+    """Raise NotImplementedError for a geometry past the kernel's limits."""
     if nsa.n_sel > N_SEL_LIMIT:
         raise NotImplementedError(
             f"select_blocks: the Triton kernel keeps at most {N_SEL_LIMIT} blocks, and nsa.n_sel = {nsa.n_sel}"
