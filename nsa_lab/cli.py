@@ -287,7 +287,7 @@ def bench_curves(
     """Loss curves of one configuration, computed in every way this machine has; exit code 3 if they are not one curve."""
     from nsa_lab.bench.curves import run_curves
 
-    found = run_curves(steps, json_file, picture)
+    found = run_curves(steps, json_file, picture, say=typer.echo)
     for name, apart in found["apart_nats"].items():
         typer.echo(f"{name:<26} {apart:.4f} nats from the first at most (allowed {found['band_nats']:g})")
     raise typer.Exit(rundir.EXIT_DONE if found["ok"] else rundir.EXIT_HALTED)

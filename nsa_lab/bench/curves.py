@@ -6,6 +6,8 @@ Same seed, same batches: the curves may differ by rounding alone. `BAND` says ho
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,11 +72,16 @@ def loss_curve(
 
 
 def run_curves(steps: int = 300, json_path: Path | None = None, picture: Path | None = None, *,
-               model: ModelConfig = MODEL, seq_len: int = 512, batch: int = 8) -> dict[str, Any]:
+               model: ModelConfig = MODEL, seq_len: int = 512, batch: int = 8,
+               say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Every execution that this machine has; `apart` is the largest difference of two curves' means over a tenth."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     executions = GPU_EXECUTIONS if device == "cuda" else CPU_EXECUTIONS
-    curves = {e.name: loss_curve(e, steps, model=model, seq_len=seq_len, batch=batch, device=device) for e in executions}
+    curves = {}
+    for e in executions:
+        begun = time.monotonic()
+        curve = curves[e.name] = loss_curve(e, steps, model=model, seq_len=seq_len, batch=batch, device=device)
+        say(f"{e.name:<26} {curve[0]:.3f} to {curve[-1]:.3f} nats in {time.monotonic() - begun:.0f} s")
     tenths = {name: torch.tensor(curve)[: steps // 10 * 10].view(10, -1).mean(1) for name, curve in curves.items()}
     first = next(iter(tenths.values()))
     apart = {name: (means - first).abs().max().item() for name, means in tenths.items()}

@@ -12,6 +12,7 @@ import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from nsa_lab.train.trainer import Trainer
 NEVER = 10**9
 # Limits that the project promises on its reference GPU.
 TELEMETRY_SHARE, SAVE_S, RESUME_S, SCALING = 0.01, 4.0, 90.0, {2: 1.9}
+Say = Callable[[str], None]
 # Log points of a run of several ranks that still hold compilation and warm-up.
 WARM_UP_POINTS = 2
 
@@ -53,19 +55,23 @@ def run_trainer_bench(json_path: Path | None = None, *, ranks: int = 1, steps: i
         "what": "the trainer besides training", "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if cuda else "cpu", "versions": versions(),
     }
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
     with tempfile.TemporaryDirectory(prefix="nsa-bench-") as folder:
         if ranks == 1:
-            report |= overheads(_production(cuda), Path(folder), steps or (1000 if cuda else 20))
+            report |= overheads(_production(cuda), Path(folder), steps or (1000 if cuda else 20), say)
         else:
-            report["ranks"] = scaling(_wide(cuda), Path(folder), ranks, steps or (120 if cuda else 10))
+            report["ranks"] = scaling(_wide(cuda), Path(folder), ranks, steps or (120 if cuda else 10), say)
     for line in _lines(report):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(line)
     if json_path:
         json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
 
 
-def overheads(config: RunConfig, outputs: Path, steps: int, rounds: int = 2) -> dict[str, Any]:
+def overheads(config: RunConfig, outputs: Path, steps: int, say: Say, rounds: int = 2) -> dict[str, Any]:
     """Share of the time that telemetry takes, seconds of a save, of its verification, and from a restart to the first step.
 
     Stretches of `steps` with telemetry (as configured) and without (no statistics, no log points, no heartbeat) alternate
@@ -79,6 +85,7 @@ def overheads(config: RunConfig, outputs: Path, steps: int, rounds: int = 2) -> 
     for _ in range(rounds):
         for telemetry in (True, False):
             seconds[telemetry].append(stretches.go(steps, telemetry=telemetry))
+            say(f"{steps} steps {'with' if telemetry else 'without'} telemetry: {seconds[telemetry][-1]:.2f} s")
     on, off = (statistics.fmean(seconds[telemetry]) for telemetry in (True, False))
     store = CheckpointStore(run_dir / rundir.CHECKPOINTS)
     save_s, begun = stretches.saved_s(), time.monotonic()
@@ -109,11 +116,11 @@ def resume_seconds(config: RunConfig, outputs: Path) -> float:
     return first["t"] - begun
 
 
-def scaling(config: RunConfig, outputs: Path, ranks: int, steps: int) -> dict[str, Any]:
+def scaling(config: RunConfig, outputs: Path, ranks: int, steps: int, say: Say) -> dict[str, Any]:
     """Median tokens a second of `ranks` ranks and of one, with the same batch on each rank."""
     speeds = {}
     for count in (1, ranks):
-        size = config.train.batch_size
+        size, begun = config.train.batch_size, time.monotonic()
         wider = _with(config, name=f"bench-ranks-{count}", steps=steps, log_every=max(steps // 12, 1),
                       batch_size=size * count, micro_batch_size=size, eval_every=0, save_every=0)
         run_dir = launch.create_run(wider, outputs)
@@ -123,6 +130,8 @@ def scaling(config: RunConfig, outputs: Path, ranks: int, steps: int) -> dict[st
             raise RuntimeError(f"{run_dir.name} ended {launch.state(run_dir)}: {rundir.read_status(run_dir).get('reason')}")
         points = [event["tokens_per_s"] for event in read_events(run_dir) if event["kind"] == "step"]
         speeds[count] = statistics.median(points[WARM_UP_POINTS:])
+        took = time.monotonic() - begun
+        say(f"{count} rank{'s' * (count > 1)}: {speeds[count]:,.0f} tokens/s, {took:.0f} s from start to end")
     return {"ranks": ranks, "seq_len": config.train.seq_len, "sequences_a_rank": config.train.batch_size,
             "one_tokens_per_s": speeds[1], "all_tokens_per_s": speeds[ranks], "ratio": speeds[ranks] / speeds[1]}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from nsa_lab.bench.trainer import run_trainer_bench
 from nsa_lab.config import ConfigError
@@ -24,7 +26,9 @@ def test_overheads_are_measured_on_a_real_run(tmp_path: Path) -> None:
 
 
 def test_ranks_are_compared_with_one() -> None:
-    ranks = run_trainer_bench(ranks=2, steps=8)["ranks"]
+    said = io.StringIO()
+    ranks = run_trainer_bench(ranks=2, steps=8, console=Console(file=said))["ranks"]
+    assert [line.split(":")[0] for line in said.getvalue().splitlines()] == ["1 rank", "2 ranks", "on cpu", "2 ranks"]
     assert ranks["one_tokens_per_s"] > 0 and ranks["all_tokens_per_s"] > 0
     assert ranks["ratio"] == ranks["all_tokens_per_s"] / ranks["one_tokens_per_s"]
 
