@@ -76,7 +76,7 @@ attend(T=300, H=6, G=1, D=64)
 selected.UNION_TOKENS = 0
 attend(T=300, H=6, G=1, D=64)
 pieces.ORDERED_BYTES = 0
-attend(T=300, H=32, G=2, D=128)
+attend(T=320, H=32, G=2, D=128)  # a length that fills its tiles
 pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
 attend(T=300, H=32, G=2, D=128)
 print(json.dumps(shared_memory))
