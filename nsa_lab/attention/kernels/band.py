@@ -49,9 +49,9 @@ def forward_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) ->
         return Tile(32, 32, 4, 1)
     if width > 64:
         if windowed:
-            return Tile(128, 32, 8, 3, 128, True)
+            return Tile(128, 32, 8, 3, 128)
         return Tile(128, 64, 8, 3) if roomy else Tile(64, 32, 4, 3, 168)
-    return Tile(64, 64, 4, 2, 128) if windowed else Tile(64, 64, 4, 3, 128)
+    return Tile(64, 32, 4, 3, 96) if windowed else Tile(64, 64, 4, 3, 128)
 
 
 def dq_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Tile:
@@ -59,7 +59,7 @@ def dq_tile(dtype: torch.dtype, width: int, windowed: bool, roomy: bool) -> Tile
         return Tile(32, 32, 4, 1)
     if width > 64:
         return Tile(64, 32, 4, 2, 168, True) if windowed else Tile(64, 64, 4, 2) if roomy else Tile(64, 32, 4, 2)
-    return Tile(64, 32, 4, 3, 96, True) if windowed else Tile(64, 64, 4, 3, 168)
+    return Tile(64, 32, 4, 3, 96) if windowed else Tile(64, 64, 4, 3, 168)
 
 
 def dkv_tile(dtype: torch.dtype, width: int, roomy: bool) -> Tile:
@@ -110,7 +110,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Te
     forward_kernel[(ceil_div(T * (H // G), tile.rows) * B * G,)](
         q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         T, N, B, G, Dk**-0.5 * LOG2E,
-        **_constants(H // G, l, d, w, Dk, Dv), ONE_LOOP=tile.one_loop, **tile.launch(),
+        **_constants(H // G, l, d, w, Dk, Dv), **tile.launch(),
     )
     return out, lse
 

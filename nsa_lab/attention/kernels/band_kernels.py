@@ -89,11 +89,21 @@ def _key_range(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.con
 
 
 @triton.jit
-def _attend(acc, peak, total, q, k_base, v_base, stride_k, stride_v, t, first, last, N, scale,
+def _key_tile(step, left, full, MASKED: tl.constexpr):
+    """Where a loop over key tiles is: of those between `left` and `full`, or, MASKED, of those before and after them.
+
+    One loop takes both edges: with a loop for each, ptxas makes every tensor-core product wait for the one before.
+    """
+    return step + tl.where(step < left, 0, full - left) if MASKED else step
+
+
+@triton.jit
+def _attend(acc, peak, total, q, k_base, v_base, stride_k, stride_v, t, start, left, full, stop, N, scale,
             L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
             DKP: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """Online softmax over key tiles [first, last); `scale` carries log2(e), peak is in the same units."""
-    for n in range(first, last, KEYS):
+    """Online softmax over the key tiles of `_key_tile`; `scale` carries log2(e), peak is in the same units."""
+    for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
+        n = _key_tile(step, left, full, MASKED)
         k = _load_keys(k_base, stride_k, n, N, DK, DKP, KEYS, MASKED)
         v = _load_keys(v_base, stride_v, n, N, DV, DVP, KEYS, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -116,7 +126,7 @@ def forward_kernel(
     T, N, B, G, scale,
     h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, ONE_LOOP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     tile, b, g = _row_program(B, G)
     t, head, t_first, t_last = _row_tile(tile, T, h, ROWS)
@@ -129,17 +139,10 @@ def forward_kernel(
     # Finite, so that a wholly masked tile gives exp2(-inf - peak) = 0 and never inf - inf.
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if ONE_LOOP:
-        acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, start, stop, N, scale,
-                                   L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
-    else:
-        if W > 0:
-            acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, start, left, N, scale,
-                                       L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
-        acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, left, full, N, scale,
-                                   L, STRIDE, W, DK, DV, DKP, DVP, KEYS, False)
-        acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, full, stop, N, scale,
-                                   L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+    acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, start, left, full, stop, N, scale,
+                               L, STRIDE, W, DK, DV, DKP, DVP, KEYS, False)
+    acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, start, left, full, stop, N, scale,
+                               L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
 
     empty = total == 0.0
     out = acc / tl.where(empty, 1.0, total)[:, None]
@@ -153,10 +156,11 @@ def forward_kernel(
 
 
 @triton.jit
-def _dq_steps(dq, q, do, lse2, delta, k_base, v_base, stride_k, stride_v, t, first, last, N, scale,
+def _dq_steps(dq, q, do, lse2, delta, k_base, v_base, stride_k, stride_v, t, start, left, full, stop, N, scale,
               L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
               DKP: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    for n in range(first, last, KEYS):
+    for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
+        n = _key_tile(step, left, full, MASKED)
         k = _load_keys(k_base, stride_k, n, N, DK, DKP, KEYS, MASKED)
         v = _load_keys(v_base, stride_v, n, N, DV, DVP, KEYS, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -207,16 +211,12 @@ def dq_kernel(
 
     dq = tl.zeros([ROWS, DKP], tl.float32)
     if ONE_LOOP:
-        dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, start, stop, N, scale,
-                       L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+        left, full = start, start
     else:
-        if W > 0:
-            dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, start, left, N, scale,
-                           L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
-        dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, left, full, N, scale,
+        dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, start, left, full, stop, N, scale,
                        L, STRIDE, W, DK, DV, DKP, DVP, KEYS, False)
-        dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, full, stop, N, scale,
-                       L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+    dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, start, left, full, stop, N, scale,
+                   L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
     c = tl.arange(0, DKP)
     dq_pointers = dq_ptr + place[:, None] * DK + c[None, :]
     inside = live[:, None] & (c[None, :] < DK)
