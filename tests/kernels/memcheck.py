@@ -1,0 +1,77 @@
+"""The whole operator, forward and backward, by every path on small odd shapes, for a memory checker to watch:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernels/memcheck.py
+
+Without the variable PyTorch hands out parts of larger allocations, and what is read past a tensor's end may go unseen.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nsa_lab.attention.geometry import num_compressed
+from nsa_lab.attention.kernels import nsa_attention, pieces, selected
+from nsa_lab.config import NSAConfig
+
+
+class Case(NamedTuple):
+    """Sizes, and the path they are to take, which `path` holds them to."""
+
+    sizes: tuple[int, int, int, int, int, int]  # B, T, H, G, Dk, Dv
+    dtype: torch.dtype
+    union: bool = False
+    ordered: bool = False  # work items in the order of their queries
+    in_pieces: bool = False
+    nsa: NSAConfig = NSAConfig()
+
+
+CASES = [
+    Case((1, 1111, 6, 1, 64, 64), torch.bfloat16, union=True),
+    Case((1, 1111, 6, 1, 64, 64), torch.bfloat16),
+    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16),
+    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, ordered=True),
+    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, ordered=True, in_pieces=True),
+    Case((1, 333, 5, 1, 96, 32), torch.float32),
+    Case((2, 257, 6, 2, 32, 96), torch.float16, in_pieces=True, nsa=NSAConfig(l=16, d=8, l_sel=48, n_sel=5, w=100)),
+    Case((2, 1, 4, 2, 64, 128), torch.float16, union=True),  # nothing is compressed yet
+]
+
+
+def path(case: Case) -> tuple[bool, bool, bool]:
+    """Have the kernels take the case's path; whether they take the union, order their items, and work in pieces."""
+    B, T, H, G, Dk, Dv = case.sizes
+    width = case.dtype.itemsize
+    selected.UNION_TOKENS = T if case.union else 0
+    pieces.ORDERED_BYTES = 0 if case.ordered else 2**62
+    meta = {"dtype": case.dtype, "device": "meta"}
+    blocks = torch.empty(B, T, G, case.nsa.n_sel, device="meta")
+    geo = selected._geometry(torch.empty(B, T, H, Dk, **meta), torch.empty(B, T, G, Dv, **meta), blocks, case.nsa.l_sel)
+    each = pieces.backward_need(geo, width)
+    # Room for half of a group's queries.
+    pieces.WORKSPACE_BYTES = each.group + geo.heads * each.row * T // 2 if case.in_pieces else 2**62
+    cut = pieces.cut(geo, width)
+    union = selected.forward_strategy(T, case.nsa.l_sel) == "union"
+    return union, all(pieces.is_ordered(geo, piece.t1 - piece.t0, width) for piece in cut), len(cut) > 1
+
+
+def run(case: Case) -> None:
+    """Forward and backward; AssertionError where a gradient is not finite."""
+    B, T, H, G, Dk, Dv = case.sizes
+    N = num_compressed(T, case.nsa)
+    shapes = [(B, T, H, Dk), (B, N, G, Dk), (B, N, G, Dv), *[(B, T, G, Dk), (B, T, G, Dv)] * 2]
+    inputs = [torch.randn(s, dtype=case.dtype, device="cuda", requires_grad=True) for s in shapes]
+    gates = torch.rand(B, T, H, 3, dtype=torch.float32, device="cuda", requires_grad=True)
+    nsa_attention(*inputs, gates, case.nsa).float().square().sum().backward()
+    torch.cuda.synchronize()
+    assert all(torch.isfinite(x.grad).all() for x in (*inputs, gates))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for case in CASES:
+        assert path(case) == (case.union, case.ordered, case.in_pieces)
+        run(case)
+        print(*case.sizes, str(case.dtype), "union" if case.union else "gather", "ordered" * case.ordered,
+              "in pieces" * case.in_pieces, "ok", flush=True)
