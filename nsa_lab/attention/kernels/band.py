@@ -27,8 +27,8 @@ _SLICE_KEYS = 4
 class Tile(NamedTuple):
     """Sizes of a tile and how it is compiled.
 
-    `registers` caps a thread's, so that more tiles share a multiprocessor. `one_loop` masks every tile of a band in one
-    loop: in a short band, filling a pipeline for each edge can cost more than the masks do.
+    `registers` caps a thread's, so that more tiles share a multiprocessor. `one_loop`, of dQ: every tile is masked, in one
+    loop; a second one, for the tiles that need no mask, can spill more registers than the masks are worth.
     """
 
     rows: int
