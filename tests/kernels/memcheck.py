@@ -3,6 +3,7 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernels/memcheck.py
 
 Without the variable PyTorch hands out parts of larger allocations, and what is read past a tensor's end may go unseen.
+Needs a CUDA device.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ def _key_range(t_first, t_last, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.con
 def _key_tile(step, left, full, MASKED: tl.constexpr):
     """Where a loop over key tiles is: of those between `left` and `full`, or, MASKED, of those before and after them.
 
-    One loop takes both edges: with a loop for each, ptxas makes every tensor-core product wait for the one before.
+    One loop takes both edges: with a loop for each, ptxas made every tensor-core product of the window's forward pass, with
+    heads of 64, wait for the one before.
     """
     return step + tl.where(step < left, 0, full - left) if MASKED else step
 
