@@ -61,8 +61,10 @@ from nsa_lab.explore.show import show
 # %%
 toy = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=12)
 example = examples.random_example(64, heads=4, groups=2, width=8)
-print(f"{example.about}, {example.q.dtype}: q [B, T, H, D] = {list(example.q.shape)}, "
-      f"k and v [B, T, G, D] = {list(example.k_sel.shape)}")
+print(
+    f"{example.about}, {example.q.dtype}: q [B, T, H, D] = {list(example.q.shape)}, "
+    f"k and v [B, T, G, D] = {list(example.k_sel.shape)}"
+)
 show(pictures.block_geometry(64, toy, position=41))
 
 # %% [markdown]
@@ -148,8 +150,9 @@ for sizes in ({}, {"l": 8, "d": 4, "l_sel": 16}, {"l": 16, "d": 16, "l_sel": 32}
     shared = geometry.overlap(40, 10, nsa)
     same = {first: torch.equal(pictures.equation_nine(40, 10, nsa, first_j=first), shared) for first in (1, 0)}
     column = shared[:, 5][shared[:, 5] > 0].int().tolist()
-    print(f"l, d, l_sel = {nsa.l}, {nsa.d}, {nsa.l_sel}: weights {column}; "
-          f"eq. 9 from 1 agrees: {same[1]}, from 0: {same[0]}")
+    print(
+        f"l, d, l_sel = {nsa.l}, {nsa.d}, {nsa.l_sel}: weights {column}; eq. 9 from 1 agrees: {same[1]}, from 0: {same[0]}"
+    )
 
 # %% [markdown]
 # ## 6 · One choice for a group (eq. 10), and the choice itself (eq. 11)
@@ -165,8 +168,10 @@ for sizes in ({}, {"l": 8, "d": 4, "l_sel": 16}, {"l": 16, "d": 16, "l_sel": 32}
 # %%
 importance = reference.block_importance(example.q, k_cmp, lse, toy)
 blocks = reference.select_blocks(example.q, k_cmp, lse, toy)
-print(f"importance [B, T, G, blocks] = {list(importance.shape)}, "
-      f"chosen [B, T, G, n_sel] = {list(blocks.shape)}, {blocks.dtype}")
+print(
+    f"importance [B, T, G, blocks] = {list(importance.shape)}, "
+    f"chosen [B, T, G, n_sel] = {list(blocks.shape)}, {blocks.dtype}"
+)
 show(pictures.importance_map(importance[0, :, 0], blocks[0, :, 0], toy, "the toy, group 0"))
 
 # %%
@@ -237,10 +242,12 @@ def attend(changed: bool) -> torch.Tensor:
         fresh = torch.randn(x.shape, generator=noise, dtype=x.dtype)
         return torch.where(future[None, :, None, None], fresh, x) if changed else x
 
-    q, kc, vc, ks, vs, kw, vw = map(other, (example.q, example.k_cmp, example.v_cmp, example.k_sel, example.v_sel,
-                                            example.k_win, example.v_win))
-    return nsa_attention(q, reference.compress(kc, toy), reference.compress(vc, toy), ks, vs, kw, vw, gates, toy,
-                         backend="reference")
+    q, kc, vc, ks, vs, kw, vw = map(
+        other, (example.q, example.k_cmp, example.v_cmp, example.k_sel, example.v_sel, example.k_win, example.v_win)
+    )
+    return nsa_attention(
+        q, reference.compress(kc, toy), reference.compress(vc, toy), ks, vs, kw, vw, gates, toy, backend="reference"
+    )
 
 
 before, after = attend(False), attend(True)
@@ -335,12 +342,16 @@ print(f"mean selected keys, the definition: {closed_form} in closed form, {count
 whole = [(t + 1) // l_sel for t in range(T)]  # blocks that are complete at t
 slots = [n_sel if (t + 1) % l_sel == 0 else n_sel - 1 for t in range(T)]  # one is wasted on the current block
 whole_only = [l_sel * min(blocks, free) for blocks, free in zip(whole, slots, strict=True)]
-print(f"with whole blocks only: mean {sum(whole_only) / T}, largest {max(whole_only)}, "
-      f"queries at the largest {whole_only.count(max(whole_only))}, queries that read nothing {whole_only.count(0)}")
+print(
+    f"with whole blocks only: mean {sum(whole_only) / T}, largest {max(whole_only)}, "
+    f"queries at the largest {whole_only.count(max(whole_only))}, queries that read nothing {whole_only.count(0)}"
+)
 
 warmup, peak, logged = 2000, 2e-4, 1740
-print(f"learning rate at step {logged}: {peak * logged / warmup:.3g} as configured, "
-      f"{peak * (logged // 2 + 1) / warmup:.3g} if two logged steps advance it once")
+print(
+    f"learning rate at step {logged}: {peak * logged / warmup:.3g} as configured, "
+    f"{peak * (logged // 2 + 1) / warmup:.3g} if two logged steps advance it once"
+)
 
 # %% [markdown]
 # The same log also reports the largest count as 1024 and 0.83 % of queries at it: 17 of 2048, as derived. A statistic

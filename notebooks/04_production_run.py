@@ -52,8 +52,10 @@ print(config.to_yaml())
 # %%
 fresh = samples.untrained(config)
 print(fresh.describe(config.train.seq_len))
-print(f"a step: {config.train.sequences_per_step} sequences of {config.train.seq_len} tokens; "
-      f"{config.train.steps:,} steps are {config.train.steps * config.train.tokens_per_step:,} tokens")
+print(
+    f"a step: {config.train.sequences_per_step} sequences of {config.train.seq_len} tokens; "
+    f"{config.train.steps:,} steps are {config.train.steps * config.train.tokens_per_step:,} tokens"
+)
 
 # %%
 print(samples.sample_before(config, fresh, prompt, sample_tokens))

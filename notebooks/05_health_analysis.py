@@ -145,8 +145,10 @@ show(plots.throughput(runs))
 for each in runs:
     print(each.run)
     for attempt in each.attempts():
-        print(f"  attempt {attempt.number}: steps {attempt.from_step:,} to {attempt.last_step:,}, "
-              f"{attempt.ended - attempt.began:,.0f} s, {attempt.ending}")
+        print(
+            f"  attempt {attempt.number}: steps {attempt.from_step:,} to {attempt.last_step:,}, "
+            f"{attempt.ended - attempt.began:,.0f} s, {attempt.ending}"
+        )
 
 # %% [markdown]
 # ## Beside the reports that this project began from

@@ -85,8 +85,13 @@ def build(source: Path, target: Path, *, fresh: bool = False) -> tuple[NotebookN
 def execute(notebook: NotebookNode) -> None:
     """Run a copy from the notebooks' folder and keep the outputs of checked cells, which must be text."""
     ran = copy.deepcopy(notebook)
-    NotebookClient(ran, timeout=CELL_TIMEOUT_S, kernel_name=KERNEL["name"], coalesce_streams=True,
-                   resources={"metadata": {"path": str(FOLDER)}}).execute()
+    NotebookClient(
+        ran,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name=KERNEL["name"],
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(FOLDER)}},
+    ).execute()
     for cell, done in zip(notebook.cells, ran.cells, strict=True):
         if cell.cell_type == "code" and CHECKED in cell.source:
             cell.outputs = done.outputs

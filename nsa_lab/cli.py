@@ -27,9 +27,14 @@ from nsa_lab.rundir import RunDirectoryError
 if TYPE_CHECKING:
     from nsa_lab.health import Health
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-                  context_settings={"help_option_names": ["-h", "--help"]},
-                  help="Native Sparse Attention: train, follow, judge and report runs.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Native Sparse Attention: train, follow, judge and report runs.",
+)
 bench = typer.Typer(no_args_is_help=True, help="Measure kernels, or training steps, against dense attention.")
 app.add_typer(bench, name="bench")
 
@@ -89,7 +94,10 @@ def run(
 
 @app.command()
 def train(
-    name: Name, param: Overrides = None, outputs: Outputs = None, ranks: Ranks = 1,
+    name: Name,
+    param: Overrides = None,
+    outputs: Outputs = None,
+    ranks: Ranks = 1,
     foreground: Annotated[bool, typer.Option("--foreground", help="train in this process")] = False,
 ) -> None:
     """Train without a notebook: a detached process, which outlives this terminal."""
@@ -112,7 +120,8 @@ def resume(run: Run, outputs: Outputs = None, ranks: Ranks = 1) -> None:
 
 @app.command()
 def stop(
-    run: Run, outputs: Outputs = None,
+    run: Run,
+    outputs: Outputs = None,
     timeout: Annotated[float, typer.Option(help="seconds to wait for the trainer to save and exit")] = 120.0,
 ) -> None:
     """Ask a trainer to save and exit, and wait for it."""
@@ -121,8 +130,11 @@ def stop(
         state = launch.stop(run_dir, timeout)
     except TimeoutError as error:
         raise RunDirectoryError(str(error)) from None
-    typer.echo(f"{run_dir.name} is {state}; nsa-lab resume {run_dir.name} goes on" if state != rundir.DONE
-               else f"{run_dir.name} is DONE")
+    typer.echo(
+        f"{run_dir.name} is {state}; nsa-lab resume {run_dir.name} goes on"
+        if state != rundir.DONE
+        else f"{run_dir.name} is DONE"
+    )
 
 
 @app.command()
@@ -193,7 +205,9 @@ def report(
 
 @app.command()
 def plan(
-    name: Name, param: Overrides = None, ranks: Ranks = 1,
+    name: Name,
+    param: Overrides = None,
+    ranks: Ranks = 1,
     tokens_per_s: Annotated[float | None, typer.Option(help="the speed to reckon with, all ranks together")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="a run to compare the plan with")] = None,
     outputs: Outputs = None,
@@ -281,7 +295,8 @@ def bench_train(
 
 @bench.command("curves")
 def bench_curves(
-    json_file: JsonFile = None, picture: Picture = None,
+    json_file: JsonFile = None,
+    picture: Picture = None,
     steps: Annotated[int, typer.Option(min=10, help="optimiser steps of each curve")] = 300,
 ) -> None:
     """Loss curves of one configuration, computed in every way this machine has; exit code 3 if they are not one curve."""
@@ -295,7 +310,8 @@ def bench_curves(
 
 @bench.command("trainer")
 def bench_trainer(
-    json_file: JsonFile = None, ranks: Ranks = 1,
+    json_file: JsonFile = None,
+    ranks: Ranks = 1,
     steps: Annotated[int | None, typer.Option(min=2, help="length of a timed stretch, optimiser steps")] = None,
 ) -> None:
     """What telemetry, a save and a resume take; with --ranks, tokens a second of that many GPUs against one's."""
@@ -325,8 +341,10 @@ def _notebook_runner() -> ModuleType:
     try:
         from nsa_lab import runner
     except ImportError as error:
-        raise ConfigError(f"nsa-lab run needs {error.name}; run: pip install 'nsa-lab[notebooks]', or use nsa-lab train, "
-                          "which needs no notebook") from None
+        raise ConfigError(
+            f"nsa-lab run needs {error.name}; run: pip install 'nsa-lab[notebooks]', or use nsa-lab train, "
+            "which needs no notebook"
+        ) from None
     return runner
 
 

@@ -100,8 +100,9 @@ class ModelConfig(_Section):
     @model_validator(mode="after")
     def _heads(self) -> ModelConfig:
         if self.n_heads % self.n_kv_groups:
-            near = min((g for g in range(1, self.n_heads + 1) if self.n_heads % g == 0),
-                       key=lambda g: abs(g - self.n_kv_groups))
+            near = min(
+                (g for g in range(1, self.n_heads + 1) if self.n_heads % g == 0), key=lambda g: abs(g - self.n_kv_groups)
+            )
             raise ValueError(
                 f"model.n_heads = {self.n_heads} is not a multiple of model.n_kv_groups = {self.n_kv_groups}; "
                 f"the nearest number of groups that divides it is {near}"
@@ -260,8 +261,10 @@ class RunConfig(_Section):
             raise ConfigError("model.nsa: the geometry has a section of its own; move these keys to nsa:")
         retired = [
             f"{section}.{key}"
-            for section, keys in sections.items() if isinstance(keys, dict)
-            for key in keys if f"{section}.{key}" in RETIRED_KEYS
+            for section, keys in sections.items()
+            if isinstance(keys, dict)
+            for key in keys
+            if f"{section}.{key}" in RETIRED_KEYS
         ]
         if retired:
             raise ConfigError("\n".join(f"{key} is not a setting of this project: {RETIRED_KEYS[key]}" for key in retired))
@@ -286,8 +289,12 @@ class RunConfig(_Section):
         """The sections as they stand in YAML; `from_dict` gives back an equal configuration."""
         sections = self.model_dump()
         nsa = sections["model"].pop("nsa")
-        return {"name": sections["name"], "model": sections["model"], "nsa": nsa,
-                **{key: sections[key] for key in ("runtime", "train", "data")}}
+        return {
+            "name": sections["name"],
+            "model": sections["model"],
+            "nsa": nsa,
+            **{key: sections[key] for key in ("runtime", "train", "data")},
+        }
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
@@ -358,8 +365,13 @@ def known_keys(kind: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-_PREFIX = {"NSAConfig": "nsa", "ModelConfig": "model", "RuntimeConfig": "runtime", "TrainConfig": "train",
-           "DataConfig": "data"}
+_PREFIX = {
+    "NSAConfig": "nsa",
+    "ModelConfig": "model",
+    "RuntimeConfig": "runtime",
+    "TrainConfig": "train",
+    "DataConfig": "data",
+}
 
 
 def _explain(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) -> str:
@@ -367,7 +379,7 @@ def _explain(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) ->
     for problem in error.errors():
         path = [str(part) for part in problem["loc"]]
         if "nsa" in path:
-            path = path[path.index("nsa"):]
+            path = path[path.index("nsa") :]
         elif kind.__name__ in _PREFIX:
             path = [_PREFIX[kind.__name__], *path]
         lines.append(_explain_one(".".join(path), problem))

@@ -46,7 +46,7 @@ class Decoder:
 
     def _advance(self, tokens: Tensor) -> Tensor:
         model, end = self._model, self.position + tokens.shape[1]
-        rotary = tuple(table[self.position:end] for table in self._rotary)
+        rotary = tuple(table[self.position : end] for table in self._rotary)
         x = model.embedding(tokens)
         for block, cache in zip(model.blocks, self._caches, strict=True):
             x = x + cache.attend(block.attention_norm(x), rotary, self.position)
@@ -72,13 +72,14 @@ class NSACache:
         q, k_raw, v_raw, k_sel, v_sel, k_win, v_win = self._project(x, rotary)
         end, gates = position + x.shape[1], self._attention.gates(x).to(q.dtype)
         self._k_sel[:, position:end], self._v_sel[:, position:end] = k_sel, v_sel
-        self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w:]
-        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, -self._nsa.w:]
+        self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w :]
+        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, -self._nsa.w :]
         self._compress(k_raw, v_raw)
         if position == 0:
-            k_cmp, v_cmp = self._k_cmp[:, :self._blocks], self._v_cmp[:, :self._blocks]
-            mixed = nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self._nsa,
-                                  backend=self._attention.backends)
+            k_cmp, v_cmp = self._k_cmp[:, : self._blocks], self._v_cmp[:, : self._blocks]
+            mixed = nsa_attention(
+                q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self._nsa, backend=self._attention.backends
+            )
         else:
             mixed = self._one(q, gates, position)
         return self._attention.out(mixed.flatten(2))
@@ -102,7 +103,7 @@ class NSACache:
         self._k_cmp[:, whole] = compress(self._k_raw, self._nsa, self._attention.phi_k)
         self._v_cmp[:, whole] = compress(self._v_raw, self._nsa, self._attention.phi_v)
         self._blocks += new
-        self._k_raw, self._v_raw = self._k_raw[:, new * self._nsa.d:], self._v_raw[:, new * self._nsa.d:]
+        self._k_raw, self._v_raw = self._k_raw[:, new * self._nsa.d :], self._v_raw[:, new * self._nsa.d :]
 
     def _one(self, q: Tensor, gates: Tensor, position: int) -> Tensor:
         """The three branches for one query [B, 1, H, D] at `position`, and their gated sum."""
@@ -119,7 +120,7 @@ class NSACache:
         In the dtype of the definition's choice, so that a near-tie falls the same way.
         """
         wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else torch.float64
-        k, v = (cache[:, :self._blocks].transpose(1, 2).to(wide) for cache in (self._k_cmp, self._v_cmp))
+        k, v = (cache[:, : self._blocks].transpose(1, 2).to(wide) for cache in (self._k_cmp, self._v_cmp))
         p = (q.to(wide) @ k.mT * q.shape[-1] ** -0.5).softmax(-1)  # [B, G, h, N]
         candidates = geometry.num_selection(position + 1, self._nsa)
         carry = geometry.overlap(self._blocks, candidates, self._nsa, dtype=wide, device=q.device)
@@ -150,16 +151,21 @@ class DenseCache:
         q, k = rotate(roped.unflatten(-1, (-1, c.d_k)), rotary).split([c.n_heads, c.n_kv_groups], dim=2)
         self._k[:, position:end], self._v[:, position:end] = k, values.unflatten(-1, (c.n_kv_groups, c.d_v))
         out = scaled_dot_product_attention(
-            q.transpose(1, 2), self._k[:, :end].transpose(1, 2), self._v[:, :end].transpose(1, 2),
-            is_causal=x.shape[1] > 1, enable_gqa=True,
+            q.transpose(1, 2),
+            self._k[:, :end].transpose(1, 2),
+            self._v[:, :end].transpose(1, 2),
+            is_causal=x.shape[1] > 1,
+            enable_gqa=True,
         )
         return self._attention.out(out.transpose(1, 2).flatten(2))
 
 
 def _room(config: ModelConfig, tokens: int, batch: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Empty keys and values [B, tokens, G, D]."""
-    return (like.new_empty(batch, tokens, config.n_kv_groups, config.d_k),
-            like.new_empty(batch, tokens, config.n_kv_groups, config.d_v))
+    return (
+        like.new_empty(batch, tokens, config.n_kv_groups, config.d_k),
+        like.new_empty(batch, tokens, config.n_kv_groups, config.d_v),
+    )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, read: Tensor | None = None) -> Tensor:

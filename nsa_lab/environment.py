@@ -13,14 +13,30 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "flash-attn", "numpy", "safetensors", "pydantic", "datasets", "pyarrow", "tokenizers",
-            "tensorboard")
+PACKAGES = (
+    "torch",
+    "triton",
+    "flash-attn",
+    "numpy",
+    "safetensors",
+    "pydantic",
+    "datasets",
+    "pyarrow",
+    "tokenizers",
+    "tensorboard",
+)
 
 
 def environment() -> dict[str, Any]:
     """Versions, code identity and machine, for `environment.json`."""
-    return {"versions": versions(), "code": code_identity(), "system": platform.system(),
-            "architecture": platform.machine(), "cpus": os.cpu_count(), "gpus": gpus()}
+    return {
+        "versions": versions(),
+        "code": code_identity(),
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "cpus": os.cpu_count(),
+        "gpus": gpus(),
+    }
 
 
 def gpus() -> list[dict[str, str]]:

@@ -47,7 +47,8 @@ def timeline(events: list[Event]) -> list[Event]:
         cut[attempt] = lowest
         lowest = min(lowest, resumed_at[attempt])
     return [
-        event for event in events
+        event
+        for event in events
         if event["kind"] not in REDONE_KINDS or event["step"] <= cut.get(event["attempt"], float("inf"))
     ]
 
@@ -78,7 +79,7 @@ class Tail:
         with open(self._path, "rb") as file:
             file.seek(self._offset)
             block = file.read()
-        whole = block[:block.rfind(b"\n") + 1]
+        whole = block[: block.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [event for line in whole.split(b"\n") if (event := _parse(line)) is not None]
 

@@ -37,8 +37,9 @@ def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
     return there[max(there) if step is None else step]
 
 
-def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
-               backend: str = "auto") -> NSATransformer:
+def load_model(
+    checkpoint: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, backend: str = "auto"
+) -> NSATransformer:
     """The model of a checkpoint folder inside a run directory, ready to be asked.
 
     Raises `NoCheckpoint` if its files are not what its manifest says, `ConfigError` for a foreign config.yaml.
@@ -53,8 +54,16 @@ def load_model(checkpoint: str | Path, *, device: torch.device | str = "cpu", dt
     return model.to(dtype).eval()
 
 
-def generate(model: NSATransformer, prompt_tokens: Iterable[int] | Tensor, n: int, temperature: float = 1.0,
-             top_k: int | None = None, seed: int = 0, *, vocab_size: int | None = None) -> list[int]:
+def generate(
+    model: NSATransformer,
+    prompt_tokens: Iterable[int] | Tensor,
+    n: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    *,
+    vocab_size: int | None = None,
+) -> list[int]:
     """The `n` tokens that follow `prompt_tokens` (at least one).
 
     Drawn from softmax(logits / temperature) over the `top_k` likeliest tokens, by a generator of its own seeded with
@@ -63,8 +72,16 @@ def generate(model: NSATransformer, prompt_tokens: Iterable[int] | Tensor, n: in
     return list(stream(model, prompt_tokens, n, temperature, top_k, seed, vocab_size=vocab_size))
 
 
-def stream(model: NSATransformer, prompt_tokens: Iterable[int] | Tensor, n: int, temperature: float = 1.0,
-           top_k: int | None = None, seed: int = 0, *, vocab_size: int | None = None) -> Iterator[int]:
+def stream(
+    model: NSATransformer,
+    prompt_tokens: Iterable[int] | Tensor,
+    n: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    *,
+    vocab_size: int | None = None,
+) -> Iterator[int]:
     """As `generate`, each token as soon as it is drawn. Raises ValueError for an empty prompt, ArithmeticError for a model
     whose logits are not finite."""
     prompt = torch.as_tensor([int(token) for token in prompt_tokens], dtype=torch.int64)
@@ -81,8 +98,16 @@ def stream(model: NSATransformer, prompt_tokens: Iterable[int] | Tensor, n: int,
             logits = decoder.append(torch.tensor([[token]], device=device))[0, -1]
 
 
-def complete(run_dir: str | Path, prompt: str, n: int, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0,
-             step: int | None = None) -> Iterator[str]:
+def complete(
+    run_dir: str | Path,
+    prompt: str,
+    n: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+    step: int | None = None,
+) -> Iterator[str]:
     """Pieces of text that follow `prompt`, taken as the beginning of a document, from a run's checkpoint.
 
     Raises `NoCheckpoint`, also for one whose weights are broken, and `DataError` if the run's tokenizer is gone.
@@ -101,11 +126,11 @@ def complete(run_dir: str | Path, prompt: str, n: int, *, temperature: float = 0
             text = tokenizer.decode(drawn)
             # Half a character shows as U+FFFD until its other half is drawn.
             if not text.endswith("\ufffd"):
-                yield text[len(said):]
+                yield text[len(said) :]
                 said = text
     except ArithmeticError as error:
         raise NoCheckpoint(f"{folder}: {error}; use an earlier checkpoint of the run") from None
-    yield tokenizer.decode(drawn)[len(said):]
+    yield tokenizer.decode(drawn)[len(said) :]
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, draw: torch.Generator) -> int:

@@ -92,8 +92,10 @@ class History:
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of a number of the `step` events; a value that was not finite is NaN."""
         seen = [(event["step"], event[name]) for event in self.steps if name in event]
-        return (np.array([step for step, _ in seen], dtype=np.int64),
-                np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64))
+        return (
+            np.array([step for step, _ in seen], dtype=np.int64),
+            np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64),
+        )
 
     def layers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values `[readings, layers]` of a per-layer statistic; empty where the run has none."""
@@ -104,8 +106,10 @@ class History:
     def validation(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps and bits a byte on held-out text."""
         seen = [(event["step"], event["bpb"]) for event in self.evaluations]
-        return (np.array([step for step, _ in seen], dtype=np.int64),
-                np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64))
+        return (
+            np.array([step for step, _ in seen], dtype=np.int64),
+            np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64),
+        )
 
     def attempts(self) -> list[Attempt]:
         """The attempts in order of their numbers."""
@@ -114,20 +118,28 @@ class History:
 
     def _attempt(self, begin: Event, *, is_last: bool) -> Attempt:
         own = [event for event in self.events if event["attempt"] == begin["attempt"]]
-        said = next((_ENDINGS[e["kind"], e.get("status")] for e in reversed(own)
-                     if (e["kind"], e.get("status")) in _ENDINGS), None)
+        said = next(
+            (_ENDINGS[e["kind"], e.get("status")] for e in reversed(own) if (e["kind"], e.get("status")) in _ENDINGS), None
+        )
         silent = "running" if is_last and self.alive else "killed"
         fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)
         return Attempt(
-            number=begin["attempt"], from_step=begin.get("from_step", begin["step"]),
-            last_step=max(event["step"] for event in own), began=begin["t"], ended=own[-1]["t"],
+            number=begin["attempt"],
+            from_step=begin.get("from_step", begin["step"]),
+            last_step=max(event["step"] for event in own),
+            began=begin["t"],
+            ended=own[-1]["t"],
             ending="failed" if fatal else said or silent,
         )
 
 
 _ENDINGS = {
-    ("end", rundir.DONE): "done", ("end", rundir.PREEMPTED): "stopped", ("end", rundir.HALTED): "halted",
-    ("halt", rundir.HALTED): "halted", ("halt", None): "halted", ("end", None): "done",
+    ("end", rundir.DONE): "done",
+    ("end", rundir.PREEMPTED): "stopped",
+    ("end", rundir.HALTED): "halted",
+    ("halt", rundir.HALTED): "halted",
+    ("halt", None): "halted",
+    ("end", None): "done",
 }
 
 
@@ -137,7 +149,7 @@ LATEST_READINGS = 50
 
 def _latest(values: np.ndarray) -> np.ndarray:
     """The readings that say where training stands; those that are not finite are left out."""
-    latest = values[-max(1, min(LATEST_READINGS, len(values) // 10)):]
+    latest = values[-max(1, min(LATEST_READINGS, len(values) // 10)) :]
     return latest[np.isfinite(latest)]
 
 

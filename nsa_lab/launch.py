@@ -82,9 +82,15 @@ def start(run_dir: str | Path, *, ranks: int = 1) -> int:
     try:
         command = [sys.executable, "-m", "nsa_lab.train", str(folder), "--lock", str(lock)]
         with open(folder / rundir.LOG, "ab") as log, _stops_wait():
-            trainer = subprocess.Popen(command + (["--ranks", str(ranks)] if ranks > 1 else []), stdin=subprocess.DEVNULL,
-                                       stdout=log, stderr=log, start_new_session=True, pass_fds=[lock],
-                                       env=_environment())
+            trainer = subprocess.Popen(
+                command + (["--ranks", str(ranks)] if ranks > 1 else []),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=[lock],
+                env=_environment(),
+            )
         rundir.sign_lock(lock, trainer.pid)
         # Collects the exit status if the trainer ends before we do; it does not depend on us otherwise.
         threading.Thread(target=trainer.wait, name="trainer exit", daemon=True).start()
@@ -109,8 +115,9 @@ def attach(run_dir: str | Path, timeout_s: float = 10.0) -> int:
             return owner["pid"]
         # Another launcher holds the lock and has not signed it yet.
         if time.monotonic() > deadline:
-            raise RunDirectoryError(f"{folder}: its lock is held and nobody signed it; look for a process "
-                                    f"that uses {rundir.LOCK}")
+            raise RunDirectoryError(
+                f"{folder}: its lock is held and nobody signed it; look for a process that uses {rundir.LOCK}"
+            )
         time.sleep(0.05)
     raise RunDirectoryError(f"{folder}: no trainer is alive here; resume the run")
 
@@ -124,8 +131,10 @@ def state(run_dir: str | Path) -> str:
     """RUNNING, DONE, HALTED, PREEMPTED, or DEAD: said to be running, and no trainer is alive."""
     status = rundir.read_status(run_dir)
     if status and status.get("run") != Path(run_dir).resolve().name:
-        raise RunDirectoryError(f"{run_dir}: its {rundir.STATUS} belongs to run {status.get('run')!r}; was the folder "
-                                "renamed or copied? Rename it back, or remove the file")
+        raise RunDirectoryError(
+            f"{run_dir}: its {rundir.STATUS} belongs to run {status.get('run')!r}; was the folder "
+            "renamed or copied? Rename it back, or remove the file"
+        )
     said = status.get("status", rundir.PREEMPTED)
     if is_alive(run_dir):
         return rundir.RUNNING
@@ -142,8 +151,10 @@ def stop(run_dir: str | Path, timeout_s: float = 120.0) -> str:
         return state(folder)
     os.kill(attach(folder), signal.SIGTERM)
     if not wait(folder, timeout_s):
-        raise TimeoutError(f"{folder}: the trainer was asked to stop and is alive after {timeout_s:g} s; a second request "
-                           "makes it exit at once, without saving")
+        raise TimeoutError(
+            f"{folder}: the trainer was asked to stop and is alive after {timeout_s:g} s; a second request "
+            "makes it exit at once, without saving"
+        )
     return state(folder)
 
 

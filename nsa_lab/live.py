@@ -88,8 +88,12 @@ class RunView:
         bar = Progress(TextColumn("{task.description}"), BarColumn(None), done, expand=True)
         bar.add_task("steps", total=self.config.train.steps, completed=self.step)
         notes = Text("\n".join(self.notes), style="dim", overflow="ellipsis", no_wrap=True)
-        return Panel(Group(bar, self._table(), notes), title=self.run, border_style="dim",
-                     subtitle="Ctrl-C leaves the view; the trainer goes on")
+        return Panel(
+            Group(bar, self._table(), notes),
+            title=self.run,
+            border_style="dim",
+            subtitle="Ctrl-C leaves the view; the trainer goes on",
+        )
 
     def numbers(self) -> dict[str, str]:
         """What a person asks of a run under way, by name, as text; a dash where the run has not said."""
@@ -98,8 +102,10 @@ class RunView:
         return {
             "bits a byte, training": self._number("bpb", "{:.4f}"),
             "bits a byte, validation": self._number("validation", "{:.4f}"),
-            "learning rate": self._number("lr", "{:.3g}"), "gradient norm": self._number("grad_norm", "{:.3g}"),
-            "tokens a second": self._number("tokens_per_s", "{:,.0f}"), "time left": clock(self.eta_s),
+            "learning rate": self._number("lr", "{:.3g}"),
+            "gradient norm": self._number("grad_norm", "{:.3g}"),
+            "tokens a second": self._number("tokens_per_s", "{:,.0f}"),
+            "time left": clock(self.eta_s),
             "phase": f"{self._phase}, {age:.0f} s",
             "gates": "  ".join(f"{branch} {share:.0%}" for branch, share in shares.items() if share is not None) or "–",
             "blocks reused": "–" if (reuse := self._mean("sel_reuse")) is None else f"{reuse:.0%}",
@@ -109,7 +115,7 @@ class RunView:
         table = Table.grid(padding=(0, 2), expand=True)
         items = list(self.numbers().items())
         for first in range(0, len(items), 3):
-            table.add_row(*(Text.assemble((f"{name}  ", "dim"), value) for name, value in items[first:first + 3]))
+            table.add_row(*(Text.assemble((f"{name}  ", "dim"), value) for name, value in items[first : first + 3]))
         return table
 
     def _number(self, name: str, form: str) -> str:

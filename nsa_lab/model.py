@@ -113,8 +113,16 @@ class NSAttention(nn.Module):
         only_first[..., 0] = 0
         _, lse_sink = selected_attention(q, k_sel, v_sel, only_first, nsa, backend=name["selected"])
         out_win, _ = window_attention(q, k_win, v_win, nsa, backend=name["window"])
-        return {"gates": gates, "blocks": blocks, "out_cmp": out_cmp, "out_sel": out_sel, "out_win": out_win,
-                "lse_cmp": lse_cmp, "lse_sel": lse_sel, "lse_sink": lse_sink}
+        return {
+            "gates": gates,
+            "blocks": blocks,
+            "out_cmp": out_cmp,
+            "out_sel": out_sel,
+            "out_win": out_win,
+            "lse_cmp": lse_cmp,
+            "lse_sel": lse_sel,
+            "lse_sink": lse_sink,
+        }
 
 
 class DenseAttention(nn.Module):
@@ -264,16 +272,20 @@ class NSATransformer(nn.Module):
         per_key = 2 * c.n_layers * c.n_heads * (c.d_k + c.d_v)
         reads = geometry.mean_reads(length, c.nsa)
         sparse = reads["cmp"] + reads["sel"] + reads["win"]
-        return {kind: (1 + BACKWARD_FLOPS) * (matmul + per_key * keys)
-                for kind, keys in (("nsa", sparse), ("dense", reads["dense"]))}
+        return {
+            kind: (1 + BACKWARD_FLOPS) * (matmul + per_key * keys)
+            for kind, keys in (("nsa", sparse), ("dense", reads["dense"]))
+        }
 
     def describe(self, length: int) -> str:
         """One line: what was built, with the real counts."""
         c, flops = self.config, self.flops_per_token(length)
         backends = ", ".join(f"{part} {choice.backend}" for part, choice in self.backends.items())
-        return (f"{c.attention} transformer: {self.parameter_count():,} parameters, {c.n_layers} layers of width {c.dim}, "
-                f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention]:.3g} FLOPs a token at {length} tokens "
-                f"({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}")
+        return (
+            f"{c.attention} transformer: {self.parameter_count():,} parameters, {c.n_layers} layers of width {c.dim}, "
+            f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention]:.3g} FLOPs a token at {length} tokens "
+            f"({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
+        )
 
     def _enter(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if tokens.ndim != 2 or tokens.dtype != torch.int64:

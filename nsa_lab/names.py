@@ -72,8 +72,10 @@ def find_run(run: str, outputs: Path) -> Path:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        raise RunDirectoryError(f"{run!r} begins the names of {len(matching)} runs; say which: "
-                                + ", ".join(path.name for path in matching[-5:]))
+        raise RunDirectoryError(
+            f"{run!r} begins the names of {len(matching)} runs; say which: "
+            + ", ".join(path.name for path in matching[-5:])
+        )
     instead = _instead(run, [path.name for path in there], "no run was made yet: nsa-lab run smoke")
     raise RunDirectoryError(f"{run!r}: no such run in {outputs}; {instead}")
 

@@ -68,8 +68,10 @@ def report_on(run_dir: Path, problem: str | None, console: Console) -> None:
 def _what_next(run_dir: Path, state: str) -> str:
     run = run_dir.name
     if state == rundir.RUNNING:
-        return (f"the trainer goes on: nsa-lab follow {run}, or nsa-lab stop {run}; "
-                f"nsa-lab run --into {run} executes the notebook again")
+        return (
+            f"the trainer goes on: nsa-lab follow {run}, or nsa-lab stop {run}; "
+            f"nsa-lab run --into {run} executes the notebook again"
+        )
     if state == rundir.DONE:
         return examine(run_dir).headline
     return f"the run is {state}: {rundir.read_status(run_dir).get('reason')}; go on with nsa-lab resume {run}"
@@ -81,6 +83,13 @@ def _execute(notebook: Path, run_dir: Path) -> None:
         # jupyter_client and nbformat announce changes to come on every start; they are not about this notebook.
         warnings.simplefilter("ignore", DeprecationWarning)
         papermill.execute_notebook(
-            notebook, run_dir / NOTEBOOK, parameters={"run_dir": str(run_dir)}, kernel_name=KERNEL, language="python",
-            progress_bar=False, autosave_cell_every=AUTOSAVE_S, extra_arguments=QUIET, cwd=str(names.root()),
+            notebook,
+            run_dir / NOTEBOOK,
+            parameters={"run_dir": str(run_dir)},
+            kernel_name=KERNEL,
+            language="python",
+            progress_bar=False,
+            autosave_cell_every=AUTOSAVE_S,
+            extra_arguments=QUIET,
+            cwd=str(names.root()),
         )

@@ -11,8 +11,10 @@ from nsa_lab.history import History, facts
 def settings_of(config: RunConfig) -> str:
     """The configuration in one line, for a heading."""
     train, model = config.train, config.model
-    return (f"{model.attention}, {model.n_layers} layers of width {model.dim}, {train.steps:,} steps of "
-            f"{train.sequences_per_step} × {train.seq_len} tokens, {config.data.source}, {config.runtime.precision}")
+    return (
+        f"{model.attention}, {model.n_layers} layers of width {model.dim}, {train.steps:,} steps of "
+        f"{train.sequences_per_step} × {train.seq_len} tokens, {config.data.source}, {config.runtime.precision}"
+    )
 
 
 def shown_facts(history: History) -> list[tuple[str, str]]:

@@ -22,6 +22,10 @@ torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=25)
 # For planted faults, where any failing example will do.
-hypothesis.settings.register_profile("mutants", hypothesis.settings.get_profile("repeatable"), max_examples=8,
-                                     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+hypothesis.settings.register_profile(
+    "mutants",
+    hypothesis.settings.get_profile("repeatable"),
+    max_examples=8,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 hypothesis.settings.load_profile("repeatable")

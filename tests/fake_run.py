@@ -21,8 +21,17 @@ def configuration(**overrides: Any) -> RunConfig:
     sections: dict[str, Any] = {
         "name": "fake",
         "model": {"dim": 32, "n_layers": LAYERS, "n_heads": 2, "n_kv_groups": 1, "d_k": 16, "d_v": 16},
-        "train": {"steps": 200, "seq_len": 2048, "batch_size": 2, "lr": 1e-3, "warmup_steps": 20, "log_every": 10,
-                  "stats_every": 20, "eval_every": 50, "save_every": 100},
+        "train": {
+            "steps": 200,
+            "seq_len": 2048,
+            "batch_size": 2,
+            "lr": 1e-3,
+            "warmup_steps": 20,
+            "log_every": 10,
+            "stats_every": 20,
+            "eval_every": 50,
+            "save_every": 100,
+        },
     }
     for key, value in overrides.items():
         section, _, name = key.partition("__")
@@ -41,17 +50,35 @@ def rate(step: int, config: RunConfig) -> float:
 def step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
     bpb = 2.0 + 6.0 * math.exp(-step / 40)
     train = config.train
-    event = {"kind": "step", "attempt": attempt, "step": step, "loss": bpb * math.log(2), "bpb": bpb,
-             "lr": rate(step, config), "grad_norm": 0.8, "dt_s": 0.5, "data_s": 0.005,
-             "tokens_per_s": 8192.0 + step % 7, "mem_peak_bytes": 2 * 10**9}
+    event = {
+        "kind": "step",
+        "attempt": attempt,
+        "step": step,
+        "loss": bpb * math.log(2),
+        "bpb": bpb,
+        "lr": rate(step, config),
+        "grad_norm": 0.8,
+        "dt_s": 0.5,
+        "data_s": 0.005,
+        "tokens_per_s": 8192.0 + step % 7,
+        "mem_peak_bytes": 2 * 10**9,
+    }
     if step % train.stats_every == 0 and config.model.attention == "nsa":
         drift = step / train.steps / 10
         event |= {
-            "gate_share_cmp": [0.30 + drift] * LAYERS, "gate_share_sel": [0.35] * LAYERS,
-            "gate_share_win": [0.35 - drift] * LAYERS, "gate_entropy": [1.0 - drift] * LAYERS,
-            "gate_saturation": [0.01] * LAYERS, "gate_update": [0.02] * LAYERS, "sel_reuse": [0.93] * LAYERS,
-            "sel_distance": [8.5] * LAYERS, "sel_sink_share": [0.15] * LAYERS, "sel_window_overlap": [0.3] * LAYERS,
-            "norm_cmp": [0.4] * LAYERS, "norm_sel": [0.5] * LAYERS, "norm_win": [0.6] * LAYERS,
+            "gate_share_cmp": [0.30 + drift] * LAYERS,
+            "gate_share_sel": [0.35] * LAYERS,
+            "gate_share_win": [0.35 - drift] * LAYERS,
+            "gate_entropy": [1.0 - drift] * LAYERS,
+            "gate_saturation": [0.01] * LAYERS,
+            "gate_update": [0.02] * LAYERS,
+            "sel_reuse": [0.93] * LAYERS,
+            "sel_distance": [8.5] * LAYERS,
+            "sel_sink_share": [0.15] * LAYERS,
+            "sel_window_overlap": [0.3] * LAYERS,
+            "norm_cmp": [0.4] * LAYERS,
+            "norm_sel": [0.5] * LAYERS,
+            "norm_win": [0.6] * LAYERS,
         }
     return event
 
@@ -59,19 +86,38 @@ def step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
 def healthy_events(config: RunConfig) -> list[Event]:
     """One attempt from the first step to the last, in the order in which a trainer writes."""
     train = config.train
-    events: list[Event] = [{
-        "kind": "start", "attempt": 1, "step": 0, "from_step": 0, "steps": train.steps, "device": "cpu", "params": 123_456,
-        "backend": {"window": {"backend": "torch", "reason": "the device is cpu, not cuda"}},
-        "flops_per_token": {"nsa": 1e6, "dense": 9e5},
-    }]
-    events += [{"kind": "preflight", "attempt": 1, "step": 0, "name": name, "ok": True, "value": "fine", "limit": "fine"}
-               for name in ("data", "initial loss")]
+    events: list[Event] = [
+        {
+            "kind": "start",
+            "attempt": 1,
+            "step": 0,
+            "from_step": 0,
+            "steps": train.steps,
+            "device": "cpu",
+            "params": 123_456,
+            "backend": {"window": {"backend": "torch", "reason": "the device is cpu, not cuda"}},
+            "flops_per_token": {"nsa": 1e6, "dense": 9e5},
+        }
+    ]
+    events += [
+        {"kind": "preflight", "attempt": 1, "step": 0, "name": name, "ok": True, "value": "fine", "limit": "fine"}
+        for name in ("data", "initial loss")
+    ]
     events.append(evaluation(0, 8.0))
     for step in range(1, train.steps + 1):
         if step == 1 or step % train.log_every == 0:
             events.append(step_event(step, config))
-            events.append({"kind": "heartbeat", "attempt": 1, "step": step, "phase": "step", "phase_age_s": 0.1,
-                           "rss_bytes": 10**9 + step, "gpu_util": None})
+            events.append(
+                {
+                    "kind": "heartbeat",
+                    "attempt": 1,
+                    "step": step,
+                    "phase": "step",
+                    "phase_age_s": 0.1,
+                    "rss_bytes": 10**9 + step,
+                    "gpu_util": None,
+                }
+            )
         if step % train.eval_every == 0:
             events.append(evaluation(step, 2.1 + 5.9 * math.exp(-step / 40)))
         if train.save_every and step % train.save_every == 0:
@@ -85,12 +131,21 @@ def evaluation(step: int, bpb: float, attempt: int = 1) -> Event:
 
 
 def saved(step: int, attempt: int = 1) -> Event:
-    return {"kind": "checkpoint", "attempt": attempt, "step": step, "path": f"checkpoints/step-{step:08d}", "bytes": 5,
-            "seconds": 0.1, "pruned": []}
+    return {
+        "kind": "checkpoint",
+        "attempt": attempt,
+        "step": step,
+        "path": f"checkpoints/step-{step:08d}",
+        "bytes": 5,
+        "seconds": 0.1,
+        "pruned": [],
+    }
 
 
 def write_run(
-    folder: Path, config: RunConfig | None = None, spoil: Callable[[list[Event]], list[Event] | None] | None = None,
+    folder: Path,
+    config: RunConfig | None = None,
+    spoil: Callable[[list[Event]], list[Event] | None] | None = None,
     status: dict[str, Any] | None = None,
 ) -> Path:
     """A run directory in `folder`. `spoil` changes the events in place, or gives others."""

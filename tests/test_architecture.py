@@ -139,8 +139,12 @@ def test_no_handler_swallows_whatever_comes() -> None:
 
 def test_broad_handlers_are_few() -> None:
     """A library that catches everything in many places hides real faults. Those that raise it again are not counted."""
-    broad = [path.relative_to(PACKAGE).as_posix() for path, tree in TREES.items() for node in ast.walk(tree)
-             if is_broad(node) and not any(isinstance(n, ast.Raise) for n in ast.walk(node))]
+    broad = [
+        path.relative_to(PACKAGE).as_posix()
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if is_broad(node) and not any(isinstance(n, ast.Raise) for n in ast.walk(node))
+    ]
     assert len(broad) <= 6, broad
     assert not [place for place in broad if place.startswith(("attention/", "model.py", "config.py"))]
 

@@ -91,16 +91,20 @@ def notebook_option(command: str, folder: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("command", ["run", "train"])
-@pytest.mark.parametrize(("override", "answer"), [
-    ("train.stepz=10", "did you mean train.steps?"),
-    ("nsa.d=5", "use nsa.l = 5 or 10"),
-    ("model.n_heads=3,", "model.n_heads"),
-    ("train.steps", "expected section.key=value"),
-    ("runtime.backend=flash", "backend = 'flash' cannot run"),
-    ("runtime.backend=triton", "backend = 'triton' cannot run"),
-])
-def test_a_wrong_setting_is_one_line_and_leaves_nothing(say, tiny: Path, tmp_path: Path, command: str, override: str,
-                                                        answer: str) -> None:
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("train.stepz=10", "did you mean train.steps?"),
+        ("nsa.d=5", "use nsa.l = 5 or 10"),
+        ("model.n_heads=3,", "model.n_heads"),
+        ("train.steps", "expected section.key=value"),
+        ("runtime.backend=flash", "backend = 'flash' cannot run"),
+        ("runtime.backend=triton", "backend = 'triton' cannot run"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_leaves_nothing(
+    say, tiny: Path, tmp_path: Path, command: str, override: str, answer: str
+) -> None:
     said = say(command, tiny, "-p", override, *notebook_option(command, tmp_path))
     assert said.code == 2
     assert said.out == ""
@@ -111,8 +115,9 @@ def test_a_wrong_setting_is_one_line_and_leaves_nothing(say, tiny: Path, tmp_pat
 
 @pytest.mark.parametrize("command", ["run", "train"])
 @pytest.mark.parametrize(("make", "answer"), [(missing, "nowhere"), (empty_file, "empty"), (without_text, "text")])
-def test_text_that_cannot_be_read_is_one_line_and_leaves_nothing(say, tiny: Path, tmp_path: Path, command: str, make,
-                                                                 answer: str) -> None:
+def test_text_that_cannot_be_read_is_one_line_and_leaves_nothing(
+    say, tiny: Path, tmp_path: Path, command: str, make, answer: str
+) -> None:
     path = make(tmp_path)
     said = say(command, tiny, "-p", f"data.path={path}", *notebook_option(command, tmp_path))
     assert said.code == 2
@@ -123,14 +128,17 @@ def test_text_that_cannot_be_read_is_one_line_and_leaves_nothing(say, tiny: Path
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize(("arguments", "answer"), [
-    (["run", "smoek"], "did you mean smoke?"),
-    (["run"], "give the NAME of a params file"),
-    (["run", "smoke", "--notebook", "no_such_notebook"], "--notebook no_such_notebook: no such notebook; "),
-    (["health", "no-such-run"], "no run was made yet"),
-    (["stop", "latest"], "no run was made yet"),
-    (["generate", "latest"], "no run was made yet"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["run", "smoek"], "did you mean smoke?"),
+        (["run"], "give the NAME of a params file"),
+        (["run", "smoke", "--notebook", "no_such_notebook"], "--notebook no_such_notebook: no such notebook; "),
+        (["health", "no-such-run"], "no run was made yet"),
+        (["stop", "latest"], "no run was made yet"),
+        (["generate", "latest"], "no run was made yet"),
+    ],
+)
 def test_a_name_that_is_not_there_says_what_is(say, arguments: list[str], answer: str, tmp_path: Path) -> None:
     said = say(*arguments)
     assert said.code == 2
@@ -157,8 +165,11 @@ def test_the_command_line_starts_without_the_heavy_packages() -> None:
 
 def test_health_exits_0_or_3_and_names_the_first_failure(say, tmp_path: Path) -> None:
     good = write_run(tmp_path / "good")
-    bad = write_run(tmp_path / "bad", spoil=lambda events: [e for e in events if e["step"] <= 100],
-                    status={"status": rundir.HALTED, "reason": "step 101: the loss is nan"})
+    bad = write_run(
+        tmp_path / "bad",
+        spoil=lambda events: [e for e in events if e["step"] <= 100],
+        status={"status": rundir.HALTED, "reason": "step 101: the loss is nan"},
+    )
     said = say("health", good)
     assert said.code == 0
     assert f"{good.name}: healthy\n" in said.out
@@ -274,8 +285,12 @@ def test_a_failing_notebook_still_gives_a_report_and_exit_code_1(say, tiny: Path
 def test_a_run_that_was_refused_by_the_trainer_has_the_trainers_exit_code(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     for status, code, problem, wanted in (
-        (rundir.DONE, 0, None, 0), (rundir.DONE, 0, "a cell failed", 1), (rundir.HALTED, 3, "a cell failed", 3),
-        (rundir.HALTED, 2, None, 2), (rundir.PREEMPTED, 75, None, 75), (rundir.RUNNING, None, "killed", 1),
+        (rundir.DONE, 0, None, 0),
+        (rundir.DONE, 0, "a cell failed", 1),
+        (rundir.HALTED, 3, "a cell failed", 3),
+        (rundir.HALTED, 2, None, 2),
+        (rundir.PREEMPTED, 75, None, 75),
+        (rundir.RUNNING, None, "killed", 1),
         (rundir.RUNNING, None, "interrupted", 75),
     ):
         rundir.write_status(run_dir, run=run_dir.name, status=status, exit_code=code)

@@ -69,42 +69,53 @@ def test_every_switch_of_a_file_is_named_at_once() -> None:
     assert all(f"runtime.{name}" in message for name in SWITCHES)
 
 
-@pytest.mark.parametrize(("section", "key", "nearest"), [
-    ("train", "warmup", "train.warmup_steps"), ("train", "learning_rate", "train."), ("nsa", "lsel", "nsa.l_sel"),
-    ("model", "n_head", "model.n_heads"), ("train", "precision", "runtime.precision"), ("model", "w", "nsa.w"),
-    ("trian", "steps", "train"), ("data", "tokeniser", "data.tokenizer"),
-])
+@pytest.mark.parametrize(
+    ("section", "key", "nearest"),
+    [
+        ("train", "warmup", "train.warmup_steps"),
+        ("train", "learning_rate", "train."),
+        ("nsa", "lsel", "nsa.l_sel"),
+        ("model", "n_head", "model.n_heads"),
+        ("train", "precision", "runtime.precision"),
+        ("model", "w", "nsa.w"),
+        ("trian", "steps", "train"),
+        ("data", "tokeniser", "data.tokenizer"),
+    ],
+)
 def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: str, nearest: str) -> None:
     message = refused({section: {key: 1}})
     assert section in message and nearest in message and len(message.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("sections", "words"), [
-    ({"nsa": {"l": 24}}, ["nsa.l = 24", "nsa.d = 16", "nsa.l = 16 or 32"]),
-    ({"nsa": {"l_sel": 40}}, ["nsa.l_sel = 40", "32 or 48"]),
-    ({"nsa": {"d": 0}}, ["nsa.d = 0", "greater than or equal to 1"]),
-    ({"nsa": {"n_sel": 2}}, ["nsa.n_sel = 2", "n_sel >= 3"]),
-    ({"nsa": {"w": 0}}, ["nsa.w = 0"]),
-    ({"nsa": {"phi": "max"}}, ["nsa.phi = 'max'", "avg", "linear", "mlp"]),
-    ({"nsa": {"gate": "tanh"}}, ["nsa.gate", "sigmoid", "softmax"]),
-    ({"nsa": {"l": 32.0}}, ["nsa.l = 32.0"]),
-    ({"nsa": {"l": "32"}}, ["nsa.l = '32'"]),
-    ({"nsa": 3}, ["nsa"]),
-    ({"model": {"n_heads": 12, "n_kv_groups": 5}}, ["n_heads = 12", "n_kv_groups = 5", "is 4"]),
-    ({"model": {"d_k": 63}}, ["model.d_k = 63", "62 or 64"]),
-    ({"runtime": {"precision": "fp16"}}, ["runtime.precision = 'fp16'", "bf16"]),
-    ({"runtime": {"backend": "cuda"}}, ["runtime.backend", "triton"]),
-    ({"train": {"lr": float("nan")}}, ["train.lr", "finite"]),
-    ({"train": {"lr": float("inf")}}, ["train.lr", "finite"]),
-    ({"train": {"lr": True}}, ["train.lr"]),
-    ({"train": {"steps": 10, "warmup_steps": 10}}, ["warmup_steps = 10", "at most 9", "optimiser steps"]),
-    ({"train": {"min_lr": 1.0}}, ["train.min_lr", "above train.lr"]),
-    ({"train": {"batch_size": 4, "micro_batch_size": 3}}, ["micro_batch_size = 3", "use 2"]),
-    ({"data": {"source": "local"}}, ["data.path"]),
-    ({"data": {"path": "x"}}, ["data.path", "source: local"]),
-    ({"data": {"val_fraction": 0.0}}, ["data.val_fraction"]),
-    ({"name": "../x"}, ["name"]),
-])
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"nsa": {"l": 24}}, ["nsa.l = 24", "nsa.d = 16", "nsa.l = 16 or 32"]),
+        ({"nsa": {"l_sel": 40}}, ["nsa.l_sel = 40", "32 or 48"]),
+        ({"nsa": {"d": 0}}, ["nsa.d = 0", "greater than or equal to 1"]),
+        ({"nsa": {"n_sel": 2}}, ["nsa.n_sel = 2", "n_sel >= 3"]),
+        ({"nsa": {"w": 0}}, ["nsa.w = 0"]),
+        ({"nsa": {"phi": "max"}}, ["nsa.phi = 'max'", "avg", "linear", "mlp"]),
+        ({"nsa": {"gate": "tanh"}}, ["nsa.gate", "sigmoid", "softmax"]),
+        ({"nsa": {"l": 32.0}}, ["nsa.l = 32.0"]),
+        ({"nsa": {"l": "32"}}, ["nsa.l = '32'"]),
+        ({"nsa": 3}, ["nsa"]),
+        ({"model": {"n_heads": 12, "n_kv_groups": 5}}, ["n_heads = 12", "n_kv_groups = 5", "is 4"]),
+        ({"model": {"d_k": 63}}, ["model.d_k = 63", "62 or 64"]),
+        ({"runtime": {"precision": "fp16"}}, ["runtime.precision = 'fp16'", "bf16"]),
+        ({"runtime": {"backend": "cuda"}}, ["runtime.backend", "triton"]),
+        ({"train": {"lr": float("nan")}}, ["train.lr", "finite"]),
+        ({"train": {"lr": float("inf")}}, ["train.lr", "finite"]),
+        ({"train": {"lr": True}}, ["train.lr"]),
+        ({"train": {"steps": 10, "warmup_steps": 10}}, ["warmup_steps = 10", "at most 9", "optimiser steps"]),
+        ({"train": {"min_lr": 1.0}}, ["train.min_lr", "above train.lr"]),
+        ({"train": {"batch_size": 4, "micro_batch_size": 3}}, ["micro_batch_size = 3", "use 2"]),
+        ({"data": {"source": "local"}}, ["data.path"]),
+        ({"data": {"path": "x"}}, ["data.path", "source: local"]),
+        ({"data": {"val_fraction": 0.0}}, ["data.val_fraction"]),
+        ({"name": "../x"}, ["name"]),
+    ],
+)
 def test_an_impossible_value_says_what_to_do(sections: dict[str, Any], words: list[str]) -> None:
     message = refused(sections)
     assert all(word in message for word in words), message
@@ -122,8 +133,11 @@ def test_every_file_of_params_loads_and_its_model_can_be_built(path: Path) -> No
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_every_variant_can_be_asked_for_in_yaml(phi: str, gate: str, tmp_path: Path) -> None:
     path = tmp_path / "variant.yaml"
-    path.write_text(f"model: {{dim: 16, n_layers: 1, n_heads: 2, n_kv_groups: 1, d_k: 4, d_v: 4}}\n"
-                    f"nsa: {{l: 4, d: 2, l_sel: 4, n_sel: 3, w: 4, phi: {phi}, gate: {gate}}}\n", encoding="utf-8")
+    path.write_text(
+        f"model: {{dim: 16, n_layers: 1, n_heads: 2, n_kv_groups: 1, d_k: 4, d_v: 4}}\n"
+        f"nsa: {{l: 4, d: 2, l_sel: 4, n_sel: 3, w: 4, phi: {phi}, gate: {gate}}}\n",
+        encoding="utf-8",
+    )
     config = RunConfig.from_yaml(path)
     assert NSATransformer(config.model)(torch.zeros(1, 9, dtype=torch.int64)).isfinite().all()
 
@@ -145,8 +159,13 @@ def test_yaml_and_back_is_the_same_configuration(d: int, a: int, b: int, n_sel: 
 
 def test_the_hash_is_of_every_value() -> None:
     base = RunConfig()
-    changed = [RunConfig(nsa={"w": 511}), RunConfig(train=TrainConfig(seed=1)), RunConfig(name="other"),
-               RunConfig(data=DataConfig(val_fraction=0.03)), RunConfig(model=ModelConfig(rope_theta=1e5))]
+    changed = [
+        RunConfig(nsa={"w": 511}),
+        RunConfig(train=TrainConfig(seed=1)),
+        RunConfig(name="other"),
+        RunConfig(data=DataConfig(val_fraction=0.03)),
+        RunConfig(model=ModelConfig(rope_theta=1e5)),
+    ]
     assert len({config.hash() for config in (base, *changed)}) == 6
     assert base.hash() == RunConfig().hash() and len(base.hash()) == 16
 

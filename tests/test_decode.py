@@ -24,16 +24,35 @@ LENGTH = 48
 
 
 def tiny(**changes: object) -> ModelConfig:
-    return ModelConfig(**{"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 6, "vocab_size": 37,
-                          "nsa": GEOMETRY, **changes})
+    return ModelConfig(
+        **{
+            "dim": 24,
+            "n_layers": 2,
+            "n_heads": 4,
+            "n_kv_groups": 2,
+            "d_k": 8,
+            "d_v": 6,
+            "vocab_size": 37,
+            "nsa": GEOMETRY,
+            **changes,
+        }
+    )
 
 
 def built(config: ModelConfig) -> NSATransformer:
     return NSATransformer(config, dtype=torch.float64, seed=5).double()
 
 
-@pytest.mark.parametrize("variant", [{}, {"nsa": GEOMETRY.model_copy(update={"phi": "mlp", "gate": "softmax"})},
-                                     {"attention": "dense"}, {"n_kv_groups": 1}, {"n_kv_groups": 4}])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"nsa": GEOMETRY.model_copy(update={"phi": "mlp", "gate": "softmax"})},
+        {"attention": "dense"},
+        {"n_kv_groups": 1},
+        {"n_kv_groups": 4},
+    ],
+)
 def test_token_by_token_equals_full_forward(variant: dict) -> None:
     model = built(tiny(**variant))
     tokens = torch.randint(0, 37, (2, LENGTH), generator=torch.Generator().manual_seed(1))

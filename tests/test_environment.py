@@ -16,8 +16,13 @@ from nsa_lab.launch import create_run
 
 def test_no_folder_host_or_kernel_build_is_recorded() -> None:
     told = json.dumps(environment())
-    for private in (sys.executable, str(Path.home()), str(Path(module.__file__).parents[1]), socket.gethostname(),
-                    platform.release()):
+    for private in (
+        sys.executable,
+        str(Path.home()),
+        str(Path(module.__file__).parents[1]),
+        socket.gethostname(),
+        platform.release(),
+    ):
         assert private not in told
     assert {"versions", "code", "system", "architecture", "cpus", "gpus"} == set(environment())
 

@@ -31,15 +31,18 @@ def named(found: list[Verdict], name: str) -> Verdict:
 
 def set_all(**values: Any) -> Callable[[list[Event]], None]:
     """Spoils every `step` event that carries these fields."""
+
     def spoil(events: list[Event]) -> None:
         for event in events:
             event.update({key: value for key, value in values.items() if key in event})
+
     return spoil
 
 
 def append(*extra: Event) -> Callable[[list[Event]], None]:
     def spoil(events: list[Event]) -> None:
         events[-1:-1] = extra
+
     return spoil
 
 
@@ -52,6 +55,7 @@ def at(step: int, kind: str = "step", **values: Any) -> Callable[[list[Event]], 
         for event in events:
             if event["kind"] == kind and event["step"] == step:
                 event.update(values)
+
     return spoil
 
 
@@ -76,11 +80,26 @@ def growing(events: list[Event]) -> None:
             event["rss_bytes"] = 10**9 + event["step"] * 10**7
 
 
-GUARD = {"kind": "guard", "attempt": 1, "step": 90, "rule": "frozen", "value": 0.0, "limit": 0.0, "action": "warn",
-         "text": "step 90: the gate weights of layer 1 do not move"}
+GUARD = {
+    "kind": "guard",
+    "attempt": 1,
+    "step": 90,
+    "rule": "frozen",
+    "value": 0.0,
+    "limit": 0.0,
+    "action": "warn",
+    "text": "step 90: the gate weights of layer 1 do not move",
+}
 STALL = {"kind": "stall", "attempt": 1, "step": 60, "phase": "data", "phase_age_s": 130.0, "limit_s": 120.0}
-ERROR = {"kind": "error", "attempt": 1, "step": 60, "where": "step", "type": "ValueError", "message": "boom\nmore",
-         "fatal": True}
+ERROR = {
+    "kind": "error",
+    "attempt": 1,
+    "step": 60,
+    "where": "step",
+    "type": "ValueError",
+    "message": "boom\nmore",
+    "fatal": True,
+}
 
 FAILURES = {
     "guards": (append(GUARD), "frozen (warn): step 90: the gate weights of layer 1"),
@@ -123,10 +142,12 @@ def test_a_healthy_run_passes_every_verdict(tmp_path: Path) -> None:
 def test_a_spoilt_run_fails_the_verdict_and_says_so_first(name: str, tmp_path: Path) -> None:
     spoil, text = FAILURES[name]
     if name == "generalises":
+
         def spoil(events: list[Event]) -> None:
             for event in events:
                 if event["kind"] == "step" and event["step"] > 100:
                     event["bpb"] = 1.2
+
     health = examine(write_run(tmp_path, spoil=spoil))
     assert {v.name for v in health.failed} - CONSEQUENCES.get(name, set()) == {name}
     assert health.headline.startswith(f"NOT healthy: {name}: ")
@@ -138,19 +159,27 @@ def test_every_verdict_has_a_run_that_fails_it() -> None:
     assert len({*FAILURES, "finished"}) == len(CHECKS)
 
 
-@pytest.mark.parametrize(("spoil", "text"), [
-    (set_all(gate_update=layers(0.1, 0.0, 0.1)), "never moved in layer 1"),
-    (set_all(gate_entropy=layers(0.9, 0.9, 0.9), gate_share_cmp=[0.3] * LAYERS, gate_share_win=[0.35] * LAYERS),
-     "gate never moved in every layer"),
-])
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (set_all(gate_update=layers(0.1, 0.0, 0.1)), "never moved in layer 1"),
+        (
+            set_all(gate_entropy=layers(0.9, 0.9, 0.9), gate_share_cmp=[0.3] * LAYERS, gate_share_win=[0.35] * LAYERS),
+            "gate never moved in every layer",
+        ),
+    ],
+)
 def test_a_gate_that_does_not_move_is_named(spoil: Any, text: str, tmp_path: Path) -> None:
     assert text in named(verdicts(write_run(tmp_path, spoil=spoil)), "gates moved").text
 
 
-@pytest.mark.parametrize(("spoil", "text"), [
-    (set_all(gate_saturation=layers(0.01, 0.8, 0.01)), "80% of the gate values are stuck at 0 or 1 in layer 1"),
-    (set_all(gate_share_sel=layers(0.01, 0.01, 0.01)), "branch sel holds 1.0%"),
-])
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (set_all(gate_saturation=layers(0.01, 0.8, 0.01)), "80% of the gate values are stuck at 0 or 1 in layer 1"),
+        (set_all(gate_share_sel=layers(0.01, 0.01, 0.01)), "branch sel holds 1.0%"),
+    ],
+)
 def test_a_gate_that_is_stuck_is_named(spoil: Any, text: str, tmp_path: Path) -> None:
     verdict = named(verdicts(write_run(tmp_path, spoil=spoil)), "gates alive")
     assert verdict.ok is False
@@ -171,8 +200,17 @@ def test_a_halt_is_named_before_the_end_that_it_caused(tmp_path: Path) -> None:
     def spoil(events: list[Event]) -> list[Event]:
         kept = [e for e in events if e["step"] <= 90 and e["kind"] != "end"]
         reason = "step 91: the loss is nan; the update was skipped"
-        guard = {"kind": "guard", "attempt": 1, "step": 91, "rule": "non_finite", "value": None, "limit": 0.0,
-                 "action": "halt", "text": reason, "nonfinite": ["value"]}
+        guard = {
+            "kind": "guard",
+            "attempt": 1,
+            "step": 91,
+            "rule": "non_finite",
+            "value": None,
+            "limit": 0.0,
+            "action": "halt",
+            "text": reason,
+            "nonfinite": ["value"],
+        }
         halt = {"kind": "halt", "attempt": 1, "step": 90, "status": "HALTED", "exit_code": 3, "reason": reason}
         return [*kept, guard, halt]
 
@@ -232,6 +270,7 @@ def test_a_killed_and_resumed_run_counts_every_step_once_and_tells_its_story(tmp
 
 def test_training_loss_is_told_as_a_mean_of_the_latest_readings(tmp_path: Path) -> None:
     """The last batch alone is noise. Over fewer readings where the run has few, or it would lag behind."""
+
     def noisy(events):
         for event in events:
             if event["kind"] == "step":
@@ -264,13 +303,16 @@ def test_the_four_questions_are_answered_by_the_verdicts(tmp_path: Path) -> None
 @pytest.fixture
 def pair(tmp_path: Path) -> Callable[..., tuple[History, History]]:
     """pair(over, **changes of the dense one) -> an NSA run whose validation lies `over` above that of its dense twin."""
+
     def make(over: float, **changes: Any) -> tuple[History, History]:
         def worse(events: list[Event]) -> None:
             for event in events:
                 if event["kind"] == "eval" and event["step"]:
                     event["bpb"] *= 1 + over
+
         dense = write_run(tmp_path / "dense", configuration(model__attention="dense", **changes))
         return History.read(write_run(tmp_path / "nsa", spoil=worse)), History.read(dense)
+
     return make
 
 
@@ -318,12 +360,15 @@ def test_a_resume_that_skips_steps_is_named(tmp_path: Path) -> None:
     assert "steps lost: 90, 100;" in verdict.text
 
 
-@pytest.mark.parametrize(("damage", "text"), [
-    (lambda folder: (folder / "model.safetensors").write_bytes(b"1234"), "has 4 bytes, its manifest says 5"),
-    (lambda folder: (folder / "model.safetensors").write_bytes(b"54321"), "does not match its sha256"),
-    (lambda folder: (folder / "MANIFEST.json").unlink(), "cannot be read"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "is missing"),
-])
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"1234"), "has 4 bytes, its manifest says 5"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"54321"), "does not match its sha256"),
+        (lambda folder: (folder / "MANIFEST.json").unlink(), "cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "is missing"),
+    ],
+)
 def test_a_damaged_checkpoint_is_named(damage: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     write_checkpoint(run_dir, 100)
@@ -358,8 +403,16 @@ def test_a_copy_of_a_run_that_missed_a_save_fails_as_the_run_does(tmp_path: Path
 
 
 def test_a_quarantined_checkpoint_is_a_matter_of_checkpoints_not_of_guards(tmp_path: Path) -> None:
-    quarantined = {"kind": "guard", "attempt": 1, "step": 100, "rule": "checkpoint", "value": "truncated", "limit": None,
-                   "action": "quarantined", "text": "the checkpoint of step 100 is damaged and was moved aside: truncated"}
+    quarantined = {
+        "kind": "guard",
+        "attempt": 1,
+        "step": 100,
+        "rule": "checkpoint",
+        "value": "truncated",
+        "limit": None,
+        "action": "quarantined",
+        "text": "the checkpoint of step 100 is damaged and was moved aside: truncated",
+    }
     assert [v.name for v in examine(write_run(tmp_path, spoil=append(quarantined))).failed] == ["checkpoints"]
 
 

@@ -10,8 +10,15 @@ import pytest
 from mutants import MUTANTS, ROOT
 
 SCRIPT = Path(__file__).with_name("mutants.py")
-HANDFUL = ("indices from 0", "window of w + 1", "backward without delta", "gates start at zero", "unknown keys ignored",
-           "health: a loss that rises", "events: a step")
+HANDFUL = (
+    "indices from 0",
+    "window of w + 1",
+    "backward without delta",
+    "gates start at zero",
+    "unknown keys ignored",
+    "health: a loss that rises",
+    "events: a step",
+)
 
 
 def test_every_mutant_still_applies() -> None:

@@ -60,8 +60,13 @@ def executed(*extra: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """A notebook as papermill leaves it, with outputs of every kind that a report must tame."""
     picture = new_output("display_data", data={"image/png": PIXEL, "text/plain": "<Figure>"})
     widget = new_output("display_data", data={"application/vnd.jupyter.widget-view+json": {"model_id": "x"}})
-    markup = new_output("display_data", data={"text/html": '<script src="https://cdn.example.org/a.js"></script>'
-                                                           '<b onclick="go()">bold</b><iframe src="//x.org"></iframe>'})
+    markup = new_output(
+        "display_data",
+        data={
+            "text/html": '<script src="https://cdn.example.org/a.js"></script>'
+            '<b onclick="go()">bold</b><iframe src="//x.org"></iframe>'
+        },
+    )
     latex = new_output("execute_result", data={"text/latex": r"$\displaystyle x^2$", "text/plain": "x**2"})
     cells = [new_markdown_cell(PROSE), new_code_cell("secret_name = 1", outputs=[picture, widget, markup, latex])]
     return new_notebook(cells=[*cells, *extra], metadata={"widgets": {"application/vnd.jupyter.widget-state+json": {}}})
@@ -110,8 +115,10 @@ def test_no_folder_of_this_machine_is_left(tmp_path: Path) -> None:
     told = f"new run: {root}/outputs/x\n{home}/data.txt {sys.prefix}/lib/a.py {root}\n/tmp/ipykernel_12/34.py:1: Warning"
     printed = new_output("stream", name="stdout", text=told)
     picture = new_output("display_data", data={"image/png": PIXEL, "text/plain": f"{root}/a"})
-    notebook = new_notebook(cells=[new_code_cell(f'run_dir = "{root}/outputs/x"', outputs=[printed, picture])],
-                            metadata={"papermill": {"input_path": f"{root}/notebooks/a.ipynb"}})
+    notebook = new_notebook(
+        cells=[new_code_cell(f'run_dir = "{root}/outputs/x"', outputs=[printed, picture])],
+        metadata={"papermill": {"input_path": f"{root}/notebooks/a.ipynb"}},
+    )
     nbformat.write(notebook, run_dir / "report.ipynb")
     page = write_report(run_dir).read_text(encoding="utf-8")
     (cell,) = (kept := nbformat.read(run_dir / "report.ipynb", as_version=4)).cells
@@ -125,8 +132,12 @@ def test_no_folder_of_this_machine_is_left(tmp_path: Path) -> None:
 
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     """As the production run records: 2,500 readings, 100 of them with statistics."""
-    run_dir = write_run(tmp_path, configuration(train__steps=50_000, train__log_every=20, train__stats_every=500,
-                                                train__eval_every=1000, train__save_every=5000))
+    run_dir = write_run(
+        tmp_path,
+        configuration(
+            train__steps=50_000, train__log_every=20, train__stats_every=500, train__eval_every=1000, train__save_every=5000
+        ),
+    )
     page = write_report(run_dir)
     assert len(History.read(run_dir).steps) == 2501
     assert page.stat().st_size < 5_000_000
@@ -156,7 +167,7 @@ def test_code_is_folded_but_there(reported: str) -> None:
 
 def test_the_first_screen_says_what_happened(reported: str) -> None:
     head = reported.partition("<main>")[0]
-    assert '<h1>Training a model</h1>' in head
+    assert "<h1>Training a model</h1>" in head
     assert '<p class="banner ok">healthy</p>' in head
     asked = re.search(r'<dl class="answers">(.*?)</dl>', head, re.DOTALL)
     assert asked
@@ -188,8 +199,11 @@ def test_a_notebook_that_stopped_with_a_word_to_the_reader_is_not_called_broken(
 
 
 def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, spoil=lambda events: [e for e in events if e["step"] <= 90 and e["kind"] != "end"],
-                        status={"status": rundir.HALTED, "reason": "step 91: the loss is nan"})
+    run_dir = write_run(
+        tmp_path,
+        spoil=lambda events: [e for e in events if e["step"] <= 90 and e["kind"] != "end"],
+        status={"status": rundir.HALTED, "reason": "step 91: the loss is nan"},
+    )
     text = write_report(run_dir).read_text(encoding="utf-8")
     assert_self_contained(text)
     head = text.partition("<main>")[0]
@@ -220,8 +234,10 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
     assert "2 runs compared" in text
     assert text.count('class="banner ok"') == 2
     head = text.partition("<main>")[0]
-    rows = {name: re.findall(r"<td>(.*?)</td>", cells) for name, cells in
-            re.findall(r'<tr><th scope="row">(.*?)</th>(<td>.*?)</tr>', head.partition("</table>")[0])}
+    rows = {
+        name: re.findall(r"<td>(.*?)</td>", cells)
+        for name, cells in re.findall(r'<tr><th scope="row">(.*?)</th>(<td>.*?)</tr>', head.partition("</table>")[0])
+    }
     assert rows["verdict"] == ["healthy"] * 2 and rows["attention"] == ["nsa", "dense"]
     for number, run in enumerate(map(History.read, runs), 1):
         assert f'<a href="#run-{number}">{run.run}</a>' in head and f'<h2 id="run-{number}">{run.run}</h2>' in head
@@ -261,8 +277,10 @@ def test_a_drawn_table_keeps_its_lines_and_other_output_wraps(tmp_path: Path) ->
     Console(file=drawn, width=170).print(wide)
     printed = [drawn.getvalue(), "word " * 60, "a \x1b[1m│\x1b[0m b"]
     outputs = [new_output("stream", name="stdout", text=text) for text in printed]
-    outputs += [new_output("execute_result", data={"text/plain": f"<Table>\n{drawn.getvalue()}"}),
-                new_output("display_data", data={"text/html": '<pre style="color:red">┃</pre>', "text/plain": "x"})]
+    outputs += [
+        new_output("execute_result", data={"text/plain": f"<Table>\n{drawn.getvalue()}"}),
+        new_output("display_data", data={"text/html": '<pre style="color:red">┃</pre>', "text/plain": "x"}),
+    ]
     cells = [new_code_cell("show()", outputs=[output]) for output in outputs] + [new_code_cell("'│'")]
     nbformat.write(new_notebook(cells=cells), tmp_path / "tables.ipynb")
     text = export(tmp_path / "tables.ipynb").read_text(encoding="utf-8")
@@ -289,9 +307,11 @@ def test_a_formula_that_cannot_be_read_is_shown_as_code() -> None:
 
 
 def test_external_loads_sees_what_it_should() -> None:
-    page = ('<link rel="stylesheet" href="https://a.org/x.css">'
-            '<style>@import "https://b.org"; p { background: url(c.png) }</style><img src="http://d.org/e.png">'
-            '<script>1</script><a href="https://f.org">f</a><img src="data:image/png;base64,AA">')
+    page = (
+        '<link rel="stylesheet" href="https://a.org/x.css">'
+        '<style>@import "https://b.org"; p { background: url(c.png) }</style><img src="http://d.org/e.png">'
+        '<script>1</script><a href="https://f.org">f</a><img src="data:image/png;base64,AA">'
+    )
     assert len(external_loads(page)) == 5
     assert external_loads(inert(page)) == []
     assert '<a href="https://f.org">f</a>' in inert(page)

@@ -14,6 +14,14 @@ from nsa_lab.attention.dispatch import (
 )
 
 __all__ = [
-    "BackendError", "compress", "compressed_attention", "dense_attention", "nsa_attention", "reference",
-    "resolve_backend", "select_blocks", "selected_attention", "window_attention",
+    "BackendError",
+    "compress",
+    "compressed_attention",
+    "dense_attention",
+    "nsa_attention",
+    "reference",
+    "resolve_backend",
+    "select_blocks",
+    "selected_attention",
+    "window_attention",
 ]

@@ -106,9 +106,7 @@ def selected_attention(
     return _implementation("selected", q, nsa, backend).selected_attention(q, k, v, blocks, nsa)
 
 
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, backend: str = "auto"
-) -> tuple[Tensor, Tensor]:
+def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """Attention over the w latest tokens, t included: q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv]
 
     -> out [B, T, H, Dv], lse float32 [B, T, H]. Raises ValueError for shapes that do not belong together.
@@ -118,8 +116,17 @@ def window_attention(
 
 
 def nsa_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,
-    gates: Tensor, nsa: NSAConfig, *, backend: str | Mapping[str, Choice] = "auto",
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    nsa: NSAConfig,
+    *,
+    backend: str | Mapping[str, Choice] = "auto",
 ) -> Tensor:
     """The whole of NSA after projection, compression and gating (eq. 5) -> [B, T, H, Dv].
 
@@ -148,7 +155,10 @@ class _Flash:
 
 
 _MODULES: Mapping[str, ModuleType | type] = {
-    "reference": reference, "torch": torch_backend, "triton": kernels, "flash": _Flash
+    "reference": reference,
+    "torch": torch_backend,
+    "triton": kernels,
+    "flash": _Flash,
 }
 
 

@@ -39,9 +39,7 @@ def flash_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def flash_window(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """Window branch; its window counts the keys to the left of the query's own, so w keys are w - 1."""
-    out, lse, _ = _library().flash_attn_func(
-        q, k, v, causal=True, window_size=(nsa.w - 1, 0), return_attn_probs=True
-    )
+    out, lse, _ = _library().flash_attn_func(q, k, v, causal=True, window_size=(nsa.w - 1, 0), return_attn_probs=True)
     return out, lse.transpose(1, 2)  # flash-attn keeps LSE as [B, H, T]
 
 

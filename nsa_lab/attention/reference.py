@@ -116,8 +116,15 @@ def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) ->
 
 
 def nsa_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,
-    gates: Tensor, nsa: NSAConfig,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    nsa: NSAConfig,
 ) -> Tensor:
     """The three branches and their gated sum -> [B, T, H, Dv]. k_cmp and v_cmp are already compressed."""
     out_cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa)

@@ -110,9 +110,14 @@ def run_attention_bench(
         rows += _bench_shape(shape, nsa, choices, device, dtype, with_peers)
     console.print(_table(rows))
     if json_path:
-        record = {"when": datetime.datetime.now(datetime.UTC).isoformat(), "machine": _machine(device), "dtype": str(dtype),
-                  "nsa": nsa.model_dump(), "backend": {part: asdict(c) for part, c in choices.items()},
-                  "rows": [asdict(row) for row in rows]}
+        record = {
+            "when": datetime.datetime.now(datetime.UTC).isoformat(),
+            "machine": _machine(device),
+            "dtype": str(dtype),
+            "nsa": nsa.model_dump(),
+            "backend": {part: asdict(c) for part, c in choices.items()},
+            "rows": [asdict(row) for row in rows],
+        }
         Path(json_path).write_text(json.dumps(record, indent=1), encoding="utf-8")
     if picture:
         draw(rows, picture)
@@ -205,25 +210,50 @@ def _machine(device: torch.device) -> dict[str, str]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = "not installed"
-    return {"device": str(device), "gpu": gpu, "torch": torch.__version__, "cuda": str(torch.version.cuda),
-            "triton": triton_version}
+    return {
+        "device": str(device),
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": triton_version,
+    }
 
 
 def _table(rows: list[Row]) -> Table:
     table = Table(title="NSA attention; ms, useful TFLOP/s, share of SDPA flash forward + backward")
-    for name in ("shape", "part", "by", "parity (error/limit)", "forward", "backward", "fwd TF/s", "bwd TF/s",
-                 "peak MiB", "share", "bar"):
+    for name in (
+        "shape",
+        "part",
+        "by",
+        "parity (error/limit)",
+        "forward",
+        "backward",
+        "fwd TF/s",
+        "bwd TF/s",
+        "peak MiB",
+        "share",
+        "bar",
+    ):
         table.add_column(name, justify="left" if name in ("shape", "part", "by") else "right")
     for row in rows:
         worst = max(row.parity.items(), key=lambda kv: kv[1][0] / kv[1][1], default=None)
         checked = f"{worst[0]} {worst[1][0]:.1e}/{worst[1][1]:.1e}" if worst else ""
-        table.add_row(row.shape, row.part, row.by, checked, row.note or _number(row.forward_ms), _number(row.backward_ms),
-                      _number(row.tflops_forward), _number(row.tflops_backward), _number(row.peak_mib), _number(row.share),
-                      _number(row.bar), style="bold" if row.part == "whole" else None)
+        table.add_row(
+            row.shape,
+            row.part,
+            row.by,
+            checked,
+            row.note or _number(row.forward_ms),
+            _number(row.backward_ms),
+            _number(row.tflops_forward),
+            _number(row.tflops_backward),
+            _number(row.peak_mib),
+            _number(row.share),
+            _number(row.bar),
+            style="bold" if row.part == "whole" else None,
+        )
     return table
 
 
 def _number(x: float | None) -> str:
     return "" if x is None else f"{x:.3f}" if x < 10 else f"{x:.1f}"
-
-

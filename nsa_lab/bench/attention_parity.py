@@ -32,8 +32,10 @@ _INPUTS = {
 def check(short: Part, long: Part, nsa: NSAConfig) -> tuple[dict[str, list[float]], bool]:
     """{what: [error, limit]} and whether every error is within its limit (NaN is not)."""
     if short.name == "choice":
-        found = {"blocks": [_choice_error(short.inputs, nsa), _SCORE_ROUNDING],
-                 "long blocks": [_choice_error(long.inputs, nsa, long.run), _SCORE_ROUNDING]}
+        found = {
+            "blocks": [_choice_error(short.inputs, nsa), _SCORE_ROUNDING],
+            "long blocks": [_choice_error(long.inputs, nsa, long.run), _SCORE_ROUNDING],
+        }
     else:
         found = _against_float64(short, nsa)
         if long.name not in ("gate", "whole"):
@@ -50,9 +52,11 @@ def plain(name: str, inputs: Sequence[Tensor], blocks: Tensor | None, nsa: NSACo
         return reference.combine(*inputs)
     if name == "whole":
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
-        outs = (_masked(q, k_cmp, v_cmp, _mask("compressed", q, k_cmp, None, nsa)),
-                _masked(q, k_sel, v_sel, _mask("selected", q, k_sel, blocks, nsa)),
-                _masked(q, k_win, v_win, _mask("window", q, k_win, None, nsa)))
+        outs = (
+            _masked(q, k_cmp, v_cmp, _mask("compressed", q, k_cmp, None, nsa)),
+            _masked(q, k_sel, v_sel, _mask("selected", q, k_sel, blocks, nsa)),
+            _masked(q, k_win, v_win, _mask("window", q, k_win, None, nsa)),
+        )
         return reference.combine(*outs, gates)
     return _masked(*inputs, _mask(name, inputs[0], inputs[1], blocks, nsa))
 

@@ -76,14 +76,27 @@ def make_parts(
     ]
     for kind in SELECTIONS:
         blocks = real if kind == "real" else choose(kind, B, T, G, nsa, device, seed)
-        parts.append(Part(f"selected, {kind}", name["selected"], selected, [*_leaves(q, k_sel, v_sel), blocks],
-                          pair * reads["sel"], blocks))
+        parts.append(
+            Part(
+                f"selected, {kind}",
+                name["selected"],
+                selected,
+                [*_leaves(q, k_sel, v_sel), blocks],
+                pair * reads["sel"],
+                blocks,
+            )
+        )
     parts += [
         Part("window", name["window"], window, _leaves(q, k_win, v_win), pair * reads["win"]),
         Part("gate", name["combine"], _gate(choices["combine"].backend), _leaves(*outs, gates), 0.0),
-        Part("whole", "+".join(dict.fromkeys(name.values())), whole,
-             _leaves(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates),
-             pair * (1.5 * reads["cmp"] + reads["sel"] + reads["win"]), real),
+        Part(
+            "whole",
+            "+".join(dict.fromkeys(name.values())),
+            whole,
+            _leaves(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates),
+            pair * (1.5 * reads["cmp"] + reads["sel"] + reads["win"]),
+            real,
+        ),
     ]
     return parts
 

@@ -39,8 +39,12 @@ def parts(
     if device.type != "cuda":
         return
     if not flash.flash_unusable(device, dtype):
-        yield "window", "flash-attn", lambda q, k, v: flash.flash_window(q, k, v, nsa)[0], \
-            _inputs(shape, shape.G, device, dtype, heads_first=False)
+        yield (
+            "window",
+            "flash-attn",
+            lambda q, k, v: flash.flash_window(q, k, v, nsa)[0],
+            _inputs(shape, shape.G, device, dtype, heads_first=False),
+        )
 
     def near(b, h, t, i):
         return (i <= t) & (i > t - nsa.w)
@@ -50,8 +54,12 @@ def parts(
 
     for part, sees, keys in (("window", near, shape.T), ("compressed", ended, geometry.num_compressed(shape.T, nsa))):
         if keys:
-            yield part, "FlexAttention", _flex(sees, shape.T, keys, device), \
-                _inputs(shape, shape.G, device, dtype, heads_first=True, keys=keys)
+            yield (
+                part,
+                "FlexAttention",
+                _flex(sees, shape.T, keys, device),
+                _inputs(shape, shape.G, device, dtype, heads_first=True, keys=keys),
+            )
 
 
 def _flex(sees, queries: int, keys: int, device: torch.device) -> Callable[..., Tensor]:

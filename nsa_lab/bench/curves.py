@@ -27,8 +27,9 @@ from nsa_lab.train.step import LOSS
 # two runs that differ in nothing but the order of sums end this far apart, or less.
 BAND = 0.05
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
-MODEL = ModelConfig(dim=256, n_layers=4, n_heads=8, n_kv_groups=2, d_k=32, d_v=32,
-                    nsa=NSAConfig(l=32, d=16, l_sel=64, n_sel=4, w=128))
+MODEL = ModelConfig(
+    dim=256, n_layers=4, n_heads=8, n_kv_groups=2, d_k=32, d_v=32, nsa=NSAConfig(l=32, d=16, l_sel=64, n_sel=4, w=128)
+)
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,16 @@ def loss_curve(
     execution: Execution, steps: int, *, model: ModelConfig, seq_len: int, batch: int, device: str
 ) -> list[float]:
     """The training loss of every step, in nats."""
-    runtime = RuntimeConfig(device=device, precision="bf16" if device == "cuda" else "fp32", backend=execution.backend,
-                            compile=execution.compile, cuda_graph=execution.cuda_graph)
-    train = TrainConfig(steps=steps, seq_len=seq_len, batch_size=batch, lr=1e-3, warmup_steps=steps // 10, eval_every=0,
-                        save_every=0)
+    runtime = RuntimeConfig(
+        device=device,
+        precision="bf16" if device == "cuda" else "fp32",
+        backend=execution.backend,
+        compile=execution.compile,
+        cuda_graph=execution.cuda_graph,
+    )
+    train = TrainConfig(
+        steps=steps, seq_len=seq_len, batch_size=batch, lr=1e-3, warmup_steps=steps // 10, eval_every=0, save_every=0
+    )
     config = RunConfig(name="curves", model=model, runtime=runtime, train=train, data=DataConfig())
     dataset = prepare(config.data, model.vocab_size, seq_len)
     parts = assemble(config, World(), torch.device(device), dataset, Builders())
@@ -71,9 +78,16 @@ def loss_curve(
     return losses
 
 
-def run_curves(steps: int = 300, json_path: Path | None = None, picture: Path | None = None, *,
-               model: ModelConfig = MODEL, seq_len: int = 512, batch: int = 8,
-               say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def run_curves(
+    steps: int = 300,
+    json_path: Path | None = None,
+    picture: Path | None = None,
+    *,
+    model: ModelConfig = MODEL,
+    seq_len: int = 512,
+    batch: int = 8,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """Every execution that this machine has; `apart` is the largest difference of two curves' means over a tenth."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     executions = GPU_EXECUTIONS if device == "cuda" else CPU_EXECUTIONS
@@ -87,9 +101,15 @@ def run_curves(steps: int = 300, json_path: Path | None = None, picture: Path | 
     apart = {name: (means - first).abs().max().item() for name, means in tenths.items()}
     report = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "versions": versions(),
-        "steps": steps, "seq_len": seq_len, "batch": batch,
-        "band_nats": BAND, "apart_nats": apart, "ok": max(apart.values()) <= BAND, "curves": curves,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "versions": versions(),
+        "steps": steps,
+        "seq_len": seq_len,
+        "batch": batch,
+        "band_nats": BAND,
+        "apart_nats": apart,
+        "ok": max(apart.values()) <= BAND,
+        "curves": curves,
     }
     if json_path:
         json_path.write_text(json.dumps(report) + "\n", encoding="utf-8")
@@ -108,8 +128,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     for (name, curve), colour in zip(report["curves"].items(), COLOURS, strict=False):
         losses.plot(curve, label=name, color=colour, linewidth=1)
         differences.plot(torch.tensor(curve) - first, color=colour, linewidth=1)
-    losses.set(ylabel="loss (nats a byte)",
-               title=f"one configuration, {len(report['curves'])} executions, {report['device']}")
+    losses.set(
+        ylabel="loss (nats a byte)", title=f"one configuration, {len(report['curves'])} executions, {report['device']}"
+    )
     differences.set(xlabel="optimiser step", ylabel="from the first (nats)")
     losses.legend()
     figure.savefig(path, dpi=150)

@@ -37,22 +37,26 @@ BARS = {(2048, 32): 0.66, (8192, 8): 0.88, (32768, 2): 1.8, (65536, 1): 2.8}
 SMALL_SHAPE, SMALL_BAR = (2048, 4), 300_000  # tokens/s
 GPU_SHAPES = (*BARS, SMALL_SHAPE)
 CPU_SHAPES = ((128, 2), (256, 1))
-CPU_MODEL = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_groups=2, d_k=16, d_v=16,
-                        nsa=NSAConfig(l=16, d=8, l_sel=16, n_sel=4, w=32))
+CPU_MODEL = ModelConfig(
+    dim=64, n_layers=2, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, nsa=NSAConfig(l=16, d=8, l_sel=16, n_sel=4, w=32)
+)
 KINDS = ("nsa", "dense")
 TABLE_WIDTH = 170  # characters, where the output is no terminal
 
 # Kernel name -> where the time goes; the first match counts. By name, because a replayed graph knows no operators.
-KERNELS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in (
-    ("compressed and window", r"^(forward|dq|dkv|sum_chunks)_kernel"),
-    ("block choice", r"^_select_kernel"),
-    ("selected", r"^_(gather|union|merge|backward|finish|delta|count|scatter|scan|offsets|work|first_query)\w*_kernel"),
-    ("gated sum", r"^_gated_sum"),
-    ("gemm", r"gemm|nvjet|cutlass|splitk|matmul|xmma"),
-    ("dense attention", r"flash|fmha|sdpa|attention"),
-    ("optimiser", r"adam|multi_tensor|foreach|lpnorm"),
-    ("copy", r"memcpy|memset"),
-))
+KERNELS = tuple(
+    (part, re.compile(pattern, re.IGNORECASE))
+    for part, pattern in (
+        ("compressed and window", r"^(forward|dq|dkv|sum_chunks)_kernel"),
+        ("block choice", r"^_select_kernel"),
+        ("selected", r"^_(gather|union|merge|backward|finish|delta|count|scatter|scan|offsets|work|first_query)\w*_kernel"),
+        ("gated sum", r"^_gated_sum"),
+        ("gemm", r"gemm|nvjet|cutlass|splitk|matmul|xmma"),
+        ("dense attention", r"flash|fmha|sdpa|attention"),
+        ("optimiser", r"adam|multi_tensor|foreach|lpnorm"),
+        ("copy", r"memcpy|memset"),
+    )
+)
 
 
 @dataclass
@@ -94,16 +98,26 @@ def run_train_bench(
     report: dict[str, Any] = {
         "what": "training step, NSA and its dense twin",
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if cuda else "cpu", "versions": versions(),
-        "gemm_flops_per_s": gemm_rate() if cuda else None, "model": base.model_dump(), "rows": [],
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "versions": versions(),
+        "gemm_flops_per_s": gemm_rate() if cuda else None,
+        "model": base.model_dump(),
+        "rows": [],
     }
     for seq_len, micro in shapes:
         pair = {kind: measure(_config(base, kind, seq_len, micro, cuda, data), steps) for kind in KINDS}
-        row = {"seq_len": seq_len, "micro_batch": micro, "ratio": pair["nsa"].tokens_per_s / pair["dense"].tokens_per_s,
-               "bar": BARS.get((seq_len, micro)), **{kind: asdict(pair[kind]) for kind in KINDS}}
+        row = {
+            "seq_len": seq_len,
+            "micro_batch": micro,
+            "ratio": pair["nsa"].tokens_per_s / pair["dense"].tokens_per_s,
+            "bar": BARS.get((seq_len, micro)),
+            **{kind: asdict(pair[kind]) for kind in KINDS},
+        }
         report["rows"].append(row)
-        console.print(f"T = {seq_len} x {micro}: NSA {row['nsa']['tokens_per_s']:,.0f}, "
-                      f"dense {row['dense']['tokens_per_s']:,.0f} tokens/s, ratio {row['ratio']:.3f}")
+        console.print(
+            f"T = {seq_len} x {micro}: NSA {row['nsa']['tokens_per_s']:,.0f}, "
+            f"dense {row['dense']['tokens_per_s']:,.0f} tokens/s, ratio {row['ratio']:.3f}"
+        )
     console.print(_speeds(report), _breakdowns(report))
     if json_path:
         json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -130,10 +144,17 @@ def measure(config: RunConfig, steps: int) -> Measured:
     train, flops = config.train, parts.model.flops_per_token(config.train.seq_len)
     rate = train.tokens_per_step / step_s
     measured = Measured(
-        config.model.attention, train.seq_len, train.micro_batch_size or train.batch_size, rate, step_s,
-        rate * flops["dense"], rate * flops[config.model.attention], peak,
+        config.model.attention,
+        train.seq_len,
+        train.micro_batch_size or train.batch_size,
+        rate,
+        step_s,
+        rate * flops["dense"],
+        rate * flops[config.model.attention],
+        peak,
         {part: choice.backend for part, choice in parts.model.backends.items()},
-        config.runtime.cuda_graph, _breakdown(parts, batches) if device.type == "cuda" else {},
+        config.runtime.cuda_graph,
+        _breakdown(parts, batches) if device.type == "cuda" else {},
     )
     del parts, batches
     _release()
@@ -169,7 +190,10 @@ def _config(base: ModelConfig, kind: str, seq_len: int, micro: int, cuda: bool, 
         small = seq_len * micro <= SMALL_SHAPE[0] * SMALL_SHAPE[1]
         runtime = RuntimeConfig(device="cuda", precision="bf16", compile=True, cuda_graph=small)
     return RunConfig(
-        name="bench", model=base.model_copy(update={"attention": kind}), runtime=runtime, data=data or DataConfig(),
+        name="bench",
+        model=base.model_copy(update={"attention": kind}),
+        runtime=runtime,
+        data=data or DataConfig(),
         train=TrainConfig(steps=1000, seq_len=seq_len, batch_size=micro, eval_every=0, save_every=0),
     )
 
@@ -204,11 +228,18 @@ def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, flo
         for _ in range(steps):
             _step(parts, next(batches))
         torch.cuda.synchronize()
-    kernels = [e for e in recorded.events()
-               if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("nsa_lab::")]
+    kernels = [
+        e
+        for e in recorded.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("nsa_lab::")
+    ]
     spent = _time_by_part(
-        (next((part for part, pattern in KERNELS if pattern.search(k.name)), "elementwise"), k.time_range.start,
-         k.time_range.end) for k in kernels
+        (
+            next((part for part, pattern in KERNELS if pattern.search(k.name)), "elementwise"),
+            k.time_range.start,
+            k.time_range.end,
+        )
+        for k in kernels
     )
     wall = sum(spent.values())
     return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
@@ -233,21 +264,38 @@ def _time_by_part(kernels: Iterable[tuple[str, float, float]]) -> dict[str, floa
 
 def _speeds(report: dict[str, Any]) -> Table:
     peak = report["gemm_flops_per_s"]
-    table = Table(title=f"training step on {report['device']}"
-                        + (f", bf16 GEMM peak here {peak / 1e12:.0f} TFLOP/s" if peak else ""))
-    for name in ("T x micro", "model", "tokens/s", "ratio", "bar", "graph", "TFLOP/s (6N + dense)", "TFLOP/s (actual)",
-                 "of peak", "peak GB", "backends"):
+    table = Table(
+        title=f"training step on {report['device']}" + (f", bf16 GEMM peak here {peak / 1e12:.0f} TFLOP/s" if peak else "")
+    )
+    for name in (
+        "T x micro",
+        "model",
+        "tokens/s",
+        "ratio",
+        "bar",
+        "graph",
+        "TFLOP/s (6N + dense)",
+        "TFLOP/s (actual)",
+        "of peak",
+        "peak GB",
+        "backends",
+    ):
         table.add_column(name, justify="right")
     for row in report["rows"]:
         for kind in KINDS:
             m = row[kind]
             table.add_row(
-                f"{m['seq_len']} x {m['micro_batch']}", kind, f"{m['tokens_per_s']:,.0f}",
-                f"{row['ratio']:.3f}" if kind == "nsa" else "", _bar(row) if kind == "nsa" else "",
+                f"{m['seq_len']} x {m['micro_batch']}",
+                kind,
+                f"{m['tokens_per_s']:,.0f}",
+                f"{row['ratio']:.3f}" if kind == "nsa" else "",
+                _bar(row) if kind == "nsa" else "",
                 "yes" if m["cuda_graph"] else "",
-                f"{m['flops_6n'] / 1e12:.1f}", f"{m['flops_actual'] / 1e12:.1f}",
+                f"{m['flops_6n'] / 1e12:.1f}",
+                f"{m['flops_actual'] / 1e12:.1f}",
                 f"{m['flops_6n'] / peak:.0%} / {m['flops_actual'] / peak:.0%}" if peak else "",
-                f"{m['memory_peak_bytes'] / 1e9:.2f}", ", ".join(sorted(set(m["backends"].values()))),
+                f"{m['memory_peak_bytes'] / 1e9:.2f}",
+                ", ".join(sorted(set(m["backends"].values()))),
             )
     return table
 
@@ -282,8 +330,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
     for row in report["rows"]:
         top = max(row[kind]["tokens_per_s"] for kind in KINDS)
         axes.annotate(f"{row['ratio']:.2f}x", (row["seq_len"], top), textcoords="offset points", xytext=(0, 7), ha="center")
-    axes.set(xscale="log", xlabel="sequence length (tokens)", ylabel="training speed (tokens/s)",
-             title=f"NSA and its dense twin on {report['device']}, {report['when'][:10]}")
+    axes.set(
+        xscale="log",
+        xlabel="sequence length (tokens)",
+        ylabel="training speed (tokens/s)",
+        title=f"NSA and its dense twin on {report['device']}, {report['when'][:10]}",
+    )
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
     axes.set_xticks([], minor=True)
     axes.set_ylim(0, 1.12 * axes.get_ylim()[1])

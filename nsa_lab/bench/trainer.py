@@ -41,8 +41,9 @@ Say = Callable[[str], None]
 WARM_UP_POINTS = 2
 
 
-def run_trainer_bench(json_path: Path | None = None, *, ranks: int = 1, steps: int | None = None,
-                      console: Console | None = None) -> dict[str, Any]:
+def run_trainer_bench(
+    json_path: Path | None = None, *, ranks: int = 1, steps: int | None = None, console: Console | None = None
+) -> dict[str, Any]:
     """With one rank: telemetry, save and resume of the production model. With more: their tokens a second against one's.
 
     On a CPU a tiny model proves the path and measures nothing worth quoting. `steps` is the length of a timed stretch.
@@ -52,8 +53,10 @@ def run_trainer_bench(json_path: Path | None = None, *, ranks: int = 1, steps: i
     if cuda and torch.cuda.device_count() < ranks:
         raise ConfigError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     report: dict[str, Any] = {
-        "what": "the trainer besides training", "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if cuda else "cpu", "versions": versions(),
+        "what": "the trainer besides training",
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "versions": versions(),
     }
 
     def say(line: str) -> None:
@@ -93,10 +96,14 @@ def overheads(config: RunConfig, outputs: Path, steps: int, say: Say, rounds: in
     verify_s = time.monotonic() - begun
     stretches.close()
     return {
-        "telemetry": {"on_s": seconds[True], "off_s": seconds[False], "steps": steps, "share": on / off - 1,
-                      "tokens_per_s": steps * config.train.tokens_per_step / on},
-        "save": {"save_s": save_s, "verify_s": verify_s,
-                 "bytes": sum(file.stat().st_size for file in newest.iterdir())},
+        "telemetry": {
+            "on_s": seconds[True],
+            "off_s": seconds[False],
+            "steps": steps,
+            "share": on / off - 1,
+            "tokens_per_s": steps * config.train.tokens_per_step / on,
+        },
+        "save": {"save_s": save_s, "verify_s": verify_s, "bytes": sum(file.stat().st_size for file in newest.iterdir())},
         "resume_s": resume_seconds(config, outputs),
     }
 
@@ -121,8 +128,16 @@ def scaling(config: RunConfig, outputs: Path, ranks: int, steps: int, say: Say) 
     speeds = {}
     for count in (1, ranks):
         size, begun = config.train.batch_size, time.monotonic()
-        wider = _with(config, name=f"bench-ranks-{count}", steps=steps, log_every=max(steps // 12, 1),
-                      batch_size=size * count, micro_batch_size=size, eval_every=0, save_every=0)
+        wider = _with(
+            config,
+            name=f"bench-ranks-{count}",
+            steps=steps,
+            log_every=max(steps // 12, 1),
+            batch_size=size * count,
+            micro_batch_size=size,
+            eval_every=0,
+            save_every=0,
+        )
         run_dir = launch.create_run(wider, outputs)
         launch.start(run_dir, ranks=count)
         launch.wait(run_dir)
@@ -132,8 +147,14 @@ def scaling(config: RunConfig, outputs: Path, ranks: int, steps: int, say: Say) 
         speeds[count] = statistics.median(points[WARM_UP_POINTS:])
         took = time.monotonic() - begun
         say(f"{count} rank{'s' * (count > 1)}: {speeds[count]:,.0f} tokens/s, {took:.0f} s from start to end")
-    return {"ranks": ranks, "seq_len": config.train.seq_len, "sequences_a_rank": config.train.batch_size,
-            "one_tokens_per_s": speeds[1], "all_tokens_per_s": speeds[ranks], "ratio": speeds[ranks] / speeds[1]}
+    return {
+        "ranks": ranks,
+        "seq_len": config.train.seq_len,
+        "sequences_a_rank": config.train.batch_size,
+        "one_tokens_per_s": speeds[1],
+        "all_tokens_per_s": speeds[ranks],
+        "ratio": speeds[ranks] / speeds[1],
+    }
 
 
 def _wait_for(run_dir: Path, kind: str, attempt: int) -> dict[str, Any]:
@@ -166,8 +187,14 @@ class _Stretches:
         record = Recorder(self.run_dir, log, first=True, steps=train.steps, tokens_per_step=train.tokens_per_step)
         record.begin(self.done, {})
         utilisation, _ = gpu_utilisation(self.parts.device)
-        heartbeat = Heartbeat(log, record.phases, every_s=config.runtime.heartbeat_s, rule=StallRule(),
-                              stacks=self.run_dir / "stacks.txt", gpu_util=utilisation)
+        heartbeat = Heartbeat(
+            log,
+            record.phases,
+            every_s=config.runtime.heartbeat_s,
+            rule=StallRule(),
+            stacks=self.run_dir / "stacks.txt",
+            gpu_util=utilisation,
+        )
         with StopSignals(self.run_dir / "stacks.txt", lambda name: None, lambda name: None) as signals:
             trainer = Trainer(self.run_dir, self.parts, record, signals, done=self.done, losses=[])
             if telemetry:
@@ -226,7 +253,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if "ranks" in report:
         ranks = report["ranks"]
         bar = f" (bar {SCALING[ranks['ranks']]})" if ranks["ranks"] in SCALING else ""
-        lines += [f"{ranks['ranks']} ranks: {ranks['all_tokens_per_s']:,.0f} tokens/s, "
-                  f"one: {ranks['one_tokens_per_s']:,.0f}, ratio {ranks['ratio']:.3f}{bar}, "
-                  f"{ranks['seq_len']} x {ranks['sequences_a_rank']} on each"]
+        lines += [
+            f"{ranks['ranks']} ranks: {ranks['all_tokens_per_s']:,.0f} tokens/s, "
+            f"one: {ranks['one_tokens_per_s']:,.0f}, ratio {ranks['ratio']:.3f}{bar}, "
+            f"{ranks['seq_len']} x {ranks['sequences_a_rank']} on each"
+        ]
     return lines

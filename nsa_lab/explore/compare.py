@@ -22,8 +22,10 @@ from nsa_lab.explore.show import BRANCH_COLOURS
 from nsa_lab.history import History
 
 STATISTICS = {
-    "gate_entropy": "gate entropy, nats", "sel_reuse": "blocks shared with the query before",
-    "sel_distance": "distance, blocks", "sel_sink_share": "first block's share",
+    "gate_entropy": "gate entropy, nats",
+    "sel_reuse": "blocks shared with the query before",
+    "sel_distance": "distance, blocks",
+    "sel_sink_share": "first block's share",
     "sel_window_overlap": "overlap with window",
 }
 NAMES_WIDTH = 36
@@ -64,8 +66,9 @@ def numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
     columns = {(history := History.read(run)).run: _numbers(history, layer, step) for run in runs}
     lines = [" " * NAMES_WIDTH + "".join(f"  {run:>10}" for run in columns)]
     for name in next(iter(columns.values()), {}):
-        lines.append(f"{name:<{NAMES_WIDTH}}" + "".join(f"  {column[name]:>{max(len(run), 10)}}"
-                                                        for run, column in columns.items()))
+        lines.append(
+            f"{name:<{NAMES_WIDTH}}" + "".join(f"  {column[name]:>{max(len(run), 10)}}" for run, column in columns.items())
+        )
     return "\n".join(lines)
 
 
@@ -79,13 +82,16 @@ def selection_map(run: Run, layer: int, group: int, step: int | None = None) -> 
     if model.attention != "nsa":
         raise ValueError(f"{history.run}: a dense model selects nothing")
     if not (0 <= layer < model.n_layers and 0 <= group < model.n_kv_groups):
-        raise ValueError(f"layer {layer}, head group {group}: {history.run} has layers 0 to {model.n_layers - 1} and head "
-                         f"groups 0 to {model.n_kv_groups - 1}")
+        raise ValueError(
+            f"layer {layer}, head group {group}: {history.run} has layers 0 to {model.n_layers - 1} and head "
+            f"groups 0 to {model.n_kv_groups - 1}"
+        )
     there = checkpoint_steps(history)
     nearest = min(there, key=lambda at: abs(at - step)) if there and step is not None else max(there, default=None)
     blocks = observed_blocks(history.run_dir, step=nearest)[layer][0, :, group]
-    return selection_by_layer({layer: blocks}, history.config.nsa,
-                              f"{history.run}, step {nearest:,}, group {group}, on argparse.py")
+    return selection_by_layer(
+        {layer: blocks}, history.config.nsa, f"{history.run}, step {nearest:,}, group {group}, on argparse.py"
+    )
 
 
 def checkpoint_steps(run: Run) -> list[int]:

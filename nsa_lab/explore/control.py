@@ -29,20 +29,30 @@ class RunPanel:
         self._run = run
         self._working: threading.Thread | None = None
         self._said = ""
-        self._bar = widgets.IntProgress(min=0, max=steps, description="step", style=BAR_STYLE,
-                                        layout=widgets.Layout(width="60%"))
+        self._bar = widgets.IntProgress(
+            min=0, max=steps, description="step", style=BAR_STYLE, layout=widgets.Layout(width="60%")
+        )
         self._state = widgets.HTML()
         self._numbers, self._notes = widgets.HTML(), widgets.HTML()
         self._curves = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", visibility="hidden"))
         self._stop = self._button("Stop", "stop", "save a checkpoint and exit", lambda: launch.stop(run, STOP_TIMEOUT_S))
         self._resume = self._button("Resume", "play", "go on from the newest checkpoint", lambda: launch.resume(run))
-        self._leave = widgets.Button(description="Leave it stopped", icon="step-forward", disabled=True,
-                                     tooltip="let the notebook go on to its next cell")
+        self._leave = widgets.Button(
+            description="Leave it stopped",
+            icon="step-forward",
+            disabled=True,
+            tooltip="let the notebook go on to its next cell",
+        )
         self._leave.on_click(self._leave_it)
-        self.view = widgets.VBox([
-            widgets.HBox([self._bar, self._state]), widgets.HBox([self._stop, self._resume, self._leave]),
-            self._numbers, self._curves, self._notes,
-        ])
+        self.view = widgets.VBox(
+            [
+                widgets.HBox([self._bar, self._state]),
+                widgets.HBox([self._stop, self._resume, self._leave]),
+                self._numbers,
+                self._curves,
+                self._notes,
+            ]
+        )
 
     @property
     def busy(self) -> bool:
@@ -53,9 +63,12 @@ class RunPanel:
         """Bring the numbers, the events and the buttons up to date."""
         self._bar.value = view.step
         self._state.value = f"<b>{view.step:,}</b> of {view.config.train.steps:,}: {html.escape(self._said or state)}"
-        cells = [f"<td style='padding:0 1.5em 0 0'><span style='opacity:.65'>{html.escape(name)}</span> "
-                 f"<b>{html.escape(value)}</b></td>" for name, value in view.numbers().items()]
-        rows = ["".join(cells[first:first + 3]) for first in range(0, len(cells), 3)]
+        cells = [
+            f"<td style='padding:0 1.5em 0 0'><span style='opacity:.65'>{html.escape(name)}</span> "
+            f"<b>{html.escape(value)}</b></td>"
+            for name, value in view.numbers().items()
+        ]
+        rows = ["".join(cells[first : first + 3]) for first in range(0, len(cells), 3)]
         self._numbers.value = f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
         self._notes.value = f"<pre style='font-size:85%; line-height:1.3'>{html.escape(chr(10).join(view.notes))}</pre>"
         alive = launch.is_alive(self._run)

@@ -18,7 +18,10 @@ from nsa_lab.explore.reads import describe, reads_of
 from nsa_lab.explore.show import has_front_end, image, png, title
 
 CHOICES = {
-    "l": (8, 16, 32, 64), "d": (4, 8, 16, 32), "l_sel": (16, 32, 64, 128), "n_sel": (3, 4, 8, 16, 32),
+    "l": (8, 16, 32, 64),
+    "d": (4, 8, 16, 32),
+    "l_sel": (16, 32, 64, 128),
+    "n_sel": (3, 4, 8, 16, 32),
     "w": (32, 128, 512, 1024),
 }
 
@@ -36,13 +39,25 @@ def explore(example: Example, nsa: NSAConfig, position: int, group: int = 0, *, 
 
 def explorer(example: Example, nsa: NSAConfig, position: int, group: int = 0) -> widgets.VBox:
     """The controls and the picture as one widget; an impossible geometry is explained in place of the picture."""
-    query = widgets.IntSlider(value=position, min=0, max=example.length - 1, description="query t",
-                              continuous_update=False, layout=widgets.Layout(width="60%"))
-    which = widgets.Dropdown(options=list(range(example.groups)), value=group, description="head group",
-                             layout=widgets.Layout(width="11em"))
+    query = widgets.IntSlider(
+        value=position,
+        min=0,
+        max=example.length - 1,
+        description="query t",
+        continuous_update=False,
+        layout=widgets.Layout(width="60%"),
+    )
+    which = widgets.Dropdown(
+        options=list(range(example.groups)), value=group, description="head group", layout=widgets.Layout(width="11em")
+    )
     sizes = {
-        name: widgets.Dropdown(options=sorted({*choices, getattr(nsa, name)}), value=getattr(nsa, name), description=name,
-                               style={"description_width": "3em"}, layout=widgets.Layout(width="8.5em"))
+        name: widgets.Dropdown(
+            options=sorted({*choices, getattr(nsa, name)}),
+            value=getattr(nsa, name),
+            description=name,
+            style={"description_width": "3em"},
+            layout=widgets.Layout(width="8.5em"),
+        )
         for name, choices in CHOICES.items()
     }
     picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", height="auto", align_self="flex-start"))

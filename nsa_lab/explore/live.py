@@ -57,8 +57,10 @@ async def follow(run: Path, *, with_widgets: bool | None = None) -> str:
 def _when_interrupted(run: Path) -> str:
     if not launch.is_alive(run):
         return f"following was interrupted; the run is {launch.state(run)}, and nsa-lab resume {run.name} goes on with it"
-    return ("following was interrupted and the trainer goes on; run this cell again to follow it, "
-            f"or stop it with: nsa-lab stop {run.name}")
+    return (
+        "following was interrupted and the trainer goes on; run this cell again to follow it, "
+        f"or stop it with: nsa-lab stop {run.name}"
+    )
 
 
 async def _follow_in_line(run: Path, view: RunView, tail: Tail) -> str:
@@ -82,8 +84,9 @@ async def _follow_in_panel(run: Path, view: RunView, tail: Tail) -> str:
     try:
         while True:
             state = launch.state(run)
-            over = not panel.busy and (state in (rundir.DONE, rundir.HALTED, "DEAD")
-                                       or (state == rundir.PREEMPTED and panel.left))
+            over = not panel.busy and (
+                state in (rundir.DONE, rundir.HALTED, "DEAD") or (state == rundir.PREEMPTED and panel.left)
+            )
             view.take(tail.read())
             now = time.monotonic()
             if over or now - said >= EVERY_S:

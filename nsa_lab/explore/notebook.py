@@ -38,8 +38,10 @@ def configuration(name: str, sections: dict[str, dict[str, Any]], run_dir: str =
     try:
         if run_dir:
             if given:
-                raise ConfigError(f"run_dir = {run_dir!r} and values for {', '.join(given)}: a run keeps its "
-                                  "configuration; leave run_dir empty to change it, or the sections to attach to the run")
+                raise ConfigError(
+                    f"run_dir = {run_dir!r} and values for {', '.join(given)}: a run keeps its "
+                    "configuration; leave run_dir empty to change it, or the sections to attach to the run"
+                )
             return History.read(directory(run_dir)).config
         file = names.root() / "params" / f"{name}.yaml"
         if given and not file.is_file():

@@ -114,7 +114,13 @@ def usable(device: str, dtype: torch.dtype, nsa: NSAConfig) -> tuple[list[str], 
 
 
 def compare(
-    lengths: list[int], dtypes: list[torch.dtype], nsa: NSAConfig, *, device: str = "cpu", heads: int = 12, groups: int = 2,
+    lengths: list[int],
+    dtypes: list[torch.dtype],
+    nsa: NSAConfig,
+    *,
+    device: str = "cpu",
+    heads: int = 12,
+    groups: int = 2,
     width: int = 64,
 ) -> Iterator[Row]:
     """A row for each part, usable backend, length and dtype, as they are computed."""
@@ -134,12 +140,15 @@ def compare(
 
 def table(rows: list[Row]) -> str:
     """The rows as aligned text, with a verdict each."""
-    lines = [f"{'part':<11} {'backend':<8} {'T':>6} {'dtype':<9} {'error':>8} {'allowed':>8}  "
-             f"{'gradient':>8} {'allowed':>8}  of"]
+    lines = [
+        f"{'part':<11} {'backend':<8} {'T':>6} {'dtype':<9} {'error':>8} {'allowed':>8}  {'gradient':>8} {'allowed':>8}  of"
+    ]
     for row in rows:
         gradient = f"{_numbers(row.gradient)}  {row.gradient.of:<6}" if row.gradient else f"{'–':>8} {'–':>8}  {'':<6}"
-        lines.append(f"{row.part:<11} {row.backend:<8} {row.length:>6} {row.dtype:<9} {_numbers(row.output)}  {gradient}  "
-                     f"{'ok' if row.ok else 'TOO LARGE'}")
+        lines.append(
+            f"{row.part:<11} {row.backend:<8} {row.length:>6} {row.dtype:<9} {_numbers(row.output)}  {gradient}  "
+            f"{'ok' if row.ok else 'TOO LARGE'}"
+        )
     return "\n".join(lines)
 
 

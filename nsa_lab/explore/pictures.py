@@ -38,8 +38,10 @@ def block_geometry(length: int, nsa: NSAConfig, position: int) -> Figure:
     _box(axes, start, position + 1 - start, 0.0, 0.9, WIN, f"{position + 1 - start} tokens")
     axes.axvline(position + 0.5, color="black", linewidth=1.2)
     axes.set(xlim=(0, length), ylim=(-0.2, 3.1), xlabel="token")
-    axes.set_yticks([0.45, 1.45, 2.45], [f"window\nw = {nsa.w}", f"selection\nl_sel = {nsa.l_sel}",
-                                         f"compression\nl = {nsa.l}, d = {nsa.d}"])
+    axes.set_yticks(
+        [0.45, 1.45, 2.45],
+        [f"window\nw = {nsa.w}", f"selection\nl_sel = {nsa.l_sel}", f"compression\nl = {nsa.l}, d = {nsa.d}"],
+    )
     _legend(axes, {"compressed, visible": CMP, "selection, candidate": SEL, "window": WIN, "later than t": PALE})
     return figure
 
@@ -50,12 +52,21 @@ def visible_blocks(length: int, nsa: NSAConfig) -> Figure:
     t = torch.arange(length)
     seen = torch.arange(count) < geometry.visible_compressed(t, nsa).unsqueeze(-1)
     figure, axes = _figure(6.4, 4.2, f"Compressed blocks that a query sees: [T, N] = [{length}, {count}]")
-    axes.imshow(seen.T.numpy(), aspect="auto", origin="lower", interpolation="nearest", cmap=ListedColormap(["white", CMP]),
-                extent=(0, length, -0.5, max(count, 1) - 0.5), vmin=0, vmax=1)
+    axes.imshow(
+        seen.T.numpy(),
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap=ListedColormap(["white", CMP]),
+        extent=(0, length, -0.5, max(count, 1) - 0.5),
+        vmin=0,
+        vmax=1,
+    )
     axes.set(xlabel="query t, token", ylabel="compressed block i")
     axes.axvline(nsa.l - 1, color="black", linestyle=":", linewidth=1)
-    axes.text(0.03, 0.93, f"dotted: t = l − 1 = {nsa.l - 1}, the first block is whole", fontsize=8,
-              transform=axes.transAxes)
+    axes.text(
+        0.03, 0.93, f"dotted: t = l − 1 = {nsa.l - 1}, the first block is whole", fontsize=8, transform=axes.transAxes
+    )
     return figure
 
 
@@ -64,11 +75,15 @@ def overlap_weights(nsa: NSAConfig, compressed: int, selection: int) -> Figure:
     geometric = geometry.overlap(compressed, selection, nsa)
     zero_based = equation_nine(compressed, selection, nsa, first_j=0)
     figure = Figure(figsize=(11, 1.6 + 0.32 * selection), layout="constrained")
-    figure.suptitle(f"Weights from compressed block i to selection block j (l = {nsa.l}, d = {nsa.d}, l_sel = {nsa.l_sel})",
-                    fontsize=11)
-    for axes, weights, named in zip(figure.subplots(1, 2, sharey=True), (geometric, zero_based),
-                                    ("shared tokens / d  =  eq. 9 with j from 1",
-                                     "eq. 9 with j from 0: one block into the past"), strict=True):
+    figure.suptitle(
+        f"Weights from compressed block i to selection block j (l = {nsa.l}, d = {nsa.d}, l_sel = {nsa.l_sel})", fontsize=11
+    )
+    for axes, weights, named in zip(
+        figure.subplots(1, 2, sharey=True),
+        (geometric, zero_based),
+        ("shared tokens / d  =  eq. 9 with j from 1", "eq. 9 with j from 0: one block into the past"),
+        strict=True,
+    ):
         axes.imshow(weights.T.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=float(geometric.max()) * 1.3)
         for i, j in weights.nonzero().tolist():
             axes.text(i, j, f"{weights[i, j]:g}", ha="center", va="center", fontsize=8)
@@ -104,9 +119,15 @@ def importance_map(importance: Tensor, blocks: Tensor, nsa: NSAConfig, about: st
     begun = geometry.candidate_blocks(torch.arange(length), count, nsa)
     positive = importance.clamp_min(1e-6).masked_fill(~begun, float("nan"))
     largest = float(importance.max())
-    picture = left.imshow(positive.T.numpy(), aspect="auto", origin="lower", interpolation="nearest", cmap="cividis",
-                          norm=LogNorm(vmin=max(largest * 1e-3, 1e-6), vmax=max(largest, 1e-5)),
-                          extent=(0, length, -0.5, count - 0.5))
+    picture = left.imshow(
+        positive.T.numpy(),
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap="cividis",
+        norm=LogNorm(vmin=max(largest * 1e-3, 1e-6), vmax=max(largest, 1e-5)),
+        extent=(0, length, -0.5, count - 0.5),
+    )
     figure.colorbar(picture, ax=left, label="importance, sum over heads (log)")
     left.set_title(f"importance [T, blocks] = [{length}, {count}]", fontsize=9)
     _draw_kinds(right, blocks, count, nsa)
@@ -121,8 +142,9 @@ def selection_by_layer(blocks: dict[int, Tensor], nsa: NSAConfig, about: str) ->
     """The chosen blocks [T, n_sel] of one group in several layers, side by side."""
     figure = Figure(figsize=(3.1 * len(blocks) + 0.6, 3.6), layout="constrained")
     figure.suptitle(f"Blocks selected: {about}", fontsize=10)
-    for n, (axes, (layer, chosen)) in enumerate(zip(figure.subplots(1, len(blocks), sharey=True, squeeze=False)[0],
-                                                    blocks.items(), strict=True)):
+    for n, (axes, (layer, chosen)) in enumerate(
+        zip(figure.subplots(1, len(blocks), sharey=True, squeeze=False)[0], blocks.items(), strict=True)
+    ):
         length = chosen.shape[0]
         count = geometry.num_selection(length, nsa)
         _draw_kinds(axes, chosen, count, nsa)
@@ -148,13 +170,24 @@ def query_reads(reads: Reads, about: str) -> Figure:
     n, t = reads.nsa, reads.position
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     counts = reads.counts()
-    figure.suptitle(f"What query t = {t} of group {reads.group} reads "
-                    f"({counts['cmp']} compressed + {counts['sel']} selected + {counts['win']} window keys, "
-                    f"dense would read {t + 1})\n{about}", fontsize=10)
+    figure.suptitle(
+        f"What query t = {t} of group {reads.group} reads "
+        f"({counts['cmp']} compressed + {counts['sel']} selected + {counts['win']} window keys, "
+        f"dense would read {t + 1})\n{about}",
+        fontsize=10,
+    )
     cmp, score, sel, win = figure.subplots(4, 1, sharex=True)
 
-    cmp.bar(np.arange(len(reads.cmp)) * n.d, reads.cmp.numpy(), width=n.l, align="edge", color=CMP, alpha=0.45,
-            edgecolor=CMP, linewidth=0.6)
+    cmp.bar(
+        np.arange(len(reads.cmp)) * n.d,
+        reads.cmp.numpy(),
+        width=n.l,
+        align="edge",
+        color=CMP,
+        alpha=0.45,
+        edgecolor=CMP,
+        linewidth=0.6,
+    )
     cmp.set_ylabel("compressed\nweight a block", fontsize=8)
 
     count = len(reads.importance)
@@ -182,8 +215,12 @@ def query_reads(reads: Reads, about: str) -> Figure:
 
 def reads_by_length(lengths: list[int], nsa: NSAConfig) -> Figure:
     """Keys that the last query of a sequence reads, by branch, beside dense attention; log-log."""
-    figure, axes = _figure(7.6, 4.4, f"Keys read by the query at the end of a sequence (l = {nsa.l}, d = {nsa.d}, "
-                                     f"l_sel = {nsa.l_sel}, n_sel = {nsa.n_sel}, w = {nsa.w})")
+    figure, axes = _figure(
+        7.6,
+        4.4,
+        f"Keys read by the query at the end of a sequence (l = {nsa.l}, d = {nsa.d}, "
+        f"l_sel = {nsa.l_sel}, n_sel = {nsa.n_sel}, w = {nsa.w})",
+    )
     named = {"cmp": "compressed", "sel": "selected", "win": "window"}
     reads = [geometry.decode_reads(length, nsa) for length in lengths]
     for branch, label in named.items():
@@ -192,8 +229,13 @@ def reads_by_length(lengths: list[int], nsa: NSAConfig) -> Figure:
     axes.plot(lengths, lengths, color=DENSE, linestyle="--", label="dense")
     budget = nsa.n_sel * nsa.l_sel
     axes.axvline(budget, color=SEL, linestyle=":", linewidth=1)
-    axes.annotate(f"n_sel · l_sel = {budget}:\nselection is dense up to here", (budget, 1), xytext=(6, 8),
-                  textcoords="offset points", fontsize=8)
+    axes.annotate(
+        f"n_sel · l_sel = {budget}:\nselection is dense up to here",
+        (budget, 1),
+        xytext=(6, 8),
+        textcoords="offset points",
+        fontsize=8,
+    )
     axes.set(xscale="log", yscale="log", xlabel="sequence length, tokens", ylabel="keys read")
     axes.legend(frameon=False, fontsize=8)
     axes.grid(alpha=0.25, which="both", linewidth=0.5)
@@ -220,11 +262,22 @@ def shares_of_allowed(rows: list[tuple[str, str, float]], about: str) -> Figure:
                 axes.barh(at, max(length, left), height=height * 0.9, color=colours[backend])
                 named = "exact" if share == 0 else f"{share:.2g}" if share <= 1 else f"{share:.3g}: TOO LARGE"
                 inside = length == right
-                axes.annotate(named, (max(length, left), at), xytext=(-4 if inside else 4, 0), textcoords="offset points",
-                              va="center", ha="right" if inside else "left", fontsize=8)
+                axes.annotate(
+                    named,
+                    (max(length, left), at),
+                    xytext=(-4 if inside else 4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    ha="right" if inside else "left",
+                    fontsize=8,
+                )
     axes.axvline(1, color="black", linestyle=":")
-    axes.set(xscale="log", xlim=(left, right), yticks=range(len(whats)),
-             xlabel="error / allowed error (log scale; right of the dotted line is too large)")
+    axes.set(
+        xscale="log",
+        xlim=(left, right),
+        yticks=range(len(whats)),
+        xlabel="error / allowed error (log scale; right of the dotted line is too large)",
+    )
     axes.set_yticklabels(whats, fontsize=8)
     axes.invert_yaxis()
     handles = [Patch(color=colour, label=backend) for backend, colour in colours.items()]
@@ -236,8 +289,16 @@ def shares_of_allowed(rows: list[tuple[str, str, float]], about: str) -> Figure:
 def _draw_kinds(axes: Axes, blocks: Tensor, count: int, nsa: NSAConfig) -> None:
     colours = ListedColormap(list(reversed(KINDS.values())))
     kinds = selection_kinds(blocks, count, nsa).T.numpy()
-    axes.imshow(kinds, aspect="auto", origin="lower", interpolation="nearest", cmap=colours, vmin=0, vmax=len(KINDS) - 1,
-                extent=(0, blocks.shape[0], -0.5, count - 0.5))
+    axes.imshow(
+        kinds,
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap=colours,
+        vmin=0,
+        vmax=len(KINDS) - 1,
+        extent=(0, blocks.shape[0], -0.5, count - 0.5),
+    )
 
 
 def _figure(width: float, height: float, named: str) -> tuple[Figure, Axes]:
@@ -249,8 +310,15 @@ def _figure(width: float, height: float, named: str) -> tuple[Figure, Axes]:
 
 def _box(axes: Axes, x: float, width: float, y: float, height: float, colour: str, label: str) -> None:
     axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="white", linewidth=1.2))
-    axes.text(x + width / 2, y + height / 2, label, ha="center", va="center", fontsize=7,
-              color="black" if colour == PALE else "white")
+    axes.text(
+        x + width / 2,
+        y + height / 2,
+        label,
+        ha="center",
+        va="center",
+        fontsize=7,
+        color="black" if colour == PALE else "white",
+    )
 
 
 def _legend(axes: Axes, colours: dict[str, str], inside: bool = False) -> None:

@@ -246,16 +246,25 @@ def _draw_loss(axes: Axes, histories: list[History], smooth: int) -> None:
         named = _attention(history, histories)
         _draw_smoothed(axes, *history.series("bpb"), smooth, colour, f"{named}training", width)
         held_out, validation = history.validation()
-        axes.plot(held_out, validation, color=colour, linestyle="--", marker="o", markersize=3.5, zorder=3,
-                  label=f"{named}validation")
+        axes.plot(
+            held_out,
+            validation,
+            color=colour,
+            linestyle="--",
+            marker="o",
+            markersize=3.5,
+            zorder=3,
+            label=f"{named}validation",
+        )
         _mark_resumes(axes, history)
     axes.set(xlabel=STEP, ylabel="bits a byte")
     _legend(axes)
     over_steps(axes)
 
 
-def _draw_smoothed(axes: Axes, steps: np.ndarray, values: np.ndarray, smooth: int, colour: str, label: str,
-                   width: float) -> None:
+def _draw_smoothed(
+    axes: Axes, steps: np.ndarray, values: np.ndarray, smooth: int, colour: str, label: str, width: float
+) -> None:
     axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
     window = max(1, min(smooth, len(values) // 20), len(values) // 50)
     axes.plot(steps, smoothed(values, window), color=colour, linewidth=width, label=label)
@@ -270,15 +279,19 @@ def _widths(histories: list[History]) -> list[float]:
 def _close_to_the_end(panels: list[tuple[Axes, str]], histories: list[History]) -> None:
     """Where a run is long, its first tenth would press all the rest into a line: the axes show from there on upwards."""
     for axes, name in panels:
-        shown = [values[len(values) // 10:] for values in (history.series(name)[1] for history in histories)
-                 if len(values) >= LONG and np.isfinite(values[len(values) // 10:]).any()]
+        shown = [
+            values[len(values) // 10 :]
+            for values in (history.series(name)[1] for history in histories)
+            if len(values) >= LONG and np.isfinite(values[len(values) // 10 :]).any()
+        ]
         if shown and len(shown) == len(histories):
             low, high = min(np.nanmin(values) for values in shown), max(np.nanmax(values) for values in shown)
             margin = 0.1 * (high - low) or 0.1
             axes.set_ylim(low - margin, high + 3 * margin)
             # Outside the axes, where no curve and no mark of an attempt can be.
-            axes.annotate("the beginning lies above ↑", (0.0, 1.01), xycoords="axes fraction", fontsize=8, va="bottom",
-                          color=DENSE)
+            axes.annotate(
+                "the beginning lies above ↑", (0.0, 1.01), xycoords="axes fraction", fontsize=8, va="bottom", color=DENSE
+            )
 
 
 def _attention(history: History, among: list[History]) -> str:
@@ -352,15 +365,24 @@ def over_steps(axes: Axes) -> None:
 def _mark_level(axes: Axes, value: float, text: str) -> None:
     axes.axhline(value, color="black", linestyle=":", linewidth=1)
     axes.margins(y=0.12)
-    axes.annotate(text, (0, value), xycoords=axes.get_yaxis_transform(), xytext=(4, 3),
-                  textcoords="offset points", fontsize=8)
+    axes.annotate(
+        text, (0, value), xycoords=axes.get_yaxis_transform(), xytext=(4, 3), textcoords="offset points", fontsize=8
+    )
 
 
 def _mark_resumes(axes: Axes, history: History) -> None:
     for attempt in history.attempts()[1:]:
         axes.axvline(attempt.from_step, color=DENSE, linestyle="--", linewidth=0.8)
-        axes.annotate(f"attempt {attempt.number}", (attempt.from_step, 0.98), xycoords=("data", "axes fraction"),
-                      fontsize=7, rotation=90, va="top", ha="right", color=DENSE)
+        axes.annotate(
+            f"attempt {attempt.number}",
+            (attempt.from_step, 0.98),
+            xycoords=("data", "axes fraction"),
+            fontsize=7,
+            rotation=90,
+            va="top",
+            ha="right",
+            color=DENSE,
+        )
 
 
 def _mark_stalls(axes: Axes, history: History) -> None:

@@ -77,8 +77,10 @@ def describe(reads: Reads, text: str, width: int = 48) -> str:
     """One line for each chosen block: why it is in, its importance, the weight it gets, and how its text begins."""
     n = reads.nsa
     before = text[max(reads.position - width + 1, 0) : reads.position + 1]
-    lines = [f"query {reads.position}, group {reads.group}; the text up to it ends with {before!r}",
-             f"{'block':>5}  {'why':<8} {'importance':>10} {'weight':>7}  text"]
+    lines = [
+        f"query {reads.position}, group {reads.group}; the text up to it ends with {before!r}",
+        f"{'block':>5}  {'why':<8} {'importance':>10} {'weight':>7}  text",
+    ]
     for block in reads.blocks:
         first = block * n.l_sel
         weight = float(reads.sel[first : first + n.l_sel].sum())

@@ -21,8 +21,15 @@ MAP, LOSS, GATES = "blocks selected", "loss", "gate shares"
 VIEWS = (LOSS, GATES, *compare.STATISTICS, MAP)
 
 
-def explore_runs(chosen: Sequence[plots.Run], others: Sequence[plots.Run] = (), *, layer: int = 0, group: int = 0,
-                 step: int | None = None, with_widgets: bool | None = None) -> None:
+def explore_runs(
+    chosen: Sequence[plots.Run],
+    others: Sequence[plots.Run] = (),
+    *,
+    layer: int = 0,
+    group: int = 0,
+    step: int | None = None,
+    with_widgets: bool | None = None,
+) -> None:
     """Show the explorer on the `chosen` runs; `others` can be chosen too. `with_widgets` as in `explore`."""
     if has_front_end() if with_widgets is None else with_widgets:
         display(run_explorer(chosen, others, layer=layer, group=group, step=step))
@@ -62,30 +69,51 @@ def _named(runs: Sequence[plots.Run]) -> dict[str, History]:
     return {history.run: history for history in map(History.read, runs)}
 
 
-def run_explorer(chosen: Sequence[plots.Run], others: Sequence[plots.Run] = (), *, layer: int = 0, group: int = 0,
-                 step: int | None = None) -> widgets.VBox:
+def run_explorer(
+    chosen: Sequence[plots.Run],
+    others: Sequence[plots.Run] = (),
+    *,
+    layer: int = 0,
+    group: int = 0,
+    step: int | None = None,
+) -> widgets.VBox:
     """The controls and the pictures as one widget."""
     known = _named([*chosen, *others])
     layers = max(history.config.model.n_layers for history in known.values())
     groups = max(history.config.model.n_kv_groups for history in known.values())
     end = last_step(list(known.values()))
-    which = widgets.SelectMultiple(options=list(known), value=list(_named(chosen)), description="runs",
-                                   rows=min(len(known), 6), layout=widgets.Layout(width="60%"))
-    view = widgets.Dropdown(options=[(compare.STATISTICS.get(name, name), name) for name in VIEWS], value=GATES,
-                            description="view")
-    depth = widgets.Dropdown(options=list(range(layers)), value=layer, description="layer",
-                             layout=widgets.Layout(width="11em"))
-    heads = widgets.Dropdown(options=list(range(groups)), value=group, description="head group",
-                             layout=widgets.Layout(width="11em"))
-    at = widgets.IntSlider(value=end if step is None else step, min=0, max=end, description="step",
-                           continuous_update=False, layout=widgets.Layout(width="60%"))
+    which = widgets.SelectMultiple(
+        options=list(known),
+        value=list(_named(chosen)),
+        description="runs",
+        rows=min(len(known), 6),
+        layout=widgets.Layout(width="60%"),
+    )
+    view = widgets.Dropdown(
+        options=[(compare.STATISTICS.get(name, name), name) for name in VIEWS], value=GATES, description="view"
+    )
+    depth = widgets.Dropdown(
+        options=list(range(layers)), value=layer, description="layer", layout=widgets.Layout(width="11em")
+    )
+    heads = widgets.Dropdown(
+        options=list(range(groups)), value=group, description="head group", layout=widgets.Layout(width="11em")
+    )
+    at = widgets.IntSlider(
+        value=end if step is None else step,
+        min=0,
+        max=end,
+        description="step",
+        continuous_update=False,
+        layout=widgets.Layout(width="60%"),
+    )
     pictures, text = widgets.VBox(), widgets.HTML()
 
     def redraw(_change: object = None) -> None:
         runs = [known[name] for name in which.value]
         drawn, problems = figures(runs, view.value, depth.value, heads.value, at.value) if runs else ([], ["choose a run"])
-        pictures.children = [widgets.Image(value=png(figure), format="png", layout=widgets.Layout(max_width="100%"))
-                             for figure in drawn]
+        pictures.children = [
+            widgets.Image(value=png(figure), format="png", layout=widgets.Layout(max_width="100%")) for figure in drawn
+        ]
         told = "\n".join([compare.numbers_at(runs, depth.value, at.value), *problems])
         text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(told)}</pre>"
 

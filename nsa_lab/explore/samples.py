@@ -61,9 +61,14 @@ def decode_check(run: Path, limits: Limits = LIMITS) -> Verdict:
     with torch.no_grad():
         whole = model(tokens)
     error = ((stepped - whole).abs().max() / whole.abs().max()).item()
-    return Verdict(name, error <= limit, error, limit,
-                   f"{checkpoint.name}: logits differ by {error:.2g} of the largest at most ({begin:,} tokens at "
-                   f"once, {tokens.shape[1] - begin} one by one; {limit:g} allowed)")
+    return Verdict(
+        name,
+        error <= limit,
+        error,
+        limit,
+        f"{checkpoint.name}: logits differ by {error:.2g} of the largest at most ({begin:,} tokens at "
+        f"once, {tokens.shape[1] - begin} one by one; {limit:g} allowed)",
+    )
 
 
 def selected_keys(run: Path) -> tuple[float, int]:
@@ -94,8 +99,11 @@ def selection_maps(run: Path, length: int | None = None, group: int = 0) -> Figu
     config = RunConfig.from_yaml(Path(run) / "config.yaml")
     blocks = observed_blocks(run, length)
     layers = sorted({round(n * (len(blocks) - 1) / max(PICTURED_LAYERS - 1, 1)) for n in range(PICTURED_LAYERS)})
-    return selection_by_layer({layer: blocks[layer][0, :, group] for layer in layers}, config.nsa,
-                              f"{Path(run).name}, group {group}, on argparse.py")
+    return selection_by_layer(
+        {layer: blocks[layer][0, :, group] for layer in layers},
+        config.nsa,
+        f"{Path(run).name}, group {group}, on argparse.py",
+    )
 
 
 def observed_blocks(run: Path, length: int | None = None, step: int | None = None) -> list[Tensor]:

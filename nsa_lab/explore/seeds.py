@@ -55,8 +55,10 @@ def _cell(text: str | None) -> str:
 
 def _steps_done(run: History, _: History | None) -> str:
     attempts = run.attempts()
-    return (f"{run.reached:,} of {run.config.train.steps:,} optimiser steps, {run.status.get('status', 'unknown')}, "
-            f"{len(attempts)} attempt{'s' * (len(attempts) != 1)}")
+    return (
+        f"{run.reached:,} of {run.config.train.steps:,} optimiser steps, {run.status.get('status', 'unknown')}, "
+        f"{len(attempts)} attempt{'s' * (len(attempts) != 1)}"
+    )
 
 
 def _speed(run: History, _: History | None) -> str | None:
@@ -89,8 +91,11 @@ def _finite(run: History, _: History | None) -> str | None:
 
 
 def _silence(run: History, _: History | None) -> str | None:
-    gaps = [later["t"] - earlier["t"] for earlier, later in zip(run.events, run.events[1:], strict=False)
-            if earlier["attempt"] == later["attempt"]]
+    gaps = [
+        later["t"] - earlier["t"]
+        for earlier, later in zip(run.events, run.events[1:], strict=False)
+        if earlier["attempt"] == later["attempt"]
+    ]
     if not gaps:
         return None
     stalls = len(run.of_kind("stall"))
@@ -98,15 +103,21 @@ def _silence(run: History, _: History | None) -> str | None:
 
 
 def _gpu_use(run: History, _: History | None) -> str | None:
-    beats = [event["gpu_util"] for event in run.of_kind("heartbeat")
-             if event.get("phase") == "step" and event.get("gpu_util") is not None]
+    beats = [
+        event["gpu_util"]
+        for event in run.of_kind("heartbeat")
+        if event.get("phase") == "step" and event.get("gpu_util") is not None
+    ]
     return f"{np.median(beats):.0f} % median over {len(beats)} heartbeats" if beats else None
 
 
 def _memory(run: History, _: History | None) -> str | None:
     peak = facts(run)["memory_peak_bytes"]
-    return peak and f"{peak / 2**20:,.0f} MiB at the peak, " \
-                    f"{run.config.train.micro_batch_size or run.config.train.batch_size} sequences at once"
+    return (
+        peak
+        and f"{peak / 2**20:,.0f} MiB at the peak, "
+        f"{run.config.train.micro_batch_size or run.config.train.batch_size} sequences at once"
+    )
 
 
 def _data_wait(run: History, _: History | None) -> str | None:
@@ -131,6 +142,7 @@ def _loss_at(step_of: Callable[[History], int]) -> Callable[[History, History | 
         if found is None or first is None or None in (found["bpb"], first["bpb"]):
             return None
         return f"{first['bpb']:.2f} → {found['bpb']:.2f} bits a byte at step {found['step']:,}"
+
     return read
 
 
@@ -146,8 +158,12 @@ def _validation(run: History, _: History | None) -> str | None:
 
 def _entropy(run: History, _: History | None) -> str | None:
     steps, values = run.layers("gate_entropy")
-    return f"{values[-1].min():.3f} to {values[-1].max():.3f} by layer at step {steps[-1]:,}; " \
-           f"{values[0].min():.3f} to {values[0].max():.3f} at step {steps[0]:,}" if len(values) else None
+    return (
+        f"{values[-1].min():.3f} to {values[-1].max():.3f} by layer at step {steps[-1]:,}; "
+        f"{values[0].min():.3f} to {values[0].max():.3f} at step {steps[0]:,}"
+        if len(values)
+        else None
+    )
 
 
 def _shares(run: History, _: History | None) -> str | None:
@@ -179,45 +195,97 @@ def _against_dense(run: History, twin: History | None) -> str | None:
 
 
 NUMBERS = (
-    Number("steps finished", "“successful 50k training run”", "S4",
-           "written at step 1,740 of 50,000, 3.5 %; the end is recorded nowhere", _steps_done),
-    Number("tokens a second", "16 with gradient checkpointing, 27 without; 785 expected", "S0",
-           "without flash-attn every row fell back to a slow path, and no error said so; checkpointing costs 1.7×, not 49×",
-           _speed_without_checkpointing),
-    Number("tokens a second", "11 at 512 tokens, 10 at 2,048", "S1",
-           "one Python call a token and layer; the switches that were tried are not read on that route", _speed),
-    Number("tokens a second", "39; 300+ asked", "S3",
-           "most likely the same route; the 17.6 M tokens a second beside it are one attention call, not a model",
-           _speed),
-    Number("tokens a second", "9,200–9,400, peak 9,546", "S4",
-           "the speed is real, the model under it is not NSA: its compressed branch is a constant", _speed),
-    Number("time a step", "0.436 s", "S4", "a micro-batch of 4,094 tokens; two of them are an optimiser step",
-           _step_seconds),
+    Number(
+        "steps finished",
+        "“successful 50k training run”",
+        "S4",
+        "written at step 1,740 of 50,000, 3.5 %; the end is recorded nowhere",
+        _steps_done,
+    ),
+    Number(
+        "tokens a second",
+        "16 with gradient checkpointing, 27 without; 785 expected",
+        "S0",
+        "without flash-attn every row fell back to a slow path, and no error said so; checkpointing costs 1.7×, not 49×",
+        _speed_without_checkpointing,
+    ),
+    Number(
+        "tokens a second",
+        "11 at 512 tokens, 10 at 2,048",
+        "S1",
+        "one Python call a token and layer; the switches that were tried are not read on that route",
+        _speed,
+    ),
+    Number(
+        "tokens a second",
+        "39; 300+ asked",
+        "S3",
+        "most likely the same route; the 17.6 M tokens a second beside it are one attention call, not a model",
+        _speed,
+    ),
+    Number(
+        "tokens a second",
+        "9,200–9,400, peak 9,546",
+        "S4",
+        "the speed is real, the model under it is not NSA: its compressed branch is a constant",
+        _speed,
+    ),
+    Number(
+        "time a step", "0.436 s", "S4", "a micro-batch of 4,094 tokens; two of them are an optimiser step", _step_seconds
+    ),
     Number("time of 50k steps", "~6 hours", "S4", "50,000 micro-batches: 204.7 M tokens, 25,000 updates", _time),
-    Number("against dense", "“3–4× speedup”", "S4", "its selection masks a dense S × S product: nothing gets cheaper",
-           _against_dense),
-    Number("first NaN", "at step 1", "S2",
-           "never explained; an inverted mask and an uninitialised index buffer fit the flags", _finite),
+    Number(
+        "against dense",
+        "“3–4× speedup”",
+        "S4",
+        "its selection masks a dense S × S product: nothing gets cheaper",
+        _against_dense,
+    ),
+    Number(
+        "first NaN",
+        "at step 1",
+        "S2",
+        "never explained; an inverted mask and an uninitialised index buffer fit the flags",
+        _finite,
+    ),
     Number("hang", "“hung at step 5”", "S3", "most likely the log: a line for steps 1 to 5, then every 20th", _silence),
     Number("GPU utilisation", "29 % (CPU 96 %)", "S1", "the GPU waited for Python", _gpu_use),
     Number("GPU utilisation", "68–73 %", "S4", "about 1.4 % of the card's arithmetic", _gpu_use),
     Number("memory", "3,069 MiB", "S4", "with gradient checkpointing, which cost it 40 % of its speed", _memory),
     Number("waiting for data", "0 ms", "S4", "the loader was armed to go on with noise when the text failed", _data_wait),
     Number("parameters", "“125m” in the configuration's name", "S4", "78.30 M with bytes as tokens", _parameters),
-    Number("loss at step 1,740",
-           f"5.73 → 2.64 nats = {5.73 / math.log(2):.2f} → {2.64 / math.log(2):.2f} bits a byte", "S4",
-           "between counting single bytes and counting pairs: gradients flow, more it does not show",
-           _loss_at(lambda run: LAST_STEP)),
-    Number("the same after as many tokens", f"{LAST_TOKENS / 1e6:.2f} M tokens", "S4",
-           "its steps were micro-batches, ours are optimiser steps",
-           _loss_at(lambda run: max(1, LAST_TOKENS // run.config.train.tokens_per_step))),
+    Number(
+        "loss at step 1,740",
+        f"5.73 → 2.64 nats = {5.73 / math.log(2):.2f} → {2.64 / math.log(2):.2f} bits a byte",
+        "S4",
+        "between counting single bytes and counting pairs: gradients flow, more it does not show",
+        _loss_at(lambda run: LAST_STEP),
+    ),
+    Number(
+        "the same after as many tokens",
+        f"{LAST_TOKENS / 1e6:.2f} M tokens",
+        "S4",
+        "its steps were micro-batches, ours are optimiser steps",
+        _loss_at(lambda run: max(1, LAST_TOKENS // run.config.train.tokens_per_step)),
+    ),
     Number("validation", "none given", "S4", "its shard was drawn from the training stream", _validation),
-    Number("learning rate at step 1,740", "8.71e-05 (“warmup phase”)", "S4",
-           "1.74e-4 is what its configuration says for that step: the schedule ran at half speed", _rate),
+    Number(
+        "learning rate at step 1,740",
+        "8.71e-05 (“warmup phase”)",
+        "S4",
+        "1.74e-4 is what its configuration says for that step: the schedule ran at half speed",
+        _rate,
+    ),
     Number("gate entropy", "1.098 (“healthy, no collapse”)", "S4", "ln 3: the gate never moved", _entropy),
     Number("branch shares", "[0.333, 0.334, 0.333] (“balanced”)", "S4", "the same: a gate at its start", _shares),
-    Number("selected keys", "721 mean, 1024 max", "S4",
-           "what comes out when a query's own block is never selected; 752.5 is right at 2,048 tokens", _keys),
-    Number("fallbacks", "~10 mask fails (“negligible”)", "S4", "most likely the ten batches of its one evaluation",
-           _fallbacks),
+    Number(
+        "selected keys",
+        "721 mean, 1024 max",
+        "S4",
+        "what comes out when a query's own block is never selected; 752.5 is right at 2,048 tokens",
+        _keys,
+    ),
+    Number(
+        "fallbacks", "~10 mask fails (“negligible”)", "S4", "most likely the ten batches of its one evaluation", _fallbacks
+    ),
 )

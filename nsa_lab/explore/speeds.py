@@ -38,8 +38,15 @@ def time_by_length(rows: Sequence[Row], shapes: Sequence[Shape]) -> Figure:
             length, scale = per_ns[row.shape]
             curves.setdefault((row.part, row.by), []).append((length, row.total_ms * scale))
     for number, ((part, by), points) in enumerate(curves.items()):
-        axes.plot(*zip(*sorted(points), strict=True), marker="o^sv"[number % 4], markersize=4, color=COLOURS[part],
-                  linewidth=2.2 if part == WHOLE else 1, linestyle="--" if part == "dense" else "-", label=f"{part}: {by}")
+        axes.plot(
+            *zip(*sorted(points), strict=True),
+            marker="o^sv"[number % 4],
+            markersize=4,
+            color=COLOURS[part],
+            linewidth=2.2 if part == WHOLE else 1,
+            linestyle="--" if part == "dense" else "-",
+            label=f"{part}: {by}",
+        )
     axes.set(xscale="log", yscale="log", xlabel="sequence length T, tokens", ylabel="nanoseconds a token")
     axes.grid(alpha=0.25, which="both", linewidth=0.5, color=DENSE)
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

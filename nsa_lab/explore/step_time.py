@@ -21,8 +21,16 @@ ATTENTION_RATE = 500e12
 # Backward passes in forward passes: attention recomputes its scores, matrix products do not.
 ATTENTION_BACKWARD, MATMUL_BACKWARD = 2.5, 2.0
 COLOURS = {
-    "gemm": WIN, "compressed and window": CMP, "selected": SEL, "block choice": FORCED, "dense attention": "#000000",
-    "gated sum": "#CC79A7", "elementwise": DENSE, "optimiser": "#56B4E9", "copy": "#F0E442", "idle": "#FFFFFF",
+    "gemm": WIN,
+    "compressed and window": CMP,
+    "selected": SEL,
+    "block choice": FORCED,
+    "dense attention": "#000000",
+    "gated sum": "#CC79A7",
+    "elementwise": DENSE,
+    "optimiser": "#56B4E9",
+    "copy": "#F0E442",
+    "idle": "#FFFFFF",
 }
 
 Report = Mapping[str, Any]
@@ -56,8 +64,12 @@ def floors(row: Mapping[str, Any], model: ModelConfig, gemm_rate: float) -> dict
         return 2 * (built.parameter_count() - built.embedding.weight.numel()) * (1 + MATMUL_BACKWARD) / gemm_rate
 
     seconds = {
-        "nsa": {"gemm": gemm("nsa"), "compressed and window": pair * (reads["cmp"] + reads["win"]),
-                "selected": pair * reads["sel"], "block choice": scores * reads["cmp"]},
+        "nsa": {
+            "gemm": gemm("nsa"),
+            "compressed and window": pair * (reads["cmp"] + reads["win"]),
+            "selected": pair * reads["sel"],
+            "block choice": scores * reads["cmp"],
+        },
         "dense": {"gemm": gemm("dense"), "dense attention": pair * reads["dense"]},
     }
     return {kind: {part: 1e9 * value for part, value in parts.items()} for kind, parts in seconds.items()}
@@ -80,22 +92,33 @@ def picture(report: Report) -> Figure:
     figure.suptitle(f"A training step by part, on {report['device']}, {report['when'][:10]}", fontsize=11)
     for panel, row in zip(axes, rows, strict=True):
         least = floors(row, model, report["gemm_flops_per_s"])
-        bars = {"NSA": by_part(row, "nsa"), "its\nfloor": least["nsa"], "dense": by_part(row, "dense"),
-                "its \nfloor": least["dense"]}
+        bars = {
+            "NSA": by_part(row, "nsa"),
+            "its\nfloor": least["nsa"],
+            "dense": by_part(row, "dense"),
+            "its \nfloor": least["dense"],
+        }
         for place, parts in enumerate(bars.values()):
             bottom = 0.0
             for part in COLOURS:
                 if part in parts:
-                    panel.bar(place, parts[part], bottom=bottom, color=COLOURS[part], edgecolor="black", linewidth=0.4,
-                              label=part)
+                    panel.bar(
+                        place, parts[part], bottom=bottom, color=COLOURS[part], edgecolor="black", linewidth=0.4, label=part
+                    )
                     bottom += parts[part]
             panel.annotate(f"{bottom:,.0f}", (place, bottom), ha="center", va="bottom", fontsize=8)
         panel.set_title(f"{row['seq_len']:,} x {row['micro_batch']}", fontsize=9)
         panel.set_xticks(range(len(bars)), bars, fontsize=8)
     axes[0].set_ylabel("nanoseconds a token")
     named = {label: handle for panel in axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend([named[part] for part in COLOURS if part in named], [part for part in COLOURS if part in named],
-                  loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(
+        [named[part] for part in COLOURS if part in named],
+        [part for part in COLOURS if part in named],
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=8,
+    )
     return figure
 
 
@@ -108,8 +131,10 @@ def table(report: Report) -> str:
         for part, took in sorted(parts.items(), key=lambda item: -item[1]):
             floor = f"{least[part]:8.0f}{took / least[part]:7.1f}" if part in least else ""
             lines.append(f"{row['seq_len']:>6} x {row['micro_batch']:<5}{part:<24}{took:>11.0f}{floor}")
-        lines.append(f"{'':<14}{'whole step':<24}{sum(parts.values()):>11.0f}{sum(least.values()):8.0f}"
-                     f"{sum(parts.values()) / sum(least.values()):7.1f}")
+        lines.append(
+            f"{'':<14}{'whole step':<24}{sum(parts.values()):>11.0f}{sum(least.values()):8.0f}"
+            f"{sum(parts.values()) / sum(least.values()):7.1f}"
+        )
     return "\n".join(lines)
 
 

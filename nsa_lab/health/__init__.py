@@ -22,9 +22,27 @@ __all__ = ["CHECKS", "LIMITS", "Health", "Limits", "Verdict", "as_record", "exam
 
 # In the order of the report: causes before consequences.
 CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
-    run.finished, run.guards, run.finite, run.errors, run.stalls, run.preflight, run.loss_fell, run.no_leak, run.loss_kept,
-    run.generalises, run.steps_counted_once, run.learning_rate, run.checkpoints, branches.gates_moved, branches.gates_alive,
-    branches.selection_chooses, branches.selection_reaches, branches.sink_share, run.throughput, run.data_wait, run.memory,
+    run.finished,
+    run.guards,
+    run.finite,
+    run.errors,
+    run.stalls,
+    run.preflight,
+    run.loss_fell,
+    run.no_leak,
+    run.loss_kept,
+    run.generalises,
+    run.steps_counted_once,
+    run.learning_rate,
+    run.checkpoints,
+    branches.gates_moved,
+    branches.gates_alive,
+    branches.selection_chooses,
+    branches.selection_reaches,
+    branches.sink_share,
+    run.throughput,
+    run.data_wait,
+    run.memory,
 )
 
 
@@ -66,12 +84,20 @@ def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
 
 def as_record(health: Health) -> dict[str, Any]:
     """The verdicts as they stand in `verdict.json`; a number that is not finite is null."""
-    def plain(verdict: Verdict) -> dict[str, Any]:
-        return {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in asdict(verdict).items()}
 
-    return {"run": health.run, "state": health.state, "ok": health.ok, "headline": health.headline,
-            "verdicts": [plain(verdict) for verdict in health.verdicts]}
+    def plain(verdict: Verdict) -> dict[str, Any]:
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(verdict).items()
+        }
+
+    return {
+        "run": health.run,
+        "state": health.state,
+        "ok": health.ok,
+        "headline": health.headline,
+        "verdicts": [plain(verdict) for verdict in health.verdicts],
+    }
 
 
 def write_verdict(run_dir: str | Path | History) -> Path:

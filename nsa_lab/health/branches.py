@@ -57,8 +57,13 @@ def gates_moved(history: History, limits: Limits) -> Verdict | None:
         return Verdict("gates moved", None, None, limits.gate_moved, "no gate statistics were recorded")
     pinned = (np.abs(entropy - EVEN) < limits.gate_pinned).all(axis=0)
     if pinned.any():
-        return Verdict("gates moved", False, EVEN, EVEN - limits.gate_pinned,
-                       f"entropy pinned at ln 3 = {EVEN:.4f} in every reading of {_layers(pinned)}")
+        return Verdict(
+            "gates moved",
+            False,
+            EVEN,
+            EVEN - limits.gate_pinned,
+            f"entropy pinned at ln 3 = {EVEN:.4f} in every reading of {_layers(pinned)}",
+        )
     _, update = history.layers("gate_update")
     still = (update == 0).all(axis=0) if len(update) else np.zeros(entropy.shape[1], bool)
     if still.any():
@@ -69,10 +74,16 @@ def gates_moved(history: History, limits: Limits) -> Verdict | None:
     change = np.max([np.ptp(reading, axis=0) for reading in readings], axis=0)
     frozen = change < limits.gate_moved
     if frozen.any():
-        return Verdict("gates moved", False, float(change.min()), limits.gate_moved,
-                       f"gate never moved in {_layers(frozen)}")
-    return Verdict("gates moved", True, float(change.min()), limits.gate_moved,
-                   f"every layer's shares changed; the least by {change.min():.3f}, the most by {change.max():.3f}")
+        return Verdict(
+            "gates moved", False, float(change.min()), limits.gate_moved, f"gate never moved in {_layers(frozen)}"
+        )
+    return Verdict(
+        "gates moved",
+        True,
+        float(change.min()),
+        limits.gate_moved,
+        f"every layer's shares changed; the least by {change.min():.3f}, the most by {change.max():.3f}",
+    )
 
 
 def gates_alive(history: History, limits: Limits) -> Verdict | None:
@@ -85,20 +96,40 @@ def gates_alive(history: History, limits: Limits) -> Verdict | None:
     _, saturation = history.layers("gate_saturation")
     last = entropy[-1]
     if (collapsed := last < limits.gate_entropy).any():
-        return Verdict("gates alive", False, float(last.min()), limits.gate_entropy,
-                       f"collapsed onto one branch in {_layers(collapsed)}, entropy {last.min():.3f} nats")
+        return Verdict(
+            "gates alive",
+            False,
+            float(last.min()),
+            limits.gate_entropy,
+            f"collapsed onto one branch in {_layers(collapsed)}, entropy {last.min():.3f} nats",
+        )
     if len(saturation) and (stuck := saturation[-1] > limits.gate_saturation).any():
-        return Verdict("gates alive", False, float(saturation[-1].max()), limits.gate_saturation,
-                       f"{saturation[-1].max():.0%} of the gate values are stuck at 0 or 1 in {_layers(stuck)}")
+        return Verdict(
+            "gates alive",
+            False,
+            float(saturation[-1].max()),
+            limits.gate_saturation,
+            f"{saturation[-1].max():.0%} of the gate values are stuck at 0 or 1 in {_layers(stuck)}",
+        )
     readings = {branch: history.layers(f"gate_share_{branch}")[1] for branch in BRANCHES}
     shares = {branch: float(values[-1].mean()) for branch, values in readings.items() if len(values)}
     if shares and min(shares.values()) < limits.gate_share:
         unused = min(shares, key=shares.__getitem__)
-        return Verdict("gates alive", False, shares[unused], limits.gate_share,
-                       f"branch {unused} holds {shares[unused]:.1%} of the gates")
+        return Verdict(
+            "gates alive",
+            False,
+            shares[unused],
+            limits.gate_share,
+            f"branch {unused} holds {shares[unused]:.1%} of the gates",
+        )
     split = ", ".join(f"{branch} {share:.0%}" for branch, share in shares.items())
-    return Verdict("gates alive", True, float(last.min()), limits.gate_entropy,
-                   f"{split}; lowest entropy of a layer {last.min():.2f} of {EVEN:.2f} nats")
+    return Verdict(
+        "gates alive",
+        True,
+        float(last.min()),
+        limits.gate_entropy,
+        f"{split}; lowest entropy of a layer {last.min():.2f} of {EVEN:.2f} nats",
+    )
 
 
 def selection_chooses(history: History, limits: Limits) -> Verdict | None:
@@ -111,13 +142,28 @@ def selection_chooses(history: History, limits: Limits) -> Verdict | None:
     reuse, span = found
     low = span.chance_reuse - limits.reuse_slack
     if (fixed := reuse > limits.reuse_fixed).any():
-        return Verdict("selection chooses", False, float(reuse.max()), limits.reuse_fixed,
-                       f"neighbouring queries always choose the same blocks in {_layers(fixed)}")
+        return Verdict(
+            "selection chooses",
+            False,
+            float(reuse.max()),
+            limits.reuse_fixed,
+            f"neighbouring queries always choose the same blocks in {_layers(fixed)}",
+        )
     if (noisy := reuse < low).any():
-        return Verdict("selection chooses", False, float(reuse.min()), low,
-                       f"neighbours share {reuse.min():.1%} of their blocks in {_layers(noisy)}, less than chance")
-    return Verdict("selection chooses", True, float(reuse.max()), limits.reuse_fixed,
-                   f"neighbouring queries share {_span(reuse)} of their blocks, by layer (chance: {span.chance_reuse:.0%})")
+        return Verdict(
+            "selection chooses",
+            False,
+            float(reuse.min()),
+            low,
+            f"neighbours share {reuse.min():.1%} of their blocks in {_layers(noisy)}, less than chance",
+        )
+    return Verdict(
+        "selection chooses",
+        True,
+        float(reuse.max()),
+        limits.reuse_fixed,
+        f"neighbouring queries share {_span(reuse)} of their blocks, by layer (chance: {span.chance_reuse:.0%})",
+    )
 
 
 def selection_reaches(history: History, limits: Limits) -> Verdict | None:
@@ -133,14 +179,25 @@ def selection_reaches(history: History, limits: Limits) -> Verdict | None:
     margin = limits.reach_margin * (span.farthest - span.nearest)
     near, far = span.nearest + margin, span.farthest - margin
     if (close := distance < near).any():
-        return Verdict("selection reaches", False, float(distance.min()), near,
-                       f"only the nearest blocks are chosen in {_layers(close)}: a wider window, not a selection")
+        return Verdict(
+            "selection reaches",
+            False,
+            float(distance.min()),
+            near,
+            f"only the nearest blocks are chosen in {_layers(close)}: a wider window, not a selection",
+        )
     if (old := distance > far).any():
-        return Verdict("selection reaches", False, float(distance.max()), far,
-                       f"only the oldest blocks are chosen in {_layers(old)}")
-    return Verdict("selection reaches", True, float(distance.min()), near,
-                   f"chosen blocks lie {distance.min():.1f} to {distance.max():.1f} blocks back on average, by layer "
-                   f"(nearest possible {span.nearest:.1f}, farthest {span.farthest:.1f})")
+        return Verdict(
+            "selection reaches", False, float(distance.max()), far, f"only the oldest blocks are chosen in {_layers(old)}"
+        )
+    return Verdict(
+        "selection reaches",
+        True,
+        float(distance.min()),
+        near,
+        f"chosen blocks lie {distance.min():.1f} to {distance.max():.1f} blocks back on average, by layer "
+        f"(nearest possible {span.nearest:.1f}, farthest {span.farthest:.1f})",
+    )
 
 
 def sink_share(history: History, limits: Limits) -> Verdict | None:
@@ -151,10 +208,20 @@ def sink_share(history: History, limits: Limits) -> Verdict | None:
         return Verdict("attention sink", None, None, limits.sink_share, "no selection statistics were recorded")
     last = values[-1]
     if (sunk := last > limits.sink_share).any():
-        return Verdict("attention sink", False, float(last.max()), limits.sink_share,
-                       f"the first block holds {last.max():.0%} of the selected attention in {_layers(sunk)}")
-    return Verdict("attention sink", True, float(last.max()), limits.sink_share,
-                   f"the first block holds {_span(last)} of the selected attention, by layer")
+        return Verdict(
+            "attention sink",
+            False,
+            float(last.max()),
+            limits.sink_share,
+            f"the first block holds {last.max():.0%} of the selected attention in {_layers(sunk)}",
+        )
+    return Verdict(
+        "attention sink",
+        True,
+        float(last.max()),
+        limits.sink_share,
+        f"the first block holds {_span(last)} of the selected attention, by layer",
+    )
 
 
 def _selection(history: History, name: str, verdict: str) -> tuple[np.ndarray, ChoiceRange] | Verdict:
@@ -162,8 +229,14 @@ def _selection(history: History, name: str, verdict: str) -> tuple[np.ndarray, C
     length, nsa = history.config.train.seq_len, history.config.nsa
     span = choice_range(length, nsa)
     if not span.free:
-        return Verdict(verdict, None, None, None, f"not in play: {length} tokens hold {-(-length // nsa.l_sel)} blocks, "
-                       f"and all of them are selected (nsa.n_sel = {nsa.n_sel})")
+        return Verdict(
+            verdict,
+            None,
+            None,
+            None,
+            f"not in play: {length} tokens hold {-(-length // nsa.l_sel)} blocks, "
+            f"and all of them are selected (nsa.n_sel = {nsa.n_sel})",
+        )
     _, values = history.layers(name)
     if not len(values):
         return Verdict(verdict, None, None, None, "no selection statistics were recorded")

@@ -93,8 +93,10 @@ def stalls(history: History, limits: Limits) -> Verdict:
     if not found:
         return Verdict("stalls", True, 0, 0, "none")
     worst = max(found, key=lambda event: event.get("phase_age_s") or 0)
-    text = (f"{len(found)}; the longest in phase {worst.get('phase')} at step {worst['step']:,}, "
-            f"noticed after {worst.get('phase_age_s', 0):.0f} s")
+    text = (
+        f"{len(found)}; the longest in phase {worst.get('phase')} at step {worst['step']:,}, "
+        f"noticed after {worst.get('phase_age_s', 0):.0f} s"
+    )
     return Verdict("stalls", False, len(found), 0, text)
 
 
@@ -153,7 +155,7 @@ def generalises(history: History, limits: Limits) -> Verdict:
     held_out = history.validation()[1]
     if len(held_out) < 2 or len(train) < 5:
         return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
-    recent = float(np.nanmean(train[-max(5, len(train) // 10):]))
+    recent = float(np.nanmean(train[-max(5, len(train) // 10) :]))
     ratio = held_out[-1] / recent
     text = f"validation {held_out[-1]:.3f} against training {recent:.3f} bits a byte, ratio {ratio:.3f}"
     return Verdict("generalises", bool(ratio <= limits.validation_gap), ratio, limits.validation_gap, text)
@@ -239,8 +241,10 @@ def throughput(history: History, limits: Limits) -> Verdict:
     median = float(np.median(speed))
     slow = speed < limits.slow_factor * median
     share = float(slow.mean())
-    text = (f"median {median:,.0f} tokens/s; {share:.1%} of the time windows below {limits.slow_factor:.0%} of it "
-            f"(slowest {speed.min():,.0f})")
+    text = (
+        f"median {median:,.0f} tokens/s; {share:.1%} of the time windows below {limits.slow_factor:.0%} of it "
+        f"(slowest {speed.min():,.0f})"
+    )
     return Verdict("throughput", bool(slow.sum() <= 1 or share <= limits.slow_share), share, limits.slow_share, text)
 
 
@@ -268,14 +272,24 @@ def data_wait(history: History, limits: Limits) -> Verdict:
     # Both are means over the steps since the reading before.
     weight = np.diff(steps, prepend=0)
     share = float((waited * weight).sum() / (took * weight).sum())
-    return Verdict("data wait", share <= limits.data_wait, share, limits.data_wait,
-                   f"{share:.1%} of the training time was spent waiting for data")
+    return Verdict(
+        "data wait",
+        share <= limits.data_wait,
+        share,
+        limits.data_wait,
+        f"{share:.1%} of the training time was spent waiting for data",
+    )
 
 
 def memory(history: History, limits: Limits) -> Verdict:
     resident = [event["rss_bytes"] for event in history.of_kind("heartbeat") if event.get("rss_bytes")]
     if len(resident) < 8:
         return Verdict("memory", None, None, limits.memory_growth, "too few heartbeats to see growth")
-    early, late = max(resident[: len(resident) // 2]), max(resident[len(resident) // 2:])
-    return Verdict("memory", late / early <= limits.memory_growth, late / early, limits.memory_growth,
-                   f"resident memory at most {early / 1e9:.2f} GB in the first half, {late / 1e9:.2f} GB in the second")
+    early, late = max(resident[: len(resident) // 2]), max(resident[len(resident) // 2 :])
+    return Verdict(
+        "memory",
+        late / early <= limits.memory_growth,
+        late / early,
+        limits.memory_growth,
+        f"resident memory at most {early / 1e9:.2f} GB in the first half, {late / 1e9:.2f} GB in the second",
+    )

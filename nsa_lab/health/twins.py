@@ -9,16 +9,31 @@ from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.history import History, facts
 
 # What twins may differ in: attention itself, and what is watched, saved and where.
-FREE = frozenset({
-    "model.attention", "data.path", "data.timeout_s", "train.micro_batch_size", "train.log_every", "train.stats_every",
-    "train.eval_every", "train.save_every", "train.keep_last", "train.keep_every", "train.spike_sigma",
-    "train.min_tokens_per_s",
-})
+FREE = frozenset(
+    {
+        "model.attention",
+        "data.path",
+        "data.timeout_s",
+        "train.micro_batch_size",
+        "train.log_every",
+        "train.stats_every",
+        "train.eval_every",
+        "train.save_every",
+        "train.keep_last",
+        "train.keep_every",
+        "train.spike_sigma",
+        "train.min_tokens_per_s",
+    }
+)
 # Of `history.facts`, and the unit to show each in.
 SHOWN = {
-    "steps": ("step", 1), "validation, bits a byte": ("last_validation_bpb", 1),
-    "best validation, bits a byte": ("best_validation_bpb", 1), "tokens a second, median": ("tokens_per_s", 1),
-    "time, minutes": ("wall_s", 60), "peak memory, GB": ("memory_peak_bytes", 1e9), "parameters": ("parameters", 1),
+    "steps": ("step", 1),
+    "validation, bits a byte": ("last_validation_bpb", 1),
+    "best validation, bits a byte": ("best_validation_bpb", 1),
+    "tokens a second, median": ("tokens_per_s", 1),
+    "time, minutes": ("wall_s", 60),
+    "peak memory, GB": ("memory_peak_bytes", 1e9),
+    "parameters": ("parameters", 1),
 }
 
 
@@ -37,8 +52,10 @@ def same_training(nsa: History, dense: History) -> Verdict:
     """One configuration, and one text."""
     ours, theirs = _settings(nsa.config), _settings(dense.config)
     differ = sorted(key for key in ours if ours[key] != theirs[key])
-    texts = [{event["data_identity"] for event in run.of_kind("start", "resume") if "data_identity" in event}
-             for run in (nsa, dense)]
+    texts = [
+        {event["data_identity"] for event in run.of_kind("start", "resume") if "data_identity" in event}
+        for run in (nsa, dense)
+    ]
     differ += ["the data"] if all(texts) and texts[0] != texts[1] else []
     text = f"they differ in {', '.join(differ)}" if differ else "the same configuration but for attention"
     return Verdict("twins", not differ, len(differ), 0, text)
@@ -51,8 +68,10 @@ def as_good(nsa: History, dense: History, limits: Limits) -> Verdict:
     if step == 0:
         return Verdict("as good as dense", None, None, limits.twin_gap, "no step was evaluated in both runs but the start")
     gap = ours[step] / theirs[step] - 1
-    text = (f"validation {ours[step]:.4f} against {theirs[step]:.4f} bits a byte at step {step:,}: {gap:+.2%} "
-            f"(at most {limits.twin_gap:+.0%} asked)")
+    text = (
+        f"validation {ours[step]:.4f} against {theirs[step]:.4f} bits a byte at step {step:,}: {gap:+.2%} "
+        f"(at most {limits.twin_gap:+.0%} asked)"
+    )
     return Verdict("as good as dense", bool(gap <= limits.twin_gap), gap, limits.twin_gap, text)
 
 
@@ -69,5 +88,10 @@ def side_by_side(nsa: History, dense: History) -> list[tuple[str, float | None, 
 def _settings(config: RunConfig) -> dict[str, object]:
     sections = config.to_dict()
     sections["runtime"] = {"precision": sections["runtime"]["precision"]}
-    return {f"{section}.{key}": value for section, values in sections.items() if isinstance(values, dict)
-            for key, value in values.items() if f"{section}.{key}" not in FREE}
+    return {
+        f"{section}.{key}": value
+        for section, values in sections.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+        if f"{section}.{key}" not in FREE
+    }

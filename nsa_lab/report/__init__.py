@@ -65,8 +65,13 @@ def export(notebook: str | Path, page: str | Path | None = None, *, run_dir: str
     source = Path(notebook)
     histories = [History.read(run_dir)] if run_dir else []
     content = portable(nbformat.read(source, as_version=4))
-    return _write(content, Path(page or source.with_suffix(".html")), histories, title=_title(content) or source.stem,
-                  folder=source.parent)
+    return _write(
+        content,
+        Path(page or source.with_suffix(".html")),
+        histories,
+        title=_title(content) or source.stem,
+        folder=source.parent,
+    )
 
 
 def compare(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
@@ -76,8 +81,15 @@ def compare(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
     return _write(_notebook_of(histories), Path(page), histories, title=named, pictures=False)
 
 
-def _write(notebook: NotebookNode, page: Path, histories: list[History], *, title: str, folder: Path | None = None,
-           pictures: bool = True) -> Path:
+def _write(
+    notebook: NotebookNode,
+    page: Path,
+    histories: list[History],
+    *,
+    title: str,
+    folder: Path | None = None,
+    pictures: bool = True,
+) -> Path:
     formulas = Formulas()
     error = notebook_error(notebook)
     prepared = _prepare(notebook, formulas)
@@ -86,9 +98,16 @@ def _write(notebook: NotebookNode, page: Path, histories: list[History], *, titl
     runs = [run_summary(history, picture=pictures) for history in histories]
     resources = {
         "metadata": {"path": str(folder or page.parent), "name": page.stem},
-        "page": {"title": title, "subtitle": subtitle, "style": _style(), "error": error, "links": _links(page, histories),
-                 "overview_cell": _cell_of(prepared, "plots.overview("),
-                 "runs": runs, "beside": beside(runs) if len(runs) > 1 else None},
+        "page": {
+            "title": title,
+            "subtitle": subtitle,
+            "style": _style(),
+            "error": error,
+            "links": _links(page, histories),
+            "overview_cell": _cell_of(prepared, "plots.overview("),
+            "runs": runs,
+            "beside": beside(runs) if len(runs) > 1 else None,
+        },
     }
     text, _ = exporter.from_notebook_node(prepared, resources)
     head, _, body = text.partition("<main>")
@@ -188,13 +207,17 @@ def _cell_of(notebook: NotebookNode, call: str) -> str | None:
 
 def _contents(body: str) -> str:
     found = re.findall(r'<h([1-3])\b[^>]*\bid="([^"]+)"[^>]*>(.*?)</h\1>', body, re.DOTALL)
-    items = [f'<li class="h{level}"><a href="#{anchor}">{re.sub(r"<(?!/?math|/?m)[^>]+>", "", text)}</a></li>'
-             for level, anchor, text in found]
+    items = [
+        f'<li class="h{level}"><a href="#{anchor}">{re.sub(r"<(?!/?math|/?m)[^>]+>", "", text)}</a></li>'
+        for level, anchor, text in found
+    ]
     return f"<ol>{''.join(items)}</ol>" if len(items) > 2 else ""
 
 
 def _style() -> str:
     sheet = (TEMPLATES / "run" / "style.css").read_text(encoding="utf-8")
     light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in ("default", "github-dark"))
-    return f"{sheet}\n{light}\n.highlight {{ background: var(--panel); }}\n" \
-           f"@media (prefers-color-scheme: dark) {{\n{dark}\n.highlight {{ background: var(--panel); }}\n}}"
+    return (
+        f"{sheet}\n{light}\n.highlight {{ background: var(--panel); }}\n"
+        f"@media (prefers-color-scheme: dark) {{\n{dark}\n.highlight {{ background: var(--panel); }}\n}}"
+    )

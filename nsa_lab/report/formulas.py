@@ -13,7 +13,11 @@ from latex2mathml import exceptions
 from latex2mathml.converter import convert
 
 UNREADABLE = (
-    IndexError, KeyError, ValueError, AttributeError, StopIteration,
+    IndexError,
+    KeyError,
+    ValueError,
+    AttributeError,
+    StopIteration,
     *(kind for kind in vars(exceptions).values() if isinstance(kind, type) and issubclass(kind, Exception)),
 )
 

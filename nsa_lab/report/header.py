@@ -20,12 +20,12 @@ MOODS = {True: "ok", False: "bad", None: "open"}
 
 ADVICE = {
     rundir.HALTED: "The weights are those of step {step:,}, the last good one. The newest halt-… folder of the run holds "
-                   "the diagnosis. If the cause lies outside, in data or machine, mend it and go on: nsa-lab resume {run}. "
-                   "If it is a value of the configuration, train anew with another: nsa-lab run NAME -p section.key=value",
+    "the diagnosis. If the cause lies outside, in data or machine, mend it and go on: nsa-lab resume {run}. "
+    "If it is a value of the configuration, train anew with another: nsa-lab run NAME -p section.key=value",
     rundir.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
     rundir.RUNNING: "This page shows the run as it was when the page was made: nsa-lab follow {run} shows it live.",
     "DEAD": "The trainer was killed; the last recorded step is {step:,}. nsa-lab resume {run} goes on from the newest "
-            "checkpoint.",
+    "checkpoint.",
 }
 
 STOP = Stop.__name__
@@ -33,7 +33,7 @@ STOP = Stop.__name__
 NOTEBOOK_ADVICE = {
     True: "Nothing in the notebook is broken: the line above says what it met and what to do. What came before is below.",
     False: "What came before it stands below. A run that it started is not hurt by this: its own verdict, if there is one, "
-           "follows.",
+    "follows.",
 }
 
 
@@ -83,7 +83,7 @@ def notebook_error(notebook: Any) -> dict[str, str] | None:
                 meant = output.ename == STOP
                 return {
                     "headline": f"The notebook stopped in code cell {number} of {len(code)}: "
-                                f"{'' if meant else f'{output.ename}: '}{one_line(output.evalue)[:500]}",
+                    f"{'' if meant else f'{output.ename}: '}{one_line(output.evalue)[:500]}",
                     "advice": NOTEBOOK_ADVICE[meant],
                     "cell": cell.get("id", ""),
                 }

@@ -47,8 +47,11 @@ def _row(run_dir: Path) -> dict[str, Any]:
     first, last = known["first_validation_bpb"], known["last_validation_bpb"]
     state = state_of(history)
     return row | {
-        "state": state, "mood": MOODS.get(state, "open"), "settings": settings_of(history.config),
-        "began": _date(history), "steps": f"{known['step']:,} of {known['steps']:,}",
+        "state": state,
+        "mood": MOODS.get(state, "open"),
+        "settings": settings_of(history.config),
+        "began": _date(history),
+        "steps": f"{known['step']:,} of {known['steps']:,}",
         "validation": "" if last is None else f"{first:.3f} → {last:.3f}",
         "speed": "" if known["tokens_per_s"] is None else f"{known['tokens_per_s']:,.0f}",
         "time": "" if known["wall_s"] is None else duration(known["wall_s"]),

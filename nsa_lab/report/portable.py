@@ -37,8 +37,9 @@ def portable(notebook: NotebookNode) -> NotebookNode:
 def _folders() -> list[tuple[str, str]]:
     """Folders and what stands for each, the longest first."""
     found = {str(Path.home()): "~", sys.prefix: "<python>", sys.base_prefix: "<python>", str(names.root()): ""}
-    return sorted(((folder, name) for folder, name in found.items() if len(Path(folder).parts) > 1),
-                  key=lambda pair: -len(pair[0]))
+    return sorted(
+        ((folder, name) for folder, name in found.items() if len(Path(folder).parts) > 1), key=lambda pair: -len(pair[0])
+    )
 
 
 def _walk(value: Any, folders: list[tuple[str, str]]) -> Any:

@@ -159,7 +159,7 @@ class CheckpointStore:
     def _prune(self) -> list[str]:
         steps = self.steps()
         permanent = {step for step in steps if self._keep_every and step % self._keep_every == 0}
-        removed = [step for step in steps[:-self._keep_last] if step not in permanent]
+        removed = [step for step in steps[: -self._keep_last] if step not in permanent]
         for step in removed:
             doomed = self.folder / f".removing-{self.path(step).name}"
             self._fs.rename(self.path(step), doomed)
@@ -182,8 +182,10 @@ class CheckpointStore:
 
     def _explain_none(self, moved: list[Quarantined]) -> str:
         found = "; ".join(f"step {q.step}: {', '.join(q.problems)}" for q in moved) or "the folder holds none"
-        return (f"{self.folder}: checkpoints were written and none is valid ({found}). The run is not started over. "
-                f"Look into {self.folder / QUARANTINE}, restore a step-… folder from a backup, or create a new run")
+        return (
+            f"{self.folder}: checkpoints were written and none is valid ({found}). The run is not started over. "
+            f"Look into {self.folder / QUARANTINE}, restore a step-… folder from a backup, or create a new run"
+        )
 
 
 def verify(path: Path) -> list[str]:

@@ -22,7 +22,10 @@ class GraphedGradients:
     """
 
     def __init__(
-        self, gradients: Callable[[Tensor, Tensor], Tensor], parameters: Iterable[Tensor], device: torch.device,
+        self,
+        gradients: Callable[[Tensor, Tensor], Tensor],
+        parameters: Iterable[Tensor],
+        device: torch.device,
         warmed_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._gradients, self._parameters, self._device = gradients, list(parameters), device

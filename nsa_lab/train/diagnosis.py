@@ -28,10 +28,17 @@ def diagnose(parts: Parts, verdict: Verdict, good_step: int) -> dict[str, Any]:
     inputs, targets = parts.batches.batch(index, start, count)
     losses, first_bad = _replay(parts, inputs, targets)
     return {
-        "rule": verdict.rule, "step": verdict.step, "value": repr(verdict.value), "limit": repr(verdict.limit),
-        "text": verdict.text, "weights_of_step": good_step, "rank": parts.world.rank,
-        "batch_hash": parts.batches.hash(index), "batch_positions": parts.batches.positions(index, start, count),
-        "micro_batch_losses": losses, "first_non_finite_module": first_bad,
+        "rule": verdict.rule,
+        "step": verdict.step,
+        "value": repr(verdict.value),
+        "limit": repr(verdict.limit),
+        "text": verdict.text,
+        "weights_of_step": good_step,
+        "rank": parts.world.rank,
+        "batch_hash": parts.batches.hash(index),
+        "batch_positions": parts.batches.positions(index, start, count),
+        "micro_batch_losses": losses,
+        "first_non_finite_module": first_bad,
         "parameter_norms": _numbers(parts, layer_norms(parts.model, lambda p: p)),
         "gradient_norms": _numbers(parts, layer_norms(parts.model, lambda p: p.grad)),
         "statistics": {name: [repr(v) for v in value.tolist()] for name, value in branch_statistics(parts, inputs).items()},
@@ -69,6 +76,7 @@ def _watch(model: nn.Module) -> Iterator[list[str]]:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and not torch.isfinite(output).all():
                 bad.append(name or "model")
+
         return look
 
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]

@@ -50,9 +50,14 @@ def non_finite(step: int, loss: float, grad_norm: float, bad: float) -> Verdict 
         return None
     what = "loss" if not math.isfinite(loss) else "gradient norm"
     value = loss if what == "loss" else grad_norm
-    return Verdict("non_finite", step, value, 0.0, "halt",
-                   f"step {step}: the {what} is {value}; the update was skipped, weights and moments are those of "
-                   f"step {step - 1}")
+    return Verdict(
+        "non_finite",
+        step,
+        value,
+        0.0,
+        "halt",
+        f"step {step}: the {what} is {value}; the update was skipped, weights and moments are those of step {step - 1}",
+    )
 
 
 class SpikeRule:
@@ -79,8 +84,14 @@ class SpikeRule:
         limit = statistics.fmean(window) + self._sigma * deviation
         if loss <= limit:
             return None
-        return Verdict("spike", step, loss, limit, "halt",
-                       f"step {step}: loss {loss:.4f} is above {limit:.4f}, {self._sigma:g} deviations over its window")
+        return Verdict(
+            "spike",
+            step,
+            loss,
+            limit,
+            "halt",
+            f"step {step}: loss {loss:.4f} is above {limit:.4f}, {self._sigma:g} deviations over its window",
+        )
 
 
 class ThroughputRule:
@@ -100,9 +111,15 @@ class ThroughputRule:
         """The speed at a log point, and the seconds since the one before it."""
         self._below = self._below + 1 if tokens_per_s < self._minimum else 0
         if self._minimum and self._below >= self._patience:
-            return Verdict("throughput", step, tokens_per_s, self._minimum, "halt",
-                           f"step {step}: {tokens_per_s:,.0f} tokens/s, below train.min_tokens_per_s = "
-                           f"{self._minimum:,.0f} at {self._below} log points in a row")
+            return Verdict(
+                "throughput",
+                step,
+                tokens_per_s,
+                self._minimum,
+                "halt",
+                f"step {step}: {tokens_per_s:,.0f} tokens/s, below train.min_tokens_per_s = "
+                f"{self._minimum:,.0f} at {self._below} log points in a row",
+            )
         return self._against_median(step, tokens_per_s, seconds)
 
     def _against_median(self, step: int, tokens_per_s: float, seconds: float) -> Verdict | None:
@@ -115,8 +132,14 @@ class ThroughputRule:
         if self._warned or self._slow < self._patience_slow or self._slow_s < SLOW_FOR_S:
             return None
         self._warned = True
-        return Verdict("slowdown", step, tokens_per_s, limit, "warn",
-                       f"step {step}: {tokens_per_s:,.0f} tokens/s, less than half of this run's median {2 * limit:,.0f}")
+        return Verdict(
+            "slowdown",
+            step,
+            tokens_per_s,
+            limit,
+            "warn",
+            f"step {step}: {tokens_per_s:,.0f} tokens/s, less than half of this run's median {2 * limit:,.0f}",
+        )
 
 
 class GateRule:
@@ -132,13 +155,21 @@ class GateRule:
 
     def observe(self, step: int, saturation: Sequence[float], update: Sequence[float]) -> list[Verdict]:
         found = [
-            Verdict("saturated", step, value, self._limit, "warn",
-                    f"step {step}: {value:.0%} of layer {layer}'s gate values are within 1 % of 0 or 1")
-            for layer, value in enumerate(saturation) if self._persists("saturated", layer, value >= self._limit)
+            Verdict(
+                "saturated",
+                step,
+                value,
+                self._limit,
+                "warn",
+                f"step {step}: {value:.0%} of layer {layer}'s gate values are within 1 % of 0 or 1",
+            )
+            for layer, value in enumerate(saturation)
+            if self._persists("saturated", layer, value >= self._limit)
         ]
         return found + [
             Verdict("frozen", step, value, 0.0, "warn", f"step {step}: the gate weights of layer {layer} do not move")
-            for layer, value in enumerate(update) if self._persists("frozen", layer, value == 0.0)
+            for layer, value in enumerate(update)
+            if self._persists("frozen", layer, value == 0.0)
         ]
 
     def _persists(self, rule: str, layer: int, shows: bool) -> bool:

@@ -68,8 +68,9 @@ def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | No
 def _lock(folder: Path, lock: int | None) -> int:
     lock = rundir.take_lock(folder) if lock is None else lock
     if lock is None:
-        raise rundir.RunDirectoryError(f"{folder}: another trainer works in this run ({rundir.lock_owner(folder)}); "
-                                       "attach to it, or stop it first")
+        raise rundir.RunDirectoryError(
+            f"{folder}: another trainer works in this run ({rundir.lock_owner(folder)}); attach to it, or stop it first"
+        )
     os.set_inheritable(lock, False)
     rundir.sign_lock(lock, os.getpid())
     return lock
@@ -83,8 +84,9 @@ class _Attempt:
         self.events = read_events(folder)
         attempt = 1 + max((event["attempt"] for event in self.events), default=0)
         log = EventLog(folder, folder.name, attempt)
-        self.record = Recorder(folder, log, first=world.first, steps=config.train.steps,
-                               tokens_per_step=config.train.tokens_per_step)
+        self.record = Recorder(
+            folder, log, first=world.first, steps=config.train.steps, tokens_per_step=config.train.tokens_per_step
+        )
         self.signals = StopSignals(folder / "stacks.txt", self._on_signal, self._on_second_signal)
 
     def run(self) -> int:
@@ -119,9 +121,14 @@ class _Attempt:
         self.record.log.attempt = int(self.world.from_first(self.record.log.attempt, device))
         self.world.share(self.config.train.sequences_per_step)
         utilisation, why_none = gpu_utilisation(device)
-        heartbeat = Heartbeat(self.record.log, self.record.phases, every_s=self.config.runtime.heartbeat_s,
-                              rule=StallRule(floors_s={**PATIENT_PHASES_S, "data": self.config.data.timeout_s}),
-                              stacks=self.folder / "stacks.txt", gpu_util=utilisation)
+        heartbeat = Heartbeat(
+            self.record.log,
+            self.record.phases,
+            every_s=self.config.runtime.heartbeat_s,
+            rule=StallRule(floors_s={**PATIENT_PHASES_S, "data": self.config.data.timeout_s}),
+            stacks=self.folder / "stacks.txt",
+            gpu_util=utilisation,
+        )
         if self.world.first:
             heartbeat.start()
         try:
@@ -152,12 +159,19 @@ class _Attempt:
         """What identifies this run and this attempt, for the first event and for every checkpoint."""
         device = torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else "cpu"
         return {
-            "run": self.folder.name, "config_hash": self.config.hash(), "trajectory": snapshot.trajectory(self.config),
-            "data_identity": parts.dataset.identity, "code": code_identity(),
+            "run": self.folder.name,
+            "config_hash": self.config.hash(),
+            "trajectory": snapshot.trajectory(self.config),
+            "data_identity": parts.dataset.identity,
+            "code": code_identity(),
             "versions": {**versions(), "torch": torch.__version__, "cuda": torch.version.cuda},
-            "device": device, "ranks": self.world.size, "threads": torch.get_num_threads(),
-            "backend": {branch: {"backend": choice.backend, "reason": choice.reason}
-                        for branch, choice in parts.model.backends.items()},
+            "device": device,
+            "ranks": self.world.size,
+            "threads": torch.get_num_threads(),
+            "backend": {
+                branch: {"backend": choice.backend, "reason": choice.reason}
+                for branch, choice in parts.model.backends.items()
+            },
             "params": parts.model.parameter_count(),
             "flops_per_token": parts.model.flops_per_token(self.config.train.seq_len),
         }
@@ -168,16 +182,22 @@ class _Attempt:
         path = self._newest(store, parts.device)
         if path is None:
             if any(event["kind"] == "checkpoint" for event in self.events):
-                raise NoValidCheckpoint(f"{store.folder}: the record speaks of checkpoints and the folder holds none. "
-                                        "The run is not started over; restore a step-… folder, or create a new run")
+                raise NoValidCheckpoint(
+                    f"{store.folder}: the record speaks of checkpoints and the folder holds none. "
+                    "The run is not started over; restore a step-… folder, or create a new run"
+                )
             self.record.begin(0, parts.facts)
             self._preflight(parts)
             return 0, []
         state = snapshot.read_state(path)
         snapshot.check_same_trajectory(state, self.config, parts.dataset.identity)
         snapshot.restore(path, parts)
-        difference = snapshot.replay_probe(path, probe_logits(parts), exact=self._same_machinery(state, parts.facts),
-                                           precision=self.config.runtime.precision)
+        difference = snapshot.replay_probe(
+            path,
+            probe_logits(parts),
+            exact=self._same_machinery(state, parts.facts),
+            precision=self.config.runtime.precision,
+        )
         self.record.begin(state["step"], {**parts.facts, "checkpoint": path.name, "probe_difference": difference})
         return state["step"], state["guard"]["losses"]
 

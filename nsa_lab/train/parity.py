@@ -42,12 +42,21 @@ def worst_ratio(parts: Parts) -> tuple[float, str]:
     found = select_blocks(q, k_cmp, lse, nsa, backend=name["selection"])
     differing = (found != expected).any(-1).float().mean().item()
     cases: dict[str, tuple[Function, Function, tuple[Tensor, ...]]] = {
-        "compressed": (lambda *x: compressed_attention(*x, nsa, backend=name["compressed"])[0],
-                       lambda *x: reference.compressed_attention(*x, nsa)[0], (q, k_cmp, v_cmp)),
-        "selected": (lambda *x: selected_attention(*x, expected, nsa, backend=name["selected"])[0],
-                     lambda *x: reference.selected_attention(*x, expected, nsa)[0], (q, k, v)),
-        "window": (lambda *x: window_attention(*x, nsa, backend=name["window"])[0],
-                   lambda *x: reference.window_attention(*x, nsa)[0], (q, k, v)),
+        "compressed": (
+            lambda *x: compressed_attention(*x, nsa, backend=name["compressed"])[0],
+            lambda *x: reference.compressed_attention(*x, nsa)[0],
+            (q, k_cmp, v_cmp),
+        ),
+        "selected": (
+            lambda *x: selected_attention(*x, expected, nsa, backend=name["selected"])[0],
+            lambda *x: reference.selected_attention(*x, expected, nsa)[0],
+            (q, k, v),
+        ),
+        "window": (
+            lambda *x: window_attention(*x, nsa, backend=name["window"])[0],
+            lambda *x: reference.window_attention(*x, nsa)[0],
+            (q, k, v),
+        ),
     }
     if k_cmp.shape[1] == 0:
         # No block fits: there is nothing to compare, and the branch is zero by definition.

@@ -89,15 +89,25 @@ def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dat
     # Sharding replaces the parameters, which the optimiser must not have seen before.
     forward = world.wrap(model)
     optimizer = make_optimizer(model, train)
-    stepper = Stepper(model, forward, optimizer, train, device=device,
-                      bf16=config.runtime.precision == "bf16", world=world, graph=_graphed(config, world, device))
+    stepper = Stepper(
+        model,
+        forward,
+        optimizer,
+        train,
+        device=device,
+        bf16=config.runtime.precision == "bf16",
+        world=world,
+        graph=_graphed(config, world, device),
+    )
     return Parts(config, world, device, dataset, batches, held_out, model, optimizer, stepper)
 
 
 def _graphed(config: RunConfig, world: World, device: torch.device) -> bool:
     if config.runtime.cuda_graph and (device.type != "cuda" or world.size > 1):
-        raise ConfigError(f"runtime.cuda_graph = True needs one CUDA device, and this is {world.size} rank(s) on "
-                          f"{device.type}; set it to false")
+        raise ConfigError(
+            f"runtime.cuda_graph = True needs one CUDA device, and this is {world.size} rank(s) on "
+            f"{device.type}; set it to false"
+        )
     return config.runtime.cuda_graph
 
 

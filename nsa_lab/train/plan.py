@@ -55,10 +55,16 @@ class Plan:
             ("tokens", f"{self.tokens:,}"),
             ("FLOPs a token, NSA", f"{self.flops_per_token_nsa:.3g}"),
             ("FLOPs a token, dense", f"{self.flops_per_token_dense:.3g}"),
-            ("memory at the peak", f"{size_text(self.memory_bytes)} (state {size_text(self.state_bytes)}, activations "
-                                   f"{size_text(self.activation_bytes)})"),
-            ("disk", f"{size_text(self.disk_bytes)} ({self.checkpoints_kept} checkpoints of "
-                     f"{size_text(self.checkpoint_bytes)}, shards {size_text(self.shard_bytes)})"),
+            (
+                "memory at the peak",
+                f"{size_text(self.memory_bytes)} (state {size_text(self.state_bytes)}, activations "
+                f"{size_text(self.activation_bytes)})",
+            ),
+            (
+                "disk",
+                f"{size_text(self.disk_bytes)} ({self.checkpoints_kept} checkpoints of "
+                f"{size_text(self.checkpoint_bytes)}, shards {size_text(self.shard_bytes)})",
+            ),
             ("speed", speed),
             ("time", "not known" if self.hours is None else f"{self.hours:.2f} h"),
         ]
@@ -83,11 +89,23 @@ def plan(config: RunConfig, tokens_per_s: float | None = None, ranks: int = 1) -
     shards = min(tokens, config.data.max_tokens or tokens) * (1 if config.model.vocab_size <= 256 else 2)
     checkpoint = params * CHECKPOINT_BYTES
     return Plan(
-        name=config.name, attention=config.model.attention, params=params, steps=train.steps,
-        tokens_per_step=train.tokens_per_step, tokens=tokens, flops_per_token_nsa=flops["nsa"],
-        flops_per_token_dense=flops["dense"], state_bytes=state, activation_bytes=activations,
-        memory_bytes=state + activations, checkpoint_bytes=checkpoint, checkpoints_kept=kept, shard_bytes=shards,
-        disk_bytes=kept * checkpoint + shards, tokens_per_s=speed, hours=hours(tokens, speed) if speed else None,
+        name=config.name,
+        attention=config.model.attention,
+        params=params,
+        steps=train.steps,
+        tokens_per_step=train.tokens_per_step,
+        tokens=tokens,
+        flops_per_token_nsa=flops["nsa"],
+        flops_per_token_dense=flops["dense"],
+        state_bytes=state,
+        activation_bytes=activations,
+        memory_bytes=state + activations,
+        checkpoint_bytes=checkpoint,
+        checkpoints_kept=kept,
+        shard_bytes=shards,
+        disk_bytes=kept * checkpoint + shards,
+        tokens_per_s=speed,
+        hours=hours(tokens, speed) if speed else None,
     )
 
 

@@ -1,16 +1,16 @@
 """Checks before a run, each one function and one line. A run that fails one does not start.
 
-    profile       the model and the plan are what the profile promises
-    units         steps, tokens and epochs, spelt out
-    disk          room for the checkpoints that will be kept
-    data          the shards are those of their manifest
-    initial_loss  within 2 % of ln V
-    causality     no logit moves when later tokens change, bit for bit
-    gradients     every parameter receives one
-    memory        the peak of a full micro-batch fits, and is near the plan
-    kernel_parity the branches against the definition, on the run's own shapes
-    checkpoint    save, train on, load, and the probe comes out as it was
-    throughput    20 steps against train.min_tokens_per_s (0: no gate; on a CPU not measured then)
+profile       the model and the plan are what the profile promises
+units         steps, tokens and epochs, spelt out
+disk          room for the checkpoints that will be kept
+data          the shards are those of their manifest
+initial_loss  within 2 % of ln V
+causality     no logit moves when later tokens change, bit for bit
+gradients     every parameter receives one
+memory        the peak of a full micro-batch fits, and is near the plan
+kernel_parity the branches against the definition, on the run's own shapes
+checkpoint    save, train on, load, and the probe comes out as it was
+throughput    20 steps against train.min_tokens_per_s (0: no gate; on a CPU not measured then)
 """
 
 from __future__ import annotations
@@ -79,25 +79,34 @@ def profile(config: RunConfig, planned: Plan) -> Check:
     if config.runtime.profile == "smoke":
         return Check("profile", True, value, "smoke: any")
     ok = planned.params >= PRODUCTION_PARAMS and config.train.save_every > 0 and config.data.source != "synthetic"
-    return Check("profile", ok, value,
-                 f"production: at least {PRODUCTION_PARAMS:,} parameters, save_every above 0, no synthetic data")
+    return Check(
+        "profile",
+        ok,
+        value,
+        f"production: at least {PRODUCTION_PARAMS:,} parameters, save_every above 0, no synthetic data",
+    )
 
 
 def units(parts: Parts) -> Check:
     train = parts.config.train
     tokens = train.steps * train.tokens_per_step
     peak = max(train.warmup_steps, 1)
-    return Check("units", learning_rate(peak, train) == train.lr,
-                 f"{train.steps:,} optimiser steps x {train.tokens_per_step:,} tokens = {tokens:,} tokens, "
-                 f"{tokens / len(parts.dataset.train):.2f} epochs; lr {train.lr:g} at step {peak:,}, "
-                 f"{learning_rate(train.steps, train):g} at the last", "the peak rate at the end of warm-up")
+    return Check(
+        "units",
+        learning_rate(peak, train) == train.lr,
+        f"{train.steps:,} optimiser steps x {train.tokens_per_step:,} tokens = {tokens:,} tokens, "
+        f"{tokens / len(parts.dataset.train):.2f} epochs; lr {train.lr:g} at step {peak:,}, "
+        f"{learning_rate(train.steps, train):g} at the last",
+        "the peak rate at the end of warm-up",
+    )
 
 
 def disk(config: RunConfig, planned: Plan, run_dir: Path) -> Check:
     needed = checkpoints_kept(config) * planned.checkpoint_bytes
     free = shutil.disk_usage(run_dir).free
-    return Check("disk", free > needed, f"{size_text(free)} free",
-                 f"{size_text(needed)} for {checkpoints_kept(config)} checkpoints")
+    return Check(
+        "disk", free > needed, f"{size_text(free)} free", f"{size_text(needed)} for {checkpoints_kept(config)} checkpoints"
+    )
 
 
 def data(parts: Parts) -> Check:
@@ -107,8 +116,12 @@ def data(parts: Parts) -> Check:
         return Check("data", False, str(error), "shards that match their manifest")
     train, held_out = len(parts.dataset.train), len(parts.dataset.validation)
     identity = parts.dataset.identity[:16]
-    return Check("data", True, f"{train:,} training and {held_out:,} validation tokens, identity {identity}",
-                 "shards that match their manifest")
+    return Check(
+        "data",
+        True,
+        f"{train:,} training and {held_out:,} validation tokens, identity {identity}",
+        "shards that match their manifest",
+    )
 
 
 @torch.no_grad()
@@ -162,19 +175,26 @@ def memory(parts: Parts, planned: Plan) -> Check:
     moments = sum(2 * 4 * p.numel() for p in parts.model.parameters())
     peak = torch.cuda.max_memory_allocated(parts.device) + moments
     capacity = torch.cuda.get_device_properties(parts.device).total_memory
-    return Check("memory", peak < 0.95 * capacity,
-                 f"{size_text(peak)} at the peak, {peak / planned.memory_bytes:.2f} of the plan",
-                 f"95 % of {size_text(capacity)}; planned {size_text(planned.memory_bytes)}. "
-                 "Lower train.micro_batch_size, or set runtime.gradient_checkpointing",
-                 numbers={"peak_bytes": float(peak), "planned_bytes": float(planned.memory_bytes)})
+    return Check(
+        "memory",
+        peak < 0.95 * capacity,
+        f"{size_text(peak)} at the peak, {peak / planned.memory_bytes:.2f} of the plan",
+        f"95 % of {size_text(capacity)}; planned {size_text(planned.memory_bytes)}. "
+        "Lower train.micro_batch_size, or set runtime.gradient_checkpointing",
+        numbers={"peak_bytes": float(peak), "planned_bytes": float(planned.memory_bytes)},
+    )
 
 
 def kernel_parity(parts: Parts) -> Check:
     if parts.config.model.attention == "dense":
         return Check("kernel_parity", True, "dense attention", "no NSA kernels")
     ratio, worst = worst_ratio(parts)
-    return Check("kernel_parity", ratio <= 1.0, f"{ratio:.2f} of what is allowed ({worst})",
-                 "2x forward, 3x backward of what plain low precision errs against float64")
+    return Check(
+        "kernel_parity",
+        ratio <= 1.0,
+        f"{ratio:.2f} of what is allowed ({worst})",
+        "2x forward, 3x backward of what plain low precision errs against float64",
+    )
 
 
 def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
@@ -191,14 +211,21 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
         same = torch.equal(before, probe_logits(parts))
     found = "the probe is the same after loading" if same else "the probe is different after loading"
     found += "; the steps in between were not finite" if bad else ""
-    yield Check("checkpoint", same and not damaged and not bad,
-                f"{size_text(saved.size_bytes)} saved in {saved.seconds:.2f} s; {found}", "the same logits",
-                round(time.monotonic() - begun, 3))
+    yield Check(
+        "checkpoint",
+        same and not damaged and not bad,
+        f"{size_text(saved.size_bytes)} saved in {saved.seconds:.2f} s; {found}",
+        "the same logits",
+        round(time.monotonic() - begun, 3),
+    )
     expected = hours(parts.config.train.steps * parts.config.train.tokens_per_step, speed)
-    yield Check("throughput", speed >= gate,
-                f"{speed:,.0f} tokens/s, {expected:.2f} h for the run" if timed else "not measured",
-                f"{gate:,.0f} tokens/s" if gate else "no gate (train.min_tokens_per_s = 0)",
-                numbers={"tokens_per_s": speed} if timed else {})
+    yield Check(
+        "throughput",
+        speed >= gate,
+        f"{speed:,.0f} tokens/s, {expected:.2f} h for the run" if timed else "not measured",
+        f"{gate:,.0f} tokens/s" if gate else "no gate (train.min_tokens_per_s = 0)",
+        numbers={"tokens_per_s": speed} if timed else {},
+    )
 
 
 def _take_steps(parts: Parts, count: int) -> tuple[float, bool]:

@@ -59,8 +59,15 @@ class Recorder:
         if not self._first:
             return
         self._write("step", step, numbers)
-        logger.info("step %d/%d  loss %.4f  lr %.3g  grad norm %.3g  %.0f tokens/s", step, self._steps,
-                    numbers["loss"], numbers["lr"], numbers["grad_norm"], numbers["tokens_per_s"])
+        logger.info(
+            "step %d/%d  loss %.4f  lr %.3g  grad norm %.3g  %.0f tokens/s",
+            step,
+            self._steps,
+            numbers["loss"],
+            numbers["lr"],
+            numbers["grad_norm"],
+            numbers["tokens_per_s"],
+        )
         if time.monotonic() - self._status_written > STATUS_EVERY_S:
             self.status(rundir.RUNNING)
 
@@ -71,8 +78,14 @@ class Recorder:
             logger.info("step %d  %s loss %.4f  %.4f bits a byte", self.log.step, split, loss, bpb)
 
     def saved(self, saved: Saved) -> None:
-        self.log.event("checkpoint", step=int(saved.path.name[5:]), path=f"{rundir.CHECKPOINTS}/{saved.path.name}",
-                       bytes=saved.size_bytes, seconds=round(saved.seconds, 3), pruned=saved.pruned)
+        self.log.event(
+            "checkpoint",
+            step=int(saved.path.name[5:]),
+            path=f"{rundir.CHECKPOINTS}/{saved.path.name}",
+            bytes=saved.size_bytes,
+            seconds=round(saved.seconds, 3),
+            pruned=saved.pruned,
+        )
         logger.info("saved %s, %.1f MB in %.2f s", saved.path.name, saved.size_bytes / 1e6, saved.seconds)
         self.status(rundir.RUNNING)
 
@@ -82,16 +95,28 @@ class Recorder:
 
     def quarantined(self, found: Quarantined) -> None:
         problems = "; ".join(found.problems)
-        self.log.event("guard", rule="checkpoint", value=problems, limit=None, action="quarantined",
-                       path=found.path.relative_to(self.run_dir).as_posix(), checkpoint_step=found.step,
-                       text=f"the checkpoint of step {found.step} is damaged and was moved aside: {problems}")
+        self.log.event(
+            "guard",
+            rule="checkpoint",
+            value=problems,
+            limit=None,
+            action="quarantined",
+            path=found.path.relative_to(self.run_dir).as_posix(),
+            checkpoint_step=found.step,
+            text=f"the checkpoint of step {found.step} is damaged and was moved aside: {problems}",
+        )
         logger.warning("checkpoint of step %d quarantined: %s", found.step, problems)
 
     def preflight(self, check: Check) -> None:
         if self._first:
             self.log.event("preflight", **asdict(check))
-            logger.info("preflight %-20s %s  %s (limit: %s)", check.name, "ok    " if check.ok else "FAILED", check.value,
-                        check.limit)
+            logger.info(
+                "preflight %-20s %s  %s (limit: %s)",
+                check.name,
+                "ok    " if check.ok else "FAILED",
+                check.value,
+                check.limit,
+            )
 
     def verdict(self, verdict: Verdict) -> None:
         if self._first:
@@ -100,8 +125,14 @@ class Recorder:
 
     def error(self, error: BaseException, *, expected: bool = False) -> None:
         """The `error` event of any rank, with the traceback; the log shows that for a bug only."""
-        self.log.event("error", where=self.phases.current()[0], type=type(error).__name__, message=str(error),
-                       traceback="".join(traceback.format_exception(error)), fatal=True)
+        self.log.event(
+            "error",
+            where=self.phases.current()[0],
+            type=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            fatal=True,
+        )
         logger.error("%s", error, exc_info=None if expected else error)
 
     def end(self, kind: str, status: str, exit_code: int, reason: str) -> None:
@@ -114,9 +145,18 @@ class Recorder:
 
     def status(self, status: str, *, exit_code: int | None = None, reason: str | None = None) -> None:
         if self._first:
-            rundir.write_status(self.run_dir, run=self.log.run, status=status, attempt=self.log.attempt, pid=os.getpid(),
-                                step=self.log.step, steps=self._steps, tokens=self.log.tokens, exit_code=exit_code,
-                                reason=reason)
+            rundir.write_status(
+                self.run_dir,
+                run=self.log.run,
+                status=status,
+                attempt=self.log.attempt,
+                pid=os.getpid(),
+                step=self.log.step,
+                steps=self._steps,
+                tokens=self.log.tokens,
+                exit_code=exit_code,
+                reason=reason,
+            )
             self._status_written = time.monotonic()
 
     def close(self) -> None:

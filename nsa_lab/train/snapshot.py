@@ -28,10 +28,20 @@ from nsa_lab.train.parts import Parts
 MODEL, OPTIMIZER, STATE, PROBE = "model.safetensors", "optimizer.pt", "state.json", "probe.safetensors"
 
 # Settings that a resumed run may change: they decide what is watched, saved and where, not where training goes.
-FREE_TRAIN_KEYS = frozenset({
-    "micro_batch_size", "log_every", "stats_every", "eval_every", "eval_batches", "save_every", "keep_last", "keep_every",
-    "spike_sigma", "min_tokens_per_s",
-})
+FREE_TRAIN_KEYS = frozenset(
+    {
+        "micro_batch_size",
+        "log_every",
+        "stats_every",
+        "eval_every",
+        "eval_batches",
+        "save_every",
+        "keep_last",
+        "keep_every",
+        "spike_sigma",
+        "min_tokens_per_s",
+    }
+)
 FREE_DATA_KEYS = frozenset({"path", "timeout_s"})
 
 PROBE_TOKENS = 256
@@ -58,13 +68,19 @@ def trajectory(config: RunConfig) -> dict[str, Any]:
 def check_same_trajectory(state: dict[str, Any], config: RunConfig, data_identity: str) -> None:
     """Raise `ResumeRefused` unless `state` (of a checkpoint) was on the way that `config` and the data describe."""
     now, then = trajectory(config), state["trajectory"]
-    changed = [f"{key}: {then.get(key)!r} then, {now.get(key)!r} now" for key in sorted(now | then)
-               if then.get(key) != now.get(key)]
+    changed = [
+        f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
+        for key in sorted(now | then)
+        if then.get(key) != now.get(key)
+    ]
     if state["data_identity"] != data_identity:
         changed.append(f"data: {state['data_identity'][:16]} then, {data_identity[:16]} now")
     if changed:
-        raise ResumeRefused("this run cannot go on from its checkpoint, because it would be another run: "
-                            + "; ".join(changed) + ". Put the settings back, or create a new run")
+        raise ResumeRefused(
+            "this run cannot go on from its checkpoint, because it would be another run: "
+            + "; ".join(changed)
+            + ". Put the settings back, or create a new run"
+        )
 
 
 def files(parts: Parts, state: dict[str, Any], probe: Callable[[], Tensor]) -> dict[str, Serialiser]:
@@ -86,8 +102,11 @@ def weights(parts: Parts) -> dict[str, Tensor]:
 def moments(parts: Parts) -> dict[str, dict[str, Tensor]]:
     """The optimiser's state by parameter name, whole, on the CPU; it does not depend on the number of ranks."""
     full, state = parts.world.full, parts.optimizer.state
-    return {name: {key: full(value).cpu() for key, value in state[p].items()}
-            for name, p in parts.model.named_parameters() if p in state}
+    return {
+        name: {key: full(value).cpu() for key, value in state[p].items()}
+        for name, p in parts.model.named_parameters()
+        if p in state
+    }
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -97,8 +116,9 @@ def read_state(path: Path) -> dict[str, Any]:
 def restore(path: Path, parts: Parts) -> None:
     """Put weights, moments and random states back. Every name must match; nothing is left as it was."""
     live, saved = parts.model.state_dict(), load_file(path / MODEL)
-    parts.model.load_state_dict({name: _placed(parts, value, live[name]) if name in live else value
-                                 for name, value in saved.items()}, strict=True)
+    parts.model.load_state_dict(
+        {name: _placed(parts, value, live[name]) if name in live else value for name, value in saved.items()}, strict=True
+    )
     rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
     parts.optimizer.state.clear()
     for name, parameter in parts.model.named_parameters():
@@ -106,7 +126,8 @@ def restore(path: Path, parts: Parts) -> None:
             # The counter is a scalar and is copied to every rank; moments are sharded as their weights are.
             parts.optimizer.state[parameter] = {
                 key: _placed(parts, value, parameter) if value.ndim else value.to(parts.device)
-                for key, value in rest["moments"][name].items()}
+                for key, value in rest["moments"][name].items()
+            }
     restore_rng(rest["rng"])
 
 

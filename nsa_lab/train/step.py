@@ -30,8 +30,9 @@ def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=(train.beta1, train.beta2),
-                             eps=train.eps, fused=True)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True
+    )
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -42,14 +43,23 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 class Stepper:
     """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters."""
 
-    def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer,
-                 train: TrainConfig, *, device: torch.device, bf16: bool, world: World, graph: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[Tensor], Tensor],
+        optimizer: torch.optim.Optimizer,
+        train: TrainConfig,
+        *,
+        device: torch.device,
+        bf16: bool,
+        world: World,
+        graph: bool = False,
+    ) -> None:
         self._forward, self._optimizer, self._train = forward, optimizer, train
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device, self._bf16, self._world = device, bf16, world
         self._bad = torch.zeros((), device=device)
-        self._graphed = (GraphedGradients(self._gradients, self._parameters, device, self._make_moments)
-                         if graph else None)
+        self._graphed = GraphedGradients(self._gradients, self._parameters, device, self._make_moments) if graph else None
 
     def autocast(self) -> AbstractContextManager:
         if not self._bf16:
@@ -61,8 +71,16 @@ class Stepper:
         size = self._train.micro_batch_size or self._train.batch_size
         return zip(inputs.split(size), targets.split(size), strict=True)
 
-    def step(self, inputs: Tensor, targets: Tensor, lr: float, poll: Callable[[], None], *, stop: bool = False,
-             interruptible: Callable[[], AbstractContextManager] = nullcontext) -> Tensor:
+    def step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        lr: float,
+        poll: Callable[[], None],
+        *,
+        stop: bool = False,
+        interruptible: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> Tensor:
         """Take one step on this rank's sequences `[n, T]`; device tensor of loss, gradient norm, bad flag, stop flag.
 
         `poll` is called before each micro-batch and may raise, and so may `interruptible()`, entered around each of them;
@@ -82,8 +100,13 @@ class Stepper:
         self._update(lr)
         return torch.stack([loss, norm.to(loss.dtype), self._bad, stops])
 
-    def _gradients(self, inputs: Tensor, targets: Tensor, poll: Callable[[], None] = lambda: None,
-                   interruptible: Callable[[], AbstractContextManager] = nullcontext) -> Tensor:
+    def _gradients(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        poll: Callable[[], None] = lambda: None,
+        interruptible: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> Tensor:
         """The loss of the whole step; its gradients are added to `.grad`."""
         loss = torch.zeros((), device=self._device)
         pairs = list(self.micro_batches(inputs, targets))

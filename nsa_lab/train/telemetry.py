@@ -44,8 +44,15 @@ class EventLog:
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event at the current step, or at `step` and `tokens` where they are given."""
         fields, nonfinite = _finite(fields)
-        envelope = {"v": SCHEMA_VERSION, "t": round(time.time(), 3), "run": self.run, "attempt": self.attempt,
-                    "kind": kind, "step": self.step, "tokens": self.tokens}
+        envelope = {
+            "v": SCHEMA_VERSION,
+            "t": round(time.time(), 3),
+            "run": self.run,
+            "attempt": self.attempt,
+            "kind": kind,
+            "step": self.step,
+            "tokens": self.tokens,
+        }
         if nonfinite:
             envelope["nonfinite"] = nonfinite
         line = json.dumps({**envelope, **fields}, separators=(",", ":")).encode() + b"\n"
@@ -117,8 +124,16 @@ class StallRule:
 class Heartbeat:
     """A thread that writes `heartbeat` events, and one `stall` event with all stacks for each phase that stalls."""
 
-    def __init__(self, log: EventLog, phases: Phases, *, every_s: float, rule: StallRule, stacks: Path,
-                 gpu_util: Callable[[], float | None]) -> None:
+    def __init__(
+        self,
+        log: EventLog,
+        phases: Phases,
+        *,
+        every_s: float,
+        rule: StallRule,
+        stacks: Path,
+        gpu_util: Callable[[], float | None],
+    ) -> None:
         self._log, self._phases, self._every_s, self._rule = log, phases, every_s, rule
         self._stacks, self._gpu_util = stacks, gpu_util
         self._reported: tuple[str, float] | None = None
@@ -137,8 +152,9 @@ class Heartbeat:
         while not self._stopped.wait(self._every_s):
             occurrence = self._phases.occurrence
             phase, age_s = occurrence[0], time.monotonic() - occurrence[1]
-            self._log.event("heartbeat", phase=phase, phase_age_s=round(age_s, 3), rss_bytes=resident_bytes(),
-                            gpu_util=self._gpu_util())
+            self._log.event(
+                "heartbeat", phase=phase, phase_age_s=round(age_s, 3), rss_bytes=resident_bytes(), gpu_util=self._gpu_util()
+            )
             limit_s = self._rule.limit_s(phase, self._phases.median(phase))
             if age_s > limit_s and occurrence != self._reported:
                 self._reported = occurrence
@@ -149,8 +165,9 @@ class Heartbeat:
             file.write(f"\nstall in {phase} after {age_s:.0f} s, {time.ctime()}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        self._log.event("stall", phase=phase, phase_age_s=round(age_s, 3), limit_s=round(limit_s, 3),
-                        stacks=self._stacks.name)
+        self._log.event(
+            "stall", phase=phase, phase_age_s=round(age_s, 3), limit_s=round(limit_s, 3), stacks=self._stacks.name
+        )
 
 
 def resident_bytes() -> int:

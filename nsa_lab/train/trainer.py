@@ -39,13 +39,15 @@ logger = logging.getLogger("nsa_lab.train")
 class Trainer:
     """Takes a run from `done` steps to all of them. `parts` are built and restored already."""
 
-    def __init__(self, run_dir: Path, parts: Parts, record: Recorder, signals: StopSignals, *, done: int,
-                 losses: list[float]) -> None:
+    def __init__(
+        self, run_dir: Path, parts: Parts, record: Recorder, signals: StopSignals, *, done: int, losses: list[float]
+    ) -> None:
         self.run_dir, self.parts, self.record, self.signals = run_dir, parts, record, signals
         self.train = parts.config.train
         self.done, self._saved = done, done
-        self.store = CheckpointStore(run_dir / CHECKPOINTS, keep_last=self.train.keep_last,
-                                     keep_every=self.train.keep_every)
+        self.store = CheckpointStore(
+            run_dir / CHECKPOINTS, keep_last=self.train.keep_last, keep_every=self.train.keep_every
+        )
         self._readback = Readback(parts.device)
         self._spike = SpikeRule(self.train.spike_sigma, losses)
         self._throughput = ThroughputRule(self.train.min_tokens_per_s)
@@ -83,8 +85,13 @@ class Trainer:
     def _steps(self) -> None:
         world = self.parts.world
         start, count = world.share(self.train.sequences_per_step)
-        with Prefetcher(lambda index: self.parts.batches.batch(index, start, count), first=self.done, stop=self.train.steps,
-                        timeout_s=self.parts.config.data.timeout_s, pin_memory=self.parts.device.type == "cuda") as batches:
+        with Prefetcher(
+            lambda index: self.parts.batches.batch(index, start, count),
+            first=self.done,
+            stop=self.train.steps,
+            timeout_s=self.parts.config.data.timeout_s,
+            pin_memory=self.parts.device.type == "cuda",
+        ) as batches:
             while self.done < self.train.steps:
                 self._one(self.done + 1, batches)
 
@@ -99,9 +106,14 @@ class Trainer:
         # The first step compiles and tunes, for minutes, without a line of ours being run.
         first = step == self._first
         with self.record.phases("compile" if first else "step"):
-            result = self.parts.stepper.step(inputs, targets, learning_rate(step, self.train), self._poll,
-                                             stop=self.signals.should_stop(),
-                                             interruptible=self._interruptible if first else contextlib.nullcontext)
+            result = self.parts.stepper.step(
+                inputs,
+                targets,
+                learning_rate(step, self.train),
+                self._poll,
+                stop=self.signals.should_stop(),
+                interruptible=self._interruptible if first else contextlib.nullcontext,
+            )
         self.done = step
         self.record.at(step)
         self._readback.push(step, result)
@@ -153,8 +165,14 @@ class Trainer:
         steps, dt_s, data_s = self._interval.close(step)
         speed = self.train.tokens_per_step / dt_s
         numbers: dict[str, Any] = {
-            "loss": loss, "bpb": self._bits_per_byte(loss), "lr": learning_rate(step, self.train), "grad_norm": norm,
-            "dt_s": dt_s, "data_s": data_s, "tokens_per_s": speed, "mem_peak_bytes": memory_peak_bytes(self.parts.device),
+            "loss": loss,
+            "bpb": self._bits_per_byte(loss),
+            "lr": learning_rate(step, self.train),
+            "grad_norm": norm,
+            "dt_s": dt_s,
+            "data_s": data_s,
+            "tokens_per_s": speed,
+            "mem_peak_bytes": memory_peak_bytes(self.parts.device),
         }
         if statistics:
             numbers |= {"grad_norm_layers": [], "gate_update": []} | statistics.take()
@@ -197,8 +215,13 @@ class Trainer:
         if self.done == self._saved:
             return
         with self._outside_training("save"):
-            state = {**self.parts.facts, "step": self.done, "tokens": self.done * self.train.tokens_per_step,
-                     "attempt": self.record.log.attempt, "guard": {"losses": self._spike.losses}}
+            state = {
+                **self.parts.facts,
+                "step": self.done,
+                "tokens": self.done * self.train.tokens_per_step,
+                "attempt": self.record.log.attempt,
+                "guard": {"losses": self._spike.losses},
+            }
             files = snapshot.files(self.parts, state, lambda: probe_logits(self.parts))
             failed = self.parts.world.any(not self._write(state, files), self.parts.device)
         if not failed:
@@ -206,8 +229,16 @@ class Trainer:
             return
         self._failed_saves += 1
         if self._failed_saves > 1:
-            raise Halt(Verdict("save", self.done, self._failed_saves, 1, "halt",
-                               f"step {self.done}: saving failed {self._failed_saves} times in a row; free some space"))
+            raise Halt(
+                Verdict(
+                    "save",
+                    self.done,
+                    self._failed_saves,
+                    1,
+                    "halt",
+                    f"step {self.done}: saving failed {self._failed_saves} times in a row; free some space",
+                )
+            )
 
     def _write(self, state: dict[str, Any], files: dict[str, Serialiser]) -> bool:
         if self.parts.world.sharded:

@@ -97,12 +97,23 @@ def shapes(draw: st.DrawFn, most_tokens: int = 40) -> Shape:
     """Any shape that the configuration allows, small enough for the brute force."""
     d = draw(st.integers(1, 4))
     nsa = NSAConfig(
-        l=d * draw(st.integers(1, 4)), d=d, l_sel=d * draw(st.integers(1, 4)), n_sel=draw(st.integers(3, 5)),
+        l=d * draw(st.integers(1, 4)),
+        d=d,
+        l_sel=d * draw(st.integers(1, 4)),
+        n_sel=draw(st.integers(3, 5)),
         w=draw(st.integers(1, 12)),
     )
     width = st.integers(1, 5)
-    return Shape(nsa, draw(st.integers(1, most_tokens)), draw(st.integers(1, 2)), draw(st.integers(1, 3)),
-                 draw(st.integers(1, 4)), draw(width), draw(width), draw(st.integers(0, 2**16)))
+    return Shape(
+        nsa,
+        draw(st.integers(1, most_tokens)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+        draw(width),
+        draw(width),
+        draw(st.integers(0, 2**16)),
+    )
 
 
 # Kept as examples beside what hypothesis draws: the corners where ports of NSA break.

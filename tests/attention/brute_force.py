@@ -152,7 +152,14 @@ def window_attention(q: Array, k: Array, v: Array, geometry: Geometry) -> tuple[
 
 
 def nsa_attention(
-    q: Array, k_cmp: Array, v_cmp: Array, k_sel: Array, v_sel: Array, k_win: Array, v_win: Array, gates: Array,
+    q: Array,
+    k_cmp: Array,
+    v_cmp: Array,
+    k_sel: Array,
+    v_sel: Array,
+    k_win: Array,
+    v_win: Array,
+    gates: Array,
     geometry: Geometry,
 ) -> Array:
     branches = [
@@ -202,8 +209,15 @@ def attention_layer(x: Array, model: Model, prefix: str) -> Array:
     B, T, _ = x.shape
     H, G, d_k, d_v = model.heads, model.groups, model.d_k, model.d_v
     rows, start = {}, 0
-    for name, heads, width in [("q", H, d_k), ("k_cmp", G, d_k), ("k_sel", G, d_k), ("k_win", G, d_k),
-                               ("v_cmp", G, d_v), ("v_sel", G, d_v), ("v_win", G, d_v)]:
+    for name, heads, width in [
+        ("q", H, d_k),
+        ("k_cmp", G, d_k),
+        ("k_sel", G, d_k),
+        ("k_win", G, d_k),
+        ("v_cmp", G, d_v),
+        ("v_sel", G, d_v),
+        ("v_win", G, d_v),
+    ]:
         weight = model.weights[f"{prefix}.qkv.weight"][start : start + heads * width]
         start += heads * width
         rows[name] = (x @ weight.T).reshape(B, T, heads, width)
@@ -213,8 +227,9 @@ def attention_layer(x: Array, model: Model, prefix: str) -> Array:
     v_cmp = compress(rows["v_cmp"], model.geometry, phi_of(model, f"{prefix}.phi_v"))
     logits = (x @ model.weights[f"{prefix}.gate.weight"].T).reshape(B, T, H, 3)
     gates = sigmoid(logits) if model.gate == "sigmoid" else np.apply_along_axis(softmax, -1, logits)
-    mixed = nsa_attention(rows["q"], k_cmp, v_cmp, rows["k_sel"], rows["v_sel"], rows["k_win"], rows["v_win"], gates,
-                          model.geometry)
+    mixed = nsa_attention(
+        rows["q"], k_cmp, v_cmp, rows["k_sel"], rows["v_sel"], rows["k_win"], rows["v_win"], gates, model.geometry
+    )
     return mixed.reshape(B, T, H * d_v) @ model.weights[f"{prefix}.out.weight"].T
 
 

@@ -20,8 +20,13 @@ BLOCK_RATIOS = list(itertools.product([1, 2, 3, 16], [1, 2, 3, 4, 5, 8], [1, 2, 
 @st.composite
 def geometries(draw: st.DrawFn) -> NSAConfig:
     d = draw(st.integers(1, 16))
-    return NSAConfig(l=d * draw(st.integers(1, 6)), d=d, l_sel=d * draw(st.integers(1, 6)), n_sel=draw(st.integers(3, 8)),
-                     w=draw(st.integers(1, 64)))
+    return NSAConfig(
+        l=d * draw(st.integers(1, 6)),
+        d=d,
+        l_sel=d * draw(st.integers(1, 6)),
+        n_sel=draw(st.integers(3, 8)),
+        w=draw(st.integers(1, 64)),
+    )
 
 
 def equation_9(n_compressed: int, n_selection: int, nsa: NSAConfig, first: int) -> torch.Tensor:
@@ -164,8 +169,10 @@ def test_reads_are_the_keys_that_change_an_output(nsa: NSAConfig, length: int) -
     generator = torch.Generator().manual_seed(length)
     q = torch.randn(1, length, 1, 2, generator=generator, dtype=torch.float64)
     k, v_sel, v_win = (torch.randn(1, length, 1, 2, generator=generator, dtype=torch.float64) for _ in range(3))
-    k_cmp, v_cmp = (torch.randn(1, geometry.num_compressed(length, nsa), 1, 2, generator=generator, dtype=torch.float64)
-                    for _ in range(2))
+    k_cmp, v_cmp = (
+        torch.randn(1, geometry.num_compressed(length, nsa), 1, 2, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     values = [v.requires_grad_() for v in (v_cmp, v_sel, v_win)]
     gates = torch.ones(1, length, 1, 3, dtype=torch.float64)
     out = attention.nsa_attention(q, k_cmp, v_cmp, k, v_sel, k, v_win, gates, nsa)

@@ -77,8 +77,10 @@ def test_every_dtype_chooses_alike(arm: str) -> None:
     q = torch.randint(-3, 4, (2, 60, 6, 4), generator=generator).double()
     k_cmp = torch.randint(-3, 4, (2, geometry.num_compressed(60, nsa), 2, 4), generator=generator).double() / 4
     with running(arm) as backend:
-        chosen = [as_lists(choice(q.to(d), k_cmp.to(d), nsa, backend)) for d in
-                  (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+        chosen = [
+            as_lists(choice(q.to(d), k_cmp.to(d), nsa, backend))
+            for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        ]
     assert chosen[0] == brute_force.select_blocks(q.numpy(), k_cmp.numpy(), plain(nsa))
     # Half precision ranks in float32 of a softmax in float32, where an exact tie may break by rounding.
     assert chosen[0] == chosen[1]
@@ -101,8 +103,9 @@ def test_permuting_the_heads_of_a_group_permutes_outputs_and_leaves_the_choice(a
     order = torch.tensor([2, 0, 3, 1, 5, 4, 7, 6])
     permuted = inputs._replace(q=inputs.q[:, :, order], gates=inputs.gates[:, :, order])
     with running(arm) as backend:
-        assert torch.equal(choice(inputs.q, inputs.k_cmp, shape.nsa, backend),
-                           choice(permuted.q, inputs.k_cmp, shape.nsa, backend))
+        assert torch.equal(
+            choice(inputs.q, inputs.k_cmp, shape.nsa, backend), choice(permuted.q, inputs.k_cmp, shape.nsa, backend)
+        )
         out = attention.nsa_attention(*inputs, shape.nsa, backend=backend)
         again = attention.nsa_attention(*permuted, shape.nsa, backend=backend)
     torch.testing.assert_close(again, out[:, :, order], rtol=1e-12, atol=1e-12)
@@ -115,11 +118,14 @@ def test_permuting_groups_permutes_everything(arm: str) -> None:
     groups, heads = torch.tensor([2, 0, 1]), torch.tensor([4, 5, 0, 1, 2, 3])
     permuted = inputs.map(lambda x: x[:, :, groups if x.shape[2] == 3 else heads])
     with running(arm) as backend:
-        assert torch.equal(choice(permuted.q, permuted.k_cmp, shape.nsa, backend),
-                           choice(inputs.q, inputs.k_cmp, shape.nsa, backend)[:, :, groups])
+        assert torch.equal(
+            choice(permuted.q, permuted.k_cmp, shape.nsa, backend),
+            choice(inputs.q, inputs.k_cmp, shape.nsa, backend)[:, :, groups],
+        )
         out = attention.nsa_attention(*inputs, shape.nsa, backend=backend)
-        torch.testing.assert_close(attention.nsa_attention(*permuted, shape.nsa, backend=backend), out[:, :, heads],
-                                   rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            attention.nsa_attention(*permuted, shape.nsa, backend=backend), out[:, :, heads], rtol=1e-12, atol=1e-12
+        )
 
 
 def test_identical_heads_score_h_times_one_head() -> None:

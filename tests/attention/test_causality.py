@@ -35,8 +35,16 @@ def everything(inputs: Inputs, shape: Shape, backend: str) -> dict[str, Tensor]:
     out_sel, lse_sel = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, nsa, backend=backend)
     out_win, lse_win = attention.window_attention(inputs.q, inputs.k_win, inputs.v_win, nsa, backend=backend)
     mixed = attention.nsa_attention(inputs.q, k_cmp, v_cmp, *inputs[3:], nsa, backend=backend)
-    return {"out_cmp": out_cmp, "lse_cmp": lse_cmp, "blocks": blocks, "out_sel": out_sel, "lse_sel": lse_sel,
-            "out_win": out_win, "lse_win": lse_win, "mixed": mixed}
+    return {
+        "out_cmp": out_cmp,
+        "lse_cmp": lse_cmp,
+        "blocks": blocks,
+        "out_sel": out_sel,
+        "lse_sel": lse_sel,
+        "out_win": out_win,
+        "lse_win": lse_win,
+        "mixed": mixed,
+    }
 
 
 def another_future(inputs: Inputs, shape: Shape, last: int) -> Inputs:

@@ -100,8 +100,11 @@ def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) 
     if module is not None:
         module = module.double()
         weights = [p.detach().numpy() for p in module.parameters()]
-    true_phi = {"avg": lambda: brute_force.mean, "linear": lambda: brute_force.linear(*weights),
-                "mlp": lambda: brute_force.mlp(*weights)}[phi]()
+    true_phi = {
+        "avg": lambda: brute_force.mean,
+        "linear": lambda: brute_force.linear(*weights),
+        "mlp": lambda: brute_force.mlp(*weights),
+    }[phi]()
     with torch.no_grad():
         blocks = implementation(x, nsa, module)
     assert_equal(blocks, brute_force.compress(x.numpy(), plain(nsa), true_phi))
@@ -119,8 +122,10 @@ def test_one_query_reads_every_key_before_it(arm: str, length: int) -> None:
     blocks = torch.full((1, length, shape.G, shape.nsa.n_sel), -1, dtype=torch.int32)
     blocks[..., 0] = 0
     with running(arm) as backend:
-        for call in (lambda v: attention.window_attention(q, k, v, shape.nsa, backend=backend)[0],
-                     lambda v: attention.selected_attention(q, k, v, blocks, shape.nsa, backend=backend)[0]):
+        for call in (
+            lambda v: attention.window_attention(q, k, v, shape.nsa, backend=backend)[0],
+            lambda v: attention.selected_attention(q, k, v, blocks, shape.nsa, backend=backend)[0],
+        ):
             torch.testing.assert_close(call(v)[:, -1], true, rtol=LIMIT, atol=LIMIT)
             changed = v.clone()
             changed[:, -1] += 1

@@ -95,6 +95,7 @@ def test_uninitialised_memory_is_never_read(arm: str, monkeypatch: pytest.Monkey
         def build(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = make(*args, **kwargs)
             return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(-7)
+
         return build
 
     shape = Shape(T=29)
@@ -187,12 +188,15 @@ def test_a_name_is_taken_as_it_is(backend: str) -> None:
     assert {(choice.backend, choice.reason) for choice in choices.values()} == {(backend, "asked for by name")}
 
 
-@pytest.mark.parametrize(("config", "backend", "error", "words"), [
-    (ModelConfig(), "trition", ValueError, "expected one of auto, reference, torch, triton, flash"),
-    (ModelConfig(), "flash", BackendError, "flash-attn needs a CUDA device, and this is cpu"),
-    (ModelConfig(attention="dense"), "flash", BackendError, "flash-attn needs a CUDA device"),
-    (ModelConfig(attention="dense"), "triton", NotImplementedError, "no dense attention; use auto, torch or flash"),
-])
+@pytest.mark.parametrize(
+    ("config", "backend", "error", "words"),
+    [
+        (ModelConfig(), "trition", ValueError, "expected one of auto, reference, torch, triton, flash"),
+        (ModelConfig(), "flash", BackendError, "flash-attn needs a CUDA device, and this is cpu"),
+        (ModelConfig(attention="dense"), "flash", BackendError, "flash-attn needs a CUDA device"),
+        (ModelConfig(attention="dense"), "triton", NotImplementedError, "no dense attention; use auto, torch or flash"),
+    ],
+)
 def test_a_backend_that_cannot_run_is_an_error_with_its_reason(
     config: ModelConfig, backend: str, error: type[Exception], words: str
 ) -> None:
@@ -220,7 +224,12 @@ def test_flash_takes_the_window_and_dense_attention_only(monkeypatch: pytest.Mon
     monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
     choices = attention.resolve_backend("cpu", torch.bfloat16, NSAConfig(), backend="flash")
     assert {part: choice.backend for part, choice in choices.items()} == {
-        "compressed": "torch", "selection": "torch", "selected": "torch", "combine": "torch", "window": "flash"}
+        "compressed": "torch",
+        "selection": "torch",
+        "selected": "torch",
+        "combine": "torch",
+        "window": "flash",
+    }
     config = ModelConfig(attention="dense")
     assert attention.resolve_backend("cpu", torch.bfloat16, config.nsa, config, "flash")["dense"].backend == "flash"
     x, blocks = Shape().inputs(), torch.zeros(1, 21, 2, 3, dtype=torch.int32)
@@ -228,11 +237,14 @@ def test_flash_takes_the_window_and_dense_attention_only(monkeypatch: pytest.Mon
         attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, NSA, backend="flash")
 
 
-@pytest.mark.parametrize(("device", "dtype", "words"), [
-    ("cpu", torch.bfloat16, "needs a CUDA device"),
-    ("cuda", torch.float32, "set runtime.precision: bf16"),
-    ("cuda", torch.bfloat16, "cannot be imported"),
-])
+@pytest.mark.parametrize(
+    ("device", "dtype", "words"),
+    [
+        ("cpu", torch.bfloat16, "needs a CUDA device"),
+        ("cuda", torch.float32, "set runtime.precision: bf16"),
+        ("cuda", torch.bfloat16, "cannot be imported"),
+    ],
+)
 def test_flash_says_what_it_lacks(device: str, dtype: torch.dtype, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise ImportError("no module named flash_attn")
@@ -273,8 +285,10 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(
 
 
 def test_mixed_choices_run_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    choices = {**attention.resolve_backend(CPU, torch.float64, NSA, backend="torch"),
-               "window": dispatch.Choice("reference", "for this test")}
+    choices = {
+        **attention.resolve_backend(CPU, torch.float64, NSA, backend="torch"),
+        "window": dispatch.Choice("reference", "for this test"),
+    }
     monkeypatch.setattr(torch_backend, "window_attention", None)
     monkeypatch.setattr(reference, "selected_attention", None)
     x = Shape().inputs()

@@ -43,24 +43,29 @@ def some_blocks() -> Tensor:
 def test_compressed_branch(arm: str) -> None:
     x = leaves()
     with running(arm) as backend:
-        assert check(lambda q, k, v: finite(*attention.compressed_attention(q, k, v, TINY.nsa, backend=backend)),
-                     (x.q, x.k_cmp, x.v_cmp))
+        assert check(
+            lambda q, k, v: finite(*attention.compressed_attention(q, k, v, TINY.nsa, backend=backend)),
+            (x.q, x.k_cmp, x.v_cmp),
+        )
 
 
 @arms
 def test_selected_branch(arm: str) -> None:
     x, blocks = leaves(), some_blocks()
     with running(arm) as backend:
-        assert check(lambda q, k, v: finite(*attention.selected_attention(q, k, v, blocks, TINY.nsa, backend=backend)),
-                     (x.q, x.k_sel, x.v_sel))
+        assert check(
+            lambda q, k, v: finite(*attention.selected_attention(q, k, v, blocks, TINY.nsa, backend=backend)),
+            (x.q, x.k_sel, x.v_sel),
+        )
 
 
 @arms
 def test_window_branch(arm: str) -> None:
     x = leaves()
     with running(arm) as backend:
-        assert check(lambda q, k, v: finite(*attention.window_attention(q, k, v, TINY.nsa, backend=backend)),
-                     (x.q, x.k_win, x.v_win))
+        assert check(
+            lambda q, k, v: finite(*attention.window_attention(q, k, v, TINY.nsa, backend=backend)), (x.q, x.k_win, x.v_win)
+        )
 
 
 @arms

@@ -29,8 +29,15 @@ def branches(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
     blocks = attention.select_blocks(inputs.q, inputs.k_cmp, lse_cmp.detach(), nsa, backend=backend)
     out_sel, lse_sel = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, nsa, backend=backend)
     out_win, lse_win = attention.window_attention(inputs.q, inputs.k_win, inputs.v_win, nsa, backend=backend)
-    results = {"blocks": blocks, "out_cmp": out_cmp, "lse_cmp": lse_cmp, "out_sel": out_sel, "lse_sel": lse_sel,
-               "out_win": out_win, "lse_win": lse_win}
+    results = {
+        "blocks": blocks,
+        "out_cmp": out_cmp,
+        "lse_cmp": lse_cmp,
+        "out_sel": out_sel,
+        "lse_sel": lse_sel,
+        "out_win": out_win,
+        "lse_win": lse_win,
+    }
     if inputs.q.shape[1] < LONG:  # past that, the reference takes seconds, and the sum of the branches tells nothing new
         results["mixed"] = attention.nsa_attention(*inputs, nsa, backend=backend)
     return results
@@ -57,8 +64,9 @@ def assert_alike(call: Callable[..., dict[str, Tensor]], shape: Shape, dtype: to
         assert actual[name].dtype == x.dtype, name
         assert not actual[name].isnan().any(), name
         scale = x[x.isfinite()].abs().max().item() if x.isfinite().any() else 1.0
-        torch.testing.assert_close(actual[name], x, rtol=limit, atol=limit * max(scale, 1.0),
-                                   msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            actual[name], x, rtol=limit, atol=limit * max(scale, 1.0), msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @dtypes

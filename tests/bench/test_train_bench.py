@@ -16,8 +16,9 @@ from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are measurements, not tests")
 
-SMALL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8,
-                    nsa=NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=16))
+SMALL = ModelConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, nsa=NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=16)
+)
 
 
 def test_both_models_are_measured_at_each_shape(tmp_path: Path) -> None:
@@ -41,14 +42,24 @@ def test_unusable_shapes_are_refused() -> None:
             train.parse_shape(text)
 
 
-@pytest.mark.parametrize(("kernel", "part"), [
-    ("_gather_kernel", "selected"), ("_finish_kernel", "selected"), ("_count_kernel", "selected"),
-    ("forward_kernel", "compressed and window"), ("dkv_kernel", "compressed and window"),
-    ("_select_kernel", "block choice"),
-    ("_gated_sum_backward_kernel", "gated sum"), ("nvjet_tst_128x256_64x4", "gemm"), ("sm90_xmma_gemm_bf16", "gemm"),
-    ("void pytorch_flash::flash_fwd_kernel", "dense attention"), ("multi_tensor_apply_kernel", "optimiser"),
-    ("Memcpy HtoD (Pinned -> Device)", "copy"), ("triton_poi_fused_add_mul_3", None),
-])
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("_gather_kernel", "selected"),
+        ("_finish_kernel", "selected"),
+        ("_count_kernel", "selected"),
+        ("forward_kernel", "compressed and window"),
+        ("dkv_kernel", "compressed and window"),
+        ("_select_kernel", "block choice"),
+        ("_gated_sum_backward_kernel", "gated sum"),
+        ("nvjet_tst_128x256_64x4", "gemm"),
+        ("sm90_xmma_gemm_bf16", "gemm"),
+        ("void pytorch_flash::flash_fwd_kernel", "dense attention"),
+        ("multi_tensor_apply_kernel", "optimiser"),
+        ("Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("triton_poi_fused_add_mul_3", None),
+    ],
+)
 def test_kernels_are_told_apart_by_name(kernel: str, part: str | None) -> None:
     assert next((name for name, pattern in train.KERNELS if pattern.search(kernel)), None) == part
 

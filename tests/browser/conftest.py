@@ -44,15 +44,28 @@ def lab(project, tmp_path):
     for file, values in SETTINGS.items():
         (tmp_path / "settings" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "settings" / file).write_text(json.dumps(values))
-    options = (f"--no-browser --port={PORT} --ServerApp.port_retries=0 --IdentityProvider.token= "
-               f"--LabApp.user_settings_dir={tmp_path / 'settings'}")
+    options = (
+        f"--no-browser --port={PORT} --ServerApp.port_retries=0 --IdentityProvider.token= "
+        f"--LabApp.user_settings_dir={tmp_path / 'settings'}"
+    )
     # -o: this environment is the one to test, whether make installed it or not.
-    command = ["make", "--no-print-directory", "-C", str(ROOT), "-o", f"{sys.prefix}/.ready", "lab", f"VENV={sys.prefix}",
-               f"LAB_FOLDER={project}", f"LAB={options}"]
+    command = [
+        "make",
+        "--no-print-directory",
+        "-C",
+        str(ROOT),
+        "-o",
+        f"{sys.prefix}/.ready",
+        "lab",
+        f"VENV={sys.prefix}",
+        f"LAB_FOLDER={project}",
+        f"LAB={options}",
+    ]
     with open(tmp_path / "lab.log", "wb") as log:
         # A session of its own, so that make and the server end together.
-        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                                  start_new_session=True)
+        server = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
+        )
         try:
             until(lambda: ask("") is not None, "JupyterLab answers")
             yield f"http://127.0.0.1:{PORT}"
@@ -71,9 +84,17 @@ def browser(tmp_path):
     options.binary_location = CHROMIUM
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     for argument in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1200,1350",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
-        "--disable-default-apps", f"--user-data-dir={tmp_path / 'profile'}",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1200,1350",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--no-first-run",
+        "--disable-default-apps",
+        f"--user-data-dir={tmp_path / 'profile'}",
     ):
         options.add_argument(argument)
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))

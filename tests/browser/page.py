@@ -26,8 +26,11 @@ def wait_for_notebook(browser) -> None:
 
 def wait_until_idle(seconds: float = WAIT_S) -> None:
     """Until no kernel works: what is shown then is what the last request made."""
-    until(lambda: all(kernel["execution_state"] == "idle" for kernel in ask("/kernels") or [{"execution_state": ""}]),
-          "the kernel is idle", seconds)
+    until(
+        lambda: all(kernel["execution_state"] == "idle" for kernel in ask("/kernels") or [{"execution_state": ""}]),
+        "the kernel is idle",
+        seconds,
+    )
 
 
 def settle(what: Callable[[], object]) -> None:

@@ -10,7 +10,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 STEPS = 800
 PARAMETERS = {
-    "name: str": "'ci'", "sample_tokens: int": "20",
+    "name: str": "'ci'",
+    "sample_tokens: int": "20",
     "train: dict": f"{{'steps': {STEPS}, 'eval_every': 200, 'save_every': 200, 'stats_every': 20}}",
 }
 

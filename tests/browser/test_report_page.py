@@ -56,8 +56,14 @@ def test_the_first_screen_of_a_failed_run_says_what_to_do(browser, tmp_path, scr
     assert code == 3
     first_screen(browser, page)
     seen = seen_at_once(browser)
-    for words in ("NOT healthy", "step 2: the loss is nan", "The weights are those of step 1, the last good one.",
-                  f"nsa-lab resume {page.parent.name}", "nsa-lab run NAME -p section.key=value", "Nothing in the notebook"):
+    for words in (
+        "NOT healthy",
+        "step 2: the loss is nan",
+        "The weights are those of step 1, the last good one.",
+        f"nsa-lab resume {page.parent.name}",
+        "nsa-lab run NAME -p section.key=value",
+        "Nothing in the notebook",
+    ):
         assert words in seen, words
     keep(browser, browser.find_element("css selector", "h1"), screenshots, "report_of_a_failed_run.png")
     browser.find_element("link text", "Go to the cell that failed").click()
@@ -85,8 +91,9 @@ def test_the_committed_pages_are_quiet_and_their_links_lead_somewhere(browser):
 def run_ci(folder: Path, *options: str) -> tuple[int, Path]:
     """`nsa-lab run ci` as from a terminal: its exit code and its report."""
     command = [sys.executable, "-m", "nsa_lab", "run", "ci", *options, "--outputs", str(folder / "outputs")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     return done.returncode, Path(done.stdout.splitlines()[-1])
 
 

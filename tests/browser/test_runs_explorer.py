@@ -28,8 +28,9 @@ def runs(project, tmp_path):
     source = project / "notebooks" / "05_health_analysis.py"
     text = source.read_text()
     for name, value in {"run_dir: str": str(made[0]), "outputs: str": str(outputs)}.items():
-        text, edited = re.subn(rf"^{name} = .*?  #", lambda found, name=name, value=value: f"{name} = {value!r}  #", text,
-                               flags=re.MULTILINE)
+        text, edited = re.subn(
+            rf"^{name} = .*?  #", lambda found, name=name, value=value: f"{name} = {value!r}  #", text, flags=re.MULTILINE
+        )
         assert edited == 1, name
     source.write_text(text)
     return [run.name for run in made]
@@ -121,7 +122,7 @@ def choose(browser, label: str, *wanted: str) -> None:
 def columns(browser, row: str) -> list[str]:
     """The numbers of a row, one a run."""
     line = next(line for line in told(browser).splitlines() if line.startswith(row))
-    return line[len(row):].split()
+    return line[len(row) :].split()
 
 
 def sources(browser) -> list[str]:

@@ -12,8 +12,13 @@ def test_lab_opens_the_landing_notebook_and_it_runs(browser, lab):
     until(lambda: "Start here" in headings(browser), "the landing notebook is open")
     assert "Python 3" in shown(browser, ".jp-Toolbar-kernelName").text
     run_all(browser)
-    until(lambda: "torch" in browser.find_element("css selector", ".jp-NotebookPanel").text
-          and browser.find_elements("css selector", ".jp-OutputArea table"), "this machine is described")
+    until(
+        lambda: (
+            "torch" in browser.find_element("css selector", ".jp-NotebookPanel").text
+            and browser.find_elements("css selector", ".jp-OutputArea table")
+        ),
+        "this machine is described",
+    )
 
 
 def headings(browser) -> str:

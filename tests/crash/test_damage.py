@@ -16,14 +16,16 @@ from nsa_lab.train.loop import run
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     torch.set_num_threads(1)
-    config = RunConfig.from_dict({
-        "name": "damaged",
-        "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 4, "d_v": 4},
-        "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
-        "runtime": {"device": "cpu"},
-        "data": {"source": "synthetic", "max_tokens": 50_000, "val_fraction": 0.2},
-        "train": {"steps": 6, "seq_len": 32, "batch_size": 2, "lr": 1e-2, "save_every": 2, "eval_every": 0},
-    })
+    config = RunConfig.from_dict(
+        {
+            "name": "damaged",
+            "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 4, "d_v": 4},
+            "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
+            "runtime": {"device": "cpu"},
+            "data": {"source": "synthetic", "max_tokens": 50_000, "val_fraction": 0.2},
+            "train": {"steps": 6, "seq_len": 32, "batch_size": 2, "lr": 1e-2, "save_every": 2, "eval_every": 0},
+        }
+    )
     run_dir = launch.create_run(config, tmp_path)
     assert run(run_dir) == 0
     return run_dir

@@ -26,8 +26,12 @@ class Trainers:
     """Attempts at runs, each in a process of its own."""
 
     def __init__(self) -> None:
-        self._forker = subprocess.Popen([sys.executable, str(Path(__file__).with_name("forker.py"))], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._forker = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forker.py"))],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def start(self, run_dir: Path) -> int:
         print(run_dir, file=self._forker.stdin, flush=True)
@@ -57,15 +61,28 @@ def trainers() -> Iterator[Trainers]:
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return RunConfig.from_dict({
-        "name": "killed",
-        "model": {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4},
-        "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
-        "runtime": {"device": "cpu", "heartbeat_s": 0.05},
-        "data": {"source": "synthetic", "max_tokens": 50_000, "val_fraction": 0.2},
-        "train": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2, "log_every": 1,
-                  "stats_every": 10, "eval_every": 20, "eval_batches": 1, "save_every": 3, "spike_sigma": 50.0},
-    })
+    return RunConfig.from_dict(
+        {
+            "name": "killed",
+            "model": {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4},
+            "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
+            "runtime": {"device": "cpu", "heartbeat_s": 0.05},
+            "data": {"source": "synthetic", "max_tokens": 50_000, "val_fraction": 0.2},
+            "train": {
+                "steps": STEPS,
+                "seq_len": 32,
+                "batch_size": 2,
+                "accumulate_grad_batches": 2,
+                "lr": 1e-2,
+                "log_every": 1,
+                "stats_every": 10,
+                "eval_every": 20,
+                "eval_batches": 1,
+                "save_every": 3,
+                "spike_sigma": 50.0,
+            },
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +111,8 @@ def wait_for_steps(run_dir: Path, before: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
-        trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path) -> None:
+    trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path
+) -> None:
     run_dir, dice = launch.create_run(config, tmp_path), random.Random(20)
     for kill in range(KILLS):
         attempts = max((e["attempt"] for e in events.read_events(run_dir)), default=0)
@@ -125,7 +143,8 @@ def assert_one_story(run_dir: Path, uninterrupted: Path) -> None:
 
 
 def test_each_stop_request_saves_and_the_run_goes_on_bit_for_bit(
-        trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path) -> None:
+    trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path
+) -> None:
     run_dir, names = launch.create_run(config, tmp_path), ["SIGTERM", "SIGINT", "SIGUSR1"]
     for attempt, name in enumerate(names, 1):
         pid = trainers.start(run_dir)

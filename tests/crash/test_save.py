@@ -32,8 +32,9 @@ class FailingFilesystem(Filesystem):
         self._next(lambda: None, lambda: super(FailingFilesystem, self).make_dir(path))
 
     def write(self, path: Path, data: bytes | memoryview) -> None:
-        self._next(lambda: path.write_bytes(data[:len(data) // 2]),
-                   lambda: super(FailingFilesystem, self).write(path, data))
+        self._next(
+            lambda: path.write_bytes(data[: len(data) // 2]), lambda: super(FailingFilesystem, self).write(path, data)
+        )
 
     def sync_dir(self, path: Path) -> None:
         self._next(lambda: None, lambda: super(FailingFilesystem, self).sync_dir(path))
@@ -146,7 +147,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(filled: Path) ->
         data[index] ^= 0x01
         (path / MANIFEST).write_bytes(data)
         if not verify(path):
-            assert whole[index:index + 1].isspace(), "only the space between values may differ"
+            assert whole[index : index + 1].isspace(), "only the space between values may differ"
 
 
 def test_when_all_are_damaged_it_stops_and_explains(filled: Path) -> None:

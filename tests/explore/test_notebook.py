@@ -11,14 +11,17 @@ from nsa_lab.explore import notebook
 from nsa_lab.explore.notebook import Stop, configuration
 
 
-@pytest.mark.parametrize("name, sections, run_dir, message", [
-    ("ci", {"train": {"stepz": 10}}, "", "did you mean train.steps"),
-    ("ci", {"nsa": {"d": 5}}, "", "not a multiple of nsa.d = 5"),
-    ("ci", {"nsa": 5}, "", "expected a mapping"),
-    ("smok", {}, "", "did you mean smoke"),
-    ("ci", {}, "no-such-run", "no such run"),
-    ("ci", {"train": {"steps": 5}}, "no-such-run", "a run keeps its configuration"),
-])
+@pytest.mark.parametrize(
+    "name, sections, run_dir, message",
+    [
+        ("ci", {"train": {"stepz": 10}}, "", "did you mean train.steps"),
+        ("ci", {"nsa": {"d": 5}}, "", "not a multiple of nsa.d = 5"),
+        ("ci", {"nsa": 5}, "", "expected a mapping"),
+        ("smok", {}, "", "did you mean smoke"),
+        ("ci", {}, "no-such-run", "no such run"),
+        ("ci", {"train": {"steps": 5}}, "no-such-run", "a run keeps its configuration"),
+    ],
+)
 def test_a_mistake_is_explained(name, sections, run_dir, message):
     with pytest.raises(Stop, match=message) as caught:
         configuration(name, sections, run_dir)
@@ -74,8 +77,12 @@ def test_a_finished_run_is_shown(config, started, tmp_path, capsys):
 @pytest.mark.parametrize("why", ["asked", "other code", "other configuration", "halted"])
 def test_a_new_run_is_started_where_none_fits(why, config, started, tmp_path, capsys):
     other = config.model_copy(update={"train": config.train.model_copy(update={"steps": 30})})
-    old = make(other if why == "other configuration" else config, tmp_path,
-               rundir.HALTED if why == "halted" else rundir.DONE, **({"source": "0" * 16} if why == "other code" else {}))
+    old = make(
+        other if why == "other configuration" else config,
+        tmp_path,
+        rundir.HALTED if why == "halted" else rundir.DONE,
+        **({"source": "0" * 16} if why == "other code" else {}),
+    )
     run = notebook.start(config, outputs=str(tmp_path), new_run=why == "asked")
     assert run != old and started == [run.name] and "new run" in capsys.readouterr().out
 

@@ -18,10 +18,12 @@ SMALL = {"train__seq_len": 64, "nsa__l": 8, "nsa__d": 4, "nsa__l_sel": 8, "nsa__
 
 def run_on_gpu(folder, memory, **changes):
     """A run that says that it was on a GPU and held `memory` bytes."""
+
     def spoil(events):
         for event in events:
             event.update({"device": "NVIDIA X"} if event["kind"] == "start" else {})
             event.update({"mem_peak_bytes": memory} if event["kind"] == "step" else {})
+
     return History.read(write_run(folder, configuration(**changes), spoil))
 
 
@@ -55,8 +57,11 @@ def test_a_plan_without_a_speed_or_a_run_without_an_end_is_not_judged(tmp_path):
     assert "the plan named no speed" in str(outcome(history))
     gate = History.read(write_run(tmp_path / "b", configuration(train__min_tokens_per_s=2000.0)))
     assert outcome(gate).verdicts[1].ok is not None
-    half = History.read(write_run(tmp_path / "c", spoil=lambda events: [e for e in events if e["step"] <= 100],
-                                  status={"status": "PREEMPTED"}))
+    half = History.read(
+        write_run(
+            tmp_path / "c", spoil=lambda events: [e for e in events if e["step"] <= 100], status={"status": "PREEMPTED"}
+        )
+    )
     assert "step 100 of 200: not finished" in str(outcome(half, 8192.0))
     empty = History.read(write_run(tmp_path / "d", spoil=lambda events: events[:1]))
     assert [verdict.ok for verdict in outcome(empty, 8192.0).verdicts[:1]] == [None]
@@ -65,14 +70,18 @@ def test_a_plan_without_a_speed_or_a_run_without_an_end_is_not_judged(tmp_path):
 def test_the_speed_that_preflight_measured_is_reckoned_with(tmp_path):
     def spoil(events):
         events[2]["numbers"] = {"tokens_per_s": 4096.0}
+
     history = History.read(write_run(tmp_path, configuration(train__min_tokens_per_s=2000.0), spoil))
     assert outcome(history).planned.tokens_per_s == 4096.0
     assert outcome(history, 5000.0).planned.tokens_per_s == 5000.0
 
 
 def rows(text):
-    return {tuple(map(str.strip, line.strip("|").split("|")))[:3]: line.strip("| ").split(" | ")[-1]
-            for line in text.splitlines() if line.startswith("|")}
+    return {
+        tuple(map(str.strip, line.strip("|").split("|")))[:3]: line.strip("| ").split(" | ")[-1]
+        for line in text.splitlines()
+        if line.startswith("|")
+    }
 
 
 def test_ours_is_read_from_the_record(tmp_path):
@@ -101,6 +110,7 @@ def test_a_bad_number_and_a_stall_show(tmp_path):
     def spoil(events):
         next(e for e in events if e["kind"] == "step" and e["step"] == 50)["nonfinite"] = ["loss"]
         events.insert(-1, {"kind": "stall", "attempt": 1, "step": 60, "phase": "data", "phase_age_s": 130.0})
+
     found = rows(seeds.table(History.read(write_run(tmp_path, spoil=spoil))))
     assert found["first NaN", "at step 1", "S2"] == "step 50: loss"
     assert found["hang", "“hung at step 5”", "S3"].startswith("1 stall;")
@@ -126,8 +136,12 @@ def test_without_a_checkpoint_decoding_is_not_judged(tmp_path):
 
 def test_selected_keys_are_counted(with_checkpoint):
     nsa, blocks = configuration(**SMALL).nsa, samples.observed_blocks(with_checkpoint)
-    counted = [sum(len([s for s in range(b * nsa.l_sel, (b + 1) * nsa.l_sel) if s <= t]) for b in row if b >= 0)
-               for layer in blocks for t in range(64) for row in layer[0, t].tolist()]
+    counted = [
+        sum(len([s for s in range(b * nsa.l_sel, (b + 1) * nsa.l_sel) if s <= t]) for b in row if b >= 0)
+        for layer in blocks
+        for t in range(64)
+        for row in layer[0, t].tolist()
+    ]
     mean, most = samples.selected_keys(with_checkpoint)
     assert mean == pytest.approx(sum(counted) / len(counted)) and most == max(counted) == 32
     assert torch.stack(blocks).dtype == torch.int32

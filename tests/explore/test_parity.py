@@ -158,8 +158,12 @@ def test_the_picture_shows_every_error_on_its_side_of_what_is_allowed() -> None:
     exact = Row("selection", "triton", 1, "bfloat16", Judged("choice", 0.0, 1e-3), None)
     broken = Row("selection", "torch", 1, "bfloat16", Judged("choice", math.nan, 1e-3), None)
     shares = parity.worst_shares([row(1, 1.0, 6.0), row(2, 0.5, 3.0), exact, broken], torch.bfloat16)
-    assert shares == [("window, output", "torch", 0.5), ("window, gradients", "torch", 2.0),
-                      ("selection, choice", "triton", 0.0), ("selection, choice", "torch", math.inf)]
+    assert shares == [
+        ("window, output", "torch", 0.5),
+        ("window, gradients", "torch", 2.0),
+        ("selection, choice", "triton", 0.0),
+        ("selection, choice", "torch", math.inf),
+    ]
     assert parity.worst_shares([exact], torch.float32) == []
     figure = pictures.shares_of_allowed(shares, "made up")
     (axes,) = figure.axes

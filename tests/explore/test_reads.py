@@ -71,10 +71,12 @@ def test_pictures_of_any_length_have_a_title(example, length):
     importance = reference.block_importance(x.q, k_cmp, lse, TOY)[0, :, 0]
     blocks = reference.select_blocks(x.q, k_cmp, lse, TOY)[0, :, 0]
     drawn = [
-        pictures.block_geometry(length, TOY, length - 1), pictures.visible_blocks(length, TOY),
+        pictures.block_geometry(length, TOY, length - 1),
+        pictures.visible_blocks(length, TOY),
         pictures.importance_map(importance, blocks, TOY, "a toy"),
         pictures.query_reads(reads_of(x, TOY, length - 1), "a toy"),
-        pictures.selection_by_layer({0: blocks, 3: blocks}, TOY, "a toy"), pictures.reads_by_length([1, 64], TOY),
+        pictures.selection_by_layer({0: blocks, 3: blocks}, TOY, "a toy"),
+        pictures.reads_by_length([1, 64], TOY),
     ]
     for figure in drawn:
         assert png(figure).startswith(b"\x89PNG") and title(figure)

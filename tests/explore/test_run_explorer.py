@@ -29,7 +29,7 @@ def test_every_view_takes_runs_of_both_kinds(view, pair):
 
 def test_numbers_are_those_of_the_last_reading_before_the_step(pair):
     told = compare.numbers_at(pair, 1, 110)
-    rows = {line[:compare.NAMES_WIDTH].strip(): line[compare.NAMES_WIDTH:].split() for line in told.splitlines()}
+    rows = {line[: compare.NAMES_WIDTH].strip(): line[compare.NAMES_WIDTH :].split() for line in told.splitlines()}
     assert rows["step"] == ["110", "110"]
     assert rows["gate share, compressed"] == ["0.350", "–"]
     assert rows["validation, bits a byte"][0] == f"{History.read(pair[0]).evaluations[2]['bpb']:.3f}"
@@ -57,7 +57,10 @@ def test_without_a_front_end_no_widget_is_made(pair, monkeypatch, capsys):
 def test_controls_redraw(pair):
     explorer = run_explorer.run_explorer(pair[:1], pair[1:])
     which, (view, depth, heads), step, pictures, text = (
-        explorer.children[0], explorer.children[1].children, *explorer.children[2:])
+        explorer.children[0],
+        explorer.children[1].children,
+        *explorer.children[2:],
+    )
     first = pictures.children[0].value
     assert first[:4] == b"\x89PNG" and list(which.value) == [pair[0].name] and len(which.options) == 2
     step.value = 40

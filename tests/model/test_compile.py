@@ -8,8 +8,9 @@ import torch
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import NSATransformer
 
-CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8,
-                     nsa=NSAConfig(l=8, d=4, l_sel=8, n_sel=3, w=10))
+CONFIG = ModelConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, nsa=NSAConfig(l=8, d=4, l_sel=8, n_sel=3, w=10)
+)
 
 
 @pytest.mark.slow

@@ -21,7 +21,16 @@ def plain(model: NSATransformer) -> brute_force.Model:
     c, n = model.config, model.config.nsa
     geometry = brute_force.Geometry(n.l, n.d, n.l_sel, n.n_sel, n.w)
     return brute_force.Model(
-        c.n_heads, c.n_kv_groups, c.d_k, c.d_v, c.rope_theta, c.norm_eps, geometry, n.gate, n.phi, c.mlp == "gated",
+        c.n_heads,
+        c.n_kv_groups,
+        c.d_k,
+        c.d_v,
+        c.rope_theta,
+        c.norm_eps,
+        geometry,
+        n.gate,
+        n.phi,
+        c.mlp == "gated",
         {name: x.numpy() for name, x in model.state_dict().items()},
     )
 

@@ -46,13 +46,17 @@ def test_every_branch_moves_its_own_rows_of_the_projection() -> None:
         assert (block.attention.gate.weight.grad.abs().max(1).values > 0).all()
 
 
-@pytest.mark.parametrize(("config", "length"), [
-    (ModelConfig(**PRODUCTION, n_layers=2), 256),
-    (ModelConfig(**PRODUCTION, n_layers=1, mlp="gated"), 64),
-    (ModelConfig(dim=128, n_layers=4, n_heads=4, n_kv_groups=2, d_k=32, d_v=32), 256),
-    (ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_groups=1, d_k=16, d_v=16, attention="dense"), 256),
-    (ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, vocab_size=5000), 256),
-], ids=["production width", "gated", "small", "dense", "large vocabulary"])
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (ModelConfig(**PRODUCTION, n_layers=2), 256),
+        (ModelConfig(**PRODUCTION, n_layers=1, mlp="gated"), 64),
+        (ModelConfig(dim=128, n_layers=4, n_heads=4, n_kv_groups=2, d_k=32, d_v=32), 256),
+        (ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_groups=1, d_k=16, d_v=16, attention="dense"), 256),
+        (ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_groups=1, d_k=16, d_v=16, vocab_size=5000), 256),
+    ],
+    ids=["production width", "gated", "small", "dense", "large vocabulary"],
+)
 def test_the_first_loss_is_ln_v(config: ModelConfig, length: int) -> None:
     model = NSATransformer(config, seed=0)
     with torch.no_grad():
@@ -99,11 +103,14 @@ def test_without_a_seed_models_differ() -> None:
     assert not torch.equal(one.head.weight, other.head.weight)
 
 
-@pytest.mark.parametrize(("tokens", "words"), [
-    (torch.zeros(4, dtype=torch.int64), r"expected int64 \[B, T\], got torch.int64 \(4,\)"),
-    (torch.zeros(1, 4, dtype=torch.int32), "got torch.int32"),
-    (torch.zeros(1, 4), "got torch.float32"),
-])
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (torch.zeros(4, dtype=torch.int64), r"expected int64 \[B, T\], got torch.int64 \(4,\)"),
+        (torch.zeros(1, 4, dtype=torch.int32), "got torch.int32"),
+        (torch.zeros(1, 4), "got torch.float32"),
+    ],
+)
 def test_tokens_of_another_kind_are_refused(tokens: torch.Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         NSATransformer(config_of())(tokens)

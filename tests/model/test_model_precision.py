@@ -145,6 +145,9 @@ def test_nsa_of_full_coverage_computes_the_dense_twin(monkeypatch: pytest.Monkey
 
 def test_reference_is_imported_and_not_touched_by_the_torch_backend() -> None:
     """`choose` is the one thing that both use; the rest of the torch backend is its own."""
-    shared = {name for name in ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
-              if getattr(torch_backend, name) is getattr(reference, name)}
+    shared = {
+        name
+        for name in ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
+        if getattr(torch_backend, name) is getattr(reference, name)
+    }
     assert not shared

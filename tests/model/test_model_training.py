@@ -77,7 +77,9 @@ def test_float32_weights_all_move_at_the_production_rate_and_bf16_ones_do_not() 
     assert not unmoved(torch.float32)
     stuck = unmoved(torch.bfloat16)
     assert {name for name in stuck if "norm" in name} == {
-        "norm.weight", *(f"blocks.{i}.{part}_norm.weight" for i in range(2) for part in ("attention", "mlp"))}
+        "norm.weight",
+        *(f"blocks.{i}.{part}_norm.weight" for i in range(2) for part in ("attention", "mlp")),
+    }
 
 
 def noise_config() -> ModelConfig:
@@ -101,9 +103,9 @@ def selection_one_ahead(real: Callable) -> Callable:
     return lambda q, k, v, blocks, nsa: real(q, k.roll(-1, 1), v.roll(-1, 1), blocks, nsa)
 
 
-@pytest.mark.parametrize(("branch", "leak"), [
-    ("window_attention", window_one_ahead), ("selected_attention", selection_one_ahead)
-])
+@pytest.mark.parametrize(
+    ("branch", "leak"), [("window_attention", window_one_ahead), ("selected_attention", selection_one_ahead)]
+)
 def test_a_leak_of_one_token_is_caught(branch: str, leak: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, branch, leak(getattr(torch_backend, branch)))
     losses = train(NSATransformer(noise_config(), seed=0), noise(), 150, lr=3e-3)

@@ -28,8 +28,14 @@ def execute(tmp_path):
 
     def run(stem: str, cwd: Path = ROOT, **parameters):
         target = tmp_path / f"{stem}.ipynb"
-        papermill.execute_notebook(ROOT / "notebooks" / f"{stem}.ipynb", target, parameters=parameters, cwd=str(cwd),
-                                   execution_timeout=CELL_TIMEOUT_S, progress_bar=False)
+        papermill.execute_notebook(
+            ROOT / "notebooks" / f"{stem}.ipynb",
+            target,
+            parameters=parameters,
+            cwd=str(cwd),
+            execution_timeout=CELL_TIMEOUT_S,
+            progress_bar=False,
+        )
         return nbformat.read(target, as_version=4)
 
     return run

@@ -14,8 +14,9 @@ TRAINING = ("03_smoke_training", "04_production_run")
 
 
 def test_build_has_nothing_to_do():
-    done = subprocess.run([sys.executable, ROOT / "notebooks" / "build.py", "--check"], capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, ROOT / "notebooks" / "build.py", "--check"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

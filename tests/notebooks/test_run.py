@@ -46,8 +46,15 @@ def test_training_again_and_its_health(execute, tmp_path):
     twin = launch.ensure(RunConfig.from_yaml(ROOT / "params" / "ci.yaml", {"model.attention": "dense"}), outputs)
     assert launch.wait(twin, CELL_TIMEOUT_S) and status(twin) == "DONE"
     health = execute("05_health_analysis", run_dir=str(run), other_run=str(twin))
-    for line in ("every step once", "as good as dense", "time as planned: the plan named no speed", "Is the gate alive?",
-                 "twins: the same configuration but for attention", "decoding is the model: step-00000020", "their number"):
+    for line in (
+        "every step once",
+        "as good as dense",
+        "time as planned: the plan named no speed",
+        "Is the gate alive?",
+        "twins: the same configuration but for attention",
+        "decoding is the model: step-00000020",
+        "their number",
+    ):
         assert line in printed(health) + str(health.cells), line
     assert any("Blocks selected" in output["metadata"]["image/png"]["alt"] for output in pictures(health))
 
@@ -56,8 +63,20 @@ def test_training_again_and_its_health(execute, tmp_path):
 def test_papermill_alone_and_a_killed_kernel_leave_the_trainer_alone(tmp_path, execute):
     outputs = tmp_path / "runs"
     parameters = {**CI, "train": {**CI["train"], "steps": 150, "save_every": 50}}
-    command = [sys.executable, "-m", "papermill", ROOT / "notebooks" / "04_production_run.ipynb", tmp_path / "out.ipynb",
-               "-f", ROOT / "params" / "ci.yaml", "-y", f"{{train: {parameters['train']}}}", "-p", "outputs", outputs]
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        ROOT / "notebooks" / "04_production_run.ipynb",
+        tmp_path / "out.ipynb",
+        "-f",
+        ROOT / "params" / "ci.yaml",
+        "-y",
+        f"{{train: {parameters['train']}}}",
+        "-p",
+        "outputs",
+        outputs,
+    ]
     notebook = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         run = _first_run(outputs, notebook)

@@ -28,8 +28,19 @@ def tiny() -> Callable[..., RunConfig]:
             "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
             "runtime": {"device": "cpu", "heartbeat_s": 60.0},
             "data": {"source": "synthetic", "max_tokens": 20_000, "val_fraction": 0.3},
-            "train": {"steps": 12, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "warmup_steps": 2,
-                      "lr": 1e-2, "log_every": 1, "stats_every": 4, "eval_every": 6, "eval_batches": 2, "save_every": 5},
+            "train": {
+                "steps": 12,
+                "seq_len": 32,
+                "batch_size": 2,
+                "accumulate_grad_batches": 2,
+                "warmup_steps": 2,
+                "lr": 1e-2,
+                "log_every": 1,
+                "stats_every": 4,
+                "eval_every": 6,
+                "eval_batches": 2,
+                "save_every": 5,
+            },
         }
         for key, value in changes.items():
             if isinstance(value, dict):

@@ -27,7 +27,8 @@ Tiny, Make = Callable[..., RunConfig], Callable[..., Path]
 GPU: dict[str, Any] = {
     "model": {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 32, "d_v": 32},
     "nsa": {"l": 32, "d": 16, "l_sel": 64, "n_sel": 4, "w": 64},
-    "seq_len": 256, "data": {"source": "synthetic", "max_tokens": 100_000, "val_fraction": 0.3},
+    "seq_len": 256,
+    "data": {"source": "synthetic", "max_tokens": 100_000, "val_fraction": 0.3},
 }
 RUNTIME = {"device": "cuda", "precision": "bf16"}
 
@@ -84,7 +85,8 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_in_deterministic_mode_a_resumed_run_is_the_same_bit_for_bit(
-        new_run: Make, train: Callable[..., int], backend: str) -> None:
+    new_run: Make, train: Callable[..., int], backend: str
+) -> None:
     run_dir = new_run(**GPU, runtime=RUNTIME | {"deterministic": True, "backend": backend})
     assert train(run_dir) == 0
     final = run_dir / "checkpoints/step-00000012"
@@ -98,7 +100,8 @@ def test_in_deterministic_mode_a_resumed_run_is_the_same_bit_for_bit(
 
 
 def test_in_fast_mode_a_resumed_run_has_the_same_data_and_nearly_the_same_losses(
-        new_run: Make, train: Callable[..., int]) -> None:
+    new_run: Make, train: Callable[..., int]
+) -> None:
     run_dir = new_run(**GPU, runtime=RUNTIME)
     assert train(run_dir) == 0
     told = losses(run_dir)

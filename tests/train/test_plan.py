@@ -8,10 +8,21 @@ from nsa_lab.config import ModelConfig, RunConfig
 from nsa_lab.model import NSATransformer
 from nsa_lab.train.plan import checkpoints_kept, compare, hours, plan
 
-PRODUCTION = RunConfig.from_dict({
-    "name": "production", "runtime": {"precision": "bf16"},
-    "train": {"steps": 50_000, "seq_len": 2048, "batch_size": 32, "accumulate_grad_batches": 2, "save_every": 1000,
-              "keep_every": 10_000, "warmup_steps": 2000}})
+PRODUCTION = RunConfig.from_dict(
+    {
+        "name": "production",
+        "runtime": {"precision": "bf16"},
+        "train": {
+            "steps": 50_000,
+            "seq_len": 2048,
+            "batch_size": 32,
+            "accumulate_grad_batches": 2,
+            "save_every": 1000,
+            "keep_every": 10_000,
+            "warmup_steps": 2000,
+        },
+    }
+)
 
 
 def test_counts_are_those_of_the_model() -> None:

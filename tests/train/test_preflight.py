@@ -23,8 +23,19 @@ from nsa_lab.train.plan import plan
 
 Tiny = Callable[..., RunConfig]
 
-ALL = ["profile", "units", "disk", "data", "initial_loss", "causality", "gradients", "memory", "kernel_parity",
-       "checkpoint", "throughput"]
+ALL = [
+    "profile",
+    "units",
+    "disk",
+    "data",
+    "initial_loss",
+    "causality",
+    "gradients",
+    "memory",
+    "kernel_parity",
+    "checkpoint",
+    "throughput",
+]
 
 
 @pytest.fixture
@@ -59,10 +70,14 @@ def test_the_gate_is_checked_against_measured_speed(parts: Callable[..., Parts],
     assert failed(checks) == ["throughput"] and "tokens/s" in checks[-1].value
 
 
-@pytest.mark.parametrize("change", [
-    {"model": {"dim": 128, "n_layers": 1}},
-    {"save_every": 0, "model": {"dim": 1024, "n_layers": 8}},
-    {"data": {"source": "synthetic"}, "model": {"dim": 1024, "n_layers": 8}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"dim": 128, "n_layers": 1}},
+        {"save_every": 0, "model": {"dim": 1024, "n_layers": 8}},
+        {"data": {"source": "synthetic"}, "model": {"dim": 1024, "n_layers": 8}},
+    ],
+)
 def test_a_production_run_refuses_a_toy_no_checkpoints_and_noise(tiny: Tiny, change: dict[str, Any]) -> None:
     config = tiny(**change, runtime={"profile": "production"})
     check = preflight.profile(config, plan(config))
@@ -71,8 +86,11 @@ def test_a_production_run_refuses_a_toy_no_checkpoints_and_noise(tiny: Tiny, cha
 
 
 def test_a_production_run_that_keeps_its_promises_passes(tiny: Tiny) -> None:
-    config = tiny(model={"dim": 1024, "n_layers": 8}, data={"source": "stdlib", "max_tokens": None, "val_fraction": 0.02},
-                  runtime={"profile": "production"})
+    config = tiny(
+        model={"dim": 1024, "n_layers": 8},
+        data={"source": "stdlib", "max_tokens": None, "val_fraction": 0.02},
+        runtime={"profile": "production"},
+    )
     assert preflight.profile(config, plan(config)).ok
 
 
@@ -128,8 +146,9 @@ def test_a_kernel_that_is_wrong_is_named(parts: Callable[..., Parts], monkeypatc
     assert not check.ok and "window" in check.value
 
 
-def test_a_checkpoint_that_does_not_come_back_is_seen(parts: Callable[..., Parts], tmp_path: Path,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_does_not_come_back_is_seen(
+    parts: Callable[..., Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preflight.snapshot, "restore", lambda path, parts: None)
     checks = preflight.checkpoint_and_throughput(parts(), tmp_path)
     assert failed(checks) == ["checkpoint"]
@@ -141,7 +160,8 @@ def test_the_command_without_a_run_does_the_same_checks(tiny: Tiny, builders: Bu
 
 
 def test_a_run_that_fails_a_check_does_not_start(
-        tiny: Tiny, train: Callable[..., int], tmp_path: Path, builders: Builders) -> None:
+    tiny: Tiny, train: Callable[..., int], tmp_path: Path, builders: Builders
+) -> None:
     run_dir = launch.create_run(tiny(runtime={"profile": "production"}), tmp_path)
     assert train(run_dir) == rundir.EXIT_HALTED
     assert "profile" in rundir.read_status(run_dir)["reason"]

@@ -17,8 +17,14 @@ Make = Callable[..., Path]
 
 pytestmark = pytest.mark.timeout(120)
 
-CHANGES = {"steps": 20, "batch_size": 4, "accumulate_grad_batches": 2, "micro_batch_size": 1, "save_every": 10,
-           "eval_every": 10}
+CHANGES = {
+    "steps": 20,
+    "batch_size": 4,
+    "accumulate_grad_batches": 2,
+    "micro_batch_size": 1,
+    "save_every": 10,
+    "eval_every": 10,
+}
 
 
 def run_with(run_dir: Path, count: int, fault: str = "none") -> int:
@@ -33,8 +39,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_same_global_batch_gives_the_same_losses(
-        new_run: Make, train: Callable[..., int], count: int) -> None:
+def test_the_same_global_batch_gives_the_same_losses(new_run: Make, train: Callable[..., int], count: int) -> None:
     alone, shared = new_run(**CHANGES), new_run(**CHANGES)
     assert train(alone) == 0
     assert run_with(shared, count) == 0
@@ -45,8 +50,7 @@ def test_the_same_global_batch_gives_the_same_losses(
 
 
 @pytest.mark.slow
-def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_anybodys(
-        new_run: Make, train: Callable[..., int]) -> None:
+def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_anybodys(new_run: Make, train: Callable[..., int]) -> None:
     alone, shared = new_run(**CHANGES), new_run(**CHANGES, runtime={"parallel": "fsdp"})
     assert train(alone) == 0
     assert run_with(shared, 2) == 0

@@ -60,13 +60,14 @@ def plant(run_dir: Path, builders: Builders, step: int, factor: float, where: st
     config = RunConfig.from_yaml(run_dir / "config.yaml")
     dataset = builders.data(config.data, 256, config.train.seq_len, None)
     batches = Batches(dataset.train, config.train.seq_len, config.train.sequences_per_step, config.train.seed)
-    target = batches.batch(step - 1)[0][:config.train.batch_size]
+    target = batches.batch(step - 1)[0][: config.train.batch_size]
 
     def change(model: nn.Module) -> None:
         seen = {}
         model.register_forward_pre_hook(lambda module, inputs: seen.update(now=inputs[0]))
         model.get_submodule(where).register_forward_hook(
-            lambda module, inputs, output: output * factor if torch.equal(seen["now"], target) else None)
+            lambda module, inputs, output: output * factor if torch.equal(seen["now"], target) else None
+        )
 
     return change
 
@@ -84,10 +85,26 @@ def test_a_run_records_what_the_contract_says(new_run: Make, train: Train) -> No
     assert all(fields <= e.keys() for e in steps)
     read = [e for e in steps if "gate_share_cmp" in e]
     assert [e["step"] for e in read] == [4, 8, 12]
-    assert all(len(e[name]) == 2 for e in read for name in (
-        "gate_share_cmp", "gate_share_sel", "gate_share_win", "gate_entropy", "gate_saturation", "sel_reuse",
-        "sel_distance", "sel_sink_share", "sel_window_overlap",
-        "norm_cmp", "norm_sel", "norm_win", "grad_norm_layers", "gate_update"))
+    assert all(
+        len(e[name]) == 2
+        for e in read
+        for name in (
+            "gate_share_cmp",
+            "gate_share_sel",
+            "gate_share_win",
+            "gate_entropy",
+            "gate_saturation",
+            "sel_reuse",
+            "sel_distance",
+            "sel_sink_share",
+            "sel_window_overlap",
+            "norm_cmp",
+            "norm_sel",
+            "norm_win",
+            "grad_norm_layers",
+            "gate_update",
+        )
+    )
     assert [(e["step"], e["split"]) for e in kinds(run_dir, "eval")] == [(s, "validation") for s in (0, 6, 12)]
     assert [e["step"] for e in kinds(run_dir, "checkpoint")] == [5, 10, 12]
     assert kinds(run_dir, "end")[0]["exit_code"] == 0 and not kinds(run_dir, "guard")
@@ -153,9 +170,18 @@ def edit(run_dir: Path, section: str, **changes: Any) -> None:
     (run_dir / "config.yaml").write_text(yaml.safe_dump(sections))
 
 
-@pytest.mark.parametrize(("section", "change"), [
-    ("train", {"lr": 1e-3}), ("train", {"steps": 20}), ("train", {"seed": 1}), ("nsa", {"w": 8}),
-    ("model", {"mlp": "gated"}), ("data", {"val_fraction": 0.4}), ("runtime", {"precision": "bf16"})])
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("train", {"lr": 1e-3}),
+        ("train", {"steps": 20}),
+        ("train", {"seed": 1}),
+        ("nsa", {"w": 8}),
+        ("model", {"mlp": "gated"}),
+        ("data", {"val_fraction": 0.4}),
+        ("runtime", {"precision": "bf16"}),
+    ],
+)
 def test_resuming_on_another_trajectory_is_refused_by_name(new_run: Make, train: Train, section: str, change: dict) -> None:
     run_dir = new_run(steps=5)
     train(run_dir)
@@ -178,7 +204,8 @@ def test_settings_that_only_watch_may_change_on_resume(new_run: Make, train: Tra
 
 
 def test_a_planted_nan_halts_with_the_weights_of_the_step_before_and_a_diagnosis(
-        new_run: Make, train: Train, hooked: Callable, builders: Builders) -> None:
+    new_run: Make, train: Train, hooked: Callable, builders: Builders
+) -> None:
     whole, run_dir = new_run(save_every=1, keep_last=12), new_run()
     train(whole)
     planted = hooked(plant(run_dir, builders, 7, float("nan"), "blocks.1.mlp"))
@@ -232,9 +259,7 @@ def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -
     assert found == {("frozen", "warn")} and "layer 1" in kinds(run_dir, "guard")[0]["text"]
 
 
-def test_a_throughput_drop_is_named(
-    new_run: Make, train: Train, hooked: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_throughput_drop_is_named(new_run: Make, train: Train, hooked: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "SLOW_FOR_S", 0.5)
 
     def slow_down(model: nn.Module) -> None:
@@ -284,7 +309,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, failures: int) -> Iterator[None]:
 
 
 def test_one_failed_save_is_recorded_and_the_next_one_tried(
-        new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = new_run()
     with full_disk(monkeypatch, failures=1):
         assert train(run_dir) == 0
@@ -301,7 +327,8 @@ def test_two_failed_saves_in_a_row_halt(new_run: Make, train: Train, monkeypatch
 
 
 def test_code_that_computes_something_else_is_refused_and_the_checkpoint_kept(
-        new_run: Make, train: Train, hooked: Callable) -> None:
+    new_run: Make, train: Train, hooked: Callable
+) -> None:
     run_dir = new_run()
     train(run_dir)
     rewind(run_dir, 5)

@@ -45,8 +45,12 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen]:
-    server = subprocess.Popen([sys.executable, str(Path(__file__).with_name("scripted.py"))], text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("scripted.py"))],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     yield server
     server.stdin.close()
     server.wait(timeout=30)
@@ -124,7 +128,8 @@ def test_handlers_are_put_back(new_run: Make, train: Callable[..., int]) -> None
 
 
 def test_a_stop_before_the_first_step_saves_nothing_and_the_run_can_start_later(
-        new_run: Make, train: Callable[..., int]) -> None:
+    new_run: Make, train: Callable[..., int]
+) -> None:
     run_dir = new_run()
     from nsa_lab.train.parts import Builders
 

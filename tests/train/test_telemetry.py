@@ -23,7 +23,14 @@ def test_an_event_carries_its_envelope_and_fields(tmp_path: Path) -> None:
     log.event("step", loss=2.5, grad_norm_layers=[1.0, 2.0])
     (event,) = events.read_events(tmp_path)
     assert {k: event[k] for k in ("v", "run", "attempt", "kind", "step", "tokens", "loss")} == {
-        "v": 1, "run": "a-run", "attempt": 1, "kind": "step", "step": 3, "tokens": 300, "loss": 2.5}
+        "v": 1,
+        "run": "a-run",
+        "attempt": 1,
+        "kind": "step",
+        "step": 3,
+        "tokens": 300,
+        "loss": 2.5,
+    }
     assert abs(event["t"] - time.time()) < 60
 
 
