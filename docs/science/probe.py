@@ -1,0 +1,397 @@
+"""The probe behind docs/science/retrieval.md: trains one model on text with planted facts, and asks for the facts.
+
+    NAME=nsa_start2_half ARGS='{"kind": "nsa", "start": 2, "rotated": 0.5}' OUT=. python docs/science/probe.py CORPUS
+
+Needs one CUDA device with about 40 GB. CORPUS holds train-*.parquet, validation-*.parquet and long-*.parquet with a column
+`text`. Everything random is a function of the seed in ARGS. Writes NAME.json: arguments, speed, curve, needle accuracy by
+length and depth, the same under interventions, and bits per byte of `long` in windows of 32 768.
+
+ARGS: kind (nsa, dense), seed, phases (run only the first ones), and the factors that the table varies:
+conv     width of a causal depthwise convolution of the keys before rotation, k + SiLU(conv k)
+canon    width of the same, linear, over the inputs of attention and MLP of every block
+share    "all": one K and V for the three branches
+start    width of a linear causal depthwise convolution of the keys that starts as a shift by one in the first group, where
+         half of the heads start with the weights of the keys as their query weights: matching heads from step 0
+rotated  share of a head's width that rotary embedding turns
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing as mp
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa_lab import model as library
+from nsa_lab.attention import (
+    compress,
+    compressed_attention,
+    dense_attention,
+    nsa_attention,
+    reference,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa_lab.config import ModelConfig
+
+ARGS, NAME = json.loads(os.environ["ARGS"]), os.environ["NAME"]
+CORPUS, OUT = Path(sys.argv[1]), Path(os.environ.get("OUT", "."))
+PLAN = [(2048, 32, 1e-3, 393), (8192, 8, 7e-4, 523), (32768, 2, 4e-4, 508)]  # length, sequences, peak rate, steps
+BYTES_PER_FACT, ANSWER_WEIGHT, WARMUP = 512, 5, 100
+ADJECTIVES = [
+    "amber",
+    "brass",
+    "coral",
+    "dusty",
+    "ebony",
+    "frost",
+    "golden",
+    "hazel",
+    "ivory",
+    "jade",
+    "khaki",
+    "lilac",
+    "maroon",
+    "navy",
+    "olive",
+    "pearl",
+    "quartz",
+    "ruby",
+    "silver",
+    "teal",
+    "umber",
+    "violet",
+    "walnut",
+    "yellow",
+]
+NOUNS = [
+    "anchor",
+    "badger",
+    "candle",
+    "dragon",
+    "engine",
+    "falcon",
+    "garden",
+    "hammer",
+    "island",
+    "jacket",
+    "kettle",
+    "ladder",
+    "mirror",
+    "needle",
+    "oyster",
+    "pillow",
+    "quiver",
+    "rocket",
+    "saddle",
+    "temple",
+    "urchin",
+    "violin",
+    "wagon",
+    "zephyr",
+]
+MODE = ["chosen"]  # what the selected branch reads, or which branch is silent: chosen random all nosel nocmp nowin
+
+
+def read(split: str) -> np.ndarray:
+    files = sorted(CORPUS.glob(f"{split}-*.parquet"))[:2]
+    return np.frombuffer("\n\n".join(t for f in files for t in pq.read_table(f)["text"].to_pylist()).encode(), np.uint8)
+
+
+def name(rng: np.random.Generator) -> str:
+    return f"{ADJECTIVES[rng.integers(len(ADJECTIVES))]} {NOUNS[rng.integers(len(NOUNS))]}"
+
+
+def fact(name: str, digits: str) -> bytes:
+    return f"\nThe secret number of the {name} is {digits}.\n".encode()
+
+
+def question(name: str) -> bytes:
+    return f"\nQ: What is the secret number of the {name}? A: ".encode()
+
+
+def sequence(T: int, rng: np.random.Generator, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and their weights, T + 1 of each: text, T // 512 facts in it, and every fact asked for once later."""
+    names: list[str] = []
+    while len(names) < max(1, T // BYTES_PER_FACT):
+        fresh = name(rng)
+        if fresh not in names:
+            names.append(fresh)
+    items = []  # place in the text (0 to 1), bytes, answer
+    for who in names:
+        digits = f"{rng.integers(10**7):07d}"
+        first, second = sorted(rng.random(2))
+        items.append((first * 0.97, fact(who, digits), b""))
+        items.append((first + (second - first) * 0.999 + 1e-6, question(who), f"{digits}\n".encode()))
+    items.sort(key=lambda item: item[0])
+    rest = T + 1 - sum(len(body) + len(answer) for _, body, answer in items)
+    start = rng.integers(len(text) - rest)
+    body, parts, weights, last = text[start : start + rest], [], [], 0
+    for place, said, answer in items:
+        cut = max(int(place * rest), last)
+        parts += [body[last:cut], np.frombuffer(said, np.uint8), np.frombuffer(answer, np.uint8)]
+        weights.append(np.ones(cut - last + len(said), np.float32))
+        if answer:
+            weights.append(np.array([ANSWER_WEIGHT] * 7 + [1], np.float32))
+        last = cut
+    parts.append(body[last:])
+    weights.append(np.ones(rest - last, np.float32))
+    return np.concatenate(parts), np.concatenate(weights)
+
+
+def needle(T: int, depth: float, rng: np.random.Generator, text: np.ndarray) -> np.ndarray:
+    """T bytes of text with one fact at `depth` and its question at the end; the last seven bytes are the answer."""
+    who, digits = name(rng), f"{rng.integers(10**7):07d}"
+    rest = T - len(fact(who, digits)) - len(question(who)) - 7
+    start = rng.integers(len(text) - rest)
+    body, cut = text[start : start + rest], int(depth * rest)
+    told, asked = np.frombuffer(fact(who, digits), np.uint8), np.frombuffer(question(who) + digits.encode(), np.uint8)
+    return np.concatenate([body[:cut], told, body[cut:], asked])
+
+
+def batch(job: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    T, sequences, seed = job
+    rng = np.random.default_rng(seed)
+    made = [sequence(T, rng, TRAIN) for _ in range(sequences)]
+    return np.stack([tokens for tokens, _ in made]), np.stack([weights for _, weights in made])
+
+
+def lagged(x: Tensor, weight: Tensor) -> Tensor:
+    """Causal depthwise convolution of x [B, T, C] with weight [width, C]: sum over j of weight[j] * x[t - j]."""
+    weight = weight.to(x.dtype)
+    total = x * weight[0]
+    for j in range(1, len(weight)):
+        total = total + F.pad(x, (0, 0, j, 0))[:, : x.shape[1]] * weight[j]
+    return total
+
+
+class Lags(nn.Module):
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, channels).uniform_(-(width**-0.5), width**-0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return lagged(x, self.weight)
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    share = ARGS.get("rotated", 1)
+    if share == 1:
+        return library.rotate(x, rotary)
+    turned = int(x.shape[-1] * share)
+    table = library.rotary_table(x.shape[1], turned, 500000.0, x.device)
+    return torch.cat([library.rotate(x[..., :turned], table), x[..., turned:]], -1)
+
+
+def keys_of(attention: nn.Module, keys: Tensor) -> Tensor:
+    if "conv" in ARGS:
+        return keys + F.silu(attention.lags(keys))
+    return attention.lags(keys) if "start" in ARGS else keys
+
+
+class Sparse(library.NSAttention):
+    def project(self, x, rotary):
+        c = self.config
+        H, G, n = c.n_heads, c.n_kv_groups, 1 if ARGS.get("share") else 3
+        q, keys, values = self.qkv(x).split([H * c.d_k, n * G * c.d_k, n * G * c.d_v], dim=-1)
+        qk = torch.cat([q, keys_of(self, keys)], -1).unflatten(-1, (H + n * G, c.d_k))
+        q, *k = rotate(qk, rotary).split([H] + [G] * n, 2)
+        v = values.unflatten(-1, (n * G, c.d_v)).split(G, 2)
+        (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = (k * 3, v * 3) if n == 1 else (k, v)
+        gates = self.gates(x).to(q.dtype)
+        return q, compress(k_cmp, c.nsa), compress(v_cmp, c.nsa), k_sel, v_sel, k_win, v_win, gates
+
+    def forward(self, x, rotary):
+        parts = self.project(x, rotary)
+        if MODE[0] == "chosen":
+            return self.out(nsa_attention(*parts, self.config.nsa, backend=self.backends).flatten(2))
+        return self.out(self.changed(*parts).flatten(2))
+
+    def changed(self, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates):
+        """Attention under the intervention MODE."""
+        nsa, (B, T), G = self.config.nsa, q.shape[:2], k_sel.shape[2]
+        cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa, backend="triton")
+        if MODE[0] == "all":
+            sel = dense_attention(q, k_sel, v_sel)
+        else:
+            blocks = select_blocks(q, k_cmp, lse, nsa, backend="triton")
+            if MODE[0] == "random":
+                pieces = [
+                    reference.choose(torch.rand(B, min(4096, T - i), G, -(-T // nsa.l_sel), device=q.device), nsa, first=i)
+                    for i in range(0, T, 4096)
+                ]
+                blocks = torch.cat(pieces, 1)
+            sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend="triton")[0]
+        win = window_attention(q, k_win, v_win, nsa, backend="triton")[0]
+        silent = ("nocmp", "nosel", "nowin")
+        branches = [out * (MODE[0] != mode) for out, mode in zip((cmp, sel, win), silent, strict=True)]
+        return reference.combine(*branches, gates)
+
+
+class Dense(library.DenseAttention):
+    def forward(self, x, rotary):
+        c = self.config
+        H, G = c.n_heads, c.n_kv_groups
+        q, k, v = self.qkv(x).split([H * c.d_k, G * c.d_k, G * c.d_v], dim=-1)
+        qk = torch.cat([q, keys_of(self, k)], -1).unflatten(-1, (H + G, c.d_k))
+        q, k = rotate(qk, rotary).split([H, G], 2)
+        return self.out(dense_attention(q, k, v.unflatten(-1, (G, c.d_v))).flatten(2))
+
+
+class Block(library.Block):
+    def forward(self, x, rotary):
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed + self.before_attention(normed), rotary)
+        normed = self.mlp_norm(x)
+        return x + self.mlp(normed + self.before_mlp(normed))
+
+
+@torch.no_grad()
+def start_as_matching(attention: nn.Module, n: int, width: int) -> None:
+    """The first group's keys are of the token before; half of its heads ask with the keys' own weights."""
+    c = attention.config
+    G, d, h = c.n_kv_groups, c.d_k, c.heads_per_group
+    weight = torch.zeros(width, n, G, d)
+    weight[1, :, 0], weight[0, :, 1:] = 1, 1
+    attention.lags.weight.copy_(weight.flatten(1))
+    rows = attention.qkv.weight
+    queries = rows[: G * h * d].view(G, h, d, -1)
+    keys = rows[G * h * d :][: n * G * d].view(n, G, d, -1)
+    keys[:] = keys[:1].clone()
+    queries[0, : h // 2] = keys[0, 0]
+
+
+def build() -> library.NSATransformer:
+    seed, nsa = ARGS.get("seed", 0), ARGS["kind"] == "nsa"
+    config = ModelConfig(attention=ARGS["kind"], rope_theta=500000.0)
+    torch.manual_seed(seed)
+    model = library.NSATransformer(config, device="cuda", dtype=torch.bfloat16, seed=seed)
+    n = 3 if nsa and not ARGS.get("share") else 1
+    for block in model.blocks:
+        attention = block.attention
+        attention.__class__ = Sparse if nsa else Dense
+        if nsa and n == 1:
+            width = config.n_heads * config.d_k + config.n_kv_groups * (config.d_k + config.d_v)
+            attention.qkv = nn.Linear(config.dim, width, bias=False)
+            nn.init.normal_(attention.qkv.weight, std=config.dim**-0.5)
+        width = ARGS.get("conv") or ARGS.get("start")
+        if width:
+            attention.lags = Lags(n * config.n_kv_groups * config.d_k, width)
+        if "start" in ARGS:
+            start_as_matching(attention, n, width)
+        if "canon" in ARGS:
+            block.__class__ = Block
+            block.before_attention, block.before_mlp = (Lags(config.dim, ARGS["canon"]) for _ in range(2))
+    return model.to("cuda")
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        return model(tokens)
+
+
+@torch.no_grad()
+def ask(model: nn.Module, T: int, per_depth: int) -> dict:
+    """Share of needles answered in full, teacher-forced, by depth; and share of digits."""
+    rng, by_depth, digits = np.random.default_rng(99), {}, []
+    at_once = max(1, 131072 // T)
+    for depth in range(10):
+        rows = np.stack([needle(T, depth / 10, rng, VALIDATION) for _ in range(per_depth)])
+        right = []
+        for i in range(0, per_depth, at_once):
+            tokens = torch.from_numpy(rows[i : i + at_once].astype(np.int64)).cuda()
+            right.append(logits_of(model, tokens[:, :-1])[:, -7:].argmax(-1) == tokens[:, -7:])
+        right = torch.cat(right)
+        by_depth[f"{depth / 10:.1f}"] = right.all(-1).float().mean().item()
+        digits.append(right.float().mean().item())
+    return {"by_depth": by_depth, "mean": float(np.mean(list(by_depth.values()))), "digits": float(np.mean(digits))}
+
+
+@torch.no_grad()
+def long_text(model: nn.Module, T: int = 32768) -> list[float]:
+    """Bits per byte of every window of T bytes of `long`."""
+    text, losses = read("long"), []
+    for start in range(0, len(text) - T - 1, T):
+        row = torch.from_numpy(text[start : start + T + 1].astype(np.int64)).cuda()
+        losses.append(F.cross_entropy(logits_of(model, row[None, :-1]).float()[0], row[1:]).item() / math.log(2))
+    return losses
+
+
+def train_phase(model: nn.Module, optimizer: torch.optim.Optimizer, pool, phase: int, record: dict) -> None:
+    T, sequences, peak, steps = PLAN[phase]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=False)
+    seeds = iter(range(10**7 * (phase + 10 * ARGS.get("seed", 0)), 10**9))
+    waiting = [pool.apply_async(batch, ((T, sequences, next(seeds)),)) for _ in range(40)]
+    for step in range(steps):
+        tokens, weights = waiting.pop(0).get()
+        waiting.append(pool.apply_async(batch, ((T, sequences, next(seeds)),)))
+        tokens, weights = torch.from_numpy(tokens.astype(np.int64)).cuda(), torch.from_numpy(weights[:, 1:]).cuda()
+        fall = max(0.1, 1 - step / steps) if phase == len(PLAN) - 1 else 1
+        for group in optimizer.param_groups:
+            group["lr"] = peak * min(1, (step + 1) / WARMUP) * fall
+        logits = logits_of(compiled, tokens[:, :-1].contiguous()).float().flatten(0, 1)
+        losses, w = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none"), weights.flatten()
+        ((losses * w).sum() / w.sum()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step == 2:
+            torch.cuda.synchronize()
+            began = time.time()
+        if step % 25 == 24:
+            by_digit = losses[w > 1].view(-1, 7).mean(0).tolist()
+            row = (phase, step + 1, losses[w == 1].mean().item(), float(np.mean(by_digit)), norm.item(), by_digit)
+            record["curve"].append(row)
+            print(NAME, T, f"step {step + 1} text {row[2]:.3f} answer {row[3]:.3f} nats", flush=True)
+    torch.cuda.synchronize()
+    seconds = time.time() - began
+    record["phases"].append({"T": T, "steps": steps, "secs": seconds, "tok_s": (steps - 3) * T * sequences / seconds})
+
+
+def judge_phase(model: nn.Module, phase: int, last: bool, record: dict) -> None:
+    T = PLAN[phase][0]
+    model.eval()
+    for length in (2048, 8192, 32768, 65536):
+        if length <= (2 if last else 1) * T:
+            result = ask(model, length, per_depth=(20 if length < 65536 else 4) if last else 6)
+            record["needle"].setdefault(f"after{T}", {})[length] = result
+            print(NAME, f"after {T}: needle at {length} {result['mean']:.3f}", flush=True)
+    if ARGS["kind"] == "nsa" and record["needle"][f"after{T}"][T]["mean"] > 0.02:
+        for mode in ("random", "all", "nosel", "nocmp", "nowin"):
+            MODE[0] = mode
+            record["needle"][f"after{T}-{mode}"] = {T: ask(model, T, per_depth=3)}
+        MODE[0] = "chosen"
+    model.train()
+
+
+def main(pool) -> None:
+    torch.set_float32_matmul_precision("high")
+    model = build()
+    record = {"name": NAME, "args": ARGS, "params": model.parameter_count(), "phases": [], "needle": {}, "curve": []}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    phases = ARGS.get("phases", len(PLAN))
+    for phase in range(phases):
+        train_phase(model, optimizer, pool, phase, record)
+        judge_phase(model, phase, phase == phases - 1, record)
+        (OUT / f"{NAME}.json").write_text(json.dumps(record))
+    if phases == len(PLAN):
+        record["long"] = long_text(model.eval())
+        print(NAME, f"long text: {np.mean(record['long']):.4f} bits per byte", flush=True)
+        (OUT / f"{NAME}.json").write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    TRAIN, VALIDATION = read("train"), read("validation")
+    with mp.get_context("fork").Pool(12) as workers:
+        main(workers)
