@@ -13,6 +13,10 @@ share    "all": one K and V for the three branches
 start    width of a linear causal depthwise convolution of the keys that starts as a shift by one in the first group, where
          half of the heads start with the weights of the keys as their query weights: matching heads from step 0
 rotated  share of a head's width that rotary embedding turns
+cmp_keys "selected": the compressed keys are made from the selected branch's keys
+oracle   weight of a loss that teaches the compressed keys where the selected branch would look if it read everything:
+         on 64 random queries per sequence, cross-entropy of the importances against the selected branch's own attention mass
+         over all blocks but the forced ones, with everything but the compressed keys' own weights held fixed
 """
 
 from __future__ import annotations
@@ -42,64 +46,21 @@ from nsa_lab.attention import (
     selected_attention,
     window_attention,
 )
-from nsa_lab.config import ModelConfig
+from nsa_lab.attention.geometry import forced_blocks, num_compressed, num_selection, overlap, visible_compressed
+from nsa_lab.config import ModelConfig, NSAConfig
 
 ARGS, NAME = json.loads(os.environ["ARGS"]), os.environ["NAME"]
 CORPUS, OUT = Path(sys.argv[1]), Path(os.environ.get("OUT", "."))
 PLAN = [(2048, 32, 1e-3, 393), (8192, 8, 7e-4, 523), (32768, 2, 4e-4, 508)]  # length, sequences, peak rate, steps
 BYTES_PER_FACT, ANSWER_WEIGHT, WARMUP = 512, 5, 100
-ADJECTIVES = [
-    "amber",
-    "brass",
-    "coral",
-    "dusty",
-    "ebony",
-    "frost",
-    "golden",
-    "hazel",
-    "ivory",
-    "jade",
-    "khaki",
-    "lilac",
-    "maroon",
-    "navy",
-    "olive",
-    "pearl",
-    "quartz",
-    "ruby",
-    "silver",
-    "teal",
-    "umber",
-    "violet",
-    "walnut",
-    "yellow",
-]
-NOUNS = [
-    "anchor",
-    "badger",
-    "candle",
-    "dragon",
-    "engine",
-    "falcon",
-    "garden",
-    "hammer",
-    "island",
-    "jacket",
-    "kettle",
-    "ladder",
-    "mirror",
-    "needle",
-    "oyster",
-    "pillow",
-    "quiver",
-    "rocket",
-    "saddle",
-    "temple",
-    "urchin",
-    "violin",
-    "wagon",
-    "zephyr",
-]
+ADJECTIVES = """
+amber brass coral dusty ebony frost golden hazel ivory jade khaki lilac maroon navy olive pearl quartz ruby
+silver teal umber violet walnut yellow
+"""
+NOUNS = """
+anchor badger candle dragon engine falcon garden hammer island jacket kettle ladder mirror needle oyster
+pillow quiver rocket saddle temple urchin violin wagon zephyr
+"""
 MODE = ["chosen"]  # what the selected branch reads, or which branch is silent: chosen random all nosel nocmp nowin
 
 
@@ -109,7 +70,8 @@ def read(split: str) -> np.ndarray:
 
 
 def name(rng: np.random.Generator) -> str:
-    return f"{ADJECTIVES[rng.integers(len(ADJECTIVES))]} {NOUNS[rng.integers(len(NOUNS))]}"
+    adjectives, nouns = ADJECTIVES.split(), NOUNS.split()
+    return f"{adjectives[rng.integers(len(adjectives))]} {nouns[rng.integers(len(nouns))]}"
 
 
 def fact(name: str, digits: str) -> bytes:
@@ -208,8 +170,21 @@ class Sparse(library.NSAttention):
         q, *k = rotate(qk, rotary).split([H] + [G] * n, 2)
         v = values.unflatten(-1, (n * G, c.d_v)).split(G, 2)
         (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = (k * 3, v * 3) if n == 1 else (k, v)
+        if ARGS.get("cmp_keys") == "selected":
+            k_cmp = k_sel
         gates = self.gates(x).to(q.dtype)
+        if "oracle" in ARGS and self.training:
+            self.taught = oracle_loss(q.detach(), self.compressed_keys(x.detach(), rotary), k_sel.detach(), c.nsa)
         return q, compress(k_cmp, c.nsa), compress(v_cmp, c.nsa), k_sel, v_sel, k_win, v_win, gates
+
+    def compressed_keys(self, x, rotary):
+        """The compressed branch's keys again, from an input that passes no gradient on."""
+        c = self.config
+        first, width = c.n_heads * c.d_k, c.n_kv_groups * c.d_k
+        keys = F.linear(x, self.qkv.weight[first : first + width].to(x.dtype))
+        if "start" in ARGS:
+            keys = lagged(keys, self.lags.weight[:, :width])
+        return compress(rotate(keys.unflatten(-1, (c.n_kv_groups, c.d_k)), rotary), c.nsa)
 
     def forward(self, x, rotary):
         parts = self.project(x, rotary)
@@ -236,6 +211,26 @@ class Sparse(library.NSAttention):
         silent = ("nocmp", "nosel", "nowin")
         branches = [out * (MODE[0] != mode) for out, mode in zip((cmp, sel, win), silent, strict=True)]
         return reference.combine(*branches, gates)
+
+
+def oracle_loss(q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: int = 64) -> Tensor:
+    """Cross-entropy of the importances against where the selected branch looks when it may read everything."""
+    T, G, scale = q.shape[1], k_sel.shape[2], q.shape[-1] ** -0.5
+    blocks = num_selection(T, nsa)
+    t = torch.randint(T, (rows,), device=q.device)
+    q = q[:, t].unflatten(2, (G, -1))  # [B, R, G, h, D]
+    with torch.no_grad():
+        scores = torch.einsum("brghd,bsgd->bgrhs", q, k_sel).float() * scale
+        scores.masked_fill_(torch.arange(T, device=q.device) > t[:, None, None], float("-inf"))
+        mass = F.pad(scores.softmax(-1).mean(3), (0, blocks * nsa.l_sel - T)).unflatten(-1, (blocks, nsa.l_sel)).sum(-1)
+        free = ~forced_blocks(t, blocks, nsa) & (torch.arange(blocks, device=q.device) * nsa.l_sel <= t[:, None])
+    scores = torch.einsum("brghd,bngd->bgrhn", q, k_cmp).float() * scale
+    N = num_compressed(T, nsa)
+    seen = (torch.arange(N, device=q.device) < visible_compressed(t, nsa)[:, None])[:, None]  # [R, 1, N]
+    p = scores.masked_fill(~seen, -1e9).softmax(-1).mean(3)
+    importance = (p @ overlap(N, blocks, nsa, device=q.device)).masked_fill(~free, 0) + 1e-9
+    share = (importance / importance.sum(-1, keepdim=True)).log()
+    return -(mass.masked_fill(~free, 0) * share).sum(-1).mean()
 
 
 class Dense(library.DenseAttention):
@@ -342,7 +337,10 @@ def train_phase(model: nn.Module, optimizer: torch.optim.Optimizer, pool, phase:
             group["lr"] = peak * min(1, (step + 1) / WARMUP) * fall
         logits = logits_of(compiled, tokens[:, :-1].contiguous()).float().flatten(0, 1)
         losses, w = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none"), weights.flatten()
-        ((losses * w).sum() / w.sum()).backward()
+        loss = (losses * w).sum() / w.sum()
+        if "oracle" in ARGS:
+            loss = loss + ARGS["oracle"] * sum(block.attention.taught for block in model.blocks)
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
