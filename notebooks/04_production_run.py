@@ -38,9 +38,10 @@ prompt: str = "def main("  # what the samples go on from
 sample_tokens: int = 160  # length of each sample, tokens
 
 # %%
-from nsa_lab.explore import live, notebook, plots, samples
-from nsa_lab.explore.show import show
-from nsa_lab.history import History
+from nsa_lab.figures import plots
+from nsa_lab.runs.history import History
+from nsa_lab.workbook import notebook, samples
+from nsa_lab.workbook.show import show
 
 sections = {"model": model, "nsa": nsa, "runtime": runtime, "train": train, "data": data}
 config = notebook.configuration(name, sections, run_dir)

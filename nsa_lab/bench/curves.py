@@ -17,7 +17,7 @@ import torch
 
 from nsa_lab.config import DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import prepare
-from nsa_lab.environment import versions
+from nsa_lab.runs.environment import versions
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, assemble
 from nsa_lab.train.schedule import learning_rate

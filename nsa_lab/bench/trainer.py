@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from nsa_lab import launch, names, rundir
 from nsa_lab.config import ConfigError, DataConfig, RunConfig
 from nsa_lab.data import prepare
-from nsa_lab.environment import versions
-from nsa_lab.events import read_events
+from nsa_lab.runs import directory, launch, names
+from nsa_lab.runs.environment import versions
+from nsa_lab.runs.events import read_events
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, Parts, assemble, choose_device
-from nsa_lab.train.record import Recorder, gpu_utilisation
 from nsa_lab.train.signals import StopSignals
-from nsa_lab.train.telemetry import EventLog, Heartbeat, StallRule
+from nsa_lab.train.telemetry.event_log import EventLog
+from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
+from nsa_lab.train.telemetry.machine import gpu_utilisation
+from nsa_lab.train.telemetry.recorder import Recorder
 from nsa_lab.train.trainer import Trainer
 
 NEVER = 10**9
@@ -90,7 +92,7 @@ def overheads(config: RunConfig, outputs: Path, steps: int, say: Say, rounds: in
             seconds[telemetry].append(stretches.go(steps, telemetry=telemetry))
             say(f"{steps} steps {'with' if telemetry else 'without'} telemetry: {seconds[telemetry][-1]:.2f} s")
     on, off = (statistics.fmean(seconds[telemetry]) for telemetry in (True, False))
-    store = CheckpointStore(run_dir / rundir.CHECKPOINTS)
+    store = CheckpointStore(run_dir / directory.CHECKPOINTS)
     save_s, begun = stretches.saved_s(), time.monotonic()
     newest, _ = store.load_latest()
     verify_s = time.monotonic() - begun
@@ -141,8 +143,10 @@ def scaling(config: RunConfig, outputs: Path, ranks: int, steps: int, say: Say) 
         run_dir = launch.create_run(wider, outputs)
         launch.start(run_dir, ranks=count)
         launch.wait(run_dir)
-        if launch.state(run_dir) != rundir.DONE:
-            raise RuntimeError(f"{run_dir.name} ended {launch.state(run_dir)}: {rundir.read_status(run_dir).get('reason')}")
+        if launch.state(run_dir) != directory.DONE:
+            raise RuntimeError(
+                f"{run_dir.name} ended {launch.state(run_dir)}: {directory.read_status(run_dir).get('reason')}"
+            )
         points = [event["tokens_per_s"] for event in read_events(run_dir) if event["kind"] == "step"]
         speeds[count] = statistics.median(points[WARM_UP_POINTS:])
         took = time.monotonic() - begun
@@ -165,7 +169,7 @@ def _wait_for(run_dir: Path, kind: str, attempt: int) -> dict[str, Any]:
             if event["kind"] == kind and event["attempt"] == attempt:
                 return event
         if not alive:
-            raise RuntimeError(f"{run_dir.name} ended without a {kind}: {rundir.read_status(run_dir).get('reason')}")
+            raise RuntimeError(f"{run_dir.name} ended without a {kind}: {directory.read_status(run_dir).get('reason')}")
         time.sleep(0.05)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from nsa_lab import rundir
 from nsa_lab.config import TrainConfig
-from nsa_lab.health.manifests import check_checkpoint
 from nsa_lab.health.verdict import Limits, Verdict, one_line
-from nsa_lab.history import Attempt, History
+from nsa_lab.runs import directory
+from nsa_lab.runs.checkpoints import verify
+from nsa_lab.runs.history import Attempt, History
 
 UNIFORM_NOISE_BITS = math.log2(255)  # of the synthetic source: 255 equal bytes
 
@@ -44,15 +44,15 @@ def finished(history: History, limits: Limits) -> Verdict:
     status, steps = history.status, history.config.train.steps
     state, at = status.get("status", "unknown"), f"step {history.reached:,} of {steps:,}"
     reason = one_line(status.get("reason"))
-    if state == rundir.DONE:
+    if state == directory.DONE:
         ok = history.reached == steps
         return Verdict("finished", ok, history.reached, steps, at if ok else f"called DONE at {at}")
-    if state == rundir.PREEMPTED:
+    if state == directory.PREEMPTED:
         text = f"{at}: {reason or 'stopped on request'}; resume it to finish"
         return Verdict("finished", None, history.reached, steps, text)
-    if state == rundir.RUNNING and history.alive:
+    if state == directory.RUNNING and history.alive:
         return Verdict("finished", None, history.reached, steps, f"running, {at}")
-    if state == rundir.RUNNING:
+    if state == directory.RUNNING:
         return Verdict("finished", False, history.reached, steps, f"the trainer is gone without a word at {at}; resume it")
     return Verdict("finished", False, history.reached, steps, f"{state} at {at}: {reason or 'no reason given'}")
 
@@ -218,7 +218,7 @@ def checkpoints(history: History, limits: Limits) -> Verdict:
 
 def _on_disk(history: History, saved: dict[int, dict], wanted: int) -> Verdict:
     """The record decides; files that are there must be whole. A copy without them is judged as the run itself was."""
-    folder = history.run_dir / rundir.CHECKPOINTS
+    folder = history.run_dir / directory.CHECKPOINTS
     if not folder.is_dir():
         text = f"{len(saved)} saved, each when it was due; their files are not kept with this copy"
         return Verdict("checkpoints", True, len(saved), wanted, text)
@@ -226,9 +226,9 @@ def _on_disk(history: History, saved: dict[int, dict], wanted: int) -> Verdict:
     kept = sorted(step for step, event in saved.items() if Path(event["path"]).name not in pruned)
     newest = kept[-1] if kept else None
     for step in kept:
-        problem = check_checkpoint(history.run_dir / saved[step]["path"], hashes=step == newest)
-        if problem:
-            return Verdict("checkpoints", False, len(saved), wanted, f"step {step:,}: {problem}")
+        problems = verify(history.run_dir / saved[step]["path"], hashes=step == newest)
+        if problems:
+            return Verdict("checkpoints", False, len(saved), wanted, f"step {step:,}: {', '.join(problems)}")
     text = f"{len(saved)} saved, each when it was due; {len(kept)} kept, all whole"
     return Verdict("checkpoints", True, len(saved), wanted, text)
 

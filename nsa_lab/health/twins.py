@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
-from nsa_lab.history import History, facts
+from nsa_lab.runs.history import History, facts
 
 # What twins may differ in: attention itself, and what is watched, saved and where.
 FREE = frozenset(
@@ -25,7 +25,7 @@ FREE = frozenset(
         "train.min_tokens_per_s",
     }
 )
-# Of `history.facts`, and the unit to show each in.
+# Of `history.Facts`, and the unit to show each in.
 SHOWN = {
     "steps": ("step", 1),
     "validation, bits a byte": ("last_validation_bpb", 1),
@@ -80,7 +80,7 @@ def side_by_side(nsa: History, dense: History) -> list[tuple[str, float | None, 
     known = facts(nsa), facts(dense)
     rows = []
     for name, (key, unit) in SHOWN.items():
-        ours, theirs = (None if one[key] is None else one[key] / unit for one in known)
+        ours, theirs = (None if (value := getattr(one, key)) is None else value / unit for one in known)
         rows.append((name, ours, theirs, ours / theirs if ours is not None and theirs else None))
     return rows
 

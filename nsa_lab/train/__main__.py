@@ -6,7 +6,7 @@ import argparse
 import logging
 import sys
 
-from nsa_lab.rundir import EXIT_USAGE, RunDirectoryError
+from nsa_lab.runs.directory import EXIT_USAGE, RunDirectoryError
 from nsa_lab.train import ranks, run
 
 

@@ -6,8 +6,8 @@ from hashlib import sha256
 import pytest
 from page import keep, open_notebook, run_all, settle, shown, told, until, wait_until_idle
 
-from nsa_lab import launch, names
 from nsa_lab.config import RunConfig
+from nsa_lab.runs import launch, names
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,8 +9,11 @@ import threading
 import time
 from pathlib import Path
 
-from nsa_lab import events
-from nsa_lab.train.telemetry import EventLog, Heartbeat, Phases, StallRule, resident_bytes
+from nsa_lab.runs import events
+from nsa_lab.train.telemetry.event_log import EventLog
+from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
+from nsa_lab.train.telemetry.machine import resident_bytes
+from nsa_lab.train.telemetry.phases import Phases
 
 
 def log_of(folder: Path, attempt: int = 1) -> EventLog:
