@@ -22,7 +22,7 @@ from nsa_lab.figures.step_time import step_by_part
 from nsa_lab.figures.whole_run import overview, progress
 
 __all__ = [
-    "NSA_PICTURES",
+    "BRANCH_PICTURES",
     "RUN_PICTURES",
     "Run",
     "block_geometry",
@@ -51,4 +51,4 @@ __all__ = [
 
 # What a report without a notebook shows, in this order.
 RUN_PICTURES: tuple[Callable[[Run], Figure], ...] = (overview, learning_rate, throughput)
-NSA_PICTURES: tuple[Callable[[Run], Figure], ...] = (gate_shares, gate_layers, selection_statistics, branch_norms)
+BRANCH_PICTURES: tuple[Callable[[Run], Figure], ...] = (gate_shares, gate_layers, selection_statistics, branch_norms)

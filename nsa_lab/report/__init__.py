@@ -177,7 +177,7 @@ def _notebook_of(histories: list[History]) -> NotebookNode:
             cells.append(new_markdown_cell("Nothing was recorded yet."))
             continue
         drawn = [figures.loss_curves, *figures.RUN_PICTURES[1:]] if len(histories) == 1 else []
-        drawn += figures.NSA_PICTURES if history.config.model.attention == "nsa" else ()
+        drawn += figures.BRANCH_PICTURES if history.config.model.attention == "nsa" else ()
         cells += [_picture(draw, history) for draw in drawn]
     return new_notebook(cells=cells)
 

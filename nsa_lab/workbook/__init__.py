@@ -1,1 +1,1 @@
-"""Pictures, explorers and live views of attention and of runs, for the notebooks and the reports."""
+"""What the notebooks call: explorers, live views, samples, tables, and the runner that executes a notebook headlessly."""

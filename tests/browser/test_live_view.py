@@ -91,7 +91,7 @@ def step_shown(browser) -> int:
 
 def followed_cell(browser):
     cells = browser.find_elements("css selector", ".jp-CodeCell")
-    return next(cell for cell in cells if "live.follow" in cell.get_attribute("textContent"))
+    return next(cell for cell in cells if "training.follow" in cell.get_attribute("textContent"))
 
 
 def page_text(browser) -> str:

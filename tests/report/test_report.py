@@ -328,7 +328,7 @@ def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -
         assert all(text.get_window_extent().y0 >= panel.bbox.y1 for text, panel in notes)
 
 
-@pytest.mark.parametrize("draw", [*figures.RUN_PICTURES, *figures.NSA_PICTURES, figures.loss_curves])
+@pytest.mark.parametrize("draw", [*figures.RUN_PICTURES, *figures.BRANCH_PICTURES, figures.loss_curves])
 def test_every_picture_has_a_title_axes_with_names_and_takes_a_run_without_statistics(draw, tmp_path: Path) -> None:
     for run_dir in (write_run(tmp_path / "full"), write_run(tmp_path / "empty", spoil=lambda events: events[:1])):
         figure = draw(run_dir)
