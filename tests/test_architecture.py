@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "health": {"config", "runs"},
     "figures": {"config", "attention", "runs", "health"},
     "report": {"config", "runs", "health", "figures"},
-    "bench": {"config", "attention", "model", "data", "runs", "train"},
+    "bench": {"config", "attention", "data", "runs", "train"},
 }
 READERS = ["health", "report", "figures", "runs"]  # they read files, and never load the trainer
 

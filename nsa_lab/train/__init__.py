@@ -1,4 +1,4 @@
-"""The trainer. `run(run_dir)` trains in this process; `nsa_lab.launch` does it in a detached one."""
+"""The trainer. `run(run_dir)` trains in this process; `nsa_lab.runs.launch` does it in a detached one."""
 
 from nsa_lab.train.attempt import run
 

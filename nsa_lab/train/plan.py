@@ -155,7 +155,7 @@ def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
 
 
 def compare(planned: Plan, steps: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, float]]:
-    """Name, planned, measured and measured/planned of what the `step` events of a run can tell (see `nsa_lab.events`)."""
+    """Name, planned, measured and measured/planned of what the `step` events of a run can tell (see `nsa_lab.runs.events`)."""
     measured = list(steps)
     if not measured:
         return []

@@ -36,7 +36,7 @@ def supervise(command: list[str], ranks: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
-    # Blocked since the launcher made this process (nsa_lab.launch).
+    # Blocked since the launcher made this process (nsa_lab.runs.launch).
     signal.pthread_sigmask(signal.SIG_UNBLOCK, directory.STOP_SIGNALS)
     return _wait(processes)
 

@@ -1,4 +1,4 @@
-"""A training notebook, from its parameters to its verdict: what notebooks 03 and 04 do below their parameters, a call a cell."""
+"""What notebooks 03 and 04 do below their parameters, from the configuration to the verdict: each cell is one call."""
 
 from __future__ import annotations
 
