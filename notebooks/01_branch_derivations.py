@@ -322,7 +322,7 @@ explore(text, usual, min(query, length - 1), group=1, with_widgets=widgets)
 # **Gate entropy 1.098.** Three gates of equal share have entropy $\ln 3 = 1.0986$. Logged step after step, it means that
 # the gate never moved: it was not learning at all.
 #
-# **721 selected keys a query.** At $T = 2048$ the mean must be 752.5, whatever is chosen. 721.0 is exactly what comes
+# **721 selected keys per query.** At $T = 2048$ the mean must be 752.5, whatever is chosen. 721.0 is exactly what comes
 # out if a block counts as a candidate only once it is *whole*: the current block is forced, found invalid, and its
 # slot wasted, so a query reads 15 old blocks and never its own, except at the one position in 64 where it is just
 # complete.

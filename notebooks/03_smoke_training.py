@@ -16,7 +16,7 @@
 # # Training, small
 #
 # A small NSA model learns real text: the source code and documentation that come with Python, byte by byte. An
-# untrained model needs 8 bits a byte; watch validation fall from there. On two CPU cores this takes a few minutes.
+# untrained model needs 8 bits per byte; watch validation fall from there. On two CPU cores this takes a few minutes.
 #
 # The trainer is a process of its own. This notebook starts it, or attaches to it, and reads its event file: killing
 # the kernel or closing the page does not hurt the run, and running the notebook again attaches to it, resumes it

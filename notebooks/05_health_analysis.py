@@ -61,7 +61,7 @@ for each in runs:
 # %% [markdown]
 # ## As good as dense?
 #
-# The dense twin is the same training in everything but attention. NSA is asked to stay within 1 % of its bits a byte on
+# The dense twin is the same training in everything but attention. NSA is asked to stay within 1 % of its bits per byte on
 # held-out text.
 
 # %%
@@ -84,7 +84,7 @@ print(planned.outcome(history, planned_tokens_per_s or None))
 # %% [markdown]
 # ## Loss
 #
-# Bits a byte: loss / ln 2 for bytes. 8 is an untrained model, and text compressors of the zip family reach 2 to 3 on
+# Bits per byte: loss / ln 2 for bytes. 8 is an untrained model, and text compressors of the zip family reach 2 to 3 on
 # such text.
 
 # %%

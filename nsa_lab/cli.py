@@ -42,7 +42,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="a file of params/, wi
 Run = Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, its id, the beginning of its id, or latest")]
 Overrides = Annotated[list[str] | None, typer.Option("-p", metavar="KEY=VALUE", help="e.g. -p train.steps=50; repeat")]
 Outputs = Annotated[Path | None, typer.Option("--outputs", metavar="DIR", help="where run directories are kept [outputs/]")]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one a device")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one per device")]
 Picture = Annotated[Path | None, typer.Option("--picture", metavar="FILE", help="draw the result there")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the numbers there")]
 
@@ -288,7 +288,7 @@ def bench_train(
     shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxMICRO", help="one shape, e.g. 2048x32; repeat")] = None,
     picture: Picture = None,
 ) -> None:
-    """Tokens a second of NSA and of its dense twin, training, at each length."""
+    """Tokens per second of NSA and of its dense twin, training, at each length."""
     from nsa_lab.bench.train import parse_shape, run_train_bench
 
     run_train_bench(_shapes(parse_shape, shape), json_file, picture=picture)
@@ -315,7 +315,7 @@ def bench_trainer(
     ranks: Ranks = 1,
     steps: Annotated[int | None, typer.Option(min=2, help="length of a timed stretch, optimiser steps")] = None,
 ) -> None:
-    """What telemetry, a save and a resume take; with --ranks, tokens a second of that many GPUs against one's."""
+    """What telemetry, a save and a resume take; with --ranks, tokens per second of that many GPUs against one's."""
     from nsa_lab.bench.trainer import run_trainer_bench
 
     run_trainer_bench(json_file, ranks=ranks, steps=steps)

@@ -46,7 +46,7 @@ WARM_UP_POINTS = 2
 def run_trainer_bench(
     json_path: Path | None = None, *, ranks: int = 1, steps: int | None = None, console: Console | None = None
 ) -> dict[str, Any]:
-    """With one rank: telemetry, save and resume of the production model. With more: their tokens a second against one's.
+    """With one rank: telemetry, save and resume of the production model. With more: their tokens per second against one's.
 
     On a CPU a tiny model proves the path and measures nothing worth quoting. `steps` is the length of a timed stretch.
     Raises ConfigError where there are fewer GPUs than ranks.
@@ -126,7 +126,7 @@ def resume_seconds(config: RunConfig, outputs: Path) -> float:
 
 
 def scaling(config: RunConfig, outputs: Path, ranks: int, steps: int, say: Say) -> dict[str, Any]:
-    """Median tokens a second of `ranks` ranks and of one, with the same batch on each rank."""
+    """Median tokens per second of `ranks` ranks and of one, with the same batch on each rank."""
     speeds = {}
     for count in (1, ranks):
         size, begun = config.train.batch_size, time.monotonic()
@@ -231,7 +231,7 @@ def _production(cuda: bool) -> RunConfig:
 
 
 def _wide(cuda: bool) -> RunConfig:
-    """As many sequences a rank as training is measured with, and no graph, which ranks cannot share."""
+    """As many sequences per rank as training is measured with, and no graph, which ranks cannot share."""
     config = _production(cuda)
     plain = config.runtime.model_copy(update={"cuda_graph": False})
     train = {"batch_size": 32, "accumulate_grad_batches": 1} if cuda else {"batch_size": 2, "accumulate_grad_batches": 1}

@@ -23,7 +23,7 @@ LINES = ("-", "--", ":", "-.")
 
 
 def gates_of_layer(runs: Sequence[Run], layer: int, step: int | None = None) -> Figure:
-    """Gate shares of one layer over steps: a colour a branch, a line style a run; `step` is marked."""
+    """Gate shares of one layer over steps: one colour per branch, one line style per run; `step` is marked."""
     histories = [History.read(run) for run in runs]
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
@@ -39,7 +39,7 @@ def gates_of_layer(runs: Sequence[Run], layer: int, step: int | None = None) -> 
 
 
 def statistic_of_layer(runs: Sequence[Run], name: str, layer: int, step: int | None = None) -> Figure:
-    """One of `STATISTICS` of one layer over steps, a colour a run; `step` is marked."""
+    """One of `STATISTICS` of one layer over steps, one colour per run; `step` is marked."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.set(title=f"{STATISTICS[name].capitalize()}, layer {layer}", xlabel=STEP, ylabel=STATISTICS[name])

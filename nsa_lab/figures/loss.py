@@ -18,7 +18,7 @@ LONG = 400  # readings from which on a run is long
 
 
 def loss_curves(runs: Run | Sequence[Run], *, smooth: int = 10) -> Figure:
-    """Loss in nats a token, and bits a byte with the validation, over steps; thin as recorded and thick smoothed.
+    """Loss in nats per token, and bits per byte with the validation, over steps; thin as recorded and thick smoothed.
 
     The mean is over `smooth` readings: over fewer where there are few, so that it does not lag behind, more where there are
     many.
@@ -31,7 +31,7 @@ def loss_curves(runs: Run | Sequence[Run], *, smooth: int = 10) -> Figure:
         named = f"{_attention(history, histories)}training"
         _draw_smoothed(nats, *history.series("loss"), smooth, colour, named, width)
         mark_resumes(nats, history)
-    nats.set(xlabel=STEP, ylabel="loss, nats a token")
+    nats.set(xlabel=STEP, ylabel="loss, nats per token")
     legend(nats)
     draw_loss(bits, histories, smooth)
     close_to_the_end([(nats, "loss"), (bits, "bpb")], histories)
@@ -39,7 +39,7 @@ def loss_curves(runs: Run | Sequence[Run], *, smooth: int = 10) -> Figure:
 
 
 def validation_gap(nsa: Run, dense: Run, limit: float = LIMITS.twin_gap) -> Figure:
-    """Validation bits a byte of a run over that of its dense twin, in percent, at the steps that both evaluated."""
+    """Validation bits per byte of a run over that of its dense twin, in percent, at the steps that both evaluated."""
     ours, theirs = (dict(zip(*(v.tolist() for v in History.read(run).validation()), strict=True)) for run in (nsa, dense))
     steps = [step for step in ours if step in theirs]
     figure, axes = panel(8, 3.4, "Validation beside the dense twin")
@@ -47,7 +47,7 @@ def validation_gap(nsa: Run, dense: Run, limit: float = LIMITS.twin_gap) -> Figu
     axes.plot(steps, gaps, color=RUN_COLOURS[0], marker="o", markersize=3.5)
     axes.axhline(0, color="black", linewidth=0.8)
     mark_level(axes, 100 * limit, f"limit, {limit:+.0%}")
-    axes.set(xlabel=STEP, ylabel="bits a byte, NSA over dense, %")
+    axes.set(xlabel=STEP, ylabel="bits per byte, NSA over dense, %")
     over_steps(axes)
     return figure
 
@@ -92,7 +92,7 @@ def draw_loss(axes: Axes, histories: list[History], smooth: int) -> None:
             label=f"{named}validation",
         )
         mark_resumes(axes, history)
-    axes.set(xlabel=STEP, ylabel="bits a byte")
+    axes.set(xlabel=STEP, ylabel="bits per byte")
     legend(axes)
     over_steps(axes)
 

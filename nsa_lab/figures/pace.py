@@ -16,7 +16,7 @@ from nsa_lab.runs.history import History
 
 
 def throughput(runs: Run | Sequence[Run]) -> Figure:
-    """Tokens a second over steps with the median and the stalls, the share of time spent waiting for data, peak memory."""
+    """Tokens per second over steps with the median and the stalls, the share of time spent on waiting for data, memory."""
     histories = histories_of(runs)
     figure, (speed, wait, memory) = rows("Pace: " + ", ".join(h.run for h in histories), 3)
     for history, colour in zip(histories, cycle(RUN_COLOURS), strict=False):
@@ -28,7 +28,7 @@ def throughput(runs: Run | Sequence[Run]) -> Figure:
         over_steps(memory)
         memory.plot(steps, peak / 1e9, color=colour, linewidth=1.5)
     memory.margins(y=0.12)
-    speed.set_ylabel("tokens a second")
+    speed.set_ylabel("tokens per second")
     wait.set_ylabel("data wait, %")
     memory.set(ylabel="peak memory, GB", xlabel=STEP, ylim=(0, None))
     speed.legend(frameon=False, fontsize=8)

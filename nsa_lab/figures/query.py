@@ -36,7 +36,7 @@ class Reads:
 
 
 def query_reads(reads: Reads, about: str) -> Figure:
-    """What one query reads: a lane a branch, weight of each token, and the scores that chose the blocks."""
+    """What one query reads: one lane per branch, weight of each token, and the scores that chose the blocks."""
     n, t = reads.nsa, reads.position
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     counts = reads.counts()
@@ -58,7 +58,7 @@ def query_reads(reads: Reads, about: str) -> Figure:
         edgecolor=CMP,
         linewidth=0.6,
     )
-    cmp.set_ylabel("compressed\nweight a block", fontsize=8)
+    cmp.set_ylabel("compressed\nweight per block", fontsize=8)
 
     count = len(reads.importance)
     colours = [FORCED if j in reads.forced else SEL if j in reads.blocks else PALE for j in range(count)]
@@ -71,7 +71,7 @@ def query_reads(reads: Reads, about: str) -> Figure:
     for axes, weights, colour, named in ((sel, reads.sel, SEL, "selected"), (win, reads.win, WIN, "window")):
         read = (weights > 0).nonzero().flatten()
         axes.bar(read.numpy(), weights[read].numpy(), width=max(1.0, t / 700), color=colour)
-        axes.set_ylabel(f"{named}\nweight a token", fontsize=8)
+        axes.set_ylabel(f"{named}\nweight per token", fontsize=8)
     for j in reads.blocks:
         sel.axvspan(j * n.l_sel, min((j + 1) * n.l_sel, t + 1), color=SEL, alpha=0.15, linewidth=0)
     win.axvspan(max(t - n.w + 1, 0), t + 1, color=WIN, alpha=0.15, linewidth=0)

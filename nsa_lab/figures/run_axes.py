@@ -47,7 +47,7 @@ def over_steps(axes: Axes) -> None:
 
 
 def draw_layers(figure: Figure | None, axes: Axes, history: History, name: str) -> None:
-    """A line a layer; with `figure` a colour bar that says which is which."""
+    """One line per layer; with `figure` a colour bar that says which is which."""
     steps, values = history.layers(name)
     if not len(values):
         say_nothing(axes)

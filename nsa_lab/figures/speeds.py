@@ -31,7 +31,7 @@ def time_by_length(curves: Mapping[tuple[str, str], Sequence[tuple[int, float]]]
             linestyle="--" if part == "dense" else "-",
             label=f"{part}: {by}",
         )
-    axes.set(xscale="log", yscale="log", xlabel="sequence length T, tokens", ylabel="nanoseconds a token")
+    axes.set(xscale="log", yscale="log", xlabel="sequence length T, tokens", ylabel="nanoseconds per token")
     axes.grid(alpha=0.25, which="both", linewidth=0.5, color=DENSE)
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

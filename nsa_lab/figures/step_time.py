@@ -45,7 +45,7 @@ def step_by_part(panels: Sequence[tuple[str, Bars]], about: str) -> Figure:
             panel.annotate(f"{bottom:,.0f}", (place, bottom), ha="center", va="bottom", fontsize=8)
         panel.set_title(title, fontsize=9)
         panel.set_xticks(range(len(bars)), bars, fontsize=8)
-    axes[0].set_ylabel("nanoseconds a token")
+    axes[0].set_ylabel("nanoseconds per token")
     named = {label: handle for panel in axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(
         [named[part] for part in COLOURS if part in named],

@@ -30,7 +30,7 @@ def overview(run: Run) -> Figure:
         draw_layers(figure, panels[1][0], history, "sel_reuse")
     speed.set_title("Throughput", fontsize=10)
     draw_speed(speed, history, RUN_COLOURS[0])
-    speed.set_ylabel("tokens a second")
+    speed.set_ylabel("tokens per second")
     for axes in panels[-1]:
         axes.set_xlabel(STEP)
     return figure
@@ -55,7 +55,7 @@ def progress(run: Run) -> Figure:
     rate.set_ylabel("learning rate")
     speed.set_title("Throughput", fontsize=10)
     draw_speed(speed, history, RUN_COLOURS[0])
-    speed.set_ylabel("tokens a second")
+    speed.set_ylabel("tokens per second")
     for axes in (rate, speed):
         axes.set_xlabel(STEP)
     return figure

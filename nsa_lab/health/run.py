@@ -121,7 +121,7 @@ def loss_fell(history: History, limits: Limits) -> Verdict | None:
     limit = limits.validation_fall * min(1.0, history.reached / 100)
     fall = 1 - bpb[-1] / bpb[0]
     change = f"{abs(fall):.1%} {'below' if fall >= 0 else 'above'} the start"
-    text = f"validation from {bpb[0]:.3f} to {bpb[-1]:.3f} bits a byte, {change} (at least {limit:.1%} below asked)"
+    text = f"validation from {bpb[0]:.3f} to {bpb[-1]:.3f} bits per byte, {change} (at least {limit:.1%} below asked)"
     return Verdict("loss fell", bool(fall >= limit), float(fall), limit, text)
 
 
@@ -131,7 +131,7 @@ def loss_kept(history: History, limits: Limits) -> Verdict:
         return Verdict("loss kept", None, None, limits.best_kept, "fewer than three evaluations")
     best = int(np.nanargmin(bpb))
     ratio = bpb[-1] / bpb[best]
-    text = f"last validation {bpb[-1]:.3f} bits a byte, best {bpb[best]:.3f} at step {steps[best]:,}"
+    text = f"last validation {bpb[-1]:.3f} bits per byte, best {bpb[best]:.3f} at step {steps[best]:,}"
     return Verdict("loss kept", bool(ratio <= limits.best_kept), ratio, limits.best_kept, text)
 
 
@@ -146,7 +146,9 @@ def no_leak(history: History, limits: Limits) -> Verdict:
         return Verdict("no leak", None, None, limit, "no loss was recorded")
     lowest = int(np.nanargmin(bpb))
     where = "noise cannot be predicted" if noise else "text is not that predictable"
-    text = f"lowest {bpb[lowest]:.3f} bits a byte, at step {steps[lowest]:,}; below {limit:.2f} it would be a leak: {where}"
+    text = (
+        f"lowest {bpb[lowest]:.3f} bits per byte, at step {steps[lowest]:,}; below {limit:.2f} it would be a leak: {where}"
+    )
     return Verdict("no leak", bool(bpb[lowest] >= limit), float(bpb[lowest]), limit, text)
 
 
@@ -157,7 +159,7 @@ def generalises(history: History, limits: Limits) -> Verdict:
         return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
     recent = float(np.nanmean(train[-max(5, len(train) // 10) :]))
     ratio = held_out[-1] / recent
-    text = f"validation {held_out[-1]:.3f} against training {recent:.3f} bits a byte, ratio {ratio:.3f}"
+    text = f"validation {held_out[-1]:.3f} against training {recent:.3f} bits per byte, ratio {ratio:.3f}"
     return Verdict("generalises", bool(ratio <= limits.validation_gap), ratio, limits.validation_gap, text)
 
 
@@ -249,7 +251,7 @@ def throughput(history: History, limits: Limits) -> Verdict:
 
 
 def _paces(history: History, window_s: float) -> list[float]:
-    """Tokens a second over windows of at least `window_s` of training time."""
+    """Tokens per second over windows of at least `window_s` of training time."""
     paces: list[float] = []
     attempt, before, steps, took_s = 0, 0, 0, 0.0
     for event in history.steps:

@@ -1,7 +1,7 @@
 """Reading a run's record. Only the standard library, and nothing here writes.
 
 Invariants
-* `events.jsonl` is append-only, one JSON object a line. A process that was killed may leave one torn line; it is skipped.
+* `events.jsonl` is append-only, one JSON object per line. A process that was killed may leave one torn line; it is skipped.
 * Attempts are numbered. An attempt that resumed at step s did every step after s again, so what earlier attempts said
   about those steps no longer counts (`timeline`).
 """

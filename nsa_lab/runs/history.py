@@ -105,7 +105,7 @@ class History:
         return np.array([step for step, _ in seen], dtype=np.int64), values if seen else values.reshape(0, 0)
 
     def validation(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and bits a byte on held-out text."""
+        """Steps and bits per byte on held-out text."""
         seen = [(event["step"], event["bpb"]) for event in self.evaluations]
         return (
             np.array([step for step, _ in seen], dtype=np.int64),

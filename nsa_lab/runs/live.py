@@ -65,7 +65,7 @@ class RunView:
 
     @property
     def notes(self) -> list[str]:
-        """The latest events that are not numbers, a line each, oldest first."""
+        """The latest events that are not numbers, one line each, oldest first."""
         return list(self._notes)
 
     @property
@@ -100,11 +100,11 @@ class RunView:
         age = self._phase_age_s + max(time.time() - self._heard, 0.0) if self._heard else 0.0
         shares = {branch: self._mean(f"gate_share_{branch}") for branch in BRANCHES}
         return {
-            "bits a byte, training": self._number("bpb", "{:.4f}"),
-            "bits a byte, validation": self._number("validation", "{:.4f}"),
+            "bits per byte, training": self._number("bpb", "{:.4f}"),
+            "bits per byte, validation": self._number("validation", "{:.4f}"),
             "learning rate": self._number("lr", "{:.3g}"),
             "gradient norm": self._number("grad_norm", "{:.3g}"),
-            "tokens a second": self._number("tokens_per_s", "{:,.0f}"),
+            "tokens per second": self._number("tokens_per_s", "{:,.0f}"),
             "time left": clock(self.eta_s),
             "phase": f"{self._phase}, {age:.0f} s",
             "gates": "  ".join(f"{branch} {share:.0%}" for branch, share in shares.items() if share is not None) or "–",

@@ -25,9 +25,9 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "status": known.status,
         "steps": f"{known.step:,} of {known.steps:,}",
         "tokens": f"{known.tokens:,}",
-        "validation, bits a byte": f"{first:.3f} → {last:.3f} (best {best:.3f})" if best is not None else None,
-        "training, bits a byte": _format(known.last_train_bpb, "{:.3f}" + _over(known.last_train_readings)),
-        "tokens a second, median": _format(known.tokens_per_s, "{:,.0f}"),
+        "validation, bits per byte": f"{first:.3f} → {last:.3f} (best {best:.3f})" if best is not None else None,
+        "training, bits per byte": _format(known.last_train_bpb, "{:.3f}" + _over(known.last_train_readings)),
+        "tokens per second, median": _format(known.tokens_per_s, "{:,.0f}"),
         "time": _format(known.wall_s, duration),
         "peak memory": _format(known.memory_peak_bytes, lambda value: f"{value / 1e9:.2f} GB"),
         "attempts": attempts_of(history),
@@ -35,7 +35,7 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "parameters": _format(known.parameters, "{:,}"),
         "device": known.device,
         "backend": backends(known.backend),
-        "text": f"{known.source}, {known.seq_len} tokens a sequence",
+        "text": f"{known.source}, {known.seq_len} tokens per sequence",
         "configuration": known.config_hash,
     }
     return [(name, value) for name, value in shown.items() if value]

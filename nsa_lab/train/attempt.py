@@ -1,7 +1,7 @@
 """One attempt at a run, from taking its lock to its last event and exit code.
 
 Invariants
-* One trainer a run directory. A new attempt goes on from the newest valid checkpoint; where checkpoints were written and
+* One trainer per run directory. A new attempt goes on from the newest valid checkpoint; where checkpoints were written and
   none is valid it stops and says so, and never starts over.
 * Statuses: RUNNING, then DONE (exit 0), HALTED by a rule (3), PREEMPTED on request (75). Wrong settings or data exit 2,
   a bug exits 1; both leave HALTED with the reason, and the traceback in an `error` event.

@@ -95,7 +95,7 @@ class SpikeRule:
 
 
 class ThroughputRule:
-    """Judges tokens a second at log points, after the first of an attempt (which holds compilation).
+    """Judges tokens per second at log points, after the first of an attempt (which holds compilation).
 
     Halts after `patience` log points in a row below `minimum` (0: off); warns once when `patience_slow` in a row, and
     `SLOW_FOR_S` seconds, are below half of the run's own median.
@@ -143,7 +143,7 @@ class ThroughputRule:
 
 
 class GateRule:
-    """Warns once a layer, when its gates are stuck: all at 0 or 1, or their weights not moving at all.
+    """Warns once per layer, when its gates are stuck: all at 0 or 1, or their weights not moving at all.
 
     `saturation` is the share of a layer's gate values within 1 % of 0 or 1; `update` the norm by which its gate weights
     moved since the last reading. Either must show in `patience` readings in a row.

@@ -22,7 +22,7 @@ GRACE_S = 20.0
 
 
 def supervise(command: list[str], ranks: int) -> int:
-    """Run `command` once a rank, with the environment that torchrun would give it; the exit code of the run.
+    """Run `command` once per rank, with the environment that torchrun would give it; the exit code of the run.
 
     0 if all ranks end with 0, else the code of the first that did not.
     """

@@ -290,14 +290,14 @@ class Trainer:
 
 
 class _Interval:
-    """Time between two log points: seconds a step, without evaluation, saves and statistics."""
+    """Time between two log points: seconds per step, without evaluation, saves and statistics."""
 
     def __init__(self, step: int) -> None:
         self._step, self._begun = step, time.monotonic()
         self.data_s = self.excluded_s = 0.0
 
     def close(self, step: int) -> tuple[int, float, float]:
-        """Steps since the last call, mean seconds a step, and mean seconds a step spent waiting for data."""
+        """Steps since the last call, mean seconds per step, and mean seconds per step spent waiting for data."""
         count, now = step - self._step, time.monotonic()
         means = count, max(now - self._begun - self.excluded_s, 1e-9) / count, self.data_s / count
         self._step, self._begun = step, now

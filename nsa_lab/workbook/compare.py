@@ -23,7 +23,7 @@ NAMES_WIDTH = 36
 
 
 def numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
-    """What each run said last at or before `step`, a column a run: loss, pace, and the gates and selection of one layer."""
+    """What each run said last at or before `step`, one column per run: loss, pace, gates and selection of one layer."""
     columns = {(history := History.read(run)).run: _numbers(history, layer, step) for run in runs}
     lines = [" " * NAMES_WIDTH + "".join(f"  {run:>10}" for run in columns)]
     for name in next(iter(columns.values()), {}):
@@ -64,9 +64,9 @@ def _numbers(history: History, layer: int, step: int) -> dict[str, str]:
     at, bpb = _last(*history.series("bpb"), step)
     numbers = {
         "step": "–" if at is None else f"{at:,}",
-        "training batch, bits a byte": _text(bpb),
-        "validation, bits a byte": _text(_last(*history.validation(), step)[1]),
-        "tokens a second": _text(_last(*history.series("tokens_per_s"), step)[1], "{:,.0f}"),
+        "training batch, bits per byte": _text(bpb),
+        "validation, bits per byte": _text(_last(*history.validation(), step)[1]),
+        "tokens per second": _text(_last(*history.series("tokens_per_s"), step)[1], "{:,.0f}"),
     }
     named = {f"gate_share_{branch}": f"gate share, {label}" for branch, label in BRANCH_NAMES.items()} | STATISTICS
     for name, label in named.items():

@@ -75,7 +75,7 @@ def _speed_without_checkpointing(run: History, twin: History | None) -> str | No
 def _step_seconds(run: History, _: History | None) -> str | None:
     _, took = run.series("dt_s")
     tokens = run.config.train.tokens_per_step
-    return f"{np.median(took):.4g} s an optimiser step of {tokens:,} tokens" if len(took) else None
+    return f"{np.median(took):.4g} s per optimiser step of {tokens:,} tokens" if len(took) else None
 
 
 def _time(run: History, _: History | None) -> str | None:
@@ -122,7 +122,7 @@ def _memory(run: History, _: History | None) -> str | None:
 
 def _data_wait(run: History, _: History | None) -> str | None:
     _, waited = run.series("data_s")
-    return f"{1000 * np.median(waited):.2f} ms a step, median" if len(waited) else None
+    return f"{1000 * np.median(waited):.2f} ms per step, median" if len(waited) else None
 
 
 def _parameters(run: History, _: History | None) -> str | None:
@@ -141,7 +141,7 @@ def _loss_at(step_of: Callable[[History], int]) -> Callable[[History, History | 
         first, found = _at(run, 1), _at(run, step_of(run))
         if found is None or first is None or None in (found["bpb"], first["bpb"]):
             return None
-        return f"{first['bpb']:.2f} → {found['bpb']:.2f} bits a byte at step {found['step']:,}"
+        return f"{first['bpb']:.2f} → {found['bpb']:.2f} bits per byte at step {found['step']:,}"
 
     return read
 
@@ -153,7 +153,7 @@ def _rate(run: History, _: History | None) -> str | None:
 
 def _validation(run: History, _: History | None) -> str | None:
     steps, bpb = run.validation()
-    return f"{bpb[-1]:.3f} bits a byte at step {steps[-1]:,}, {len(bpb)} evaluations" if len(bpb) else None
+    return f"{bpb[-1]:.3f} bits per byte at step {steps[-1]:,}, {len(bpb)} evaluations" if len(bpb) else None
 
 
 def _entropy(run: History, _: History | None) -> str | None:
@@ -190,8 +190,8 @@ def _fallbacks(run: History, _: History | None) -> str | None:
 
 def _against_dense(run: History, twin: History | None) -> str | None:
     pair = twins([run, twin]) if twin else None
-    ratio = pair and {name: ratio for name, *_, ratio in side_by_side(*pair)}["tokens a second, median"]
-    return ratio and f"{ratio:.2f} of the dense twin's tokens a second at {run.config.train.seq_len:,} tokens"
+    ratio = pair and {name: ratio for name, *_, ratio in side_by_side(*pair)}["tokens per second, median"]
+    return ratio and f"{ratio:.2f} of the dense twin's tokens per second at {run.config.train.seq_len:,} tokens"
 
 
 NUMBERS = (
@@ -203,35 +203,35 @@ NUMBERS = (
         _steps_done,
     ),
     Number(
-        "tokens a second",
+        "tokens per second",
         "16 with gradient checkpointing, 27 without; 785 expected",
         "S0",
         "without flash-attn every row fell back to a slow path, and no error said so; checkpointing costs 1.7×, not 49×",
         _speed_without_checkpointing,
     ),
     Number(
-        "tokens a second",
+        "tokens per second",
         "11 at 512 tokens, 10 at 2,048",
         "S1",
-        "one Python call a token and layer; the switches that were tried are not read on that route",
+        "one Python call per token and layer; the switches that were tried are not read on that route",
         _speed,
     ),
     Number(
-        "tokens a second",
+        "tokens per second",
         "39; 300+ asked",
         "S3",
-        "most likely the same route; the 17.6 M tokens a second beside it are one attention call, not a model",
+        "most likely the same route; the 17.6 M tokens per second beside it are one attention call, not a model",
         _speed,
     ),
     Number(
-        "tokens a second",
+        "tokens per second",
         "9,200–9,400, peak 9,546",
         "S4",
         "the speed is real, the model under it is not NSA: its compressed branch is a constant",
         _speed,
     ),
     Number(
-        "time a step", "0.436 s", "S4", "a micro-batch of 4,094 tokens; two of them are an optimiser step", _step_seconds
+        "time per step", "0.436 s", "S4", "a micro-batch of 4,094 tokens; two of them are an optimiser step", _step_seconds
     ),
     Number("time of 50k steps", "~6 hours", "S4", "50,000 micro-batches: 204.7 M tokens, 25,000 updates", _time),
     Number(
@@ -256,7 +256,7 @@ NUMBERS = (
     Number("parameters", "“125m” in the configuration's name", "S4", "78.30 M with bytes as tokens", _parameters),
     Number(
         "loss at step 1,740",
-        f"5.73 → 2.64 nats = {5.73 / math.log(2):.2f} → {2.64 / math.log(2):.2f} bits a byte",
+        f"5.73 → 2.64 nats = {5.73 / math.log(2):.2f} → {2.64 / math.log(2):.2f} bits per byte",
         "S4",
         "between counting single bytes and counting pairs: gradients flow, more it does not show",
         _loss_at(lambda run: LAST_STEP),

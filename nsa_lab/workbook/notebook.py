@@ -89,20 +89,20 @@ def start(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: b
 
 
 def print_verdicts(run: str | Path | History) -> None:
-    """Every verdict on the run, a line each, and the headline."""
+    """Every verdict on the run, one line each, and the headline."""
     health = examine(run)
     print(*health.verdicts, sep="\n")
     print(f"\n{health.headline}\n")
 
 
 def print_answers(run: str | Path | History) -> None:
-    """Did it work, how fast, is the gate alive, is selection doing anything: a line each."""
+    """Did it work, how fast, is the gate alive, is selection doing anything: one line each."""
     for answer in answers(examine(run).verdicts):
         print(f"{answer.mark:<4} {answer.name} {answer.text}")
 
 
 def print_columns(head: Sequence[str], rows: Iterable[tuple[str, *tuple[float | None, ...]]]) -> None:
-    """Numbers beside each other, a line a name; what is not known is a dash."""
+    """Numbers beside each other, one line per name; what is not known is a dash."""
     print(f"{head[0]:<32}" + "".join(f"{name:>18}" for name in head[1:]))
     for name, *values in rows:
         print(f"{name:<32}" + "".join(f"{_number(value):>18}" for value in values))

@@ -16,7 +16,7 @@ SHAPES = (Shape(1024, 16), Shape(2048, 8), Shape(4096, 4), Shape(8192, 2), Shape
 
 
 def show_speeds(shapes: Sequence[Shape] = SHAPES) -> list[Row]:
-    """Run the benchmark, print its table, and show time a token over length."""
+    """Run the benchmark, print its table, and show time per token over length."""
     rows = run_attention_bench(tuple(shapes), console=Console(width=TABLE_WIDTH, force_jupyter=False))
     show(time_by_length(curves_of(rows, shapes)))
     print(crossover(rows, shapes))

@@ -29,7 +29,7 @@ def measured() -> dict[str, Any]:
 
 
 def floors(row: Mapping[str, Any], model: ModelConfig, gemm_rate: float) -> dict[str, dict[str, float]]:
-    """Nanoseconds a token that the arithmetic of each part takes at least, for `nsa` and `dense`.
+    """Nanoseconds per token that the arithmetic of each part takes at least, for `nsa` and `dense`.
 
     Matrix products at `gemm_rate`, the FLOP/s that a large one reached in the same run; attention at `ATTENTION_RATE`,
     counting the keys that are read. Norms, gates, loss and optimiser have no floor here: fused into their neighbours they
@@ -56,7 +56,7 @@ def floors(row: Mapping[str, Any], model: ModelConfig, gemm_rate: float) -> dict
 
 
 def by_part(row: Mapping[str, Any], kind: str) -> dict[str, float]:
-    """Nanoseconds a token of each part of a measured step, in the order of `COLOURS`."""
+    """Nanoseconds per token of each part of a measured step, in the order of `COLOURS`."""
     token_ns = 1e9 / row[kind]["tokens_per_s"]
     share = row[kind]["breakdown"]
     total = sum(share.values())
@@ -64,7 +64,7 @@ def by_part(row: Mapping[str, Any], kind: str) -> dict[str, float]:
 
 
 def picture(report: Report) -> Figure:
-    """Bars of nanoseconds a token at each length: NSA, its floor, the dense twin, its floor."""
+    """Bars of nanoseconds per token at each length: NSA, its floor, the dense twin, its floor."""
     model = ModelConfig.model_validate(report["model"])
     panels = []
     for row in report["rows"]:
@@ -81,16 +81,16 @@ def picture(report: Report) -> Figure:
 
 
 def table(report: Report) -> str:
-    """For NSA at each length: nanoseconds a token of each part, its floor, and how many floors it takes."""
+    """For NSA at each length: nanoseconds per token of each part, its floor, and how many floors it takes."""
     model = ModelConfig.model_validate(report["model"])
-    lines = [f"{'T x sequences':<14}{'part':<24}{'ns a token':>11}{'floor':>8}{'ratio':>7}"]
+    lines = [f"{'T x sequences':<14}{'part':<24}{'ns per token':>13}{'floor':>8}{'ratio':>7}"]
     for row in report["rows"]:
         parts, least = by_part(row, "nsa"), floors(row, model, report["gemm_flops_per_s"] or float("nan"))["nsa"]
         for part, took in sorted(parts.items(), key=lambda item: -item[1]):
             floor = f"{least[part]:8.0f}{took / least[part]:7.1f}" if part in least else ""
-            lines.append(f"{row['seq_len']:>6} x {row['micro_batch']:<5}{part:<24}{took:>11.0f}{floor}")
+            lines.append(f"{row['seq_len']:>6} x {row['micro_batch']:<5}{part:<24}{took:>13.0f}{floor}")
         lines.append(
-            f"{'':<14}{'whole step':<24}{sum(parts.values()):>11.0f}{sum(least.values()):8.0f}"
+            f"{'':<14}{'whole step':<24}{sum(parts.values()):>13.0f}{sum(least.values()):8.0f}"
             f"{sum(parts.values()) / sum(least.values()):7.1f}"
         )
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -357,5 +358,5 @@ def test_two_trainers_in_one_directory_are_refused(new_run: Make, train: Train) 
     lock = take_lock(run_dir)
     with pytest.raises(directory.RunDirectoryError, match="another trainer"):
         train(run_dir)
-    directory.os.close(lock)
+    os.close(lock)
     assert train(run_dir) == 0

@@ -89,10 +89,10 @@ def test_ours_is_read_from_the_record(tmp_path):
     history = History.read(write_run(tmp_path / "nsa", config))
     dense = History.read(write_run(tmp_path / "dense", configuration(model__attention="dense")))
     found = rows(earlier_reports.table(history, dense))
-    assert found["tokens a second", "9,200–9,400, peak 9,546", "S4"] == "8,195 median, 8,198 peak, on cpu"
+    assert found["tokens per second", "9,200–9,400, peak 9,546", "S4"] == "8,195 median, 8,198 peak, on cpu"
     assert found["steps finished", "“successful 50k training run”", "S4"].startswith("2,000 of 2,000 optimiser steps, DONE")
     assert found["gate entropy", "1.098 (“healthy, no collapse”)", "S4"].startswith("0.900 to 0.900 by layer at step 2,000")
-    assert found["loss at step 1,740", "5.73 → 2.64 nats = 8.27 → 3.81 bits a byte", "S4"].endswith("at step 1,740")
+    assert found["loss at step 1,740", "5.73 → 2.64 nats = 8.27 → 3.81 bits per byte", "S4"].endswith("at step 1,740")
     assert found["the same after as many tokens", "7.12 M tokens", "S4"].endswith("at step 1,730")
     assert found["parameters", "“125m” in the configuration's name", "S4"] == "123,456"
     assert found["first NaN", "at step 1", "S2"] == "never, in 2,000 steps"

@@ -32,7 +32,7 @@ def test_numbers_are_those_of_the_last_reading_before_the_step(pair):
     rows = {line[: compare.NAMES_WIDTH].strip(): line[compare.NAMES_WIDTH :].split() for line in told.splitlines()}
     assert rows["step"] == ["110", "110"]
     assert rows["gate share, compressed"] == ["0.350", "–"]
-    assert rows["validation, bits a byte"][0] == f"{History.read(pair[0]).evaluations[2]['bpb']:.3f}"
+    assert rows["validation, bits per byte"][0] == f"{History.read(pair[0]).evaluations[2]['bpb']:.3f}"
     assert set(compare.numbers_at(pair, 1, -1).split()) >= {"–"}
 
 
@@ -51,7 +51,7 @@ def test_without_a_front_end_no_widget_is_made(pair, monkeypatch, capsys):
     monkeypatch.setattr(run_explorer, "run_explorer", None)
     run_explorer.explore_runs(pair, with_widgets=False)
     assert len(shown) == 1
-    assert re.search(r"validation, bits a byte +2\.\d+ +2\.\d+", (said := capsys.readouterr().out)) and "no map" in said
+    assert re.search(r"validation, bits per byte +2\.\d+ +2\.\d+", (said := capsys.readouterr().out)) and "no map" in said
 
 
 def test_controls_redraw(pair):

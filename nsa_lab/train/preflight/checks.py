@@ -229,7 +229,7 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
 
 
 def _take_steps(parts: Parts, count: int) -> tuple[float, bool]:
-    """Tokens a second over `count` steps, after warm-up steps if they are more than one; and whether one was not finite."""
+    """Tokens per second over `count` steps, after a warm-up if they are more than one; and whether one was not finite."""
     start, share = parts.world.share(parts.config.train.sequences_per_step)
     readback, lr = Readback(parts.device), learning_rate(1, parts.config.train)
 

@@ -9,7 +9,7 @@ NOT_MIRRORED = frozenset({"v", "t", "attempt", "step", "tokens"})
 
 
 class TensorBoardMirror:
-    """Writes every number of `step` and `eval` events as a scalar; a list becomes one scalar a layer.
+    """Writes every number of `step` and `eval` events as a scalar; a list becomes one scalar per layer.
 
     `why_off` says why nothing is written, or is None.
     """

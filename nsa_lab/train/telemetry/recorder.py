@@ -73,7 +73,7 @@ class Recorder:
         if self._first:
             numbers = {"split": split, "loss": loss, "bpb": bpb, "seconds": self.phases.last("eval")}
             self._write("eval", self.log.step, numbers)
-            logger.info("step %d  %s loss %.4f  %.4f bits a byte", self.log.step, split, loss, bpb)
+            logger.info("step %d  %s loss %.4f  %.4f bits per byte", self.log.step, split, loss, bpb)
 
     def saved(self, saved: Saved) -> None:
         self.log.event(
