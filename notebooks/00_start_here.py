@@ -46,16 +46,16 @@ outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of
 # %%
 from IPython.display import Markdown
 
-from nsa_lab.explore import start
+from nsa_lab.workbook import landing
 
 # %% [markdown]
 # ## This machine
 
 # %%
-Markdown(start.machine())
+Markdown(landing.machine())
 
 # %% [markdown]
 # ## The runs there are
 
 # %%
-Markdown(start.runs(outputs))
+Markdown(landing.runs(outputs))

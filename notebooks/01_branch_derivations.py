@@ -45,12 +45,14 @@ import math
 
 import torch
 
+from nsa_lab import figures
 from nsa_lab.attention import dense_attention, geometry, nsa_attention, reference, select_blocks
 from nsa_lab.config import NSAConfig
-from nsa_lab.explore import examples, pictures
-from nsa_lab.explore.explorer import explore
-from nsa_lab.explore.reads import reads_of
-from nsa_lab.explore.show import show
+from nsa_lab.figures.blocks import equation_nine
+from nsa_lab.workbook import examples
+from nsa_lab.workbook.query_explorer import explore
+from nsa_lab.workbook.reads import reads_of
+from nsa_lab.workbook.show import show
 
 # %% [markdown]
 # ## 1 · The toy
@@ -65,7 +67,7 @@ print(
     f"{example.about}, {example.q.dtype}: q [B, T, H, D] = {list(example.q.shape)}, "
     f"k and v [B, T, G, D] = {list(example.k_sel.shape)}"
 )
-show(pictures.block_geometry(64, toy, position=41))
+show(figures.block_geometry(64, toy, position=41))
 
 # %% [markdown]
 # Compression blocks overlap ($d < l$), selection blocks tile the sequence, the window moves with the query. A
@@ -96,7 +98,7 @@ print("equals the mean of each block:", torch.allclose(k_cmp[0], by_hand, atol=1
 # gradients and no NaN.
 
 # %%
-show(pictures.visible_blocks(64, toy))
+show(figures.visible_blocks(64, toy))
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -141,14 +143,14 @@ print("sum of p * v equals the branch:", torch.allclose(o, out_cmp[0, 41], atol=
 # one it does read. A public port of NSA has this bug. Nothing crashes, and the loss still falls.
 
 # %%
-show(pictures.overlap_weights(NSAConfig(), compressed=12, selection=3))
+show(figures.overlap_weights(NSAConfig(), compressed=12, selection=3))
 
 # %%
 # NBVAL_CHECK_OUTPUT
 for sizes in ({}, {"l": 8, "d": 4, "l_sel": 16}, {"l": 16, "d": 16, "l_sel": 32}, {"l": 64, "d": 16, "l_sel": 32}):
     nsa = NSAConfig(**sizes)
     shared = geometry.overlap(40, 10, nsa)
-    same = {first: torch.equal(pictures.equation_nine(40, 10, nsa, first_j=first), shared) for first in (1, 0)}
+    same = {first: torch.equal(equation_nine(40, 10, nsa, first_j=first), shared) for first in (1, 0)}
     column = shared[:, 5][shared[:, 5] > 0].int().tolist()
     print(
         f"l, d, l_sel = {nsa.l}, {nsa.d}, {nsa.l_sel}: weights {column}; eq. 9 from 1 agrees: {same[1]}, from 0: {same[0]}"
@@ -172,7 +174,7 @@ print(
     f"importance [B, T, G, blocks] = {list(importance.shape)}, "
     f"chosen [B, T, G, n_sel] = {list(blocks.shape)}, {blocks.dtype}"
 )
-show(pictures.importance_map(importance[0, :, 0], blocks[0, :, 0], toy, "the toy, group 0"))
+show(figures.importance_map(importance[0, :, 0], blocks[0, :, 0], toy, "the toy, group 0"))
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -193,7 +195,7 @@ print("all scores equal, query 63:", reference.choose(alike, toy, first=63)[0, 0
 out_sel, _ = reference.selected_attention(example.q, example.k_sel, example.v_sel, blocks, toy)
 out_win, _ = reference.window_attention(example.q, example.k_win, example.v_win, toy)
 toy_reads = reads_of(example, toy, position=57, group=0)
-show(pictures.query_reads(toy_reads, "the toy: random numbers, so the weights mean nothing; the sets are what to look at"))
+show(figures.query_reads(toy_reads, "the toy: random numbers, so the weights mean nothing; the sets are what to look at"))
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -276,7 +278,7 @@ for tokens in (1000, 1024, 1025, 1200):
     print(f"T = {tokens}: queries that differ from dense attention: {int(differs.sum())}")
 
 # %%
-show(pictures.reads_by_length([2**k for k in range(5, 17)], usual))
+show(figures.reads_by_length([2**k for k in range(5, 17)], usual))
 
 # %% [markdown]
 # ## 10 · A real text
@@ -295,7 +297,7 @@ text_importance = reference.block_importance(text.q, text_k, text_lse, usual)
 text_blocks = select_blocks(text.q, text_k, text_lse, usual)
 for group in range(text.groups):
     scores, chosen = text_importance[0, :, group], text_blocks[0, :, group]
-    show(pictures.importance_map(scores, chosen, usual, f"real text, group {group}"))
+    show(figures.importance_map(scores, chosen, usual, f"real text, group {group}"))
 
 # %% [markdown]
 # Up to $t = 1023$ everything is chosen, then the grey of blocks that are passed over sets in; the red diagonal and
@@ -320,7 +322,7 @@ explore(text, usual, min(query, length - 1), group=1, with_widgets=widgets)
 # **Gate entropy 1.098.** Three gates of equal share have entropy $\ln 3 = 1.0986$. Logged step after step, it means that
 # the gate never moved: it was not learning at all.
 #
-# **721 selected keys a query.** At $T = 2048$ the mean must be 752.5, whatever is chosen. 721.0 is exactly what comes
+# **721 selected keys per query.** At $T = 2048$ the mean must be 752.5, whatever is chosen. 721.0 is exactly what comes
 # out if a block counts as a candidate only once it is *whole*: the current block is forced, found invalid, and its
 # slot wasted, so a query reads 15 old blocks and never its own, except at the one position in 64 where it is just
 # complete.

@@ -30,10 +30,11 @@ speeds: bool = True  # measure speeds too, where there is a CUDA device
 # %%
 import torch
 
+from nsa_lab import figures
 from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
-from nsa_lab.explore import parity, pictures
-from nsa_lab.explore.show import show
+from nsa_lab.workbook import parity
+from nsa_lab.workbook.show import show
 
 nsa = NSAConfig()
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +84,7 @@ print(parity.table(rows))
 over = f"worst error over T = {', '.join(map(str, lengths))}"
 for dtype in dtypes:
     named = str(dtype).removeprefix("torch.")
-    show(pictures.shares_of_allowed(parity.worst_shares(rows, dtype), f"{named}: {over}, as a share of what is allowed"))
+    show(figures.shares_of_allowed(parity.worst_shares(rows, dtype), f"{named}: {over}, as a share of what is allowed"))
 
 # %% [markdown]
 # ## Exactly
@@ -113,7 +114,7 @@ assert not too_large, parity.table(too_large)
 
 # %%
 if device == "cuda" and speeds:
-    from nsa_lab.explore.speeds import show_speeds
+    from nsa_lab.workbook.speeds import show_speeds
 
     show_speeds()
 else:
@@ -124,9 +125,9 @@ else:
 #
 # A profiler trace of the whole training step, summarised by kernel: what each part takes, and the least that its
 # arithmetic would take (matrix products at the rate that a large one reached in the same run, attention at 500 TFLOP/s
-# on the keys it reads). Measured now where there is a CUDA device, otherwise the record in `docs/benchmarks`.
+# on the keys it reads). Measured now where there is a CUDA device, otherwise the record that ships with the package.
 
 # %%
-from nsa_lab.explore import step_time
+from nsa_lab.workbook import step_time
 
-step_time.show_step_time(step_time.measured() if device == "cuda" and speeds else step_time.recorded())
+step_time.show_step_time(measure=device == "cuda" and speeds)

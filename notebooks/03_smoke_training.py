@@ -16,7 +16,7 @@
 # # Training, small
 #
 # A small NSA model learns real text: the source code and documentation that come with Python, byte by byte. An
-# untrained model needs 8 bits a byte; watch validation fall from there. On two CPU cores this takes a few minutes.
+# untrained model needs 8 bits per byte; watch validation fall from there. On two CPU cores this takes a few minutes.
 #
 # The trainer is a process of its own. This notebook starts it, or attaches to it, and reads its event file: killing
 # the kernel or closing the page does not hurt the run, and running the notebook again attaches to it, resumes it
@@ -38,28 +38,26 @@ prompt: str = "def main("  # what the samples go on from
 sample_tokens: int = 160  # length of each sample, tokens
 
 # %%
-from nsa_lab.explore import live, notebook, plots, samples
-from nsa_lab.explore.show import show
-from nsa_lab.history import History
+from nsa_lab.workbook.training import configure
 
-sections = {"model": model, "nsa": nsa, "runtime": runtime, "train": train, "data": data}
-config = notebook.configuration(name, sections, run_dir)
-print(config.to_yaml())
+training = configure(
+    name,
+    {"model": model, "nsa": nsa, "runtime": runtime, "train": train, "data": data},
+    run_dir=run_dir,
+    outputs=outputs,
+    new_run=new_run,
+    prompt=prompt,
+    sample_tokens=sample_tokens,
+)
 
 # %% [markdown]
 # ## The model, before
 
 # %%
-fresh = samples.untrained(config)
-print(fresh.describe(config.train.seq_len))
-print(
-    f"a step: {config.train.sequences_per_step} sequences of {config.train.seq_len} tokens; "
-    f"{config.train.steps:,} steps are {config.train.steps * config.train.tokens_per_step:,} tokens"
-)
+training.describe()
 
 # %%
-print(samples.sample_before(config, fresh, prompt, sample_tokens))
-del fresh
+training.sample_before()
 
 # %% [markdown]
 # ## The run
@@ -67,35 +65,31 @@ del fresh
 # Interrupting the cell below ends the following, not the run.
 
 # %%
-run = notebook.start(config, run_dir, outputs=outputs, new_run=new_run)
+training.start()
 
 # %%
-state = await live.follow(run)
+await training.follow()
 
 # %% [markdown]
 # ## What happened
 
 # %%
-history = History.read(run)
-show(plots.overview(history))
+training.overview()
 
 # %%
-show(plots.loss_curves(history))
-show(plots.learning_rate(history))
+training.curves()
 
 # %%
-if config.model.attention == "nsa":
-    for draw in plots.NSA_PICTURES:
-        show(draw(history))
+training.branches()
 
 # %%
-show(plots.throughput(history))
+training.pace()
 
 # %% [markdown]
 # ## The model, after
 
 # %%
-print(samples.sample_after(run, prompt, sample_tokens))
+training.sample_after()
 
 # %% [markdown]
 # ## Was the run healthy?
@@ -103,7 +97,7 @@ print(samples.sample_after(run, prompt, sample_tokens))
 # Each line compares a number with a limit and can fail. `?` means that the run does not say.
 
 # %%
-notebook.verdict(run)
+training.verdict()
 
 # %% [markdown]
 # **Next:** `04_production_run` is the same code with `params/production_50k.yaml`; `05_health_analysis` looks closer at

@@ -16,7 +16,7 @@
 # # Health of a run
 #
 # Reads a run directory, any run directory, also one copied from another machine without its checkpoints. Every
-# picture is a function of `nsa_lab.explore.plots`, every verdict one of `nsa_lab.health`: `nsa-lab health RUN` prints
+# picture is a function of `nsa_lab.figures`, every verdict one of `nsa_lab.health`: `nsa-lab health RUN` prints
 # the same lines. `?` means that the run does not say.
 
 # %% tags=["parameters"]
@@ -32,15 +32,16 @@ outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of
 # %%
 from IPython.display import Markdown, display
 
-from nsa_lab.explore import notebook, planned, plots, run_explorer, samples, seeds
-from nsa_lab.explore.show import show
+from nsa_lab import figures
 from nsa_lab.generate import NoCheckpoint
 from nsa_lab.health.twins import beside_twin, side_by_side, twins
-from nsa_lab.history import History
-from nsa_lab.summary import shown_facts
+from nsa_lab.runs.history import History
+from nsa_lab.runs.summary import shown_facts
+from nsa_lab.workbook import earlier_reports, notebook, planned, run_explorer, samples
+from nsa_lab.workbook.show import show
 
-run = notebook.directory(run_dir) if run_dir else notebook.latest_finished(outputs)
-runs = [History.read(run)] + ([History.read(notebook.directory(other_run))] if other_run else [])
+run = notebook.run_directory(run_dir) if run_dir else notebook.latest_finished(outputs)
+runs = [History.read(run)] + ([History.read(notebook.run_directory(other_run))] if other_run else [])
 history = runs[0]
 pair = twins(runs)
 print(history.run)
@@ -60,14 +61,14 @@ for each in runs:
 # %% [markdown]
 # ## As good as dense?
 #
-# The dense twin is the same training in everything but attention. NSA is asked to stay within 1 % of its bits a byte on
+# The dense twin is the same training in everything but attention. NSA is asked to stay within 1 % of its bits per byte on
 # held-out text.
 
 # %%
 if pair:
     notebook.print_columns(("", "NSA", "dense", "NSA / dense"), side_by_side(*pair))
     print(*beside_twin(*pair), sep="\n")
-    show(plots.validation_gap(*pair))
+    show(figures.validation_gap(*pair))
 else:
     print("no dense twin was given: other_run names one")
 
@@ -83,12 +84,12 @@ print(planned.outcome(history, planned_tokens_per_s or None))
 # %% [markdown]
 # ## Loss
 #
-# Bits a byte: loss / ln 2 for bytes. 8 is an untrained model, and text compressors of the zip family reach 2 to 3 on
+# Bits per byte: loss / ln 2 for bytes. 8 is an untrained model, and text compressors of the zip family reach 2 to 3 on
 # such text.
 
 # %%
-show(plots.loss_curves(runs))
-show(plots.learning_rate(runs))
+show(figures.loss_curves(runs))
+show(figures.learning_rate(runs))
 
 # %% [markdown]
 # ## Gates
@@ -99,9 +100,9 @@ show(plots.learning_rate(runs))
 # %%
 has_branches = history.config.model.attention == "nsa"
 if has_branches:
-    show(plots.gate_shares(history))
-    show(plots.gate_layers(history))
-    show(plots.branch_norms(history))
+    show(figures.gate_shares(history))
+    show(figures.gate_layers(history))
+    show(figures.branch_norms(history))
 else:
     print("a dense model: no gates")
 
@@ -114,7 +115,7 @@ else:
 
 # %%
 if has_branches:
-    show(plots.selection_statistics(history))
+    show(figures.selection_statistics(history))
 else:
     print("a dense model: nothing is selected")
 
@@ -141,7 +142,7 @@ print(samples.decode_check(history.run_dir))
 # ## Speed, memory, attempts
 
 # %%
-show(plots.throughput(runs))
+show(figures.throughput(runs))
 for each in runs:
     print(each.run)
     for attempt in each.attempts():
@@ -157,13 +158,13 @@ for each in runs:
 # recorded.
 
 # %%
-display(Markdown(seeds.table(*(pair or runs[:1]))))
+display(Markdown(earlier_reports.table(*(pair or runs[:1]))))
 
 # %% [markdown]
 # ## Explorer
 #
 # Choose runs, a view, a layer, a head group and a step. Without a front end, the gates and the selection of one layer.
-# The same views are functions of `nsa_lab.explore.compare`.
+# The same views are functions of `nsa_lab.workbook.compare`.
 
 # %%
 run_explorer.explore_runs(runs, notebook.other_runs(runs, outputs), layer=layer, group=group)

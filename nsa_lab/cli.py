@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nsa_lab import launch, names, rundir
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.rundir import RunDirectoryError
+from nsa_lab.runs import directory, launch, names
+from nsa_lab.runs.directory import RunDirectoryError
 
 if TYPE_CHECKING:
     from nsa_lab.health import Health
@@ -42,7 +42,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="a file of params/, wi
 Run = Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, its id, the beginning of its id, or latest")]
 Overrides = Annotated[list[str] | None, typer.Option("-p", metavar="KEY=VALUE", help="e.g. -p train.steps=50; repeat")]
 Outputs = Annotated[Path | None, typer.Option("--outputs", metavar="DIR", help="where run directories are kept [outputs/]")]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one a device")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one per device")]
 Picture = Annotated[Path | None, typer.Option("--picture", metavar="FILE", help="draw the result there")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the numbers there")]
 
@@ -78,7 +78,7 @@ def run(
         run_dir = names.find_run(into, folder)
         if param:
             raise ConfigError("nsa-lab run --into takes no -p: a run keeps its configuration; start a new one to change it")
-        source = names.notebook_file(notebook, RunConfig.from_yaml(run_dir / rundir.CONFIG))
+        source = names.notebook_file(notebook, RunConfig.from_yaml(run_dir / directory.CONFIG))
     else:
         config = names.load_config(name, param or [])
         source = names.notebook_file(notebook, config)
@@ -132,7 +132,7 @@ def stop(
         raise RunDirectoryError(str(error)) from None
     typer.echo(
         f"{run_dir.name} is {state}; nsa-lab resume {run_dir.name} goes on"
-        if state != rundir.DONE
+        if state != directory.DONE
         else f"{run_dir.name} is DONE"
     )
 
@@ -144,8 +144,8 @@ def status(run: Annotated[str | None, typer.Argument(metavar="[RUN]")] = None, o
     if run is None:
         Console().print(_runs_table(folder))
         return
-    from nsa_lab.history import History
-    from nsa_lab.summary import shown_facts
+    from nsa_lab.runs.history import History
+    from nsa_lab.runs.summary import shown_facts
 
     history = History.read(names.find_run(run, folder))
     table = Table("", history.run, show_header=True, box=None)
@@ -160,7 +160,7 @@ def status(run: Annotated[str | None, typer.Argument(metavar="[RUN]")] = None, o
 @app.command()
 def follow(run: Run, outputs: Outputs = None) -> None:
     """Watch a run until its trainer ends; Ctrl-C leaves it running."""
-    from nsa_lab.live import watch
+    from nsa_lab.runs.live import watch
 
     run_dir = names.find_run(run, names.outputs_folder(outputs))
     try:
@@ -168,7 +168,7 @@ def follow(run: Run, outputs: Outputs = None) -> None:
     except KeyboardInterrupt:
         typer.echo(f"the trainer goes on; nsa-lab stop {run_dir.name} ends it")
         return
-    typer.echo(f"{run_dir.name} is {launch.state(run_dir)}: {rundir.read_status(run_dir).get('reason')}")
+    typer.echo(f"{run_dir.name} is {launch.state(run_dir)}: {directory.read_status(run_dir).get('reason')}")
     raise typer.Exit(exit_code(run_dir))
 
 
@@ -183,7 +183,7 @@ def health(
     found = [examine(names.find_run(run, folder)) for run in runs]
     for one in found:
         console.print(*_health_view(one))
-    raise typer.Exit(rundir.EXIT_DONE if all(one.ok for one in found) else rundir.EXIT_HALTED)
+    raise typer.Exit(directory.EXIT_DONE if all(one.ok for one in found) else directory.EXIT_HALTED)
 
 
 @app.command()
@@ -216,19 +216,20 @@ def plan(
     config = names.load_config(name, param or [])
     run_dir = names.find_run(run, names.outputs_folder(outputs)) if run else None
 
-    from nsa_lab.explore import planned
+    from nsa_lab.train.measured import recorded_speed
     from nsa_lab.train.plan import plan as plan_of
 
     unknown = not tokens_per_s and not config.train.min_tokens_per_s and ranks == 1
-    known = planned.recorded_speed(config) if unknown else None
+    known = recorded_speed(config) if unknown else None
     typer.echo(plan_of(config, known[0] if known else tokens_per_s, ranks))
     if known:
         typer.echo(f"  (that speed was measured on one {known[1]}; for another GPU give --tokens-per-s)")
     if run_dir:
-        from nsa_lab.history import History
+        from nsa_lab.runs.history import History
+        from nsa_lab.workbook.planned import outcome
 
         typer.echo(f"\n{run_dir.name}, planned with the speed that its preflight measured:")
-        typer.echo(planned.outcome(History.read(run_dir), tokens_per_s))
+        typer.echo(outcome(History.read(run_dir), tokens_per_s))
 
 
 @app.command()
@@ -237,14 +238,14 @@ def preflight(name: Name, param: Overrides = None, outputs: Outputs = None) -> N
     config = names.load_config(name, param or [])
     _check_startable(config)
 
-    from nsa_lab.train.preflight import preflight_alone
+    from nsa_lab.train.preflight.checks import preflight_alone
 
     failed = 0
     for check in preflight_alone(config, names.outputs_folder(outputs)):
         failed += not check.ok
         mark = typer.style("ok  ", fg="green") if check.ok else typer.style("FAIL", fg="red")
         typer.echo(f"{mark} {check.name:14} {check.value}  [limit: {check.limit}]  {check.seconds:.1f} s")
-    raise typer.Exit(rundir.EXIT_HALTED if failed else rundir.EXIT_DONE)
+    raise typer.Exit(directory.EXIT_HALTED if failed else directory.EXIT_DONE)
 
 
 @app.command()
@@ -287,7 +288,7 @@ def bench_train(
     shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxMICRO", help="one shape, e.g. 2048x32; repeat")] = None,
     picture: Picture = None,
 ) -> None:
-    """Tokens a second of NSA and of its dense twin, training, at each length."""
+    """Tokens per second of NSA and of its dense twin, training, at each length."""
     from nsa_lab.bench.train import parse_shape, run_train_bench
 
     run_train_bench(_shapes(parse_shape, shape), json_file, picture=picture)
@@ -305,7 +306,7 @@ def bench_curves(
     found = run_curves(steps, json_file, picture, say=typer.echo)
     for name, apart in found["apart_nats"].items():
         typer.echo(f"{name:<26} {apart:.4f} nats from the first at most (allowed {found['band_nats']:g})")
-    raise typer.Exit(rundir.EXIT_DONE if found["ok"] else rundir.EXIT_HALTED)
+    raise typer.Exit(directory.EXIT_DONE if found["ok"] else directory.EXIT_HALTED)
 
 
 @bench.command("trainer")
@@ -314,7 +315,7 @@ def bench_trainer(
     ranks: Ranks = 1,
     steps: Annotated[int | None, typer.Option(min=2, help="length of a timed stretch, optimiser steps")] = None,
 ) -> None:
-    """What telemetry, a save and a resume take; with --ranks, tokens a second of that many GPUs against one's."""
+    """What telemetry, a save and a resume take; with --ranks, tokens per second of that many GPUs against one's."""
     from nsa_lab.bench.trainer import run_trainer_bench
 
     run_trainer_bench(json_file, ranks=ranks, steps=steps)
@@ -330,16 +331,16 @@ def _shapes(parse: Callable[[str], Any], texts: list[str] | None) -> tuple[Any, 
 def exit_code(run_dir: Path, problem: str | None = None) -> int:
     """What a run's state means for a shell: the run first, and the notebook's `problem` only where the run is fine."""
     state = launch.state(run_dir)
-    if state == rundir.HALTED:
-        return rundir.read_status(run_dir).get("exit_code") or rundir.EXIT_HALTED
-    if problem == "interrupted" or (state == rundir.PREEMPTED and not problem):
-        return rundir.EXIT_STOPPED
-    return rundir.EXIT_DONE if state == rundir.DONE and not problem else rundir.EXIT_BUG
+    if state == directory.HALTED:
+        return directory.read_status(run_dir).get("exit_code") or directory.EXIT_HALTED
+    if problem == "interrupted" or (state == directory.PREEMPTED and not problem):
+        return directory.EXIT_STOPPED
+    return directory.EXIT_DONE if state == directory.DONE and not problem else directory.EXIT_BUG
 
 
 def _notebook_runner() -> ModuleType:
     try:
-        from nsa_lab import runner
+        from nsa_lab.workbook import runner
     except ImportError as error:
         raise ConfigError(
             f"nsa-lab run needs {error.name}; run: pip install 'nsa-lab[notebooks]', or use nsa-lab train, "
@@ -374,7 +375,7 @@ def _usage_errors() -> tuple[type[Exception], ...]:
 def _refuse(error: Exception) -> None:
     for line in str(error).splitlines():
         typer.echo(f"nsa-lab: {line}", err=True)
-    sys.exit(rundir.EXIT_USAGE)
+    sys.exit(directory.EXIT_USAGE)
 
 
 def _say_started(run_dir: Path, pid: int) -> None:
@@ -395,7 +396,7 @@ def _health_view(found: Health) -> Iterator[Any]:
 def _runs_table(folder: Path) -> Table | str:
     table = Table("run", "state", "step", "tokens", box=None)
     for run_dir in names.run_directories(folder):
-        said = rundir.read_status(run_dir)
+        said = directory.read_status(run_dir)
         table.add_row(run_dir.name, launch.state(run_dir), f"{said.get('step', 0):,}", f"{said.get('tokens', 0):,}")
     return table if table.row_count else f"no runs in {folder}; nsa-lab run smoke makes one"
 

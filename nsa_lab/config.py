@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import re
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -422,3 +423,25 @@ def _same_leaf(key: str, known: list[str]) -> list[str]:
     leaves = {k.split(".")[-1]: k for k in known}
     near = difflib.get_close_matches(key.split(".")[-1], leaves, n=1, cutoff=0.75)
     return [leaves[near[0]]] if near else []
+
+
+def project_root() -> Path | None:
+    """The folder that relative paths of a configuration, `params/` and `outputs/` are looked for in.
+
+    The nearest folder above the working directory, or above this package, whose pyproject.toml is this project's; None for
+    an installed package that is used elsewhere.
+    """
+    for start in (Path.cwd(), Path(__file__).resolve().parent):
+        for folder in (start, *start.parents):
+            if _is_this_project(folder / "pyproject.toml"):
+                return folder
+    return None
+
+
+def _is_this_project(pyproject: Path) -> bool:
+    try:
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        # Somebody else's folder above ours: no file, or one that is not ours to judge.
+        return False
+    return str(project.get("name", "")).replace("-", "_").lower() == "nsa_lab"

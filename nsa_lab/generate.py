@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nsa_lab import rundir
 from nsa_lab.config import RunConfig
 from nsa_lab.data import load_tokenizer
 from nsa_lab.decode import Decoder
-from nsa_lab.health.manifests import check_checkpoint
 from nsa_lab.model import NSATransformer
+from nsa_lab.runs import checkpoints, directory
 
 WEIGHTS = "model.safetensors"
 
@@ -28,13 +27,13 @@ class NoCheckpoint(RuntimeError):
 
 def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
     """The folder of the checkpoint of `step`, by default of the newest. Raises `NoCheckpoint`."""
-    folder = rundir.check(run_dir) / rundir.CHECKPOINTS
-    there = {int(path.name[5:]): path for path in folder.glob("step-*") if path.name[5:].isdigit()}
+    folder = checkpoints.folder_of(directory.check(run_dir))
+    there = checkpoints.steps(folder)
     if not there:
         raise NoCheckpoint(f"{folder}: no checkpoint here; train the run, or copy its checkpoints beside it")
     if step is not None and step not in there:
-        raise NoCheckpoint(f"{folder}: no checkpoint of step {step}; there is {', '.join(map(str, sorted(there)))}")
-    return there[max(there) if step is None else step]
+        raise NoCheckpoint(f"{folder}: no checkpoint of step {step}; there is {', '.join(map(str, there))}")
+    return checkpoints.path_of(folder, there[-1] if step is None else step)
 
 
 def load_model(
@@ -45,10 +44,10 @@ def load_model(
     Raises `NoCheckpoint` if its files are not what its manifest says, `ConfigError` for a foreign config.yaml.
     """
     folder = Path(checkpoint).resolve()
-    problem = check_checkpoint(folder, hashes=True)
-    if problem:
-        raise NoCheckpoint(f"{folder}: {problem}; use another checkpoint of the run")
-    config = RunConfig.from_yaml(folder.parents[1] / rundir.CONFIG)
+    problems = checkpoints.verify(folder)
+    if problems:
+        raise NoCheckpoint(f"{folder}: {', '.join(problems)}; use another checkpoint of the run")
+    config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
     model = NSATransformer(config.model, backend=backend, device=device, dtype=dtype, seed=0)
     model.load_state_dict(load_file(folder / WEIGHTS, device=str(device)), strict=True)
     return model.to(dtype).eval()
@@ -113,7 +112,7 @@ def complete(
     Raises `NoCheckpoint`, also for one whose weights are broken, and `DataError` if the run's tokenizer is gone.
     """
     folder = find_checkpoint(run_dir, step)
-    config = RunConfig.from_yaml(rundir.check(run_dir) / rundir.CONFIG)
+    config = RunConfig.from_yaml(directory.check(run_dir) / directory.CONFIG)
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
     # In training a separator stands before every document.

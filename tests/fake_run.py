@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nsa_lab import rundir
 from nsa_lab.config import RunConfig
+from nsa_lab.runs import checkpoints, directory
 
 Event = dict[str, Any]
 LAYERS = 3
@@ -122,7 +122,7 @@ def healthy_events(config: RunConfig) -> list[Event]:
             events.append(evaluation(step, 2.1 + 5.9 * math.exp(-step / 40)))
         if train.save_every and step % train.save_every == 0:
             events.append(saved(step))
-    end = {"kind": "end", "attempt": 1, "step": train.steps, "status": rundir.DONE, "exit_code": 0, "reason": "done"}
+    end = {"kind": "end", "attempt": 1, "step": train.steps, "status": directory.DONE, "exit_code": 0, "reason": "done"}
     return [*events, end]
 
 
@@ -152,25 +152,28 @@ def write_run(
     config = config or configuration()
     run_dir = folder / "fake-20260101T000000Z-abcd"
     run_dir.mkdir(parents=True)
-    (run_dir / rundir.CONFIG).write_text(config.to_yaml(), encoding="utf-8")
-    (run_dir / rundir.ENVIRONMENT).write_text(json.dumps({"versions": {"python": "3.11.0"}}), encoding="utf-8")
+    (run_dir / directory.CONFIG).write_text(config.to_yaml(), encoding="utf-8")
+    (run_dir / directory.ENVIRONMENT).write_text(json.dumps({"versions": {"python": "3.11.0"}}), encoding="utf-8")
     events = healthy_events(config)
     if spoil:
         events = spoil(events) or events
-    with open(run_dir / rundir.EVENTS, "w", encoding="utf-8") as file:
+    with open(run_dir / directory.EVENTS, "w", encoding="utf-8") as file:
         for index, event in enumerate(events):
             tokens = event["step"] * config.train.tokens_per_step
             envelope = {"v": 1, "t": 1000.0 + index, "run": run_dir.name, "tokens": tokens}
             file.write(json.dumps({**envelope, **event}) + "\n")
-    rundir.write_status(run_dir, run=run_dir.name, **{"status": rundir.DONE, "reason": "all steps done", **(status or {})})
+    directory.write_status(
+        run_dir, run=run_dir.name, **{"status": directory.DONE, "reason": "all steps done", **(status or {})}
+    )
     return run_dir
 
 
 def write_checkpoint(run_dir: Path, step: int, content: bytes = b"12345") -> Path:
     """A checkpoint folder whose manifest is true."""
-    folder = run_dir / rundir.CHECKPOINTS / f"step-{step:08d}"
+    folder = run_dir / directory.CHECKPOINTS / f"step-{step:08d}"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(content)
     entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / "MANIFEST.json").write_text(json.dumps({"v": 1, "step": step, "files": {"model.safetensors": entry}}))
+    manifest = {"v": 1, "step": step, "files": {"model.safetensors": entry}}
+    (folder / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": checkpoints.digest(manifest)}))
     return folder

@@ -47,15 +47,16 @@ SUITES = {
 }
 OTHERS = {
     "config": ["tests/test_config.py"],
-    "health.run": ["tests/test_health.py"],
-    "health.branches": ["tests/test_health.py"],
-    "health.twins": ["tests/test_health.py"],
-    "events": ["tests/train/test_telemetry.py", "tests/test_health.py"],
+    "health.run": ["tests/health/test_verdicts.py"],
+    "health.branches": ["tests/health/test_verdicts.py"],
+    "health.twins": ["tests/health/test_verdicts.py"],
+    "runs.events": ["tests/train/test_telemetry.py", "tests/health/test_verdicts.py"],
     "train.guard": ["tests/train/test_guard.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
     "train.step": ["tests/train/test_step.py"],
     "train.trainer": ["tests/train/test_run.py"],
     "train.checkpoint": ["tests/crash/test_damage.py", "tests/crash/test_save.py"],
+    "runs.checkpoints": ["tests/crash/test_damage.py", "tests/crash/test_save.py"],
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
@@ -455,8 +456,8 @@ MUTANTS = [
     Mutant(
         "health: a trainer that is gone counts as running",
         "health.run",
-        "if state == rundir.RUNNING and history.alive:",
-        "if state == rundir.RUNNING:",
+        "if state == directory.RUNNING and history.alive:",
+        "if state == directory.RUNNING:",
     ),
     Mutant(
         "health: guards looked for among the halts",
@@ -540,7 +541,7 @@ MUTANTS = [
     # The trainer's promises.
     Mutant(
         "events: a step that was done again counts twice",
-        "events",
+        "runs.events",
         "lowest = min(lowest, resumed_at[attempt])",
         'lowest = float("inf")',
     ),
@@ -590,7 +591,7 @@ MUTANTS = [
     Mutant("trainer: a bad step counts as done", "train.trainer", "self.done = step - 1", "self.done = step"),
     Mutant(
         "checkpoint: sizes checked, contents not",
-        "train.checkpoint",
+        "runs.checkpoints",
         'return None if found == entry["sha256"] else',
         "return None if found else",
     ),

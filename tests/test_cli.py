@@ -15,9 +15,10 @@ import torch
 from fake_run import write_run
 from nbformat.v4 import new_code_cell, new_notebook
 
-from nsa_lab import cli, launch, rundir
-from nsa_lab.live import RunView, note, watch
-from nsa_lab.names import find_run, notebook_file, params_file
+from nsa_lab import cli
+from nsa_lab.runs import directory, launch
+from nsa_lab.runs.live import RunView, note, watch
+from nsa_lab.runs.names import find_run, notebook_file, params_file
 
 torch.set_num_threads(1)
 
@@ -168,7 +169,7 @@ def test_health_exits_0_or_3_and_names_the_first_failure(say, tmp_path: Path) ->
     bad = write_run(
         tmp_path / "bad",
         spoil=lambda events: [e for e in events if e["step"] <= 100],
-        status={"status": rundir.HALTED, "reason": "step 101: the loss is nan"},
+        status={"status": directory.HALTED, "reason": "step 101: the loss is nan"},
     )
     said = say("health", good)
     assert said.code == 0
@@ -184,7 +185,7 @@ def test_runs_are_found_by_path_id_beginning_and_latest(tmp_path: Path) -> None:
         assert find_run(named, tmp_path) == run_dir
     second = write_run(tmp_path / "other")
     second.rename(tmp_path / "fake-20260202T000000Z-ffff")
-    with pytest.raises(rundir.RunDirectoryError, match="begins the names of 2 runs"):
+    with pytest.raises(directory.RunDirectoryError, match="begins the names of 2 runs"):
         find_run("fake-2026", tmp_path)
 
 
@@ -197,7 +198,7 @@ def test_production_configurations_take_the_production_notebook(tmp_path: Path, 
     (tmp_path / "notebooks").mkdir()
     for stem in ("03_smoke_training", "04_production_run"):
         (tmp_path / "notebooks" / f"{stem}.ipynb").touch()
-    monkeypatch.setattr("nsa_lab.names.root", lambda: tmp_path)
+    monkeypatch.setattr("nsa_lab.runs.names.root", lambda: tmp_path)
     from nsa_lab.config import RunConfig
 
     assert notebook_file(None, RunConfig(name="production_50k")).stem == "04_production_run"
@@ -238,7 +239,7 @@ def test_train_detached_then_stop_resume_and_generate(say, tiny: Path, tmp_path:
     assert said.code == 0
     run_dir = Path(said.out.splitlines()[-1])
     assert launch.wait(run_dir, timeout_s=180)
-    assert launch.state(run_dir) == rundir.DONE
+    assert launch.state(run_dir) == directory.DONE
     assert "DONE" in say("stop", "latest").out
     refused = say("resume", "latest")
     assert refused.code == 2
@@ -252,8 +253,8 @@ def test_train_detached_then_stop_resume_and_generate(say, tiny: Path, tmp_path:
 # Stands for a cell that starts a trainer and waits for it; the trainer itself is proved elsewhere.
 TRAIN_CELL = """
 from pathlib import Path
-from nsa_lab import launch, rundir
-rundir.write_status(Path(run_dir), run=Path(run_dir).name, status=rundir.DONE, step=6, exit_code=0)
+from nsa_lab.runs import launch, directory
+directory.write_status(Path(run_dir), run=Path(run_dir).name, status=directory.DONE, step=6, exit_code=0)
 print(launch.state(run_dir))
 """
 
@@ -263,7 +264,7 @@ def test_run_executes_a_notebook_and_prints_the_report_last(say, tiny: Path, tmp
     assert said.code == 0, said.err
     page = Path(said.out.splitlines()[-1])
     assert page.name == "report.html"
-    assert launch.state(page.parent) == rundir.DONE
+    assert launch.state(page.parent) == directory.DONE
     executed = nbformat.read(page.parent / "report.ipynb", as_version=4)
     assert executed.cells[-1].outputs[-1].text == "DONE\n"
 
@@ -285,15 +286,15 @@ def test_a_failing_notebook_still_gives_a_report_and_exit_code_1(say, tiny: Path
 def test_a_run_that_was_refused_by_the_trainer_has_the_trainers_exit_code(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     for status, code, problem, wanted in (
-        (rundir.DONE, 0, None, 0),
-        (rundir.DONE, 0, "a cell failed", 1),
-        (rundir.HALTED, 3, "a cell failed", 3),
-        (rundir.HALTED, 2, None, 2),
-        (rundir.PREEMPTED, 75, None, 75),
-        (rundir.RUNNING, None, "killed", 1),
-        (rundir.RUNNING, None, "interrupted", 75),
+        (directory.DONE, 0, None, 0),
+        (directory.DONE, 0, "a cell failed", 1),
+        (directory.HALTED, 3, "a cell failed", 3),
+        (directory.HALTED, 2, None, 2),
+        (directory.PREEMPTED, 75, None, 75),
+        (directory.RUNNING, None, "killed", 1),
+        (directory.RUNNING, None, "interrupted", 75),
     ):
-        rundir.write_status(run_dir, run=run_dir.name, status=status, exit_code=code)
+        directory.write_status(run_dir, run=run_dir.name, status=status, exit_code=code)
         assert cli.exit_code(run_dir, problem) == wanted
 
 
@@ -306,7 +307,7 @@ def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
     view = watch(run_dir, lambda: True, terminal)
     shown = terminal.export_text()
     assert view.numbers()["phase"].startswith("ended, ")  # nothing hangs in the phase that it ended in
-    for word in ("200 of 200", "tokens a second", "8,19", "cmp 40%", "slowdown: slow indeed", "blocks reused", "93%"):
+    for word in ("200 of 200", "tokens per second", "8,19", "cmp 40%", "slowdown: slow indeed", "blocks reused", "93%"):
         assert word in shown
     assert view.eta_s == 0.0
     assert RunView(run_dir).line() == "step 0/200  starting"

@@ -125,7 +125,7 @@ def run_attention_bench(
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Forward and backward of each contender, a panel a shape, as a picture file."""
+    """Forward and backward of each contender, one panel per shape, as a picture file."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -17,7 +17,7 @@ import torch
 
 from nsa_lab.config import DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import prepare
-from nsa_lab.environment import versions
+from nsa_lab.runs.environment import versions
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, assemble
 from nsa_lab.train.schedule import learning_rate
@@ -129,7 +129,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         losses.plot(curve, label=name, color=colour, linewidth=1)
         differences.plot(torch.tensor(curve) - first, color=colour, linewidth=1)
     losses.set(
-        ylabel="loss (nats a byte)", title=f"one configuration, {len(report['curves'])} executions, {report['device']}"
+        ylabel="loss (nats per byte)", title=f"one configuration, {len(report['curves'])} executions, {report['device']}"
     )
     differences.set(xlabel="optimiser step", ylabel="from the first (nats)")
     losses.legend()

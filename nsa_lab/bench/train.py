@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import prepare
-from nsa_lab.environment import versions
+from nsa_lab.runs.environment import versions
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, Parts, assemble
 

@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from nsa_lab import launch, names, rundir
 from nsa_lab.config import ConfigError, DataConfig, RunConfig
 from nsa_lab.data import prepare
-from nsa_lab.environment import versions
-from nsa_lab.events import read_events
+from nsa_lab.runs import directory, launch, names
+from nsa_lab.runs.environment import versions
+from nsa_lab.runs.events import read_events
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, Parts, assemble, choose_device
-from nsa_lab.train.record import Recorder, gpu_utilisation
 from nsa_lab.train.signals import StopSignals
-from nsa_lab.train.telemetry import EventLog, Heartbeat, StallRule
+from nsa_lab.train.telemetry.event_log import EventLog
+from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
+from nsa_lab.train.telemetry.machine import gpu_utilisation
+from nsa_lab.train.telemetry.recorder import Recorder
 from nsa_lab.train.trainer import Trainer
 
 NEVER = 10**9
@@ -44,7 +46,7 @@ WARM_UP_POINTS = 2
 def run_trainer_bench(
     json_path: Path | None = None, *, ranks: int = 1, steps: int | None = None, console: Console | None = None
 ) -> dict[str, Any]:
-    """With one rank: telemetry, save and resume of the production model. With more: their tokens a second against one's.
+    """With one rank: telemetry, save and resume of the production model. With more: their tokens per second against one's.
 
     On a CPU a tiny model proves the path and measures nothing worth quoting. `steps` is the length of a timed stretch.
     Raises ConfigError where there are fewer GPUs than ranks.
@@ -90,7 +92,7 @@ def overheads(config: RunConfig, outputs: Path, steps: int, say: Say, rounds: in
             seconds[telemetry].append(stretches.go(steps, telemetry=telemetry))
             say(f"{steps} steps {'with' if telemetry else 'without'} telemetry: {seconds[telemetry][-1]:.2f} s")
     on, off = (statistics.fmean(seconds[telemetry]) for telemetry in (True, False))
-    store = CheckpointStore(run_dir / rundir.CHECKPOINTS)
+    store = CheckpointStore(run_dir / directory.CHECKPOINTS)
     save_s, begun = stretches.saved_s(), time.monotonic()
     newest, _ = store.load_latest()
     verify_s = time.monotonic() - begun
@@ -124,7 +126,7 @@ def resume_seconds(config: RunConfig, outputs: Path) -> float:
 
 
 def scaling(config: RunConfig, outputs: Path, ranks: int, steps: int, say: Say) -> dict[str, Any]:
-    """Median tokens a second of `ranks` ranks and of one, with the same batch on each rank."""
+    """Median tokens per second of `ranks` ranks and of one, with the same batch on each rank."""
     speeds = {}
     for count in (1, ranks):
         size, begun = config.train.batch_size, time.monotonic()
@@ -141,8 +143,10 @@ def scaling(config: RunConfig, outputs: Path, ranks: int, steps: int, say: Say) 
         run_dir = launch.create_run(wider, outputs)
         launch.start(run_dir, ranks=count)
         launch.wait(run_dir)
-        if launch.state(run_dir) != rundir.DONE:
-            raise RuntimeError(f"{run_dir.name} ended {launch.state(run_dir)}: {rundir.read_status(run_dir).get('reason')}")
+        if launch.state(run_dir) != directory.DONE:
+            raise RuntimeError(
+                f"{run_dir.name} ended {launch.state(run_dir)}: {directory.read_status(run_dir).get('reason')}"
+            )
         points = [event["tokens_per_s"] for event in read_events(run_dir) if event["kind"] == "step"]
         speeds[count] = statistics.median(points[WARM_UP_POINTS:])
         took = time.monotonic() - begun
@@ -165,7 +169,7 @@ def _wait_for(run_dir: Path, kind: str, attempt: int) -> dict[str, Any]:
             if event["kind"] == kind and event["attempt"] == attempt:
                 return event
         if not alive:
-            raise RuntimeError(f"{run_dir.name} ended without a {kind}: {rundir.read_status(run_dir).get('reason')}")
+            raise RuntimeError(f"{run_dir.name} ended without a {kind}: {directory.read_status(run_dir).get('reason')}")
         time.sleep(0.05)
 
 
@@ -227,7 +231,7 @@ def _production(cuda: bool) -> RunConfig:
 
 
 def _wide(cuda: bool) -> RunConfig:
-    """As many sequences a rank as training is measured with, and no graph, which ranks cannot share."""
+    """As many sequences per rank as training is measured with, and no graph, which ranks cannot share."""
     config = _production(cuda)
     plain = config.runtime.model_copy(update={"cuda_graph": False})
     train = {"batch_size": 32, "accumulate_grad_batches": 1} if cuda else {"batch_size": 2, "accumulate_grad_batches": 1}

@@ -11,7 +11,6 @@ from nsa_lab.data.batches import Batches, EvalBatches, permute
 from nsa_lab.data.dataset import Dataset, check, prepare
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.fill import FillProgress, split_fraction
-from nsa_lab.data.paths import project_root
 from nsa_lab.data.prefetch import Prefetcher
 from nsa_lab.data.shards import TokenStore
 from nsa_lab.data.sources import Document, Source, open_source
@@ -35,6 +34,5 @@ __all__ = [
     "open_source",
     "permute",
     "prepare",
-    "project_root",
     "split_fraction",
 ]

@@ -51,7 +51,7 @@ class Dataset:
     def bytes_per_token(self) -> float:
         """Text bytes a validation token stands for, a separator counted as one: 1.0 for the byte tokenizer.
 
-        Bits a byte = loss in nats / ln 2 / bytes_per_token.
+        Bits per byte = loss in nats / ln 2 / bytes_per_token.
         """
         held_out = self.manifest["splits"]["validation"]
         return (held_out["text_bytes"] + held_out["documents"]) / held_out["tokens"]

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa_lab import rundir
 from nsa_lab.health import branches, run
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
-from nsa_lab.history import History
+from nsa_lab.runs import directory
+from nsa_lab.runs.files import write_text
+from nsa_lab.runs.history import History
 
 __all__ = ["CHECKS", "LIMITS", "Health", "Limits", "Verdict", "as_record", "examine", "verdicts", "write_verdict"]
 
@@ -67,7 +68,7 @@ class Health:
         """One line: healthy, healthy so far, or NOT healthy and the first thing that fails."""
         if self.failed:
             return f"NOT healthy: {self.failed[0].name}: {self.failed[0].text}"
-        return "healthy" if self.state == rundir.DONE else f"healthy so far: {self.verdicts[0].text}"
+        return "healthy" if self.state == directory.DONE else f"healthy so far: {self.verdicts[0].text}"
 
 
 def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
@@ -103,8 +104,8 @@ def as_record(health: Health) -> dict[str, Any]:
 def write_verdict(run_dir: str | Path | History) -> Path:
     """Write what `examine` says to `verdict.json` in the run directory."""
     history = History.read(run_dir)
-    file = history.run_dir / rundir.VERDICT
-    file.write_text(json.dumps(as_record(examine(history)), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file = history.run_dir / directory.VERDICT
+    write_text(file, json.dumps(as_record(examine(history)), indent=1, ensure_ascii=False) + "\n")
     return file
 
 

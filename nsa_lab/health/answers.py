@@ -17,7 +17,7 @@ BRANCH_QUESTIONS = ("Is the gate alive?", "Is selection doing anything?")
 
 
 def answers(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict a question, named by it: False if one of its verdicts is, and that one speaks; else None if one is."""
+    """One verdict per question, named by it: False if one of its verdicts is, and that one speaks; else None if one is."""
     return [
         _answer(question, [verdict for verdict in verdicts if verdict.name in names], verdicts)
         for question, names in QUESTIONS.items()

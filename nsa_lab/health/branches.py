@@ -9,7 +9,7 @@ import numpy as np
 
 from nsa_lab.config import NSAConfig
 from nsa_lab.health.verdict import Limits, Verdict
-from nsa_lab.history import History
+from nsa_lab.runs.history import History
 
 BRANCHES = ("cmp", "sel", "win")
 EVEN = math.log(3)

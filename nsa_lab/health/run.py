@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from nsa_lab import rundir
 from nsa_lab.config import TrainConfig
-from nsa_lab.health.manifests import check_checkpoint
 from nsa_lab.health.verdict import Limits, Verdict, one_line
-from nsa_lab.history import Attempt, History
+from nsa_lab.runs import directory
+from nsa_lab.runs.checkpoints import verify
+from nsa_lab.runs.history import Attempt, History
 
 UNIFORM_NOISE_BITS = math.log2(255)  # of the synthetic source: 255 equal bytes
 
@@ -44,15 +44,15 @@ def finished(history: History, limits: Limits) -> Verdict:
     status, steps = history.status, history.config.train.steps
     state, at = status.get("status", "unknown"), f"step {history.reached:,} of {steps:,}"
     reason = one_line(status.get("reason"))
-    if state == rundir.DONE:
+    if state == directory.DONE:
         ok = history.reached == steps
         return Verdict("finished", ok, history.reached, steps, at if ok else f"called DONE at {at}")
-    if state == rundir.PREEMPTED:
+    if state == directory.PREEMPTED:
         text = f"{at}: {reason or 'stopped on request'}; resume it to finish"
         return Verdict("finished", None, history.reached, steps, text)
-    if state == rundir.RUNNING and history.alive:
+    if state == directory.RUNNING and history.alive:
         return Verdict("finished", None, history.reached, steps, f"running, {at}")
-    if state == rundir.RUNNING:
+    if state == directory.RUNNING:
         return Verdict("finished", False, history.reached, steps, f"the trainer is gone without a word at {at}; resume it")
     return Verdict("finished", False, history.reached, steps, f"{state} at {at}: {reason or 'no reason given'}")
 
@@ -121,7 +121,7 @@ def loss_fell(history: History, limits: Limits) -> Verdict | None:
     limit = limits.validation_fall * min(1.0, history.reached / 100)
     fall = 1 - bpb[-1] / bpb[0]
     change = f"{abs(fall):.1%} {'below' if fall >= 0 else 'above'} the start"
-    text = f"validation from {bpb[0]:.3f} to {bpb[-1]:.3f} bits a byte, {change} (at least {limit:.1%} below asked)"
+    text = f"validation from {bpb[0]:.3f} to {bpb[-1]:.3f} bits per byte, {change} (at least {limit:.1%} below asked)"
     return Verdict("loss fell", bool(fall >= limit), float(fall), limit, text)
 
 
@@ -131,7 +131,7 @@ def loss_kept(history: History, limits: Limits) -> Verdict:
         return Verdict("loss kept", None, None, limits.best_kept, "fewer than three evaluations")
     best = int(np.nanargmin(bpb))
     ratio = bpb[-1] / bpb[best]
-    text = f"last validation {bpb[-1]:.3f} bits a byte, best {bpb[best]:.3f} at step {steps[best]:,}"
+    text = f"last validation {bpb[-1]:.3f} bits per byte, best {bpb[best]:.3f} at step {steps[best]:,}"
     return Verdict("loss kept", bool(ratio <= limits.best_kept), ratio, limits.best_kept, text)
 
 
@@ -146,7 +146,9 @@ def no_leak(history: History, limits: Limits) -> Verdict:
         return Verdict("no leak", None, None, limit, "no loss was recorded")
     lowest = int(np.nanargmin(bpb))
     where = "noise cannot be predicted" if noise else "text is not that predictable"
-    text = f"lowest {bpb[lowest]:.3f} bits a byte, at step {steps[lowest]:,}; below {limit:.2f} it would be a leak: {where}"
+    text = (
+        f"lowest {bpb[lowest]:.3f} bits per byte, at step {steps[lowest]:,}; below {limit:.2f} it would be a leak: {where}"
+    )
     return Verdict("no leak", bool(bpb[lowest] >= limit), float(bpb[lowest]), limit, text)
 
 
@@ -157,7 +159,7 @@ def generalises(history: History, limits: Limits) -> Verdict:
         return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
     recent = float(np.nanmean(train[-max(5, len(train) // 10) :]))
     ratio = held_out[-1] / recent
-    text = f"validation {held_out[-1]:.3f} against training {recent:.3f} bits a byte, ratio {ratio:.3f}"
+    text = f"validation {held_out[-1]:.3f} against training {recent:.3f} bits per byte, ratio {ratio:.3f}"
     return Verdict("generalises", bool(ratio <= limits.validation_gap), ratio, limits.validation_gap, text)
 
 
@@ -218,7 +220,7 @@ def checkpoints(history: History, limits: Limits) -> Verdict:
 
 def _on_disk(history: History, saved: dict[int, dict], wanted: int) -> Verdict:
     """The record decides; files that are there must be whole. A copy without them is judged as the run itself was."""
-    folder = history.run_dir / rundir.CHECKPOINTS
+    folder = history.run_dir / directory.CHECKPOINTS
     if not folder.is_dir():
         text = f"{len(saved)} saved, each when it was due; their files are not kept with this copy"
         return Verdict("checkpoints", True, len(saved), wanted, text)
@@ -226,9 +228,9 @@ def _on_disk(history: History, saved: dict[int, dict], wanted: int) -> Verdict:
     kept = sorted(step for step, event in saved.items() if Path(event["path"]).name not in pruned)
     newest = kept[-1] if kept else None
     for step in kept:
-        problem = check_checkpoint(history.run_dir / saved[step]["path"], hashes=step == newest)
-        if problem:
-            return Verdict("checkpoints", False, len(saved), wanted, f"step {step:,}: {problem}")
+        problems = verify(history.run_dir / saved[step]["path"], hashes=step == newest)
+        if problems:
+            return Verdict("checkpoints", False, len(saved), wanted, f"step {step:,}: {', '.join(problems)}")
     text = f"{len(saved)} saved, each when it was due; {len(kept)} kept, all whole"
     return Verdict("checkpoints", True, len(saved), wanted, text)
 
@@ -249,7 +251,7 @@ def throughput(history: History, limits: Limits) -> Verdict:
 
 
 def _paces(history: History, window_s: float) -> list[float]:
-    """Tokens a second over windows of at least `window_s` of training time."""
+    """Tokens per second over windows of at least `window_s` of training time."""
     paces: list[float] = []
     attempt, before, steps, took_s = 0, 0, 0, 0.0
     for event in history.steps:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
-from nsa_lab.history import History, facts
+from nsa_lab.runs.history import History, facts
 
 # What twins may differ in: attention itself, and what is watched, saved and where.
 FREE = frozenset(
@@ -25,12 +25,12 @@ FREE = frozenset(
         "train.min_tokens_per_s",
     }
 )
-# Of `history.facts`, and the unit to show each in.
+# Of `history.Facts`, and the unit to show each in.
 SHOWN = {
     "steps": ("step", 1),
-    "validation, bits a byte": ("last_validation_bpb", 1),
-    "best validation, bits a byte": ("best_validation_bpb", 1),
-    "tokens a second, median": ("tokens_per_s", 1),
+    "validation, bits per byte": ("last_validation_bpb", 1),
+    "best validation, bits per byte": ("best_validation_bpb", 1),
+    "tokens per second, median": ("tokens_per_s", 1),
     "time, minutes": ("wall_s", 60),
     "peak memory, GB": ("memory_peak_bytes", 1e9),
     "parameters": ("parameters", 1),
@@ -62,14 +62,14 @@ def same_training(nsa: History, dense: History) -> Verdict:
 
 
 def as_good(nsa: History, dense: History, limits: Limits) -> Verdict:
-    """Bits a byte on the held-out text at the last step that both evaluated; better than dense is good, too."""
+    """Bits per byte on the held-out text at the last step that both evaluated; better than dense is good, too."""
     ours, theirs = (dict(zip(*(values.tolist() for values in run.validation()), strict=True)) for run in (nsa, dense))
     step = max((step for step in ours if step in theirs), default=0)
     if step == 0:
         return Verdict("as good as dense", None, None, limits.twin_gap, "no step was evaluated in both runs but the start")
     gap = ours[step] / theirs[step] - 1
     text = (
-        f"validation {ours[step]:.4f} against {theirs[step]:.4f} bits a byte at step {step:,}: {gap:+.2%} "
+        f"validation {ours[step]:.4f} against {theirs[step]:.4f} bits per byte at step {step:,}: {gap:+.2%} "
         f"(at most {limits.twin_gap:+.0%} asked)"
     )
     return Verdict("as good as dense", bool(gap <= limits.twin_gap), gap, limits.twin_gap, text)
@@ -80,7 +80,7 @@ def side_by_side(nsa: History, dense: History) -> list[tuple[str, float | None, 
     known = facts(nsa), facts(dense)
     rows = []
     for name, (key, unit) in SHOWN.items():
-        ours, theirs = (None if one[key] is None else one[key] / unit for one in known)
+        ours, theirs = (None if (value := getattr(one, key)) is None else value / unit for one in known)
         rows.append((name, ours, theirs, ours / theirs if ours is not None and theirs else None))
     return rows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Limits:
-    """The thresholds of `nsa-lab health`. Shares are of 1, bits are a byte, entropies in nats."""
+    """The thresholds of `nsa-lab health`. Shares are of 1, bits are per byte, entropies in nats."""
 
     validation_fall: float = 0.25  # fall of validation bpb from the untrained model's; smaller for runs under 100 steps
     floor_bpb: float = 0.30  # no text is that predictable to a byte model: below, it sees its targets or a repeated text

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,16 +22,17 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from pygments.formatters import HtmlFormatter
 
-from nsa_lab.explore import plots
-from nsa_lab.explore.show import image, title
+from nsa_lab import figures
+from nsa_lab.figures.style import png, title
 from nsa_lab.health import write_verdict
-from nsa_lab.history import History
 from nsa_lab.report.formulas import Formulas
 from nsa_lab.report.header import beside, notebook_error, run_summary
 from nsa_lab.report.index import INDEX, write_index
 from nsa_lab.report.inert import external_loads, inert
 from nsa_lab.report.portable import make_portable, portable
-from nsa_lab.summary import settings_of
+from nsa_lab.runs.files import write_text
+from nsa_lab.runs.history import History
+from nsa_lab.runs.summary import settings_of
 
 __all__ = ["INDEX", "NOTEBOOK", "compare", "export", "external_loads", "make_portable", "write_index", "write_report"]
 
@@ -104,7 +106,7 @@ def _write(
             "style": _style(),
             "error": error,
             "links": _links(page, histories),
-            "overview_cell": _cell_of(prepared, "plots.overview("),
+            "overview_cell": _cell_of(prepared, "overview("),
             "runs": runs,
             "beside": beside(runs) if len(runs) > 1 else None,
         },
@@ -113,9 +115,7 @@ def _write(
     head, _, body = text.partition("<main>")
     body = formulas.show(PREFORMATTED.sub(_unwrapped, inert(ANCHOR.sub("", body))))
     text = head.replace("<!-- contents -->", _contents(body)) + "<main>" + body
-    temporary = page.with_name(f".{page.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(page)
+    write_text(page, text)
     return page
 
 
@@ -170,23 +170,23 @@ def _notebook_of(histories: list[History]) -> NotebookNode:
     cells = []
     if len(histories) > 1:
         cells += [new_markdown_cell("# Side by side")]
-        cells += [_picture(draw, histories) for draw in (plots.loss_curves, plots.learning_rate, plots.throughput)]
+        cells += [_picture(draw, histories) for draw in (figures.loss_curves, figures.learning_rate, figures.throughput)]
     for history in histories:
         cells += [new_markdown_cell(f"# {history.run}"), new_markdown_cell(settings_of(history.config))]
         if not history.steps:
             cells.append(new_markdown_cell("Nothing was recorded yet."))
             continue
-        drawn = [plots.loss_curves, *plots.RUN_PICTURES[1:]] if len(histories) == 1 else []
-        drawn += plots.NSA_PICTURES if history.config.model.attention == "nsa" else ()
+        drawn = [figures.loss_curves, *figures.RUN_PICTURES[1:]] if len(histories) == 1 else []
+        drawn += figures.BRANCH_PICTURES if history.config.model.attention == "nsa" else ()
         cells += [_picture(draw, history) for draw in drawn]
     return new_notebook(cells=cells)
 
 
 def _picture(draw: Callable[..., Figure], of: History | list[History]) -> NotebookNode:
     figure = draw(of)
-    data, metadata = image(figure, title(figure))._repr_mimebundle_()
-    output = new_output("display_data", data=data, metadata=metadata)
-    return new_code_cell(f"plots.{draw.__name__}(run)", outputs=[output])
+    data = {"image/png": base64.b64encode(png(figure)).decode()}
+    output = new_output("display_data", data=data, metadata={"image/png": {"alt": title(figure)}})
+    return new_code_cell(f"figures.{draw.__name__}(run)", outputs=[output])
 
 
 def _title(notebook: NotebookNode) -> str | None:

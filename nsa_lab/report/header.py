@@ -6,29 +6,29 @@ import base64
 import json
 from typing import Any
 
-from nsa_lab import rundir
-from nsa_lab.explore.notebook import Stop
-from nsa_lab.explore.plots import overview
-from nsa_lab.explore.show import png
+from nsa_lab.figures import overview
+from nsa_lab.figures.style import png
 from nsa_lab.health import Health, examine
 from nsa_lab.health.answers import BRANCH_QUESTIONS, answers
 from nsa_lab.health.verdict import Verdict, one_line
-from nsa_lab.history import History
-from nsa_lab.summary import settings_of, shown_facts
+from nsa_lab.runs import directory
+from nsa_lab.runs.history import History
+from nsa_lab.runs.summary import settings_of, shown_facts
 
 MOODS = {True: "ok", False: "bad", None: "open"}
 
 ADVICE = {
-    rundir.HALTED: "The weights are those of step {step:,}, the last good one. The newest halt-… folder of the run holds "
-    "the diagnosis. If the cause lies outside, in data or machine, mend it and go on: nsa-lab resume {run}. "
+    directory.HALTED: "The weights are those of step {step:,}, the last good one. The newest halt-… folder of the run "
+    "holds the diagnosis. If the cause lies outside, in data or machine, mend it and go on: nsa-lab resume {run}. "
     "If it is a value of the configuration, train anew with another: nsa-lab run NAME -p section.key=value",
-    rundir.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
-    rundir.RUNNING: "This page shows the run as it was when the page was made: nsa-lab follow {run} shows it live.",
+    directory.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
+    directory.RUNNING: "This page shows the run as it was when the page was made: nsa-lab follow {run} shows it live.",
     "DEAD": "The trainer was killed; the last recorded step is {step:,}. nsa-lab resume {run} goes on from the newest "
     "checkpoint.",
 }
 
-STOP = Stop.__name__
+# The exception by which a notebook says that it cannot go on (`workbook.notebook.Stop`), as an executed one names it.
+STOP = "Stop"
 # By whether the notebook itself found that it cannot go on.
 NOTEBOOK_ADVICE = {
     True: "Nothing in the notebook is broken: the line above says what it met and what to do. What came before is below.",
@@ -93,7 +93,7 @@ def notebook_error(notebook: Any) -> dict[str, str] | None:
 def state_of(history: History) -> str | None:
     """What the run's status says; DEAD where it says RUNNING and no trainer is alive."""
     state = history.status.get("status")
-    return "DEAD" if state == rundir.RUNNING and not history.alive else state
+    return "DEAD" if state == directory.RUNNING and not history.alive else state
 
 
 def _advice(history: History) -> str | None:

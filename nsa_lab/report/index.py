@@ -11,16 +11,17 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from nsa_lab import names, rundir
 from nsa_lab.config import ConfigError
-from nsa_lab.history import History, facts
 from nsa_lab.report.header import state_of
-from nsa_lab.rundir import RunDirectoryError
-from nsa_lab.summary import duration, settings_of
+from nsa_lab.runs import directory, names
+from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.files import write_text
+from nsa_lab.runs.history import History, facts
+from nsa_lab.runs.summary import duration, settings_of
 
 INDEX = "index.html"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-MOODS = {rundir.DONE: "ok", rundir.HALTED: "bad", "DEAD": "bad"}
+MOODS = {directory.DONE: "ok", directory.HALTED: "bad", "DEAD": "bad"}
 
 
 def write_index(outputs: str | Path) -> Path:
@@ -30,9 +31,7 @@ def write_index(outputs: str | Path) -> Path:
     style = (TEMPLATES / "run" / "style.css").read_text(encoding="utf-8")
     rows = [_row(run) for run in reversed(names.run_directories(folder))]
     page = folder / INDEX
-    temporary = page.with_name(f".{INDEX}.writing")
-    temporary.write_text(templates.get_template("runs.html.j2").render(rows=rows, style=style), encoding="utf-8")
-    temporary.replace(page)
+    write_text(page, templates.get_template("runs.html.j2").render(rows=rows, style=style))
     return page
 
 
@@ -44,17 +43,17 @@ def _row(run_dir: Path) -> dict[str, Any]:
         known = facts(history)
     except (ConfigError, RunDirectoryError, ValueError) as error:
         return row | {"problem": " ".join(str(error).split())[:300]}
-    first, last = known["first_validation_bpb"], known["last_validation_bpb"]
+    first, last = known.first_validation_bpb, known.last_validation_bpb
     state = state_of(history)
     return row | {
         "state": state,
         "mood": MOODS.get(state, "open"),
         "settings": settings_of(history.config),
         "began": _date(history),
-        "steps": f"{known['step']:,} of {known['steps']:,}",
+        "steps": f"{known.step:,} of {known.steps:,}",
         "validation": "" if last is None else f"{first:.3f} → {last:.3f}",
-        "speed": "" if known["tokens_per_s"] is None else f"{known['tokens_per_s']:,.0f}",
-        "time": "" if known["wall_s"] is None else duration(known["wall_s"]),
+        "speed": "" if known.tokens_per_s is None else f"{known.tokens_per_s:,.0f}",
+        "time": "" if known.wall_s is None else duration(known.wall_s),
     }
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
-from nsa_lab import names
+from nsa_lab.runs import names
+from nsa_lab.runs.files import write_text
 
 CELL_FILE = re.compile(r"/[\w./-]*/ipykernel_\d+/\d+\.py")
 END = r"(?![\w.-])"
@@ -24,9 +25,7 @@ def make_portable(notebook: Path) -> None:
     before = nbformat.read(notebook, as_version=4)
     after = portable(before)
     if after != before:
-        temporary = notebook.with_name(f".{notebook.name}.writing")
-        nbformat.write(after, temporary)
-        temporary.replace(notebook)
+        write_text(notebook, nbformat.writes(after) + "\n")
 
 
 def portable(notebook: NotebookNode) -> NotebookNode:

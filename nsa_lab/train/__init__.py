@@ -1,5 +1,5 @@
-"""The trainer. `run(run_dir)` trains in this process; `nsa_lab.launch` does it in a detached one."""
+"""The trainer. `run(run_dir)` trains in this process; `nsa_lab.runs.launch` does it in a detached one."""
 
-from nsa_lab.train.loop import run
+from nsa_lab.train.attempt import run
 
 __all__ = ["run"]

@@ -6,14 +6,14 @@ import argparse
 import logging
 import sys
 
-from nsa_lab.rundir import EXIT_USAGE, RunDirectoryError
+from nsa_lab.runs.directory import EXIT_USAGE, RunDirectoryError
 from nsa_lab.train import ranks, run
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m nsa_lab.train", description=__doc__)
-    parser.add_argument("run_dir", help="a run directory, as nsa_lab.launch.create_run makes it")
-    parser.add_argument("--ranks", type=int, default=1, help="processes on this host, one a device (torchrun works too)")
+    parser.add_argument("run_dir", help="a run directory, as nsa_lab.runs.launch.create_run makes it")
+    parser.add_argument("--ranks", type=int, default=1, help="processes on this host, one per device (torchrun works too)")
     parser.add_argument("--lock", type=int, help="an inherited descriptor that holds the run's lock")
     parser.add_argument("--supervised", action="store_true", help="the process that started this one holds the lock")
     arguments = parser.parse_args()

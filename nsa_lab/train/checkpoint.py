@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MANIFEST, LATEST, QUARANTINE = "MANIFEST.json", "latest", "quarantine"
+from nsa_lab.runs.checkpoints import MANIFEST, digest, path_of, steps, verify
+
+LATEST, QUARANTINE = "latest", "quarantine"
 FORMAT_VERSION = 1
 
 Serialiser = Callable[[], bytes | memoryview]
@@ -93,11 +95,11 @@ class CheckpointStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return path_of(self.folder, step)
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that have not been quarantined, ascending; they need not be valid."""
-        return sorted(int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdigit())
+        return steps(self.folder)
 
     def was_used(self) -> bool:
         """Whether a save was ever completed here."""
@@ -119,7 +121,7 @@ class CheckpointStore:
         self._fs.make_dir(temporary)
         entries = {name: self._write(temporary / name, serialise()) for name, serialise in files.items()}
         manifest = {"v": FORMAT_VERSION, "step": step, **facts, "files": entries}
-        text = json.dumps({**manifest, "digest": _digest(manifest)}, indent=1)
+        text = json.dumps({**manifest, "digest": digest(manifest)}, indent=1)
         self._fs.write(temporary / MANIFEST, text.encode())
         self._fs.sync_dir(temporary)
         self._fs.rename(temporary, target)
@@ -146,9 +148,9 @@ class CheckpointStore:
     def _write(self, path: Path, data: bytes | memoryview) -> dict[str, Any]:
         # Hashed from memory, so that what the disk makes of it can be held against it; beside the writing, which waits.
         with ThreadPoolExecutor(1) as beside:
-            digest = beside.submit(lambda: hashlib.sha256(data).hexdigest())
+            sha256 = beside.submit(lambda: hashlib.sha256(data).hexdigest())
             self._fs.write(path, data)
-            return {"size": len(data), "sha256": digest.result()}
+            return {"size": len(data), "sha256": sha256.result()}
 
     def _point_latest_at(self, target: Path) -> None:
         temporary = self.folder / f".{LATEST}"
@@ -157,9 +159,9 @@ class CheckpointStore:
         self._fs.sync_dir(self.folder)
 
     def _prune(self) -> list[str]:
-        steps = self.steps()
-        permanent = {step for step in steps if self._keep_every and step % self._keep_every == 0}
-        removed = [step for step in steps[: -self._keep_last] if step not in permanent]
+        saved = self.steps()
+        permanent = {step for step in saved if self._keep_every and step % self._keep_every == 0}
+        removed = [step for step in saved[: -self._keep_last] if step not in permanent]
         for step in removed:
             doomed = self.folder / f".removing-{self.path(step).name}"
             self._fs.rename(self.path(step), doomed)
@@ -186,37 +188,6 @@ class CheckpointStore:
             f"{self.folder}: checkpoints were written and none is valid ({found}). The run is not started over. "
             f"Look into {self.folder / QUARANTINE}, restore a step-… folder from a backup, or create a new run"
         )
-
-
-def verify(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, file by file; empty if every size and sha256 matches its manifest."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        claimed = manifest.pop("digest")
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
-    if claimed != _digest(manifest):
-        return [f"{MANIFEST} does not match its own digest"]
-    with ThreadPoolExecutor(max(len(manifest["files"]), 1)) as readers:
-        found = readers.map(lambda item: _check_file(path / item[0], item[1]), manifest["files"].items())
-        return [problem for problem in found if problem]
-
-
-def _check_file(path: Path, entry: dict[str, Any]) -> str | None:
-    if not path.is_file():
-        return f"{path.name} is missing"
-    size = path.stat().st_size
-    if size != entry["size"]:
-        return f"{path.name} has {size} bytes, its manifest says {entry['size']}"
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if found == entry["sha256"] else f"{path.name} does not match its sha256"
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _size(path: Path) -> int:

@@ -6,7 +6,6 @@ hooks that name the first module whose output is not finite.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,24 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa_lab.train.guard import Verdict
+from nsa_lab.runs.files import write_json
+from nsa_lab.train.guard import Finding
 from nsa_lab.train.measure import branch_statistics, layer_norms
 from nsa_lab.train.parts import Parts, eager
 from nsa_lab.train.step import token_losses
 
 
-def diagnose(parts: Parts, verdict: Verdict, good_step: int) -> dict[str, Any]:
-    """What can be said about the verdict's step: data, losses of its micro-batches, norms and statistics of the layers."""
-    index = max(verdict.step - 1, 0)
+def diagnose(parts: Parts, finding: Finding, good_step: int) -> dict[str, Any]:
+    """What can be said about the finding's step: data, losses of its micro-batches, norms and statistics of the layers."""
+    index = max(finding.step - 1, 0)
     start, count = parts.world.share(parts.config.train.sequences_per_step)
     inputs, targets = parts.batches.batch(index, start, count)
     losses, first_bad = _replay(parts, inputs, targets)
     return {
-        "rule": verdict.rule,
-        "step": verdict.step,
-        "value": repr(verdict.value),
-        "limit": repr(verdict.limit),
-        "text": verdict.text,
+        "rule": finding.rule,
+        "step": finding.step,
+        "value": repr(finding.value),
+        "limit": repr(finding.limit),
+        "text": finding.text,
         "weights_of_step": good_step,
         "rank": parts.world.rank,
         "batch_hash": parts.batches.hash(index),
@@ -45,12 +45,12 @@ def diagnose(parts: Parts, verdict: Verdict, good_step: int) -> dict[str, Any]:
     }
 
 
-def write(run_dir: Path, verdict: Verdict, rank: int, bundle: dict[str, Any]) -> Path:
+def write(run_dir: Path, finding: Finding, rank: int, bundle: dict[str, Any]) -> Path:
     """Write the bundle of one rank into `halt-<step>/`."""
-    folder = run_dir / f"halt-{verdict.step:08d}"
+    folder = run_dir / f"halt-{finding.step:08d}"
     folder.mkdir(exist_ok=True)
     name = "diagnosis.json" if rank == 0 else f"diagnosis-rank{rank}.json"
-    (folder / name).write_text(json.dumps(bundle, indent=1), encoding="utf-8")
+    write_json(folder / name, bundle)
     return folder
 
 

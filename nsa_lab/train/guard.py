@@ -1,6 +1,6 @@
 """Rules that watch a run, each small enough to test alone: one that fires it, one where it stays silent.
 
-A rule observes numbers that are already on the host and answers with a `Verdict` or None. `halt` stops the run with a
+A rule observes numbers that are already on the host and answers with a `Finding` or None. `halt` stops the run with a
 diagnosis; `warn` is recorded and the run goes on. Limits are relative to the run's own past where there is one.
 
     non_finite   a loss or gradient that is not finite     halt   (the update was skipped on the device)
@@ -25,7 +25,7 @@ SLOW_FOR_S = 30.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Finding:
     """What a rule found. `step` is the step it is about; `text` is a sentence for the report."""
 
     rule: str
@@ -39,18 +39,18 @@ class Verdict:
 class Halt(Exception):
     """A rule stops the run. The weights are those after the last good step."""
 
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.text)
-        self.verdict = verdict
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.text)
+        self.finding = finding
 
 
-def non_finite(step: int, loss: float, grad_norm: float, bad: float) -> Verdict | None:
+def non_finite(step: int, loss: float, grad_norm: float, bad: float) -> Finding | None:
     """Judge the flag that the device raised; once raised it stays, so the first step that shows it is the bad one."""
     if not bad:
         return None
     what = "loss" if not math.isfinite(loss) else "gradient norm"
     value = loss if what == "loss" else grad_norm
-    return Verdict(
+    return Finding(
         "non_finite",
         step,
         value,
@@ -74,7 +74,7 @@ class SpikeRule:
     def losses(self) -> list[float]:
         return list(self._losses)
 
-    def observe(self, step: int, loss: float) -> Verdict | None:
+    def observe(self, step: int, loss: float) -> Finding | None:
         window = self.losses
         self._losses.append(loss)
         if not self._sigma or len(window) < SPIKE_MINIMUM:
@@ -84,7 +84,7 @@ class SpikeRule:
         limit = statistics.fmean(window) + self._sigma * deviation
         if loss <= limit:
             return None
-        return Verdict(
+        return Finding(
             "spike",
             step,
             loss,
@@ -95,7 +95,7 @@ class SpikeRule:
 
 
 class ThroughputRule:
-    """Judges tokens a second at log points, after the first of an attempt (which holds compilation).
+    """Judges tokens per second at log points, after the first of an attempt (which holds compilation).
 
     Halts after `patience` log points in a row below `minimum` (0: off); warns once when `patience_slow` in a row, and
     `SLOW_FOR_S` seconds, are below half of the run's own median.
@@ -107,11 +107,11 @@ class ThroughputRule:
         self._below = self._slow = 0
         self._slow_s, self._warned = 0.0, False
 
-    def observe(self, step: int, tokens_per_s: float, seconds: float = math.inf) -> Verdict | None:
+    def observe(self, step: int, tokens_per_s: float, seconds: float = math.inf) -> Finding | None:
         """The speed at a log point, and the seconds since the one before it."""
         self._below = self._below + 1 if tokens_per_s < self._minimum else 0
         if self._minimum and self._below >= self._patience:
-            return Verdict(
+            return Finding(
                 "throughput",
                 step,
                 tokens_per_s,
@@ -122,7 +122,7 @@ class ThroughputRule:
             )
         return self._against_median(step, tokens_per_s, seconds)
 
-    def _against_median(self, step: int, tokens_per_s: float, seconds: float) -> Verdict | None:
+    def _against_median(self, step: int, tokens_per_s: float, seconds: float) -> Finding | None:
         limit = 0.5 * statistics.median(self._past) if len(self._past) >= 5 else 0.0
         if tokens_per_s >= limit:
             self._slow, self._slow_s, self._warned = 0, 0.0, False
@@ -132,7 +132,7 @@ class ThroughputRule:
         if self._warned or self._slow < self._patience_slow or self._slow_s < SLOW_FOR_S:
             return None
         self._warned = True
-        return Verdict(
+        return Finding(
             "slowdown",
             step,
             tokens_per_s,
@@ -143,7 +143,7 @@ class ThroughputRule:
 
 
 class GateRule:
-    """Warns once a layer, when its gates are stuck: all at 0 or 1, or their weights not moving at all.
+    """Warns once per layer, when its gates are stuck: all at 0 or 1, or their weights not moving at all.
 
     `saturation` is the share of a layer's gate values within 1 % of 0 or 1; `update` the norm by which its gate weights
     moved since the last reading. Either must show in `patience` readings in a row.
@@ -153,9 +153,9 @@ class GateRule:
         self._limit, self._patience = saturation_limit, patience
         self._rows: dict[tuple[str, int], int] = {}
 
-    def observe(self, step: int, saturation: Sequence[float], update: Sequence[float]) -> list[Verdict]:
+    def observe(self, step: int, saturation: Sequence[float], update: Sequence[float]) -> list[Finding]:
         found = [
-            Verdict(
+            Finding(
                 "saturated",
                 step,
                 value,
@@ -167,7 +167,7 @@ class GateRule:
             if self._persists("saturated", layer, value >= self._limit)
         ]
         return found + [
-            Verdict("frozen", step, value, 0.0, "warn", f"step {step}: the gate weights of layer {layer} do not move")
+            Finding("frozen", step, value, 0.0, "warn", f"step {step}: the gate weights of layer {layer} do not move")
             for layer, value in enumerate(update)
             if self._persists("frozen", layer, value == 0.0)
         ]

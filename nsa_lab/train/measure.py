@@ -17,7 +17,7 @@ STATISTICS_SEQUENCES = 2
 
 @torch.no_grad()
 def evaluate(parts: Parts, poll: Callable[[], None]) -> float:
-    """Mean loss in nats a token over the fixed held-out batches. `poll` is called before each batch and may raise."""
+    """Mean loss in nats per token over the fixed held-out batches. `poll` is called before each batch and may raise."""
     total = torch.zeros(2, device=parts.device)
     parts.model.eval()
     try:

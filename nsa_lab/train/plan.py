@@ -53,8 +53,8 @@ class Plan:
             ("parameters", f"{self.params:,}"),
             ("optimiser steps", f"{self.steps:,} of {self.tokens_per_step:,} tokens"),
             ("tokens", f"{self.tokens:,}"),
-            ("FLOPs a token, NSA", f"{self.flops_per_token_nsa:.3g}"),
-            ("FLOPs a token, dense", f"{self.flops_per_token_dense:.3g}"),
+            ("FLOPs per token, NSA", f"{self.flops_per_token_nsa:.3g}"),
+            ("FLOPs per token, dense", f"{self.flops_per_token_dense:.3g}"),
             (
                 "memory at the peak",
                 f"{size_text(self.memory_bytes)} (state {size_text(self.state_bytes)}, activations "
@@ -134,7 +134,7 @@ def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
     Per token and layer: the float32 residual stream, twice; two norms with their float32 and compute-dtype results, of
     which compilation keeps the latter only; the projections before and after rotation (dense, compiled: after); the
     outputs of the branches and their mix; the MLP before and after its non-linearity. Measured on one H200 at 65 536
-    tokens, compiled: 414 KB a token for the production model, 314 KB for its dense twin. With gradient checkpointing
+    tokens, compiled: 414 KB per token for the production model, 314 KB for its dense twin. With gradient checkpointing
     only the residual stream of a layer is kept, and one layer is recomputed.
     """
     m, train = config.model, config.train
@@ -155,7 +155,7 @@ def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
 
 
 def compare(planned: Plan, steps: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, float]]:
-    """Name, planned, measured and measured/planned of what the `step` events of a run can tell (see `nsa_lab.events`)."""
+    """Name, planned, measured and measured/planned of what the `step` events of a run can tell."""
     measured = list(steps)
     if not measured:
         return []

@@ -14,14 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-from nsa_lab import rundir
+from nsa_lab.runs import directory
+from nsa_lab.runs.lock import sign_lock, take_lock
 
 # How long the others may take to leave on their own after one rank has ended.
 GRACE_S = 20.0
 
 
 def supervise(command: list[str], ranks: int) -> int:
-    """Run `command` once a rank, with the environment that torchrun would give it; the exit code of the run.
+    """Run `command` once per rank, with the environment that torchrun would give it; the exit code of the run.
 
     0 if all ranks end with 0, else the code of the first that did not.
     """
@@ -35,19 +36,19 @@ def supervise(command: list[str], ranks: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, forward)
-    # Blocked since the launcher made this process (nsa_lab.launch).
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, rundir.STOP_SIGNALS)
+    # Blocked since the launcher made this process (nsa_lab.runs.launch).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, directory.STOP_SIGNALS)
     return _wait(processes)
 
 
 def train(run_dir: str | Path, ranks: int, lock: int | None) -> int:
     """Train a run with that many ranks. Raises `RunDirectoryError` as `nsa_lab.train.run` does."""
-    folder = rundir.check(run_dir)
-    lock = rundir.take_lock(folder) if lock is None else lock
+    folder = directory.check(run_dir)
+    lock = take_lock(folder) if lock is None else lock
     if lock is None:
-        raise rundir.RunDirectoryError(f"{folder}: another trainer works in this run; attach to it, or stop it first")
+        raise directory.RunDirectoryError(f"{folder}: another trainer works in this run; attach to it, or stop it first")
     os.set_inheritable(lock, False)
-    rundir.sign_lock(lock, os.getpid())
+    sign_lock(lock, os.getpid())
     return supervise([sys.executable, "-m", "nsa_lab.train", str(folder), "--supervised"], ranks)
 
 
@@ -62,7 +63,7 @@ def _wait(processes: list[subprocess.Popen]) -> int:
                 process.kill()
         time.sleep(0.05)
     code = code or next((p.returncode for p in processes if p.returncode), 0)
-    return code if code >= 0 else rundir.EXIT_BUG
+    return code if code >= 0 else directory.EXIT_BUG
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from nsa_lab.rundir import EXIT_STOPPED, STOP_SIGNALS
+from nsa_lab.runs.directory import EXIT_STOPPED, STOP_SIGNALS
 
 
 class StopRequested(BaseException):

@@ -22,16 +22,17 @@ import torch
 from torch import Tensor
 
 from nsa_lab.data import Prefetcher
-from nsa_lab.rundir import CHECKPOINTS
+from nsa_lab.runs.directory import CHECKPOINTS
 from nsa_lab.train import diagnosis, snapshot
 from nsa_lab.train.checkpoint import CheckpointStore, Serialiser
-from nsa_lab.train.guard import GateRule, Halt, SpikeRule, ThroughputRule, Verdict, non_finite
+from nsa_lab.train.guard import Finding, GateRule, Halt, SpikeRule, ThroughputRule, non_finite
 from nsa_lab.train.measure import GateMovement, branch_statistics, evaluate, layer_norms, probe_logits
 from nsa_lab.train.parts import Parts
-from nsa_lab.train.record import Recorder, memory_peak_bytes
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
 from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, STOP, Fetched, Readback
+from nsa_lab.train.telemetry.machine import memory_peak_bytes
+from nsa_lab.train.telemetry.recorder import Recorder
 
 logger = logging.getLogger("nsa_lab.train")
 
@@ -64,7 +65,7 @@ class Trainer:
         try:
             self._run()
         except Halt as halt:
-            self._leave_diagnosis(halt.verdict)
+            self._leave_diagnosis(halt.finding)
             raise
         finally:
             gc.unfreeze()
@@ -139,12 +140,12 @@ class Trainer:
 
     def _judge(self, *, everything: bool) -> None:
         for step, result in self._readback.take(everything=everything):
-            verdict = non_finite(step, result[LOSS], result[GRAD_NORM], result[BAD])
-            if verdict:
+            finding = non_finite(step, result[LOSS], result[GRAD_NORM], result[BAD])
+            if finding:
                 # This step and those after it were skipped on the device.
                 self.done = step - 1
                 self.record.at(self.done)
-                self._act(verdict)
+                self._act(finding)
             self._latest = result
             self._act(self._spike.observe(step, result[LOSS]))
             if step in self._to_log:
@@ -152,12 +153,12 @@ class Trainer:
             if result[STOP] and not self._alone:
                 raise StopRequested(self.signals.requested or "another rank")
 
-    def _act(self, verdict: Verdict | None) -> None:
-        if verdict is None:
+    def _act(self, finding: Finding | None) -> None:
+        if finding is None:
             return
-        self.record.verdict(verdict)
-        if verdict.action == "halt":
-            raise Halt(verdict)
+        self.record.finding(finding)
+        if finding.action == "halt":
+            raise Halt(finding)
 
     def _log(self, step: int, statistics: Fetched | None) -> None:
         """Write down a step whose result was just read."""
@@ -180,8 +181,8 @@ class Trainer:
             unclipped = max(1.0, norm / self.train.grad_clip)
             numbers["grad_norm_layers"] = [unclipped * value for value in numbers["grad_norm_layers"]]
         self.record.step(step, numbers)
-        for verdict in self._gates.observe(step, numbers.get("gate_saturation", []), numbers.get("gate_update", [])):
-            self._act(verdict)
+        for finding in self._gates.observe(step, numbers.get("gate_saturation", []), numbers.get("gate_update", [])):
+            self._act(finding)
         if step > self._first:
             # Ranks time themselves differently and must judge alike.
             speed = self.parts.world.from_first(speed, self.parts.device)
@@ -230,7 +231,7 @@ class Trainer:
         self._failed_saves += 1
         if self._failed_saves > 1:
             raise Halt(
-                Verdict(
+                Finding(
                     "save",
                     self.done,
                     self._failed_saves,
@@ -256,13 +257,13 @@ class Trainer:
             return False
         return True
 
-    def _leave_diagnosis(self, verdict: Verdict) -> None:
+    def _leave_diagnosis(self, finding: Finding) -> None:
         """Save the clean state first; the replay that the bundle needs comes after."""
         with contextlib.suppress(Halt):
             self._save()
         with self.record.phases("diagnosis"):
-            bundle = diagnosis.diagnose(self.parts, verdict, self.done)
-            folder = diagnosis.write(self.run_dir, verdict, self.parts.world.rank, bundle)
+            bundle = diagnosis.diagnose(self.parts, finding, self.done)
+            folder = diagnosis.write(self.run_dir, finding, self.parts.world.rank, bundle)
         logger.info("diagnosis in %s", folder)
 
     @property
@@ -289,14 +290,14 @@ class Trainer:
 
 
 class _Interval:
-    """Time between two log points: seconds a step, without evaluation, saves and statistics."""
+    """Time between two log points: seconds per step, without evaluation, saves and statistics."""
 
     def __init__(self, step: int) -> None:
         self._step, self._begun = step, time.monotonic()
         self.data_s = self.excluded_s = 0.0
 
     def close(self, step: int) -> tuple[int, float, float]:
-        """Steps since the last call, mean seconds a step, and mean seconds a step spent waiting for data."""
+        """Steps since the last call, mean seconds per step, and mean seconds per step spent waiting for data."""
         count, now = step - self._step, time.monotonic()
         means = count, max(now - self._begun - self.excluded_s, 1e-9) / count, self.data_s / count
         self._step, self._begun = step, now

@@ -34,7 +34,7 @@ def test_watch_stop_resume_finish(runs, browser, lab, screenshots):
     first, step = curves.get_attribute("src"), step_shown(browser)
     until(lambda: step_shown(browser) > step, "the steps are counted")
     until(lambda: curves.get_attribute("src") != first, "the curves are drawn again")
-    for told in ("learning rate", "tokens a second", "time left", "phase", "gates", "start"):
+    for told in ("learning rate", "tokens per second", "time left", "phase", "gates", "start"):
         assert told in told_by(browser)
     keep(browser, button(browser, "Stop"), screenshots, "live_view.png")
 
@@ -91,7 +91,7 @@ def step_shown(browser) -> int:
 
 def followed_cell(browser):
     cells = browser.find_elements("css selector", ".jp-CodeCell")
-    return next(cell for cell in cells if "live.follow" in cell.get_attribute("textContent"))
+    return next(cell for cell in cells if "training.follow" in cell.get_attribute("textContent"))
 
 
 def page_text(browser) -> str:

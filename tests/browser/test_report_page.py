@@ -41,7 +41,7 @@ def test_the_report_of_a_run_through_its_notebook(browser, tmp_path):
     assert code == 0 and page.stat().st_size < FIVE_MB
     first_screen(browser, page)
     seen = seen_at_once(browser)
-    for words in ("healthy", "Did it work? ok", "Is the gate alive?", "step 20 of 20", "DONE", "validation, bits a byte"):
+    for words in ("healthy", "Did it work? ok", "Is the gate alive?", "step 20 of 20", "DONE", "validation, bits per byte"):
         assert words in seen, words
     browser.find_element("link text", "all runs").click()
     assert browser.current_url == (page.parents[1] / "index.html").as_uri()

@@ -6,8 +6,8 @@ from hashlib import sha256
 import pytest
 from page import keep, open_notebook, run_all, settle, shown, told, until, wait_until_idle
 
-from nsa_lab import launch, names
 from nsa_lab.config import RunConfig
+from nsa_lab.runs import launch, names
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -63,7 +63,7 @@ def test_runs_layers_groups_and_steps_are_chosen(browser, runs, lab, screenshots
     choose(browser, "view", "loss")
     choose(browser, "runs", first, dense, other)
     assert pictures(browser) != before
-    assert "–" in columns(browser, "gate entropy, nats") and len(columns(browser, "validation, bits a byte")) == 3
+    assert "–" in columns(browser, "gate entropy, nats") and len(columns(browser, "validation, bits per byte")) == 3
 
     # Where a head group looks, by the checkpoint nearest to a step.
     choose(browser, "view", "blocks selected")
@@ -120,7 +120,7 @@ def choose(browser, label: str, *wanted: str) -> None:
 
 
 def columns(browser, row: str) -> list[str]:
-    """The numbers of a row, one a run."""
+    """The numbers of a row, one per run."""
     line = next(line for line in told(browser).splitlines() if line.startswith(row))
     return line[len(row) :].split()
 

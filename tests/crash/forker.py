@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from nsa_lab.train.loop import run
+from nsa_lab.train.attempt import run
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_lab import events, launch, rundir
 from nsa_lab.config import RunConfig
-from nsa_lab.train.loop import run
+from nsa_lab.runs import directory, events, launch
+from nsa_lab.train.attempt import run
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_flipped_byte_in_any_file_costs_one_checkpoint_and_no_accuracy(finishe
 def test_with_no_valid_checkpoint_left_the_run_halts_and_is_not_started_over(finished: Path) -> None:
     for path in finished.glob("checkpoints/step-*/model.safetensors"):
         path.write_bytes(b"")
-    assert run(finished) == rundir.EXIT_HALTED
-    assert "not started over" in rundir.read_status(finished)["reason"]
+    assert run(finished) == directory.EXIT_HALTED
+    assert "not started over" in directory.read_status(finished)["reason"]
     shutil.rmtree(finished / "checkpoints")
-    assert run(finished) == rundir.EXIT_HALTED, "the record remembers that there were checkpoints"
+    assert run(finished) == directory.EXIT_HALTED, "the record remembers that there were checkpoints"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab import events, launch, rundir
 from nsa_lab.config import RunConfig
+from nsa_lab.runs import directory, events, launch
 
 STEPS, KILLS = 200, 20
 
@@ -126,7 +126,7 @@ def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
         os.kill(pid, signal.SIGKILL)
         if trainers.exit_code() != -signal.SIGKILL:
             pytest.fail(f"the run ended before kill {kill + 1} of {KILLS}; give it more steps")
-        assert not launch.is_alive(run_dir) and launch.state(run_dir) != rundir.RUNNING
+        assert not launch.is_alive(run_dir) and launch.state(run_dir) != directory.RUNNING
     trainers.start(run_dir)
     assert trainers.exit_code() == 0
     assert final_files(run_dir) == final_files(uninterrupted)
@@ -151,8 +151,8 @@ def test_each_stop_request_saves_and_the_run_goes_on_bit_for_bit(
         while not any(e["kind"] == "step" and e["attempt"] == attempt for e in events.read_events(run_dir)):
             time.sleep(0.01)
         os.kill(pid, getattr(signal, name))
-        assert trainers.exit_code() == rundir.EXIT_STOPPED
-        assert launch.state(run_dir) == rundir.PREEMPTED
+        assert trainers.exit_code() == directory.EXIT_STOPPED
+        assert launch.state(run_dir) == directory.PREEMPTED
     assert [e["signal"] for e in events.read_events(run_dir) if e["kind"] == "signal"] == names
     trainers.start(run_dir)
     assert trainers.exit_code() == 0

@@ -74,5 +74,12 @@ if __name__ == "__main__":
     for case in CASES:
         assert path(case) == (case.union, case.ordered, case.in_pieces)
         run(case)
-        print(*case.sizes, str(case.dtype), "union" if case.union else "gather", "ordered" * case.ordered,
-              "in pieces" * case.in_pieces, "ok", flush=True)
+        print(
+            *case.sizes,
+            str(case.dtype),
+            "union" if case.union else "gather",
+            "ordered" * case.ordered,
+            "in pieces" * case.in_pieces,
+            "ok",
+            flush=True,
+        )

@@ -95,7 +95,7 @@ def test_the_choice_is_causal_bit_for_bit(device):
     q, k, lse = inputs(1, T, 6, 2, 32, nsa, torch.float32, device)
     for future in (37.0, float("inf"), float("nan")):
         changed = k.clone()
-        changed[:, geometry.num_compressed(cut, nsa):] = future
+        changed[:, geometry.num_compressed(cut, nsa) :] = future
         assert torch.equal(select_blocks(q, k, lse, nsa)[:, :cut], select_blocks(q, changed, lse, nsa)[:, :cut])
 
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 from papermill.exceptions import PapermillExecutionError
 
-from nsa_lab import launch
 from nsa_lab.config import RunConfig
+from nsa_lab.runs import launch
 
 from .conftest import CELL_TIMEOUT_S, CI, ROOT, pictures, printed, status
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nsa_lab import launch
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Dataset, prepare
-from nsa_lab.train.loop import run
+from nsa_lab.runs import launch
+from nsa_lab.train.attempt import run
 from nsa_lab.train.parts import Builders
 
 Make = Callable[..., Path]

@@ -22,7 +22,7 @@ from torch import nn
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches
-from nsa_lab.train import loop, trainer
+from nsa_lab.train import attempt, trainer
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, build_model
 from nsa_lab.train.signals import STOP_SIGNALS
@@ -95,7 +95,7 @@ def train(run_dir: str, fault: str, *options: str) -> int:
             return batch(self, step, *rest)
 
         Batches.batch = slow
-    return loop.run(run_dir, builders=faulty_model(fault), supervised="--supervised" in options)
+    return attempt.run(run_dir, builders=faulty_model(fault), supervised="--supervised" in options)
 
 
 def serve() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nsa_lab import events
 from nsa_lab.config import RunConfig
-from nsa_lab.train import preflight
+from nsa_lab.runs import events
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, Parts, assemble
+from nsa_lab.train.preflight import checks
 from nsa_lab.train.step import BAD, Readback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -75,8 +75,8 @@ def test_a_bad_update_is_skipped_on_the_device(parts: Parts) -> None:
 
 
 def test_preflight_passes_and_the_peak_is_near_the_plan(parts: Parts, tmp_path: Path) -> None:
-    checks = list(preflight.preflight(parts, tmp_path))
-    assert [(c.name, c.value) for c in checks if not c.ok] == []
+    found = list(checks.preflight(parts, tmp_path))
+    assert [(c.name, c.value) for c in found if not c.ok] == []
 
 
 def losses(run_dir: Path) -> list[float]:

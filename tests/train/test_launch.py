@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab import events, launch, rundir
 from nsa_lab.config import RunConfig
 from nsa_lab.data import DataError
+from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs.lock import sign_lock, take_lock
 
 Tiny = Callable[..., RunConfig]
 
@@ -55,14 +56,6 @@ def test_wrong_data_leaves_nothing_behind(tiny: Tiny, tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
-def test_the_default_outputs_are_the_projects(tmp_path: Path) -> None:
-    inside = tmp_path / "notebooks"
-    inside.mkdir()
-    assert rundir.outputs_root(inside) == inside / "outputs"
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "nsa-lab"\n')
-    assert rundir.outputs_root(inside) == tmp_path / "outputs"
-
-
 @pytest.mark.slow
 def test_ensure_starts_attaches_resumes_and_leaves_a_finished_run_alone(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(**LONG)
@@ -77,13 +70,13 @@ def test_ensure_starts_attaches_resumes_and_leaves_a_finished_run_alone(tiny: Ti
     assert launch.ensure(config, tmp_path) == run_dir and launch.attach(run_dir) != pid
     wait_for_steps(run_dir, 30)
     assert launch.stop(run_dir) == "PREEMPTED" and not launch.is_alive(run_dir)
-    done = rundir.read_status(run_dir)["step"]
+    done = directory.read_status(run_dir)["step"]
     launch.resume(run_dir)
     wait_for_steps(run_dir, done + 10)
     assert launch.stop(run_dir) == "PREEMPTED"
-    rundir.write_status(run_dir, run=run_dir.name, status=rundir.DONE)
+    directory.write_status(run_dir, run=run_dir.name, status=directory.DONE)
     assert launch.ensure(run_dir) == run_dir and not launch.is_alive(run_dir)
-    with pytest.raises(rundir.RunDirectoryError, match="DONE"):
+    with pytest.raises(directory.RunDirectoryError, match="DONE"):
         launch.resume(run_dir)
     assert launch.find_unfinished(config, tmp_path) is None
 
@@ -92,14 +85,14 @@ def test_the_unfinished_run_that_is_found_has_the_same_configuration(tiny: Tiny,
     first = launch.create_run(tiny(), tmp_path)
     launch.create_run(tiny(lr=1e-3), tmp_path)
     assert launch.find_unfinished(tiny(), tmp_path) == first
-    rundir.write_status(first, run=first.name, status=rundir.HALTED)
+    directory.write_status(first, run=first.name, status=directory.HALTED)
     assert launch.find_unfinished(tiny(), tmp_path) is None, "a HALT belongs to its run and stops no other"
 
 
 def test_a_status_from_another_run_is_not_believed(tiny: Tiny, tmp_path: Path) -> None:
     run_dir = launch.create_run(tiny(), tmp_path)
-    rundir.write_status(run_dir, run="an-older-run", status=rundir.HALTED)
-    with pytest.raises(rundir.RunDirectoryError, match="an-older-run"):
+    directory.write_status(run_dir, run="an-older-run", status=directory.HALTED)
+    with pytest.raises(directory.RunDirectoryError, match="an-older-run"):
         launch.state(run_dir)
 
 
@@ -121,8 +114,8 @@ def test_a_stop_that_comes_before_the_trainer_is_ready_is_kept_for_it(tiny: Tiny
     launch.start(run_dir)
     # The process exists and has not imported anything yet.
     assert launch.stop(run_dir) == "PREEMPTED"
-    status = rundir.read_status(run_dir)
-    assert status["exit_code"] == rundir.EXIT_STOPPED and "SIGTERM" in status["reason"]
+    status = directory.read_status(run_dir)
+    assert status["exit_code"] == directory.EXIT_STOPPED and "SIGTERM" in status["reason"]
 
 
 def test_the_trainer_outlives_the_process_that_started_it(tiny: Tiny, tmp_path: Path) -> None:
@@ -139,19 +132,19 @@ def test_the_trainer_outlives_the_process_that_started_it(tiny: Tiny, tmp_path: 
 
 def test_a_lock_whose_signer_is_gone_counts_as_nobody(tiny: Tiny, tmp_path: Path) -> None:
     run_dir = launch.create_run(tiny(), tmp_path)
-    lock = rundir.take_lock(run_dir)
-    rundir.sign_lock(lock, os.getpid())
+    lock = take_lock(run_dir)
+    sign_lock(lock, os.getpid())
     assert launch.attach(run_dir) == os.getpid()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    rundir.sign_lock(lock, gone.pid)
-    owner = json.loads((run_dir / rundir.LOCK).read_text()) | {"started": "1"}
-    (run_dir / rundir.LOCK).write_text(json.dumps(owner))
+    sign_lock(lock, gone.pid)
+    owner = json.loads((run_dir / directory.LOCK).read_text()) | {"started": "1"}
+    (run_dir / directory.LOCK).write_text(json.dumps(owner))
     assert not launch.is_alive(run_dir)
     os.close(lock)
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     for call in (launch.ensure, launch.start, launch.stop, launch.resume, launch.attach):
-        with pytest.raises(rundir.RunDirectoryError, match=r"config\.yaml"):
+        with pytest.raises(directory.RunDirectoryError, match=r"config\.yaml"):
             call(tmp_path)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from nsa_lab.config import ModelConfig, RunConfig
 from nsa_lab.model import NSATransformer
+from nsa_lab.train import measured
 from nsa_lab.train.plan import checkpoints_kept, compare, hours, plan
 
 PRODUCTION = RunConfig.from_dict(
@@ -83,3 +87,17 @@ def test_comparison_with_measurement() -> None:
     assert (memory, time) == ("memory_bytes", "hours")
     assert ratio == pytest.approx(0.5) and slower == pytest.approx(1.25, rel=1e-3)
     assert compare(planned, []) == []
+
+
+def test_the_speeds_that_ship_are_those_of_the_benchmark_that_they_name() -> None:
+    """After a new `nsa-lab bench train`, its record's numbers are copied into the package: field by field as here."""
+    root = Path(__file__).parents[2]
+    shipped = measured.recorded()
+    record = json.loads((root / shipped["record"].split(",")[0]).read_text(encoding="utf-8"))
+    assert {key: shipped[key] for key in ("when", "device", "gemm_flops_per_s", "model")} == {
+        key: record[key] for key in ("when", "device", "gemm_flops_per_s", "model")
+    }
+    for ours, theirs in zip(shipped["rows"], record["rows"], strict=True):
+        assert all(ours[key] == theirs[key] for key in ("seq_len", "micro_batch"))
+        for kind in ("nsa", "dense"):
+            assert ours[kind] == {key: theirs[kind][key] for key in ours[kind]}

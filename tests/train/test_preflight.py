@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nsa_lab import launch, rundir
 from nsa_lab.attention import torch_backend
 from nsa_lab.config import RunConfig
 from nsa_lab.data import DataError
-from nsa_lab.train import preflight
-from nsa_lab.train.check import Check
+from nsa_lab.runs import directory, launch
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, Parts, assemble
 from nsa_lab.train.plan import plan
+from nsa_lab.train.preflight import checks
+from nsa_lab.train.preflight.check import Check
 
 Tiny = Callable[..., RunConfig]
 
@@ -50,24 +50,24 @@ def parts(tiny: Tiny, builders: Builders) -> Callable[..., Parts]:
     return make
 
 
-def failed(checks: Any) -> list[str]:
-    return [check.name for check in checks if not check.ok]
+def failed(found: Any) -> list[str]:
+    return [check.name for check in found if not check.ok]
 
 
 def test_a_healthy_run_passes_every_check_in_order(parts: Callable[..., Parts], tmp_path: Path) -> None:
     built = parts(min_tokens_per_s=1.0)
     before = [p.detach().clone() for p in built.model.parameters()]
-    checks = list(preflight.preflight(built, tmp_path))
-    assert [c.name for c in checks] == ALL and not failed(checks)
-    assert all(isinstance(c, Check) and c.value and c.limit and c.seconds >= 0 for c in checks)
+    found = list(checks.preflight(built, tmp_path))
+    assert [c.name for c in found] == ALL and not failed(found)
+    assert all(isinstance(c, Check) and c.value and c.limit and c.seconds >= 0 for c in found)
     assert not list(tmp_path.iterdir()), "nothing is left behind"
     assert all(torch.equal(a, b) for a, b in zip(before, built.model.parameters(), strict=True))
     assert not built.optimizer.state, "and no moments"
 
 
 def test_the_gate_is_checked_against_measured_speed(parts: Callable[..., Parts], tmp_path: Path) -> None:
-    checks = list(preflight.checkpoint_and_throughput(parts(min_tokens_per_s=1e12), tmp_path))
-    assert failed(checks) == ["throughput"] and "tokens/s" in checks[-1].value
+    found = list(checks.checkpoint_and_throughput(parts(min_tokens_per_s=1e12), tmp_path))
+    assert failed(found) == ["throughput"] and "tokens/s" in found[-1].value
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_the_gate_is_checked_against_measured_speed(parts: Callable[..., Parts],
 )
 def test_a_production_run_refuses_a_toy_no_checkpoints_and_noise(tiny: Tiny, change: dict[str, Any]) -> None:
     config = tiny(**change, runtime={"profile": "production"})
-    check = preflight.profile(config, plan(config))
+    check = checks.profile(config, plan(config))
     assert not check.ok and "50,000,000" in check.limit
-    assert preflight.profile(tiny(**change), plan(tiny(**change))).ok, "a smoke run may"
+    assert checks.profile(tiny(**change), plan(tiny(**change))).ok, "a smoke run may"
 
 
 def test_a_production_run_that_keeps_its_promises_passes(tiny: Tiny) -> None:
@@ -91,13 +91,13 @@ def test_a_production_run_that_keeps_its_promises_passes(tiny: Tiny) -> None:
         data={"source": "stdlib", "max_tokens": None, "val_fraction": 0.02},
         runtime={"profile": "production"},
     )
-    assert preflight.profile(config, plan(config)).ok
+    assert checks.profile(config, plan(config)).ok
 
 
 def test_a_full_disk_is_seen(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny()
-    assert preflight.disk(config, plan(config), tmp_path).ok
-    assert not preflight.disk(config, replace(plan(config), checkpoint_bytes=2**60), tmp_path).ok
+    assert checks.disk(config, plan(config), tmp_path).ok
+    assert not checks.disk(config, replace(plan(config), checkpoint_bytes=2**60), tmp_path).ok
 
 
 def test_shards_that_changed_are_seen(parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,57 +105,57 @@ def test_shards_that_changed_are_seen(parts: Callable[..., Parts], monkeypatch: 
         raise DataError("train-00000.bin does not match its sha256")
 
     built = parts()
-    assert preflight.data(built).ok
+    assert checks.data(built).ok
     monkeypatch.setattr(type(built.dataset), "verify", changed)
-    assert "train-00000.bin" in preflight.data(built).value and not preflight.data(built).ok
+    assert "train-00000.bin" in checks.data(built).value and not checks.data(built).ok
 
 
 def test_a_head_that_starts_too_large_is_seen(parts: Callable[..., Parts]) -> None:
     built = parts()
-    assert preflight.initial_loss(built).ok
+    assert checks.initial_loss(built).ok
     with torch.no_grad():
         built.model.head.weight.mul_(30)
-    assert not preflight.initial_loss(built).ok
+    assert not checks.initial_loss(built).ok
 
 
 def test_a_model_that_sees_the_future_is_caught(parts: Callable[..., Parts]) -> None:
     built = parts()
-    assert preflight.causality(built).ok
+    assert checks.causality(built).ok
     built.model.blocks[0].register_forward_hook(lambda module, inputs, output: output + 1e-6 * output.mean(1, keepdim=True))
-    assert not preflight.causality(built).ok
+    assert not checks.causality(built).ok
 
 
 def test_a_parameter_without_gradient_is_named(parts: Callable[..., Parts]) -> None:
     built = parts(nsa={"phi": "mlp"})
-    assert preflight.gradients(built).ok
+    assert checks.gradients(built).ok
     built.model.blocks[1].attention.gate.register_forward_hook(lambda module, inputs, output: output.detach())
-    check = preflight.gradients(built)
+    check = checks.gradients(built)
     assert not check.ok and check.value == "without: blocks.1.attention.gate.weight"
 
 
 def test_a_kernel_that_is_wrong_is_named(parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
     built = parts()
-    assert preflight.kernel_parity(built).ok
+    assert checks.kernel_parity(built).ok
     right = torch_backend.window_attention
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, nsa: Any) -> tuple[Tensor, Tensor]:
         return right(q, k, v, nsa.model_copy(update={"w": nsa.w + 1}))
 
     monkeypatch.setattr(torch_backend, "window_attention", wrong)
-    check = preflight.kernel_parity(built)
+    check = checks.kernel_parity(built)
     assert not check.ok and "window" in check.value
 
 
 def test_a_checkpoint_that_does_not_come_back_is_seen(
     parts: Callable[..., Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight.snapshot, "restore", lambda path, parts: None)
-    checks = preflight.checkpoint_and_throughput(parts(), tmp_path)
-    assert failed(checks) == ["checkpoint"]
+    monkeypatch.setattr(checks.snapshot, "restore", lambda path, parts: None)
+    found = checks.checkpoint_and_throughput(parts(), tmp_path)
+    assert failed(found) == ["checkpoint"]
 
 
 def test_the_command_without_a_run_does_the_same_checks(tiny: Tiny, builders: Builders, tmp_path: Path) -> None:
-    assert [c.name for c in preflight.preflight_alone(tiny(), tmp_path, builders)] == ALL
+    assert [c.name for c in checks.preflight_alone(tiny(), tmp_path, builders)] == ALL
     assert not list(tmp_path.iterdir())
 
 
@@ -163,8 +163,8 @@ def test_a_run_that_fails_a_check_does_not_start(
     tiny: Tiny, train: Callable[..., int], tmp_path: Path, builders: Builders
 ) -> None:
     run_dir = launch.create_run(tiny(runtime={"profile": "production"}), tmp_path)
-    assert train(run_dir) == rundir.EXIT_HALTED
-    assert "profile" in rundir.read_status(run_dir)["reason"]
+    assert train(run_dir) == directory.EXIT_HALTED
+    assert "profile" in directory.read_status(run_dir)["reason"]
 
     def blind(config: RunConfig, device: torch.device) -> nn.Module:
         model = builders.model(config, device)
@@ -173,5 +173,5 @@ def test_a_run_that_fails_a_check_does_not_start(
         return model
 
     run_dir = launch.create_run(tiny(), tmp_path)
-    assert train(run_dir, builders=replace(builders, model=blind)) == rundir.EXIT_HALTED
-    assert "blocks.0.mlp.up.weight" in rundir.read_status(run_dir)["reason"]
+    assert train(run_dir, builders=replace(builders, model=blind)) == directory.EXIT_HALTED
+    assert "blocks.0.mlp.up.weight" in directory.read_status(run_dir)["reason"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab import events, launch, rundir
+from nsa_lab.runs import directory, events, launch
 from nsa_lab.train import ranks
 
 Make = Callable[..., Path]
@@ -65,8 +65,8 @@ def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_anybodys(new_run
 @pytest.mark.slow
 def test_a_nan_on_one_rank_halts_all_within_a_step(new_run: Make) -> None:
     run_dir = new_run(**CHANGES)
-    assert run_with(run_dir, 2, "nan_on_rank_1") == rundir.EXIT_HALTED
-    assert rundir.read_status(run_dir)["status"] == "HALTED"
+    assert run_with(run_dir, 2, "nan_on_rank_1") == directory.EXIT_HALTED
+    assert directory.read_status(run_dir)["status"] == "HALTED"
     guard = next(e for e in events.read_events(run_dir) if e["kind"] == "guard")
     assert guard["rule"] == "non_finite"
     bundles = sorted(run_dir.glob("halt-*/*.json"))
@@ -78,5 +78,5 @@ def test_a_nan_on_one_rank_halts_all_within_a_step(new_run: Make) -> None:
 
 def test_a_batch_that_ranks_cannot_share_is_refused(new_run: Make) -> None:
     run_dir = new_run(batch_size=1, accumulate_grad_batches=1)
-    assert run_with(run_dir, 2) == rundir.EXIT_USAGE
-    assert "ranks" in rundir.read_status(run_dir)["reason"] and launch.state(run_dir) == "HALTED"
+    assert run_with(run_dir, 2) == directory.EXIT_USAGE
+    assert "ranks" in directory.read_status(run_dir)["reason"] and launch.state(run_dir) == "HALTED"

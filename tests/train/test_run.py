@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
-from nsa_lab import events, launch, rundir
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches, DataError
+from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs.lock import take_lock
 from nsa_lab.train import guard
 from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.parts import Builders, build_model
@@ -75,7 +77,7 @@ def plant(run_dir: Path, builders: Builders, step: int, factor: float, where: st
 def test_a_run_records_what_the_contract_says(new_run: Make, train: Train) -> None:
     run_dir = new_run()
     assert train(run_dir) == 0
-    assert rundir.read_status(run_dir)["status"] == "DONE" and launch.state(run_dir) == "DONE"
+    assert directory.read_status(run_dir)["status"] == "DONE" and launch.state(run_dir) == "DONE"
     (start,) = kinds(run_dir, "start")
     assert {"config_hash", "versions", "device", "backend", "params", "flops_per_token"} <= start.keys()
     assert start["backend"]["selected"] == {"backend": "torch", "reason": start["backend"]["selected"]["reason"]}
@@ -187,9 +189,9 @@ def test_resuming_on_another_trajectory_is_refused_by_name(new_run: Make, train:
     train(run_dir)
     rewind(run_dir, 5)
     edit(run_dir, section, **change)
-    assert train(run_dir) == rundir.EXIT_USAGE
+    assert train(run_dir) == directory.EXIT_USAGE
     (key,) = change
-    assert key in rundir.read_status(run_dir)["reason"] or section == "model"
+    assert key in directory.read_status(run_dir)["reason"] or section == "model"
     assert kinds(run_dir, "error")[0]["type"] in ("ResumeRefused", "DataError")
 
 
@@ -209,8 +211,8 @@ def test_a_planted_nan_halts_with_the_weights_of_the_step_before_and_a_diagnosis
     whole, run_dir = new_run(save_every=1, keep_last=12), new_run()
     train(whole)
     planted = hooked(plant(run_dir, builders, 7, float("nan"), "blocks.1.mlp"))
-    assert train(run_dir, builders=planted) == rundir.EXIT_HALTED
-    status = rundir.read_status(run_dir)
+    assert train(run_dir, builders=planted) == directory.EXIT_HALTED
+    status = directory.read_status(run_dir)
     assert status["status"] == "HALTED" and "step 7" in status["reason"] and status["run"] == run_dir.name
     guard = kinds(run_dir, "guard")[0]
     assert (guard["rule"], guard["step"], guard["action"]) == ("non_finite", 7, "halt")
@@ -226,7 +228,7 @@ def test_a_planted_nan_halts_with_the_weights_of_the_step_before_and_a_diagnosis
 
 def test_a_planted_spike_halts(new_run: Make, train: Train, hooked: Callable, builders: Builders) -> None:
     run_dir = new_run(steps=60, spike_sigma=8.0, lr=1e-4, save_every=0, eval_every=0, log_every=50)
-    assert train(run_dir, builders=hooked(plant(run_dir, builders, 45, 3000.0, "head"))) == rundir.EXIT_HALTED
+    assert train(run_dir, builders=hooked(plant(run_dir, builders, 45, 3000.0, "head"))) == directory.EXIT_HALTED
     guard = kinds(run_dir, "guard")[0]
     assert (guard["rule"], guard["step"]) == ("spike", 45) and guard["value"] > guard["limit"]
     assert (run_dir / "halt-00000045/diagnosis.json").exists()
@@ -245,8 +247,8 @@ def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -
 
     run_dir = new_run(stats_every=2, weight_decay=0.0)
     config = hooked(freeze)
-    assert train(run_dir, builders=config) == rundir.EXIT_HALTED, "preflight finds it before the first step"
-    assert "blocks.1.attention.gate.weight" in rundir.read_status(run_dir)["reason"]
+    assert train(run_dir, builders=config) == directory.EXIT_HALTED, "preflight finds it before the first step"
+    assert "blocks.1.attention.gate.weight" in directory.read_status(run_dir)["reason"]
 
     def freeze_later(model: nn.Module) -> None:
         calls = []
@@ -277,10 +279,10 @@ def test_a_bug_leaves_its_traceback_and_exit_code_1(new_run: Make, train: Train,
         model.register_forward_pre_hook(lambda *_: calls.append(1) or (1 / 0 if len(calls) > 12 else None))
 
     run_dir = new_run()
-    assert train(run_dir, builders=hooked(break_at_seventh)) == rundir.EXIT_BUG
+    assert train(run_dir, builders=hooked(break_at_seventh)) == directory.EXIT_BUG
     (error,) = kinds(run_dir, "error")
     assert error["type"] == "ZeroDivisionError" and "test_run.py" in error["traceback"]
-    assert rundir.read_status(run_dir)["status"] == "HALTED"
+    assert directory.read_status(run_dir)["status"] == "HALTED"
 
 
 def test_data_that_cannot_be_read_is_wrong_usage(new_run: Make, train: Train, builders: Builders) -> None:
@@ -288,8 +290,8 @@ def test_data_that_cannot_be_read_is_wrong_usage(new_run: Make, train: Train, bu
         raise DataError("no text in it")
 
     run_dir = new_run()
-    assert train(run_dir, builders=replace(builders, data=data)) == rundir.EXIT_USAGE
-    assert rundir.read_status(run_dir)["reason"] == "no text in it"
+    assert train(run_dir, builders=replace(builders, data=data)) == directory.EXIT_USAGE
+    assert directory.read_status(run_dir)["reason"] == "no text in it"
 
 
 @contextmanager
@@ -322,8 +324,8 @@ def test_one_failed_save_is_recorded_and_the_next_one_tried(
 def test_two_failed_saves_in_a_row_halt(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = new_run()
     with full_disk(monkeypatch, failures=9):
-        assert train(run_dir) == rundir.EXIT_HALTED
-    assert "saving failed" in rundir.read_status(run_dir)["reason"]
+        assert train(run_dir) == directory.EXIT_HALTED
+    assert "saving failed" in directory.read_status(run_dir)["reason"]
 
 
 def test_code_that_computes_something_else_is_refused_and_the_checkpoint_kept(
@@ -333,8 +335,8 @@ def test_code_that_computes_something_else_is_refused_and_the_checkpoint_kept(
     train(run_dir)
     rewind(run_dir, 5)
     other = hooked(lambda model: model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 1.001))
-    assert train(run_dir, builders=other) == rundir.EXIT_USAGE
-    assert "probe" in rundir.read_status(run_dir)["reason"]
+    assert train(run_dir, builders=other) == directory.EXIT_USAGE
+    assert "probe" in directory.read_status(run_dir)["reason"]
     assert (run_dir / "checkpoints/step-00000005").is_dir() and train(run_dir) == 0
 
 
@@ -353,8 +355,8 @@ def test_gradient_checkpointing_changes_memory_and_not_the_weights(new_run: Make
 
 def test_two_trainers_in_one_directory_are_refused(new_run: Make, train: Train) -> None:
     run_dir = new_run()
-    lock = rundir.take_lock(run_dir)
-    with pytest.raises(rundir.RunDirectoryError, match="another trainer"):
+    lock = take_lock(run_dir)
+    with pytest.raises(directory.RunDirectoryError, match="another trainer"):
         train(run_dir)
-    rundir.os.close(lock)
+    os.close(lock)
     assert train(run_dir) == 0

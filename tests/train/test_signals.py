@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab import events, launch, rundir
+from nsa_lab.runs import directory, events, launch
 
 Make = Callable[..., Path]
 
@@ -86,11 +86,11 @@ def test_a_stop_is_heard_while_waiting(scripted: Callable, fault: str, done: int
     wait_until(lambda: steps_done(run_dir) == done)
     asked = time.monotonic()
     trainer.send(signal.SIGTERM)
-    assert trainer.exit_code() == rundir.EXIT_STOPPED
+    assert trainer.exit_code() == directory.EXIT_STOPPED
     assert time.monotonic() - asked < 5
     saved = [e["step"] for e in events.read_events(run_dir) if e["kind"] == "checkpoint"]
     assert max(saved, default=0) == done
-    status = rundir.read_status(run_dir)
+    status = directory.read_status(run_dir)
     assert status["status"] == "PREEMPTED" and status["exit_code"] == 75 and "SIGTERM" in status["reason"]
 
 
@@ -99,7 +99,7 @@ def test_a_stop_takes_effect_between_micro_batches(scripted: Callable) -> None:
     wait_until(lambda: steps_done(run_dir) >= 1)
     asked = time.monotonic()
     trainer.send(signal.SIGUSR1)
-    assert trainer.exit_code() == rundir.EXIT_STOPPED
+    assert trainer.exit_code() == directory.EXIT_STOPPED
     assert time.monotonic() - asked < 2.0, "a step takes 2.4 seconds"
 
 
@@ -109,8 +109,8 @@ def test_the_second_request_ends_even_a_trainer_that_never_returns_to_python(scr
     trainer.send(signal.SIGTERM)
     wait_until(lambda: any(e["kind"] == "signal" for e in events.read_events(run_dir)))
     trainer.send(signal.SIGTERM)
-    assert trainer.exit_code() == rundir.EXIT_STOPPED
-    assert rundir.read_status(run_dir)["status"] == "PREEMPTED"
+    assert trainer.exit_code() == directory.EXIT_STOPPED
+    assert directory.read_status(run_dir)["status"] == "PREEMPTED"
 
 
 def test_sigusr2_dumps_the_stacks_and_the_run_goes_on(scripted: Callable) -> None:
@@ -137,5 +137,5 @@ def test_a_stop_before_the_first_step_saves_nothing_and_the_run_can_start_later(
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
-    assert train(run_dir, builders=Builders(data=data)) == rundir.EXIT_STOPPED
+    assert train(run_dir, builders=Builders(data=data)) == directory.EXIT_STOPPED
     assert launch.state(run_dir) == "PREEMPTED" and train(run_dir) == 0

@@ -1,0 +1,54 @@
+"""Pictures: every function here takes data and gives a matplotlib Figure with a title, units and legends.
+
+None shows or saves it, and none computes what it draws. Pictures of runs take a run directory, or a `History` that was read
+already; they use one colour per branch everywhere (colour-blind-safe) and mark where a run was resumed.
+"""
+
+from collections.abc import Callable
+
+from matplotlib.figure import Figure
+
+from nsa_lab.figures.blocks import block_geometry, overlap_weights, reads_by_length, visible_blocks
+from nsa_lab.figures.branches import branch_norms, gate_layers, gate_shares, selection_statistics
+from nsa_lab.figures.layers import gates_of_layer, statistic_of_layer
+from nsa_lab.figures.loss import learning_rate, loss_curves, validation_gap
+from nsa_lab.figures.pace import throughput
+from nsa_lab.figures.parity import shares_of_allowed
+from nsa_lab.figures.query import query_reads
+from nsa_lab.figures.run_axes import Run
+from nsa_lab.figures.selection import importance_map, selection_by_layer
+from nsa_lab.figures.speeds import time_by_length
+from nsa_lab.figures.step_time import step_by_part
+from nsa_lab.figures.whole_run import overview, progress
+
+__all__ = [
+    "BRANCH_PICTURES",
+    "RUN_PICTURES",
+    "Run",
+    "block_geometry",
+    "branch_norms",
+    "gate_layers",
+    "gate_shares",
+    "gates_of_layer",
+    "importance_map",
+    "learning_rate",
+    "loss_curves",
+    "overlap_weights",
+    "overview",
+    "progress",
+    "query_reads",
+    "reads_by_length",
+    "selection_by_layer",
+    "selection_statistics",
+    "shares_of_allowed",
+    "statistic_of_layer",
+    "step_by_part",
+    "throughput",
+    "time_by_length",
+    "validation_gap",
+    "visible_blocks",
+]
+
+# What a report without a notebook shows, in this order.
+RUN_PICTURES: tuple[Callable[[Run], Figure], ...] = (overview, learning_rate, throughput)
+BRANCH_PICTURES: tuple[Callable[[Run], Figure], ...] = (gate_shares, gate_layers, selection_statistics, branch_norms)

@@ -1,0 +1,144 @@
+"""Pictures of the block geometry: where blocks lie, which a query sees, how they overlap, how many keys are read."""
+
+from __future__ import annotations
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from nsa_lab.attention import geometry
+from nsa_lab.config import NSAConfig
+from nsa_lab.figures.style import BRANCH_COLOURS, CMP, DENSE, PALE, SEL, WIN, colour_legend, panel
+
+
+def block_geometry(length: int, nsa: NSAConfig, position: int) -> Figure:
+    """Where the blocks of each branch lie, and which of them the query at `position` may read."""
+    figure, axes = panel(10, 3.2, f"Blocks over {length} tokens, seen from query t = {position}")
+    visible = int(geometry.visible_compressed(torch.tensor(position), nsa))
+    rows = max(-(-nsa.l // nsa.d), 1)  # blocks that overlap lie on rows of their own
+    for i in range(geometry.num_compressed(length, nsa)):
+        row = 2.0 + (rows - 1 - i % rows) / rows
+        _box(axes, i * nsa.d, nsa.l, row, 0.9 / rows, CMP if i < visible else PALE, str(i))
+    begun = int(geometry.candidate_blocks(torch.tensor(position), geometry.num_selection(length, nsa), nsa).sum())
+    for j in range(geometry.num_selection(length, nsa)):
+        first = j * nsa.l_sel
+        _box(axes, first, min(nsa.l_sel, length - first), 1.0, 0.9, SEL if j < begun else PALE, str(j))
+    start = max(position - nsa.w + 1, 0)
+    _box(axes, start, position + 1 - start, 0.0, 0.9, WIN, f"{position + 1 - start} tokens")
+    axes.axvline(position + 0.5, color="black", linewidth=1.2)
+    axes.set(xlim=(0, length), ylim=(-0.2, 3.1), xlabel="token")
+    axes.set_yticks(
+        [0.45, 1.45, 2.45],
+        [f"window\nw = {nsa.w}", f"selection\nl_sel = {nsa.l_sel}", f"compression\nl = {nsa.l}, d = {nsa.d}"],
+    )
+    colour_legend(axes, {"compressed, visible": CMP, "selection, candidate": SEL, "window": WIN, "later than t": PALE})
+    return figure
+
+
+def visible_blocks(length: int, nsa: NSAConfig) -> Figure:
+    """The staircase: which compressed blocks each query sees, and how many."""
+    count = geometry.num_compressed(length, nsa)
+    t = torch.arange(length)
+    seen = torch.arange(count) < geometry.visible_compressed(t, nsa).unsqueeze(-1)
+    figure, axes = panel(6.4, 4.2, f"Compressed blocks that a query sees: [T, N] = [{length}, {count}]")
+    axes.imshow(
+        seen.T.numpy(),
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap=ListedColormap(["white", CMP]),
+        extent=(0, length, -0.5, max(count, 1) - 0.5),
+        vmin=0,
+        vmax=1,
+    )
+    axes.set(xlabel="query t, token", ylabel="compressed block i")
+    axes.axvline(nsa.l - 1, color="black", linestyle=":", linewidth=1)
+    axes.text(
+        0.03, 0.93, f"dotted: t = l − 1 = {nsa.l - 1}, the first block is whole", fontsize=8, transform=axes.transAxes
+    )
+    return figure
+
+
+def overlap_weights(nsa: NSAConfig, compressed: int, selection: int) -> Figure:
+    """Eq. 9 as a matrix: how many strides compressed block i shares with selection block j, for two readings of j."""
+    geometric = geometry.overlap(compressed, selection, nsa)
+    zero_based = equation_nine(compressed, selection, nsa, first_j=0)
+    figure = Figure(figsize=(11, 1.6 + 0.32 * selection), layout="constrained")
+    figure.suptitle(
+        f"Weights from compressed block i to selection block j (l = {nsa.l}, d = {nsa.d}, l_sel = {nsa.l_sel})", fontsize=11
+    )
+    for axes, weights, named in zip(
+        figure.subplots(1, 2, sharey=True),
+        (geometric, zero_based),
+        ("shared tokens / d  =  eq. 9 with j from 1", "eq. 9 with j from 0: one block into the past"),
+        strict=True,
+    ):
+        axes.imshow(weights.T.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=float(geometric.max()) * 1.3)
+        for i, j in weights.nonzero().tolist():
+            axes.text(i, j, f"{weights[i, j]:g}", ha="center", va="center", fontsize=8)
+        axes.set_title(named, fontsize=9)
+        axes.set(xlabel="compressed block i", ylabel="selection block j", xticks=range(compressed), yticks=range(selection))
+        axes.tick_params(labelsize=8)
+    return figure
+
+
+def equation_nine(compressed: int, selection: int, nsa: NSAConfig, *, first_j: int) -> Tensor:
+    """The double sum of eq. 9 taken literally, [compressed, selection], with its block number j counted from `first_j`.
+
+    importance[j] = sum over m < l_sel/d and n < l/d of p[(l_sel/d) * j - m - n]; p outside its range counts as zero.
+    """
+    step, lead = nsa.l_sel // nsa.d, nsa.l // nsa.d
+    weights = torch.zeros(compressed, selection)
+    for column in range(selection):
+        for m in range(step):
+            for n in range(lead):
+                # With j from 1 the sum counts p from 1 too; both shifts together are one stride.
+                i = step * (column + first_j) - m - n - first_j
+                if 0 <= i < compressed:
+                    weights[i, column] += 1
+    return weights
+
+
+def reads_by_length(lengths: list[int], nsa: NSAConfig) -> Figure:
+    """Keys that the last query of a sequence reads, by branch, beside dense attention; log-log."""
+    figure, axes = panel(
+        7.6,
+        4.4,
+        f"Keys read by the query at the end of a sequence (l = {nsa.l}, d = {nsa.d}, "
+        f"l_sel = {nsa.l_sel}, n_sel = {nsa.n_sel}, w = {nsa.w})",
+    )
+    named = {"cmp": "compressed", "sel": "selected", "win": "window"}
+    reads = [geometry.decode_reads(length, nsa) for length in lengths]
+    for branch, label in named.items():
+        axes.plot(lengths, [r[branch] for r in reads], color=BRANCH_COLOURS[branch], label=label, marker=".", markersize=4)
+    axes.plot(lengths, [sum(r.values()) for r in reads], color="black", label="NSA, all three", linewidth=2)
+    axes.plot(lengths, lengths, color=DENSE, linestyle="--", label="dense")
+    budget = nsa.n_sel * nsa.l_sel
+    axes.axvline(budget, color=SEL, linestyle=":", linewidth=1)
+    axes.annotate(
+        f"n_sel · l_sel = {budget}:\nselection is dense up to here",
+        (budget, 1),
+        xytext=(6, 8),
+        textcoords="offset points",
+        fontsize=8,
+    )
+    axes.set(xscale="log", yscale="log", xlabel="sequence length, tokens", ylabel="keys read")
+    axes.legend(frameon=False, fontsize=8)
+    axes.grid(alpha=0.25, which="both", linewidth=0.5)
+    return figure
+
+
+def _box(axes: Axes, x: float, width: float, y: float, height: float, colour: str, label: str) -> None:
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="white", linewidth=1.2))
+    axes.text(
+        x + width / 2,
+        y + height / 2,
+        label,
+        ha="center",
+        va="center",
+        fontsize=7,
+        color="black" if colour == PALE else "white",
+    )

@@ -1,0 +1,110 @@
+"""What the branches of a run do, layer by layer over steps: gates, block selection, sizes of the outputs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from nsa_lab.figures.run_axes import BRANCH_NAMES, STEP, Run, draw_band, draw_layers, layer_ticks, mark_level
+from nsa_lab.figures.style import BRANCH_COLOURS, legend, panel, say_nothing
+from nsa_lab.health.branches import choice_range
+from nsa_lab.runs.history import History
+
+
+def gate_shares(run: Run) -> Figure:
+    """Share of each branch in the gates, and their entropy, of every layer over steps."""
+    history = History.read(run)
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    figure.suptitle(f"Gates of {history.run}, by layer", fontsize=11)
+    panels = figure.subplots(2, 2, sharex=True).flatten()
+    for index, (axes, branch) in enumerate(zip(panels, BRANCH_NAMES, strict=False)):
+        draw_layers(figure if index % 2 else None, axes, history, f"gate_share_{branch}")
+        axes.set_title(f"share of the {BRANCH_NAMES[branch]} branch", fontsize=9, color=BRANCH_COLOURS[branch])
+        axes.axhline(1 / 3, color="black", linestyle=":", linewidth=1)
+        axes.set(ylabel="share of the gates", ylim=(0, 1))
+    draw_layers(figure, panels[3], history, "gate_entropy")
+    mark_level(panels[3], math.log(3), "ln 3: all branches alike")
+    panels[3].set_title("entropy", fontsize=9)
+    panels[3].set(ylabel="nats", ylim=(0, 1.25))
+    for axes in panels[2:]:
+        axes.set_xlabel(STEP)
+    return figure
+
+
+def gate_layers(run: Run) -> Figure:
+    """How each layer divides its gates over the branches, at the first reading and at the last."""
+    history = History.read(run)
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure.suptitle(f"Gates by layer: {history.run}", fontsize=11)
+    panels = figure.subplots(1, 2, sharey=True)
+    steps, _ = history.layers("gate_entropy")
+    for axes, which in zip(panels, (0, -1), strict=True):
+        axes.set(xlabel="layer", ylim=(0, 1))
+        if len(steps):
+            axes.set_title(f"{'last' if which else 'first'} reading, step {steps[which]:,}", fontsize=9)
+            _stack_shares(axes, history, which)
+        else:
+            say_nothing(axes)
+    panels[0].set_ylabel("share of the gates")
+    if len(steps):
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
+    return figure
+
+
+def selection_statistics(run: Run) -> Figure:
+    """By layer over steps: reuse between neighbours, distance, first block's share, overlap with the window.
+
+    Dotted lines: what blocks chosen by chance, always the nearest or always the oldest would give.
+    """
+    history = History.read(run)
+    length, nsa = history.config.train.seq_len, history.config.nsa
+    span = choice_range(length, nsa)
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    figure.suptitle(f"Block selection of {history.run} ({length} tokens, {nsa.n_sel} blocks of {nsa.l_sel})", fontsize=11)
+    panels = figure.subplots(2, 2, sharex=True).flatten()
+    named = {
+        "sel_reuse": ("blocks shared with the query before", {"by chance": span.chance_reuse}),
+        "sel_distance": ("mean distance, blocks", {"always the nearest": span.nearest, "always the oldest": span.farthest}),
+        "sel_sink_share": ("attention on the first block, share", {}),
+        "sel_window_overlap": ("selected keys also in the window, share", {}),
+    }
+    for index, (axes, (name, (label, marks))) in enumerate(zip(panels, named.items(), strict=True)):
+        draw_layers(figure if index % 2 else None, axes, history, name)
+        axes.set_title(label, fontsize=9)
+        for text, value in marks.items():
+            mark_level(axes, value, text)
+    for axes in panels[2:]:
+        axes.set_xlabel(STEP)
+    return figure
+
+
+def branch_norms(run: Run) -> Figure:
+    """Root mean square of each branch's output, mean and range over layers, over steps."""
+    history = History.read(run)
+    figure, axes = panel(8, 3.8, f"Size of each branch's output: {history.run}")
+    for branch, label in BRANCH_NAMES.items():
+        draw_band(axes, *history.layers(f"norm_{branch}"), BRANCH_COLOURS[branch], label)
+    axes.set(xlabel=STEP, ylabel="root mean square of the output")
+    legend(axes)
+    return figure
+
+
+def draw_gates(axes: Axes, history: History) -> None:
+    for branch, label in BRANCH_NAMES.items():
+        draw_band(axes, *history.layers(f"gate_share_{branch}"), BRANCH_COLOURS[branch], label)
+    axes.axhline(1 / 3, color="black", linestyle=":", linewidth=1)
+    axes.set(ylabel="share of the gates", ylim=(0, 1))
+    legend(axes, columns=3)
+
+
+def _stack_shares(axes: Axes, history: History, which: int) -> None:
+    bottom: np.ndarray | float = 0.0
+    for branch, label in BRANCH_NAMES.items():
+        values = history.layers(f"gate_share_{branch}")[1][which]
+        axes.bar(np.arange(len(values)), values, bottom=bottom, color=BRANCH_COLOURS[branch], label=label)
+        bottom = bottom + values
+    axes.set_xticks(layer_ticks(len(values)))

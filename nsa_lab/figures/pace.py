@@ -1,0 +1,48 @@
+"""How fast runs went over their steps, what they waited for, and the memory that they took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
+
+from nsa_lab.figures.run_axes import RUN_COLOURS, STEP, Run, histories_of, mark_resumes, mark_stalls, over_steps, rows
+from nsa_lab.figures.style import legend
+from nsa_lab.runs.history import History
+
+
+def throughput(runs: Run | Sequence[Run]) -> Figure:
+    """Tokens per second over steps with the median and the stalls, the share of time spent on waiting for data, memory."""
+    histories = histories_of(runs)
+    figure, (speed, wait, memory) = rows("Pace: " + ", ".join(h.run for h in histories), 3)
+    for history, colour in zip(histories, cycle(RUN_COLOURS), strict=False):
+        draw_speed(speed, history, colour)
+        mark_stalls(speed, history)
+        steps, took = history.series("dt_s")
+        wait.plot(steps, 100 * history.series("data_s")[1] / np.maximum(took, 1e-12), color=colour, linewidth=1)
+        steps, peak = history.series("mem_peak_bytes")
+        over_steps(memory)
+        memory.plot(steps, peak / 1e9, color=colour, linewidth=1.5)
+    memory.margins(y=0.12)
+    speed.set_ylabel("tokens per second")
+    wait.set_ylabel("data wait, %")
+    memory.set(ylabel="peak memory, GB", xlabel=STEP, ylim=(0, None))
+    speed.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def draw_speed(axes: Axes, history: History, colour: str) -> None:
+    steps, speed = history.series("tokens_per_s")
+    over_steps(axes)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
+    axes.plot(steps, speed, color=colour, linewidth=1, marker="." if len(steps) < 80 else None, label=history.run)
+    if len(speed):
+        median = float(np.median(speed))
+        axes.axhline(median, color=colour, linestyle=":", linewidth=1, label=f"median {median:,.0f}")
+        axes.set_ylim(0, 1.25 * float(speed.max()))
+    legend(axes)
+    mark_resumes(axes, history)

@@ -1,0 +1,102 @@
+"""What the pictures of runs share: steps along the bottom, a colour for each run, and the marks of resumes and stalls.
+
+A run is a path, or a `History` that was read already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from nsa_lab.figures.style import DENSE, FORCED, legend, say_nothing
+from nsa_lab.runs.history import History
+
+Run = str | Path | History
+
+RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STEP = "optimiser step"
+BRANCH_NAMES = {"cmp": "compressed", "sel": "selected", "win": "window"}
+# The lightest fifth of the map is left out: it is hard to see on white.
+LAYER_MAP = LinearSegmentedColormap.from_list("layers", colormaps["cividis"](np.linspace(0, 0.82, 64)))
+
+
+def histories_of(runs: Run | Sequence[Run]) -> list[History]:
+    several = [runs] if isinstance(runs, str | Path | History) else list(runs)
+    return [History.read(run) for run in several]
+
+
+def rows(named: str, count: int) -> tuple[Figure, np.ndarray]:
+    figure = Figure(figsize=(8, 1.2 + 2.2 * count), layout="constrained")
+    figure.suptitle(named, fontsize=11)
+    return figure, figure.subplots(count, 1, sharex=True)
+
+
+def over_steps(axes: Axes) -> None:
+    """Steps along the bottom: whole numbers, few enough to be read, over a faint grid."""
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.grid(alpha=0.25, linewidth=0.5)
+
+
+def draw_layers(figure: Figure | None, axes: Axes, history: History, name: str) -> None:
+    """One line per layer; with `figure` a colour bar that says which is which."""
+    steps, values = history.layers(name)
+    if not len(values):
+        say_nothing(axes)
+        return
+    colours = ScalarMappable(Normalize(0, max(values.shape[1] - 1, 1)), LAYER_MAP)
+    for layer, line in enumerate(values.T):
+        axes.plot(steps, line, color=colours.to_rgba(layer), linewidth=1.2, marker="." if len(steps) < 30 else None)
+    over_steps(axes)
+    if figure is not None:
+        figure.colorbar(colours, ax=axes, label="layer", ticks=layer_ticks(values.shape[1]))
+
+
+def draw_band(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:
+    if not len(values):
+        say_nothing(axes)
+        return
+    axes.fill_between(steps, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.18, linewidth=0)
+    axes.plot(steps, values.mean(axis=1), color=colour, label=label, marker="." if len(steps) < 30 else None)
+    over_steps(axes)
+
+
+def mark_level(axes: Axes, value: float, text: str) -> None:
+    axes.axhline(value, color="black", linestyle=":", linewidth=1)
+    axes.margins(y=0.12)
+    axes.annotate(
+        text, (0, value), xycoords=axes.get_yaxis_transform(), xytext=(4, 3), textcoords="offset points", fontsize=8
+    )
+
+
+def mark_resumes(axes: Axes, history: History) -> None:
+    for attempt in history.attempts()[1:]:
+        axes.axvline(attempt.from_step, color=DENSE, linestyle="--", linewidth=0.8)
+        axes.annotate(
+            f"attempt {attempt.number}",
+            (attempt.from_step, 0.98),
+            xycoords=("data", "axes fraction"),
+            fontsize=7,
+            rotation=90,
+            va="top",
+            ha="right",
+            color=DENSE,
+        )
+
+
+def mark_stalls(axes: Axes, history: History) -> None:
+    for index, stall in enumerate(history.of_kind("stall")):
+        axes.axvline(stall["step"], color=FORCED, linewidth=1.2, label=None if index else "stall")
+    legend(axes)
+
+
+def layer_ticks(layers: int) -> list[int]:
+    return list(range(0, layers, max(1, layers // 6)))

@@ -1,0 +1,85 @@
+"""Pictures of the choice of blocks: what scores high, what is chosen, and what several layers choose."""
+
+from __future__ import annotations
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from nsa_lab.attention import geometry
+from nsa_lab.config import NSAConfig
+from nsa_lab.figures.style import FORCED, PALE, SEL, colour_legend
+
+KINDS = {"forced": FORCED, "chosen by score": SEL, "passed over": PALE, "not begun": "white"}
+
+
+def importance_map(importance: Tensor, blocks: Tensor, nsa: NSAConfig, about: str) -> Figure:
+    """Importance [T, blocks] of one group beside the blocks that were chosen [T, n_sel], forced ones apart."""
+    length, count = importance.shape
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure.suptitle(f"What scores high and what is chosen: {about}", fontsize=11)
+    left, right = figure.subplots(1, 2, sharey=True)
+    begun = geometry.candidate_blocks(torch.arange(length), count, nsa)
+    positive = importance.clamp_min(1e-6).masked_fill(~begun, float("nan"))
+    largest = float(importance.max())
+    picture = left.imshow(
+        positive.T.numpy(),
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap="cividis",
+        norm=LogNorm(vmin=max(largest * 1e-3, 1e-6), vmax=max(largest, 1e-5)),
+        extent=(0, length, -0.5, count - 0.5),
+    )
+    figure.colorbar(picture, ax=left, label="importance, sum over heads (log)")
+    left.set_title(f"importance [T, blocks] = [{length}, {count}]", fontsize=9)
+    _draw_kinds(right, blocks, count, nsa)
+    right.set_title(f"chosen blocks [T, n_sel] = [{length}, {blocks.shape[1]}]", fontsize=9)
+    for axes in (left, right):
+        axes.set(xlabel="query t, token", ylabel=f"selection block j ({nsa.l_sel} tokens each)")
+    colour_legend(right, KINDS, inside=True)
+    return figure
+
+
+def selection_by_layer(blocks: dict[int, Tensor], nsa: NSAConfig, about: str) -> Figure:
+    """The chosen blocks [T, n_sel] of one group in several layers, side by side."""
+    figure = Figure(figsize=(3.1 * len(blocks) + 0.6, 3.6), layout="constrained")
+    figure.suptitle(f"Blocks selected: {about}", fontsize=10)
+    for n, (axes, (layer, chosen)) in enumerate(
+        zip(figure.subplots(1, len(blocks), sharey=True, squeeze=False)[0], blocks.items(), strict=True)
+    ):
+        length = chosen.shape[0]
+        count = geometry.num_selection(length, nsa)
+        _draw_kinds(axes, chosen, count, nsa)
+        axes.set_title(f"layer {layer}", fontsize=9)
+        axes.set(xlabel="query t, token", ylabel="" if n else f"selection block j ({nsa.l_sel} tokens each)")
+    colour_legend(axes, KINDS, inside=True)
+    return figure
+
+
+def selection_kinds(blocks: Tensor, count: int, nsa: NSAConfig) -> Tensor:
+    """[T, blocks] of 0 not begun, 1 passed over, 2 chosen by score, 3 forced, from blocks [T, n_sel] padded with -1."""
+    t = torch.arange(blocks.shape[0])
+    kinds = geometry.candidate_blocks(t, count, nsa).long()
+    chosen = torch.zeros(blocks.shape[0], count + 1, dtype=torch.bool)
+    chosen.scatter_(1, torch.where(blocks < 0, count, blocks).long(), True)
+    kinds[chosen[:, :count]] = 2
+    kinds[chosen[:, :count] & geometry.forced_blocks(t, count, nsa)] = 3
+    return kinds
+
+
+def _draw_kinds(axes: Axes, blocks: Tensor, count: int, nsa: NSAConfig) -> None:
+    colours = ListedColormap(list(reversed(KINDS.values())))
+    kinds = selection_kinds(blocks, count, nsa).T.numpy()
+    axes.imshow(
+        kinds,
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap=colours,
+        vmin=0,
+        vmax=len(KINDS) - 1,
+        extent=(0, blocks.shape[0], -0.5, count - 0.5),
+    )

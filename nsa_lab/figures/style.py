@@ -1,0 +1,56 @@
+"""The look of every picture, and what becomes of one: colours, a panel with a title, a PNG, the text that stands for it."""
+
+from __future__ import annotations
+
+import io
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+# Colour-blind-safe (Okabe and Ito), the same branch in the same colour in every picture.
+CMP, SEL, WIN, DENSE, FORCED, PALE = "#0072B2", "#E69F00", "#009E73", "#666666", "#D55E00", "#DDDDDD"
+BRANCH_COLOURS = {"cmp": CMP, "sel": SEL, "win": WIN, "dense": DENSE}
+
+DPI = 110
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
+    return buffer.getvalue()
+
+
+def title(figure: Figure) -> str:
+    """The figure's own title, or the titles of its axes."""
+    named = figure.get_suptitle() or "; ".join(filter(None, (axes.get_title() for axes in figure.axes)))
+    return " ".join(named.split())
+
+
+def panel(width: float, height: float, named: str) -> tuple[Figure, Axes]:
+    """A figure of one panel, sizes in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(named, fontsize=10)
+    return figure, axes
+
+
+def legend(axes: Axes, columns: int = 1) -> None:
+    """A legend, where anything has a label."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, ncols=columns)
+
+
+def say_nothing(axes: Axes, why: str = "not recorded") -> None:
+    """Say in an empty panel why it is empty."""
+    axes.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=DENSE)
+
+
+def colour_legend(axes: Axes, colours: dict[str, str], inside: bool = False) -> None:
+    """A legend of what each colour means, below the panel or inside it."""
+    handles = [Patch(facecolor=colour, edgecolor="#999999", label=label) for label, colour in colours.items()]
+    if inside:
+        axes.legend(handles=handles, fontsize=7, loc="upper left", framealpha=0.9)
+    else:
+        axes.legend(handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)

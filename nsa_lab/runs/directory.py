@@ -1,0 +1,79 @@
+"""The run directory as a place: what lies in it by which name, what it is called, what its status says.
+
+Invariants
+* A run directory appears whole (built aside, then renamed) or not at all.
+* `status.json` is replaced atomically and carries the run's own id, so a status copied from another run is recognised.
+* Only the standard library: a reader must not need torch.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import signal
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nsa_lab.runs.files import write_json
+
+RUNNING, DONE, HALTED, PREEMPTED = "RUNNING", "DONE", "HALTED", "PREEMPTED"
+
+# Each asks a trainer to save and exit.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_HALTED, EXIT_STOPPED = 0, 1, 2, 3, 75
+
+CONFIG, ENVIRONMENT, STATUS, EVENTS = "config.yaml", "environment.json", "status.json", "events.jsonl"
+VERDICT = "verdict.json"
+LOG, LOCK, CHECKPOINTS, TENSORBOARD = "trainer.log", "trainer.lock", "checkpoints", "tensorboard"
+
+
+class RunDirectoryError(RuntimeError):
+    """A run directory is missing, foreign or in use; the message says what to do."""
+
+
+def new_run_id(name: str) -> str:
+    return f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+
+
+def create(outputs: Path, name: str, files: dict[str, str]) -> Path:
+    """A new directory under `outputs` holding `files` and a status; nothing is left behind if writing fails."""
+    outputs.mkdir(parents=True, exist_ok=True)
+    run_id = new_run_id(name)
+    building = outputs / f".creating-{run_id}"
+    building.mkdir()
+    try:
+        for file, text in files.items():
+            (building / file).write_text(text, encoding="utf-8")
+        write_status(building, run=run_id, status=PREEMPTED, reason="created, not started", attempt=0, step=0, tokens=0)
+        building.rename(outputs / run_id)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return outputs / run_id
+
+
+def check(run_dir: str | Path) -> Path:
+    """`run_dir` as an absolute path, or `RunDirectoryError` if it is not a run directory."""
+    path = Path(run_dir).resolve()
+    if not (path / CONFIG).is_file():
+        raise RunDirectoryError(f"{path} is not a run directory: it has no {CONFIG}; name a folder that a run created")
+    return path
+
+
+def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None:
+    """Replace `status.json`. Fields that are not given again are kept from the status of the same run."""
+    earlier = read_status(run_dir)
+    kept = earlier if earlier.get("run") == run else {}
+    write_json(run_dir / STATUS, {**kept, "run": run, "status": status, "updated": time.time(), **fields})
+
+
+def read_status(run_dir: str | Path) -> dict[str, Any]:
+    """The last status written in the directory; empty when there is none."""
+    try:
+        return json.loads((Path(run_dir) / STATUS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}

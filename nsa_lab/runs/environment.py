@@ -1,0 +1,86 @@
+"""What a run was made with: versions, code and machine. Only the standard library, and nothing is guessed.
+
+Records are shared: nothing here names a folder, a host or a kernel build of the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "flash-attn",
+    "numpy",
+    "safetensors",
+    "pydantic",
+    "datasets",
+    "pyarrow",
+    "tokenizers",
+    "tensorboard",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, code identity and machine, for `environment.json`."""
+    return {
+        "versions": versions(),
+        "code": code_identity(),
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "cpus": os.cpu_count(),
+        "gpus": gpus(),
+    }
+
+
+def gpus() -> list[dict[str, str]]:
+    """Name and driver of every NVIDIA GPU; empty where the driver's own tool does not name any."""
+    told = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
+    rows = [[value.strip() for value in line.rsplit(",", 1)] for line in told.splitlines()]
+    return [{"name": row[0], "driver": row[1]} for row in rows if len(row) == 2]
+
+
+def versions() -> dict[str, str | None]:
+    """Installed version of every package that can change a run's numbers; None where it is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def code_identity() -> dict[str, str | bool | None]:
+    """`source`: a digest of this package's files. `commit` and `dirty`: git's word, None outside a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    commit = _git(package, "rev-parse", "HEAD")
+    changes = _git(package, "status", "--porcelain", "--", str(package))
+    return {"source": source_digest(package), "commit": commit, "dirty": bool(changes) if commit else None}
+
+
+def source_digest(package: Path) -> str:
+    """Sixteen hex digits over the names and contents of the package's Python files."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    return _output("git", "-C", str(folder), *arguments)
+
+
+def _output(*command: str) -> str | None:
+    """What the command prints; None where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

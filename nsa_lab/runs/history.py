@@ -1,0 +1,221 @@
+"""A run directory as tables: what pictures, verdicts and reports are made from.
+
+Reads files and nothing else: no torch, nothing of the trainer, so a run that was copied here without its checkpoints
+reads the same. Every step counts once, in its latest attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nsa_lab.config import RunConfig
+from nsa_lab.runs import directory, events
+from nsa_lab.runs.events import Event
+from nsa_lab.runs.lock import lock_owner
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One process that trained: steps it did, when (seconds since 1970), and how it ended.
+
+    `ending`: done, halted, stopped (on request), failed (an error), running, or killed (it left no word).
+    """
+
+    number: int
+    from_step: int
+    last_step: int
+    began: float
+    ended: float
+    ending: str
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run recorded. `events` are all of them; `steps` and `evaluations` hold each step once, ascending."""
+
+    run_dir: Path
+    config: RunConfig
+    status: dict[str, Any]
+    environment: dict[str, Any]
+    events: list[Event]
+    steps: list[Event]
+    evaluations: list[Event]
+
+    @classmethod
+    def read(cls, run: str | Path | History) -> History:
+        """The record in a run directory. Raises `RunDirectoryError` if it is none, `ConfigError` for a foreign config."""
+        if isinstance(run, History):
+            return run
+        run_dir = directory.check(run)
+        environment = run_dir / directory.ENVIRONMENT
+        record = events.read_events(run_dir)
+        return cls(
+            run_dir=run_dir,
+            config=RunConfig.from_yaml(run_dir / directory.CONFIG),
+            status=directory.read_status(run_dir),
+            environment=json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {},
+            events=record,
+            steps=events.steps(record),
+            evaluations=events.evaluations(record),
+        )
+
+    @property
+    def run(self) -> str:
+        return self.run_dir.name
+
+    @property
+    def reached(self) -> int:
+        """The last step that is known to be done."""
+        return max((event["step"] for event in self.current("step", "eval", "checkpoint")), default=0)
+
+    @property
+    def done(self) -> bool:
+        return self.status.get("status") == directory.DONE
+
+    @property
+    def alive(self) -> bool:
+        """Whether a trainer holds this directory now."""
+        return lock_owner(self.run_dir) is not None
+
+    def of_kind(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event["kind"] in kinds]
+
+    def current(self, *kinds: str) -> list[Event]:
+        """Events of these kinds, without those about steps that a later attempt did again."""
+        return [event for event in events.timeline(self.events) if event["kind"] in kinds]
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of a number of the `step` events; a value that was not finite is NaN."""
+        seen = [(event["step"], event[name]) for event in self.steps if name in event]
+        return (
+            np.array([step for step, _ in seen], dtype=np.int64),
+            np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64),
+        )
+
+    def layers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values `[readings, layers]` of a per-layer statistic; empty where the run has none."""
+        seen = [(event["step"], event[name]) for event in self.steps if event.get(name)]
+        values = np.array([value for _, value in seen], dtype=np.float64)
+        return np.array([step for step, _ in seen], dtype=np.int64), values if seen else values.reshape(0, 0)
+
+    def validation(self) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and bits per byte on held-out text."""
+        seen = [(event["step"], event["bpb"]) for event in self.evaluations]
+        return (
+            np.array([step for step, _ in seen], dtype=np.int64),
+            np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64),
+        )
+
+    def attempts(self) -> list[Attempt]:
+        """The attempts in order of their numbers."""
+        begun = self.of_kind("start", "resume")
+        return [self._attempt(event, is_last=index == len(begun) - 1) for index, event in enumerate(begun)]
+
+    def _attempt(self, begin: Event, *, is_last: bool) -> Attempt:
+        own = [event for event in self.events if event["attempt"] == begin["attempt"]]
+        said = next(
+            (_ENDINGS[e["kind"], e.get("status")] for e in reversed(own) if (e["kind"], e.get("status")) in _ENDINGS), None
+        )
+        silent = "running" if is_last and self.alive else "killed"
+        fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)
+        return Attempt(
+            number=begin["attempt"],
+            from_step=begin.get("from_step", begin["step"]),
+            last_step=max(event["step"] for event in own),
+            began=begin["t"],
+            ended=own[-1]["t"],
+            ending="failed" if fatal else said or silent,
+        )
+
+
+_ENDINGS = {
+    ("end", directory.DONE): "done",
+    ("end", directory.PREEMPTED): "stopped",
+    ("end", directory.HALTED): "halted",
+    ("halt", directory.HALTED): "halted",
+    ("halt", None): "halted",
+    ("end", None): "done",
+}
+
+
+# One reading is one batch, and noise: training loss is told as the mean of the latest, of a tenth of the run at most.
+LATEST_READINGS = 50
+
+
+def _latest(values: np.ndarray) -> np.ndarray:
+    """The readings that say where training stands; those that are not finite are left out."""
+    latest = values[-max(1, min(LATEST_READINGS, len(values) // 10)) :]
+    return latest[np.isfinite(latest)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The numbers a reader asks for first; None where the run does not say.
+
+    `tokens` are those of the steps done, `wall_s` the seconds of all attempts, `tokens_per_s` the median of the readings;
+    validation is on held-out text; `last_train_bpb` is the mean of the last `last_train_readings` readings. `backend` says
+    of each part of attention what computes it and why.
+    """
+
+    run: str
+    status: str | None
+    step: int
+    steps: int
+    tokens: int
+    wall_s: float | None
+    attempts: int
+    attention: str
+    parameters: int | None
+    device: str | None
+    backend: dict[str, Any] | None
+    tokens_per_s: float | None
+    memory_peak_bytes: float | None
+    first_validation_bpb: float | None
+    last_validation_bpb: float | None
+    best_validation_bpb: float | None
+    last_train_bpb: float | None
+    last_train_readings: int
+    source: str
+    seq_len: int
+    config_hash: str
+
+
+def facts(run: str | Path | History) -> Facts:
+    """The numbers a reader asks for first, from its record."""
+    history = History.read(run)
+    begin = next(iter(reversed(history.of_kind("start", "resume"))), {})
+    attempts = history.attempts()
+    _, validation = history.validation()
+    _, speed = history.series("tokens_per_s")
+    _, memory = history.series("mem_peak_bytes")
+    latest = _latest(history.series("bpb")[1])
+    tokens = history.reached * history.config.train.tokens_per_step
+    return Facts(
+        run=history.run,
+        status=history.status.get("status"),
+        step=history.reached,
+        steps=history.config.train.steps,
+        tokens=tokens,
+        wall_s=sum(a.ended - a.began for a in attempts) or None,
+        attempts=len(attempts),
+        attention=history.config.model.attention,
+        parameters=begin.get("params"),
+        device=begin.get("device"),
+        backend=begin.get("backend"),
+        tokens_per_s=statistics.median(speed.tolist()) if len(speed) else None,
+        memory_peak_bytes=float(np.nanmax(memory)) if len(memory) else None,
+        first_validation_bpb=float(validation[0]) if len(validation) else None,
+        last_validation_bpb=float(validation[-1]) if len(validation) else None,
+        best_validation_bpb=float(np.nanmin(validation)) if np.isfinite(validation).any() else None,
+        last_train_bpb=float(np.mean(latest)) if len(latest) else None,
+        last_train_readings=len(latest),
+        source=history.config.data.source,
+        seq_len=history.config.train.seq_len,
+        config_hash=history.config.hash(),
+    )

@@ -1,0 +1,87 @@
+"""What a person calls a run, a params file or a notebook, and where it is. Errors say what there is instead."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from nsa_lab.config import ConfigError, RunConfig, parse_override, project_root
+from nsa_lab.runs import directory
+from nsa_lab.runs.directory import RunDirectoryError
+
+LATEST = "latest"
+SMOKE_NOTEBOOK, PRODUCTION_NOTEBOOK = "03_smoke_training", "04_production_run"
+
+
+def root() -> Path:
+    """The project's folder, or the working directory of an installed package that is used elsewhere."""
+    return project_root() or Path.cwd()
+
+
+def outputs_folder(outputs: Path | None = None) -> Path:
+    """Where run directories are kept: `outputs`, by default the project's own folder of that name."""
+    return outputs.resolve() if outputs else root() / "outputs"
+
+
+def load_config(name: str, overrides: list[str]) -> RunConfig:
+    """`params/<name>.yaml`, or the file of that path, with `section.key=value` overrides. Raises `ConfigError`."""
+    return RunConfig.from_yaml(params_file(name), dict(parse_override(text) for text in overrides))
+
+
+def params_file(name: str) -> Path:
+    given = Path(name)
+    if given.suffix in (".yaml", ".yml"):
+        # A missing file is refused by the configuration, with its path.
+        return given
+    found = root() / "params" / f"{name}.yaml"
+    if found.is_file():
+        return found
+    known = sorted(path.stem for path in (root() / "params").glob("*.yaml"))
+    instead = _instead(name, known, "give the path of a YAML file")
+    raise ConfigError(f"{name!r}: no such file in {root() / 'params'}; {instead}")
+
+
+def notebook_file(notebook: str | None, config: RunConfig) -> Path:
+    """The notebook by path or by name; by default the production one for a configuration of that name, else smoke."""
+    default = PRODUCTION_NOTEBOOK if config.name.startswith("production") else SMOKE_NOTEBOOK
+    name = notebook or default
+    folder = root() / "notebooks"
+    for path in (Path(name), folder / name, folder / f"{name}.ipynb"):
+        if path.is_file() and path.suffix == ".ipynb":
+            return path.resolve()
+    known = sorted(path.stem for path in folder.glob("*.ipynb"))
+    instead = _instead(name, known, f"{folder} holds none: run make notebooks")
+    raise ConfigError(f"--notebook {name}: no such notebook; {instead}")
+
+
+def run_directories(outputs: Path) -> list[Path]:
+    """Every run directory in the folder, oldest first."""
+    found = [path.parent for path in outputs.glob(f"*/{directory.CONFIG}") if not path.parent.name.startswith(".")]
+    return sorted(found, key=lambda path: ((path / directory.CONFIG).stat().st_mtime, path.name))
+
+
+def find_run(run: str, outputs: Path) -> Path:
+    """A run directory by path, by run id, by the beginning of one run's id, or `latest`. Raises `RunDirectoryError`."""
+    for path in (Path(run), outputs / run):
+        if (path / directory.CONFIG).is_file():
+            return path.resolve()
+    there = run_directories(outputs)
+    if run == LATEST and there:
+        return there[-1]
+    matching = [path for path in there if path.name.startswith(run)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise RunDirectoryError(
+            f"{run!r} begins the names of {len(matching)} runs; say which: "
+            + ", ".join(path.name for path in matching[-5:])
+        )
+    instead = _instead(run, [path.name for path in there], "no run was made yet: nsa-lab run smoke")
+    raise RunDirectoryError(f"{run!r}: no such run in {outputs}; {instead}")
+
+
+def _instead(name: str, known: list[str], none: str) -> str:
+    if not known:
+        return none
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there is {', '.join(known[-6:])}"

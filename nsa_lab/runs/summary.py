@@ -1,0 +1,75 @@
+"""The numbers and settings of a run, written as a person reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_lab.config import RunConfig
+from nsa_lab.runs.history import History, facts
+
+
+def settings_of(config: RunConfig) -> str:
+    """The configuration in one line, for a heading."""
+    train, model = config.train, config.model
+    return (
+        f"{model.attention}, {model.n_layers} layers of width {model.dim}, {train.steps:,} steps of "
+        f"{train.sequences_per_step} × {train.seq_len} tokens, {config.data.source}, {config.runtime.precision}"
+    )
+
+
+def shown_facts(history: History) -> list[tuple[str, str]]:
+    """Names and values as a person reads them; what the run does not say is left out."""
+    known = facts(history)
+    first, last, best = known.first_validation_bpb, known.last_validation_bpb, known.best_validation_bpb
+    shown = {
+        "status": known.status,
+        "steps": f"{known.step:,} of {known.steps:,}",
+        "tokens": f"{known.tokens:,}",
+        "validation, bits per byte": f"{first:.3f} → {last:.3f} (best {best:.3f})" if best is not None else None,
+        "training, bits per byte": _format(known.last_train_bpb, "{:.3f}" + _over(known.last_train_readings)),
+        "tokens per second, median": _format(known.tokens_per_s, "{:,.0f}"),
+        "time": _format(known.wall_s, duration),
+        "peak memory": _format(known.memory_peak_bytes, lambda value: f"{value / 1e9:.2f} GB"),
+        "attempts": attempts_of(history),
+        "attention": known.attention,
+        "parameters": _format(known.parameters, "{:,}"),
+        "device": known.device,
+        "backend": backends(known.backend),
+        "text": f"{known.source}, {known.seq_len} tokens per sequence",
+        "configuration": known.config_hash,
+    }
+    return [(name, value) for name, value in shown.items() if value]
+
+
+def _over(readings: int) -> str:
+    return f" (mean of the last {readings} readings)" if readings > 1 else ""
+
+
+def attempts_of(history: History) -> str:
+    """`1`, or how each of several attempts went."""
+    attempts = history.attempts()
+    if len(attempts) < 2:
+        return str(len(attempts))
+    return f"{len(attempts)}: " + ", ".join(f"{a.from_step:,} to {a.last_step:,} {a.ending}" for a in attempts)
+
+
+def backends(backend: dict[str, Any] | None) -> str | None:
+    """`triton`, or which part runs on what where they differ."""
+    if not backend:
+        return None
+    names = {part: choice["backend"] for part, choice in backend.items()}
+    return next(iter(names.values())) if len(set(names.values())) == 1 else ", ".join(f"{p} {n}" for p, n in names.items())
+
+
+def duration(seconds: float) -> str:
+    """`1 h 02 min`, `3 min 05 s` or `12 s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+
+
+def _format(value: Any, how: Any) -> str | None:
+    if value is None:
+        return None
+    return how(value) if callable(how) else how.format(value)

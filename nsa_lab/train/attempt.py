@@ -1,0 +1,250 @@
+"""One attempt at a run, from taking its lock to its last event and exit code.
+
+Invariants
+* One trainer per run directory. A new attempt goes on from the newest valid checkpoint; where checkpoints were written and
+  none is valid it stops and says so, and never starts over.
+* Statuses: RUNNING, then DONE (exit 0), HALTED by a rule (3), PREEMPTED on request (75). Wrong settings or data exit 2,
+  a bug exits 1; both leave HALTED with the reason, and the traceback in an `error` event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa_lab.attention import BackendError
+from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.data import DataError, FillProgress
+from nsa_lab.runs import directory
+from nsa_lab.runs.checkpoints import step_of
+from nsa_lab.runs.environment import code_identity, versions
+from nsa_lab.runs.events import read_events
+from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
+from nsa_lab.train import snapshot
+from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
+from nsa_lab.train.distributed import World
+from nsa_lab.train.guard import Finding, Halt
+from nsa_lab.train.measure import probe_logits
+from nsa_lab.train.parts import Builders, Parts, assemble, choose_device, set_determinism
+from nsa_lab.train.preflight.checks import preflight
+from nsa_lab.train.signals import StopRequested, StopSignals
+from nsa_lab.train.telemetry.event_log import EventLog
+from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
+from nsa_lab.train.telemetry.machine import gpu_utilisation
+from nsa_lab.train.telemetry.recorder import Recorder
+from nsa_lab.train.trainer import Trainer
+
+logger = logging.getLogger("nsa_lab.train")
+
+USAGE_ERRORS = (ConfigError, DataError, BackendError, NotImplementedError, snapshot.ResumeRefused)
+
+# Phases in which a long silence is normal; everything else is judged against its own median.
+PATIENT_PHASES_S = {"prepare": 1800.0, "build": 600.0, "preflight": 900.0, "compile": 1800.0, "eval": 900.0, "save": 600.0}
+
+
+def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | None = None, supervised: bool = False) -> int:
+    """Train the run in `run_dir` to its end, or to a stop; the exit code.
+
+    `lock` is the run's lock if the caller took it already (see `take_lock`); `supervised` says that the process
+    which started this rank holds it. Raises `RunDirectoryError` if the directory is not a run's or another trainer works
+    in it.
+    """
+    folder, world = directory.check(run_dir), World.from_environment()
+    held = _lock(folder, lock) if world.first and not supervised else None
+    try:
+        config = RunConfig.from_yaml(folder / directory.CONFIG)
+        return _Attempt(folder, config, world, builders or Builders()).run()
+    except ConfigError as error:
+        logger.error("%s", error)
+        directory.write_status(
+            folder, run=folder.name, status=directory.HALTED, exit_code=directory.EXIT_USAGE, reason=str(error)
+        )
+        return directory.EXIT_USAGE
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _lock(folder: Path, lock: int | None) -> int:
+    lock = take_lock(folder) if lock is None else lock
+    if lock is None:
+        raise directory.RunDirectoryError(
+            f"{folder}: another trainer works in this run ({lock_owner(folder)}); attach to it, or stop it first"
+        )
+    os.set_inheritable(lock, False)
+    sign_lock(lock, os.getpid())
+    return lock
+
+
+class _Attempt:
+    """Builds the parts, restores them, trains, and turns every way of ending into an event, a status and an exit code."""
+
+    def __init__(self, folder: Path, config: RunConfig, world: World, builders: Builders) -> None:
+        self.folder, self.config, self.world, self.builders = folder, config, world, builders
+        self.events = read_events(folder)
+        attempt = 1 + max((event["attempt"] for event in self.events), default=0)
+        log = EventLog(folder, folder.name, attempt)
+        self.record = Recorder(
+            folder, log, first=world.first, steps=config.train.steps, tokens_per_step=config.train.tokens_per_step
+        )
+        self.signals = StopSignals(folder / "stacks.txt", self._on_signal, self._on_second_signal)
+
+    def run(self) -> int:
+        with self.signals:
+            try:
+                self.record.status(directory.RUNNING)
+                return self._train()
+            except StopRequested as stop:
+                return self._end("end", directory.PREEMPTED, directory.EXIT_STOPPED, f"stopped on request ({stop})")
+            except Halt as halt:
+                return self._end("halt", directory.HALTED, directory.EXIT_HALTED, str(halt))
+            except NoValidCheckpoint as error:
+                self.record.error(error, expected=True)
+                return self._end("halt", directory.HALTED, directory.EXIT_HALTED, str(error))
+            except USAGE_ERRORS as error:
+                self.record.error(error, expected=True)
+                return self._end("halt", directory.HALTED, directory.EXIT_USAGE, str(error))
+            except Exception as error:  # noqa: BLE001 - nothing above this records it
+                self.record.error(error)
+                return self._end("halt", directory.HALTED, directory.EXIT_BUG, f"{type(error).__name__}: {error}")
+            finally:
+                self.record.close()
+                self.world.close()
+
+    def _train(self) -> int:
+        device = choose_device(self.config, self.world)
+        set_determinism(self.config.runtime.deterministic)
+        if self.world.first:
+            self._clear_leftovers()
+        self.world.open(device)
+        # The first rank may have written its first event before another counted the attempts.
+        self.record.log.attempt = int(self.world.from_first(self.record.log.attempt, device))
+        self.world.share(self.config.train.sequences_per_step)
+        utilisation, why_none = gpu_utilisation(device)
+        heartbeat = Heartbeat(
+            self.record.log,
+            self.record.phases,
+            every_s=self.config.runtime.heartbeat_s,
+            rule=StallRule(floors_s={**PATIENT_PHASES_S, "data": self.config.data.timeout_s}),
+            stacks=self.folder / "stacks.txt",
+            gpu_util=utilisation,
+        )
+        if self.world.first:
+            heartbeat.start()
+        try:
+            parts = self._build(device)
+            parts.facts["gpu_util"] = why_none or "on"
+            done, losses = self._resume(parts)
+            trainer = Trainer(self.folder, parts, self.record, self.signals, done=done, losses=losses)
+            trainer.run()
+        finally:
+            heartbeat.stop()
+        return self._end("end", directory.DONE, directory.EXIT_DONE, f"all {self.config.train.steps} steps done")
+
+    def _clear_leftovers(self) -> None:
+        """What a check before the run left behind when it was killed."""
+        for leftover in self.folder.glob(".preflight-*"):
+            shutil.rmtree(leftover)
+
+    def _build(self, device: torch.device) -> Parts:
+        model, train = self.config.model, self.config.train
+        with self.record.phases("prepare"), self._interruptible():
+            dataset = self.builders.data(self.config.data, model.vocab_size, train.seq_len, self._on_fill)
+        with self.record.phases("build"), self._interruptible():
+            parts = assemble(self.config, self.world, device, dataset, self.builders)
+        parts.facts.update(self._facts(parts))
+        return parts
+
+    def _facts(self, parts: Parts) -> dict[str, Any]:
+        """What identifies this run and this attempt, for the first event and for every checkpoint."""
+        device = torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else "cpu"
+        return {
+            "run": self.folder.name,
+            "config_hash": self.config.hash(),
+            "trajectory": snapshot.trajectory(self.config),
+            "data_identity": parts.dataset.identity,
+            "code": code_identity(),
+            "versions": {**versions(), "torch": torch.__version__, "cuda": torch.version.cuda},
+            "device": device,
+            "ranks": self.world.size,
+            "threads": torch.get_num_threads(),
+            "backend": {
+                branch: {"backend": choice.backend, "reason": choice.reason}
+                for branch, choice in parts.model.backends.items()
+            },
+            "params": parts.model.parameter_count(),
+            "flops_per_token": parts.model.flops_per_token(self.config.train.seq_len),
+        }
+
+    def _resume(self, parts: Parts) -> tuple[int, list[float]]:
+        """Steps done and the losses of the spike window: of the newest valid checkpoint, or of a fresh start."""
+        store = CheckpointStore(self.folder / directory.CHECKPOINTS)
+        path = self._newest(store, parts.device)
+        if path is None:
+            if any(event["kind"] == "checkpoint" for event in self.events):
+                raise NoValidCheckpoint(
+                    f"{store.folder}: the record speaks of checkpoints and the folder holds none. "
+                    "The run is not started over; restore a step-… folder, or create a new run"
+                )
+            self.record.begin(0, parts.facts)
+            self._preflight(parts)
+            return 0, []
+        state = snapshot.read_state(path)
+        snapshot.check_same_trajectory(state, self.config, parts.dataset.identity)
+        snapshot.restore(path, parts)
+        difference = snapshot.replay_probe(
+            path,
+            probe_logits(parts),
+            exact=self._same_machinery(state, parts.facts),
+            precision=self.config.runtime.precision,
+        )
+        self.record.begin(state["step"], {**parts.facts, "checkpoint": path.name, "probe_difference": difference})
+        return state["step"], state["guard"]["losses"]
+
+    def _same_machinery(self, state: dict[str, Any], facts: dict[str, Any]) -> bool:
+        """Whether equal bits are owed: same code, versions, device, kernels and threads, and exact kernels."""
+        exact = facts["device"] == "cpu" or self.config.runtime.deterministic
+        same = ("versions", "device", "backend", "threads", "ranks")
+        return exact and state["code"]["source"] == facts["code"]["source"] and all(state[k] == facts[k] for k in same)
+
+    def _newest(self, store: CheckpointStore, device: torch.device) -> Path | None:
+        """The newest valid checkpoint. The first rank verifies and moves damaged ones aside; the others take its word."""
+        path, moved = store.load_latest() if self.world.first else (None, [])
+        for found in moved:
+            self.record.quarantined(found)
+        step = self.world.from_first(float(step_of(path)) if path else -1.0, device)
+        return store.path(int(step)) if step >= 0 else None
+
+    def _preflight(self, parts: Parts) -> None:
+        with self.record.phases("preflight"), self._interruptible():
+            failed = []
+            for check in preflight(parts, self.folder):
+                self.record.preflight(check)
+                failed += [] if check.ok else [f"{check.name}: {check.value} (limit: {check.limit})"]
+        if self.world.any(bool(failed), parts.device):
+            reasons = "; ".join(failed) or "see the other ranks"
+            raise Halt(Finding("preflight", 0, len(failed), 0, "halt", f"preflight refuses this run: {reasons}"))
+
+    def _interruptible(self) -> contextlib.AbstractContextManager:
+        """One rank among several must not leave the others waiting in a collective; it stops at its first step."""
+        return self.signals.at_once() if self.world.size == 1 else contextlib.nullcontext()
+
+    def _on_fill(self, progress: FillProgress) -> None:
+        self.signals.check()
+
+    def _on_signal(self, name: str) -> None:
+        self.record.log.event("signal", signal=name, phase=self.record.phases.current()[0], action="save and exit")
+
+    def _on_second_signal(self, name: str) -> None:
+        self.record.log.event("signal", signal=name, phase=self.record.phases.current()[0], action="exit at once")
+        self.record.status(directory.PREEMPTED, exit_code=directory.EXIT_STOPPED, reason=f"stopped at once ({name})")
+
+    def _end(self, kind: str, status: str, exit_code: int, reason: str) -> int:
+        self.record.end(kind, status, exit_code, reason)
+        return exit_code

@@ -1,0 +1,32 @@
+"""Speeds that were measured once and ship with the package: what a plan reckons with where nothing else is known.
+
+`measured.json` is taken from a record of `nsa-lab bench train`; it says of which device, when, and at which shapes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nsa_lab.config import RunConfig
+
+FILE = Path(__file__).with_name("measured.json")
+
+
+def recorded() -> dict[str, Any]:
+    """Device, date, model, and per shape the tokens per second and the shares of a step, of NSA and of its dense twin."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def recorded_speed(config: RunConfig) -> tuple[float, str] | None:
+    """Tokens per second that were measured for this very model and shape, and on which GPU; None for any other."""
+    record, train, model = recorded(), config.train, config.model
+    if model.model_copy(update={"attention": "nsa"}).model_dump() != record["model"]:
+        return None
+    for row in record["rows"]:
+        measured = row[model.attention]
+        same = (row["seq_len"], row["micro_batch"]) == (train.seq_len, train.micro_batch_size or train.batch_size)
+        if same and measured["cuda_graph"] == config.runtime.cuda_graph and config.runtime.compile:
+            return measured["tokens_per_s"], record["device"]
+    return None

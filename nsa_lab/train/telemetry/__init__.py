@@ -1,0 +1,1 @@
+"""What the trainer says about itself while it trains: events, phases, the heartbeat, TensorBoard."""

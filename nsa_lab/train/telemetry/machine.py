@@ -1,0 +1,39 @@
+"""What the trainer takes of the machine: memory of the process and of the GPU, and how busy the GPU is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now; its peak where /proc is not at hand."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """Most memory held so far: by tensors on a GPU, by the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def gpu_utilisation(device: torch.device) -> tuple[Any, str | None]:
+    """A function giving the GPU's utilisation in percent or None, and why it gives None."""
+    if device.type != "cuda":
+        return lambda: None, "the device is a CPU"
+    try:
+        torch.cuda.utilization(device)
+    except (ModuleNotFoundError, RuntimeError) as error:
+        return lambda: None, str(error).splitlines()[0]
+    return lambda: float(torch.cuda.utilization(device)), None

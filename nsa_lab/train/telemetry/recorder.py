@@ -1,0 +1,169 @@
+"""What the trainer says about itself, in one place: events, TensorBoard, status and the lines of trainer.log.
+
+Only the first rank records progress; every rank may record an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nsa_lab.runs import directory
+from nsa_lab.runs.checkpoints import step_of
+from nsa_lab.train.checkpoint import Quarantined, Saved
+from nsa_lab.train.guard import Finding
+from nsa_lab.train.preflight.check import Check
+from nsa_lab.train.telemetry.event_log import EventLog
+from nsa_lab.train.telemetry.mirror import TensorBoardMirror
+from nsa_lab.train.telemetry.phases import Phases
+
+logger = logging.getLogger("nsa_lab.train")
+
+STATUS_EVERY_S = 5.0
+
+
+class Recorder:
+    """Writes for one attempt of one run. `first` says whether this is the rank that records progress."""
+
+    def __init__(self, run_dir: Path, log: EventLog, *, first: bool, steps: int, tokens_per_step: int) -> None:
+        self.run_dir, self.log, self.phases = run_dir, log, Phases()
+        self._first, self._steps, self._tokens_per_step = first, steps, tokens_per_step
+        self._mirror: TensorBoardMirror | None = None
+        self._status_written = 0.0
+
+    def at(self, step: int) -> None:
+        """From here on, events are about this step."""
+        self.log.step, self.log.tokens = step, step * self._tokens_per_step
+
+    def begin(self, from_step: int, fields: dict[str, Any]) -> None:
+        """The first event of an attempt: `start` at step 0, else `resume`."""
+        self.at(from_step)
+        if not self._first:
+            return
+        self._mirror = TensorBoardMirror(self.run_dir / directory.TENSORBOARD, from_step)
+        kind = "resume" if from_step else "start"
+        # The settings stand in config.yaml; a checkpoint repeats them, an event need not.
+        told = {name: value for name, value in fields.items() if name not in ("run", "trajectory")}
+        self.log.event(kind, from_step=from_step, steps=self._steps, tensorboard=self._mirror.why_off or "on", **told)
+        logger.info("%s of %s at step %d of %d", kind, self.log.run, from_step, self._steps)
+
+    def step(self, step: int, numbers: dict[str, Any]) -> None:
+        """The numbers of a step; it may be the one before the step that the run is at."""
+        if not self._first:
+            return
+        self._write("step", step, numbers)
+        logger.info(
+            "step %d/%d  loss %.4f  lr %.3g  grad norm %.3g  %.0f tokens/s",
+            step,
+            self._steps,
+            numbers["loss"],
+            numbers["lr"],
+            numbers["grad_norm"],
+            numbers["tokens_per_s"],
+        )
+        if time.monotonic() - self._status_written > STATUS_EVERY_S:
+            self.status(directory.RUNNING)
+
+    def evaluation(self, split: str, loss: float, bpb: float) -> None:
+        if self._first:
+            numbers = {"split": split, "loss": loss, "bpb": bpb, "seconds": self.phases.last("eval")}
+            self._write("eval", self.log.step, numbers)
+            logger.info("step %d  %s loss %.4f  %.4f bits per byte", self.log.step, split, loss, bpb)
+
+    def saved(self, saved: Saved) -> None:
+        self.log.event(
+            "checkpoint",
+            step=step_of(saved.path),
+            path=f"{directory.CHECKPOINTS}/{saved.path.name}",
+            bytes=saved.size_bytes,
+            seconds=round(saved.seconds, 3),
+            pruned=saved.pruned,
+        )
+        logger.info("saved %s, %.1f MB in %.2f s", saved.path.name, saved.size_bytes / 1e6, saved.seconds)
+        self.status(directory.RUNNING)
+
+    def failed_save(self, error: OSError) -> None:
+        self.log.event("error", where="save", type=type(error).__name__, message=str(error), fatal=False)
+        logger.error("saving failed: %s", error)
+
+    def quarantined(self, found: Quarantined) -> None:
+        problems = "; ".join(found.problems)
+        self.log.event(
+            "guard",
+            rule="checkpoint",
+            value=problems,
+            limit=None,
+            action="quarantined",
+            path=found.path.relative_to(self.run_dir).as_posix(),
+            checkpoint_step=found.step,
+            text=f"the checkpoint of step {found.step} is damaged and was moved aside: {problems}",
+        )
+        logger.warning("checkpoint of step %d quarantined: %s", found.step, problems)
+
+    def preflight(self, check: Check) -> None:
+        if self._first:
+            self.log.event("preflight", **asdict(check))
+            logger.info(
+                "preflight %-20s %s  %s (limit: %s)",
+                check.name,
+                "ok    " if check.ok else "FAILED",
+                check.value,
+                check.limit,
+            )
+
+    def finding(self, finding: Finding) -> None:
+        if self._first:
+            self.log.event("guard", **asdict(finding))
+            logger.warning("%s: %s", finding.rule, finding.text)
+
+    def error(self, error: BaseException, *, expected: bool = False) -> None:
+        """The `error` event of any rank, with the traceback; the log shows that for a bug only."""
+        self.log.event(
+            "error",
+            where=self.phases.current()[0],
+            type=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            fatal=True,
+        )
+        logger.error("%s", error, exc_info=None if expected else error)
+
+    def end(self, kind: str, status: str, exit_code: int, reason: str) -> None:
+        """The last event and the final status of an attempt: `end`, or `halt` with its reason."""
+        if not self._first:
+            return
+        self.log.event(kind, status=status, exit_code=exit_code, reason=reason)
+        self.status(status, exit_code=exit_code, reason=reason)
+        logger.info("%s at step %d: %s", status, self.log.step, reason)
+
+    def status(self, status: str, *, exit_code: int | None = None, reason: str | None = None) -> None:
+        if self._first:
+            directory.write_status(
+                self.run_dir,
+                run=self.log.run,
+                status=status,
+                attempt=self.log.attempt,
+                pid=os.getpid(),
+                step=self.log.step,
+                steps=self._steps,
+                tokens=self.log.tokens,
+                exit_code=exit_code,
+                reason=reason,
+            )
+            self._status_written = time.monotonic()
+
+    def close(self) -> None:
+        if self._mirror:
+            self._mirror.close()
+        self.log.close()
+
+    def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
+        self.log.event(kind, step=step, tokens=step * self._tokens_per_step, **numbers)
+        if self._mirror:
+            group = f"eval/{numbers['split']}" if kind == "eval" else "train"
+            self._mirror.write(group, step, numbers)

@@ -1,0 +1,1 @@
+"""What the notebooks call: explorers, live views, samples, tables, and the runner that executes a notebook headlessly."""

@@ -1,0 +1,85 @@
+"""Runs beside each other, at one layer, one head group, one step: the views of notebook 05's explorer, usable without it.
+
+Every view takes runs (paths or histories). The text reads their records alone; the map of what a model selects needs a
+checkpoint of the run. The curves of one layer are in `figures.layers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from nsa_lab.figures import selection_by_layer
+from nsa_lab.figures.layers import STATISTICS
+from nsa_lab.figures.run_axes import BRANCH_NAMES, Run
+from nsa_lab.runs import checkpoints
+from nsa_lab.runs.history import History
+from nsa_lab.workbook.samples import observed_blocks
+
+NAMES_WIDTH = 36
+
+
+def numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
+    """What each run said last at or before `step`, one column per run: loss, pace, gates and selection of one layer."""
+    columns = {(history := History.read(run)).run: _numbers(history, layer, step) for run in runs}
+    lines = [" " * NAMES_WIDTH + "".join(f"  {run:>10}" for run in columns)]
+    for name in next(iter(columns.values()), {}):
+        lines.append(
+            f"{name:<{NAMES_WIDTH}}" + "".join(f"  {column[name]:>{max(len(run), 10)}}" for run, column in columns.items())
+        )
+    return "\n".join(lines)
+
+
+def selection_map(run: Run, layer: int, group: int, step: int | None = None) -> Figure:
+    """Which blocks one layer and head group selects on a text of the standard library, by the checkpoint nearest to `step`.
+
+    Raises `NoCheckpoint` where the run has none, `ValueError` for a dense run or a layer or group that it has not.
+    """
+    history = History.read(run)
+    model = history.config.model
+    if model.attention != "nsa":
+        raise ValueError(f"{history.run}: a dense model selects nothing")
+    if not (0 <= layer < model.n_layers and 0 <= group < model.n_kv_groups):
+        raise ValueError(
+            f"layer {layer}, head group {group}: {history.run} has layers 0 to {model.n_layers - 1} and head "
+            f"groups 0 to {model.n_kv_groups - 1}"
+        )
+    there = checkpoint_steps(history)
+    nearest = min(there, key=lambda at: abs(at - step)) if there and step is not None else max(there, default=None)
+    blocks = observed_blocks(history.run_dir, step=nearest)[layer][0, :, group]
+    return selection_by_layer(
+        {layer: blocks}, history.config.nsa, f"{history.run}, step {nearest:,}, group {group}, on argparse.py"
+    )
+
+
+def checkpoint_steps(run: Run) -> list[int]:
+    """Steps that the run has a checkpoint of on disk, ascending."""
+    return checkpoints.steps(checkpoints.folder_of(History.read(run).run_dir))
+
+
+def _numbers(history: History, layer: int, step: int) -> dict[str, str]:
+    at, bpb = _last(*history.series("bpb"), step)
+    numbers = {
+        "step": "–" if at is None else f"{at:,}",
+        "training batch, bits per byte": _text(bpb),
+        "validation, bits per byte": _text(_last(*history.validation(), step)[1]),
+        "tokens per second": _text(_last(*history.series("tokens_per_s"), step)[1], "{:,.0f}"),
+    }
+    named = {f"gate_share_{branch}": f"gate share, {label}" for branch, label in BRANCH_NAMES.items()} | STATISTICS
+    for name, label in named.items():
+        steps, values = history.layers(name)
+        known = values[:, layer] if values.shape[1] > layer else np.full(len(steps), np.nan)
+        numbers[label] = _text(_last(steps, known, step)[1])
+    return numbers
+
+
+def _last(steps: np.ndarray, values: np.ndarray, step: int) -> tuple[int | None, float]:
+    upto = np.flatnonzero(steps <= step)
+    return (int(steps[upto[-1]]), float(values[upto[-1]])) if len(upto) else (None, math.nan)
+
+
+def _text(value: float, form: str = "{:.3f}") -> str:
+    return form.format(value) if math.isfinite(value) else "–"

@@ -1,0 +1,119 @@
+"""Following a run in a notebook, until no trainer works on it any more.
+
+The trainer is another process; this only reads its event file. Where a front end is open the run is shown in a `RunPanel`,
+which a static picture replaces at the end; headless, one display handle carries a compact line and no widget is made, so
+that an executed notebook stays small.
+
+Following is a coroutine: a kernel answers widgets while a cell awaits, and not while a cell computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from IPython.display import Image, display
+
+from nsa_lab.figures import progress
+from nsa_lab.figures.style import title
+from nsa_lab.runs import directory, launch
+from nsa_lab.runs.events import Tail
+from nsa_lab.runs.history import History
+from nsa_lab.runs.live import RunView
+from nsa_lab.workbook.notebook import Stop, log_tail
+from nsa_lab.workbook.panel import RunPanel
+from nsa_lab.workbook.show import has_front_end, image
+
+EVERY_S, PICTURE_EVERY_S = 2.0, 6.0
+# Drawing takes at most this share of the time, also where the machine is busy or the run is long.
+DRAWING_SHARE = 0.1
+POLL_S = 0.25
+
+
+class _Text(str):
+    """Shown as it is, without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+async def follow(run: Path, *, with_widgets: bool | None = None) -> str:
+    """Follow the run until no trainer works on it; the state it is left in.
+
+    In a cell: `await follow(run)`. `with_widgets`: yes, no, or (None) only where a front end is open. With them, a run that
+    is stopped is waited for until it is resumed or left. Interrupting the cell ends the following, never the run.
+    """
+    view, tail = RunView(run), Tail(run)
+    follow_it = _follow_in_panel if (has_front_end() if with_widgets is None else with_widgets) else _follow_in_line
+    try:
+        state = await follow_it(run, view, tail)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise Stop(_when_interrupted(run)) from None
+    if state == "DEAD":
+        print(f"the trainer left no word; the end of its log:\n{log_tail(run)}")
+    return state
+
+
+def _when_interrupted(run: Path) -> str:
+    if not launch.is_alive(run):
+        return f"following was interrupted; the run is {launch.state(run)}, and nsa-lab resume {run.name} goes on with it"
+    return (
+        "following was interrupted and the trainer goes on; run this cell again to follow it, "
+        f"or stop it with: nsa-lab stop {run.name}"
+    )
+
+
+async def _follow_in_line(run: Path, view: RunView, tail: Tail) -> str:
+    line, said = display(_Text("waiting for the trainer"), display_id=True), 0.0
+    while launch.is_alive(run):
+        view.take(tail.read())
+        if time.monotonic() - said >= EVERY_S:
+            line.update(_Text(view.line()))
+            said = time.monotonic()
+        await asyncio.sleep(POLL_S)
+    view.take(tail.read())
+    state = launch.state(run)
+    line.update(_Text(f"{state}: {view.line()}"))
+    return state
+
+
+async def _follow_in_panel(run: Path, view: RunView, tail: Tail) -> str:
+    panel = RunPanel(run, view.config.train.steps)
+    handle = display(panel.view, display_id=True)
+    said, draw_at, drawn, picture = 0.0, 0.0, -1, None
+    try:
+        while True:
+            state = launch.state(run)
+            over = not panel.busy and (
+                state in (directory.DONE, directory.HALTED, "DEAD") or (state == directory.PREEMPTED and panel.left)
+            )
+            view.take(tail.read())
+            now = time.monotonic()
+            if over or now - said >= EVERY_S:
+                panel.show(view, state)
+                said = now
+            if over or (now >= draw_at and view.step != drawn):
+                drawn = view.step
+                picture = _draw(panel, run)
+                draw_at = time.monotonic() + max(PICTURE_EVERY_S, (time.monotonic() - now) / DRAWING_SHARE)
+            if over:
+                break
+            await asyncio.sleep(POLL_S)
+    finally:
+        panel.freeze()
+    # The page that is saved keeps a picture, and no widget that nobody answers any more.
+    handle.update(picture or _Text("the run recorded no step"))
+    display(_Text(f"{state}: {view.line()}"))
+    return state
+
+
+def _draw(panel: RunPanel, run: Path) -> Image | None:
+    """Put new curves into the panel; the same as a static picture, or None where nothing was recorded."""
+    history = History.read(run)
+    if not history.steps:
+        return None
+    figure = progress(history)
+    drawn = image(figure, title(figure))
+    panel.draw(drawn.data)
+    return drawn

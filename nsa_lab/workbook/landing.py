@@ -1,0 +1,41 @@
+"""What the landing notebook says: what this machine can do, and which runs there are. Markdown, to be displayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nsa_lab.attention import resolve_backend
+from nsa_lab.config import NSAConfig
+from nsa_lab.runs import launch, names
+from nsa_lab.runs.history import History
+
+LATEST_RUNS = 12
+
+
+def machine() -> str:
+    """The device that training picks here, and what each part of attention runs on and why."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    choices = resolve_backend(device, torch.bfloat16 if cuda else torch.float32, NSAConfig())
+    rows = [f"| {part} | {choice.backend} | {choice.reason} |" for part, choice in choices.items()]
+    named = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+    return "\n".join([f"**{named}**, torch {torch.__version__}", "", "| part | backend | why |", "|---|---|---|", *rows])
+
+
+def runs(outputs: str = "") -> str:
+    """The latest runs, newest first, with their reports where they have one."""
+    folder = names.root() / outputs if outputs else names.outputs_folder()
+    found = list(reversed(names.run_directories(folder)))[:LATEST_RUNS]
+    if not found:
+        return f"No runs in `{folder}` yet: notebook 03 makes one."
+    return "\n".join(["| run | state | step | report |", "|---|---|---|---|", *map(_row, found)])
+
+
+def _row(run: Path) -> str:
+    history, page = History.read(run), run / "report.html"
+    # Links are read from the folder of the notebook; a page elsewhere is named by its path.
+    link = f"[report](../{page.relative_to(names.root())})" if page.is_relative_to(names.root()) else f"`{page}`"
+    steps = f"{history.reached:,} of {history.config.train.steps:,}"
+    return f"| `{run.name}` | {launch.state(run)} | {steps} | {link if page.is_file() else ''} |"

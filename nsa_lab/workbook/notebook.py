@@ -1,0 +1,173 @@
+"""What a training notebook does besides drawing: parameters to a configuration, a run to follow, a verdict at the end.
+
+A problem that the reader can solve is one line in the notebook, not a traceback: `Stop`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa_lab.config import ConfigError, RunConfig, parse_override
+from nsa_lab.data import DataError
+from nsa_lab.health import examine
+from nsa_lab.health.answers import answers
+from nsa_lab.runs import directory, launch, names
+from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.environment import code_identity
+from nsa_lab.runs.history import History
+
+LOG_LINES = 12
+
+
+class Stop(Exception):
+    """Ends a notebook with one line that says what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+def configuration(name: str, sections: dict[str, dict[str, Any]], run_dir: str = "") -> RunConfig:
+    """`params/<name>.yaml` with `sections` laid over it, or what `run_dir` was made with.
+
+    Without a file of that name the sections are the whole configuration. Raises `Stop` with a line for each problem.
+    """
+    given = {section: _numbers(section, values) for section, values in sections.items() if values}
+    try:
+        if run_dir:
+            if given:
+                raise ConfigError(
+                    f"run_dir = {run_dir!r} and values for {', '.join(given)}: a run keeps its "
+                    "configuration; leave run_dir empty to change it, or the sections to attach to the run"
+                )
+            return History.read(run_directory(run_dir)).config
+        file = names.root() / "params" / f"{name}.yaml"
+        if given and not file.is_file():
+            return RunConfig.from_dict({"name": name, **given})
+        return RunConfig.from_yaml(names.params_file(name), given)
+    except (ConfigError, RunDirectoryError) as error:
+        raise Stop(f"{type(error).__name__}: {error}") from None
+
+
+def run_directory(run_dir: str) -> Path:
+    """A run directory by path (from the project's folder), by id, or by the beginning of its id."""
+    here = names.root() / run_dir
+    return names.find_run(str(here) if here.is_dir() else run_dir, names.outputs_folder())
+
+
+def start(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: bool = False) -> Path:
+    """The directory of a run that is under way or finished; says what it did to get there. Raises `Stop`.
+
+    With `run_dir`, that run: attached to, resumed, or shown. Otherwise the latest run of exactly this configuration that is
+    unfinished; else one that this very code finished; else, or with `new_run`, a new run.
+    """
+    folder = names.root() / outputs if outputs else names.outputs_folder()
+    try:
+        if run_dir:
+            found = run_directory(run_dir)
+        elif new_run:
+            found = None
+        else:
+            found = launch.find_unfinished(config, folder) or _finished(config, folder)
+        if found is None:
+            run = launch.ensure(config, folder, new=True)
+            print(f"new run: {run}")
+            return run
+        before = launch.state(found)
+        run = launch.ensure(found)
+    except (ConfigError, DataError, RunDirectoryError) as error:
+        raise Stop(f"{type(error).__name__}: {error}") from None
+    did = {
+        directory.RUNNING: "attached to the run that is under way",
+        directory.DONE: "this run is finished and is shown below; set new_run = True to train again",
+        directory.HALTED: f"this run was halted; read why below, then: nsa-lab resume {run.name}",
+    }
+    print(f"{did.get(before, 'resumed from its newest checkpoint')}: {run}")
+    return run
+
+
+def print_verdicts(run: str | Path | History) -> None:
+    """Every verdict on the run, one line each, and the headline."""
+    health = examine(run)
+    print(*health.verdicts, sep="\n")
+    print(f"\n{health.headline}\n")
+
+
+def print_answers(run: str | Path | History) -> None:
+    """Did it work, how fast, is the gate alive, is selection doing anything: one line each."""
+    for answer in answers(examine(run).verdicts):
+        print(f"{answer.mark:<4} {answer.name} {answer.text}")
+
+
+def print_columns(head: Sequence[str], rows: Iterable[tuple[str, *tuple[float | None, ...]]]) -> None:
+    """Numbers beside each other, one line per name; what is not known is a dash."""
+    print(f"{head[0]:<32}" + "".join(f"{name:>18}" for name in head[1:]))
+    for name, *values in rows:
+        print(f"{name:<32}" + "".join(f"{_number(value):>18}" for value in values))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+
+
+def verdict(run: Path) -> None:
+    """Print the verdicts on the run. Raises `Stop` if it ended badly, so that the notebook says so too."""
+    print_verdicts(run)
+    state = launch.state(run)
+    if state in (directory.HALTED, "DEAD"):
+        reason = directory.read_status(run).get("reason") if state == directory.HALTED else "its trainer was killed"
+        raise Stop(f"the run is {state}: {reason}; go on with: nsa-lab resume {run.name}")
+
+
+def log_tail(run: Path) -> str:
+    """The last lines of the trainer's log, for a trainer that died without a word."""
+    log = run / directory.LOG
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return "\n".join(lines[-LOG_LINES:])
+
+
+def latest_finished(outputs: str = "") -> Path:
+    """The newest run directory whose run is DONE. Raises `Stop` if there is none."""
+    folder = names.root() / outputs if outputs else names.outputs_folder()
+    for run in reversed(names.run_directories(folder)):
+        if directory.read_status(run).get("status") == directory.DONE:
+            return run
+    raise Stop(f"no finished run in {folder}; make one with: nsa-lab run smoke")
+
+
+def other_runs(runs: list[History], outputs: str = "") -> list[Path]:
+    """Runs in the folder besides these that recorded anything, newest first."""
+    folder = names.root() / outputs if outputs else names.outputs_folder()
+    known = {history.run for history in runs}
+    there = reversed(names.run_directories(folder))
+    return [run for run in there if run.name not in known and (run / directory.EVENTS).is_file()]
+
+
+def _finished(config: RunConfig, folder: Path) -> Path | None:
+    """The latest run that is DONE, of exactly this configuration and made by this very code."""
+    source = code_identity()["source"]
+    for run in reversed(names.run_directories(folder)):
+        environment = run / directory.ENVIRONMENT
+        if directory.read_status(run).get("status") != directory.DONE or not environment.is_file():
+            continue
+        known = json.loads(environment.read_text(encoding="utf-8"))
+        same = known.get("config_hash") == config.hash() and known.get("code", {}).get("source") == source
+        if same and run.name.startswith(f"{config.name}-"):
+            return run
+    return None
+
+
+def _numbers(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Papermill reads `lr: 1e-3` from YAML 1.1 as the text "1e-3"; here such a text is the number it means."""
+    if not isinstance(values, dict):
+        raise Stop(f"{section} = {values!r}: expected a mapping of keys and values")
+
+    def number(value: Any) -> Any:
+        read = parse_override(f"value={value}")[1] if isinstance(value, str) and "e" in value.lower() else value
+        return read if isinstance(read, float) else value
+
+    return {key: number(value) for key, value in values.items()}

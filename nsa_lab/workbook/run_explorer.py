@@ -1,0 +1,124 @@
+"""The explorer of notebook 05: choose runs, a view, a layer, a head group and a step; see the runs beside each other.
+
+Every view is a function of `figures` or `compare`. Without a front end no widget is created, and the views are drawn once.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+import ipywidgets as widgets
+from IPython.display import display
+from matplotlib.figure import Figure
+
+from nsa_lab import figures
+from nsa_lab.figures.layers import STATISTICS
+from nsa_lab.figures.style import png
+from nsa_lab.generate import NoCheckpoint
+from nsa_lab.runs.history import History
+from nsa_lab.workbook import compare
+from nsa_lab.workbook.show import has_front_end, show
+
+MAP, LOSS, GATES = "blocks selected", "loss", "gate shares"
+VIEWS = (LOSS, GATES, *STATISTICS, MAP)
+
+
+def explore_runs(
+    chosen: Sequence[figures.Run],
+    others: Sequence[figures.Run] = (),
+    *,
+    layer: int = 0,
+    group: int = 0,
+    step: int | None = None,
+    with_widgets: bool | None = None,
+) -> None:
+    """Show the explorer on the `chosen` runs; `others` can be chosen too. `with_widgets` as in `explore`."""
+    if has_front_end() if with_widgets is None else with_widgets:
+        display(run_explorer(chosen, others, layer=layer, group=group, step=step))
+        return
+    histories = list(_named(chosen).values())
+    at = last_step(histories) if step is None else step
+    print(compare.numbers_at(histories, layer, at))
+    for view in (GATES, MAP):
+        drawn, problems = views_of(histories, view, layer, group, at)
+        for figure in drawn:
+            show(figure)
+        print("\n".join(problems), end="\n" if problems else "")
+
+
+def views_of(runs: Sequence[figures.Run], view: str, layer: int, group: int, step: int) -> tuple[list[Figure], list[str]]:
+    """The pictures of one of `VIEWS`, and a line for each run that has none."""
+    if view == LOSS:
+        return [figures.loss_curves(runs)], []
+    if view == GATES:
+        return [figures.gates_of_layer(runs, layer, step)], []
+    if view in STATISTICS:
+        return [figures.statistic_of_layer(runs, view, layer, step)], []
+    drawn, problems = [], []
+    for run in runs:
+        try:
+            drawn.append(compare.selection_map(run, layer, group, step))
+        except (NoCheckpoint, ValueError) as error:
+            problems.append(f"no map: {error}")
+    return drawn, problems
+
+
+def last_step(histories: Sequence[History]) -> int:
+    return max((history.reached for history in histories), default=0)
+
+
+def _named(runs: Sequence[figures.Run]) -> dict[str, History]:
+    return {history.run: history for history in map(History.read, runs)}
+
+
+def run_explorer(
+    chosen: Sequence[figures.Run],
+    others: Sequence[figures.Run] = (),
+    *,
+    layer: int = 0,
+    group: int = 0,
+    step: int | None = None,
+) -> widgets.VBox:
+    """The controls and the pictures as one widget."""
+    known = _named([*chosen, *others])
+    layers = max(history.config.model.n_layers for history in known.values())
+    groups = max(history.config.model.n_kv_groups for history in known.values())
+    end = last_step(list(known.values()))
+    which = widgets.SelectMultiple(
+        options=list(known),
+        value=list(_named(chosen)),
+        description="runs",
+        rows=min(len(known), 6),
+        layout=widgets.Layout(width="60%"),
+    )
+    view = widgets.Dropdown(options=[(STATISTICS.get(name, name), name) for name in VIEWS], value=GATES, description="view")
+    depth = widgets.Dropdown(
+        options=list(range(layers)), value=layer, description="layer", layout=widgets.Layout(width="11em")
+    )
+    heads = widgets.Dropdown(
+        options=list(range(groups)), value=group, description="head group", layout=widgets.Layout(width="11em")
+    )
+    at = widgets.IntSlider(
+        value=end if step is None else step,
+        min=0,
+        max=end,
+        description="step",
+        continuous_update=False,
+        layout=widgets.Layout(width="60%"),
+    )
+    pictures, text = widgets.VBox(), widgets.HTML()
+
+    def redraw(_change: object = None) -> None:
+        runs = [known[name] for name in which.value]
+        drawn, problems = views_of(runs, view.value, depth.value, heads.value, at.value) if runs else ([], ["choose a run"])
+        pictures.children = [
+            widgets.Image(value=png(figure), format="png", layout=widgets.Layout(max_width="100%")) for figure in drawn
+        ]
+        told = "\n".join([compare.numbers_at(runs, depth.value, at.value), *problems])
+        text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(told)}</pre>"
+
+    for control in (which, view, depth, heads, at):
+        control.observe(redraw, names="value")
+    redraw()
+    return widgets.VBox([which, widgets.HBox([view, depth, heads]), at, pictures, text])

@@ -1,0 +1,28 @@
+"""Putting a figure into a notebook: a PNG with alt text, and whether there is a person at a front end to show it to."""
+
+from __future__ import annotations
+
+import os
+
+from IPython.display import Image, display
+from matplotlib.figure import Figure
+
+from nsa_lab.figures.style import png, title
+
+
+def show(figure: Figure, alt: str | None = None) -> None:
+    """Display the figure once, as an image that carries `alt` (default: its title) for readers who cannot see it."""
+    display(image(figure, alt))
+
+
+def image(figure: Figure, alt: str | None = None) -> Image:
+    """The figure as a displayable image with alt text."""
+    return Image(data=png(figure), format="png", alt=alt or title(figure))
+
+
+def has_front_end() -> bool:
+    """Whether a Jupyter server started this kernel for a notebook that somebody has open.
+
+    Jupyter servers name the notebook in JPY_SESSION_NAME; papermill, nbconvert and nbval start their kernels without it.
+    """
+    return "JPY_SESSION_NAME" in os.environ

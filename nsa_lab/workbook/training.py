@@ -1,0 +1,114 @@
+"""What notebooks 03 and 04 do below their parameters, from the configuration to the verdict: each cell is one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nsa_lab import figures
+from nsa_lab.config import RunConfig
+from nsa_lab.runs.history import History
+from nsa_lab.workbook import follow, notebook, samples
+from nsa_lab.workbook.show import show
+
+
+@dataclass
+class Training:
+    """One run as a training notebook sees it. `start` finds or makes it; what comes after reads it.
+
+    A problem that the reader can solve ends the cell with one line, a `Stop`.
+    """
+
+    config: RunConfig
+    run_dir: str
+    outputs: str
+    new_run: bool
+    prompt: str
+    sample_tokens: int
+    _run: Path | None = field(default=None, init=False)
+    _history: History | None = field(default=None, init=False)
+
+    @property
+    def run(self) -> Path:
+        """The run's directory. Raises `Stop` before `start`."""
+        if self._run is None:
+            raise notebook.Stop("there is no run yet: run the cell that starts it first")
+        return self._run
+
+    @property
+    def history(self) -> History:
+        """The run's record as it was when following ended, or when it was first asked for."""
+        if self._history is None:
+            self._history = History.read(self.run)
+        return self._history
+
+    def describe(self) -> None:
+        """Print the shape of the untrained model, and what a step and all steps are in tokens."""
+        train = self.config.train
+        print(samples.untrained(self.config).describe(train.seq_len))
+        print(
+            f"a step: {train.sequences_per_step} sequences of {train.seq_len} tokens; "
+            f"{train.steps:,} steps are {train.steps * train.tokens_per_step:,} tokens"
+        )
+
+    def sample_before(self) -> None:
+        """Print what the untrained model makes of the prompt."""
+        print(samples.sample_before(self.config, samples.untrained(self.config), self.prompt, self.sample_tokens))
+
+    def start(self) -> None:
+        """Start the trainer, attach to it, resume it, or say that the run is finished (see `notebook.start`)."""
+        self._run = notebook.start(self.config, self.run_dir, outputs=self.outputs, new_run=self.new_run)
+        self._history = None
+
+    async def follow(self) -> None:
+        """Show the run until no trainer works on it; interrupting ends the following, never the run."""
+        await follow.follow(self.run)
+        self._history = None
+
+    def overview(self) -> None:
+        """Show the run at a glance: loss, gates, selection and pace."""
+        show(figures.overview(self.history))
+
+    def curves(self) -> None:
+        """Show the losses, and the optimiser's learning rate and gradient norm."""
+        show(figures.loss_curves(self.history))
+        show(figures.learning_rate(self.history))
+
+    def branches(self) -> None:
+        """Show gates and selection by layer; a dense model has neither."""
+        if self.config.model.attention == "nsa":
+            for draw in figures.BRANCH_PICTURES:
+                show(draw(self.history))
+
+    def pace(self) -> None:
+        """Show tokens per second, waiting for data, and memory."""
+        show(figures.throughput(self.history))
+
+    def sample_after(self) -> None:
+        """Print what the newest checkpoint makes of the prompt, or why there is none."""
+        print(samples.sample_after(self.run, self.prompt, self.sample_tokens))
+
+    def verdict(self) -> None:
+        """Print the verdicts on the run. Raises `Stop` if it ended badly, so that the notebook says so too."""
+        notebook.verdict(self.run)
+
+
+def configure(
+    name: str,
+    sections: dict[str, dict[str, Any]],
+    *,
+    run_dir: str = "",
+    outputs: str = "",
+    new_run: bool = False,
+    prompt: str,
+    sample_tokens: int,
+) -> Training:
+    """The parameters of a training notebook as a `Training`; prints the whole configuration. Raises `Stop`.
+
+    `sections` are laid over `params/<name>.yaml`; with `run_dir`, the configuration is what that run was made with. The
+    parameters mean what the notebook says of them.
+    """
+    config = notebook.configuration(name, sections, run_dir)
+    print(config.to_yaml())
+    return Training(config, run_dir, outputs, new_run, prompt, sample_tokens)

@@ -1,0 +1,538 @@
+"""Each verdict: one run that makes it fail, and the healthy run on which all of them stay silent."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_run import LAYERS, Event, configuration, evaluation, saved, step_event, write_checkpoint, write_run
+
+from nsa_lab.config import NSAConfig
+from nsa_lab.health import CHECKS, Verdict, as_record, examine, verdicts
+from nsa_lab.health.answers import QUESTIONS, answers
+from nsa_lab.health.branches import choice_range
+from nsa_lab.health.twins import beside_twin, side_by_side, twins
+from nsa_lab.runs import directory, names
+from nsa_lab.runs.history import History, facts
+from nsa_lab.runs.lock import sign_lock, take_lock
+from nsa_lab.runs.summary import shown_facts
+
+
+def named(found: list[Verdict], name: str) -> Verdict:
+    return next(verdict for verdict in found if verdict.name == name)
+
+
+def set_all(**values: Any) -> Callable[[list[Event]], None]:
+    """Spoils every `step` event that carries these fields."""
+
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            event.update({key: value for key, value in values.items() if key in event})
+
+    return spoil
+
+
+def append(*extra: Event) -> Callable[[list[Event]], None]:
+    def spoil(events: list[Event]) -> None:
+        events[-1:-1] = extra
+
+    return spoil
+
+
+def without(keep: Callable[[Event], bool]) -> Callable[[list[Event]], list[Event]]:
+    return lambda events: [event for event in events if keep(event)]
+
+
+def at(step: int, kind: str = "step", **values: Any) -> Callable[[list[Event]], None]:
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == kind and event["step"] == step:
+                event.update(values)
+
+    return spoil
+
+
+def layers(*values: float) -> list[float]:
+    assert len(values) == LAYERS
+    return list(values)
+
+
+def slow_tail(events: list[Event]) -> None:
+    for event in events:
+        if event["kind"] == "step" and event["step"] > 150:
+            event["dt_s"], event["tokens_per_s"] = 4.0, 1024.0
+
+
+def twice(events: list[Event]) -> None:
+    events.append(dict(next(e for e in events if e["kind"] == "step" and e["step"] == 70)))
+
+
+def growing(events: list[Event]) -> None:
+    for event in events:
+        if event["kind"] == "heartbeat":
+            event["rss_bytes"] = 10**9 + event["step"] * 10**7
+
+
+GUARD = {
+    "kind": "guard",
+    "attempt": 1,
+    "step": 90,
+    "rule": "frozen",
+    "value": 0.0,
+    "limit": 0.0,
+    "action": "warn",
+    "text": "step 90: the gate weights of layer 1 do not move",
+}
+STALL = {"kind": "stall", "attempt": 1, "step": 60, "phase": "data", "phase_age_s": 130.0, "limit_s": 120.0}
+ERROR = {
+    "kind": "error",
+    "attempt": 1,
+    "step": 60,
+    "where": "step",
+    "type": "ValueError",
+    "message": "boom\nmore",
+    "fatal": True,
+}
+
+FAILURES = {
+    "guards": (append(GUARD), "frozen (warn): step 90: the gate weights of layer 1"),
+    "finite numbers": (at(50, grad_norm=None, nonfinite=["grad_norm"]), "grad_norm is not finite at step 50"),
+    "errors": (append(ERROR), "ValueError at step 60: boom more"),
+    "stalls": (append(STALL), "phase data at step 60"),
+    "preflight": (at(0, "preflight", ok=False), "data: fine, limit fine (2 of 2 failed)"),
+    "loss fell": (at(200, "eval", bpb=6.1), "at least 25.0% below"),
+    "no leak": (at(200, bpb=0.01), "at step 200"),
+    "loss kept": (at(100, "eval", bpb=2.0), "best 2.000 at step 100"),
+    "generalises": (set_all(bpb=2.0), None),
+    "every step once": (without(lambda e: not (e["kind"] == "step" and e["step"] == 110)), "steps lost: 110"),
+    "learning rate": (at(100, lr=5e-4), "0.0005 at step 100, where the configuration says 0.0005868"),
+    "checkpoints": (without(lambda e: not (e["kind"] == "checkpoint" and e["step"] == 100)), "none was saved at step 100"),
+    "gates moved": (set_all(gate_entropy=[math.log(3)] * LAYERS), "pinned at ln 3"),
+    "gates alive": (set_all(gate_entropy=layers(0.9, 0.1, 0.9)), "collapsed onto one branch in layer 1"),
+    "selection chooses": (set_all(sel_reuse=layers(1.0, 0.93, 1.0)), "the same blocks in layers 0, 2"),
+    "selection reaches": (set_all(sel_distance=layers(8.5, 8.5, 6.98)), "only the nearest blocks are chosen in layer 2"),
+    "attention sink": (set_all(sel_sink_share=layers(0.1, 0.95, 0.1)), "95% of the selected attention in layer 1"),
+    "throughput": (slow_tail, "below 50% of it"),
+    "data wait": (set_all(data_s=0.2), "40.0% of the training time"),
+    "memory": (growing, "in the second"),
+}
+
+# A loss that is wrong in one way is wrong in another, too.
+CONSEQUENCES = {"loss fell": {"loss kept", "generalises"}, "no leak": {"generalises"}}
+
+
+def test_a_healthy_run_passes_every_verdict(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    for step in (100, 200):
+        write_checkpoint(run_dir, step)
+    health = examine(run_dir)
+    assert [v.name for v in health.verdicts if v.ok is not True] == []
+    assert len(health.verdicts) == len(CHECKS)
+    assert health.headline == "healthy"
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_spoilt_run_fails_the_verdict_and_says_so_first(name: str, tmp_path: Path) -> None:
+    spoil, text = FAILURES[name]
+    if name == "generalises":
+
+        def spoil(events: list[Event]) -> None:
+            for event in events:
+                if event["kind"] == "step" and event["step"] > 100:
+                    event["bpb"] = 1.2
+
+    health = examine(write_run(tmp_path, spoil=spoil))
+    assert {v.name for v in health.failed} - CONSEQUENCES.get(name, set()) == {name}
+    assert health.headline.startswith(f"NOT healthy: {name}: ")
+    assert text is None or text in health.headline
+    assert "\n" not in health.headline
+
+
+def test_every_verdict_has_a_run_that_fails_it() -> None:
+    assert len({*FAILURES, "finished"}) == len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (set_all(gate_update=layers(0.1, 0.0, 0.1)), "never moved in layer 1"),
+        (
+            set_all(gate_entropy=layers(0.9, 0.9, 0.9), gate_share_cmp=[0.3] * LAYERS, gate_share_win=[0.35] * LAYERS),
+            "gate never moved in every layer",
+        ),
+    ],
+)
+def test_a_gate_that_does_not_move_is_named(spoil: Any, text: str, tmp_path: Path) -> None:
+    assert text in named(verdicts(write_run(tmp_path, spoil=spoil)), "gates moved").text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (set_all(gate_saturation=layers(0.01, 0.8, 0.01)), "80% of the gate values are stuck at 0 or 1 in layer 1"),
+        (set_all(gate_share_sel=layers(0.01, 0.01, 0.01)), "branch sel holds 1.0%"),
+    ],
+)
+def test_a_gate_that_is_stuck_is_named(spoil: Any, text: str, tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=spoil)), "gates alive")
+    assert verdict.ok is False
+    assert text in verdict.text
+
+
+def test_a_choice_worse_than_chance_is_named(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=set_all(sel_reuse=layers(0.93, 0.5, 0.93)))), "selection chooses")
+    assert verdict.ok is False
+    assert "layer 1, less than chance" in verdict.text
+
+
+def test_a_step_counted_twice_is_named(tmp_path: Path) -> None:
+    assert "doubled: 70" in named(verdicts(write_run(tmp_path, spoil=twice)), "every step once").text
+
+
+def test_a_halt_is_named_before_the_end_that_it_caused(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        kept = [e for e in events if e["step"] <= 90 and e["kind"] != "end"]
+        reason = "step 91: the loss is nan; the update was skipped"
+        guard = {
+            "kind": "guard",
+            "attempt": 1,
+            "step": 91,
+            "rule": "non_finite",
+            "value": None,
+            "limit": 0.0,
+            "action": "halt",
+            "text": reason,
+            "nonfinite": ["value"],
+        }
+        halt = {"kind": "halt", "attempt": 1, "step": 90, "status": "HALTED", "exit_code": 3, "reason": reason}
+        return [*kept, guard, halt]
+
+    run_dir = write_run(tmp_path, spoil=spoil, status={"status": directory.HALTED, "reason": "step 91: the loss is nan"})
+    health = examine(run_dir)
+    assert health.headline.startswith("NOT healthy: guards: non_finite (halt): step 91: the loss is nan")
+    assert named(health.verdicts, "finished").ok is False
+
+
+def test_a_trainer_that_died_is_not_healthy_and_one_that_runs_is_not_judged(tmp_path: Path) -> None:
+    half = without(lambda e: e["step"] <= 100)
+    run_dir = write_run(tmp_path, spoil=half, status={"status": directory.RUNNING})
+    dead = named(verdicts(run_dir), "finished")
+    assert dead.ok is False
+    assert "gone without a word at step 100 of 200" in dead.text
+    lock = take_lock(run_dir)
+    sign_lock(lock, os.getpid())
+    try:
+        health = examine(run_dir)
+    finally:
+        os.close(lock)
+    assert health.ok
+    assert health.headline == "healthy so far: running, step 100 of 200"
+
+
+def test_a_stop_on_request_is_not_a_failure(tmp_path: Path) -> None:
+    half = without(lambda e: e["step"] <= 100)
+    run_dir = write_run(tmp_path, spoil=half, status={"status": directory.PREEMPTED, "reason": None})
+    health = examine(run_dir)
+    assert health.ok
+    assert "resume it to finish" in health.headline
+
+
+def killed_and_resumed(events: list[Event]) -> list[Event]:
+    """Killed at step 130, resumed from the checkpoint of step 100."""
+    config = configuration()
+    first = [e for e in events if e["step"] <= 130 and e["kind"] != "end"]
+    resume = {"kind": "resume", "attempt": 2, "step": 100, "from_step": 100, "steps": 200, "device": "cpu"}
+    second = [step_event(step, config, attempt=2) for step in range(110, 201, 10)]
+    second += [evaluation(step, 2.1 + 5.9 * math.exp(-step / 40), attempt=2) for step in (150, 200)]
+    second.append(saved(200, attempt=2))
+    end = {"kind": "end", "attempt": 2, "step": 200, "status": directory.DONE, "exit_code": 0, "reason": "done"}
+    return [*first, resume, *sorted(second, key=lambda e: e["step"]), end]
+
+
+def test_a_killed_and_resumed_run_counts_every_step_once_and_tells_its_story(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, spoil=killed_and_resumed)
+    health = examine(run_dir)
+    assert health.ok, health.headline
+    story = named(health.verdicts, "every step once").text
+    assert story == "none lost, none doubled; 2 attempts: attempt 1 killed at step 130, attempt 2 went on from step 100"
+    history = History.read(run_dir)
+    assert [a.ending for a in history.attempts()] == ["killed", "done"]
+    assert len(history.steps) == 21
+    assert facts(history).attempts == 2
+
+
+def test_training_loss_is_told_as_a_mean_of_the_latest_readings(tmp_path: Path) -> None:
+    """The last batch alone is noise. Over fewer readings where the run has few, or it would lag behind."""
+
+    def noisy(events):
+        for event in events:
+            if event["kind"] == "step":
+                event["bpb"] = 1.0 + 0.5 * (-1) ** (event["step"] // 10)
+        events[-2 if events[-1]["kind"] == "end" else -1]["bpb"] = None
+
+    history = History.read(write_run(tmp_path / "long", configuration(train__steps=5000), noisy))
+    assert facts(history).last_train_bpb == pytest.approx(1.0, abs=0.02)
+    assert dict(shown_facts(history))["training, bits per byte"].endswith("(mean of the last 50 readings)")
+    short = History.read(write_run(tmp_path / "short"))
+    assert facts(short).last_train_bpb == pytest.approx(np.mean([event["bpb"] for event in short.steps[-2:]]))
+    first = History.read(write_run(tmp_path / "first", spoil=lambda events: [e for e in events if e["step"] <= 1]))
+    assert dict(shown_facts(first))["training, bits per byte"] == f"{first.steps[0]['bpb']:.3f}"
+    none = History.read(write_run(tmp_path / "none", spoil=lambda events: events[:1]))
+    assert facts(none).last_train_bpb is None
+
+
+def test_the_four_questions_are_answered_by_the_verdicts(tmp_path: Path) -> None:
+    healthy = answers(verdicts(write_run(tmp_path / "healthy")))
+    assert [answer.name for answer in healthy] == list(QUESTIONS)
+    assert all(answer.ok for answer in healthy)
+    frozen = answers(verdicts(write_run(tmp_path / "frozen", spoil=set_all(gate_entropy=[math.log(3)] * LAYERS))))
+    assert [answer.ok for answer in frozen] == [False, True, False, True]
+    assert "pinned at ln 3" in frozen[0].text
+    assert "pinned at ln 3" in frozen[2].text
+    dense = answers(verdicts(write_run(tmp_path / "dense", configuration(model__attention="dense"))))
+    assert [answer.ok for answer in dense] == [True, True, None, None]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Callable[..., tuple[History, History]]:
+    """pair(over, **changes of the dense one) -> an NSA run whose validation lies `over` above that of its dense twin."""
+
+    def make(over: float, **changes: Any) -> tuple[History, History]:
+        def worse(events: list[Event]) -> None:
+            for event in events:
+                if event["kind"] == "eval" and event["step"]:
+                    event["bpb"] *= 1 + over
+
+        dense = write_run(tmp_path / "dense", configuration(model__attention="dense", **changes))
+        return History.read(write_run(tmp_path / "nsa", spoil=worse)), History.read(dense)
+
+    return make
+
+
+@pytest.mark.parametrize(("over", "ok"), [(-0.05, True), (0.009, True), (0.011, False)])
+def test_the_dense_twin_sets_the_limit(over: float, ok: bool, pair: Any) -> None:
+    nsa, dense = pair(over)
+    assert twins([dense, nsa]) == (nsa, dense)
+    same, good = beside_twin(nsa, dense)
+    assert same.ok is True
+    assert good.ok is ok
+    assert good.value == pytest.approx(over)
+    assert f"at step 200: {over:+.2%}" in good.text
+    ratios = {name: ratio for name, *_, ratio in side_by_side(nsa, dense)}
+    assert ratios["tokens per second, median"] == 1.0
+    assert ratios["validation, bits per byte"] == pytest.approx(1 + over)
+
+
+def test_twins_that_trained_differently_are_named(pair: Any) -> None:
+    nsa, dense = pair(0.0, train__lr=2e-3, train__log_every=5)
+    assert beside_twin(nsa, dense)[0].ok is False
+    assert beside_twin(nsa, dense)[0].text == "they differ in train.lr"
+    assert twins([nsa, nsa]) is None
+    assert twins([nsa]) is None
+
+
+def test_twins_on_other_texts_are_named(pair: Any) -> None:
+    nsa, dense = pair(0.0)
+    for run, text in ((nsa, "a"), (dense, "b")):
+        run.of_kind("start")[0]["data_identity"] = text
+    assert beside_twin(nsa, dense)[0].text == "they differ in the data"
+
+
+def test_a_twin_that_was_not_evaluated_leaves_the_question_open(pair: Any) -> None:
+    nsa, dense = pair(0.0)
+    good = beside_twin(nsa, replace(dense, evaluations=dense.evaluations[:1]))[1]
+    assert good.ok is None
+
+
+def test_a_resume_that_skips_steps_is_named(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        return [e for e in killed_and_resumed(events) if not (e["attempt"] == 1 and e["step"] > 80 and e["kind"] == "step")]
+
+    verdict = named(verdicts(write_run(tmp_path, spoil=spoil)), "every step once")
+    assert verdict.ok is False
+    assert "steps lost: 90, 100;" in verdict.text
+
+
+def falsify(folder: Path) -> None:
+    """A manifest that was edited: what it says of the weights is true, what it says of itself is not."""
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    (folder / "MANIFEST.json").write_text(json.dumps({**manifest, "step": manifest["step"] + 1}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"1234"), "has 4 bytes, its manifest says 5"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"54321"), "does not match its sha256"),
+        (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json is missing"),
+        (lambda folder: (folder / "MANIFEST.json").write_text("{"), "MANIFEST.json cannot be read"),
+        (falsify, "MANIFEST.json does not match its own digest"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(damage: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    write_checkpoint(run_dir, 100)
+    damage(write_checkpoint(run_dir, 200))
+    verdict = named(verdicts(run_dir), "checkpoints")
+    assert verdict.ok is False
+    assert text in verdict.text
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_copy_of_the_committed_files_gives_the_verdicts_of_the_run(changes: dict, resumed: bool, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "there", configuration(**changes), killed_and_resumed if resumed else None)
+    for step in (100, 200):
+        write_checkpoint(run_dir, step)
+    for file in (directory.LOG, directory.LOCK, "stacks.txt"):
+        (run_dir / file).write_text("")
+    copy = tmp_path / "elsewhere" / run_dir.name
+    copy.mkdir(parents=True)
+    for file in (directory.CONFIG, directory.ENVIRONMENT, directory.EVENTS, directory.STATUS):
+        shutil.copy(run_dir / file, copy)
+    there, here = examine(run_dir), examine(copy)
+    judged = [[(v.name, v.ok, v.value, v.limit) for v in health.verdicts] for health in (there, here)]
+    assert judged[0] == judged[1]
+    assert (there.ok, there.headline) == (here.ok, here.headline)
+    assert "not kept with this copy" in named(here.verdicts, "checkpoints").text
+
+
+def test_a_copy_of_a_run_that_missed_a_save_fails_as_the_run_does(tmp_path: Path) -> None:
+    spoil, _ = FAILURES["checkpoints"]
+    assert named(verdicts(write_run(tmp_path, spoil=spoil)), "checkpoints").ok is False
+
+
+def test_a_quarantined_checkpoint_is_a_matter_of_checkpoints_not_of_guards(tmp_path: Path) -> None:
+    quarantined = {
+        "kind": "guard",
+        "attempt": 1,
+        "step": 100,
+        "rule": "checkpoint",
+        "value": "truncated",
+        "limit": None,
+        "action": "quarantined",
+        "text": "the checkpoint of step 100 is damaged and was moved aside: truncated",
+    }
+    assert [v.name for v in examine(write_run(tmp_path, spoil=append(quarantined))).failed] == ["checkpoints"]
+
+
+def test_a_dense_run_has_no_verdicts_on_gates_or_selection(tmp_path: Path) -> None:
+    health = examine(write_run(tmp_path, configuration(model__attention="dense")))
+    assert health.ok
+    assert not any("gate" in v.name or "selection" in v.name or "sink" in v.name for v in health.verdicts)
+
+
+def test_selection_is_not_judged_where_there_is_nothing_to_choose(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, configuration(train__seq_len=1024))), "selection chooses")
+    assert verdict.ok is None
+    assert "1024 tokens hold 16 blocks" in verdict.text
+
+
+def test_noise_must_stay_at_its_entropy(tmp_path: Path) -> None:
+    config = configuration(data__source="synthetic")
+    flat = write_run(tmp_path / "flat", config, set_all(bpb=7.99))
+    assert examine(flat).ok
+    assert named(verdicts(flat), "no leak").ok is True
+    leaking = write_run(tmp_path / "leaking", config, set_all(bpb=7.9))
+    assert [v.name for v in examine(leaking).failed] == ["no leak"]
+
+
+def test_a_run_that_wrote_nothing_yet_is_unknown_not_healthy_by_accident(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, status={"status": directory.PREEMPTED, "reason": "created, not started"})
+    (run_dir / directory.EVENTS).write_text("")
+    health = examine(run_dir)
+    assert health.ok
+    assert health.headline.startswith("healthy so far: step 0 of 200: created, not started")
+    assert not any(v.ok for v in health.verdicts if v.name in ("loss fell", "gates moved", "throughput", "learning rate"))
+
+
+def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    with open(run_dir / directory.EVENTS, "a", encoding="utf-8") as file:
+        file.write('{"v": 1, "kind": "st')
+    assert examine(run_dir).ok
+
+
+def test_choice_range_is_what_counting_gives() -> None:
+    nsa, length = NSAConfig(l_sel=4, n_sel=4, l=4, d=2), 64
+    chosen = near = far = 0
+    for t in range(length):
+        own = t // 4
+        forced = {0, own, max(own - 1, 0)}
+        rest = sorted(set(range(own + 1)) - forced)
+        free = min(own + 1, nsa.n_sel) - len(forced)
+        nearest, oldest = forced | set(rest[::-1][:free]), forced | set(rest[:free])
+        chosen += len(nearest)
+        near += sum(own - j for j in nearest)
+        far += sum(own - j for j in oldest)
+    span = choice_range(length, nsa)
+    assert span.free
+    assert span.nearest == pytest.approx(near / chosen)
+    assert span.farthest == pytest.approx(far / chosen)
+    assert not choice_range(16, nsa).free
+    assert choice_range(16, nsa).chance_reuse == 1.0
+
+
+def test_a_run_that_is_called_done_too_early_is_not_finished(tmp_path: Path) -> None:
+    half = without(lambda event: event["step"] <= 100)
+    verdict = named(verdicts(write_run(tmp_path, spoil=half)), "finished")
+    assert verdict.ok is False and verdict.text == "called DONE at step 100 of 200"
+
+
+def test_a_loss_that_rose_did_not_fall(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=at(200, "eval", bpb=12.0))), "loss fell")
+    assert verdict.ok is False and "above the start" in verdict.text
+
+
+def test_a_leak_in_validation_alone_is_seen(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=at(100, "eval", bpb=0.05))), "no leak")
+    assert verdict.ok is False and "lowest 0.050 bits per byte, at step 100" in verdict.text
+
+
+SHARED = [run for run in names.run_directories(names.root() / "outputs") if (run / directory.VERDICT).is_file()]
+
+
+@pytest.mark.parametrize("run", SHARED, ids=lambda run: run.name)
+def test_the_record_of_a_shared_run_gives_the_verdict_that_lies_beside_it(run: Path) -> None:
+    assert as_record(examine(run)) == json.loads((run / directory.VERDICT).read_text(encoding="utf-8"))
+
+
+# Executed notebooks are kept as they were printed, in the words of their day.
+IN_OUR_WORDS = {"bits a byte": "bits per byte"}
+
+
+def printed_verdicts(notebook: Path) -> dict[str, dict[str, str]]:
+    """Verdict lines in an executed notebook 05, as they were printed where it ran: run -> name -> "mark text"."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    outputs = next(cell["outputs"] for cell in cells if "print_verdicts(each)" in "".join(cell["source"]))
+    found: dict[str, dict[str, str]] = {}
+    for line in "".join("".join(output.get("text", "")) for output in outputs).splitlines():
+        if line and " " not in line and (notebook.parents[1] / line).is_dir():
+            current = found.setdefault(line, {})
+        elif line.startswith(("ok ", "FAIL ", "? ")):
+            name, _, text = line[5:].partition(": ")
+            for then, now in IN_OUR_WORDS.items():
+                text = text.replace(then, now)
+            current[name] = f"{line[:4].strip()} {text}"
+    return found
+
+
+@pytest.mark.parametrize("run", [run for run in SHARED if (run / "health.ipynb").is_file()], ids=lambda run: run.name)
+def test_the_record_gives_what_was_printed_where_the_run_was_made(run: Path) -> None:
+    printed = printed_verdicts(run / "health.ipynb")
+    assert len(printed) == 2 and run.name in printed
+    for name, lines in printed.items():
+        now = {verdict.name: f"{verdict.mark} {verdict.text}" for verdict in verdicts(run.parent / name)}
+        assert now.keys() == lines.keys() and len(now) >= 15
+        # There the files of the checkpoints were verified, which a copy does not have.
+        assert {key for key in now if now[key] != lines[key]} <= {"checkpoints"}
+        assert lines["checkpoints"].endswith("kept, all whole")

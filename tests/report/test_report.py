@@ -1,0 +1,337 @@
+"""A report is one file: nothing is fetched, nothing runs, formulas are MathML, pictures are embedded and described."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pytest
+from fake_run import configuration, write_run
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from rich.console import Console
+from rich.table import Table
+
+from nsa_lab import figures
+from nsa_lab.health.answers import QUESTIONS
+from nsa_lab.report import compare, export, external_loads, write_index, write_report
+from nsa_lab.report.formulas import Formulas, mathml
+from nsa_lab.report.inert import inert
+from nsa_lab.runs import directory, names
+from nsa_lab.runs.history import History
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+PROSE = r"""# Training a model
+
+Importance is $p_t = \mathrm{softmax}(q_t K^\top)$, and
+
+$$\mathrm{importance}(t, j) = \sum_i p(t, i) \cdot \frac{|B_i \cap S_j|}{d}$$
+
+A price of $5 and `$x$` in code stay as they are. ![far](https://example.org/picture.png) [a link](https://example.org)
+
+## Results
+"""
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, and every picture."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.scripts = 0
+        self.pictures: list[dict[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.scripts += tag == "script"
+        if tag == "img":
+            self.pictures.append(found)
+        sources = [found.get(name) for name in ("src", "srcset", "poster", "data")]
+        sources += [found.get("href")] if tag == "link" else []
+        self.fetched += [source for source in sources if source and not source.startswith("data:")]
+
+
+def executed(*extra: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """A notebook as papermill leaves it, with outputs of every kind that a report must tame."""
+    picture = new_output("display_data", data={"image/png": PIXEL, "text/plain": "<Figure>"})
+    widget = new_output("display_data", data={"application/vnd.jupyter.widget-view+json": {"model_id": "x"}})
+    markup = new_output(
+        "display_data",
+        data={
+            "text/html": '<script src="https://cdn.example.org/a.js"></script>'
+            '<b onclick="go()">bold</b><iframe src="//x.org"></iframe>'
+        },
+    )
+    latex = new_output("execute_result", data={"text/latex": r"$\displaystyle x^2$", "text/plain": "x**2"})
+    cells = [new_markdown_cell(PROSE), new_code_cell("secret_name = 1", outputs=[picture, widget, markup, latex])]
+    return new_notebook(cells=[*cells, *extra], metadata={"widgets": {"application/vnd.jupyter.widget-state+json": {}}})
+
+
+def assert_self_contained(text: str) -> Page:
+    page = Page(text)
+    assert page.fetched == []
+    assert page.scripts == 0
+    assert external_loads(text) == []
+    assert all(picture.get("alt") for picture in page.pictures)
+    return page
+
+
+@pytest.fixture
+def reported(tmp_path: Path) -> str:
+    run_dir = write_run(tmp_path)
+    nbformat.write(executed(), run_dir / "report.ipynb")
+    page = write_report(run_dir)
+    assert page == run_dir / "report.html"
+    assert page.stat().st_size < 5_000_000
+    return page.read_text(encoding="utf-8")
+
+
+def test_a_report_fetches_and_runs_nothing(reported: str) -> None:
+    page = assert_self_contained(reported)
+    assert {picture["alt"] for picture in page.pictures} >= {"Figure of the section “Results”"}
+    assert "cdn.example.org" not in reported
+    assert "onclick" not in reported
+    assert "[picture not embedded: https://example.org/picture.png]" in reported
+    assert '<a href="https://example.org">a link</a>' in reported
+
+
+def test_formulas_are_mathml(reported: str) -> None:
+    assert reported.count("<math") == 3
+    assert 'display="block"' in reported
+    assert "\\frac" not in reported
+    assert "NSAFORMULA" not in reported
+    assert "A price of &#36;5 and" in reported
+    assert "<code>$x$</code>" in reported
+
+
+def test_no_folder_of_this_machine_is_left(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    root, home = names.root(), Path.home()
+    told = f"new run: {root}/outputs/x\n{home}/data.txt {sys.prefix}/lib/a.py {root}\n/tmp/ipykernel_12/34.py:1: Warning"
+    printed = new_output("stream", name="stdout", text=told)
+    picture = new_output("display_data", data={"image/png": PIXEL, "text/plain": f"{root}/a"})
+    notebook = new_notebook(
+        cells=[new_code_cell(f'run_dir = "{root}/outputs/x"', outputs=[printed, picture])],
+        metadata={"papermill": {"input_path": f"{root}/notebooks/a.ipynb"}},
+    )
+    nbformat.write(notebook, run_dir / "report.ipynb")
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    (cell,) = (kept := nbformat.read(run_dir / "report.ipynb", as_version=4)).cells
+    assert cell.source == 'run_dir = "outputs/x"'
+    assert kept.metadata.papermill.input_path == "notebooks/a.ipynb"
+    assert cell.outputs[0].text == "new run: outputs/x\n~/data.txt <python>/lib/a.py .\n<cell>:1: Warning"
+    assert cell.outputs[1].data["image/png"] == PIXEL
+    for text in (page, (run_dir / "report.ipynb").read_text(encoding="utf-8")):
+        assert not [folder for folder in (root, home, sys.prefix) if f"{folder}/" in text]
+
+
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
+    """As the production run records: 2,500 readings, 100 of them with statistics."""
+    run_dir = write_run(
+        tmp_path,
+        configuration(
+            train__steps=50_000, train__log_every=20, train__stats_every=500, train__eval_every=1000, train__save_every=5000
+        ),
+    )
+    page = write_report(run_dir)
+    assert len(History.read(run_dir).steps) == 2501
+    assert page.stat().st_size < 5_000_000
+
+
+def test_pages_of_a_run_speak_of_each_other_and_of_the_list_of_runs(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    assert 'class="links"' not in write_report(run_dir).read_text(encoding="utf-8")
+    write_index(tmp_path)
+    nbformat.write(executed(), run_dir / "health.ipynb")
+    health = export(run_dir / "health.ipynb", run_dir=run_dir).read_text(encoding="utf-8")
+    report = write_report(run_dir).read_text(encoding="utf-8")
+    assert _links(report) == ["health.html", "../index.html"] and _links(health) == ["report.html", "../index.html"]
+    elsewhere = export(run_dir / "health.ipynb", tmp_path / "shared.html", run_dir=run_dir).read_text(encoding="utf-8")
+    assert _links(elsewhere) == []
+
+
+def _links(page: str) -> list[str]:
+    return re.findall(r'href="([^"#]+)"', page.partition("<main>")[0])
+
+
+def test_code_is_folded_but_there(reported: str) -> None:
+    folded = re.search(r'<details class="code">.*?</details>', reported, re.DOTALL)
+    assert folded
+    assert "secret_name" in folded[0]
+
+
+def test_the_first_screen_says_what_happened(reported: str) -> None:
+    head = reported.partition("<main>")[0]
+    assert "<h1>Training a model</h1>" in head
+    assert '<p class="banner ok">healthy</p>' in head
+    asked = re.search(r'<dl class="answers">(.*?)</dl>', head, re.DOTALL)
+    assert asked
+    assert re.findall(r"<dt>(.*?) <b>(.*?)</b>", asked[1]) == [(question, "ok") for question in QUESTIONS]
+    for answer in ("8.000 → 2.140", "8,195", "neighbouring queries share 93%", "cmp 40%, sel 35%, win 25%", "n_layers: 3"):
+        assert answer in head
+
+
+def test_a_notebook_that_failed_says_so_on_top_and_the_run_keeps_its_own_verdict(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    error = new_output("error", ename="ZeroDivisionError", evalue="division by <zero>", traceback=["a", "b"])
+    note = new_markdown_cell("<span>An Exception was encountered</span>", metadata={"tags": ["papermill-error-cell-tag"]})
+    nbformat.write(executed(note, new_code_cell("1 / 0", outputs=[error])), run_dir / "report.ipynb")
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    assert_self_contained(text)
+    head = text.partition("<main>")[0]
+    assert "The notebook stopped in code cell 2 of 2: ZeroDivisionError: division by &lt;zero&gt;" in head
+    assert head.index("The notebook stopped") < head.index('<p class="banner ok">healthy</p>')
+    assert "An Exception was encountered" not in text
+
+
+def test_a_notebook_that_stopped_with_a_word_to_the_reader_is_not_called_broken(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    error = new_output("error", ename="Stop", evalue="the run is HALTED: step 2; go on: nsa-lab resume x", traceback=[])
+    nbformat.write(executed(new_code_cell("verdict(run)", outputs=[error])), run_dir / "report.ipynb")
+    head = write_report(run_dir).read_text(encoding="utf-8").partition("<main>")[0]
+    assert "The notebook stopped in code cell 2 of 2: the run is HALTED: step 2; go on: nsa-lab resume x" in head
+    assert "Nothing in the notebook is broken" in head
+
+
+def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_path: Path) -> None:
+    run_dir = write_run(
+        tmp_path,
+        spoil=lambda events: [e for e in events if e["step"] <= 90 and e["kind"] != "end"],
+        status={"status": directory.HALTED, "reason": "step 91: the loss is nan"},
+    )
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    assert_self_contained(text)
+    head = text.partition("<main>")[0]
+    assert "NOT healthy: finished: HALTED at step 90 of 200: step 91: the loss is nan" in head
+    assert "The weights are those of step 90, the last good one." in head
+    assert f"nsa-lab resume {run_dir.name}" in head
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
+def test_a_run_without_a_notebook_gets_a_report_of_its_record(changes: dict, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, configuration(**changes))
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    page = assert_self_contained(text)
+    assert len(page.pictures) == (4 if changes else 8)
+    assert len(text) < 5_000_000
+
+
+def test_a_run_that_recorded_nothing_has_a_report_too(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, status={"status": directory.PREEMPTED, "reason": "created, not started"})
+    (run_dir / directory.EVENTS).unlink()
+    assert "Nothing was recorded yet." in write_report(run_dir).read_text(encoding="utf-8")
+
+
+def test_several_runs_on_one_page(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "nsa"), write_run(tmp_path / "dense", configuration(model__attention="dense"))]
+    text = compare(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
+    assert_self_contained(text)
+    assert "2 runs compared" in text
+    assert text.count('class="banner ok"') == 2
+    head = text.partition("<main>")[0]
+    rows = {
+        name: re.findall(r"<td>(.*?)</td>", cells)
+        for name, cells in re.findall(r'<tr><th scope="row">(.*?)</th>(<td>.*?)</tr>', head.partition("</table>")[0])
+    }
+    assert rows["verdict"] == ["healthy"] * 2 and rows["attention"] == ["nsa", "dense"]
+    for number, run in enumerate(map(History.read, runs), 1):
+        assert f'<a href="#run-{number}">{run.run}</a>' in head and f'<h2 id="run-{number}">{run.run}</h2>' in head
+
+
+def test_a_figure_links_to_its_code(reported: str) -> None:
+    (target,) = set(re.findall(r'<a href="#(code-[^"]+)">the code of this figure</a>', reported))
+    folded = re.search(r'<details class="code">.*?</details>', reported, re.DOTALL)
+    assert folded
+    assert f'id="{target}"' in folded[0]
+
+
+def test_the_index_lists_every_run_and_says_which_cannot_be_read(tmp_path: Path) -> None:
+    done = write_report(write_run(tmp_path / "first")).parent.rename(tmp_path / "done")
+    halted = write_run(tmp_path, status={"status": directory.HALTED, "reason": "nan"})
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / directory.CONFIG).write_text("modell: <1>")
+    text = write_index(tmp_path).read_text(encoding="utf-8")
+    assert_self_contained(text)
+    assert f'<a href="{done.name}/report.html">done</a>' in text
+    assert halted.name in text and '<td class="bad">HALTED</td>' in text
+    assert "cannot be read: " in text and "modell" in text
+    assert "No runs yet" in write_index(tmp_path / "first").read_text(encoding="utf-8")
+
+
+def test_a_notebook_without_a_run_is_exported_beside_itself(tmp_path: Path) -> None:
+    nbformat.write(executed(), tmp_path / "derivations.ipynb")
+    page = export(tmp_path / "derivations.ipynb")
+    assert page == tmp_path / "derivations.html"
+    assert_self_contained(page.read_text(encoding="utf-8"))
+
+
+def test_a_drawn_table_keeps_its_lines_and_other_output_wraps(tmp_path: Path) -> None:
+    drawn = io.StringIO()
+    wide = Table(*(f"column {n}" for n in range(12)), title="wide")
+    wide.add_row(*(["x" * 9] * 12))
+    Console(file=drawn, width=170).print(wide)
+    printed = [drawn.getvalue(), "word " * 60, "a \x1b[1m│\x1b[0m b"]
+    outputs = [new_output("stream", name="stdout", text=text) for text in printed]
+    outputs += [
+        new_output("execute_result", data={"text/plain": f"<Table>\n{drawn.getvalue()}"}),
+        new_output("display_data", data={"text/html": '<pre style="color:red">┃</pre>', "text/plain": "x"}),
+    ]
+    cells = [new_code_cell("show()", outputs=[output]) for output in outputs] + [new_code_cell("'│'")]
+    nbformat.write(new_notebook(cells=cells), tmp_path / "tables.ipynb")
+    text = export(tmp_path / "tables.ipynb").read_text(encoding="utf-8")
+    assert_self_contained(text)
+    shown = re.findall(r"<pre\b([^>]*)>(?!<span></span>)(.*?)</pre>", text, re.DOTALL)
+    boxed = ' class="boxed"'
+    assert [attributes for attributes, _ in shown] == [boxed, "", boxed, boxed, f'{boxed} style="color:red"']
+    assert drawn.getvalue().rstrip() in shown[0][1]
+    assert ".output_area pre { white-space: pre-wrap;" in text and ".output_area pre.boxed { white-space: pre;" in text
+
+
+def test_formulas_inside_code_are_left_alone() -> None:
+    text = "a `$x$` b\n```\n$$y$$\n```\nc $z$ and $5 or \\$6"
+    formulas = Formulas()
+    hidden = formulas.hide(text)
+    assert "`$x$`" in hidden
+    assert "$$y$$" in hidden
+    assert formulas.show(hidden).count("<math") == 1
+    assert formulas.show(hidden).endswith("and &#36;5 or &#36;6")
+
+
+def test_a_formula_that_cannot_be_read_is_shown_as_code() -> None:
+    assert mathml(r"x_1_2 < 3") == '<code class="formula">x_1_2 &lt; 3</code>'
+
+
+def test_external_loads_sees_what_it_should() -> None:
+    page = (
+        '<link rel="stylesheet" href="https://a.org/x.css">'
+        '<style>@import "https://b.org"; p { background: url(c.png) }</style><img src="http://d.org/e.png">'
+        '<script>1</script><a href="https://f.org">f</a><img src="data:image/png;base64,AA">'
+    )
+    assert len(external_loads(page)) == 5
+    assert external_loads(inert(page)) == []
+    assert '<a href="https://f.org">f</a>' in inert(page)
+
+
+def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -> None:
+    """The note on the cut axis once stood where a resumed run has the name of its second attempt."""
+    run_dir = write_run(tmp_path, configuration(train__steps=5_000, train__warmup_steps=100))
+    for draw, axes in ((figures.overview, 1), (figures.loss_curves, 2)):
+        figure = draw(run_dir)
+        figure.draw_without_rendering()
+        notes = [(text, panel) for panel in figure.axes for text in panel.texts if "the beginning" in text.get_text()]
+        assert len(notes) == axes
+        assert all(text.get_window_extent().y0 >= panel.bbox.y1 for text, panel in notes)
+
+
+@pytest.mark.parametrize("draw", [*figures.RUN_PICTURES, *figures.BRANCH_PICTURES, figures.loss_curves])
+def test_every_picture_has_a_title_axes_with_names_and_takes_a_run_without_statistics(draw, tmp_path: Path) -> None:
+    for run_dir in (write_run(tmp_path / "full"), write_run(tmp_path / "empty", spoil=lambda events: events[:1])):
+        figure = draw(run_dir)
+        assert figure.get_suptitle() or figure.axes[0].get_title()
+        assert any(axes.get_ylabel() for axes in figure.axes) or draw is figures.selection_statistics
+        assert any(axes.get_xlabel() for axes in figure.axes) or draw is figures.gate_layers

@@ -1,0 +1,96 @@
+"""Whether a checkpoint is whole: one answer, whoever asks, the trainer, a verdict or who loads its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fake_run import configuration, write_checkpoint, write_run
+from safetensors.torch import save
+
+from nsa_lab.generate import NoCheckpoint, load_model
+from nsa_lab.health import verdicts
+from nsa_lab.model import NSATransformer
+from nsa_lab.runs import checkpoints
+from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A finished run whose only checkpoint holds real weights."""
+    config = configuration(train__save_every=200)
+    made = write_run(tmp_path, config)
+    write_checkpoint(made, 200, save(NSATransformer(config.model, seed=0).state_dict()))
+    return made
+
+
+def trainer_takes(run_dir: Path) -> bool:
+    try:
+        return CheckpointStore(checkpoints.folder_of(run_dir)).load_latest()[0] is not None
+    except NoValidCheckpoint:
+        return False
+
+
+def verdict_is_good(run_dir: Path) -> bool:
+    return next(verdict for verdict in verdicts(run_dir) if verdict.name == "checkpoints").ok is True
+
+
+def weights_load(run_dir: Path) -> bool:
+    try:
+        load_model(checkpoints.path_of(checkpoints.folder_of(run_dir), 200))
+    except NoCheckpoint:
+        return False
+    return True
+
+
+def whole(folder: Path) -> None:
+    pass
+
+
+def false_digest(folder: Path) -> None:
+    manifest = json.loads((folder / checkpoints.MANIFEST).read_text())
+    (folder / checkpoints.MANIFEST).write_text(json.dumps({**manifest, "digest": "0" * 64}))
+
+
+def no_digest(folder: Path) -> None:
+    manifest = json.loads((folder / checkpoints.MANIFEST).read_text())
+    del manifest["digest"]
+    (folder / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+
+
+def other_weights(folder: Path) -> None:
+    """The manifest's entry follows the file, its digest does not: what a careless copy or a forger leaves."""
+    (folder / "model.safetensors").write_bytes(save({"head.weight": torch.zeros(1)}))
+    manifest = json.loads((folder / checkpoints.MANIFEST).read_text())
+    manifest["files"]["model.safetensors"]["size"] = (folder / "model.safetensors").stat().st_size
+    (folder / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("asked", [trainer_takes, verdict_is_good, weights_load])
+@pytest.mark.parametrize("damage", [whole, false_digest, no_digest, other_weights])
+def test_everyone_takes_and_refuses_the_same_checkpoint(
+    asked: Callable[[Path], bool], damage: Callable[[Path], None], run_dir: Path
+) -> None:
+    damage(checkpoints.path_of(checkpoints.folder_of(run_dir), 200))
+    assert asked(run_dir) is (damage is whole)
+
+
+def test_steps_are_those_of_whole_names_in_ascending_order(tmp_path: Path) -> None:
+    for name in ("step-00000100", "step-00000020", "step-123456789", "step-", "step-1x", "latest", ".saving-step-00000300"):
+        (tmp_path / name).mkdir()
+    assert checkpoints.steps(tmp_path) == [20, 100, 123456789]
+    assert checkpoints.steps(tmp_path / "absent") == []
+    assert all(checkpoints.step_of(checkpoints.path_of(tmp_path, step)) == step for step in (20, 100, 123456789))
+
+
+def test_sizes_alone_are_enough_where_hashes_are_not_asked_for(run_dir: Path) -> None:
+    folder = checkpoints.path_of(checkpoints.folder_of(run_dir), 200)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    assert checkpoints.verify(folder, hashes=False) == []
+    assert checkpoints.verify(folder) == ["model.safetensors does not match its sha256"]
+    assert checkpoints.verify(folder.with_name("step-00000400")) == ["step-00000400 is gone"]

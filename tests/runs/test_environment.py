@@ -1,0 +1,42 @@
+"""What a run records of its machine: enough to tell runs apart, nothing that only this machine knows."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import sys
+from pathlib import Path
+
+from nsa_lab.config import RunConfig
+from nsa_lab.runs import environment as module
+from nsa_lab.runs.environment import environment, gpus
+from nsa_lab.runs.launch import create_run
+
+
+def test_no_folder_host_or_kernel_build_is_recorded() -> None:
+    told = json.dumps(environment())
+    for private in (
+        sys.executable,
+        str(Path.home()),
+        str(Path(module.__file__).parents[1]),
+        socket.gethostname(),
+        platform.release(),
+    ):
+        assert private not in told
+    assert {"versions", "code", "system", "architecture", "cpus", "gpus"} == set(environment())
+
+
+def test_gpus_are_what_the_driver_names(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_output", lambda *command: "NVIDIA H200, 570.1\nNVIDIA A, B, 570.1")
+    assert gpus() == [{"name": "NVIDIA H200", "driver": "570.1"}, {"name": "NVIDIA A, B", "driver": "570.1"}]
+    monkeypatch.setattr(module, "_output", lambda *command: None)
+    assert gpus() == []
+
+
+def test_a_path_to_data_stays_as_it_was_given(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some text " * 100)
+    run = create_run(RunConfig.from_dict({"name": "x", "data": {"source": "local", "path": "texts"}}), tmp_path / "runs")
+    assert "path: texts\n" in (run / "config.yaml").read_text()

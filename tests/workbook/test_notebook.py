@@ -1,0 +1,105 @@
+"""Parameters of a training notebook to a configuration, and which run it follows."""
+
+import json
+
+import pytest
+
+from nsa_lab.config import RunConfig
+from nsa_lab.runs import directory, launch
+from nsa_lab.runs.environment import environment
+from nsa_lab.workbook import notebook
+from nsa_lab.workbook.notebook import Stop, configuration
+
+
+@pytest.mark.parametrize(
+    "name, sections, run_dir, message",
+    [
+        ("ci", {"train": {"stepz": 10}}, "", "did you mean train.steps"),
+        ("ci", {"nsa": {"d": 5}}, "", "not a multiple of nsa.d = 5"),
+        ("ci", {"nsa": 5}, "", "expected a mapping"),
+        ("smok", {}, "", "did you mean smoke"),
+        ("ci", {}, "no-such-run", "no such run"),
+        ("ci", {"train": {"steps": 5}}, "no-such-run", "a run keeps its configuration"),
+    ],
+)
+def test_a_mistake_is_explained(name, sections, run_dir, message):
+    with pytest.raises(Stop, match=message) as caught:
+        configuration(name, sections, run_dir)
+    assert caught.value._render_traceback_() == [str(caught.value)]
+
+
+def test_sections_lie_over_the_file_and_stand_alone_without_one():
+    laid = configuration("ci", {"train": {"steps": 7}, "model": {}})
+    assert laid.train.steps == 7 and laid.train.seq_len == RunConfig.from_yaml("params/ci.yaml").train.seq_len
+    alone = configuration("of-my-own", {"train": {"steps": 7}})
+    assert alone.name == "of-my-own" and alone.train.seq_len == RunConfig().train.seq_len
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers():
+    config = configuration("ci", {"train": {"lr": "1e-3"}, "data": {"tokenizer": "byte"}})
+    assert config.train.lr == 1e-3
+
+
+@pytest.fixture
+def config():
+    return RunConfig.from_yaml("params/ci.yaml")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Names of the runs that a trainer would have been started in."""
+    names = []
+    monkeypatch.setattr(launch, "start", lambda run, **_: names.append(run.name))
+    return names
+
+
+def make(config, folder, status, **code):
+    """A run directory in that state, without training."""
+    known = environment()
+    known = {**known, "config_hash": config.hash(), "code": {**known["code"], **code}}
+    run = directory.create(
+        folder, config.name, {directory.CONFIG: config.to_yaml(), directory.ENVIRONMENT: json.dumps(known)}
+    )
+    directory.write_status(run, run=run.name, status=status)
+    return run
+
+
+def test_an_unfinished_run_of_this_configuration_is_resumed(config, started, tmp_path, capsys):
+    run = make(config, tmp_path, directory.PREEMPTED)
+    assert notebook.start(config, outputs=str(tmp_path)) == run and started == [run.name]
+    assert "resumed" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_shown(config, started, tmp_path, capsys):
+    run = make(config, tmp_path, directory.DONE)
+    assert notebook.start(config, outputs=str(tmp_path)) == run and not started
+    assert "this run is finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("why", ["asked", "other code", "other configuration", "halted"])
+def test_a_new_run_is_started_where_none_fits(why, config, started, tmp_path, capsys):
+    other = config.model_copy(update={"train": config.train.model_copy(update={"steps": 30})})
+    old = make(
+        other if why == "other configuration" else config,
+        tmp_path,
+        directory.HALTED if why == "halted" else directory.DONE,
+        **({"source": "0" * 16} if why == "other code" else {}),
+    )
+    run = notebook.start(config, outputs=str(tmp_path), new_run=why == "asked")
+    assert run != old and started == [run.name] and "new run" in capsys.readouterr().out
+
+
+def test_a_halted_run_is_shown_when_named_and_ends_the_notebook_badly(config, started, tmp_path, capsys):
+    run = make(config, tmp_path, directory.HALTED)
+    assert notebook.start(config, str(run)) == run and not started
+    assert "halted" in capsys.readouterr().out
+    with pytest.raises(Stop, match="nsa-lab resume"):
+        notebook.verdict(run)
+
+
+def test_the_latest_finished_run(config, tmp_path):
+    with pytest.raises(Stop, match="nsa-lab run smoke"):
+        notebook.latest_finished(str(tmp_path))
+    run = make(config, tmp_path, directory.DONE)
+    make(config, tmp_path, directory.PREEMPTED)
+    assert notebook.latest_finished(str(tmp_path)) == run

@@ -1,0 +1,98 @@
+"""The explorer's one-row reads against the definition, and every attention picture on shapes that strain it."""
+
+import pytest
+import torch
+
+from nsa_lab import figures
+from nsa_lab.attention import geometry, reference
+from nsa_lab.config import NSAConfig
+from nsa_lab.figures.blocks import equation_nine
+from nsa_lab.figures.style import png, title
+from nsa_lab.workbook import examples
+from nsa_lab.workbook.query_explorer import CHOICES, explorer
+from nsa_lab.workbook.reads import describe, reads_of
+
+TOY = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=12)
+
+
+@pytest.fixture(scope="module")
+def example():
+    return examples.random_example(64, heads=4, groups=2, width=8)
+
+
+@pytest.mark.parametrize("position", [0, 6, 7, 8, 31, 57, 63])
+@pytest.mark.parametrize("group", [0, 1])
+def test_reads_are_the_rows_of_the_definition(example, position, group):
+    reads = reads_of(example, TOY, position, group)
+    k_cmp = reference.compress(example.k_cmp, TOY)
+    out, lse = reference.compressed_attention(example.q, k_cmp, reference.compress(example.v_cmp, TOY), TOY)
+    blocks = reference.select_blocks(example.q, k_cmp, lse, TOY)
+    assert reads.blocks == [block for block in blocks[0, position, group].tolist() if block >= 0]
+    importance = reference.block_importance(example.q, k_cmp, lse, TOY)[0, position, group, : len(reads.importance)]
+    torch.testing.assert_close(reads.importance, importance)
+    assert reads.counts() == geometry.decode_reads(position + 1, TOY)
+
+    heads = slice(2 * group, 2 * group + 2)
+    v_cmp = reference.compress(example.v_cmp, TOY)[0, : len(reads.cmp), group]
+    torch.testing.assert_close(reads.cmp @ v_cmp, out[0, position, heads].mean(0))
+    selected, _ = reference.selected_attention(example.q, example.k_sel, example.v_sel, blocks, TOY)
+    torch.testing.assert_close(reads.sel @ example.v_sel[0, : position + 1, group], selected[0, position, heads].mean(0))
+    window, _ = reference.window_attention(example.q, example.k_win, example.v_win, TOY)
+    torch.testing.assert_close(reads.win @ example.v_win[0, : position + 1, group], window[0, position, heads].mean(0))
+
+
+@pytest.mark.parametrize("position, group", [(-1, 0), (64, 0), (0, 2)])
+def test_a_query_that_is_not_there_is_refused(example, position, group):
+    with pytest.raises(IndexError, match="positions 0 to 63"):
+        reads_of(example, TOY, position, group)
+
+
+def test_the_text_finds_what_reads_alike():
+    text = "the cat sat on the mat. " + "x" * 300 + " the cat sat on the mat"
+    example = examples.text_example(text)
+    reads = reads_of(example, NSAConfig(l=8, d=4, l_sel=8, n_sel=64, w=16), len(text) - 1, group=1)
+    # What came after the same passage is read hardest: the full stop.
+    assert text[int(reads.sel.argmax())] == "."
+    assert "'the cat" in describe(reads, text) and "forced" in describe(reads, text)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"l": 16, "d": 16, "l_sel": 32}, {"l": 64, "d": 16, "l_sel": 32}, {"l": 8, "d": 2}])
+def test_equation_nine_is_the_overlap_only_when_counted_from_one(sizes):
+    nsa = NSAConfig(**sizes)
+    overlap = geometry.overlap(64, 12, nsa)
+    # A block whose compressed neighbours are all inside the range.
+    assert torch.equal(equation_nine(64, 12, nsa, first_j=1), overlap)
+    assert not torch.equal(equation_nine(64, 12, nsa, first_j=0), overlap)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 64])
+def test_pictures_of_any_length_have_a_title(example, length):
+    x = examples.random_example(length, heads=2, groups=1, width=4)
+    k_cmp = reference.compress(x.k_cmp, TOY)
+    _, lse = reference.compressed_attention(x.q, k_cmp, k_cmp, TOY)
+    importance = reference.block_importance(x.q, k_cmp, lse, TOY)[0, :, 0]
+    blocks = reference.select_blocks(x.q, k_cmp, lse, TOY)[0, :, 0]
+    drawn = [
+        figures.block_geometry(length, TOY, length - 1),
+        figures.visible_blocks(length, TOY),
+        figures.importance_map(importance, blocks, TOY, "a toy"),
+        figures.query_reads(reads_of(x, TOY, length - 1), "a toy"),
+        figures.selection_by_layer({0: blocks, 3: blocks}, TOY, "a toy"),
+        figures.reads_by_length([1, 64], TOY),
+    ]
+    for figure in drawn:
+        assert png(figure).startswith(b"\x89PNG") and title(figure)
+
+
+def test_the_explorer_moves_and_explains_an_impossible_geometry(example):
+    box = explorer(example, TOY, position=57)
+    (query, _), sizes, picture, text = box.children[0].children, box.children[1].children, box.children[2], box.children[3]
+    before = picture.value
+    query.value = 20
+    assert picture.value != before and "query 20" in text.value
+    by_name = {control.description: control for control in sizes}
+    assert set(by_name) == set(CHOICES)
+    by_name["d"].value = 16
+    assert "nsa.l = 8 is not a multiple of nsa.d = 16" in text.value and picture.layout.visibility == "hidden"
+    by_name["d"].value = 4
+    assert picture.layout.visibility == "visible" and "query 20" in text.value

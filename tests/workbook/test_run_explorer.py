@@ -1,0 +1,83 @@
+"""Views of runs beside each other, as functions and as widgets; runs are records without checkpoints."""
+
+import re
+
+import pytest
+from fake_run import configuration, write_run
+
+from nsa_lab.figures.style import title
+from nsa_lab.generate import NoCheckpoint
+from nsa_lab.runs.history import History
+from nsa_lab.workbook import compare, run_explorer
+from nsa_lab.workbook.run_explorer import GATES, LOSS, MAP, VIEWS, views_of
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """An NSA run and its dense twin."""
+    folder = tmp_path_factory.mktemp("runs")
+    twin = write_run(folder / "dense", configuration(model__attention="dense"))
+    return [write_run(folder / "nsa"), twin.rename(twin.with_name("fake-dense"))]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_takes_runs_of_both_kinds(view, pair):
+    drawn, problems = views_of(pair, view, 1, 0, 100)
+    assert all(title(figure) for figure in drawn)
+    assert (len(drawn), len(problems)) == ((0, 2) if view == MAP else (1, 0))
+
+
+def test_numbers_are_those_of_the_last_reading_before_the_step(pair):
+    told = compare.numbers_at(pair, 1, 110)
+    rows = {line[: compare.NAMES_WIDTH].strip(): line[compare.NAMES_WIDTH :].split() for line in told.splitlines()}
+    assert rows["step"] == ["110", "110"]
+    assert rows["gate share, compressed"] == ["0.350", "–"]
+    assert rows["validation, bits per byte"][0] == f"{History.read(pair[0]).evaluations[2]['bpb']:.3f}"
+    assert set(compare.numbers_at(pair, 1, -1).split()) >= {"–"}
+
+
+def test_what_cannot_be_drawn_is_explained(pair):
+    with pytest.raises(NoCheckpoint, match="no checkpoint here"):
+        compare.selection_map(pair[0], 0, 0)
+    with pytest.raises(ValueError, match="layers 0 to 2"):
+        compare.selection_map(pair[0], 3, 0)
+    with pytest.raises(ValueError, match="a dense model selects nothing"):
+        compare.selection_map(pair[1], 0, 0)
+
+
+def test_without_a_front_end_no_widget_is_made(pair, monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(run_explorer, "show", shown.append)
+    monkeypatch.setattr(run_explorer, "run_explorer", None)
+    run_explorer.explore_runs(pair, with_widgets=False)
+    assert len(shown) == 1
+    assert re.search(r"validation, bits per byte +2\.\d+ +2\.\d+", (said := capsys.readouterr().out)) and "no map" in said
+
+
+def test_controls_redraw(pair):
+    explorer = run_explorer.run_explorer(pair[:1], pair[1:])
+    which, (view, depth, heads), step, pictures, text = (
+        explorer.children[0],
+        explorer.children[1].children,
+        *explorer.children[2:],
+    )
+    first = pictures.children[0].value
+    assert first[:4] == b"\x89PNG" and list(which.value) == [pair[0].name] and len(which.options) == 2
+    step.value = 40
+    assert pictures.children[0].value != first and "           40" in text.value
+    view.value, depth.value = "loss", 2
+    which.value = [run.name for run in pair]
+    assert len(pictures.children) == 1 and "fake-dense" in text.value
+    view.value = MAP
+    assert not pictures.children and text.value.count("no map") == 2
+    which.value = []
+    assert "choose a run" in text.value
+    assert list(heads.options) == [0]
+
+
+def test_no_run_is_left_out_of_a_picture_however_many_there_are(pair):
+    many = [pair[0]] * 9
+    (gates,), (reuse,) = views_of(many, GATES, 0, 0, 100)[0], views_of(many, "sel_reuse", 0, 0, 100)[0]
+    mark = 1  # the line at the chosen step
+    assert len(gates.axes[0].lines) == 3 * 9 + mark and len(reuse.axes[0].lines) == 9 + mark
+    assert len(views_of(many, LOSS, 0, 0, 100)[0][0].axes[0].lines) == 2 * 9
