@@ -34,9 +34,9 @@ from IPython.display import Markdown, display
 
 from nsa_lab.explore import notebook, planned, plots, run_explorer, samples, seeds
 from nsa_lab.explore.show import show
-from nsa_lab.generate import NoCheckpoint
 from nsa_lab.health.twins import beside_twin, side_by_side, twins
 from nsa_lab.history import History
+from nsa_lab.inference import NoCheckpoint
 from nsa_lab.summary import shown_facts
 
 run = notebook.directory(run_dir) if run_dir else notebook.latest_finished(outputs)

@@ -261,7 +261,7 @@ def generate(
     """Let a run's model go on from a prompt."""
     run_dir = names.find_run(run, names.outputs_folder(outputs))
 
-    from nsa_lab.generate import complete
+    from nsa_lab.inference import complete
 
     for piece in complete(run_dir, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, step=step):
         typer.echo(piece, nl=False)
@@ -366,7 +366,7 @@ def _usage_errors() -> tuple[type[Exception], ...]:
     """What the user can put right, of the packages that were loaded on the way to the error."""
     from nsa_lab.attention import BackendError
     from nsa_lab.data import DataError
-    from nsa_lab.generate import NoCheckpoint
+    from nsa_lab.inference import NoCheckpoint
 
     return DataError, BackendError, NotImplementedError, NoCheckpoint
 

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from nsa_lab.explore import compare, plots
 from nsa_lab.explore.show import has_front_end, png, show
-from nsa_lab.generate import NoCheckpoint
 from nsa_lab.history import History
+from nsa_lab.inference import NoCheckpoint
 
 MAP, LOSS, GATES = "blocks selected", "loss", "gate shares"
 VIEWS = (LOSS, GATES, *compare.STATISTICS, MAP)

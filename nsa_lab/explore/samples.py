@@ -11,11 +11,10 @@ from torch import Tensor
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import load_tokenizer
-from nsa_lab.decode import Decoder
 from nsa_lab.explore.examples import standard_library_text
 from nsa_lab.explore.pictures import selection_by_layer
-from nsa_lab.generate import NoCheckpoint, complete, find_checkpoint, generate, load_model
 from nsa_lab.health import LIMITS, Limits, Verdict
+from nsa_lab.inference import Decoder, NoCheckpoint, Sampling, complete, find_checkpoint, load_model, write_on
 from nsa_lab.model import NSATransformer
 
 TEMPERATURE = 0.8
@@ -31,9 +30,7 @@ def untrained(config: RunConfig) -> NSATransformer:
 def sample_before(config: RunConfig, model: NSATransformer, prompt: str, tokens: int) -> str:
     """The prompt and what a model that is not in a run directory makes of it."""
     tokenizer = load_tokenizer(config.data.tokenizer)
-    begin = [tokenizer.separator, *map(int, tokenizer.encode(prompt))]
-    drawn = generate(model, begin, tokens, TEMPERATURE, vocab_size=tokenizer.vocab_size)
-    return printable(prompt + tokenizer.decode(drawn))
+    return printable(prompt + "".join(write_on(model, tokenizer, prompt, tokens, Sampling(TEMPERATURE))))
 
 
 def sample_after(run: Path, prompt: str, tokens: int) -> str:

@@ -13,9 +13,9 @@ import numpy as np
 
 from nsa_lab.events import Event
 from nsa_lab.explore.samples import selected_keys
-from nsa_lab.generate import NoCheckpoint
 from nsa_lab.health.twins import side_by_side, twins
 from nsa_lab.history import History, facts
+from nsa_lab.inference import NoCheckpoint
 from nsa_lab.summary import backends, duration
 
 REPORTS = {

@@ -8,8 +8,8 @@ from fake_run import configuration, write_run
 from nsa_lab.explore import compare, run_explorer
 from nsa_lab.explore.run_explorer import GATES, LOSS, MAP, VIEWS, figures
 from nsa_lab.explore.show import title
-from nsa_lab.generate import NoCheckpoint
 from nsa_lab.history import History
+from nsa_lab.inference import NoCheckpoint
 
 
 @pytest.fixture(scope="module")
