@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nsa_lab import launch, names, rundir
+from nsa_lab import __version__, launch, names, rundir
 from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.extras import MissingPackage, require
 from nsa_lab.rundir import RunDirectoryError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="a file of params/, wi
 Run = Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, its id, the beginning of its id, or latest")]
 Overrides = Annotated[list[str] | None, typer.Option("-p", metavar="KEY=VALUE", help="e.g. -p train.steps=50; repeat")]
 Outputs = Annotated[Path | None, typer.Option("--outputs", metavar="DIR", help="where run directories are kept [outputs/]")]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one a device")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one per device")]
 Picture = Annotated[Path | None, typer.Option("--picture", metavar="FILE", help="draw the result there")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the numbers there")]
 
@@ -54,12 +55,27 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
-    except (ConfigError, RunDirectoryError) as error:
+    except (ConfigError, RunDirectoryError, MissingPackage) as error:
         _refuse(error)
     except Exception as error:
         if isinstance(error, _usage_errors()):
             _refuse(error)
         raise
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"nsa-lab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="say which version this is, and end")
+    ] = False,
+) -> None:
+    """What stands before a command."""
 
 
 @app.command()
@@ -71,20 +87,21 @@ def run(
     into: Annotated[str | None, typer.Option(metavar="RUN", help="execute the notebook again on a run that exists")] = None,
 ) -> None:
     """Train in a notebook, headlessly; ends with the path of the run's report.html."""
-    if (name is None) == (into is None):
-        raise ConfigError("nsa-lab run: give the NAME of a params file, for example smoke, or --into RUN, one of the two")
     folder = names.outputs_folder(outputs)
-    if into:
+    if name is not None and into is None:
+        config = names.load_config(name, param or [])
+        source = names.notebook_file(notebook, config)
+        _check_startable(config)
+        runner = _notebook_runner()
+        run_dir = launch.create_run(config, folder)
+    elif into is not None and name is None:
         run_dir = names.find_run(into, folder)
         if param:
             raise ConfigError("nsa-lab run --into takes no -p: a run keeps its configuration; start a new one to change it")
         source = names.notebook_file(notebook, RunConfig.from_yaml(run_dir / rundir.CONFIG))
+        runner = _notebook_runner()
     else:
-        config = names.load_config(name, param or [])
-        source = names.notebook_file(notebook, config)
-        _check_startable(config)
-    runner = _notebook_runner()
-    run_dir = run_dir if into else launch.create_run(config, folder)
+        raise ConfigError("nsa-lab run: give the NAME of a params file, for example smoke, or --into RUN, one of the two")
     console = Console(stderr=True)
     console.print(f"{source.stem} on {run_dir}", highlight=False, soft_wrap=True)
     problem = runner.execute(source, run_dir, console)
@@ -287,7 +304,7 @@ def bench_train(
     shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxMICRO", help="one shape, e.g. 2048x32; repeat")] = None,
     picture: Picture = None,
 ) -> None:
-    """Tokens a second of NSA and of its dense twin, training, at each length."""
+    """Tokens per second of NSA and of its dense twin, training, at each length."""
     from nsa_lab.bench.train import parse_shape, run_train_bench
 
     run_train_bench(_shapes(parse_shape, shape), json_file, picture=picture)
@@ -314,7 +331,7 @@ def bench_trainer(
     ranks: Ranks = 1,
     steps: Annotated[int | None, typer.Option(min=2, help="length of a timed stretch, optimiser steps")] = None,
 ) -> None:
-    """What telemetry, a save and a resume take; with --ranks, tokens a second of that many GPUs against one's."""
+    """What telemetry, a save and a resume take; with --ranks, tokens per second of that many GPUs against one's."""
     from nsa_lab.bench.trainer import run_trainer_bench
 
     run_trainer_bench(json_file, ranks=ranks, steps=steps)
@@ -339,12 +356,11 @@ def exit_code(run_dir: Path, problem: str | None = None) -> int:
 
 def _notebook_runner() -> ModuleType:
     try:
-        from nsa_lab import runner
-    except ImportError as error:
-        raise ConfigError(
-            f"nsa-lab run needs {error.name}; run: pip install 'nsa-lab[notebooks]', or use nsa-lab train, "
-            "which needs no notebook"
-        ) from None
+        require("papermill", "nbclient", "nbconvert")
+    except MissingPackage as error:
+        raise ConfigError(f"nsa-lab run: {error}, or use nsa-lab train, which needs no notebook") from None
+    from nsa_lab import runner
+
     return runner
 
 

@@ -6,6 +6,7 @@ The core is torch, numpy and pydantic: attention, the model and the configuratio
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 BROUGHT_BY = {
     "filelock": "train",
@@ -38,7 +39,11 @@ class MissingPackage(ModuleNotFoundError):
 def require(*modules: str) -> None:
     """Raise `MissingPackage` for the first of `modules` (keys of `BROUGHT_BY`) that is not installed; imports none."""
     for module in modules:
-        if importlib.util.find_spec(module) is None:
+        if not _is_there(module):
             raise MissingPackage(
                 f"{module} is not installed; run: pip install 'nsa-lab[{BROUGHT_BY[module]}]'", name=module
             )
+
+
+def _is_there(module: str) -> bool:
+    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None

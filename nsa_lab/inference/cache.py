@@ -75,8 +75,8 @@ class NSACache:
         out_cmp, blocks = self._read_compressed(q, position)
         out_sel = self._read_selected(q, blocks, position)
         out_win = _attend(q, self._k_win.transpose(1, 2), self._v_win.transpose(1, 2))
-        branches = [out.flatten(1, 2).unsqueeze(1).to(gates.dtype) for out in (out_cmp, out_sel, out_win)]
-        return reference.combine(*branches, gates)
+        cmp, sel, win = (out.flatten(1, 2).unsqueeze(1).to(gates.dtype) for out in (out_cmp, out_sel, out_win))
+        return reference.combine(cmp, sel, win, gates)
 
     def _read_compressed(self, q: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Output [B, G, h, D] over the whole blocks, all of them visible, and the chosen blocks [B, G, n_sel].

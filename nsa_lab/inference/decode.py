@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_lab.inference.cache import DenseCache, NSACache
-from nsa_lab.model import Block, NSATransformer, rotary_table
+from nsa_lab.model import Block, DenseAttention, NSATransformer, NSAttention, rotary_table
 
 
 class Decoder:
@@ -21,9 +21,8 @@ class Decoder:
     def __init__(self, model: NSATransformer, capacity: int, batch: int = 1) -> None:
         self._model, self.capacity, self.position = model, capacity, 0
         config, weight = model.config, model.head.weight
-        make = NSACache if config.attention == "nsa" else DenseCache
         self._blocks = [cast(Block, block) for block in model.blocks]
-        self._caches = [make(block.attention, capacity, batch, weight) for block in self._blocks]
+        self._caches = [_cache_of(block.attention, capacity, batch, weight) for block in self._blocks]
         self._rotary = rotary_table(capacity, config.d_k, config.rope_theta, weight.device)
 
     @torch.no_grad()
@@ -48,3 +47,9 @@ class Decoder:
             x = x + block.mlp(block.mlp_norm(x))
         self.position = end
         return model.head(model.norm(x))
+
+
+def _cache_of(attention: NSAttention | DenseAttention, capacity: int, batch: int, like: Tensor) -> NSACache | DenseCache:
+    if isinstance(attention, NSAttention):
+        return NSACache(attention, capacity, batch, like)
+    return DenseCache(attention, capacity, batch, like)
