@@ -43,7 +43,7 @@ class ByteTokenizer:
     identity = hashlib.sha256(b"bytes of UTF-8, separator 0xFF").hexdigest()
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """uint8 `[n]`, one id a byte. Bytes are taken as they are (the synthetic source)."""
+        """uint8 `[n]`, one id per byte. Bytes are taken as they are (the synthetic source)."""
         return np.frombuffer(text.encode("utf-8") if isinstance(text, str) else text, dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:

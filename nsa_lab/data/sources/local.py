@@ -1,4 +1,4 @@
-"""Files of the user's own: a .txt is a document, a .jsonl has one a line, a .parquet one a row.
+"""Files of the user's own: a .txt is a document, a .jsonl has one per line, a .parquet one per row.
 
 Invariants
 * Files are read in the order of their paths; nothing is shortened, and no line or row is passed over in silence.
@@ -118,11 +118,11 @@ def _text_of(line: bytes, where: str, text_column: str) -> str:
         ) from None
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: not JSON ({error.msg} at column {error.colno}); write one object a line, or remove the line"
+            f"{where}: not JSON ({error.msg} at column {error.colno}); write one object per line, or remove the line"
         ) from None
     if not isinstance(record, dict):
         raise DataError(
-            f"{where}: expected an object with the key {text_column!r}, found {_kind(record)}; write one object a line"
+            f"{where}: expected an object with the key {text_column!r}, found {_kind(record)}; write one object per line"
         )
     if text_column not in record:
         raise DataError(
