@@ -271,6 +271,10 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from this many likeliest tokens")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="draw from the likeliest tokens that have this probability together"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the draw")] = 0,
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
     outputs: Outputs = None,
@@ -278,9 +282,13 @@ def generate(
     """Let a run's model go on from a prompt."""
     run_dir = names.find_run(run, names.outputs_folder(outputs))
 
-    from nsa_lab.inference import complete
+    from nsa_lab.inference import Sampling, complete
 
-    for piece in complete(run_dir, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, step=step):
+    try:
+        chosen = Sampling(temperature, top_k, top_p)
+    except ValueError as error:
+        raise ConfigError(f"nsa-lab generate: {error}") from None
+    for piece in complete(run_dir, prompt, tokens, chosen, seed=seed, step=step):
         typer.echo(piece, nl=False)
     typer.echo()
 

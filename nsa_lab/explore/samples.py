@@ -36,7 +36,7 @@ def sample_before(config: RunConfig, model: NSATransformer, prompt: str, tokens:
 def sample_after(run: Path, prompt: str, tokens: int) -> str:
     """The prompt and what the run's newest checkpoint makes of it, or in a line why there is none to ask."""
     try:
-        return printable(prompt + "".join(complete(run, prompt, tokens, temperature=TEMPERATURE)))
+        return printable(prompt + "".join(complete(run, prompt, tokens, Sampling(TEMPERATURE))))
     except NoCheckpoint as error:
         return f"no sample: {error}"
 

@@ -20,10 +20,8 @@ def complete(
     run_dir: str | Path,
     prompt: str,
     n: int,
+    sampling: Sampling,
     *,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
     seed: int = 0,
     step: int | None = None,
 ) -> Iterator[str]:
@@ -36,7 +34,7 @@ def complete(
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
     try:
-        yield from write_on(model, tokenizer, prompt, n, Sampling(temperature, top_k, top_p), seed)
+        yield from write_on(model, tokenizer, prompt, n, sampling, seed)
     except ArithmeticError as error:
         raise NoCheckpoint(f"{folder}: {error} of the run") from None
 

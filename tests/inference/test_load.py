@@ -20,9 +20,9 @@ def test_a_run_goes_on_from_a_prompt(tmp_path: Path) -> None:
     model = NSATransformer(configuration().model, seed=1)
     folder = write_checkpoint(run_dir, 200, save(model.state_dict()))
     assert find_checkpoint(run_dir) == folder
-    text = "".join(complete(run_dir, "def ", 30, seed=1))
+    text = "".join(complete(run_dir, "def ", 30, Sampling(0.8), seed=1))
     assert text
-    assert text == "".join(complete(run_dir, "def ", 30, seed=1, step=200))
+    assert text == "".join(complete(run_dir, "def ", 30, Sampling(0.8), seed=1, step=200))
     for path in (folder, run_dir, str(run_dir)):
         assert torch.equal(load_model(path).head.weight, model.head.weight)
 
@@ -65,4 +65,4 @@ def test_weights_that_are_broken_are_explained(tmp_path: Path) -> None:
     write_checkpoint(run_dir, 200, save({name: value * math.nan for name, value in model.state_dict().items()}))
     for temperature in (0.0, 0.8):
         with pytest.raises(NoCheckpoint, match="logits are not finite; use an earlier checkpoint"):
-            "".join(complete(run_dir, "def ", 3, temperature=temperature))
+            "".join(complete(run_dir, "def ", 3, Sampling(temperature)))
