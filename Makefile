@@ -1,4 +1,5 @@
-# The two commands: `make run` trains the smoke model and writes a report, `make test` proves the library.
+# The three commands: `make run` trains the smoke model and writes a report, `make check` is for every change, `make test`
+# proves the library.
 # Needs git, make and Python >= 3.11; everything else goes into .venv, once.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ COPIES := .cache/nbval
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test mutants lint notebooks check-notebooks nbval lab lock clean
+.PHONY: help run check test mutants format lint types notebooks check-notebooks nbval lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -21,17 +22,29 @@ run: $(READY)  ## Train PARAMS (default: smoke) in a notebook, headlessly; ends 
 	@echo "==> training '$(PARAMS)' through a notebook; the report's path comes last"
 	@$(BIN)/nsa-lab run $(PARAMS)
 
-test: $(READY) lint check-notebooks  ## Lint, notebook pairs, every test, the notebooks under nbval
+check: $(READY) format lint types check-notebooks  ## Format, lint, types, notebook pairs, the fast tests
+	@echo "==> the fast tests, in two processes"
+	$(BIN)/python -m pytest tests -m "not slow and not gpu and not browser" -n 2 --dist worksteal -q
+
+test: $(READY) format lint types check-notebooks  ## All of check, every test, the notebooks under nbval
 	@echo "==> tests, in two processes"
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 	@$(MAKE) --no-print-directory nbval
 
-mutants: $(READY)  ## Plant 111 faults one by one; every one must be caught by the tests
+mutants: $(READY)  ## Plant 111 faults, one by one; every one must be caught by the tests
 	@$(BIN)/python tests/mutants.py
 
+format: $(READY)
+	@echo "==> ruff format"
+	@$(BIN)/ruff format --check nsa_lab tests notebooks
+
 lint: $(READY)
-	@echo "==> ruff"
+	@echo "==> ruff check"
 	@$(BIN)/ruff check nsa_lab tests notebooks
+
+types: $(READY)
+	@echo "==> pyright"
+	@$(BIN)/pyright
 
 nbval: $(READY)
 	@echo "==> notebooks under nbval"

@@ -33,8 +33,8 @@ outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of
 from IPython.display import Markdown, display
 
 from nsa_lab import figures
-from nsa_lab.generate import NoCheckpoint
 from nsa_lab.health.twins import beside_twin, side_by_side, twins
+from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import shown_facts
 from nsa_lab.workbook import earlier_reports, notebook, planned, run_explorer, samples

@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nsa_lab import __version__
 from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.extras import MissingPackage, require
 from nsa_lab.runs import directory, launch, names
 from nsa_lab.runs.directory import RunDirectoryError
 
@@ -54,12 +56,27 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
-    except (ConfigError, RunDirectoryError) as error:
+    except (ConfigError, RunDirectoryError, MissingPackage) as error:
         _refuse(error)
     except Exception as error:
         if isinstance(error, _usage_errors()):
             _refuse(error)
         raise
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"nsa-lab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="say which version this is, and end")
+    ] = False,
+) -> None:
+    """What stands before a command."""
 
 
 @app.command()
@@ -71,20 +88,21 @@ def run(
     into: Annotated[str | None, typer.Option(metavar="RUN", help="execute the notebook again on a run that exists")] = None,
 ) -> None:
     """Train in a notebook, headlessly; ends with the path of the run's report.html."""
-    if (name is None) == (into is None):
-        raise ConfigError("nsa-lab run: give the NAME of a params file, for example smoke, or --into RUN, one of the two")
     folder = names.outputs_folder(outputs)
-    if into:
+    if name is not None and into is None:
+        config = names.load_config(name, param or [])
+        source = names.notebook_file(notebook, config)
+        _check_startable(config)
+        runner = _notebook_runner()
+        run_dir = launch.create_run(config, folder)
+    elif into is not None and name is None:
         run_dir = names.find_run(into, folder)
         if param:
             raise ConfigError("nsa-lab run --into takes no -p: a run keeps its configuration; start a new one to change it")
         source = names.notebook_file(notebook, RunConfig.from_yaml(run_dir / directory.CONFIG))
+        runner = _notebook_runner()
     else:
-        config = names.load_config(name, param or [])
-        source = names.notebook_file(notebook, config)
-        _check_startable(config)
-    runner = _notebook_runner()
-    run_dir = run_dir if into else launch.create_run(config, folder)
+        raise ConfigError("nsa-lab run: give the NAME of a params file, for example smoke, or --into RUN, one of the two")
     console = Console(stderr=True)
     console.print(f"{source.stem} on {run_dir}", highlight=False, soft_wrap=True)
     problem = runner.execute(source, run_dir, console)
@@ -255,6 +273,10 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from this many likeliest tokens")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="draw from the likeliest tokens that have this probability together"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the draw")] = 0,
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
     outputs: Outputs = None,
@@ -262,9 +284,13 @@ def generate(
     """Let a run's model go on from a prompt."""
     run_dir = names.find_run(run, names.outputs_folder(outputs))
 
-    from nsa_lab.generate import complete
+    from nsa_lab.inference import Sampling, complete
 
-    for piece in complete(run_dir, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed, step=step):
+    try:
+        chosen = Sampling(temperature, top_k, top_p)
+    except ValueError as error:
+        raise ConfigError(f"nsa-lab generate: {error}") from None
+    for piece in complete(run_dir, prompt, tokens, chosen, seed=seed, step=step):
         typer.echo(piece, nl=False)
     typer.echo()
 
@@ -340,12 +366,11 @@ def exit_code(run_dir: Path, problem: str | None = None) -> int:
 
 def _notebook_runner() -> ModuleType:
     try:
-        from nsa_lab.workbook import runner
-    except ImportError as error:
-        raise ConfigError(
-            f"nsa-lab run needs {error.name}; run: pip install 'nsa-lab[notebooks]', or use nsa-lab train, "
-            "which needs no notebook"
-        ) from None
+        require("papermill", "nbclient", "nbconvert")
+    except MissingPackage as error:
+        raise ConfigError(f"nsa-lab run: {error}, or use nsa-lab train, which needs no notebook") from None
+    from nsa_lab.workbook import runner
+
     return runner
 
 
@@ -367,7 +392,7 @@ def _usage_errors() -> tuple[type[Exception], ...]:
     """What the user can put right, of the packages that were loaded on the way to the error."""
     from nsa_lab.attention import BackendError
     from nsa_lab.data import DataError
-    from nsa_lab.generate import NoCheckpoint
+    from nsa_lab.inference import NoCheckpoint
 
     return DataError, BackendError, NotImplementedError, NoCheckpoint
 

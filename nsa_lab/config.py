@@ -15,12 +15,14 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
-import yaml
 from pydantic import Field, model_validator
+
+from nsa_lab.extras import require
 
 BYTE_VOCABULARY = 256
 
@@ -55,13 +57,13 @@ class NSAConfig(_Section):
     Lengths are in tokens, `n_sel` in blocks.
     """
 
-    l: int = Field(32, ge=1, description="compression block length, tokens")
-    d: int = Field(16, ge=1, description="stride between compression blocks, tokens")
-    l_sel: int = Field(64, ge=1, description="selection block length, tokens")
-    n_sel: int = Field(16, description="selection blocks read by a query, the forced ones included")
-    w: int = Field(512, ge=1, description="sliding window, tokens, the query's own included")
-    phi: Literal["avg", "linear", "mlp"] = Field("avg", description="compression operator")
-    gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="gate over the three branches")
+    l: int = Field(default=32, ge=1, description="compression block length, tokens")
+    d: int = Field(default=16, ge=1, description="stride between compression blocks, tokens")
+    l_sel: int = Field(default=64, ge=1, description="selection block length, tokens")
+    n_sel: int = Field(default=16, description="selection blocks read by a query, the forced ones included")
+    w: int = Field(default=512, ge=1, description="sliding window, tokens, the query's own included")
+    phi: Literal["avg", "linear", "mlp"] = Field(default="avg", description="compression operator")
+    gate: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="gate over the three branches")
 
     @model_validator(mode="after")
     def _geometry(self) -> NSAConfig:
@@ -84,18 +86,18 @@ class NSAConfig(_Section):
 class ModelConfig(_Section):
     """A decoder-only transformer. `nsa` is read from the YAML section of that name."""
 
-    dim: int = Field(768, ge=1, description="width of the residual stream")
-    n_layers: int = Field(12, ge=1)
-    n_heads: int = Field(12, ge=1, description="query heads, H")
-    n_kv_groups: int = Field(2, ge=1, description="key/value groups, G")
-    d_k: int = Field(64, ge=2, description="width of a query or key head")
-    d_v: int = Field(64, ge=1, description="width of a value head")
-    vocab_size: int = Field(BYTE_VOCABULARY, ge=2)
+    dim: int = Field(default=768, ge=1, description="width of the residual stream")
+    n_layers: int = Field(default=12, ge=1)
+    n_heads: int = Field(default=12, ge=1, description="query heads, H")
+    n_kv_groups: int = Field(default=2, ge=1, description="key/value groups, G")
+    d_k: int = Field(default=64, ge=2, description="width of a query or key head")
+    d_v: int = Field(default=64, ge=1, description="width of a value head")
+    vocab_size: int = Field(default=BYTE_VOCABULARY, ge=2)
     attention: Literal["nsa", "dense"] = "nsa"
-    mlp: Literal["plain", "gated"] = Field("plain", description="plain: SiLU; gated: SwiGLU")
-    mlp_hidden: int | None = Field(None, ge=1, description="hidden width of the MLP; None: 4 * dim")
-    rope_theta: float = Field(10000.0, gt=0)
-    norm_eps: float = Field(1e-5, gt=0)
+    mlp: Literal["plain", "gated"] = Field(default="plain", description="plain: SiLU; gated: SwiGLU")
+    mlp_hidden: int | None = Field(default=None, ge=1, description="hidden width of the MLP; None: 4 * dim")
+    rope_theta: float = Field(default=10000.0, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
 
     @model_validator(mode="after")
@@ -126,19 +128,22 @@ class ModelConfig(_Section):
 class RuntimeConfig(_Section):
     """Where and how the run computes. Nothing here changes the mathematics beyond rounding."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there is one")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast over fp32 master weights")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if there is one")
+    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16: autocast over fp32 master weights")
     backend: Literal["auto", "reference", "torch", "triton", "flash"] = "auto"
-    compile: bool = Field(False, description="torch.compile the model")
+    compile: bool = Field(default=False, description="torch.compile the model")
     gradient_checkpointing: bool = False
-    cuda_graph: bool = Field(False, description="replay a step's gradients as one CUDA graph; pays at small batches")
-    deterministic: bool = Field(False, description="bit-exact resume on a GPU too, at some cost in speed")
-    parallel: Literal["ddp", "fsdp"] = Field(
-        "ddp", description="several ranks: ddp copies the model to each, fsdp shards its weights and moments over them"
+    cuda_graph: bool = Field(
+        default=False, description="replay a step's gradients as one CUDA graph; worth it for small batches"
     )
-    heartbeat_s: float = Field(10.0, gt=0, description="seconds between heartbeat events")
+    deterministic: bool = Field(default=False, description="bit-exact resume on a GPU too, at some cost in speed")
+    parallel: Literal["ddp", "fsdp"] = Field(
+        default="ddp",
+        description="several ranks: ddp copies the model to each, fsdp shards its weights and moments over them",
+    )
+    heartbeat_s: float = Field(default=10.0, gt=0, description="seconds between heartbeat events")
     profile: Literal["smoke", "production"] = Field(
-        "smoke", description="production: preflight refuses toy models, save_every 0 and synthetic data"
+        default="smoke", description="production: preflight refuses toy models, save_every 0 and synthetic data"
     )
 
     @model_validator(mode="after")
@@ -156,32 +161,34 @@ class RuntimeConfig(_Section):
 class TrainConfig(_Section):
     """The optimisation. Every count is in optimiser steps unless its name says otherwise."""
 
-    steps: int = Field(200, ge=1)
-    seq_len: int = Field(512, ge=2, description="tokens a sequence")
-    batch_size: int = Field(4, ge=1, description="sequences a forward pass")
-    accumulate_grad_batches: int = Field(1, ge=1, description="forward passes an optimiser step")
+    steps: int = Field(default=200, ge=1)
+    seq_len: int = Field(default=512, ge=2, description="tokens per sequence")
+    batch_size: int = Field(default=4, ge=1, description="sequences per forward pass")
+    accumulate_grad_batches: int = Field(default=1, ge=1, description="forward passes per optimiser step")
     micro_batch_size: int | None = Field(
-        None, ge=1, description="sequences a forward pass may hold on this device; regroups the batch, not its mathematics"
+        default=None,
+        ge=1,
+        description="sequences a forward pass may hold on this device; regroups the batch, not its mathematics",
     )
-    lr: float = Field(2e-4, gt=0, description="peak learning rate")
+    lr: float = Field(default=2e-4, gt=0, description="peak learning rate")
     lr_schedule: Literal["cosine", "constant"] = "cosine"
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the last step")
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.01, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    grad_clip: float = Field(1.0, gt=0, description="limit of the global gradient norm")
-    seed: int = Field(1337, ge=0, lt=2**63)
-    log_every: int = Field(10, ge=1)
-    stats_every: int = Field(100, ge=1, description="steps between gate and selection statistics")
-    eval_every: int = Field(100, ge=0, description="0: never")
-    eval_batches: int = Field(8, ge=1, description="forward passes of batch_size sequences")
-    save_every: int = Field(100, ge=0, description="0: never")
-    keep_last: int = Field(3, ge=1, description="checkpoints kept besides the permanent ones")
-    keep_every: int = Field(0, ge=0, description="steps between permanent checkpoints; 0: none")
-    spike_sigma: float = Field(0.0, ge=0, description="halt on a loss this many deviations over its window; 0: off")
-    min_tokens_per_s: float = Field(0.0, ge=0, description="throughput gate; 0: off")
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    grad_clip: float = Field(default=1.0, gt=0, description="limit of the global gradient norm")
+    seed: int = Field(default=1337, ge=0, lt=2**63)
+    log_every: int = Field(default=10, ge=1)
+    stats_every: int = Field(default=100, ge=1, description="steps between gate and selection statistics")
+    eval_every: int = Field(default=100, ge=0, description="0: never")
+    eval_batches: int = Field(default=8, ge=1, description="forward passes of batch_size sequences")
+    save_every: int = Field(default=100, ge=0, description="0: never")
+    keep_last: int = Field(default=3, ge=1, description="checkpoints kept besides the permanent ones")
+    keep_every: int = Field(default=0, ge=0, description="steps between permanent checkpoints; 0: none")
+    spike_sigma: float = Field(default=0.0, ge=0, description="halt on a loss this many deviations over its window; 0: off")
+    min_tokens_per_s: float = Field(default=0.0, ge=0, description="throughput gate; 0: off")
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -213,14 +220,14 @@ class DataConfig(_Section):
     """Where the text comes from. Noise is trained on only with `source: synthetic`."""
 
     source: Literal["stdlib", "local", "fineweb_edu", "synthetic"] = "stdlib"
-    path: str | None = Field(None, description="local: a file, a folder or a glob of txt, jsonl or parquet")
-    text_column: str = Field("text", description="name of the text column of parquet and jsonl")
-    tokenizer: str = Field("byte", description="byte, or the path of a tokenizer.json")
-    max_tokens: int | None = Field(None, ge=1, description="stop filling shards after this many training tokens")
-    val_fraction: float = Field(0.02, gt=0, lt=1, description="share of documents held out, by document hash")
-    dataset: str = Field("HuggingFaceFW/fineweb-edu", description="fineweb_edu: repository on the hub")
-    subset: str = Field("sample-10BT", description="fineweb_edu: configuration of the data set")
-    timeout_s: float = Field(120.0, gt=0, description="longest wait for the source before it is called stalled")
+    path: str | None = Field(default=None, description="local: a file, a folder or a glob of txt, jsonl or parquet")
+    text_column: str = Field(default="text", description="name of the text column of parquet and jsonl")
+    tokenizer: str = Field(default="byte", description="byte, or the path of a tokenizer.json")
+    max_tokens: int | None = Field(default=None, ge=1, description="stop filling shards after this many training tokens")
+    val_fraction: float = Field(default=0.02, gt=0, lt=1, description="share of documents held out, by document hash")
+    dataset: str = Field(default="HuggingFaceFW/fineweb-edu", description="fineweb_edu: repository on the hub")
+    subset: str = Field(default="sample-10BT", description="fineweb_edu: configuration of the data set")
+    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the source before it is called stalled")
 
     @model_validator(mode="after")
     def _path(self) -> DataConfig:
@@ -237,7 +244,7 @@ class DataConfig(_Section):
 class RunConfig(_Section):
     """One run: five sections and a name (the stem of its file in params/)."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     model: ModelConfig = ModelConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     train: TrainConfig = TrainConfig()
@@ -278,9 +285,9 @@ class RunConfig(_Section):
         if not path.is_file():
             raise ConfigError(f"{path}: no such configuration file")
         try:
-            sections = yaml.load(path.read_text(encoding="utf-8"), Loader=_YamlLoader) or {}
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+            sections = _read_yaml(path.read_text(encoding="utf-8")) or {}
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
         if not isinstance(sections, dict):
             raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
         sections.setdefault("name", path.stem)
@@ -298,6 +305,9 @@ class RunConfig(_Section):
         }
 
     def to_yaml(self) -> str:
+        require("yaml")
+        import yaml
+
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def hash(self) -> str:
@@ -305,15 +315,23 @@ class RunConfig(_Section):
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-3` as a string; this one reads it as the number it is."""
+def _read_yaml(text: str) -> Any:
+    """The value that `text` spells. YAML 1.1 reads `1e-3` as a string; this reads it as the number it is."""
+    require("yaml")
+    import yaml
 
+    class Loader(yaml.SafeLoader):
+        pass
 
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
 
 
 def apply_overrides(sections: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -337,7 +355,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"-p {text}: expected section.key=value, for example -p train.steps=100")
-    return key.strip(), yaml.load(value, Loader=_YamlLoader)
+    return key.strip(), _read_yaml(value)
 
 
 def _with_nsa(model: Any, nsa: Any) -> Any:
@@ -387,7 +405,7 @@ def _explain(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) ->
     return "\n".join(lines)
 
 
-def _explain_one(key: str, problem: dict[str, Any]) -> str:
+def _explain_one(key: str, problem: Mapping[str, Any]) -> str:
     value = problem.get("input")
     if problem["type"] == "extra_forbidden":
         return f"{key} = {value!r}: no such key; {_nearest(key)}"

@@ -60,7 +60,7 @@ OTHERS = {
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
-QUICK = "not 1025 and not 2048 and not 65536 and not needle and not at_the_default_geometry and not slow"
+QUICK = "not 1025 and not 2048 and not 65536 and not needle and not at_the_default_geometry"
 
 
 @dataclass(frozen=True)

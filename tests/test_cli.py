@@ -269,6 +269,7 @@ def test_run_executes_a_notebook_and_prints_the_report_last(say, tiny: Path, tmp
     assert executed.cells[-1].outputs[-1].text == "DONE\n"
 
 
+@pytest.mark.slow
 def test_a_failing_notebook_still_gives_a_report_and_exit_code_1(say, tiny: Path, tmp_path: Path) -> None:
     source = notebook(tmp_path, TRAIN_CELL, "1 / 0", "print('never')")
     said = say("run", tiny, "--notebook", source)

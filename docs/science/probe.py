@@ -14,9 +14,9 @@ start    width of a linear causal depthwise convolution of the keys that starts 
          half of the heads start with the weights of the keys as their query weights: matching heads from step 0
 rotated  share of a head's width that rotary embedding turns
 cmp_keys "selected": the compressed keys are made from the selected branch's keys
-oracle   weight of a loss that teaches the compressed keys where the selected branch would look if it read everything:
-         on 64 random queries per sequence, cross-entropy of the importances against the selected branch's own attention mass
-         over all blocks but the forced ones, with everything but the compressed keys' own weights held fixed
+oracle   weight of a loss that teaches the compressed keys where the selected branch would look if it read everything: on
+         64 random queries per sequence, cross-entropy of the importances against the selected branch's own attention
+         mass over all blocks but the forced ones, with everything but the compressed keys' own weights held fixed
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ GATHER_PAST_BUDGETS = 8
 KeyRange = Callable[[int, int], tuple[slice, Tensor]]
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`. Computes in `reference`'s wide dtype, since the block choice hangs on it."""
 
@@ -42,7 +42,7 @@ def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig
     return _RangeAttention.apply(q, k_cmp, v_cmp, keys, _choice_dtype(q.dtype), k_cmp.shape[1])
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
     """As `reference.select_blocks`, streamed over chunks of queries."""
     B, T, H, _ = q.shape
@@ -65,7 +65,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tens
     return chosen
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.selected_attention`."""
     T = q.shape[1]
@@ -85,7 +85,7 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSA
     return _RangeAttention.apply(q, k, v, keys, _wide(q.dtype), T)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.window_attention`."""
 

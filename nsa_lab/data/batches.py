@@ -91,7 +91,10 @@ class EvalBatches(Sequence):
     def __len__(self) -> int:
         return -(-self._windows // self._batch_size)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # One batch at a time: a slice of batches would hold them all in memory.
+    def __getitem__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"evaluation batch {index} of {len(self)}")
         first = index * self._batch_size

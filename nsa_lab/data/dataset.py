@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from nsa_lab.config import DataConfig
 from nsa_lab.data import shards
 from nsa_lab.data.errors import DataError
@@ -22,6 +20,7 @@ from nsa_lab.data.shards import TokenStore
 from nsa_lab.data.sources import Source, open_source
 from nsa_lab.data.tokenizer import Tokenizer, load_tokenizer
 from nsa_lab.data.waiting import TICK_S
+from nsa_lab.extras import require
 
 Progress = Callable[[FillProgress], None]
 
@@ -125,6 +124,9 @@ def _key(identity: dict[str, Any], settings: dict[str, Any]) -> str:
 
 @contextmanager
 def _lock(path: Path, tick: Callable[[], None]) -> Iterator[None]:
+    require("filelock")
+    import filelock
+
     # The system lets go of the lock of a process that dies; the file itself may stay.
     lock = filelock.FileLock(path)
     while not lock.is_locked:

@@ -60,6 +60,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a finished folder. Raises `DataError` if it is damaged."""
     path = folder / MANIFEST
+    manifest: dict[str, Any] = {}
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         intact = manifest["format"] == FORMAT and manifest["identity"] == content_identity(manifest)

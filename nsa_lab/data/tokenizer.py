@@ -17,6 +17,7 @@ import numpy as np
 
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.paths import candidates
+from nsa_lab.extras import MissingPackage, require
 
 # The end-of-text tokens of common tokenizers, best first.
 SEPARATOR_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -42,7 +43,7 @@ class ByteTokenizer:
     identity = hashlib.sha256(b"bytes of UTF-8, separator 0xFF").hexdigest()
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """uint8 `[n]`, one id a byte. Bytes are taken as they are (the synthetic source)."""
+        """uint8 `[n]`, one id per byte. Bytes are taken as they are (the synthetic source)."""
         return np.frombuffer(text.encode("utf-8") if isinstance(text, str) else text, dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -59,12 +60,11 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         try:
-            import tokenizers
-        except ImportError:
-            raise DataError(
-                f"data.tokenizer = {path} needs the tokenizers library; "
-                "run: pip install tokenizers, or use data.tokenizer: byte"
-            ) from None
+            require("tokenizers")
+        except MissingPackage as error:
+            raise DataError(f"data.tokenizer = {path}: {error}, or use data.tokenizer: byte") from None
+        import tokenizers
+
         try:
             content = path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))

@@ -6,6 +6,10 @@ already; they use one colour per branch everywhere (colour-blind-safe) and mark 
 
 from collections.abc import Callable
 
+from nsa_lab.extras import require
+
+require("matplotlib")
+
 from matplotlib.figure import Figure
 
 from nsa_lab.figures.blocks import block_geometry, overlap_weights, reads_by_length, visible_blocks

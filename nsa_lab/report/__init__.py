@@ -15,6 +15,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nsa_lab.extras import require
+
+require("nbformat", "nbconvert", "pygments", "matplotlib")
+
 import nbformat
 from matplotlib.figure import Figure
 from nbconvert import HTMLExporter

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nsa_lab.generate import NoCheckpoint
 from nsa_lab.health.twins import side_by_side, twins
+from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.events import Event
 from nsa_lab.runs.history import History, facts
 from nsa_lab.runs.summary import backends, duration

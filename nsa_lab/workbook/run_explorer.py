@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from nsa_lab import figures
 from nsa_lab.figures.layers import STATISTICS
 from nsa_lab.figures.style import png
-from nsa_lab.generate import NoCheckpoint
+from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.history import History
 from nsa_lab.workbook import compare
 from nsa_lab.workbook.show import has_front_end, show

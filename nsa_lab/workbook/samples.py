@@ -11,10 +11,9 @@ from torch import Tensor
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import load_tokenizer
-from nsa_lab.decode import Decoder
 from nsa_lab.figures import selection_by_layer
-from nsa_lab.generate import NoCheckpoint, complete, find_checkpoint, generate, load_model
 from nsa_lab.health import LIMITS, Limits, Verdict
+from nsa_lab.inference import Decoder, NoCheckpoint, Sampling, complete, find_checkpoint, load_model, write_on
 from nsa_lab.model import NSATransformer
 from nsa_lab.workbook.examples import standard_library_text
 
@@ -31,15 +30,13 @@ def untrained(config: RunConfig) -> NSATransformer:
 def sample_before(config: RunConfig, model: NSATransformer, prompt: str, tokens: int) -> str:
     """The prompt and what a model that is not in a run directory makes of it."""
     tokenizer = load_tokenizer(config.data.tokenizer)
-    begin = [tokenizer.separator, *map(int, tokenizer.encode(prompt))]
-    drawn = generate(model, begin, tokens, TEMPERATURE, vocab_size=tokenizer.vocab_size)
-    return printable(prompt + tokenizer.decode(drawn))
+    return printable(prompt + "".join(write_on(model, tokenizer, prompt, tokens, Sampling(TEMPERATURE))))
 
 
 def sample_after(run: Path, prompt: str, tokens: int) -> str:
     """The prompt and what the run's newest checkpoint makes of it, or in a line why there is none to ask."""
     try:
-        return printable(prompt + "".join(complete(run, prompt, tokens, temperature=TEMPERATURE)))
+        return printable(prompt + "".join(complete(run, prompt, tokens, Sampling(TEMPERATURE))))
     except NoCheckpoint as error:
         return f"no sample: {error}"
 

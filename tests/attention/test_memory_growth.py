@@ -54,6 +54,7 @@ def measure(T: int, backend: str) -> Allocations:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_twice_the_tokens_take_twice_the_memory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "GATHER_PAST_BUDGETS", PATHS[path])

@@ -69,6 +69,7 @@ def assert_alike(call: Callable[..., dict[str, Tensor]], shape: Shape, dtype: to
         )
 
 
+@pytest.mark.slow
 @dtypes
 @heads
 @pytest.mark.parametrize("length", LENGTHS)
@@ -77,6 +78,7 @@ def test_values_at_the_default_geometry(length: int, G: int, h: int, dtype: torc
     assert_alike(branches, shape, dtype, LIMITS[dtype], "torch")
 
 
+@pytest.mark.slow
 @dtypes
 @heads
 @pytest.mark.parametrize("length", [1, 31, 33, 65, 200])

@@ -21,6 +21,7 @@ SMALL = ModelConfig(
 )
 
 
+@pytest.mark.slow
 def test_both_models_are_measured_at_each_shape(tmp_path: Path) -> None:
     file, picture = tmp_path / "train.json", tmp_path / "train.png"
     report = train.run_train_bench(((64, 2), (96, 1)), file, steps=3, model=SMALL, picture=picture)
@@ -90,6 +91,7 @@ def test_profiling_a_step_does_not_warn_of_dropped_events(monkeypatch: pytest.Mo
     assert any(event.name == "aten::sum" for event in recorded.events())
 
 
+@pytest.mark.slow
 def test_executions_of_one_configuration_stay_within_the_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executions = (*curves.CPU_EXECUTIONS, curves.Execution("torch, compiled", "torch", compile=True))
     monkeypatch.setattr(curves, "CPU_EXECUTIONS", executions)
@@ -100,6 +102,7 @@ def test_executions_of_one_configuration_stay_within_the_band(tmp_path: Path, mo
     assert json.loads((tmp_path / "curves.json").read_text())["ok"] and (tmp_path / "curves.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_an_execution_that_computes_something_else_is_out_of_the_band(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = curves.loss_curve
 

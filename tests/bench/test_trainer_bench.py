@@ -16,6 +16,7 @@ from nsa_lab.config import ConfigError
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this is a measurement, not a test")
 
 
+@pytest.mark.slow
 def test_overheads_are_measured_on_a_real_run(tmp_path: Path) -> None:
     report = run_trainer_bench(tmp_path / "trainer.json", steps=4)
     assert json.loads((tmp_path / "trainer.json").read_text()) == report
@@ -25,6 +26,7 @@ def test_overheads_are_measured_on_a_real_run(tmp_path: Path) -> None:
     assert report["resume_s"] > 0
 
 
+@pytest.mark.slow
 def test_ranks_are_compared_with_one() -> None:
     said = io.StringIO()
     ranks = run_trainer_bench(ranks=2, steps=8, console=Console(file=said))["ranks"]

@@ -142,6 +142,7 @@ def assert_one_story(run_dir: Path, uninterrupted: Path) -> None:
     assert [(e["step"], e["loss"]) for e in told] == [(e["step"], e["loss"]) for e in whole]
 
 
+@pytest.mark.slow
 def test_each_stop_request_saves_and_the_run_goes_on_bit_for_bit(
     trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def texts(documents: list[Document]) -> list[str]:
     return [document.text for document in documents]
 
 
+@pytest.mark.slow
 def test_the_subset_is_read_whole_over_ranges(hub: Hub, client: Run) -> None:
     assert texts(client(collect, data())) == TEXTS
     reads = hub.parquet_reads()
@@ -139,6 +140,7 @@ def test_the_datasets_library_streams_the_same_rows(hub: Hub, client: Run) -> No
     assert texts(client(collect, data())) == TEXTS
 
 
+@pytest.mark.slow
 def test_the_cursor_resumes_exactly_twice_in_a_row(hub: Hub, client: Run) -> None:
     for first, second in ((1, 1), (5, 7), (12, 12), (7, 22), (35, 1)):
         begun = client(collect, data(), None, first)
@@ -147,6 +149,7 @@ def test_the_cursor_resumes_exactly_twice_in_a_row(hub: Hub, client: Run) -> Non
         assert texts(begun + resumed + finished) == TEXTS
 
 
+@pytest.mark.slow
 def test_a_resumed_filling_stays_at_its_revision(hub: Hub, client: Run) -> None:
     begun = client(collect, data(), None, 20)
     hub.add_parquet("sample/tiny/000_00000.parquet", ["the hub has moved on"])
@@ -154,6 +157,7 @@ def test_a_resumed_filling_stays_at_its_revision(hub: Hub, client: Run) -> None:
     assert texts(client(collect, data()))[0] == "the hub has moved on"
 
 
+@pytest.mark.slow
 def test_an_interrupted_filling_gives_the_same_shards(hub: Hub, client: Run, tmp_path: Path) -> None:
     whole = client(fill_shards, data(), str(tmp_path / "whole"), 2000)
     hub.log.clear()
@@ -176,18 +180,21 @@ def test_filled_shards_need_no_network(hub: Hub, client: Run, tmp_path: Path) ->
     assert hub.log == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "cut"])
 def test_a_passing_fault_is_retried(hub: Hub, client: Run, fault: str) -> None:
     hub.plan("ok", "ok", fault, "ok", fault)
     assert texts(client(collect, data())) == TEXTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "cut"])
 def test_a_lasting_fault_ends_with_its_phase(hub: Hub, client: Run, refuses, fault: str) -> None:
     hub.plan("ok", "ok", *[fault] * 50)
     refuses(lambda: client(collect, data(timeout_s=2.0)), "000_00000.parquet row group 1", "2 s", "data.timeout_s")
 
 
+@pytest.mark.slow
 def test_a_stall_is_named_and_ends_in_time(hub: Hub, client: Run, refuses) -> None:
     hub.plan("ok", "ok", "stall", "stall")
     started = time.monotonic()
@@ -202,6 +209,7 @@ def test_a_stall_is_named_and_ends_in_time(hub: Hub, client: Run, refuses) -> No
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_stop_request_interrupts_a_stall(hub: Hub, client: Run) -> None:
     hub.plan("ok", "stall", "stall")
     assert client(patience_with_ticks, data(timeout_s=60.0)) == 12
@@ -224,6 +232,7 @@ def test_wrong_names_are_refused(hub: Hub, client: Run, refuses) -> None:
     refuses(lambda: client(collect, data(text_column="body")), "no column 'body'", "id, text, score", "data.text_column")
 
 
+@pytest.mark.slow
 def test_a_machine_without_network_hears_so_soon(tmp_path: Path, refuses) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

@@ -143,6 +143,7 @@ def test_a_parquet_damaged_inside_is_named(tmp_path: Path, refuses) -> None:
     refuses(lambda: texts(local(path)), path, "not a readable parquet")
 
 
+@pytest.mark.slow
 def test_stdlib_is_megabytes_of_text_in_a_fixed_order() -> None:
     source = open_source(DataConfig())
     documents = list(source.documents())

@@ -66,4 +66,4 @@ def test_errors_say_what_to_do(tmp_path: Path, refuses, save_tokenizer) -> None:
 
 def test_without_the_library(trained: Path, refuses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    refuses(lambda: load_tokenizer(str(trained)), "pip install tokenizers")
+    refuses(lambda: load_tokenizer(str(trained)), "tokenizers is not installed; run: pip install 'nsa-lab[data]'", "byte")

@@ -47,6 +47,7 @@ def noise(length: int = 64, batch: int = 8) -> Iterator[torch.Tensor]:
         yield torch.randint(0, 256, (batch, length + 1), generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("phi", ["avg", "mlp"])
 def test_after_200_steps_everything_has_moved_and_the_text_is_being_learnt(gate: str, phi: str) -> None:
@@ -72,6 +73,7 @@ def unmoved(dtype: torch.dtype) -> set[str]:
     return {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
 
 
+@pytest.mark.slow
 def test_float32_weights_all_move_at_the_production_rate_and_bf16_ones_do_not() -> None:
     """The check can fail: 2e-4 is below half a unit in the last place of a bf16 weight of 1.0, so norms stand still."""
     assert not unmoved(torch.float32)
@@ -91,6 +93,7 @@ def assert_nothing_learnt(losses: list[float]) -> None:
     assert sum(losses[-50:]) / 50 >= floor, "noise was learnt: the future leaks"
 
 
+@pytest.mark.slow
 def test_noise_stays_at_ln_256() -> None:
     assert_nothing_learnt(train(NSATransformer(noise_config(), seed=0), noise(), 300, lr=3e-3))
 
@@ -103,6 +106,7 @@ def selection_one_ahead(real: Callable) -> Callable:
     return lambda q, k, v, blocks, nsa: real(q, k.roll(-1, 1), v.roll(-1, 1), blocks, nsa)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("branch", "leak"), [("window_attention", window_one_ahead), ("selected_attention", selection_one_ahead)]
 )

@@ -11,8 +11,8 @@ import torch
 from fake_run import configuration, write_checkpoint, write_run
 from safetensors.torch import save
 
-from nsa_lab.generate import NoCheckpoint, load_model
 from nsa_lab.health import verdicts
+from nsa_lab.inference import NoCheckpoint, load_model
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import checkpoints
 from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint

@@ -109,6 +109,7 @@ def test_two_launchers_at_once_start_one_trainer(tiny: Tiny, tmp_path: Path) -> 
     assert launch.wait(run_dir, 10)
 
 
+@pytest.mark.slow
 def test_a_stop_that_comes_before_the_trainer_is_ready_is_kept_for_it(tiny: Tiny, tmp_path: Path) -> None:
     run_dir = launch.create_run(tiny(**LONG), tmp_path)
     launch.start(run_dir)
@@ -118,9 +119,10 @@ def test_a_stop_that_comes_before_the_trainer_is_ready_is_kept_for_it(tiny: Tiny
     assert status["exit_code"] == directory.EXIT_STOPPED and "SIGTERM" in status["reason"]
 
 
+@pytest.mark.slow
 def test_the_trainer_outlives_the_process_that_started_it(tiny: Tiny, tmp_path: Path) -> None:
     run_dir = launch.create_run(tiny(**LONG), tmp_path)
-    code = f"import time; from nsa_lab import launch; launch.start({str(run_dir)!r}); print('started', flush=True)"
+    code = f"import time; from nsa_lab.runs import launch; launch.start({str(run_dir)!r}); print('started', flush=True)"
     kernel = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=subprocess.PIPE, text=True)
     assert kernel.stdout.readline() == "started\n"
     kernel.kill()

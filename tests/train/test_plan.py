@@ -29,6 +29,7 @@ PRODUCTION = RunConfig.from_dict(
 )
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_the_model() -> None:
     small = RunConfig(model=ModelConfig(dim=64, n_layers=2, n_heads=4))
     model = NSATransformer(small.model)

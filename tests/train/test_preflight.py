@@ -54,6 +54,7 @@ def failed(found: Any) -> list[str]:
     return [check.name for check in found if not check.ok]
 
 
+@pytest.mark.slow
 def test_a_healthy_run_passes_every_check_in_order(parts: Callable[..., Parts], tmp_path: Path) -> None:
     built = parts(min_tokens_per_s=1.0)
     before = [p.detach().clone() for p in built.model.parameters()]

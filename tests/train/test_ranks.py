@@ -76,6 +76,7 @@ def test_a_nan_on_one_rank_halts_all_within_a_step(new_run: Make) -> None:
     assert saved == [guard["step"] - 1]
 
 
+@pytest.mark.slow
 def test_a_batch_that_ranks_cannot_share_is_refused(new_run: Make) -> None:
     run_dir = new_run(batch_size=1, accumulate_grad_batches=1)
     assert run_with(run_dir, 2) == directory.EXIT_USAGE

@@ -113,6 +113,7 @@ def test_a_run_records_what_the_contract_says(new_run: Make, train: Train) -> No
     assert list((run_dir / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_results_that_come_late_are_logged_at_their_own_step(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ def test_bits_per_byte_are_nats_over_ln_2(new_run: Make, train: Train) -> None:
     assert step["bpb"] == pytest.approx(step["loss"] / 0.6931471805599453, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_logging_cadence_does_not_change_the_weights(new_run: Make, train: Train) -> None:
     often, seldom = new_run(), new_run(log_every=100, stats_every=100, eval_every=0, save_every=0)
     assert train(often) == train(seldom) == 0
@@ -195,6 +197,7 @@ def test_resuming_on_another_trajectory_is_refused_by_name(new_run: Make, train:
     assert kinds(run_dir, "error")[0]["type"] in ("ResumeRefused", "DataError")
 
 
+@pytest.mark.slow
 def test_settings_that_only_watch_may_change_on_resume(new_run: Make, train: Train) -> None:
     run_dir = new_run()
     train(run_dir)
@@ -205,6 +208,7 @@ def test_settings_that_only_watch_may_change_on_resume(new_run: Make, train: Tra
     assert same(final_weights(run_dir), expected)
 
 
+@pytest.mark.slow
 def test_a_planted_nan_halts_with_the_weights_of_the_step_before_and_a_diagnosis(
     new_run: Make, train: Train, hooked: Callable, builders: Builders
 ) -> None:
@@ -226,6 +230,7 @@ def test_a_planted_nan_halts_with_the_weights_of_the_step_before_and_a_diagnosis
     assert same(final_weights(run_dir), final_weights(whole))
 
 
+@pytest.mark.slow
 def test_a_planted_spike_halts(new_run: Make, train: Train, hooked: Callable, builders: Builders) -> None:
     run_dir = new_run(steps=60, spike_sigma=8.0, lr=1e-4, save_every=0, eval_every=0, log_every=50)
     assert train(run_dir, builders=hooked(plant(run_dir, builders, 45, 3000.0, "head"))) == directory.EXIT_HALTED
@@ -234,12 +239,14 @@ def test_a_planted_spike_halts(new_run: Make, train: Train, hooked: Callable, bu
     assert (run_dir / "halt-00000045/diagnosis.json").exists()
 
 
+@pytest.mark.slow
 def test_a_healthy_run_with_every_guard_on_is_silent(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=60, spike_sigma=8.0, min_tokens_per_s=1.0, stats_every=15, log_every=15, save_every=0)
     assert train(run_dir) == 0
     assert not kinds(run_dir, "guard") and not kinds(run_dir, "stall")
 
 
+@pytest.mark.slow
 def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -> None:
     def freeze(model: nn.Module) -> None:
         # As a bug would: the gradient comes out as zero, and decay is off.
@@ -261,6 +268,7 @@ def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -
     assert found == {("frozen", "warn")} and "layer 1" in kinds(run_dir, "guard")[0]["text"]
 
 
+@pytest.mark.slow
 def test_a_throughput_drop_is_named(new_run: Make, train: Train, hooked: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "SLOW_FOR_S", 0.5)
 
@@ -328,6 +336,7 @@ def test_two_failed_saves_in_a_row_halt(new_run: Make, train: Train, monkeypatch
     assert "saving failed" in directory.read_status(run_dir)["reason"]
 
 
+@pytest.mark.slow
 def test_code_that_computes_something_else_is_refused_and_the_checkpoint_kept(
     new_run: Make, train: Train, hooked: Callable
 ) -> None:
@@ -347,6 +356,7 @@ def test_a_dense_model_trains_and_has_no_gate_statistics(new_run: Make, train: T
     assert not any("gate_share_cmp" in e for e in kinds(run_dir, "step"))
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_memory_and_not_the_weights(new_run: Make, train: Train) -> None:
     plain, saving = new_run(), new_run(runtime={"gradient_checkpointing": True})
     assert train(plain) == train(saving) == 0

@@ -79,6 +79,7 @@ def steps_done(run_dir: Path) -> int:
     return max((e["step"] for e in events.read_events(run_dir) if e["kind"] == "step"), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "done"), [("slow_data", 3), ("slow_eval", 6), ("slow_compile", 0)])
 def test_a_stop_is_heard_while_waiting(scripted: Callable, fault: str, done: int) -> None:
     run_dir, trainer = scripted(fault)
@@ -94,6 +95,7 @@ def test_a_stop_is_heard_while_waiting(scripted: Callable, fault: str, done: int
     assert status["status"] == "PREEMPTED" and status["exit_code"] == 75 and "SIGTERM" in status["reason"]
 
 
+@pytest.mark.slow
 def test_a_stop_takes_effect_between_micro_batches(scripted: Callable) -> None:
     run_dir, trainer = scripted("slow_step", batch_size=1, accumulate_grad_batches=8)
     wait_until(lambda: steps_done(run_dir) >= 1)
@@ -113,6 +115,7 @@ def test_the_second_request_ends_even_a_trainer_that_never_returns_to_python(scr
     assert directory.read_status(run_dir)["status"] == "PREEMPTED"
 
 
+@pytest.mark.slow
 def test_sigusr2_dumps_the_stacks_and_the_run_goes_on(scripted: Callable) -> None:
     run_dir, trainer = scripted("none", steps=60, save_every=0)
     wait_until(lambda: steps_done(run_dir) >= 1)

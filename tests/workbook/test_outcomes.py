@@ -5,8 +5,8 @@ import torch
 from fake_run import configuration, write_checkpoint, write_run
 from safetensors.torch import save
 
-from nsa_lab import decode, figures
-from nsa_lab.generate import NoCheckpoint
+from nsa_lab import figures
+from nsa_lab.inference import NoCheckpoint, cache
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs.history import History, facts
 from nsa_lab.train.plan import plan
@@ -122,8 +122,8 @@ def test_decoding_is_the_model(with_checkpoint):
 
 
 def test_decoding_that_is_not_the_model_is_found(with_checkpoint, monkeypatch):
-    one = decode.NSACache._one
-    monkeypatch.setattr(decode.NSACache, "_one", lambda cache, q, gates, position: one(cache, q, gates, position - 1))
+    one = cache.NSACache._one
+    monkeypatch.setattr(cache.NSACache, "_one", lambda cache, q, gates, position: one(cache, q, gates, position - 1))
     assert samples.decode_check(with_checkpoint).ok is False
 
 

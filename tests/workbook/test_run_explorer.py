@@ -6,7 +6,7 @@ import pytest
 from fake_run import configuration, write_run
 
 from nsa_lab.figures.style import title
-from nsa_lab.generate import NoCheckpoint
+from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.history import History
 from nsa_lab.workbook import compare, run_explorer
 from nsa_lab.workbook.run_explorer import GATES, LOSS, MAP, VIEWS, views_of

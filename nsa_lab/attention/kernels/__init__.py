@@ -74,7 +74,14 @@ def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) ->
 
 
 def nsa_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
     nsa: NSAConfig,
 ) -> Tensor:
     """As `dispatch.nsa_attention`, every part on Triton."""

@@ -108,9 +108,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Te
     lse = q.new_empty(B, T, H, dtype=torch.float32)
     tile = forward_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
     forward_kernel[(ceil_div(T * (H // G), tile.rows) * B * G,)](
-        q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        T, N, B, G, Dk**-0.5 * LOG2E,
-        **_constants(H // G, l, d, w, Dk, Dv), **tile.launch(),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        T,
+        N,
+        B,
+        G,
+        Dk**-0.5 * LOG2E,
+        **_constants(H // G, l, d, w, Dk, Dv),
+        **tile.launch(),
     )
     return out, lse
 
@@ -125,7 +137,16 @@ def _(q, k, v, l, d, w):
 
 @torch.library.impl("nsa_lab::band_attention_backward", ("cpu", "cuda"))
 def _(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, l: int, d: int, w: int,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    l: int,
+    d: int,
+    w: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `band_attention`, contiguous, given the gradients of out and, if it was used, of lse."""
     dq = q.new_empty(q.shape)
@@ -133,8 +154,20 @@ def _(
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dq: Tensor, l: int, d: int, w: int, *,
-    out: Tensor | None = None, dlse: Tensor | None = None, delta: Tensor | None = None, add: bool = False,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    l: int,
+    d: int,
+    w: int,
+    *,
+    out: Tensor | None = None,
+    dlse: Tensor | None = None,
+    delta: Tensor | None = None,
+    add: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv; dq is written to `dq`, which is contiguous, or added to what is there.
 
@@ -146,8 +179,20 @@ def backward(
 
 
 def backward_queries(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dq: Tensor, l: int, d: int, w: int, *,
-    out: Tensor | None = None, dlse: Tensor | None = None, delta: Tensor | None = None, add: bool = False,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    l: int,
+    d: int,
+    w: int,
+    *,
+    out: Tensor | None = None,
+    dlse: Tensor | None = None,
+    delta: Tensor | None = None,
+    add: bool = False,
 ) -> Tensor:
     """The half of `backward` that fills dq; it gives what `backward_keys` needs. do, q, k and v are `with_short_rows`."""
     B, T, H, Dk = q.shape
@@ -161,9 +206,29 @@ def backward_queries(
     scale = Dk**-0.5
     tile = dq_tile(q.dtype, max(Dk, Dv), w > 0, roomy(q.device))
     dq_kernel[(ceil_div(T * h, tile.rows) * B * G,)](
-        q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, *_strides(q, k, v, do, stats),
-        T, N, B, G, scale * LOG2E, scale, **_constants(h, l, d, w, Dk, Dv),
-        HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add, ONE_LOOP=tile.one_loop, **tile.launch(),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        do,
+        None if dlse is None else dlse.contiguous(),
+        delta,
+        dq,
+        stats,
+        *_strides(q, k, v, do, stats),
+        T,
+        N,
+        B,
+        G,
+        scale * LOG2E,
+        scale,
+        **_constants(h, l, d, w, Dk, Dv),
+        HAS_DLSE=dlse is not None,
+        HAS_DELTA=delta is not None,
+        ADD=add,
+        ONE_LOOP=tile.one_loop,
+        **tile.launch(),
     )
     return stats
 
@@ -185,13 +250,40 @@ def backward_keys(
     key_programs = ceil_div(N, tile.keys) * B * G
     sums = (dk, dv) if chunks == 1 else tuple(x.new_empty(chunks, *x.shape, dtype=torch.float32) for x in (k, v))
     dkv_kernel[(key_programs, chunks)](
-        q, k, v, do, stats, *sums, *_strides(q, k, v, do, stats), T, N, B, G, chunk_steps, scale * LOG2E, scale,
-        **constants, TAIL=T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.launch(),
+        q,
+        k,
+        v,
+        do,
+        stats,
+        *sums,
+        *_strides(q, k, v, do, stats),
+        T,
+        N,
+        B,
+        G,
+        chunk_steps,
+        scale * LOG2E,
+        scale,
+        **constants,
+        TAIL=T % tile.rows > 0 or tile.keys % tile.rows > 0,
+        **tile.launch(),
     )
     if chunks > 1:
         sum_chunks_kernel[(ceil_div(N, _SLICE_KEYS) * B * G,)](
-            *sums, dk, dv, T, N, B, G, chunk_steps, **constants,
-            ROWS=tile.rows, KEYS=tile.keys, SLICE=_SLICE_KEYS, AT_ONCE=8, num_warps=4,
+            *sums,
+            dk,
+            dv,
+            T,
+            N,
+            B,
+            G,
+            chunk_steps,
+            **constants,
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            SLICE=_SLICE_KEYS,
+            AT_ONCE=8,
+            num_warps=4,
         )
     return dk, dv
 

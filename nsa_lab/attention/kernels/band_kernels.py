@@ -99,9 +99,32 @@ def _key_tile(step, left, full, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _attend(acc, peak, total, q, k_base, v_base, stride_k, stride_v, t, start, left, full, stop, N, scale,
-            L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-            DKP: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
+def _attend(
+    acc,
+    peak,
+    total,
+    q,
+    k_base,
+    v_base,
+    stride_k,
+    stride_v,
+    t,
+    start,
+    left,
+    full,
+    stop,
+    N,
+    scale,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Online softmax over the key tiles of `_key_tile`; `scale` carries log2(e), peak is in the same units."""
     for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
         n = _key_tile(step, left, full, MASKED)
@@ -122,12 +145,35 @@ def _attend(acc, peak, total, q, k_base, v_base, stride_k, stride_v, t, start, l
 
 @triton.jit(do_not_specialize=_SIZES)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    q_b, q_t, q_h, k_b, k_n, k_g, v_b, v_n, v_g,
-    T, N, B, G, scale,
-    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_n,
+    k_g,
+    v_b,
+    v_n,
+    v_g,
+    T,
+    N,
+    B,
+    G,
+    scale,
+    h: tl.constexpr,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     tile, b, g = _row_program(B, G)
     t, head, t_first, t_last = _row_tile(tile, T, h, ROWS)
@@ -140,10 +186,58 @@ def forward_kernel(
     # Finite, so that a wholly masked tile gives exp2(-inf - peak) = 0 and never inf - inf.
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, start, left, full, stop, N, scale,
-                               L, STRIDE, W, DK, DV, DKP, DVP, KEYS, False)
-    acc, peak, total = _attend(acc, peak, total, q, k_base, v_base, k_n, v_n, t, start, left, full, stop, N, scale,
-                               L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+    acc, peak, total = _attend(
+        acc,
+        peak,
+        total,
+        q,
+        k_base,
+        v_base,
+        k_n,
+        v_n,
+        t,
+        start,
+        left,
+        full,
+        stop,
+        N,
+        scale,
+        L,
+        STRIDE,
+        W,
+        DK,
+        DV,
+        DKP,
+        DVP,
+        KEYS,
+        False,
+    )
+    acc, peak, total = _attend(
+        acc,
+        peak,
+        total,
+        q,
+        k_base,
+        v_base,
+        k_n,
+        v_n,
+        t,
+        start,
+        left,
+        full,
+        stop,
+        N,
+        scale,
+        L,
+        STRIDE,
+        W,
+        DK,
+        DV,
+        DKP,
+        DVP,
+        KEYS,
+        True,
+    )
 
     empty = total == 0.0
     out = acc / tl.where(empty, 1.0, total)[:, None]
@@ -152,14 +246,39 @@ def forward_kernel(
     place = (b * T + t) * (G * h) + g * h + head
     tl.store(lse_ptr + place, lse, mask=live)
     c = tl.arange(0, DVP)
-    tl.store(out_ptr + place[:, None] * DV + c[None, :], out.to(out_ptr.dtype.element_ty),
-             mask=live[:, None] & (c[None, :] < DV))
+    tl.store(
+        out_ptr + place[:, None] * DV + c[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (c[None, :] < DV)
+    )
 
 
 @triton.jit
-def _dq_steps(dq, q, do, lse2, delta, k_base, v_base, stride_k, stride_v, t, start, left, full, stop, N, scale,
-              L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-              DKP: tl.constexpr, DVP: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
+def _dq_steps(
+    dq,
+    q,
+    do,
+    lse2,
+    delta,
+    k_base,
+    v_base,
+    stride_k,
+    stride_v,
+    t,
+    start,
+    left,
+    full,
+    stop,
+    N,
+    scale,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
         n = _key_tile(step, left, full, MASKED)
         k = _load_keys(k_base, stride_k, n, N, DK, DKP, KEYS, MASKED)
@@ -177,12 +296,48 @@ def _dq_steps(dq, q, do, lse2, delta, k_base, v_base, stride_k, stride_v, t, sta
 
 @triton.jit(do_not_specialize=_SIZES)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr, stats_ptr,
-    q_b, q_t, q_h, k_b, k_n, k_g, v_b, v_n, v_g, do_b, do_t, do_h, stats_t,
-    T, N, B, G, scale, softmax_scale,
-    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_DELTA: tl.constexpr, ADD: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    do_ptr,
+    dlse_ptr,
+    delta_ptr,
+    dq_ptr,
+    stats_ptr,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_n,
+    k_g,
+    v_b,
+    v_n,
+    v_g,
+    do_b,
+    do_t,
+    do_h,
+    stats_t,
+    T,
+    N,
+    B,
+    G,
+    scale,
+    softmax_scale,
+    h: tl.constexpr,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    ADD: tl.constexpr,
     ONE_LOOP: tl.constexpr,
 ):
     """dQ of one row tile, and what the dK/dV kernel reads of its rows: stats [B, H, 2, >= T], lse*log2(e) over
@@ -214,10 +369,60 @@ def dq_kernel(
     if ONE_LOOP:
         left, full = start, start
     else:
-        dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, start, left, full, stop, N, scale,
-                       L, STRIDE, W, DK, DV, DKP, DVP, KEYS, False)
-    dq = _dq_steps(dq, q, do, lse2, delta, k_base, v_base, k_n, v_n, t, start, left, full, stop, N, scale,
-                   L, STRIDE, W, DK, DV, DKP, DVP, KEYS, True)
+        dq = _dq_steps(
+            dq,
+            q,
+            do,
+            lse2,
+            delta,
+            k_base,
+            v_base,
+            k_n,
+            v_n,
+            t,
+            start,
+            left,
+            full,
+            stop,
+            N,
+            scale,
+            L,
+            STRIDE,
+            W,
+            DK,
+            DV,
+            DKP,
+            DVP,
+            KEYS,
+            False,
+        )
+    dq = _dq_steps(
+        dq,
+        q,
+        do,
+        lse2,
+        delta,
+        k_base,
+        v_base,
+        k_n,
+        v_n,
+        t,
+        start,
+        left,
+        full,
+        stop,
+        N,
+        scale,
+        L,
+        STRIDE,
+        W,
+        DK,
+        DV,
+        DKP,
+        DVP,
+        KEYS,
+        True,
+    )
     c = tl.arange(0, DKP)
     dq_pointers = dq_ptr + place[:, None] * DK + c[None, :]
     inside = live[:, None] & (c[None, :] < DK)
@@ -238,10 +443,40 @@ def _query_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: t
 
 
 @triton.jit
-def _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t,
-               t_origin, tiles, turn, first, last, N, T, scale,
-               h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-               DKP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
+def _dkv_steps(
+    dk,
+    dv,
+    k,
+    v,
+    i,
+    q_base,
+    do_base,
+    stats_base,
+    q_t,
+    q_h,
+    do_t,
+    do_h,
+    stats_t,
+    t_origin,
+    tiles,
+    turn,
+    first,
+    last,
+    N,
+    T,
+    scale,
+    h: tl.constexpr,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    TAIL: tl.constexpr,
+):
     """Steps [first, last): step x is head x % h of the x // h -th tile of ROWS queries from t_origin; in a window `turn`
     tiles further, and round. TAIL: some masked tile reaches past the last query."""
     PAST_END: tl.constexpr = MASKED and TAIL
@@ -276,8 +511,9 @@ def _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_
 
 
 @triton.jit
-def _step_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, h: tl.constexpr,
-                ROWS: tl.constexpr):
+def _step_range(
+    i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr, h: tl.constexpr, ROWS: tl.constexpr
+):
     """The query from which steps are counted, and the steps [begin, end) of those that see some key of [i_first, i_last].
 
     Without a window all key tiles count from query 0, so that a chunk is the same queries for all of them.
@@ -289,12 +525,44 @@ def _step_range(i_first, i_last, T, L: tl.constexpr, STRIDE: tl.constexpr, W: tl
 
 @triton.jit(do_not_specialize=_SIZES)
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,
-    q_b, q_t, q_h, k_b, k_n, k_g, v_b, v_n, v_g, do_b, do_t, do_h, stats_t,
-    T, N, B, G, chunk_steps, scale, softmax_scale,
-    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    stats_ptr,
+    dk_ptr,
+    dv_ptr,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_n,
+    k_g,
+    v_b,
+    v_n,
+    v_g,
+    do_b,
+    do_t,
+    do_h,
+    stats_t,
+    T,
+    N,
+    B,
+    G,
+    chunk_steps,
+    scale,
+    softmax_scale,
+    h: tl.constexpr,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """dK, dV of one key tile from one chunk of the queries that see it: [chunks, B, N, G, D], dtype of the pointers.
 
@@ -333,27 +601,138 @@ def dkv_kernel(
         stats_base = stats_ptr + (b * G + g) * h * 2 * stats_t
         dk = tl.zeros([KEYS, DKP], tl.float32)
         dv = tl.zeros([KEYS, DVP], tl.float32)
-        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_origin,
-                            tiles, turn, first, inner, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, W == 0, TAIL)
-        dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_origin,
-                            tiles, turn, inner, outer, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS, W > 0, TAIL)
+        dk, dv = _dkv_steps(
+            dk,
+            dv,
+            k,
+            v,
+            i,
+            q_base,
+            do_base,
+            stats_base,
+            q_t,
+            q_h,
+            do_t,
+            do_h,
+            stats_t,
+            t_origin,
+            tiles,
+            turn,
+            first,
+            inner,
+            N,
+            T,
+            scale,
+            h,
+            L,
+            STRIDE,
+            W,
+            DK,
+            DV,
+            DKP,
+            DVP,
+            ROWS,
+            W == 0,
+            TAIL,
+        )
+        dk, dv = _dkv_steps(
+            dk,
+            dv,
+            k,
+            v,
+            i,
+            q_base,
+            do_base,
+            stats_base,
+            q_t,
+            q_h,
+            do_t,
+            do_h,
+            stats_t,
+            t_origin,
+            tiles,
+            turn,
+            inner,
+            outer,
+            N,
+            T,
+            scale,
+            h,
+            L,
+            STRIDE,
+            W,
+            DK,
+            DV,
+            DKP,
+            DVP,
+            ROWS,
+            W > 0,
+            TAIL,
+        )
         if W > 0 or TAIL:
-            dk, dv = _dkv_steps(dk, dv, k, v, i, q_base, do_base, stats_base, q_t, q_h, do_t, do_h, stats_t, t_origin,
-                                tiles, turn, outer, last, N, T, scale, h, L, STRIDE, W, DK, DV, DKP, DVP, ROWS,
-                                W == 0, TAIL)
+            dk, dv = _dkv_steps(
+                dk,
+                dv,
+                k,
+                v,
+                i,
+                q_base,
+                do_base,
+                stats_base,
+                q_t,
+                q_h,
+                do_t,
+                do_h,
+                stats_t,
+                t_origin,
+                tiles,
+                turn,
+                outer,
+                last,
+                N,
+                T,
+                scale,
+                h,
+                L,
+                STRIDE,
+                W,
+                DK,
+                DV,
+                DKP,
+                DVP,
+                ROWS,
+                W == 0,
+                TAIL,
+            )
 
         place = ((chunk * B + b) * N + i) * G + g  # int64: b is
         ck = tl.arange(0, DKP)
         cv = tl.arange(0, DVP)
-        tl.store(dk_ptr + place[:, None] * DK + ck[None, :], (dk * softmax_scale).to(dk_ptr.dtype.element_ty),
-                 mask=(i < N)[:, None] & (ck[None, :] < DK))
-        tl.store(dv_ptr + place[:, None] * DV + cv[None, :], dv.to(dv_ptr.dtype.element_ty),
-                 mask=(i < N)[:, None] & (cv[None, :] < DV))
+        tl.store(
+            dk_ptr + place[:, None] * DK + ck[None, :],
+            (dk * softmax_scale).to(dk_ptr.dtype.element_ty),
+            mask=(i < N)[:, None] & (ck[None, :] < DK),
+        )
+        tl.store(
+            dv_ptr + place[:, None] * DV + cv[None, :],
+            dv.to(dv_ptr.dtype.element_ty),
+            mask=(i < N)[:, None] & (cv[None, :] < DV),
+        )
 
 
 @triton.jit
-def _sum_slice(partial_ptr, sum_ptr, first_chunk, chunks, chunk_rows, row, live,
-               D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
+def _sum_slice(
+    partial_ptr,
+    sum_ptr,
+    first_chunk,
+    chunks,
+    chunk_rows,
+    row,
+    live,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
     """Rows `row` of a [chunks, chunk_rows, D] float32 tensor, summed over chunks from the first in a fixed order."""
     c = tl.arange(0, DP)
     at = row[:, None] * D + c[None, :]
@@ -369,10 +748,27 @@ def _sum_slice(partial_ptr, sum_ptr, first_chunk, chunks, chunk_rows, row, live,
 
 @triton.jit(do_not_specialize=_SIZES)
 def sum_chunks_kernel(
-    dk_partial_ptr, dv_partial_ptr, dk_ptr, dv_ptr, T, N, B, G, chunk_steps,
-    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SLICE: tl.constexpr, AT_ONCE: tl.constexpr,
+    dk_partial_ptr,
+    dv_partial_ptr,
+    dk_ptr,
+    dv_ptr,
+    T,
+    N,
+    B,
+    G,
+    chunk_steps,
+    h: tl.constexpr,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DKP: tl.constexpr,
+    DVP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SLICE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """dK, dV of SLICE keys from their chunks: [chunks, B, N, G, D] float32 -> [B, N, G, D]."""
     bg = tl.program_id(0) % (B * G)

@@ -23,8 +23,23 @@ def _load_gates(gates_ptr, row, T, H, g_b, g_t, g_h, g_3, rows_live):
 
 
 @triton.jit
-def _gated_sum_kernel(cmp_ptr, sel_ptr, win_ptr, gates_ptr, out_ptr, n_rows, T, H, g_b, g_t, g_h, g_3,
-                      D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
+def _gated_sum_kernel(
+    cmp_ptr,
+    sel_ptr,
+    win_ptr,
+    gates_ptr,
+    out_ptr,
+    n_rows,
+    T,
+    H,
+    g_b,
+    g_t,
+    g_h,
+    g_3,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DP)
     live = row < n_rows
@@ -46,9 +61,29 @@ def _branch_backward(out_ptr, dout_ptr, do, gate, at, mask):
 
 
 @triton.jit
-def _gated_sum_backward_kernel(do_ptr, cmp_ptr, sel_ptr, win_ptr, gates_ptr, dcmp_ptr, dsel_ptr, dwin_ptr, dgates_ptr,
-                               deltas_ptr, n_rows, T, H, g_b, g_t, g_h, g_3, HAS_DELTAS: tl.constexpr,
-                               D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
+def _gated_sum_backward_kernel(
+    do_ptr,
+    cmp_ptr,
+    sel_ptr,
+    win_ptr,
+    gates_ptr,
+    dcmp_ptr,
+    dsel_ptr,
+    dwin_ptr,
+    dgates_ptr,
+    deltas_ptr,
+    n_rows,
+    T,
+    H,
+    g_b,
+    g_t,
+    g_h,
+    g_3,
+    HAS_DELTAS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, DP)
     live = row < n_rows
@@ -91,8 +126,19 @@ def forward(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) ->
     out = out_cmp.new_empty(out_cmp.shape)
     tile_rows = _TILE // padded_width(D)
     _gated_sum_kernel[(ceil_div(rows, tile_rows),)](
-        out_cmp.contiguous(), out_sel.contiguous(), out_win.contiguous(), gates, out, rows, T, H, *gates.stride(),
-        D=D, DP=padded_width(D), ROWS=tile_rows, num_warps=4,
+        out_cmp.contiguous(),
+        out_sel.contiguous(),
+        out_win.contiguous(),
+        gates,
+        out,
+        rows,
+        T,
+        H,
+        *gates.stride(),
+        D=D,
+        DP=padded_width(D),
+        ROWS=tile_rows,
+        num_warps=4,
     )
     return out
 
@@ -114,8 +160,24 @@ def backward(
     dcmp, dsel, dwin, dgates = (x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
     tile_rows = _TILE // padded_width(D)
     _gated_sum_backward_kernel[(ceil_div(rows, tile_rows),)](
-        do.contiguous(), out_cmp.contiguous(), out_sel.contiguous(), out_win.contiguous(), gates, dcmp, dsel, dwin, dgates,
-        deltas, rows, T, H, *gates.stride(), HAS_DELTAS=deltas is not None, D=D, DP=padded_width(D), ROWS=tile_rows,
+        do.contiguous(),
+        out_cmp.contiguous(),
+        out_sel.contiguous(),
+        out_win.contiguous(),
+        gates,
+        dcmp,
+        dsel,
+        dwin,
+        dgates,
+        deltas,
+        rows,
+        T,
+        H,
+        *gates.stride(),
+        HAS_DELTAS=deltas is not None,
+        D=D,
+        DP=padded_width(D),
+        ROWS=tile_rows,
         num_warps=4,
     )
     return dcmp, dsel, dwin, dgates

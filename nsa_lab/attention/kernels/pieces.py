@@ -119,9 +119,7 @@ def cut(geo: Geometry, width: int) -> list[Piece]:
     if fit:
         batch, groups = max(fit // geo.G, 1), min(fit, geo.G)
         sequences = [(b, min(b + batch, geo.B)) for b in range(0, geo.B, batch)]
-        return [
-            Piece(b0, b1, g, min(g + groups, geo.G), 0, geo.T) for b0, b1 in sequences for g in range(0, geo.G, groups)
-        ]
+        return [Piece(b0, b1, g, min(g + groups, geo.G), 0, geo.T) for b0, b1 in sequences for g in range(0, geo.G, groups)]
     sums = geo.n_blocks * item_bytes(geo)
     first = (WORKSPACE_BYTES - need.group - geo.G * sums) // each // 64 * 64
     if first > 0:

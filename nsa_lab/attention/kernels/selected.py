@@ -86,9 +86,7 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSA
 def check_limits(q: Tensor, k: Tensor, n_sel: int, nsa: NSAConfig) -> None:
     """Raise NotImplementedError for sound inputs past a limit of these kernels."""
     if nsa.l_sel % 16:
-        raise NotImplementedError(
-            f"selected_attention: the Triton kernels take l_sel in multiples of 16, not {nsa.l_sel}"
-        )
+        raise NotImplementedError(f"selected_attention: the Triton kernels take l_sel in multiples of 16, not {nsa.l_sel}")
     T, heads = q.shape[1], q.shape[2] // k.shape[2]
     slots = n_sel * (nsa.l_sel // _kernel_block(nsa.l_sel))
     if T * slots * heads >= 2**31:

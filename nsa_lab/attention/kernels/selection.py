@@ -78,9 +78,29 @@ def _top_bits(x):
 
 @triton.jit
 def _step_importance(
-    q_base, k_base, lse_base, q_t, q_h, k_n, t, last_free, j0, N, H, scale,
-    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, C: tl.constexpr,
-    SPILL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    q_base,
+    k_base,
+    lse_base,
+    q_t,
+    q_h,
+    k_n,
+    t,
+    last_free,
+    j0,
+    N,
+    H,
+    scale,
+    h: tl.constexpr,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    A: tl.constexpr,
+    AP: tl.constexpr,
+    C: tl.constexpr,
+    SPILL: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCKS: tl.constexpr,
     TF32: tl.constexpr,
 ):
     """Importance [QUERIES, BLOCKS] of selection blocks j0 ..; the first SPILL columns lack what spills in from before j0.
@@ -141,10 +161,36 @@ def _merge(best, score, j0, n_free: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=("T", "N", "B", "G"))
 def _select_kernel(
-    q_ptr, k_ptr, lse_ptr, out_ptr, q_b, q_t, q_h, k_b, k_n, k_g, T, N, B, G, scale,
-    h: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
-    A: tl.constexpr, AP: tl.constexpr, C: tl.constexpr, SPILL: tl.constexpr, PLACES: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    out_ptr,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_n,
+    k_g,
+    T,
+    N,
+    B,
+    G,
+    scale,
+    h: tl.constexpr,
+    L: tl.constexpr,
+    STRIDE: tl.constexpr,
+    L_SEL: tl.constexpr,
+    N_SEL: tl.constexpr,
+    A: tl.constexpr,
+    AP: tl.constexpr,
+    C: tl.constexpr,
+    SPILL: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     # The last queries have most candidates: start them first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // (B * G)
@@ -166,9 +212,30 @@ def _select_kernel(
         first = 1 - SPILL
         for j0 in range(first, stop - SPILL, BLOCKS - SPILL):
             score = _step_importance(
-                q_ptr + b * q_b + g * h * q_h, k_ptr + b * k_b + g * k_g, lse_ptr + (b * T * G + g) * h,
-                q_t, q_h, k_n, t, own - 2, j0, N, G * h, scale,
-                h, L, STRIDE, A, AP, C, SPILL, D, DP, QUERIES, BLOCKS, TF32,
+                q_ptr + b * q_b + g * h * q_h,
+                k_ptr + b * k_b + g * k_g,
+                lse_ptr + (b * T * G + g) * h,
+                q_t,
+                q_h,
+                k_n,
+                t,
+                own - 2,
+                j0,
+                N,
+                G * h,
+                scale,
+                h,
+                L,
+                STRIDE,
+                A,
+                AP,
+                C,
+                SPILL,
+                D,
+                DP,
+                QUERIES,
+                BLOCKS,
+                TF32,
             )
             j = j0 + column
             competes = ((column >= SPILL) & (j >= 1))[None, :] & (j[None, :] <= own[:, None] - 2)
@@ -186,8 +253,11 @@ def _select_kernel(
     chosen = tl.sort(chosen, dim=1)
     rows = (b * T + t) * G + g
     live = tile * QUERIES + tl.arange(0, QUERIES) < T
-    tl.store(out_ptr + rows[:, None] * N_SEL + place[None, :], tl.where(chosen == ABSENT, -1, chosen),
-             mask=live[:, None] & (place[None, :] < N_SEL))
+    tl.store(
+        out_ptr + rows[:, None] * N_SEL + place[None, :],
+        tl.where(chosen == ABSENT, -1, chosen),
+        mask=live[:, None] & (place[None, :] < N_SEL),
+    )
 
 
 # Defined by schema for the host's sake; selected.py has the figures.
@@ -211,11 +281,34 @@ def forward(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n
     tile = choice_tile(q.dtype, D, padded, ceil_div(T, l_sel))
     blocks = max(tile.blocks, padded_width(2 * spill), 16)  # 16: the least a tensor core takes
     _select_kernel[(ceil_div(T, tile.queries) * B * G,)](
-        q, k_cmp, lse.contiguous(), out, *q.stride()[:3], *k_cmp.stride()[:3],
-        T, N, B, G, D**-0.5 * LOG2E,
-        h=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, A=strides, AP=padded, C=reach, SPILL=spill,
-        PLACES=padded_width(n_sel), D=D, DP=padded_width(D),
-        QUERIES=tile.queries, BLOCKS=blocks, TF32=_compiles_tf32_moves(), num_warps=tile.warps, num_stages=tile.stages,
+        q,
+        k_cmp,
+        lse.contiguous(),
+        out,
+        *q.stride()[:3],
+        *k_cmp.stride()[:3],
+        T,
+        N,
+        B,
+        G,
+        D**-0.5 * LOG2E,
+        h=H // G,
+        L=l,
+        STRIDE=d,
+        L_SEL=l_sel,
+        N_SEL=n_sel,
+        A=strides,
+        AP=padded,
+        C=reach,
+        SPILL=spill,
+        PLACES=padded_width(n_sel),
+        D=D,
+        DP=padded_width(D),
+        QUERIES=tile.queries,
+        BLOCKS=blocks,
+        TF32=_compiles_tf32_moves(),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **({} if tile.registers is None else {"maxnreg": tile.registers}),
     )
     return out

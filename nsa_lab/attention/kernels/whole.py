@@ -20,7 +20,14 @@ from nsa_lab.config import NSAConfig
 
 
 def nsa_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
     nsa: NSAConfig,
 ) -> Tensor:
     """q [B, T, H, Dk]; k_cmp, v_cmp [B, N, G, .]; the other keys and values [B, T, G, .]; gates [B, T, H, 3] in the order
@@ -46,8 +53,10 @@ def nsa_attention(
 
 
 _INPUTS = "Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win, Tensor v_win, Tensor gates"
-_KEPT = ("Tensor out_cmp, Tensor lse_cmp, Tensor blocks, Tensor out_sel, Tensor lse_sel, Tensor entries, Tensor starts, "
-         "Tensor work, Tensor order, Tensor out_win, Tensor lse_win")
+_KEPT = (
+    "Tensor out_cmp, Tensor lse_cmp, Tensor blocks, Tensor out_sel, Tensor lse_sel, Tensor entries, Tensor starts, "
+    "Tensor work, Tensor order, Tensor out_win, Tensor lse_win"
+)
 # Defined by schema for the host's sake; selected.py has the figures.
 torch.library.define(
     "nsa_lab::nsa_fwd",

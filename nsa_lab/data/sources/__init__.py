@@ -22,6 +22,7 @@ def open_source(data: DataConfig, tick: Callable[[], None] | None = None) -> Sou
     if data.source == "local":
         from nsa_lab.data.sources.local import LocalSource
 
+        assert data.path, "DataConfig refuses source local without a path"
         return LocalSource(data.path, data.text_column)
     if data.source == "fineweb_edu":
         from nsa_lab.data.sources.fineweb_edu import FinewebEduSource

@@ -19,6 +19,7 @@ from nsa_lab.data.errors import DataError
 from nsa_lab.data.sources import parquet
 from nsa_lab.data.sources.base import Cursor, Document
 from nsa_lab.data.waiting import patiently
+from nsa_lab.extras import MissingPackage, require
 
 T = TypeVar("T")
 SPLIT = "train"
@@ -137,23 +138,22 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _hub() -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants
-    except ImportError:
-        raise _missing("huggingface_hub") from None
+    _needs("huggingface_hub")
+    import huggingface_hub
+    import huggingface_hub.constants
+
     return huggingface_hub
 
 
 def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise _missing("datasets") from None
+    _needs("datasets")
+    import datasets
+
     return datasets
 
 
-def _missing(library: str) -> DataError:
-    return DataError(
-        f"data.source = fineweb_edu needs {library}; run: pip install 'nsa-lab[data]', or set data.source: local"
-    )
+def _needs(library: str) -> None:
+    try:
+        require(library)
+    except MissingPackage as error:
+        raise DataError(f"data.source = fineweb_edu: {error}, or set data.source: local") from None

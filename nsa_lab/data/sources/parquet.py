@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from nsa_lab.data.errors import DataError
+from nsa_lab.extras import MissingPackage, require
 
 ROWS_AT_ONCE = 256
 
@@ -14,9 +15,11 @@ ROWS_AT_ONCE = 256
 def open_parquet(source: str | BinaryIO, name: str, text_column: str) -> Any:
     """A `pyarrow.parquet.ParquetFile` with a text column of strings, or `DataError` naming `name`."""
     try:
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{name}: needs pyarrow; run: pip install pyarrow, or give jsonl or txt") from None
+        require("pyarrow")
+    except MissingPackage as error:
+        raise DataError(f"{name}: {error}, or give jsonl or txt") from None
+    import pyarrow.parquet
+
     with _damage_named(name):
         file = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
     _check_text_column(file.schema_arrow, name, text_column)

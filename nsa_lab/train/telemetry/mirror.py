@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nsa_lab.extras import require
+
 NOT_MIRRORED = frozenset({"v", "t", "attempt", "step", "tokens"})
 
 
@@ -17,9 +19,10 @@ class TensorBoardMirror:
     def __init__(self, folder: Path, from_step: int) -> None:
         self.why_off: str | None = None
         try:
+            require("tensorboard")
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            self.why_off = f"tensorboard is not installed ({error.name or error}); pip install tensorboard"
+            self.why_off = str(error)
             return
         # Events of steps that this attempt does again are hidden, as in the record.
         self._writer = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None, flush_secs=30)

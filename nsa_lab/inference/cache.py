@@ -1,11 +1,9 @@
-"""Token by token with a cache: a forward pass over one new token reads what NSA reads, not the whole past.
+"""What a layer keeps of the tokens it has seen, and attention of new ones through it.
 
 Invariants
-* The logits of a token are those of a full forward pass over everything up to it; how the tokens were split into
-  `append` calls does not enter.
 * A layer caches selection keys and values of every token, window keys and values of the last w, and compressed ones of
   every whole block. Raw compression inputs are kept only until the last block that needs them is whole.
-Shape suffixes: B batch, S cached tokens, N compressed blocks, G key/value groups, h heads a group, D head width.
+Shape suffixes: B batch, S cached tokens, N compressed blocks, G key/value groups, h heads per group, D head width.
 """
 
 from __future__ import annotations
@@ -16,43 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import compress, geometry, nsa_attention, reference
 from nsa_lab.config import ModelConfig
-from nsa_lab.model import DenseAttention, NSATransformer, NSAttention, rotary_table, rotate
+from nsa_lab.model import DenseAttention, NSAttention, rotate
 
 Rotary = tuple[Tensor, Tensor]
-
-
-class Decoder:
-    """Feeds a model token by token. Holds the caches of `batch` sequences of at most `capacity` tokens."""
-
-    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1) -> None:
-        self._model, self.capacity, self.position = model, capacity, 0
-        config, weight = model.config, model.head.weight
-        make = NSACache if config.attention == "nsa" else DenseCache
-        self._caches = [make(block.attention, capacity, batch, weight) for block in model.blocks]
-        self._rotary = rotary_table(capacity, config.d_k, config.rope_theta, weight.device)
-
-    @torch.no_grad()
-    def append(self, tokens: Tensor) -> Tensor:
-        """Logits [B, n, V] of the tokens int64 [B, n] that follow those given before. Raises ValueError past `capacity`.
-
-        The first call runs them all at once; later ones run one after the other.
-        """
-        end = self.position + tokens.shape[1]
-        if end > self.capacity:
-            raise ValueError(f"{end} tokens do not fit into a decoder of capacity {self.capacity}; make it larger")
-        if self.position == 0:
-            return self._advance(tokens)
-        return torch.cat([self._advance(one) for one in tokens.split(1, dim=1)], dim=1)
-
-    def _advance(self, tokens: Tensor) -> Tensor:
-        model, end = self._model, self.position + tokens.shape[1]
-        rotary = tuple(table[self.position : end] for table in self._rotary)
-        x = model.embedding(tokens)
-        for block, cache in zip(model.blocks, self._caches, strict=True):
-            x = x + cache.attend(block.attention_norm(x), rotary, self.position)
-            x = x + block.mlp(block.mlp_norm(x))
-        self.position = end
-        return model.head(model.norm(x))
 
 
 class NSACache:
@@ -111,8 +75,8 @@ class NSACache:
         out_cmp, blocks = self._read_compressed(q, position)
         out_sel = self._read_selected(q, blocks, position)
         out_win = _attend(q, self._k_win.transpose(1, 2), self._v_win.transpose(1, 2))
-        branches = [out.flatten(1, 2).unsqueeze(1).to(gates.dtype) for out in (out_cmp, out_sel, out_win)]
-        return reference.combine(*branches, gates)
+        cmp, sel, win = (out.flatten(1, 2).unsqueeze(1).to(gates.dtype) for out in (out_cmp, out_sel, out_win))
+        return reference.combine(cmp, sel, win, gates)
 
     def _read_compressed(self, q: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Output [B, G, h, D] over the whole blocks, all of them visible, and the chosen blocks [B, G, n_sel].

@@ -1,0 +1,123 @@
+"""Tokens that follow prompts. `tokens_after` is the one place where a model is asked for the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nsa_lab.config import BYTE_VOCABULARY
+from nsa_lab.inference.decode import Decoder
+from nsa_lab.inference.sampling import Sampling
+from nsa_lab.inference.stops import Stop, Stops
+from nsa_lab.model import NSATransformer
+
+
+def generate(
+    model: NSATransformer,
+    prompts: Sequence[Tensor | str],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: Stop | None = None,
+    stream: Callable[[int, int], object] | None = None,
+) -> list[Tensor]:
+    """The new tokens of each prompt, in the order of `prompts`: int64 [n], n <= `max_new_tokens`, without the prompt.
+
+    prompts: a list of token ids, int64 [T] with T >= 1, or of texts, of any lengths. Text is read as its UTF-8 bytes, with
+        nothing added, so it needs a model whose tokens are bytes (`vocab_size` 256, as `nsa-lab` trains by default); for
+        another, encode it with the run's own tokenizer (`nsa_lab.data.load_tokenizer`). Text is answered in tokens too:
+        `bytes(new.tolist()).decode(errors="replace")` reads them. Answers lie where their prompts do; to texts, on the CPU.
+    temperature, top_k, top_p: as `Sampling` has them; temperature 0, the default, takes the likeliest token.
+    seed: makes the result a function of the arguments alone. The draws of every prompt begin with it, so they do not depend
+        on the other prompts, and the same prompt twice is continued twice alike; for several continuations of one prompt,
+        call with several seeds. None: draws follow torch's global generator.
+    stop: a token id, a text or bytes, or a list of these; the first to come ends the generation of its prompt and is itself
+        the end of what is returned. Only new tokens are searched. None: every prompt gets `max_new_tokens`.
+    stream: called as `stream(index of the prompt, token)` as soon as a token is drawn. Prompts are taken in their order.
+
+    Raises ValueError for an argument that cannot be used, before anything is computed, and ArithmeticError for logits that
+    are not finite.
+    """
+    vocab_size = model.config.vocab_size
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens = {max_new_tokens!r}: expected a whole number from 1 up")
+    sampling = Sampling(temperature, top_k, top_p)
+    stops = Stops(stop, vocab_size=vocab_size, bytewise=vocab_size == BYTE_VOCABULARY)
+    read = [_prompt_tokens(prompt, index, vocab_size) for index, prompt in enumerate(_listed(prompts))]
+    answers: list[Tensor] = []
+    for index, tokens in enumerate(read):
+        drawn: list[int] = []
+        for token in tokens_after(model, tokens, max_new_tokens, sampling, seed):
+            drawn.append(token)
+            if stream is not None:
+                stream(index, token)
+            if stops.reached(drawn):
+                break
+        answers.append(torch.tensor(drawn, dtype=torch.int64, device=tokens.device))
+    return answers
+
+
+def tokens_after(
+    model: NSATransformer,
+    prompt: Tensor,
+    count: int,
+    sampling: Sampling,
+    seed: int | None,
+    *,
+    drawable: int | None = None,
+) -> Iterator[int]:
+    """`count` tokens that follow `prompt`, int64 [T], each as soon as it is drawn; `seed` as in `generate`.
+
+    Ids from `drawable` on, which pad a model's vocabulary beyond its tokenizer's, are never drawn. Raises ArithmeticError
+    for logits that are not finite.
+    """
+    device, generator = model.head.weight.device, _generator(seed, sampling)
+    decoder = Decoder(model, capacity=len(prompt) + count)
+    ahead = prompt[None].to(device)
+    for _ in range(count):
+        logits = decoder.append(ahead)[0, -1]
+        token = sampling.draw(logits[:drawable].float().cpu(), generator)
+        yield token
+        ahead = torch.tensor([[token]], device=device)
+
+
+def _generator(seed: int | None, sampling: Sampling) -> torch.Generator:
+    if seed is None and sampling.temperature > 0:
+        seed = int(torch.randint(2**63 - 1, ()))
+    return torch.Generator().manual_seed(seed or 0)
+
+
+def _listed(prompts: Sequence[Tensor | str]) -> Sequence[Tensor | str]:
+    if isinstance(prompts, Tensor | str | bytes):
+        raise ValueError(f"prompts: expected a list of prompts, got one {type(prompts).__name__}; write [prompt]")
+    if not len(prompts):
+        raise ValueError("prompts: the list is empty; give at least one prompt")
+    return prompts
+
+
+def _prompt_tokens(prompt: Tensor | str, index: int, vocab_size: int) -> Tensor:
+    """The ids of a prompt, int64 [T], T >= 1, all below `vocab_size`; or ValueError."""
+    if isinstance(prompt, str):
+        if vocab_size != BYTE_VOCABULARY:
+            raise ValueError(
+                f"prompts[{index}] is text, which is read as bytes, and this model has {vocab_size} tokens, not 256; "
+                "encode it with the run's tokenizer (nsa_lab.data.load_tokenizer) and give int64 tokens"
+            )
+        prompt = torch.tensor(list(prompt.encode("utf-8")), dtype=torch.int64)
+    if not isinstance(prompt, Tensor):
+        raise ValueError(f"prompts[{index}]: expected an int64 tensor [T] or text, got {type(prompt).__name__}")
+    if prompt.dtype != torch.int64 or prompt.ndim != 1:
+        raise ValueError(f"prompts[{index}]: expected an int64 tensor [T], got {prompt.dtype} {tuple(prompt.shape)}")
+    if not len(prompt):
+        raise ValueError(f"prompts[{index}]: the prompt is empty; give at least one token, for example a newline")
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise ValueError(
+            f"prompts[{index}]: tokens lie in {int(prompt.min())}..{int(prompt.max())}, and the model has "
+            f"0..{vocab_size - 1}; encode the prompt with this model's own tokenizer"
+        )
+    return prompt

@@ -1,0 +1,61 @@
+"""A trained model from disk: which checkpoint of a run, and the model that it holds.
+
+Reads `model.safetensors` and `config.yaml` alone; nothing here loads the trainer or unpickles.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nsa_lab.config import RunConfig
+from nsa_lab.extras import require
+from nsa_lab.model import NSATransformer
+from nsa_lab.runs import checkpoints, directory
+
+WEIGHTS = "model.safetensors"
+
+
+class NoCheckpoint(RuntimeError):
+    """A run has no checkpoint that can be used. The message says what there is instead."""
+
+
+def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
+    """The folder of the checkpoint of `step`, by default of the newest. Raises `NoCheckpoint`."""
+    folder = checkpoints.folder_of(directory.check(run_dir))
+    there = checkpoints.steps(folder)
+    if not there:
+        raise NoCheckpoint(f"{folder}: no checkpoint here; train the run, or copy its checkpoints beside it")
+    if step is not None and step not in there:
+        raise NoCheckpoint(f"{folder}: no checkpoint of step {step}; there is {', '.join(map(str, there))}")
+    return checkpoints.path_of(folder, there[-1] if step is None else step)
+
+
+def load_model(
+    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, backend: str = "auto"
+) -> NSATransformer:
+    """The trained model of a run directory (its newest checkpoint) or of one checkpoint folder in it, in evaluation mode.
+
+    `dtype` is that of weights and of attention; `backend` as `NSATransformer` takes it.
+
+    Raises `NoCheckpoint` if there is none or its files are not what its manifest says, `ConfigError` for a foreign
+    config.yaml, `MissingPackage` without the packages of nsa-lab[train].
+    """
+    require("safetensors")
+    from safetensors.torch import load_file
+
+    folder = _checkpoint_at(Path(path).resolve())
+    problems = checkpoints.verify(folder)
+    if problems:
+        raise NoCheckpoint(f"{folder}: {', '.join(problems)}; use another checkpoint of the run")
+    config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
+    model = NSATransformer(config.model, backend=backend, device=device, dtype=dtype, seed=0)
+    model.load_state_dict(load_file(folder / WEIGHTS, device=str(device)), strict=True)
+    return model.to(dtype).eval()
+
+
+def _checkpoint_at(path: Path) -> Path:
+    if not path.is_dir():
+        raise NoCheckpoint(f"{path}: no such folder; give a run directory, or a folder in its {directory.CHECKPOINTS}/")
+    return find_checkpoint(path) if (path / directory.CONFIG).is_file() else path

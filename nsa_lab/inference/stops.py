@@ -1,0 +1,37 @@
+"""What ends a prompt's generation: token ids, or sequences of tokens spelled as text or bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Stop = int | str | bytes | Iterable[int | str | bytes]
+
+
+class Stops:
+    """The ends that `stop` names, for a model of `vocab_size` tokens. Raises ValueError for an empty or impossible one.
+
+    A token id ends a generation as soon as it is drawn; text (its UTF-8 bytes) and bytes do once the generated tokens end
+    with them. `bytewise` says whether the model's tokens are bytes; only then can a stop be spelled.
+    """
+
+    def __init__(self, stop: Stop | None, *, vocab_size: int, bytewise: bool) -> None:
+        given = [] if stop is None else [stop] if isinstance(stop, int | str | bytes) else list(stop)
+        self._ends = [_tokens(one, vocab_size, bytewise) for one in given]
+
+    def reached(self, drawn: Sequence[int]) -> bool:
+        """Whether the tokens drawn so far end with one of them."""
+        return any(list(drawn[-len(end) :]) == end for end in self._ends)
+
+
+def _tokens(stop: int | str | bytes, vocab_size: int, bytewise: bool) -> list[int]:
+    if isinstance(stop, int) and not isinstance(stop, bool):
+        if not 0 <= stop < vocab_size:
+            raise ValueError(f"stop = {stop}: the model has tokens 0..{vocab_size - 1}; give one of them")
+        return [stop]
+    if not isinstance(stop, str | bytes):
+        raise ValueError(f"stop: expected a token id, a text or bytes, or a list of these, got {type(stop).__name__}")
+    if not bytewise:
+        raise ValueError(f"stop = {stop!r}: this model's tokens are not bytes; give token ids of its own tokenizer")
+    if not stop:
+        raise ValueError(f"stop = {stop!r}: every text ends with nothing; give at least one character, or None for no stop")
+    return list(stop.encode("utf-8") if isinstance(stop, str) else stop)

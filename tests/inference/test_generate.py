@@ -1,0 +1,179 @@
+"""Generation: greedy is the argmax of full forward passes, a list is its prompts one by one, and errors teach."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny_models import built, tiny
+from torch import Tensor
+
+from nsa_lab.inference import generate
+from nsa_lab.model import NSATransformer
+
+# Shorter than a compression block, around the blocks' ends, longer than everything that is selected.
+LENGTHS = (1, 5, 8, 17, 40)
+VARIANTS = [{}, {"attention": "dense"}]
+
+
+def prompts_of(lengths: tuple[int, ...] = LENGTHS, vocab_size: int = 37) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return [torch.randint(0, vocab_size, (length,), generator=draw) for length in lengths]
+
+
+def by_full_passes(model: NSATransformer, prompt: Tensor, n: int) -> Tensor:
+    tokens = prompt
+    for _ in range(n):
+        tokens = torch.cat([tokens, model(tokens[None])[0, -1].argmax()[None]])
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(params=VARIANTS, ids=["nsa", "dense"])
+def model(request: pytest.FixtureRequest) -> NSATransformer:
+    return built(tiny(**request.param))
+
+
+@pytest.fixture
+def bytewise() -> NSATransformer:
+    return built(tiny(vocab_size=256, n_layers=1))
+
+
+def test_greedy_is_the_argmax_of_full_forward_passes(model: NSATransformer) -> None:
+    prompts = prompts_of()
+    found = generate(model, prompts, max_new_tokens=12)
+    for prompt, new in zip(prompts, found, strict=True):
+        assert new.dtype == torch.int64
+        assert torch.equal(new, by_full_passes(model, prompt, 12))
+    cold = generate(model, prompts, max_new_tokens=12, temperature=3.0, top_k=1, seed=9)
+    hot = generate(model, prompts, max_new_tokens=12, temperature=3.0, top_p=1e-9, seed=9)
+    frozen = generate(model, prompts, max_new_tokens=12, temperature=1e-42, seed=9)
+    for i, new in enumerate(found):
+        assert torch.equal(new, cold[i]) and torch.equal(new, hot[i]) and torch.equal(new, frozen[i])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_list_is_its_prompts_one_by_one(model: NSATransformer, temperature: float) -> None:
+    prompts = prompts_of((17, 1, 40, 17))
+    prompts.append(prompts[0])
+    whole = generate(model, prompts, max_new_tokens=9, temperature=temperature, seed=4)
+    for prompt, new in zip(prompts, whole, strict=True):
+        assert torch.equal(new, generate(model, [prompt], max_new_tokens=9, temperature=temperature, seed=4)[0])
+
+
+def test_a_result_is_a_function_of_its_seed() -> None:
+    model, prompts = built(tiny()), prompts_of()
+
+    def drawn(seed: int | None) -> list[list[int]]:
+        return [new.tolist() for new in generate(model, prompts, max_new_tokens=12, temperature=1.0, seed=seed)]
+
+    torch.manual_seed(0)
+    first = drawn(3)
+    torch.manual_seed(1)
+    assert drawn(3) == first != drawn(4)
+    torch.manual_seed(7)
+    unseeded = drawn(None)
+    assert drawn(None) != unseeded
+    torch.manual_seed(7)
+    assert drawn(None) == unseeded
+
+
+def test_seeds_and_greedy_leave_the_global_generator_alone() -> None:
+    model, before = built(tiny(n_layers=1)), torch.get_rng_state()
+    generate(model, prompts_of((3,)), max_new_tokens=4, temperature=1.0, seed=1)
+    generate(model, prompts_of((3,)), max_new_tokens=4)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_text_is_its_bytes(bytewise: NSATransformer) -> None:
+    spelled = torch.tensor(list("né".encode()))
+    by_text, by_tokens = generate(bytewise, ["né", spelled], max_new_tokens=6, temperature=1.0, seed=1)
+    assert by_text.dtype == torch.int64 and torch.equal(by_text, by_tokens)
+
+
+def test_every_token_is_streamed_when_it_is_drawn(model: NSATransformer) -> None:
+    heard: list[tuple[int, int]] = []
+    prompts = prompts_of((3, 9))
+    found = generate(model, prompts, max_new_tokens=5, stream=lambda index, token: heard.append((index, token)))
+    assert heard == [(index, token) for index, new in enumerate(found) for token in new.tolist()]
+
+    def interrupt(index: int, token: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, prompts, max_new_tokens=10**4, stream=interrupt)
+
+
+def test_a_stop_is_the_last_token_of_its_own_prompt(model: NSATransformer) -> None:
+    prompts = prompts_of((3, 9, 20))
+    free = [new.tolist() for new in generate(model, prompts, max_new_tokens=30, temperature=1.0, seed=2)]
+    stop = free[0][4]
+    stopped = generate(model, prompts, max_new_tokens=30, temperature=1.0, seed=2, stop=[stop, free[1][7]])
+    for new, whole in zip(stopped, free, strict=True):
+        ends = [i for i, token in enumerate(whole) if token in (stop, free[1][7])]
+        assert new.tolist() == whole[: ends[0] + 1 if ends else None]
+
+
+def test_a_stop_can_be_spelled(bytewise: NSATransformer) -> None:
+    (free,) = generate(bytewise, ["ab"], max_new_tokens=20, temperature=1.0, seed=2)
+    pair = bytes(free[6:8].tolist())
+    end = bytes(free.tolist()).index(pair) + 2
+    for stop in (pair, [b"never drawn", pair]):
+        (new,) = generate(bytewise, ["ab"], max_new_tokens=20, temperature=1.0, seed=2, stop=stop)
+        assert torch.equal(new, free[:end])
+    # Text that the prompt ends with stops nothing: only new tokens are searched.
+    assert len(generate(bytewise, ["ab"], max_new_tokens=3, stop="ab")[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "the list is empty; give at least one prompt"),
+        ({"prompts": "text"}, r"expected a list of prompts, got one str; write \[prompt\]"),
+        ({"prompts": torch.zeros(3, dtype=torch.int64)}, "got one Tensor"),
+        ({"prompts": [torch.zeros(0, dtype=torch.int64)]}, r"prompts\[0\]: the prompt is empty"),
+        ({"prompts": ["a", ""]}, r"prompts\[1\]: the prompt is empty"),
+        ({"prompts": [torch.zeros(3)]}, r"expected an int64 tensor \[T\], got torch.float32 \(3,\)"),
+        ({"prompts": [torch.zeros(3, dtype=torch.int32)]}, "got torch.int32"),
+        ({"prompts": [torch.zeros(1, 3, dtype=torch.int64)]}, r"got torch.int64 \(1, 3\)"),
+        ({"prompts": [[1, 2]]}, "expected an int64 tensor .* or text, got list"),
+        ({"prompts": [torch.tensor([3, 256])]}, r"tokens lie in 3..256, and the model has 0..255"),
+        ({"prompts": [torch.tensor([-1])]}, r"tokens lie in -1..-1"),
+        ({"max_new_tokens": 0}, "max_new_tokens = 0: expected a whole number from 1 up"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens = 2.5"),
+        ({"temperature": -0.1}, "temperature = -0.1"),
+        ({"temperature": math.nan}, "temperature = nan"),
+        ({"temperature": math.inf}, "temperature = inf"),
+        ({"top_k": 0}, "top_k = 0: expected at least 1"),
+        ({"top_p": 0.0}, "top_p = 0.0: expected a probability above 0 and up to 1"),
+        ({"top_p": 1.1}, "top_p = 1.1"),
+        ({"top_p": math.nan}, "top_p = nan"),
+        ({"stop": 256}, r"stop = 256: the model has tokens 0..255"),
+        ({"stop": ["\n", ""]}, "stop = '': every text ends with nothing"),
+        ({"stop": [1.5]}, "stop: expected a token id, a text or bytes, or a list of these, got float"),
+    ],
+)
+def test_what_cannot_be_used_is_explained_before_anything_is_drawn(
+    bytewise: NSATransformer, arguments: dict, message: str
+) -> None:
+    def never(index: int, token: int) -> None:
+        raise AssertionError("a token was drawn")
+
+    with pytest.raises(ValueError, match=message):
+        generate(bytewise, **{"prompts": ["a"], "max_new_tokens": 3, "stream": never, **arguments})
+
+
+def test_only_a_model_of_bytes_reads_and_stops_at_text() -> None:
+    model = built(tiny(n_layers=1))
+    with pytest.raises(ValueError, match="this model has 37 tokens, not 256; encode it with the run's tokenizer"):
+        generate(model, ["text"], max_new_tokens=1)
+    with pytest.raises(ValueError, match="tokens are not bytes"):
+        generate(model, prompts_of((3,)), max_new_tokens=1, stop="\n")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_said(temperature: float) -> None:
+    model = built(tiny(n_layers=1))
+    torch.nn.init.constant_(model.norm.weight, math.nan)
+    with pytest.raises(ArithmeticError, match="the model's logits are not finite"):
+        generate(model, prompts_of((3,)), max_new_tokens=1, temperature=temperature)

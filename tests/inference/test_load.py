@@ -1,0 +1,68 @@
+"""From a run directory to a model and to text: which checkpoint is taken, and what is said where none can be."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from fake_run import configuration, write_checkpoint, write_run
+from safetensors.torch import save
+
+from nsa_lab.data import load_tokenizer
+from nsa_lab.inference import NoCheckpoint, Sampling, complete, find_checkpoint, load_model, write_on
+from nsa_lab.model import NSATransformer
+
+
+def test_a_run_goes_on_from_a_prompt(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    model = NSATransformer(configuration().model, seed=1)
+    folder = write_checkpoint(run_dir, 200, save(model.state_dict()))
+    assert find_checkpoint(run_dir) == folder
+    text = "".join(complete(run_dir, "def ", 30, Sampling(0.8), seed=1))
+    assert text
+    assert text == "".join(complete(run_dir, "def ", 30, Sampling(0.8), seed=1, step=200))
+    for path in (folder, run_dir, str(run_dir)):
+        assert torch.equal(load_model(path).head.weight, model.head.weight)
+
+
+def test_a_run_directory_means_its_newest_checkpoint(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    models = {step: NSATransformer(configuration().model, seed=step) for step in (100, 200)}
+    for step, model in models.items():
+        write_checkpoint(run_dir, step, save(model.state_dict()))
+    assert torch.equal(load_model(run_dir).head.weight, models[200].head.weight)
+
+
+def test_what_is_written_on_does_not_hold_ids_that_pad_the_vocabulary() -> None:
+    """A model may have more tokens than its tokenizer; those are never drawn, or they could not be decoded."""
+    model = NSATransformer(configuration(model__vocab_size=300, model__n_layers=1).model, seed=1)
+    with torch.no_grad():
+        model.embedding.weight.normal_(std=4.0)
+    text = "".join(write_on(model, load_tokenizer("byte"), "a", 40, Sampling(50.0), seed=2))
+    assert len(text) >= 10
+
+
+def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    with pytest.raises(NoCheckpoint, match="no checkpoint here"):
+        find_checkpoint(run_dir)
+    folder = write_checkpoint(run_dir, 100)
+    with pytest.raises(NoCheckpoint, match="no checkpoint of step 7; there is 100"):
+        find_checkpoint(run_dir, 7)
+    (folder / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(NoCheckpoint, match="does not match its sha256"):
+        load_model(folder)
+    with pytest.raises(NoCheckpoint, match="no such folder; give a run directory"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_weights_that_are_broken_are_explained(tmp_path: Path) -> None:
+    """The newest checkpoint of a run that was halted may be of the step before everything became nan."""
+    run_dir = write_run(tmp_path)
+    model = NSATransformer(configuration().model, seed=1)
+    write_checkpoint(run_dir, 200, save({name: value * math.nan for name, value in model.state_dict().items()}))
+    for temperature in (0.0, 0.8):
+        with pytest.raises(NoCheckpoint, match="logits are not finite; use an earlier checkpoint"):
+            "".join(complete(run_dir, "def ", 3, Sampling(temperature)))

@@ -1,0 +1,165 @@
+"""The package from outside: what it exports, what importing it loads, and what is said where an extra is not installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+import nsa_lab
+from nsa_lab.extras import BROUGHT_BY, MissingPackage, require
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+CORE = {"torch", "numpy", "pydantic"}
+# The last is what makes importing torch's users slow: its compiler, 1.2 s.
+HEAVY = ("matplotlib", "pyarrow", "tensorboard", "triton", "typer", "rich", "yaml", "safetensors", "torch._dynamo")
+
+
+def fresh(code: str, *, missing: tuple[str, ...] = ()) -> str:
+    """What `code` prints in an interpreter of its own, in which `missing` packages are not installed."""
+    hidden = f"import sys\nfor name in {missing!r}: sys.modules[name] = None\n"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden + code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+def names(requirements: list[str]) -> set[str]:
+    """The packages that requirements name, extras of this project resolved."""
+    found = set()
+    for requirement in requirements:
+        name, inner = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", requirement).groups()
+        if name == "nsa-lab":
+            found |= set().union(*(names(EXTRAS[extra]) for extra in inner.split(",")))
+        else:
+            found.add(name)
+    return found
+
+
+def test_the_exports_are_those_of_the_contract() -> None:
+    exported = {
+        "__version__",
+        "NSAttention",
+        "nsa_attention",
+        "NSAConfig",
+        "Span",
+        "NSATransformer",
+        "load_model",
+        "generate",
+    }
+    assert set(nsa_lab.__all__) == exported == set(dir(nsa_lab))
+    with pytest.raises(AttributeError, match="module 'nsa_lab' has no attribute 'nsa_atention'; it has NSAConfig, "):
+        nsa_lab.nsa_atention  # noqa: B018
+
+
+@pytest.mark.parametrize("name", nsa_lab.__all__)
+def test_every_export_is_there(name: str) -> None:
+    found = getattr(nsa_lab, name)
+    assert isinstance(found, str) if name == "__version__" else callable(found)
+    assert name == "__version__" or (found.__name__ == name and found.__doc__)
+
+
+def test_type_checkers_see_every_export() -> None:
+    """They read the imports under TYPE_CHECKING, Python reads _HOME: both must say the same."""
+    tree = ast.parse((ROOT / "nsa_lab/__init__.py").read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert seen == nsa_lab._HOME
+    assert (ROOT / "nsa_lab/py.typed").is_file()
+
+
+def test_the_version_is_the_packages() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", nsa_lab.__version__)
+    assert PROJECT["dynamic"] == ["version"]
+    assert f"version: {nsa_lab.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    told = subprocess.run(
+        [sys.executable, "-m", "nsa_lab", "--version"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert told.stdout.strip() == f"nsa-lab {nsa_lab.__version__}"
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    loaded = fresh("import nsa_lab; print(sorted(n for n in sys.modules if n.startswith(('torch', 'numpy', 'nsa_lab'))))")
+    assert loaded == "['nsa_lab']"
+
+
+@pytest.mark.parametrize("name", ["NSAttention", "NSATransformer", "generate"])
+def test_a_name_loads_only_what_it_needs(name: str) -> None:
+    loaded = fresh(f"import nsa_lab; nsa_lab.{name}; print([n for n in {HEAVY!r} if n in sys.modules])")
+    assert loaded == "[]"
+
+
+def test_the_core_trains_and_generates_without_any_extra() -> None:
+    code = """
+import torch, nsa_lab
+from nsa_lab.config import ModelConfig
+model = nsa_lab.NSATransformer(ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_groups=1, d_k=8, d_v=8), seed=0)
+tokens = torch.zeros(1, 40, dtype=torch.int64)
+torch.nn.functional.cross_entropy(model(tokens)[0], tokens[0]).backward()
+print(all(p.grad.isfinite().all() for p in model.parameters()), len(nsa_lab.generate(model, ["a"], max_new_tokens=2)[0]))
+"""
+    assert fresh(code, missing=tuple(BROUGHT_BY)) == "True 2"
+
+
+@pytest.mark.parametrize(
+    ("code", "package", "extra"),
+    [
+        ("import nsa_lab.figures", "matplotlib", "notebooks"),
+        ("import nsa_lab.report", "nbformat", "notebooks"),
+        ("import nsa_lab.train", "safetensors", "train"),
+        ("import nsa_lab; nsa_lab.load_model('outputs')", "safetensors", "train"),
+        ("from nsa_lab.config import RunConfig; RunConfig.from_yaml('params/ci.yaml')", "yaml", "train"),
+        ("from nsa_lab.config import RunConfig; RunConfig().to_yaml()", "yaml", "train"),
+    ],
+)
+def test_what_misses_says_which_extra_brings_it(code: str, package: str, extra: str) -> None:
+    caught = f"from nsa_lab.extras import MissingPackage\ntry: {code}\nexcept MissingPackage as error: print(error)"
+    assert fresh(caught, missing=(package,)) == f"{package} is not installed; run: pip install 'nsa-lab[{extra}]'"
+
+
+def test_the_command_line_says_what_it_misses() -> None:
+    code = "import sys; sys.modules['typer'] = None; from nsa_lab.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "nsa-lab: typer is not installed; run: pip install 'nsa-lab[train]'\n"
+
+
+def test_a_package_that_is_there_is_required_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("yaml", "typer")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match="tensorboard is not installed") as caught:
+        require("yaml", "tensorboard")
+    assert isinstance(caught.value, MissingPackage) and caught.value.name == "tensorboard"
+
+
+def test_every_optional_package_is_in_the_extra_that_is_named() -> None:
+    distributions = packages_distributions()
+    assert names(PROJECT["dependencies"]) == CORE
+    for package, extra in BROUGHT_BY.items():
+        known = {one.lower().replace("_", "-") for one in distributions[package]}
+        assert known & {one.lower() for one in names(EXTRAS[extra])}, f"{package} is not in [{extra}]"
+
+
+def pinned(text: str) -> dict[str, str]:
+    return {
+        name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)
+    }
+
+
+def test_the_lock_and_the_conda_environment_hold_every_package() -> None:
+    """requirements.lock has each of [dev], and environment.yml the same with flash-attn, under conda's names."""
+    wanted = names(PROJECT["dependencies"]) | names(EXTRAS["dev"])
+    locked = pinned((ROOT / "requirements.lock").read_text(encoding="utf-8"))
+    assert not {name for name in wanted if name not in locked}
+    conda = set(re.findall(r"^  - ([\w-]+)", (ROOT / "environment.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    renamed = {"torch": "pytorch-gpu", "matplotlib": "matplotlib-base", "huggingface-hub": "huggingface_hub"}
+    assert not {renamed.get(name, name) for name in wanted | names(EXTRAS["flash"])} - conda
