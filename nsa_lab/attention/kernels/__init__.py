@@ -100,7 +100,7 @@ def _refuse(function: str, reason: str | None) -> None:
         raise NotImplementedError(f"{function}, backend = 'triton': {reason}; backend = 'torch' takes it as it is")
 
 
-# Each of these raises NotImplementedError past the limits of its own kernels; that shapes fit together is the caller's care.
+# Each raises NotImplementedError past the limits of its own kernels. That shapes fit together is the caller's care.
 def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`."""
     from nsa_lab.attention.kernels.band import launch
