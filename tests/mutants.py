@@ -359,7 +359,13 @@ MUTANTS = [
     Mutant(
         "dispatch: a backend that cannot run falls back silently",
         "attention.dispatch",
-        "raise BackendError(f\"backend = 'triton' cannot run: {why_not_triton}\")",
+        "raise BackendError(f\"backend = 'triton' cannot run: {unusable}\")",
+        'return dict.fromkeys(PARTS, Choice("torch", "asked for by name"))',
+    ),
+    Mutant(
+        "dispatch: a shape that the kernels refuse falls back silently",
+        "attention.dispatch",
+        "raise NotImplementedError(f\"backend = 'triton' does not take this shape: {unsupported}\")",
         'return dict.fromkeys(PARTS, Choice("torch", "asked for by name"))',
     ),
     Mutant(

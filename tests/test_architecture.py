@@ -115,10 +115,6 @@ def test_what_the_documentation_shows_is_read_by_nothing_else() -> None:
         assert not [text for text in strings if "docs/benchmarks" in text], path
 
 
-# Two kernels have a `Tile` each until their launch tables are one.
-STILL_TWICE = {"Tile"}
-
-
 def test_no_two_classes_share_a_name() -> None:
     """In a traceback, a log or a search a class is its name."""
     places: dict[str, list[str]] = {}
@@ -126,7 +122,7 @@ def test_no_two_classes_share_a_name() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
-    assert {name for name, where in places.items() if len(where) > 1} == STILL_TWICE, places
+    assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
 @pytest.mark.parametrize("package", OPTIONAL)

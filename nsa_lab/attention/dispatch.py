@@ -51,10 +51,14 @@ def resolve_backend(
         return {"dense": _resolve_dense(device, dtype, backend)}
     if backend in ("reference", "torch"):
         return dict.fromkeys(PARTS, Choice(backend, "asked for by name"))
-    why_not_triton = kernels.unusable(device, dtype, nsa, model)
+    unusable = kernels.unusable(device, dtype)
+    # Without a model the widths are not known yet; the kernels judge them when they are called.
+    unsupported = kernels.unsupported(nsa, *(() if model is None else (model.d_k, model.d_v)))
     if backend == "triton":
-        if why_not_triton:
-            raise BackendError(f"backend = 'triton' cannot run: {why_not_triton}")
+        if unusable:
+            raise BackendError(f"backend = 'triton' cannot run: {unusable}")
+        if unsupported:
+            raise NotImplementedError(f"backend = 'triton' does not take this shape: {unsupported}")
         return dict.fromkeys(PARTS, Choice("triton", "asked for by name"))
     if backend == "flash":
         reason = flash.flash_unusable(device, dtype)
@@ -63,6 +67,7 @@ def resolve_backend(
         rest = resolve_backend(device, dtype, nsa, model, "auto")
         return {**rest, "window": Choice("flash", "asked for by name; flash-attn has the window branch only")}
     # The interpreter proves kernel logic; it is never the best way to compute.
+    why_not_triton = unusable or unsupported
     if why_not_triton is None and device.type == "cuda":
         return dict.fromkeys(PARTS, Choice("triton", f"CUDA device {torch.cuda.get_device_name(device)}"))
     return dict.fromkeys(PARTS, Choice("torch", why_not_triton or f"the device is {device.type}, not cuda"))

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from nsa_lab.attention.kernels.vocabulary import part_of_kernel
 from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import prepare
 from nsa_lab.runs.environment import versions
@@ -43,20 +44,13 @@ CPU_MODEL = ModelConfig(
 KINDS = ("nsa", "dense")
 TABLE_WIDTH = 170  # characters, where the output is no terminal
 
-# Kernel name -> where the time goes; the first match counts. By name, because a replayed graph knows no operators.
-KERNELS = tuple(
-    (part, re.compile(pattern, re.IGNORECASE))
-    for part, pattern in (
-        ("compressed and window", r"^(forward|dq|dkv|sum_chunks)_kernel"),
-        ("block choice", r"^_select_kernel"),
-        ("selected", r"^_(gather|union|merge|backward|finish|delta|count|scatter|scan|offsets|work|first_query)\w*_kernel"),
-        ("gated sum", r"^_gated_sum"),
-        ("gemm", r"gemm|nvjet|cutlass|splitk|matmul|xmma"),
-        ("dense attention", r"flash|fmha|sdpa|attention"),
-        ("optimiser", r"adam|multi_tensor|foreach|lpnorm"),
-        ("copy", r"memcpy|memset"),
-    )
-)
+# What names of other libraries' kernels contain -> where the time goes; the first match counts.
+OTHER_KERNELS = {
+    "gemm": ("gemm", "nvjet", "cutlass", "splitk", "matmul", "xmma"),
+    "dense attention": ("flash", "fmha", "sdpa", "attention"),
+    "optimiser": ("adam", "multi_tensor", "foreach", "lpnorm"),
+    "copy": ("memcpy", "memset"),
+}
 
 
 @dataclass
@@ -235,7 +229,7 @@ def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, flo
     ]
     spent = _time_by_part(
         (
-            next((part for part, pattern in KERNELS if pattern.search(k.name)), "elementwise"),
+            part_of(k.name),
             k.time_range.start,
             k.time_range.end,
         )
@@ -245,13 +239,23 @@ def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, flo
     return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
 
 
+def part_of(kernel: str) -> str:
+    """Where the time of a kernel goes, by its name alone: a replayed graph knows no operators."""
+    return part_of_kernel(kernel) or next(
+        (part for part, words in OTHER_KERNELS.items() if any(word in kernel.lower() for word in words)), "elementwise"
+    )
+
+
 def _profiler() -> profile:
     # There is one cycle, and torch warns into the report that it drops events of earlier ones unless told to keep them.
     return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
 
 
 def _time_by_part(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Time of each part, of (part, start, end) a kernel: kernels that run at the same time share it; idle: none runs."""
+    """Time of each part, given (part, start, end) of each kernel.
+
+    Kernels that run at the same time share it; where none runs, the time is that of `idle`.
+    """
     edges = sorted((time, change, part) for part, *ends in kernels for time, change in zip(ends, (1, -1), strict=True))
     spent, running = Counter(idle=0.0), Counter()
     for (start, change, part), (end, *_) in itertools.pairwise(edges):

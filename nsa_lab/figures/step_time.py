@@ -10,7 +10,9 @@ from nsa_lab.figures.style import CMP, DENSE, FORCED, SEL, WIN
 
 COLOURS = {
     "gemm": WIN,
-    "compressed and window": CMP,
+    "compressed": CMP,
+    "window": "#332288",
+    "compressed and window": CMP,  # in records older than the kernels' names, which tell the two apart
     "selected": SEL,
     "block choice": FORCED,
     "dense attention": "#000000",

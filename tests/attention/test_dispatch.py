@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +219,70 @@ def test_triton_that_can_run_is_taken_when_asked_for(monkeypatch: pytest.MonkeyP
     assert attention.resolve_backend("cpu", torch.float32, NSAConfig(), backend="triton")["window"].backend == "triton"
     # On a CPU the kernels run interpreted, so auto does not take them.
     assert attention.resolve_backend("cpu", torch.float32, NSAConfig())["window"].backend == "torch"
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"d_k": 48}, "d_k = 48; the nearest is 64"),
+        ({"d_k": 512, "d_v": 64}, "d_k = 512; the nearest is 128"),
+        ({"d_v": 8}, "d_v = 8; the nearest is 32"),
+        ({"nsa": NSAConfig(l=8, d=8, l_sel=24)}, "multiples of 16, and it is 24; the nearest that nsa.d = 8 divides is 32"),
+        ({"nsa": NSAConfig(l=20, d=20, l_sel=60)}, "the nearest that nsa.d = 20 divides is 80"),
+        ({"nsa": NSAConfig(n_sel=65)}, "at most nsa.n_sel = 64 blocks for a query, and it is 65"),
+        ({"nsa": NSAConfig(l=8, d=4, l_sel=80)}, "nsa.l_sel up to 16 times nsa.d = 4, and it is 80; the nearest is 64"),
+        ({"nsa": NSAConfig(l=260, d=4, l_sel=16)}, "nsa.l up to 64 times nsa.d = 4, and it is 260; the nearest is 256"),
+    ],
+)
+def test_a_shape_that_triton_does_not_take_is_named_with_the_nearest(
+    model: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for by name it is refused; `auto` says the same reason, and takes torch."""
+    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    config = ModelConfig(**model)
+    with pytest.raises(NotImplementedError) as caught:
+        attention.resolve_backend("cpu", torch.float32, config.nsa, config, "triton")
+    assert words in str(caught.value)
+    choices = attention.resolve_backend("cuda", torch.float32, config.nsa, config)
+    assert {choice.backend for choice in choices.values()} == {"torch"}
+    assert all(words in choice.reason for choice in choices.values())
+
+
+def test_a_direct_call_is_refused_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no model says the widths, the tensors do."""
+    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    x, blocks = Shape().inputs(), torch.zeros(1, Shape().T, 2, 3, dtype=torch.int32)
+    nsa = NSA.model_copy(update={"l_sel": 16})
+    q, k, v = (a[..., :2].contiguous() for a in (x.q, x.k_sel, x.v_sel))
+    calls = {
+        "compressed_attention": lambda: attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, backend="triton"),
+        "select_blocks": lambda: attention.select_blocks(x.q, x.k_cmp, torch.zeros(1, 21, 6), nsa, backend="triton"),
+        "selected_attention": lambda: attention.selected_attention(q, k, v, blocks, nsa, backend="triton"),
+        "window_attention": lambda: attention.window_attention(q, k, v, nsa, backend="triton"),
+        "nsa_attention": lambda: attention.nsa_attention(*x, nsa, backend="triton"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"^{name}, backend = 'triton': .* the nearest is 32"):
+            call()
+    with pytest.raises(NotImplementedError, match="multiples of 16"):
+        attention.window_attention(q, k, v, NSA.model_copy(update={"l_sel": 24}), backend="triton")
+
+
+def test_what_the_kernels_need_of_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    assert "CUDA device" in kernels.unusable(torch.device("mps"), torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "TRITON_INTERPRET=1" in kernels.unusable(CPU, torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tiles = importlib.import_module("nsa_lab.attention.kernels.tiles")
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    assert "before Python starts" in kernels.unusable(CPU, torch.float32)
+    monkeypatch.setattr(tiles, "INTERPRETED", True)
+    assert kernels.unusable(CPU, torch.float32) is None
+    assert "not torch.float64" in kernels.unusable(CPU, torch.float64)
+    assert "multiplies bfloat16 wrongly" in kernels.unusable(CPU, torch.bfloat16)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in kernels.unusable(CPU, torch.float32)
 
 
 def test_flash_takes_the_window_and_dense_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Compiles every kernel for a GPU that is not there: `python compiling.py 80`. Prints bytes of shared memory by kernel.
+"""Compiles every kernel for a GPU that is not there: `python compiling.py 80`.
+
+Prints the bytes of shared memory of each kernel, as JSON.
 
 The launchers run as they are, on CPU tensors; Triton is told of a device of that architecture, compiles, and launches
 nothing. Not under the interpreter.
@@ -15,7 +17,10 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa_lab.attention.kernels import common, pieces, selected, whole
+from nsa_lab.attention import kernels
+from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.selected import launch as selected
+from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.config import NSAConfig
 
 ARCHITECTURE = int(sys.argv[1])
@@ -45,7 +50,7 @@ class AbsentDevice(DriverBase):
 def compile_only(kernel: JITFunction, grid):
     def launch(*args, **options) -> None:
         compiled = kernel.run(*args, grid=grid, warmup=True, **options)
-        name = kernel.fn.__name__
+        name = compiled.metadata.name  # what a profile shows
         shared_memory[name] = max(shared_memory.get(name, 0), compiled.metadata.shared)
 
     return launch
@@ -59,18 +64,15 @@ def attend(T: int, H: int, G: int, D: int) -> None:
         for length, heads in ((T, H), *[((T - nsa.l) // nsa.d + 1, G)] * 2, *[(T, G)] * 4)
     )
     gates = torch.zeros(1, T, H, 3, dtype=torch.bfloat16, requires_grad=True)
-    whole.nsa_attention(q, *kv, gates, nsa).sum().backward()
+    kernels.nsa_attention(q, *kv, gates, nsa).sum().backward()
     blocks = torch.zeros(1, T, G, nsa.n_sel, dtype=torch.int32)
-    selected.selected_attention(q, *kv[2:4], blocks, nsa)[0].sum().backward()
+    kernels.selected_attention(q, *kv[2:4], blocks, nsa)[0].sum().backward()
 
 
 driver.set_active(AbsentDevice())
 JITFunction.__getitem__ = compile_only
-common.check_kernel_limits = lambda *_: None
-selected._is_hopper = lambda device: ARCHITECTURE == 90
-for module in (sys.modules[name] for name in list(sys.modules) if name.startswith("nsa_lab.attention.kernels")):
-    if hasattr(module, "roomy"):
-        module.roomy = lambda device: ARCHITECTURE in (80, 90)
+launch_table.is_hopper = lambda device: ARCHITECTURE == 90
+launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90)
 
 attend(T=300, H=6, G=1, D=64)
 selected.UNION_TOKENS = 0

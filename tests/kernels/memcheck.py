@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 
 from nsa_lab.attention.geometry import num_compressed
-from nsa_lab.attention.kernels import nsa_attention, pieces, selected
+from nsa_lab.attention.kernels import nsa_attention
+from nsa_lab.attention.kernels.selected import launch as selected
+from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.config import NSAConfig
 
 
@@ -47,14 +49,14 @@ def path(case: Case) -> tuple[bool, bool, bool]:
     selected.UNION_TOKENS = T if case.union else 0
     pieces.ORDERED_BYTES = 0 if case.ordered else 2**62
     meta = {"dtype": case.dtype, "device": "meta"}
-    blocks = torch.empty(B, T, G, case.nsa.n_sel, device="meta")
-    geo = selected._geometry(torch.empty(B, T, H, Dk, **meta), torch.empty(B, T, G, Dv, **meta), blocks, case.nsa.l_sel)
-    each = pieces.backward_need(geo, width)
+    q, v = torch.empty(B, T, H, Dk, **meta), torch.empty(B, T, G, Dv, **meta)
+    sizes = selected._sizes(q, v, case.nsa.n_sel, case.nsa.l_sel)
+    each = pieces.backward_need(sizes, width)
     # Room for half of a group's queries.
-    pieces.WORKSPACE_BYTES = each.group + geo.heads * each.row * T // 2 if case.in_pieces else 2**62
-    cut = pieces.cut(geo, width)
+    pieces.WORKSPACE_BYTES = each.group + sizes.heads * each.row * T // 2 if case.in_pieces else 2**62
+    cut = pieces.cut(sizes, width)
     union = selected.forward_strategy(T, case.nsa.l_sel) == "union"
-    return union, all(pieces.is_ordered(geo, piece.t1 - piece.t0, width) for piece in cut), len(cut) > 1
+    return union, all(pieces.is_ordered(sizes, piece.t1 - piece.t0, width) for piece in cut), len(cut) > 1
 
 
 def run(case: Case) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import memcheck
 import pytest
 
-from nsa_lab.attention.kernels import pieces, selected
+from nsa_lab.attention.kernels.selected import launch as selected
+from nsa_lab.attention.kernels.selected import pieces
 
 
 @pytest.mark.parametrize("case", memcheck.CASES, ids=str)

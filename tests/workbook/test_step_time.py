@@ -31,6 +31,12 @@ def test_floors_are_flops_over_rates(report: dict) -> None:
     assert least["dense"]["dense attention"] == pytest.approx(pair * 1024.5 / 500e12 * 1e9)
     keys = geometry.mean_reads(2048, model.nsa)
     assert least["nsa"]["selected"] == pytest.approx(pair * keys["sel"] / 500e12 * 1e9)
+    assert least["nsa"]["window"] == pytest.approx(pair * keys["win"] / 500e12 * 1e9)
+    assert least["nsa"]["compressed"] == pytest.approx(pair * keys["cmp"] / 500e12 * 1e9)
+    joined = {"seq_len": 2048, "nsa": {"breakdown": {"compressed and window": 0.1}}}
+    assert step_time.floors(joined, model, 800e12)["nsa"]["compressed and window"] == pytest.approx(
+        least["nsa"]["compressed"] + least["nsa"]["window"]
+    )
     assert least["nsa"]["gemm"] == pytest.approx(6 * (78_600_960 - 256 * 768) / 800e12 * 1e9)
 
 

@@ -1,90 +1,153 @@
-"""The `triton` backend: one file a part, imported when first used, so that triton stays optional."""
+"""The `triton` backend: what it takes, and its functions, whose kernels are imported when first used: triton is optional.
+
+    vocabulary     the words that all of it uses, and the names that its kernels have in a profile
+    operator       all of NSA as one operator;  gating: the gated sum;  choice: the block choice
+    band/          the compressed and the window branch;  selected/: the selected branch
+    launch_table   tile sizes and how each kernel is compiled;  tiles, host: what kernels, or launchers, do alike
+
+Shapes are checked by the public functions (attention/dispatch.py); what the kernels do not take is refused here.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 
 import torch
 from torch import Tensor
 
-from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.config import NSAConfig
 
 HEAD_WIDTHS = (32, 64, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+L_SEL_STEP = 16  # a kv block's keys fill the least tile of a tensor core
+N_SEL_LIMIT = 64
+STRIDES_LIMIT = 16  # strides in a selection block; a compressed block may reach over four times as many
 
 
-def unusable(device: torch.device, dtype: torch.dtype, nsa: NSAConfig, model: ModelConfig | None) -> str | None:
-    """Why the kernels cannot run here, with the remedy; None if they can.
+def unusable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run on this device at this dtype, with the remedy; None if they can.
 
     On a CPU they run under Triton's interpreter, which its own variable TRITON_INTERPRET=1 turns on.
     """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton (it comes with the CUDA build of torch)"
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "the device is cpu, where the kernels run only under Triton's interpreter: TRITON_INTERPRET=1"
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        return "Triton's interpreter, which runs the kernels on a cpu, multiplies bfloat16 wrongly; use float32 or float16"
     if device.type not in ("cpu", "cuda"):
         return f"the kernels need a CUDA device, and this is {device.type}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"the kernels need compute capability 8.0 or higher, and {torch.cuda.get_device_name(device)} has less"
+    if device.type == "cpu" and (why_not := _not_interpreted()):
+        return why_not
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        return "Triton's interpreter, which runs the kernels on a cpu, multiplies bfloat16 wrongly; use float32 or float16"
     if dtype not in DTYPES:
         return f"the kernels compute in bfloat16, float16 or float32, not {dtype}"
-    if model is not None and not {model.d_k, model.d_v} <= set(HEAD_WIDTHS):
-        return f"the kernels take head widths {HEAD_WIDTHS}, and model.d_k, model.d_v = {model.d_k}, {model.d_v}"
-    if nsa.l_sel % 16:
-        return f"the kernels take nsa.l_sel in multiples of 16, and it is {nsa.l_sel}"
     return None
 
 
+def _not_interpreted() -> str | None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "the device is cpu, where the kernels run only under Triton's interpreter: TRITON_INTERPRET=1"
+    from nsa_lab.attention.kernels import tiles
+
+    if not tiles.INTERPRETED:
+        return "TRITON_INTERPRET=1 came after Triton was imported, which reads it once; set it before Python starts"
+    return None
+
+
+def unsupported(nsa: NSAConfig, d_k: int | None = None, d_v: int | None = None) -> str | None:
+    """Why the kernels do not take this geometry or these head widths, and the nearest that they take; None if they do.
+
+    A width of None is not known yet and not judged.
+    """
+    return _width_limit(d_k, d_v) or _selected_limit(nsa) or _choice_limit(nsa)
+
+
+def _width_limit(d_k: int | None, d_v: int | None) -> str | None:
+    for name, width in (("d_k", d_k), ("d_v", d_v)):
+        if width is not None and width not in HEAD_WIDTHS:
+            nearest = min(HEAD_WIDTHS, key=lambda taken: (abs(taken - width), -taken))
+            return f"the kernels take head widths {HEAD_WIDTHS}, and {name} = {width}; the nearest is {nearest}"
+    return None
+
+
+def _selected_limit(nsa: NSAConfig) -> str | None:
+    if nsa.l_sel % L_SEL_STEP == 0:
+        return None
+    step = math.lcm(L_SEL_STEP, nsa.d)
+    nearest = max(1, (2 * nsa.l_sel + step) // (2 * step)) * step
+    return (
+        f"the kernels take nsa.l_sel in multiples of {L_SEL_STEP}, and it is {nsa.l_sel}; the nearest that nsa.d = {nsa.d} "
+        f"divides is {nearest}"
+    )
+
+
+def _choice_limit(nsa: NSAConfig) -> str | None:
+    if nsa.n_sel > N_SEL_LIMIT:
+        return f"the kernels keep at most nsa.n_sel = {N_SEL_LIMIT} blocks for a query, and it is {nsa.n_sel}"
+    for name, length, limit in (("l_sel", nsa.l_sel, STRIDES_LIMIT), ("l", nsa.l, 4 * STRIDES_LIMIT)):
+        if length // nsa.d > limit:
+            return (
+                f"the kernels take nsa.{name} up to {limit} times nsa.d = {nsa.d}, and it is {length}; the nearest is "
+                f"{limit * nsa.d}"
+            )
+    return None
+
+
+def _refuse(function: str, reason: str | None) -> None:
+    if reason:
+        raise NotImplementedError(f"{function}, backend = 'triton': {reason}; backend = 'torch' takes it as it is")
+
+
+# Each raises NotImplementedError past the limits of its own kernels. That shapes fit together is the caller's care.
 def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`."""
-    from nsa_lab.attention.kernels import compressed
+    from nsa_lab.attention.kernels.band import launch
 
-    return compressed.compressed_attention(q, k_cmp, v_cmp, nsa)
+    _refuse("compressed_attention", _width_limit(q.shape[3], v_cmp.shape[3]))
+    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0)
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
     """As `reference.select_blocks`."""
-    from nsa_lab.attention.kernels import selection
+    from nsa_lab.attention.kernels import choice
 
-    return selection.select_blocks(q, k_cmp, lse, nsa)
+    _refuse("select_blocks", _width_limit(q.shape[3], None) or _choice_limit(nsa))
+    return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel)
 
 
 def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.selected_attention`."""
-    from nsa_lab.attention.kernels import selected
+    from nsa_lab.attention.kernels.selected import launch
 
-    return selected.selected_attention(q, k, v, blocks, nsa)
+    _refuse("selected_attention", _width_limit(q.shape[3], v.shape[3]) or _selected_limit(nsa))
+    return launch.selected_attention(q, k, v, blocks, nsa.l_sel)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.window_attention`."""
-    from nsa_lab.attention.kernels import window
+    from nsa_lab.attention.kernels.band import launch
 
-    return window.window_attention(q, k, v, nsa)
+    _refuse("window_attention", _width_limit(q.shape[3], v.shape[3]))
+    return launch.band_attention(q, k, v, 1, 1, nsa.w)
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """As `reference.combine`."""
+    """As `reference.combine`; of any width."""
     from nsa_lab.attention.kernels import gating
 
     return gating.gated_sum(out_cmp, out_sel, out_win, gates)
 
 
+# fmt: off
 def nsa_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
     nsa: NSAConfig,
 ) -> Tensor:
     """As `dispatch.nsa_attention`, every part on Triton."""
-    from nsa_lab.attention.kernels import whole
+    from nsa_lab.attention.kernels import operator
 
-    return whole.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)
+    _refuse("nsa_attention", unsupported(nsa, q.shape[3], v_cmp.shape[3]))
+    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)
+# fmt: on

@@ -2,109 +2,89 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_lab.attention.kernels.common import ceil_div, check_kernel_limits, padded_width
+from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.host import ceil_div, padded_width
 
-_TILE = 2048  # elements of one tensor that a program holds; with twice as many the backward pass takes a seventh longer
+
+# fmt: off
+@triton.jit
+def _row_tile(n_rows, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Rows (batch, time, head) of this program, whether they exist, their columns, and the mask of both."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, DV_PAD)
+    inside = row < n_rows
+    mask = inside[:, None] & (columns < DV)[None, :]
+    return row, inside, columns, mask
 
 
 @triton.jit
-def _load_gates(gates_ptr, row, T, H, g_b, g_t, g_h, g_3, rows_live):
-    """The three gates of each (batch, time, head) row, in float32."""
-    at = gates_ptr + row // (T * H) * g_b + row // H % T * g_t + row % H * g_h
-    cmp = tl.load(at, mask=rows_live, other=0.0).to(tl.float32)
-    sel = tl.load(at + g_3, mask=rows_live, other=0.0).to(tl.float32)
-    win = tl.load(at + 2 * g_3, mask=rows_live, other=0.0).to(tl.float32)
+def _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3, inside):
+    """The three gates of each row, in float32."""
+    at = gates_ptr + row // (T * H) * stride_gb + row // H % T * stride_gt + row % H * stride_gh
+    cmp = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    sel = tl.load(at + stride_g3, mask=inside, other=0.0).to(tl.float32)
+    win = tl.load(at + 2 * stride_g3, mask=inside, other=0.0).to(tl.float32)
     return cmp, sel, win
 
 
 @triton.jit
-def _gated_sum_kernel(
-    cmp_ptr,
-    sel_ptr,
-    win_ptr,
-    gates_ptr,
-    out_ptr,
-    n_rows,
-    T,
-    H,
-    g_b,
-    g_t,
-    g_h,
-    g_3,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
+def nsa_gate_forward(
+    cmp_ptr, sel_ptr, win_ptr, gates_ptr, out_ptr,
+    n_rows, T, H,
+    stride_gb, stride_gt, stride_gh, stride_g3,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.arange(0, DP)
-    live = row < n_rows
-    mask = live[:, None] & (c < D)[None, :]
-    g_cmp, g_sel, g_win = _load_gates(gates_ptr, row, T, H, g_b, g_t, g_h, g_3, live)
-    at = row[:, None] * D + c[None, :]
-    out = tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32) * g_cmp[:, None]
-    out += tl.load(sel_ptr + at, mask=mask, other=0.0).to(tl.float32) * g_sel[:, None]
-    out += tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32) * g_win[:, None]
+    row, inside, columns, mask = _row_tile(n_rows, DV, DV_PAD, ROWS)
+    gate_cmp, gate_sel, gate_win = _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3, inside)
+    at = row[:, None] * DV + columns[None, :]
+    out = tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32) * gate_cmp[:, None]
+    out += tl.load(sel_ptr + at, mask=mask, other=0.0).to(tl.float32) * gate_sel[:, None]
+    out += tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32) * gate_win[:, None]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _branch_backward(out_ptr, dout_ptr, do, gate, at, mask):
-    """Stores the branch's output gradient and returns its gate's."""
+def _branch_backward(out_ptr, d_out_ptr, do, gate, at, mask):
+    """Stores the gradient of one branch's output and returns its gate's."""
     out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dout_ptr + at, (do * gate[:, None]).to(dout_ptr.dtype.element_ty), mask=mask)
+    tl.store(d_out_ptr + at, (do * gate[:, None]).to(d_out_ptr.dtype.element_ty), mask=mask)
     return tl.sum(out * do, 1)
 
 
 @triton.jit
-def _gated_sum_backward_kernel(
-    do_ptr,
-    cmp_ptr,
-    sel_ptr,
-    win_ptr,
-    gates_ptr,
-    dcmp_ptr,
-    dsel_ptr,
-    dwin_ptr,
-    dgates_ptr,
-    deltas_ptr,
-    n_rows,
-    T,
-    H,
-    g_b,
-    g_t,
-    g_h,
-    g_3,
-    HAS_DELTAS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
+def nsa_gate_backward(
+    do_ptr, cmp_ptr, sel_ptr, win_ptr, gates_ptr, d_cmp_ptr, d_sel_ptr, d_win_ptr, dgates_ptr, deltas_ptr,
+    n_rows, T, H,
+    stride_gb, stride_gt, stride_gh, stride_g3,
+    HAS_DELTAS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = tl.arange(0, DP)
-    live = row < n_rows
-    mask = live[:, None] & (c < D)[None, :]
-    g_cmp, g_sel, g_win = _load_gates(gates_ptr, row, T, H, g_b, g_t, g_h, g_3, live)
-    at = row[:, None] * D + c[None, :]
+    """HAS_DELTAS: also the delta of each branch, [3, rows] float32, which the branches' backward passes ask for."""
+    row, inside, columns, mask = _row_tile(n_rows, DV, DV_PAD, ROWS)
+    gate_cmp, gate_sel, gate_win = _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3, inside)
+    at = row[:, None] * DV + columns[None, :]
     do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    dg_cmp = _branch_backward(cmp_ptr, dcmp_ptr, do, g_cmp, at, mask)
-    dg_sel = _branch_backward(sel_ptr, dsel_ptr, do, g_sel, at, mask)
-    dg_win = _branch_backward(win_ptr, dwin_ptr, do, g_win, at, mask)
+    dgate_cmp = _branch_backward(cmp_ptr, d_cmp_ptr, do, gate_cmp, at, mask)
+    dgate_sel = _branch_backward(sel_ptr, d_sel_ptr, do, gate_sel, at, mask)
+    dgate_win = _branch_backward(win_ptr, d_win_ptr, do, gate_win, at, mask)
     dtype: tl.constexpr = dgates_ptr.dtype.element_ty
-    tl.store(dgates_ptr + row * 3, dg_cmp.to(dtype), mask=live)
-    tl.store(dgates_ptr + row * 3 + 1, dg_sel.to(dtype), mask=live)
-    tl.store(dgates_ptr + row * 3 + 2, dg_win.to(dtype), mask=live)
+    tl.store(dgates_ptr + row * 3, dgate_cmp.to(dtype), mask=inside)
+    tl.store(dgates_ptr + row * 3 + 1, dgate_sel.to(dtype), mask=inside)
+    tl.store(dgates_ptr + row * 3 + 2, dgate_win.to(dtype), mask=inside)
     if HAS_DELTAS:
-        tl.store(deltas_ptr + row, dg_cmp * g_cmp, mask=live)
-        tl.store(deltas_ptr + n_rows + row, dg_sel * g_sel, mask=live)
-        tl.store(deltas_ptr + 2 * tl.cast(n_rows, tl.int64) + row, dg_win * g_win, mask=live)
+        tl.store(deltas_ptr + row, dgate_cmp * gate_cmp, mask=inside)
+        tl.store(deltas_ptr + n_rows + row, dgate_sel * gate_sel, mask=inside)
+        tl.store(deltas_ptr + 2 * tl.cast(n_rows, tl.int64) + row, dgate_win * gate_win, mask=inside)
+# fmt: on
 
 
-# Defined by schema for the host's sake; selected.py has the figures.
+# Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
     "nsa_lab::gated_sum",
     "(Tensor out_cmp, Tensor out_sel, Tensor out_win, Tensor gates) -> Tensor",
@@ -120,26 +100,15 @@ _gated_sum_backward = torch.ops.nsa_lab.gated_sum_backward.default
 
 
 def forward(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """`gated_sum` itself, past its checks and PyTorch's dispatcher."""
-    B, T, H, D = out_cmp.shape
-    rows = B * T * H
+    """`gated_sum` itself, past PyTorch's dispatcher."""
     out = out_cmp.new_empty(out_cmp.shape)
-    tile_rows = _TILE // padded_width(D)
-    _gated_sum_kernel[(ceil_div(rows, tile_rows),)](
-        out_cmp.contiguous(),
-        out_sel.contiguous(),
-        out_win.contiguous(),
-        gates,
-        out,
-        rows,
-        T,
-        H,
-        *gates.stride(),
-        D=D,
-        DP=padded_width(D),
-        ROWS=tile_rows,
-        num_warps=4,
+    grid, sizes, constants = _launch(out_cmp, gates)
+    # fmt: off
+    nsa_gate_forward[grid](
+        out_cmp.contiguous(), out_sel.contiguous(), out_win.contiguous(), gates, out,
+        *sizes, **constants,
     )
+    # fmt: on
     return out
 
 
@@ -147,7 +116,7 @@ torch.library.impl("nsa_lab::gated_sum", ("cpu", "cuda"), forward)
 
 
 @torch.library.register_fake("nsa_lab::gated_sum")
-def _(out_cmp, out_sel, out_win, gates):
+def _(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
     return out_cmp.new_empty(out_cmp.shape)
 
 
@@ -155,47 +124,42 @@ def backward(
     do: Tensor, out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor, deltas: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the outputs and the gates. `deltas` float32 [3, B, T, H] takes sum(out * d_out) of each branch."""
-    B, T, H, D = out_cmp.shape
-    rows = B * T * H
-    dcmp, dsel, dwin, dgates = (x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
-    tile_rows = _TILE // padded_width(D)
-    _gated_sum_backward_kernel[(ceil_div(rows, tile_rows),)](
-        do.contiguous(),
-        out_cmp.contiguous(),
-        out_sel.contiguous(),
-        out_win.contiguous(),
-        gates,
-        dcmp,
-        dsel,
-        dwin,
-        dgates,
-        deltas,
-        rows,
-        T,
-        H,
-        *gates.stride(),
-        HAS_DELTAS=deltas is not None,
-        D=D,
-        DP=padded_width(D),
-        ROWS=tile_rows,
-        num_warps=4,
+    d_cmp, d_sel, d_win, dgates = (x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
+    grid, sizes, constants = _launch(out_cmp, gates)
+    # fmt: off
+    nsa_gate_backward[grid](
+        do.contiguous(), out_cmp.contiguous(), out_sel.contiguous(), out_win.contiguous(), gates,
+        d_cmp, d_sel, d_win, dgates, deltas,
+        *sizes, HAS_DELTAS=deltas is not None, **constants,
     )
-    return dcmp, dsel, dwin, dgates
+    # fmt: on
+    return d_cmp, d_sel, d_win, dgates
+
+
+def _launch(out: Tensor, gates: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+    """Grid, sizes and strides, and compile-time sizes of either kernel."""
+    B, T, H, Dv = out.shape
+    rows, tile_rows = B * T * H, launch_table.gate_rows(Dv)
+    constants = {"DV": Dv, "DV_PAD": padded_width(Dv), "ROWS": tile_rows, "num_warps": launch_table.STREAMING_WARPS}
+    return (ceil_div(rows, tile_rows),), (rows, T, H, *gates.stride()), constants
 
 
 torch.library.impl("nsa_lab::gated_sum_backward", ("cpu", "cuda"), backward)
 
 
 @torch.library.register_fake("nsa_lab::gated_sum_backward")
-def _(do, out_cmp, out_sel, out_win, gates):
-    return tuple(x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
+def _(
+    do: Tensor, out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_cmp, d_sel, d_win, dgates = (x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
+    return d_cmp, d_sel, d_win, dgates
 
 
-def _backward(ctx, do):
+def _backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _gated_sum_backward(do, *ctx.saved_tensors)
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -205,7 +169,7 @@ torch.library.register_autograd("nsa_lab::gated_sum", _backward, setup_context=_
 def gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
     """out_* [B, T, H, Dv] of one dtype, gates [B, T, H, 3] after sigmoid or softmax -> [B, T, H, Dv] in that dtype.
 
-    Products and sums are in float32. ValueError for shapes that do not fit, NotImplementedError past the kernels' limits.
+    Products and sums are in float32. ValueError for shapes that do not fit: no public function stands before this part.
     """
     shape = out_cmp.shape
     if len(shape) != 4 or out_sel.shape != shape or out_win.shape != shape or gates.shape != (*shape[:3], 3):
@@ -213,5 +177,4 @@ def gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) 
             "gated_sum: expected three outputs [B, T, H, Dv] and gates [B, T, H, 3]; got "
             f"{list(shape)}, {list(out_sel.shape)}, {list(out_win.shape)}, {list(gates.shape)}"
         )
-    check_kernel_limits("gated_sum", (out_cmp, out_sel, out_win), (shape[3],))
     return _gated_sum(out_cmp, out_sel, out_win, gates)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nsa_lab import attention
 from nsa_lab.attention import kernels, reference
 from nsa_lab.attention.geometry import num_compressed
-from nsa_lab.attention.kernels import pieces, selected, whole
+from nsa_lab.attention.kernels import operator
+from nsa_lab.attention.kernels.selected import launch as selected
+from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.bench.attention_parity import plain
 from nsa_lab.config import NSAConfig
 
@@ -82,12 +85,12 @@ def test_the_operators_are_well_formed_and_compile(device, strategy, monkeypatch
     # The tail of the index is nobody's: filled, it is at least the same in two calls.
     torch.use_deterministic_algorithms(True)
     try:
-        torch.library.opcheck(whole._nsa_fwd, (*x, *geometry))
+        torch.library.opcheck(operator._nsa_fwd, (*x, *geometry))
     finally:
         torch.use_deterministic_algorithms(False)
     x = [a.detach() for a in x]
-    out, *kept = whole._nsa_fwd(*x, *geometry)
-    torch.library.opcheck(whole._nsa_bwd, (torch.ones_like(out), *x, *kept, SMALL.l, SMALL.d, SMALL.l_sel, SMALL.w))
+    out, *kept = operator._nsa_fwd(*x, *geometry)
+    torch.library.opcheck(operator._nsa_bwd, (torch.ones_like(out), *x, *kept, SMALL.l, SMALL.d, SMALL.l_sel, SMALL.w))
     attend = lambda *x: kernels.nsa_attention(*x, SMALL)  # noqa: E731
     compiled = torch.compile(attend, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
     assert torch.equal(compiled(*x), attend(*x))
@@ -148,11 +151,11 @@ def test_a_cuda_graph_replays_to_the_same_bits(device):
 def test_the_indices_of_several_pieces_are_kept(device, monkeypatch, poisoned):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     x = inputs((3, 75, 6, 2, 32, 64), torch.float32, device)
-    geo = selected._geometry(x[0], x[4], torch.empty(3, 75, 2, 3), 16)
-    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", geo.T * geo.heads * pieces.backward_need(geo, 4).row * 7 // 2)
-    number = len(pieces.cut(geo, 4))
+    sizes = selected._sizes(x[0], x[4], 3, 16)
+    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", sizes.T * sizes.heads * pieces.backward_need(sizes, 4).row * 7 // 2)
+    number = len(pieces.cut(sizes, 4))
     assert number > 3
-    monkeypatch.setattr(selected, "is_ordered", lambda geo, *_: True)
+    monkeypatch.setattr(selected, "is_ordered", lambda *_: True)
     out, built = kernels.nsa_attention(*x, SMALL), []
     build = selected.build_inverted_index
     monkeypatch.setattr(selected, "build_inverted_index", lambda *a, **k: built.append(1) or build(*a, **k))
@@ -166,8 +169,9 @@ def test_the_indices_of_several_pieces_are_kept(device, monkeypatch, poisoned):
 
 
 def test_shapes_that_do_not_fit_are_refused(device):
+    """By the public function, which checks them once for all backends."""
     *x, gates = inputs((1, 40, 4, 2, 32, 32), torch.float32, device)
     with pytest.raises(ValueError, match="gates"):
-        kernels.nsa_attention(*x, gates[..., :2], SMALL)
-    with pytest.raises(ValueError, match="value width"):
-        kernels.nsa_attention(*x[:6], torch.zeros(1, 40, 2, 64, device=device), gates, SMALL)
+        attention.nsa_attention(*x, gates[..., :2], SMALL, backend="triton")
+    with pytest.raises(NotImplementedError, match=r"nsa_attention, .* head widths .* d_k = 24; the nearest is 32"):
+        kernels.nsa_attention(*(a[..., :24] for a in x), gates, SMALL)

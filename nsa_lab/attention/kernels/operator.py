@@ -3,53 +3,39 @@
 Its results are those of the parts called one by one. What it saves is between them: one call of PyTorch's dispatcher and
 one autograd node instead of five; the gate's backward pass has sum(out * d_out) of every branch at hand, which the branches
 would read two tensors for; the three gradients of q are summed where they arise, not as tensors of their own; the
-selected branch's inverted index is built once (4 bytes a selected block to keep); and kernels that do not need each other
-run side by side.
+selected branch's inverted index is built once (4 bytes to keep for each selected block); and kernels that do not need each
+other run side by side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from nsa_lab.attention.geometry import num_compressed
-from nsa_lab.attention.kernels import band, gating, selected, selection
-from nsa_lab.attention.kernels.common import beside, check_attention_inputs, with_short_rows
-from nsa_lab.attention.kernels.inverted_index import IndexSizes, InvertedIndex
+from nsa_lab.attention.kernels import choice, gating
+from nsa_lab.attention.kernels.band import launch as band
+from nsa_lab.attention.kernels.host import beside, with_short_rows
+from nsa_lab.attention.kernels.selected import launch as selected
+from nsa_lab.attention.kernels.selected.inverted_index import IndexSizes, InvertedIndex
 from nsa_lab.config import NSAConfig
 
 
+# fmt: off
 def nsa_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
     nsa: NSAConfig,
 ) -> Tensor:
     """q [B, T, H, Dk]; k_cmp, v_cmp [B, N, G, .]; the other keys and values [B, T, G, .]; gates [B, T, H, 3] in the order
     cmp, sel, win -> [B, T, H, Dv].
 
-    ValueError for shapes that do not fit, NotImplementedError past the kernels' limits, as the parts have them.
+    NotImplementedError past the selected branch's limit on pairs.
     """
-    T = q.shape[1]
-    check_attention_inputs("nsa_attention", q, k_cmp, v_cmp, num_compressed(T, nsa))
-    check_attention_inputs("nsa_attention", q, k_sel, v_sel, T)
-    check_attention_inputs("nsa_attention", q, k_win, v_win, T)
-    groups, widths = k_cmp.shape[2], v_cmp.shape[3]
-    if (k_sel.shape[2], k_win.shape[2]) != (groups, groups) or (v_sel.shape[3], v_win.shape[3]) != (widths, widths):
-        raise ValueError(
-            "nsa_attention: the branches must have the same groups and value width; got v_cmp, v_sel, v_win "
-            f"{list(v_cmp.shape)}, {list(v_sel.shape)}, {list(v_win.shape)}"
-        )
-    if gates.shape != (*q.shape[:3], 3):
-        raise ValueError(f"nsa_attention: expected gates {[*q.shape[:3], 3]}, got {list(gates.shape)}")
-    selection.check_limits(q, nsa)
-    selected.check_limits(q, k_sel, nsa.n_sel, nsa)
+    selected.check_pairs(q, k_sel, nsa.n_sel, nsa.l_sel)
     return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w)[0]
+# fmt: on
 
 
 _INPUTS = "Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win, Tensor v_win, Tensor gates"
@@ -57,7 +43,7 @@ _KEPT = (
     "Tensor out_cmp, Tensor lse_cmp, Tensor blocks, Tensor out_sel, Tensor lse_sel, Tensor entries, Tensor starts, "
     "Tensor work, Tensor order, Tensor out_win, Tensor lse_win"
 )
-# Defined by schema for the host's sake; selected.py has the figures.
+# Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
     "nsa_lab::nsa_fwd",
     f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w) -> ({', '.join(['Tensor'] * 12)})",
@@ -73,19 +59,19 @@ _INDEX_DTYPES = torch.int32, torch.int64, torch.int32, torch.int64
 
 
 def _joined(indices: list[InvertedIndex], like: Tensor) -> list[Tensor]:
-    fields = []
+    fields: list[Tensor] = []
     for number, dtype in enumerate(_INDEX_DTYPES):
-        parts = [index[number] for index in indices if index[number] is not None]
+        parts = [part for index in indices if (part := index[number]) is not None]
         fields.append(parts[0] if len(parts) == 1 else torch.cat([like.new_empty(0, dtype=dtype), *parts]))
     return fields
 
 
-def _split(fields: tuple[Tensor, ...], sizes: list[IndexSizes]) -> list[InvertedIndex]:
-    indices = []
+def _split(fields: Sequence[Tensor], sizes: list[IndexSizes]) -> list[InvertedIndex]:
+    indices: list[InvertedIndex] = []
     ends = [0] * len(fields)
     for lengths in sizes:
-        *parts, order = (field[end : end + n] for field, end, n in zip(fields, ends, lengths, strict=True))
-        indices.append(InvertedIndex(*parts, order if order.numel() else None))
+        entries, starts, work, order = (field[end : end + n] for field, end, n in zip(fields, ends, lengths, strict=True))
+        indices.append(InvertedIndex(entries, starts, work, order if order.numel() else None))
         ends = [end + n for end, n in zip(ends, lengths, strict=True)]
     return indices
 
@@ -94,11 +80,15 @@ _nsa_fwd = torch.ops.nsa_lab.nsa_fwd.default
 _nsa_bwd = torch.ops.nsa_lab.nsa_bwd.default
 
 
+# fmt: off
 @torch.library.impl("nsa_lab::nsa_fwd", ("cpu", "cuda"))
-def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w):
+def _(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    l: int, d: int, l_sel: int, n_sel: int, w: int,
+) -> tuple[Tensor, ...]:
     with torch.cuda.device_of(q):
         out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0)
-        blocks = selection.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel)
+        blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel)
         strategy = selected.forward_strategy(q.shape[1], l_sel)
         out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy)
         index = _joined(indices, blocks)
@@ -108,7 +98,10 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w)
 
 
 @torch.library.register_fake("nsa_lab::nsa_fwd")
-def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w):
+def _(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    l: int, d: int, l_sel: int, n_sel: int, w: int,
+) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:3], v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     blocks = q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
     sizes = selected.kept_sizes(q, v_sel, n_sel, l_sel, selected.forward_strategy(q.shape[1], l_sel))
@@ -119,9 +112,12 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w)
 
 @torch.library.impl("nsa_lab::nsa_bwd", ("cpu", "cuda"))
 def _(
-    do, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, out_cmp, lse_cmp, blocks, out_sel, lse_sel, entries, starts,
-    work, order, out_win, lse_win, l, d, l_sel, w,
-):  # fmt: skip
+    do: Tensor,
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    out_cmp: Tensor, lse_cmp: Tensor, blocks: Tensor, out_sel: Tensor, lse_sel: Tensor,
+    entries: Tensor, starts: Tensor, work: Tensor, order: Tensor, out_win: Tensor, lse_win: Tensor,
+    l: int, d: int, l_sel: int, w: int,
+) -> tuple[Tensor, ...]:
     with torch.cuda.device_of(q):
         deltas = q.new_empty(3, *q.shape[:3], dtype=torch.float32)
         d_cmp, d_sel, d_win, dgates = gating.backward(do, out_cmp, out_sel, out_win, gates, deltas)
@@ -142,18 +138,23 @@ def _(
 
 
 @torch.library.register_fake("nsa_lab::nsa_bwd")
-def _(do, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *_):
+def _(
+    do: Tensor,
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    *_: Any,
+) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates))
+# fmt: on
 
 
-def _keep(ctx, inputs, output) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, l, d, l_sel, _, w = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.geometry = l, d, l_sel, w
 
 
-def _differentiate(ctx, do, *_):
+def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * 13
     return *_nsa_bwd(do, *ctx.saved_tensors, *ctx.geometry), None, None, None, None, None

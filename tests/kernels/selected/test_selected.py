@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
+from selected_inputs import choice, config
 
+from nsa_lab import attention
 from nsa_lab.attention import reference
-from nsa_lab.attention.kernels import inverted_index, pieces, selected
-from nsa_lab.attention.kernels.selected import selected_attention
+from nsa_lab.attention.kernels import selected_attention
+from nsa_lab.attention.kernels.selected import launch as selected
+from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.config import NSAConfig
 
 CUDA = torch.cuda.is_available()
@@ -36,22 +37,6 @@ GPU_CASES = [
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 PATTERNS = ["random", "shared", "empty rows"]
 RUNS = [(c, p) for c in CASES + (GPU_CASES if CUDA else []) for p in PATTERNS if CUDA or c is CASES[0] or p == "random"]
-
-
-def config(n_sel: int, l_sel: int) -> NSAConfig:
-    return NSAConfig(l=32, d=16, l_sel=l_sel, n_sel=n_sel)
-
-
-def choice(B: int, T: int, G: int, nsa: NSAConfig, device, pattern: str = "random", seed: int = 0) -> torch.Tensor:
-    """A block choice as the definition makes it, from random importances; `shared`: every query wants the same blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    n_blocks = -(-T // nsa.l_sel)
-    importance = torch.rand(B, 1 if pattern == "shared" else T, G, n_blocks, generator=generator).expand(B, T, G, n_blocks)
-    blocks = reference.choose(importance, nsa)
-    if pattern == "empty rows":
-        blocks = torch.where(torch.rand(B, T, G, 1, generator=generator) < 0.3, -1, blocks)
-        blocks[:, :, :, -1] = -1
-    return blocks.to(device)
 
 
 def inputs(B, T, H, G, Dk, Dv, dtype, device, seed: int = 0) -> list[torch.Tensor]:
@@ -192,12 +177,12 @@ def test_a_small_workspace_gives_the_same(device, monkeypatch):
     blocks = choice(2, 90, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     whole = run(attend, x)
-    geo = pieces.Geometry(2, 90, 6, 2, 3, 16, 32, 32)
-    need = pieces.backward_need(geo, 4)
-    group = geo.T * geo.heads * need.row + need.group
+    sizes = pieces.Sizes(2, 90, 6, 2, 3, 16, 32, 32)
+    need = pieces.backward_need(sizes, 4)
+    group = sizes.T * sizes.heads * need.row + need.group
     for size, number in ((4 * group, 1), (2 * group, 2), (group, 4), (group // 2, 8)):
         monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
-        assert len(pieces.cut(geo, 4)) >= number
+        assert len(pieces.cut(sizes, 4)) >= number
         for got, want in zip(run(attend, x), whole, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -209,47 +194,13 @@ def test_what_several_groups_leave_makes_one_piece(device, monkeypatch, poisoned
     blocks = choice(1, 340, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     whole = run(attend, x)
-    geo = pieces.Geometry(1, 340, 12, 2, 3, 16, 32, 32)
-    row, group = map(max, pieces.forward_need(geo, 4), pieces.backward_need(geo, 4))
-    size = 256 * geo.heads * row + group + geo.G * geo.n_blocks * pieces.item_bytes(geo)
+    sizes = pieces.Sizes(1, 340, 12, 2, 3, 16, 32, 32)
+    row, group = map(max, pieces.forward_need(sizes, 4), pieces.backward_need(sizes, 4))
+    size = 256 * sizes.heads * row + group + sizes.G * sizes.n_blocks * pieces.item_bytes(sizes)
     monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
-    assert [(p.g0, p.g1, p.t0, p.t1) for p in pieces.cut(geo, 4)] == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
+    assert [(p.g0, p.g1, p.t0, p.t1) for p in pieces.cut(sizes, 4)] == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
     for got, want in zip(run(attend, x), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("size", [10**9, 3 * 10**7, 10**7, 5 * 10**6, 2 * 10**6, "a byte less than a group"])
-@pytest.mark.parametrize(("heads", "width"), [(3, 64), (16, 128)])
-def test_pieces_share_no_query_and_what_they_allocate_fits_the_workspace(size, heads, width, monkeypatch):
-    geo = pieces.Geometry(B=3, T=1000, H=4 * heads, G=4, n_sel=16, size=64, dk=width, dv=width)
-    item = geo.size * 2 * width * 4
-
-    def forward(rows: int, queries: int) -> int:
-        return rows * queries * geo.n_sel * heads * (width * 2 + 4)
-
-    def backward(rows: int, queries: int, held: int) -> int:
-        chunk = pieces.chunk_entries(geo, 2)
-        work = inverted_index.index_sizes(rows, queries, geo.n_blocks, geo.n_sel, chunk, ordered=True).work
-        return rows * queries * geo.n_sel * heads * width * 2 + work * item + held * geo.n_blocks * item
-
-    size = backward(1, geo.T, 0) - 1 if isinstance(size, str) else size
-    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
-    cut = pieces.cut(geo, 2)
-    parts_of_groups = [p for p in cut if p.t1 - p.t0 < geo.T]
-    held = 0 if not parts_of_groups else geo.G if any(p.g1 - p.g0 > 1 for p in parts_of_groups) else 1
-    seen, checked = torch.zeros(3, 1000, 4, dtype=torch.int32), 0
-    for piece in cut:
-        part = piece.of(seen)
-        part += 1
-        assert piece.keys(seen).shape == (part.shape[0], 1000, part.shape[2])
-        B, T, G = part.shape
-        assert forward(B * G, T) <= size
-        # Where items and sums of dK and dV alone take more than half, the docstring promises no more than half besides.
-        if held != 1 or pieces.backward_need(geo, 2).group + geo.n_blocks * item <= size // 2:
-            assert backward(B * G, T, held) <= size
-            checked += 1
-    assert (seen == 1).all()
-    assert checked or size == 2 * 10**6
 
 
 def test_the_order_of_the_work_items_changes_no_bit(device, monkeypatch, poisoned):
@@ -263,57 +214,34 @@ def test_the_order_of_the_work_items_changes_no_bit(device, monkeypatch, poisone
     assert all(torch.equal(a, b) for a, b in zip(run(attend, x), by_block, strict=True))
 
 
-@pytest.mark.parametrize("bitmap_bytes", [2**28, 1], ids=["one pass", "a pass a span"])
-def test_the_index_is_the_transpose_of_the_choice(device, bitmap_bytes, monkeypatch, poisoned):
-    monkeypatch.setattr(inverted_index, "BITMAP_BYTES_LIMIT", bitmap_bytes)
-    nsa, (B, T, G), chunk = config(5, 16), (2, 600, 2), 40
-    n_blocks = -(-T // 16)
-    blocks = choice(B, T, G, nsa, device, "empty rows")
-    index = inverted_index.build_inverted_index(blocks.contiguous(), 16, chunk, n_blocks, ordered=True)
-    entries, starts, work, order = (x.tolist() for x in index)
-    starts = starts[: B * G * n_blocks + 1]
-    rows = []
-    for b in range(B):
-        for g in range(G):
-            t, slot = (blocks[b, :, g] >= 0).nonzero(as_tuple=True)
-            block, entry = blocks[b, t, g, slot], t * 5 + slot
-            rows += [entry[block == j].tolist() for j in range(n_blocks)]
-    assert [entries[a:b] for a, b in pairwise(starts)] == rows
-    items = [-1] * len(work)
-    for row, members in enumerate(rows):
-        for i in range(max(1, -(-len(members) // chunk))):
-            assert items[starts[row] // chunk + row + i] == -1
-            items[starts[row] // chunk + row + i] = row
-    assert work == items
-
-    def place(item: int) -> tuple[float, ...]:
-        row = items[item]
-        first = starts[row] + chunk * (item - (starts[row] // chunk + row))
-        return (row // n_blocks, entries[first] // 5, item) if row >= 0 and first < starts[row + 1] else (B * G, 0, item)
-
-    assert order == sorted(range(len(items)), key=place)
-    unordered = inverted_index.build_inverted_index(blocks.contiguous(), 16, chunk, n_blocks)
-    assert unordered.order is None and unordered.work.tolist() == items
-
-
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"q": torch.zeros(1, 8, 3, 32)}, ValueError, "multiple of G"),
+        ({"q": torch.zeros(1, 8, 3, 32)}, ValueError, "3 query heads"),
         ({"blocks": torch.zeros(1, 8, 2, 3, dtype=torch.int64)}, ValueError, "int32"),
-        ({"blocks": torch.zeros(1, 7, 2, 3, dtype=torch.int32)}, ValueError, "blocks must be"),
-        ({"v": torch.zeros(1, 8, 2, 48)}, NotImplementedError, "head widths"),
-        ({"nsa": NSAConfig(l=8, d=8, l_sel=24, n_sel=3)}, NotImplementedError, "multiples of 16"),
+        ({"blocks": torch.zeros(1, 7, 2, 3, dtype=torch.int32)}, ValueError, "blocks: expected"),
+        ({"v": torch.zeros(1, 8, 2, 48)}, NotImplementedError, r"head widths .* d_v = 48; the nearest is 64"),
+        ({"nsa": NSAConfig(l=8, d=8, l_sel=24, n_sel=3)}, NotImplementedError, r"multiples of 16, .* divides is 32"),
     ],
 )
 def test_refuses_what_it_cannot_do(change, error, words, device):
     given = {
-        "q": torch.zeros(1, 8, 4, 32), "k": torch.zeros(1, 8, 2, 32), "v": torch.zeros(1, 8, 2, 32),
-        "blocks": torch.zeros(1, 8, 2, 3, dtype=torch.int32), "nsa": config(3, 16),
-    }  # fmt: skip
+        "q": torch.zeros(1, 8, 4, 32),
+        "k": torch.zeros(1, 8, 2, 32),
+        "v": torch.zeros(1, 8, 2, 32),
+        "blocks": torch.zeros(1, 8, 2, 3, dtype=torch.int32),
+        "nsa": config(3, 16),
+    }
     given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in (given | change).items()}
     with pytest.raises(error, match=words):
-        selected_attention(**given)
+        attention.selected_attention(**given, backend="triton")
+
+
+def test_refuses_more_pairs_than_it_can_number():
+    q, k = torch.empty(1, 2**20, 128, 32, device="meta"), torch.empty(1, 2**20, 1, 32, device="meta")
+    selected.check_pairs(q[:, : 2**20 - 1], k, 16, 64)
+    with pytest.raises(NotImplementedError, match="at most 1048575 queries"):
+        selected.check_pairs(q, k, 16, 64)
 
 
 def test_opcheck(strategy, device):
@@ -323,8 +251,8 @@ def test_opcheck(strategy, device):
     torch.library.opcheck(selected._selected_fwd, (q, k, v, blocks, 16, strategy))
     out, lse = (x.detach() for x in selected_attention(q, k, v, blocks, nsa))
     q, k, v = q.detach(), k.detach(), v.detach()
-    for grad_lse in (None, torch.ones_like(lse)):
-        torch.library.opcheck(selected._selected_bwd, (torch.ones_like(out), grad_lse, q, k, v, out, lse, blocks, 16))
+    for dlse in (None, torch.ones_like(lse)):
+        torch.library.opcheck(selected._selected_bwd, (torch.ones_like(out), dlse, q, k, v, out, lse, blocks, 16))
 
 
 def test_compiles_in_one_graph(strategy, device):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
+from nsa_lab import attention
 from nsa_lab.attention import geometry, reference
-from nsa_lab.attention.kernels.compressed import compressed_attention
-from nsa_lab.attention.kernels.window import window_attention
+from nsa_lab.attention.kernels import compressed_attention, window_attention
 from nsa_lab.config import NSAConfig
 
 CUDA = torch.cuda.is_available()
@@ -228,13 +230,19 @@ def test_long_sequences_and_large_tensors(branch, device):
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_refusals_name_the_limit(branch, device):
+    """The kernels', and those of the public function in front of them."""
     kernel, _ = BRANCHES[branch]
-    q, k, v = (x.detach() for x in inputs(branch, 1, 30, 4, 2, 32, 32, SMALL, torch.float32, device))
-    with pytest.raises(NotImplementedError, match="float64"):
-        kernel(q.double(), k.double(), v.double(), SMALL)
-    with pytest.raises(NotImplementedError, match="head widths"):
-        kernel(q[..., :24], k[..., :24], v, SMALL)
-    with pytest.raises(ValueError, match="multiple of G"):
-        kernel(q[:, :, :3], k, v, SMALL)
-    with pytest.raises(ValueError, match="expected k"):
-        kernel(q, k[:, 1:], v[:, 1:], SMALL)
+    public = functools.partial(getattr(attention, f"{branch}_attention"), backend="triton")
+    nsa = SMALL.model_copy(update={"l_sel": 16})
+    q, k, v = (x.detach() for x in inputs(branch, 1, 30, 4, 2, 32, 32, nsa, torch.float32, device))
+    with pytest.raises(attention.BackendError, match="float64"):
+        public(q.double(), k.double(), v.double(), nsa)
+    for call in (kernel, public):
+        with pytest.raises(NotImplementedError, match=r"head widths \(32, 64, 96, 128\), and d_k = 24; the nearest is 32"):
+            call(q[..., :24], k[..., :24], v, nsa)
+        with pytest.raises(NotImplementedError, match="d_v = 80; the nearest is 96"):
+            call(q, k, v.new_zeros(*v.shape[:3], 80), nsa)
+    with pytest.raises(ValueError, match="3 query heads"):
+        public(q[:, :, :3], k, v, nsa)
+    with pytest.raises(ValueError, match="expected shape"):
+        public(q, k[:, 1:], v[:, 1:], nsa)

@@ -1,0 +1,261 @@
+"""Attention over a band of keys, backward: dq, then dk and dv, then the sum of their chunks. launch.py launches them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_lab.attention.kernels.band.bounds import (
+    SIZES,
+    in_band,
+    key_range,
+    named_by_branch,
+    query_range,
+    row_tile,
+    step_range,
+)
+from nsa_lab.attention.kernels.band.forward import scores_of_tile
+from nsa_lab.attention.kernels.tiles import (
+    LOG2E,
+    batch_and_group,
+    last_tile_first,
+    load_consecutive,
+    load_rows,
+    row_offsets,
+)
+
+
+# fmt: off
+@triton.jit
+def _dq_steps(
+    dq, q, do, lse_log2, delta, k_base, v_base, stride_kn, stride_vn, t, start, left, full, stop, N, scale_log2,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    KEYS: tl.constexpr, MASKED: tl.constexpr,
+):
+    for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
+        scores, k, v = scores_of_tile(
+            q, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
+            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, MASKED,
+        )
+        p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dq"))
+def nsa_band_dq(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr, stats_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    stride_dob, stride_dot, stride_doh, stride_stats,
+    T, N, B, G, scale_log2, scale,
+    HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    HAS_DLSE: tl.constexpr, HAS_DELTA: tl.constexpr, ADD: tl.constexpr, ONE_LOOP: tl.constexpr,
+):
+    """dq of one row tile, and what the dk/dv kernel reads of its rows.
+
+    That is stats [B, H, 2, >= T]: lse_log2, then delta, each contiguous along the queries, as that kernel walks them.
+    HAS_DELTA: delta is given, and out and dlse are not read. ADD: to what dq holds. ONE_LOOP: `launch_table.Tile` says why.
+    """
+    tile, b, g = last_tile_first(B, G)
+    t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
+    inside = tile * ROWS + tl.arange(0, ROWS) < T * HEADS
+    place = (b * T + t) * (G * HEADS) + g * HEADS + head
+    columns_k = tl.arange(0, DK_PAD)
+    columns_v = tl.arange(0, DV_PAD)
+    q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
+    q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, True), columns_k, DK, DK_PAD)
+    do_base = do_ptr + b * stride_dob + g * HEADS * stride_doh
+    do = load_rows(do_base, row_offsets(t, head, stride_dot, stride_doh, True), columns_v, DV, DV_PAD)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + place)
+    else:
+        out_base = out_ptr + (b * T * G + g) * HEADS * DV
+        out = load_rows(out_base, row_offsets(t, head, G * HEADS * DV, DV, True), columns_v, DV, DV_PAD)
+        delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+        if HAS_DLSE:
+            delta -= tl.load(dlse_ptr + place)
+    lse = tl.load(lse_ptr + place)
+    # A row that sees nothing has lse = -inf; +inf makes every p = exp2(s - inf) of it 0.
+    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    stats = stats_ptr + ((b * G + g) * HEADS + head) * 2 * stride_stats + t
+    tl.store(stats, lse_log2, mask=inside)
+    tl.store(stats + stride_stats, delta, mask=inside)
+    k_base = k_ptr + b * stride_kb + g * stride_kg
+    v_base = v_ptr + b * stride_vb + g * stride_vg
+    start, left, full, stop = key_range(t_first, t_last, L, STRIDE, W, KEYS)
+
+    dq = tl.zeros([ROWS, DK_PAD], tl.float32)
+    if ONE_LOOP:
+        left, full = start, start
+    for MASKED in tl.static_range(1 if ONE_LOOP else 0, 2):
+        dq = _dq_steps(
+            dq, q, do, lse_log2, delta, k_base, v_base, stride_kn, stride_vn, t, start, left, full, stop, N, scale_log2,
+            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, MASKED == 1,
+        )
+    dq_pointers = dq_ptr + place[:, None] * DK + columns_k[None, :]
+    mask = inside[:, None] & (columns_k[None, :] < DK)
+    dq *= scale
+    if ADD:
+        dq += tl.load(dq_pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dq_pointers, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dkv_steps(
+    dk, dv, k, v, i, q_base, do_base, stats_base, stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
+    t_origin, tiles, turn, start, stop, N, T, scale_log2,
+    HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr,
+):
+    """Steps [start, stop): step x is head x % HEADS of the x // HEADS -th tile of ROWS queries from t_origin.
+
+    In a window it is `turn` tiles further, and past the last of `tiles` it goes on with the first. TAIL: some masked tile
+    reaches past the last query.
+    """
+    PAST_END: tl.constexpr = MASKED and TAIL
+    for x in range(start, stop):
+        tile = x // HEADS
+        if W > 0:
+            tile += turn
+            tile -= tl.where(tile >= tiles, tiles, 0)
+        tile_t = t_origin + tile * ROWS
+        head = tl.cast(x % HEADS, tl.int64)
+        q = load_consecutive(q_base + head * stride_qh, stride_qt, tile_t, T, DK, DK_PAD, ROWS, PAST_END)
+        do = load_consecutive(do_base + head * stride_doh, stride_dot, tile_t, T, DV, DV_PAD, ROWS, PAST_END)
+        t = tl.arange(0, ROWS)
+        if PAST_END:
+            t = tl.minimum(t, T - 1 - tile_t)
+        stats = stats_base + head * 2 * stride_stats + tl.multiple_of(tile_t, 16) + t
+        lse_log2 = tl.load(stats)
+        delta = tl.load(stats + stride_stats)
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+        if MASKED:
+            position = tile_t + tl.arange(0, ROWS)
+            seen = in_band(i[:, None], position[None, :], N, L, STRIDE, W)
+            if TAIL:
+                seen = seen & (position < T)[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+        p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dkv"))
+def nsa_band_dkv(
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    stride_dob, stride_dot, stride_doh, stride_stats,
+    T, N, B, G, chunk_steps, scale_log2, scale,
+    HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+):
+    """dk, dv of one key tile from one chunk of the queries that see it: [chunks, B, N, G, D], dtype of the pointers.
+
+    Programs that run side by side have different key tiles. They come to a tile of queries at the same time, so that all
+    but one of them find its q and do in the L2 cache. Without a window that is so because a chunk is the same queries for
+    all key tiles. With one, a key tile is seen by about as many tiles of queries as the next, n say: each program begins
+    with the tile whose number is a multiple of n, goes on to its last, and then takes those before.
+    """
+    chunk = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries are seen by most keys
+    b, g = batch_and_group(B, G)
+    i_first = tl.program_id(0) // (B * G) * KEYS
+    i_last = tl.minimum(i_first + KEYS, N) - 1
+    t_start, t_full, t_full_stop, t_stop = query_range(i_first, i_last, T, L, STRIDE, W)
+    t_origin, all_start, all_stop = step_range(t_start, t_stop, W, HEADS, ROWS)
+    start = tl.maximum(chunk * chunk_steps, all_start)
+    stop = tl.minimum((chunk + 1) * chunk_steps, all_stop)
+    if start < stop:
+        # Queries of the tiles in [inner, outer) all see all keys; the other tiles are masked. In a window, which begins
+        # with one of [inner, outer], those follow one another.
+        tiles = all_stop // HEADS
+        inner = tl.minimum(tl.cdiv(t_full - t_origin, ROWS), tiles)
+        outer = tl.maximum(tl.minimum(tl.maximum(t_full_stop - t_origin, 0) // ROWS, tiles), inner)
+        turn = 0
+        if W > 0:
+            turn = tl.minimum(tl.maximum((tiles - t_origin // ROWS % tiles) % tiles, inner), outer)
+            inner, outer = outer - turn, tiles - turn + inner
+        inner = tl.minimum(tl.maximum(inner * HEADS, start), stop)
+        outer = tl.minimum(tl.maximum(outer * HEADS, inner), stop)
+
+        i = i_first + tl.arange(0, KEYS)
+        k = load_consecutive(k_ptr + b * stride_kb + g * stride_kg, stride_kn, i_first, N, DK, DK_PAD, KEYS, True)
+        v = load_consecutive(v_ptr + b * stride_vb + g * stride_vg, stride_vn, i_first, N, DV, DV_PAD, KEYS, True)
+        q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
+        do_base = do_ptr + b * stride_dob + g * HEADS * stride_doh
+        stats_base = stats_ptr + (b * G + g) * HEADS * 2 * stride_stats
+        dk = tl.zeros([KEYS, DK_PAD], tl.float32)
+        dv = tl.zeros([KEYS, DV_PAD], tl.float32)
+        # Steps [start, inner), [inner, outer) and [outer, stop). Without a window and a tail nothing is left for the last.
+        for loop in tl.static_range(3 if W > 0 or TAIL else 2):
+            loop_stop = stop
+            if loop == 0:
+                loop_stop = inner
+            if loop == 1:
+                loop_stop = outer
+            dk, dv = _dkv_steps(
+                dk, dv, k, v, i, q_base, do_base, stats_base, stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
+                t_origin, tiles, turn, start, loop_stop, N, T, scale_log2,
+                HEADS, L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, ROWS, (loop == 1) == (W > 0), TAIL,
+            )
+            start = loop_stop
+
+        place = ((chunk * B + b) * N + i) * G + g  # int64: b is
+        columns_k = tl.arange(0, DK_PAD)
+        columns_v = tl.arange(0, DV_PAD)
+        inside = (i < N)[:, None]
+        tl.store(dk_ptr + place[:, None] * DK + columns_k[None, :], (dk * scale).to(dk_ptr.dtype.element_ty),
+                 mask=inside & (columns_k[None, :] < DK))
+        tl.store(dv_ptr + place[:, None] * DV + columns_v[None, :], dv.to(dv_ptr.dtype.element_ty),
+                 mask=inside & (columns_v[None, :] < DV))
+
+
+@triton.jit
+def _sum_slice(
+    chunk_ptr, sum_ptr, first_chunk, chunks, chunk_rows, row, inside,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, AT_ONCE: tl.constexpr,
+):
+    """Rows `row` of a [chunks, chunk_rows, WIDTH] float32 tensor, summed over chunks from first_chunk on, in order."""
+    columns = tl.arange(0, PAD)
+    at = row[:, None] * WIDTH + columns[None, :]
+    mask = inside[:, None] & (columns[None, :] < WIDTH)
+    ahead = tl.arange(0, AT_ONCE)
+    total = tl.zeros([row.shape[0], PAD], tl.float32)
+    for first in range(first_chunk, chunks, AT_ONCE):
+        chunk = first + ahead
+        pointers = chunk_ptr + (chunk.to(tl.int64) * chunk_rows * WIDTH)[:, None, None] + at[None, :, :]
+        total += tl.sum(tl.load(pointers, mask=mask[None, :, :] & (chunk < chunks)[:, None, None], other=0.0), 0)
+    tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES, repr=named_by_branch("sum_chunks"))
+def nsa_band_sum_chunks(
+    chunk_dk_ptr, chunk_dv_ptr, dk_ptr, dv_ptr,
+    T, N, B, G, chunk_steps,
+    HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SLICE: tl.constexpr, AT_ONCE: tl.constexpr,
+):
+    """dk, dv of SLICE keys from their chunks: [chunks, B, N, G, D] float32 -> [B, N, G, D]."""
+    b, g = batch_and_group(B, G)
+    i_slice = tl.program_id(0) // (B * G) * SLICE
+    i_first = i_slice // KEYS * KEYS
+    i_last = tl.minimum(i_first + KEYS, N) - 1
+    t_start, _, _, t_stop = query_range(i_first, i_last, T, L, STRIDE, W)
+    _, start, stop = step_range(t_start, t_stop, W, HEADS, ROWS)
+    first_chunk = start // chunk_steps
+    chunks = tl.cdiv(stop, chunk_steps)
+    i = i_slice + tl.arange(0, SLICE)
+    row = (b * N + i) * G + g
+    _sum_slice(chunk_dk_ptr, dk_ptr, first_chunk, chunks, B * N * G, row, i < N, DK, DK_PAD, AT_ONCE)
+    _sum_slice(chunk_dv_ptr, dv_ptr, first_chunk, chunks, B * N * G, row, i < N, DV, DV_PAD, AT_ONCE)
+# fmt: on

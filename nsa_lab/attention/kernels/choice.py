@@ -1,0 +1,220 @@
+"""Block choice in Triton: importance of selection blocks from saved LSE, and the n_sel best (eq. 8 to 11).
+
+One program owns a tile of queries and one group. It walks the selection blocks a few at a time, rebuilds the compressed
+probabilities p = exp(score - lse) of every head, sums heads and blocks in registers, and keeps the best blocks seen so
+far. Nothing larger than that tile exists at once, nothing is left to the order of execution, and nothing waits on the host.
+
+* Forced blocks need no score: only blocks 1 .. own-2 compete, for n_sel - 3 places. Where all of them fit, none is scored.
+* A place is an int64 key, score bits over inverted index. Non-negative floats order as their bits do, so the greater key is
+  the better score or, at equal scores, the lower index: the tie rule is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_lab.attention.kernels import launch_table, vocabulary
+from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
+from nsa_lab.attention.kernels.tiles import LOG2E, last_tile_first, load_at, load_rows
+
+ABSENT = tl.constexpr(0x7FFFFFFF)
+"""Sorts after every block index."""
+COMPILES_TF32_MOVES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+"""Triton 3.2 divides by zero on such products, and the process ends: on sm_80 always, elsewhere for float32 inputs."""
+
+
+@triton.jit
+def _add_shifted(total, x, step: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr):
+    """total[:, j] + x[:, j - step], float32 [Q, BLOCKS]; x finite.
+
+    A product with a 0/1 matrix: it leaves the result in the layout that the scores have, where a gather or a scan would
+    move every later reduction to a slower one. Three parts of at most 11 bits make it exact in the tensor cores' tf32;
+    without TF32 it is one product, slower and as exact.
+    """
+    column = tl.arange(0, BLOCKS)
+    move = (column[:, None] + step == column[None, :]).to(tl.float32)
+    if not TF32:
+        return total + tl.dot(x, move, input_precision="ieee")
+    high = _top_bits(x)
+    middle = _top_bits(x - high)
+    low = x - high - middle
+    moved = tl.dot(high, move, input_precision="tf32") + tl.dot(middle, move, input_precision="tf32")
+    return total + (moved + tl.dot(low, move, input_precision="tf32"))
+
+
+@triton.jit
+def _top_bits(x):
+    """x without the 13 low bits of its mantissa: what tf32 holds."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+# fmt: off
+@triton.jit
+def _step_importance(
+    q_base, k_base, lse_base, stride_qt, stride_qh, stride_kn,
+    t, last_free, j0, N, H, scale_log2,
+    HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr,
+    STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr, REACH: tl.constexpr, SPILL: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr,
+):
+    """Importance [QUERIES, BLOCKS] of selection blocks j0 ..; the first SPILL columns lack what spills in from before j0.
+
+    Columns of the score tile are ordered stride-major: column s*BLOCKS + jj is compressed block STRIDES*(j0+jj) + s, so
+    that a sum over s stays within a thread.
+    """
+    column = tl.arange(0, STRIDES_PAD * BLOCKS)
+    i = (j0 + column % BLOCKS) * STRIDES + column // BLOCKS
+    columns = tl.arange(0, DK_PAD)
+    existing = tl.minimum(tl.maximum(i, 0), N - 1)
+    k = load_rows(k_base, existing.to(tl.int64) * stride_kn, columns, DK, DK_PAD)
+    q_pointers = q_base + t.to(tl.int64)[:, None] * stride_qt + columns[None, :]
+    weight = tl.zeros([QUERIES, STRIDES_PAD * BLOCKS], tl.float32)
+    for head in range(HEADS):
+        q = load_at(q_pointers, columns, DK, DK_PAD)
+        lse_log2 = tl.load(lse_base + t.to(tl.int64) * H + head) * LOG2E
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        weight += tl.exp2(scores * scale_log2 - lse_log2[:, None])
+        q_pointers += stride_qh
+    if SPILL > 1:
+        # Only a block longer than l_sel + d reaches past what every competing query sees.
+        seen = (i[None, :] >= 0) & (i[None, :] * STRIDE + L - 1 <= t[:, None])
+        weight = tl.where(seen, weight, 0.0)
+
+    by_stride = tl.reshape(weight, [QUERIES, STRIDES_PAD, BLOCKS])
+    s = tl.arange(0, STRIDES_PAD)
+    own = tl.where(s < STRIDES, tl.minimum(s + REACH, STRIDES) - s, 0).to(tl.float32)
+    importance = tl.sum(by_stride * own[None, :, None], 1)
+    jj = tl.arange(0, BLOCKS)
+    for step in tl.static_range(1, SPILL + 1):
+        # Strides of block s that fall in the selection block `step` further on.
+        shared = tl.maximum(tl.minimum(s + REACH, (step + 1) * STRIDES) - step * STRIDES, 0)
+        spilled = tl.sum(by_stride * tl.where(s < STRIDES, shared, 0).to(tl.float32)[None, :, None], 1)
+        # Blocks past those that compete may hold infinities: scores of keys that their query does not see.
+        spilled = tl.where(j0 + jj[None, :] <= last_free[:, None], spilled, 0.0)
+        importance = _add_shifted(importance, spilled, step, BLOCKS, TF32)
+    return importance
+
+
+@triton.jit
+def _merge(best, score, j0, N_FREE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Put those of `score` [Q, BLOCKS] (negative: no candidate) that beat the worst place into `best` int64 [Q, P]."""
+    column = tl.arange(0, BLOCKS)
+    worst = (tl.min(best, 1) >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    beats = tl.sum((score > worst[:, None]).to(tl.int32), 1)
+    rounds = tl.minimum(tl.max(beats, 0), N_FREE)
+    for _ in range(rounds):
+        top = tl.max(score, 1)
+        at = tl.min(tl.where(score == top[:, None], column[None, :], BLOCKS), 1)
+        key = (top.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ((at + j0) ^ ABSENT).to(tl.int64)
+        score = tl.where(column[None, :] == at[:, None], -1.0, score)
+        lowest = tl.min(best, 1)
+        best = tl.where((best == lowest[:, None]) & ((key > lowest) & (top >= 0.0))[:, None], key[:, None], best)
+    return best
+
+
+@triton.jit(do_not_specialize=("T", "N", "B", "G"))
+def nsa_choice(
+    q_ptr, k_ptr, lse_ptr, blocks_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
+    T, N, B, G, scale_log2,
+    HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
+    STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr, REACH: tl.constexpr, SPILL: tl.constexpr, N_SEL_PAD: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr,
+):
+    """The chosen blocks of QUERIES queries of one group.
+
+    A selection block has STRIDES strides, a compressed block reaches over REACH of them, and so from the selection block
+    that it begins in into SPILL further ones.
+    """
+    tile, b, g = last_tile_first(B, G)
+    t = tl.minimum(tile * QUERIES + tl.arange(0, QUERIES), T - 1)
+    own = t // L_SEL
+    N_FREE: tl.constexpr = N_SEL - 3
+    place = tl.arange(0, N_SEL_PAD)
+
+    # Empty places carry the bits of -1.0, below every score, and differ in the index half. Places past N_FREE never fall.
+    empty = (tl.full([N_SEL_PAD], -1.0, tl.float32).to(tl.int32, bitcast=True).to(tl.int64) << 32) | place.to(tl.int64)
+    best = tl.where(place < N_FREE, empty, 0x7FFFFFFFFFFFFFFF)
+    best = tl.broadcast_to(best[None, :], [QUERIES, N_SEL_PAD])
+    stop = tl.minimum(tile * QUERIES + QUERIES - 1, T - 1) // L_SEL - 1
+    if (stop - 1 > N_FREE) & (N_FREE > 0):
+        column = tl.arange(0, BLOCKS)
+        q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
+        k_base = k_ptr + b * stride_kb + g * stride_kg
+        lse_base = lse_ptr + (b * T * G + g) * HEADS
+        for j0 in range(1 - SPILL, stop - SPILL, BLOCKS - SPILL):
+            score = _step_importance(
+                q_base, k_base, lse_base, stride_qt, stride_qh, stride_kn, t, own - 2, j0, N, G * HEADS, scale_log2,
+                HEADS, L, STRIDE, STRIDES, STRIDES_PAD, REACH, SPILL, DK, DK_PAD, QUERIES, BLOCKS, TF32,
+            )
+            j = j0 + column
+            competes = ((column >= SPILL) & (j >= 1))[None, :] & (j[None, :] <= own[:, None] - 2)
+            # A NaN score ranks as zero, so that what is chosen stays a valid set.
+            score = tl.where(competes, tl.where(score > 0.0, score, 0.0), -1.0)
+            best = _merge(best, score, j0, N_FREE, BLOCKS)
+        chosen = tl.where(best >= 0, (best & ABSENT).to(tl.int32) ^ ABSENT, ABSENT)
+    else:
+        chosen = tl.where(place[None, :] + 1 <= own[:, None] - 2, place[None, :] + 1, ABSENT)
+
+    forced = tl.where(place[None, :] == N_FREE, 0, own[:, None] + N_FREE + 1 - place[None, :])
+    # Places N_FREE .. N_FREE+2: block 0, own, own-1; the latter two only where they are blocks of their own.
+    exists = (place[None, :] == N_FREE) | (forced >= 1)
+    chosen = tl.where(place[None, :] < N_FREE, chosen, tl.where(exists & (place[None, :] < N_SEL), forced, ABSENT))
+    chosen = tl.sort(chosen, dim=1)
+    rows = (b * T + t) * G + g
+    inside = tile * QUERIES + tl.arange(0, QUERIES) < T
+    tl.store(blocks_ptr + rows[:, None] * N_SEL + place[None, :], tl.where(chosen == ABSENT, -1, chosen),
+             mask=inside[:, None] & (place[None, :] < N_SEL))
+# fmt: on
+
+
+# Defined by schema for the host's sake; selected/launch.py has the figures.
+torch.library.define(
+    "nsa_lab::select_blocks",
+    "(Tensor q, Tensor k_cmp, Tensor lse, int l, int d, int l_sel, int n_sel) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_select_blocks = torch.ops.nsa_lab.select_blocks.default
+
+
+def forward(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:
+    """`select_blocks` itself, past PyTorch's dispatcher."""
+    B, T, H, Dk = q.shape
+    N, G = k_cmp.shape[1:3]
+    q, k_cmp = with_short_rows(q), with_short_rows(k_cmp)
+    blocks = q.new_empty(B, T, G, n_sel, dtype=torch.int32)
+    n_strides, reach = l_sel // d, l // d
+    spill = ceil_div(reach - 1, n_strides)
+    tile = launch_table.choice(q.dtype, Dk, n_strides, spill, ceil_div(T, l_sel))
+    # fmt: off
+    nsa_choice[(ceil_div(T, tile.rows) * B * G,)](
+        q, k_cmp, lse.contiguous(), blocks,
+        *strides(q, k_cmp),
+        T, N, B, G, Dk**-0.5 * vocabulary.LOG2E,
+        HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel,
+        STRIDES=n_strides, STRIDES_PAD=padded_width(n_strides), REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(n_sel),
+        DK=Dk, DK_PAD=padded_width(Dk), QUERIES=tile.rows, BLOCKS=tile.keys, TF32=COMPILES_TF32_MOVES, **tile.options(),
+    )
+    # fmt: on
+    return blocks
+
+
+torch.library.impl("nsa_lab::select_blocks", ("cpu", "cuda"), forward)
+
+
+@torch.library.register_fake("nsa_lab::select_blocks")
+def _(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
+
+
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:
+    """The n_sel blocks that each query and group reads: int32 [B, T, G, n_sel], ascending, distinct, then -1.
+
+    q [B, T, H, Dk], k_cmp [B, N, G, Dk], lse float32 [B, T, H] of the compressed branch. Block 0, the query's own and the
+    one before it are always in; the rest by importance in float32, ties to the lower index. Carries no gradient.
+    """
+    with torch.no_grad():
+        return _select_blocks(q.detach(), k_cmp.detach(), lse.detach(), l, d, l_sel, n_sel)

@@ -1,0 +1,56 @@
+"""What every launcher needs on the host: strides, sizes, a second stream. Nothing here synchronises with the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+
+# Plain integers: Triton's own helpers of these names cost several microseconds per call on the host.
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def padded_width(width: int) -> int:
+    """The power of two that this many elements occupy in a tile."""
+    return 1 << (width - 1).bit_length()
+
+
+def with_short_rows(x: Tensor) -> Tensor:
+    """`x` [B, T, H, D], copied only where its last axis is not contiguous or 256 steps of its second overflow 32 bits.
+
+    The kernels read whole rows, and offsets inside a tile are 32-bit; everything outside the tile is 64-bit.
+    """
+    return x if x.stride(3) == 1 and x.stride(1) < 2**23 else x.contiguous()
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """All strides but the last of each tensor, one after another: how a launch passes them."""
+    return tuple(stride for x in tensors for stride in x.stride()[:-1])
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[Callable[[], None]]:
+    """What is launched inside may run at the same time as what is launched after it.
+
+    Yields a function: what is launched after calling it waits for all that was launched inside. What is launched inside
+    starts after all that was launched before. A tensor that it reads must live until the function is called; one made
+    inside needs no care: its memory is given out again inside only, and that starts after all that was launched before. A
+    CUDA graph records this like anything else. On a CPU, where nothing runs beside anything, it does nothing.
+    """
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    second, first = _second_stream(device), torch.cuda.current_stream(device)
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        yield lambda: first.wait_stream(second)

@@ -1,0 +1,159 @@
+"""How every kernel is launched: tile sizes, warps, stages and registers, by device, dtype and head width. Nowhere else.
+
+Measured on one H200 (docs/decisions.md has the figures). On GPUs of compute capability 8.x other than 8.0, whose blocks
+have 99 KB of shared memory where an A100's have 163, every tile fits those. tests/kernels/test_launch_table.py holds what
+the benchmarked shapes get: a faster entry changes that test, and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from nsa_lab.attention.kernels.host import padded_width
+
+
+class Tile(NamedTuple):
+    """A tile's rows (or queries) and its keys (or blocks), and how its kernel is compiled.
+
+    `registers` caps a thread's, so that more tiles share a multiprocessor. `one_loop`, of the band's dq: every tile is
+    masked, in one loop; a second loop, for the tiles that need no mask, can spill more registers than the masks are worth.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    one_loop: bool = False
+
+    def options(self) -> dict[str, int]:
+        """What Triton's compiler is told."""
+        cap = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **cap}
+
+
+@functools.cache
+def is_roomy(device: torch.device) -> bool:
+    """Whether a block may use 160 KB of shared memory (A100, H100 and their kin), and not the 99 KB of smaller GPUs."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+FLOAT32_TILE = Tile(32, 32, 4, 1)
+
+
+def band_forward(dtype: torch.dtype, width: int, windowed: bool, device: torch.device) -> Tile:
+    match dtype == torch.float32, width > 64, windowed, is_roomy(device):
+        case True, _, _, _:
+            return FLOAT32_TILE
+        case _, True, True, _:
+            return Tile(128, 32, 8, 3, 128)
+        case _, True, False, True:
+            return Tile(128, 64, 8, 3)
+        case _, True, False, False:
+            return Tile(64, 32, 4, 3, 168)
+        case _, False, True, _:
+            return Tile(64, 32, 4, 3, 96)
+        case _:
+            return Tile(64, 64, 4, 3, 128)
+
+
+def band_dq(dtype: torch.dtype, width: int, windowed: bool, device: torch.device) -> Tile:
+    match dtype == torch.float32, width > 64, windowed, is_roomy(device):
+        case True, _, _, _:
+            return FLOAT32_TILE
+        case _, True, True, _:
+            return Tile(64, 32, 4, 2, 168, one_loop=True)
+        case _, True, False, True:
+            return Tile(64, 64, 4, 2)
+        case _, True, False, False:
+            return Tile(64, 32, 4, 2)
+        case _, False, True, _:
+            return Tile(64, 32, 4, 3, 96)
+        case _:
+            return Tile(64, 64, 4, 3, 168)
+
+
+def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
+    match dtype == torch.float32, width > 64, is_roomy(device):
+        case True, _, _:
+            return FLOAT32_TILE
+        case _, True, True:
+            return Tile(64, 128, 8, 3)
+        case _, True, False:
+            return Tile(32, 64, 4, 3)
+        case _:
+            return Tile(64, 64, 4, 3)
+
+
+def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection: int) -> Tile:
+    """`keys` are selection blocks, each of `strides` compressed keys; the next step scores `spill` of them again."""
+    padded = padded_width(strides)
+    least = max(padded_width(2 * spill), 16)  # 16: what a tensor core takes at least
+    if dtype == torch.float32:
+        return Tile(32, max(64 // padded, least), 4, 1)
+    return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
+
+
+class Rows(NamedTuple):
+    """Rows of a tile, where its keys are a kv block or there are none."""
+
+    rows: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def _selected(dtype: torch.dtype, width: int, stages_wide: int) -> Rows:
+    if dtype == torch.float32:
+        return Rows(16 if width > 64 else 32, 4, 1)
+    return Rows(64, 4, stages_wide if width > 64 else 3)
+
+
+def selected_union(dtype: torch.dtype, width: int) -> Rows:
+    return _selected(dtype, width, 2)
+
+
+def selected_items(dtype: torch.dtype, width: int, device: torch.device) -> Rows:
+    """Of the kernels that work through the inverted index, forward and backward.
+
+    On Hopper a third stage costs no memory (`_gather_rows` says how); elsewhere it costs a tile.
+    """
+    return _selected(dtype, width, 3 if is_hopper(device) else 2)
+
+
+def selected_columns(dtype: torch.dtype) -> int:
+    """Columns of dk and dv that the backward kernel works on at once."""
+    return 128 if dtype == torch.float32 else 64
+
+
+def streaming_rows(width: int) -> int:
+    """Rows of a program that only sums partial results: as many as keep the loads of all slots in flight at once."""
+    return 16 if width > 64 else 32
+
+
+GATE_ELEMENTS = 2048  # of one tensor, in a program; with twice as many the backward pass takes a seventh longer
+
+
+def gate_rows(width: int) -> int:
+    return GATE_ELEMENTS // padded_width(width)
+
+
+STREAMING_WARPS = 4
+"""Of every kernel that multiplies no matrices."""
+
+SUM_CHUNKS_KEYS, SUM_CHUNKS_AT_ONCE = 4, 8
+DELTA_ROWS = 64
+SUM_ITEMS_ELEMENTS, SUM_ITEMS_AT_ONCE = 1024, 4
+COUNT_ENTRIES, COUNT_COLUMNS, COUNT_WARPS = 4096, 64, 8
+SCATTER_ENTRIES = 1024
+FIRST_QUERY_ITEMS = 256

@@ -1,0 +1,391 @@
+"""Selected attention, backward: one pass over the inverted index, and two sums.
+
+The pass keeps a kv block resident, streams the queries that chose it, recomputes their probabilities from the saved LSE,
+sums dk and dv in registers and leaves a partial dq for each pair. What a block's work items leave for dk and dv, and what a
+query's blocks leave for dq, is then summed in a fixed order: no floating-point atomics, so the same input always gives the
+same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import triton
+import triton.language as tl
+
+from nsa_lab.attention.kernels.selected.forward import (
+    PIECE_SIZES,
+    diagonal_rows,
+    item_of_program,
+    pair_numbers,
+    row_numbers,
+    row_pairs,
+)
+from nsa_lab.attention.kernels.selected.inverted_index import first_entry_of, load_choice
+from nsa_lab.attention.kernels.tiles import LOG2E, load_rows, load_rows_inside, row_offsets
+
+_CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)  # from Triton 3.5 on
+
+
+# fmt: off
+@triton.jit
+def nsa_selected_delta(
+    out_ptr, do_ptr, dlse_ptr, delta_ptr,
+    n_rows, T, H,
+    stride_outb, stride_outt, stride_outh, stride_dob, stride_dot, stride_doh,
+    HAS_DLSE: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
+):
+    """delta = sum(out * do) - dlse of every (batch, query, head) row."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < n_rows
+    head = row % H
+    t = row // H % T
+    b = row // H // T
+    columns = tl.arange(0, DV_PAD)
+    at = b * stride_outb + t * stride_outt + head * stride_outh
+    out = load_rows_inside(out_ptr, at, columns, inside, DV, DV_PAD)
+    at = b * stride_dob + t * stride_dot + head * stride_doh
+    do = load_rows_inside(do_ptr, at, columns, inside, DV, DV_PAD)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + row, mask=inside, other=0.0)
+    tl.store(delta_ptr + row, delta, mask=inside)
+
+
+@triton.jit
+def _load_halves(base, offsets, WIDTH: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr):
+    """Columns [0, PART) and [PART, PAD) of rows that all exist; where PART is all of them, the same columns twice."""
+    columns = tl.arange(0, PART)
+    first = load_rows(base, offsets, columns, WIDTH, PAD)
+    second = first
+    if PART < PAD:
+        second = load_rows(base, offsets, PART + columns, WIDTH, PAD)
+    return first, second
+
+
+@triton.jit
+def _load_halves_inside(base, offsets, inside, WIDTH: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr):
+    """As `_load_halves`; rows that are not `inside` are not read, and come out zero."""
+    columns = tl.arange(0, PART)
+    first = load_rows_inside(base, offsets, columns, inside, WIDTH, PAD)
+    second = first
+    if PART < PAD:
+        second = load_rows_inside(base, offsets, PART + columns, inside, WIDTH, PAD)
+    return first, second
+
+
+@triton.jit
+def _store_halves(base, row, first, second, inside, WIDTH: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr):
+    """Rows `row` of a [rows, WIDTH] matrix."""
+    columns = tl.arange(0, PART)
+    pointers = base + (row * WIDTH)[:, None] + columns[None, :]
+    tl.store(pointers, first.to(base.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
+    if PART < PAD:
+        mask = inside[:, None] & (PART + columns < WIDTH)[None, :]
+        tl.store(pointers + PART, second.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _product_over_columns(a, a_rest, b, b_rest, TWO: tl.constexpr):
+    """a b^T of tiles given in halves."""
+    product = tl.dot(a, tl.trans(b), input_precision="ieee")
+    if TWO:
+        product = tl.dot(a_rest, tl.trans(b_rest), product, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _add_product(total, rest, a, b, b_rest, TWO: tl.constexpr):
+    """total + a b and, where there are two halves, rest + a b_rest."""
+    total = tl.dot(a, b, total, input_precision="ieee")
+    if TWO:
+        rest = tl.dot(a, b_rest, rest, input_precision="ieee")
+    return total, rest
+
+
+@triton.jit
+def _entry_numbers(row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Which entry of the work item each row is of. Where a tile holds whole entries, they are clamped and not the rows."""
+    if ROWS % HEADS == 0:
+        entry = row_start // HEADS + tl.arange(0, ROWS) // HEADS
+        return tl.maximum(tl.minimum(entry, row_stop // HEADS - 1), 0).to(tl.uint32)
+    return row_numbers(row_start, row_stop, ROWS) // HEADS
+
+
+@triton.jit
+def _pairs_of(
+    entry, row_start, row_stop, HEADS: tl.constexpr, N_SEL: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
+):
+    """(pair, head, query) of ROWS rows."""
+    if ROWS % HEADS == 0:
+        head = (tl.arange(0, ROWS) % HEADS).to(tl.uint32)
+        number = entry.to(tl.int64 if WIDE else tl.uint32)
+        return number * HEADS + head, head, number // N_SEL
+    pair, head = pair_numbers(entry, row_start, row_stop, HEADS, ROWS, WIDE)
+    return pair, head, pair // (N_SEL * HEADS)
+
+
+@triton.jit
+def _backward_tile(
+    q_base, do_base, lse_base, delta_base, entries_base, entry, pair_dq_base,
+    k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
+    start, row_stop, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset, scale_ds, scale_log2,
+    DIAGONAL: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK_PART: tl.constexpr, DV_PART: tl.constexpr, ROWS: tl.constexpr,
+    ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr,
+):
+    """Adds ROWS rows to dk and dv, stores their partial dq, and loads the entries of the next."""
+    TWO_K: tl.constexpr = DK_PART < DK_PAD
+    TWO_V: tl.constexpr = DV_PART < DV_PAD
+    # The order of loads is that of the forward pass, for the same reason.
+    pair, head, t = _pairs_of(entry, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
+    inside = start + tl.arange(0, ROWS) < row_stop
+    q, q_rest = _load_halves(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), DK, DK_PAD, DK_PART)
+    do, do_rest = _load_halves(do_base, row_offsets(t, head, stride_dot, stride_doh, WIDE), DV, DV_PAD, DV_PART)
+    lse_offsets = row_offsets(t, head, stride_lset, 1, WIDE)
+    lse_log2 = tl.load(lse_base + lse_offsets) * LOG2E
+    delta = tl.load(delta_base + lse_offsets)
+    entry = tl.load(entries_base + _entry_numbers(start + ROWS, row_stop, HEADS, ROWS))
+    # As in the forward pass: stores that never run and leave no machine code, but are a second reader of the tiles.
+    if TWO_K and start >= row_stop:
+        _store_halves(pair_dq_base, tl.arange(0, ROWS), q, q_rest, inside, DK, DK_PAD, DK_PART)
+    if TWO_V and start >= row_stop:
+        _store_halves(pair_dq_base, tl.arange(0, ROWS), do, do_rest, inside, DV, DV_PAD, DV_PART)
+    scores = _product_over_columns(q, q_rest, k, k_rest, TWO_K)
+    dp = _product_over_columns(do, do_rest, v, v_rest, TWO_V)
+    # An infinite LSE makes p = 0 in the rows past the end.
+    p = tl.exp2(scores * scale_log2 - tl.where(inside, lse_log2, float("inf"))[:, None])
+    if DIAGONAL:
+        p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)
+    if not ALL_KEYS:
+        p = tl.where(inside_block[None, :], p, 0.0)
+    dv, dv_rest = _add_product(dv, dv_rest, tl.trans(p.to(do.dtype)), do, do_rest, TWO_V)
+    if SCALED_V:
+        delta *= scale_ds
+    ds = (p * (dp - delta[:, None])).to(q.dtype)
+    if TWO_K and ROWS % HEADS == 0:  # read again, from a cache, rather than held in registers since the tile was copied
+        again = tl.load(entries_base + _entry_numbers(start, row_stop, HEADS, ROWS))
+        pair, _, _ = _pairs_of(again, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
+    dk, dk_rest = _add_product(dk, dk_rest, tl.trans(ds), q, q_rest, TWO_K)
+    columns = tl.arange(0, DK_PART)
+    for part in tl.static_range(2 if TWO_K else 1):
+        dq = tl.dot(ds, k if part == 0 else k_rest, input_precision="ieee")
+        if not SCALED_V:
+            dq *= scale_ds
+        mask = inside[:, None]
+        if DK != DK_PAD:
+            mask = mask & (part * DK_PART + columns < DK)[None, :]
+        pointers = pair_dq_base + (pair * DK)[:, None] + (part * DK_PART + columns)[None, :]
+        # As in the forward pass, the first to leave the L2 cache.
+        tl.store(pointers, dq.to(pair_dq_base.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    return dk, dk_rest, dv, dv_rest, entry
+
+
+@triton.jit
+def _backward_rows(
+    q_base, do_base, lse_base, delta_base, entries_base, pair_dq_base,
+    k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
+    row_start, row_stop, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset, scale_ds, scale_log2,
+    DIAGONAL: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK_PART: tl.constexpr, DV_PART: tl.constexpr, ROWS: tl.constexpr,
+    ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr,
+):
+    """The rows [row_start, row_stop) of a work item."""
+    entry = tl.load(entries_base + _entry_numbers(row_start, row_stop, HEADS, ROWS))
+    # Where tiles are worked on in halves, LLVM would move offsets and addresses of tiles out of the loop, and the registers
+    # that hold them there would spill: 19 loads from local memory per tile, in front of the products. To work them out
+    # again costs less. The loops differ in that one argument, which Triton knows from 3.5 on and which must be spelled out.
+    if _CAN_DISABLE_LICM and DK_PART < DK_PAD:
+        for start in tl.range(row_start, row_stop, ROWS, disable_licm=True):
+            dk, dk_rest, dv, dv_rest, entry = _backward_tile(
+                q_base, do_base, lse_base, delta_base, entries_base, entry, pair_dq_base,
+                k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
+                start, row_stop, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset,
+                scale_ds, scale_log2,
+                DIAGONAL, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, DK_PART, DV_PART, ROWS, ALL_KEYS, WIDE, SCALED_V,
+            )
+    else:
+        for start in range(row_start, row_stop, ROWS):
+            dk, dk_rest, dv, dv_rest, entry = _backward_tile(
+                q_base, do_base, lse_base, delta_base, entries_base, entry, pair_dq_base,
+                k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
+                start, row_stop, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset,
+                scale_ds, scale_log2,
+                DIAGONAL, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, DK_PART, DV_PART, ROWS, ALL_KEYS, WIDE, SCALED_V,
+            )
+    return dk, dk_rest, dv, dv_rest
+
+
+@triton.jit(do_not_specialize=PIECE_SIZES)
+def nsa_selected_backward(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr,
+    pair_dq_ptr, item_dkv_ptr, dk_ptr, dv_ptr,
+    T, N, G, G_all, n_blocks, first_query,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    stride_dob, stride_dot, stride_doh, stride_lseb, stride_lset,
+    scale_ds, scale_dk, scale_log2,
+    ONE_PIECE: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr, ITEM_ENTRIES: tl.constexpr,
+    HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr,
+):
+    """dk and dv of one work item, and the partial dq of its pairs. dk_ptr and dv_ptr have rows for G_all groups.
+
+    A block with one item, when the queries come in ONE_PIECE, is final and goes straight to dk_ptr and dv_ptr; the others'
+    go to item_dkv_ptr. The softmax scale comes in factors: scale_ds is what the partial dq carry, scale_dk what is left for
+    dk. With SCALED_V scale_ds is a power of two and scale_ds * scale_dk the softmax scale: v takes that power without
+    rounding, so that ds comes out scaled by it, for dq and dk alike. Without, scale_ds is all of the scale, multiplied into
+    dq, and scale_dk is all of it too.
+    Tiles wider than PART columns are worked on in two halves: with all of a 128-wide dq beside dk and dv a thread is out of
+    registers, and ptxas then makes every tensor-core instruction wait for the one before.
+    """
+    DK_PART: tl.constexpr = DK_PAD if DK_PAD < PART else PART
+    DV_PART: tl.constexpr = DV_PAD if DV_PAD < PART else PART
+    item, index_row = item_of_program(work_ptr, order_ptr)
+    if index_row < 0:
+        return
+    start = tl.load(starts_ptr + index_row)
+    stop = tl.load(starts_ptr + index_row + 1)
+    first_entry, before = first_entry_of(item, start, index_row, ITEM_ENTRIES)
+    rows = (tl.minimum(stop - first_entry, ITEM_ENTRIES) * HEADS).to(tl.int32)
+    b = (index_row // n_blocks // G).to(tl.int64)
+    g = index_row // n_blocks % G
+    local = tl.arange(0, BLOCK_PAD)
+    key = index_row % n_blocks * BLOCK + local
+    inside_block = local < BLOCK
+    inside = inside_block & (key < N)
+    n = key.to(tl.int64)
+    k_base = k_ptr + b * stride_kb + g * stride_kg
+    v_base = v_ptr + b * stride_vb + g * stride_vg
+    k, k_rest = _load_halves_inside(k_base, n * stride_kn, inside, DK, DK_PAD, DK_PART)
+    v, v_rest = _load_halves_inside(v_base, n * stride_vn, inside, DV, DV_PAD, DV_PART)
+    dk = tl.zeros([BLOCK_PAD, DK_PART], tl.float32)
+    dv = tl.zeros([BLOCK_PAD, DV_PART], tl.float32)
+    dk_rest = dk
+    dv_rest = dv
+    q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
+    do_base = do_ptr + b * stride_dob + g * HEADS * stride_doh
+    lse_base = lse_ptr + b * stride_lseb + g * HEADS
+    delta_base = delta_ptr + b * stride_lseb + g * HEADS
+    pair_base = (index_row // n_blocks).to(tl.int64) * T * (N_SEL * HEADS * DK)
+    if SCALED_V:
+        v = (v * scale_ds).to(v.dtype)
+        v_rest = (v_rest * scale_ds).to(v_rest.dtype)
+    diagonal = 0
+    if before < BLOCK:
+        diagonal = diagonal_rows(before, rows, BLOCK, HEADS, ROWS)
+        dk, dk_rest, dv, dv_rest = _backward_rows(
+            q_base, do_base, lse_base, delta_base, entries_ptr + first_entry, pair_dq_ptr + pair_base,
+            k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
+            0, diagonal, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset, scale_ds, scale_log2,
+            True, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, DK_PART, DV_PART, ROWS, BLOCK == BLOCK_PAD, WIDE, SCALED_V,
+        )
+    dk, dk_rest, dv, dv_rest = _backward_rows(
+        q_base, do_base, lse_base, delta_base, entries_ptr + first_entry, pair_dq_ptr + pair_base,
+        k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
+        diagonal, rows, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset, scale_ds, scale_log2,
+        False, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, DK_PART, DV_PART, ROWS, BLOCK == BLOCK_PAD, WIDE, SCALED_V,
+    )
+    dk *= scale_dk
+    dk_rest *= scale_dk
+    if ONE_PIECE and stop - start <= ITEM_ENTRIES:
+        row = (b * N + n) * G_all + g
+        _store_halves(dk_ptr, row, dk, dk_rest, inside, DK, DK_PAD, DK_PART)
+        _store_halves(dv_ptr, row, dv, dv_rest, inside, DV, DV_PAD, DV_PART)
+    else:
+        base = item_dkv_ptr + item.to(tl.int64) * BLOCK * (DK + DV)
+        _store_halves(base, local, dk, dk_rest, inside_block, DK, DK_PAD, DK_PART)
+        _store_halves(base + BLOCK * DK, local, dv, dv_rest, inside_block, DV, DV_PAD, DV_PART)
+
+
+@triton.jit(do_not_specialize=PIECE_SIZES)
+def nsa_selected_sum(
+    pair_dq_ptr, blocks_ptr, dq_ptr, item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr,
+    T, N, G, G_all, n_blocks, first_query,
+    stride_dqb, stride_dqt,
+    scale_dq, tiles, reductions, parts,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ADD: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
+    ELEMENTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+):
+    """The two sums in one launch: the few long ones over work items start first and hide behind the many short ones."""
+    program = tl.program_id(0)
+    if program < reductions:
+        _sum_items(
+            item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, N, G, G_all, n_blocks, program // parts, program % parts,
+            FIRST, LAST, ITEM_ENTRIES, BLOCK, DK, DV, ELEMENTS, AT_ONCE,
+        )
+    else:
+        _sum_pairs(
+            pair_dq_ptr, blocks_ptr, dq_ptr, T, G, first_query, stride_dqb, stride_dqt, scale_dq,
+            (program - reductions) // tiles, (program - reductions) % tiles,
+            ADD, HEADS, N_SEL, BLOCK, DK, DK_PAD, ROWS,
+        )
+
+
+@triton.jit
+def _sum_items(
+    item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, N, G, G_all, n_blocks, index_row, part,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ITEM_ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, ELEMENTS: tl.constexpr, AT_ONCE: tl.constexpr,
+):
+    """dk and dv of ELEMENTS elements of one kv block, from its work items in their order.
+
+    When the queries come in several pieces, `sums_ptr` carries the float32 sums from the FIRST piece to the LAST.
+    """
+    ITEM: tl.constexpr = BLOCK * (DK + DV)
+    start = tl.load(starts_ptr + index_row)
+    stop = tl.load(starts_ptr + index_row + 1)
+    if (not FIRST or not LAST) or stop - start > ITEM_ENTRIES:  # Triton 3.2 takes no chain of three
+        items = tl.maximum(tl.cdiv(stop - start, ITEM_ENTRIES), 1).to(tl.int32)
+        first_item = start // ITEM_ENTRIES + index_row
+        element = part * ELEMENTS + tl.arange(0, ELEMENTS)
+        ahead = tl.arange(0, AT_ONCE)
+        total = tl.zeros([ELEMENTS], tl.float32)
+        for i in range(0, items, AT_ONCE):
+            mask = (i + ahead < items)[:, None] & (element < ITEM)[None, :]
+            pointers = item_dkv_ptr + (first_item + i + ahead)[:, None] * ITEM + element[None, :]
+            total += tl.sum(tl.load(pointers, mask=mask, other=0.0), 0)
+        at_sum = index_row.to(tl.int64) * ITEM + element
+        if not FIRST:
+            total += tl.load(sums_ptr + at_sum, mask=element < ITEM, other=0.0)
+        if LAST:
+            first_row = (index_row // n_blocks // G).to(tl.int64) * N * G_all + index_row // n_blocks % G
+            first_key = index_row % n_blocks * BLOCK
+            of_k = element < BLOCK * DK
+            key = first_key + element // DK
+            at = (first_row + key.to(tl.int64) * G_all) * DK + element % DK
+            tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=of_k & (key < N))
+            element_v = element - BLOCK * DK
+            key = first_key + element_v // DV
+            at = (first_row + key.to(tl.int64) * G_all) * DV + element_v % DV
+            of_v = (element_v >= 0) & (element < ITEM)
+            tl.store(dv_ptr + at, total.to(dv_ptr.dtype.element_ty), mask=of_v & (key < N))
+        else:
+            tl.store(sums_ptr + at_sum, total, mask=element < ITEM)
+
+
+@triton.jit
+def _sum_pairs(
+    pair_dq_ptr, blocks_ptr, dq_ptr, T, G, first_query, stride_dqb, stride_dqt, scale_dq, bg, tile,
+    ADD: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr,
+):
+    """dq of ROWS rows: the sum over the blocks that their queries chose, times scale_dq; with ADD to what dq_ptr holds."""
+    b, g, t, head, inside, slots, pair = row_pairs(blocks_ptr, T, G, bg.to(tl.int64), tile, HEADS, N_SEL, ROWS)
+    columns = tl.arange(0, DK_PAD)
+    total = tl.zeros([ROWS, DK_PAD], tl.float32)
+    for slot in tl.static_range(N_SEL):
+        _, live = load_choice(slots + slot, inside, first_query, t, BLOCK)
+        total += load_rows_inside(pair_dq_ptr, (pair + slot * HEADS) * DK, columns, live, DK, DK_PAD)
+    at = b * stride_dqb + t.to(tl.int64) * stride_dqt + (g * HEADS + head) * DK
+    mask = inside[:, None] & (columns < DK)[None, :]
+    pointers = dq_ptr + at[:, None] + columns[None, :]
+    total *= scale_dq
+    if ADD:
+        total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, total.to(dq_ptr.dtype.element_ty), mask=mask)
+# fmt: on

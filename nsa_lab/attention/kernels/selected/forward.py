@@ -1,0 +1,342 @@
+"""Selected attention, forward: two orders of the same sum. launch.py says which is launched when.
+
+*Gather* keeps a kv block resident and streams the queries that chose it (the inverted index), with all heads of the group,
+so that tensor-core tiles are full whatever the number of heads and whatever was chosen. Each pair leaves a normalised
+partial output and its LSE; a second kernel merges the partials of a row. Work is that of the chosen pairs alone; the price
+is the traffic of the partials.
+
+*Union* keeps a tile of consecutive queries resident and walks the blocks that any of them chose, silencing a row where its
+query did not. No workspace, but every row pays for the tile's union: right when T is a few times n_sel * l_sel.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_lab.attention.kernels.selected.inverted_index import first_entry_of, load_choice
+from nsa_lab.attention.kernels.tiles import LN2, load_rows, load_rows_inside, row_offsets
+
+PIECE_SIZES = ("G", "G_all", "first_query")  # differ from piece to piece; compiling for each value would gain nothing
+
+
+# fmt: off
+@triton.jit
+def row_numbers(row_start, row_stop, ROWS: tl.constexpr):
+    """ROWS rows of a work item, a row being one head of one entry; from row_stop on, the last row again.
+
+    Repeating a row costs no masks, reads nothing that this item does not own, and stores the same bits twice.
+    Unsigned, because a signed division by a constant takes twice the instructions.
+    """
+    return tl.maximum(tl.minimum(row_start + tl.arange(0, ROWS), row_stop - 1), 0).to(tl.uint32)
+
+
+@triton.jit
+def pair_numbers(entry, row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """(pair, head) of ROWS rows, whose entries are known."""
+    head = row_numbers(row_start, row_stop, ROWS) % HEADS
+    if WIDE:
+        pair = entry.to(tl.int64) * HEADS + head
+    else:
+        pair = entry.to(tl.uint32) * HEADS + head
+    return pair, head
+
+
+@triton.jit
+def item_of_program(work_ptr, order_ptr):
+    """(item, index_row) of this program: its work item, and the (batch, group, block) that it is of, -1 for none."""
+    item = tl.program_id(0)
+    if order_ptr is not None:
+        item = tl.load(order_ptr + item)
+    return item, tl.load(work_ptr + item)
+
+
+@triton.jit
+def diagonal_rows(before, rows, BLOCK: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """How many of an item's rows, in whole tiles, may need the causal mask.
+
+    Entries are in query order, so only the first BLOCK of a kv block's can be queries inside it.
+    """
+    return tl.minimum(tl.cdiv((BLOCK - before).to(tl.int32) * HEADS, ROWS) * ROWS, rows)
+
+
+@triton.jit
+def _gather_rows(
+    q_base, entries_base, pair_out_base, pair_lse_base, k, v, key, inside_block,
+    row_start, row_stop, first_query, stride_qt, stride_qh, scale_log2,
+    DIAGONAL: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, WIDE: tl.constexpr,
+):
+    """Attention of the rows [row_start, row_stop) of one work item to its kv block."""
+    columns_k = tl.arange(0, DK_PAD)
+    columns_v = tl.arange(0, DV_PAD)
+    # Where a tile of q lies is read from its entries. Were these loaded beside it, the copy of the tile would wait for
+    # them, so they are loaded a tile ahead. All else is worked out from the pair number, and the next load comes last, so
+    # that it can take the register of the entry before it.
+    entry = tl.load(entries_base + row_numbers(row_start, row_stop, ROWS) // HEADS)
+    for start in range(row_start, row_stop, ROWS):
+        pair, head = pair_numbers(entry, start, row_stop, HEADS, ROWS, WIDE)
+        t = pair // (N_SEL * HEADS)
+        q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), columns_k, DK, DK_PAD)
+        entry = tl.load(entries_base + row_numbers(start + ROWS, row_stop, ROWS) // HEADS)
+        # This store never runs, and leaves no machine code: it makes q a tile with a second reader. A tile that is read by
+        # products alone gets one buffer more from Triton than the stages between its copy and its use, in case the last
+        # products still run when the next copy comes; here the stores at the end wait for them all. The second reader takes
+        # that buffer away: three stages fit in the shared memory of two, with which each copy would begin just before its
+        # use.
+        if DK_PAD > 64 and start >= row_stop:
+            spare = pair_out_base + tl.arange(0, ROWS)[:, None] * DK + columns_k[None, :]
+            tl.store(spare, q.to(pair_out_base.dtype.element_ty))
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if DIAGONAL:
+            scores = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], scores, float("-inf"))
+        if not ALL_KEYS:
+            scores = tl.where(inside_block[None, :], scores, float("-inf"))
+        peak = tl.max(scores, 1) * scale_log2
+        p = tl.exp2(scores * scale_log2 - peak[:, None])
+        total = tl.sum(p, 1)
+        out = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1 / total)[:, None]
+        tl.store(pair_lse_base + pair, peak + tl.log2(total))
+        pointers = pair_out_base + (pair * DV)[:, None] + columns_v[None, :]
+        # The first to leave the L2 cache, where q is wanted again.
+        out = out.to(pair_out_base.dtype.element_ty)
+        if DV == DV_PAD:
+            tl.store(pointers, out, eviction_policy="evict_first")
+        else:
+            tl.store(pointers, out, mask=(columns_v < DV)[None, :], eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=PIECE_SIZES)
+def nsa_selected_gather(
+    q_ptr, k_ptr, v_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr, pair_out_ptr, pair_lse_ptr,
+    T, N, G, n_blocks, first_query,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    scale_log2,
+    WIDE: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+):
+    """Partial outputs and LSEs (in units of log2) of one work item."""
+    item, index_row = item_of_program(work_ptr, order_ptr)
+    if index_row < 0:
+        return
+    start = tl.load(starts_ptr + index_row)
+    stop = tl.load(starts_ptr + index_row + 1)
+    first_entry, before = first_entry_of(item, start, index_row, ITEM_ENTRIES)
+    rows = (tl.minimum(stop - first_entry, ITEM_ENTRIES) * HEADS).to(tl.int32)
+    if rows <= 0:
+        return
+    b = (index_row // n_blocks // G).to(tl.int64)
+    g = index_row // n_blocks % G
+    key = index_row % n_blocks * BLOCK + tl.arange(0, BLOCK_PAD)
+    inside_block = tl.arange(0, BLOCK_PAD) < BLOCK
+    inside = inside_block & (key < N)
+    n = key.to(tl.int64)
+    k_base = k_ptr + b * stride_kb + g * stride_kg
+    k = load_rows_inside(k_base, n * stride_kn, tl.arange(0, DK_PAD), inside, DK, DK_PAD)
+    v_base = v_ptr + b * stride_vb + g * stride_vg
+    v = load_rows_inside(v_base, n * stride_vn, tl.arange(0, DV_PAD), inside, DV, DV_PAD)
+    q_base = q_ptr + b * stride_qb + g.to(tl.int64) * HEADS * stride_qh
+    pair_base = (index_row // n_blocks).to(tl.int64) * T * (N_SEL * HEADS)
+    diagonal = 0
+    if before < BLOCK:
+        diagonal = diagonal_rows(before, rows, BLOCK, HEADS, ROWS)
+        _gather_rows(
+            q_base, entries_ptr + first_entry, pair_out_ptr + pair_base * DV, pair_lse_ptr + pair_base, k, v, key,
+            inside_block, 0, diagonal, first_query, stride_qt, stride_qh, scale_log2,
+            True, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, BLOCK == BLOCK_PAD, WIDE,
+        )
+    _gather_rows(
+        q_base, entries_ptr + first_entry, pair_out_ptr + pair_base * DV, pair_lse_ptr + pair_base, k, v, key,
+        inside_block, diagonal, rows, first_query, stride_qt, stride_qh, scale_log2,
+        False, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, BLOCK == BLOCK_PAD, WIDE,
+    )
+
+
+@triton.jit
+def row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constexpr, ROWS: tl.constexpr):
+    """Of a tile of rows of one (batch, group): (b, g, t, head, inside, where its slots begin, pair of its first slot)."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    t = row // HEADS
+    head = row % HEADS
+    b = bg // G
+    g = bg % G
+    inside = t < T
+    slots = blocks_ptr + ((b * T + t) * G + g) * N_SEL
+    pair = (bg * T + t) * N_SEL * HEADS + head
+    return b, g, t, head, inside, slots, pair
+
+
+@triton.jit(do_not_specialize=PIECE_SIZES)
+def nsa_selected_merge(
+    pair_out_ptr, pair_lse_ptr, blocks_ptr, out_ptr, lse_ptr,
+    T, G, first_query,
+    stride_outb, stride_outt, stride_lseb, stride_lset,
+    tiles,
+    HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Softmax-weighted mean of each row's partials."""
+    bg = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    b, g, t, head, inside, slots, pair = row_pairs(blocks_ptr, T, G, bg, tile, HEADS, N_SEL, ROWS)
+    columns = tl.arange(0, DV_PAD)
+    peak = tl.full([ROWS], -1e30, tl.float32)
+    for slot in tl.static_range(N_SEL):
+        _, live = load_choice(slots + slot, inside, first_query, t, BLOCK)
+        peak = tl.maximum(peak, tl.load(pair_lse_ptr + pair + slot * HEADS, mask=live, other=float("-inf")))
+    acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for slot in tl.static_range(N_SEL):
+        _, live = load_choice(slots + slot, inside, first_query, t, BLOCK)
+        weight = tl.exp2(tl.load(pair_lse_ptr + pair + slot * HEADS, mask=live, other=float("-inf")) - peak)
+        total += weight
+        acc += weight[:, None] * load_rows_inside(pair_out_ptr, (pair + slot * HEADS) * DV, columns, live, DV, DV_PAD)
+    _store_rows(
+        out_ptr, lse_ptr, acc, peak, total, b, t, g * HEADS + head, inside, columns,
+        stride_outb, stride_outt, stride_lseb, stride_lset, DV, DV_PAD,
+    )
+
+
+@triton.jit
+def _store_rows(
+    out_ptr, lse_ptr, acc, peak, total, b, t, query_head, inside, columns,
+    stride_outb, stride_outt, stride_lseb, stride_lset, DV: tl.constexpr, DV_PAD: tl.constexpr,
+):
+    """Normalises and stores; a row that met no key gets output 0 and LSE −inf. `query_head` counts in all groups."""
+    safe = tl.where(total > 0, total, 1.0)
+    at = b * stride_outb + t.to(tl.int64) * stride_outt + query_head * DV
+    mask = inside[:, None]
+    if DV != DV_PAD:
+        mask = mask & (columns < DV)[None, :]
+    pointers = out_ptr + at[:, None] + columns[None, :]
+    tl.store(pointers, (acc * (1 / safe)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    lse = tl.where(total > 0, (peak + tl.log2(safe)) * LN2, float("-inf"))
+    tl.store(lse_ptr + b * stride_lseb + t.to(tl.int64) * stride_lset + query_head, lse, mask=inside)
+
+
+@triton.jit
+def _load_keys(base, offsets, columns, inside, MASKED: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    if MASKED:
+        return load_rows_inside(base, offsets, columns, inside, WIDTH, PAD)
+    return load_rows(base, offsets, columns, WIDTH, PAD)
+
+
+@triton.jit
+def _union_blocks(
+    k_base, v_base, union, q, low, high, position, key_offset, acc, peak, total, start, stop, N, scale_log2,
+    stride_kn, stride_vn,
+    DIAGONAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
+):
+    """Online softmax over the blocks union[start:stop]."""
+    MASKED: tl.constexpr = DIAGONAL or BLOCK != BLOCK_PAD
+    columns_k = tl.arange(0, DK_PAD)
+    columns_v = tl.arange(0, DV_PAD)
+    next_block = tl.load(union + start, mask=start < stop, other=0)
+    for i in range(start, stop):
+        # One step ahead, as in `_gather_rows`: where k lies must not itself be waited for.
+        block = next_block
+        next_block = tl.load(union + i + 1, mask=i + 1 < stop, other=0)
+        key = block * BLOCK + key_offset
+        inside = (key_offset < BLOCK) & (key < N)
+        k = _load_keys(k_base, row_offsets(key, 0, stride_kn, 0, WIDE), columns_k, inside, MASKED, DK, DK_PAD)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if DIAGONAL:
+            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        if BLOCK != BLOCK_PAD:
+            scores = tl.where((key_offset < BLOCK)[None, :], scores, float("-inf"))
+        word = low
+        if WORDS == 2:
+            word = tl.where(block < BITS, low, high)
+        chosen = ((word >> (block % BITS)) & 1) != 0
+        new_peak = tl.maximum(peak, tl.where(chosen, tl.max(scores, 1) * scale_log2, float("-inf")))
+        # In a row that did not choose this block an infinite shift turns every p to 0, at no cost for the scores.
+        p = tl.exp2(scores * scale_log2 - tl.where(chosen, new_peak, float("inf"))[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(p, 1)
+        v = _load_keys(v_base, row_offsets(key, 0, stride_vn, 0, WIDE), columns_v, inside, MASKED, DV, DV_PAD)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def nsa_selected_union(
+    q_ptr, k_ptr, v_ptr, blocks_ptr, unions_ptr, out_ptr, lse_ptr,
+    T, G, n_blocks,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    stride_outb, stride_outt, stride_lseb, stride_lset,
+    scale_log2, tiles,
+    HEADS: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES_PAD: tl.constexpr, BLOCKS_PAD: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
+):
+    """ROWS consecutive (query, head) rows of one (batch, group) against the union of their blocks.
+
+    A row's own choice is a set of bits: WORDS words of BITS bits.
+    """
+    # Late tiles see the most blocks: they go first, so that none of them is left for the end.
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    bg = (tl.program_id(0) // tiles).to(tl.int64)
+    b = bg // G
+    g = bg % G
+    row = tile * ROWS + tl.arange(0, ROWS)
+    t = row // HEADS
+    query_head = g * HEADS + row % HEADS
+    inside = t < T
+    slots_base = blocks_ptr + (b * T * G + g) * N_SEL
+    slots = tl.arange(0, N_SEL_PAD)
+
+    first_t = tile * ROWS // HEADS
+    last_t = tl.minimum((tile * ROWS + ROWS - 1) // HEADS, T - 1)
+    queries = first_t + tl.arange(0, QUERIES_PAD)
+    slots_inside = (queries <= last_t)[:, None] & (slots < N_SEL)[None, :]
+    slot_pointers = slots_base + queries.to(tl.int64)[:, None] * G * N_SEL + slots[None, :]
+    chosen, live = load_choice(slot_pointers, slots_inside, 0, queries[:, None], BLOCK)
+    # What is not live falls into the last place, which is no block's.
+    places = tl.reshape(tl.where(live, chosen, BLOCKS_PAD - 1), [QUERIES_PAD * N_SEL_PAD])
+    block = tl.arange(0, BLOCKS_PAD)
+    used = (tl.histogram(places, BLOCKS_PAD) > 0) & (block < n_blocks)
+    place = tl.cumsum(used.to(tl.int32), 0) - 1
+    union = unions_ptr + (bg * tiles + tile) * n_blocks
+    tl.store(union + place, block, mask=used)
+    count = tl.sum(used.to(tl.int32), 0)
+    before_diagonal = tl.sum((used & ((block + 1) * BLOCK <= first_t + 1)).to(tl.int32), 0)
+    tl.debug_barrier()
+
+    mine = tl.load(
+        slots_base + t.to(tl.int64)[:, None] * G * N_SEL + slots[None, :],
+        mask=inside[:, None] & (slots < N_SEL)[None, :], other=-1,
+    )
+    one = tl.full([ROWS, N_SEL_PAD], 1, tl.int32 if BITS == 32 else tl.int64)
+    mine = tl.where(mine.to(tl.int64) * BLOCK <= t[:, None], mine, -1)
+    low = tl.sum(tl.where((mine >= 0) & (mine < BITS), one << (mine % BITS), 0), 1)
+    high = low
+    if WORDS == 2:
+        high = tl.sum(tl.where(mine >= BITS, one << (mine % BITS), 0), 1)
+
+    q_offsets = t.to(tl.int64) * stride_qt + query_head * stride_qh
+    q = load_rows_inside(q_ptr + b * stride_qb, q_offsets, tl.arange(0, DK_PAD), inside, DK, DK_PAD)
+    k_base = k_ptr + b * stride_kb + g * stride_kg
+    v_base = v_ptr + b * stride_vb + g * stride_vg
+    key_offset = tl.arange(0, BLOCK_PAD)
+    acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+    peak = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc, peak, total = _union_blocks(
+        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, 0, before_diagonal, T, scale_log2,
+        stride_kn, stride_vn, False, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS, WIDE,
+    )
+    acc, peak, total = _union_blocks(
+        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, before_diagonal, count, T, scale_log2,
+        stride_kn, stride_vn, True, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS, WIDE,
+    )
+    _store_rows(
+        out_ptr, lse_ptr, acc, peak, total, b, t, query_head, inside, tl.arange(0, DV_PAD),
+        stride_outb, stride_outt, stride_lseb, stride_lset, DV, DV_PAD,
+    )
+# fmt: on

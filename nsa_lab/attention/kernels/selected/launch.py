@@ -1,0 +1,348 @@
+"""The operators of the selected branch, and how its kernels are launched.
+
+Two operators are registered, `nsa_lab::selected_fwd` and `nsa_lab::selected_bwd`. For the backward pass q, k, v, out, lse
+and blocks are kept; the inverted indices are built again, unless the caller hands them over (operator.py does).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
+from nsa_lab.attention.kernels.selected.backward import nsa_selected_backward, nsa_selected_delta, nsa_selected_sum
+from nsa_lab.attention.kernels.selected.forward import nsa_selected_gather, nsa_selected_merge, nsa_selected_union
+from nsa_lab.attention.kernels.selected.inverted_index import (
+    IndexSizes,
+    InvertedIndex,
+    build_inverted_index,
+    index_sizes,
+)
+from nsa_lab.attention.kernels.selected.pieces import Piece, Sizes, cut, is_ordered, item_entries
+from nsa_lab.attention.kernels.vocabulary import LOG2E
+
+UNION_BLOCKS = 128  # the union kernel holds a query's choice in two 64-bit words
+UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than the traffic of partial outputs
+
+
+def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int) -> tuple[Tensor, Tensor]:
+    """Attention to the selected blocks.
+
+    Args:
+        q: [B, T, H, Dk], as k and v. Any strides; a unit last stride saves a copy.
+        k: [B, T, G, Dk]; G divides H, head n belongs to group n // (H / G).
+        v: [B, T, G, Dv].
+        blocks: int32 [B, T, G, n_sel], ascending and distinct along n_sel, padded with −1. A block that starts after
+            its query counts as −1.
+        l_sel: tokens of a block.
+
+    Returns:
+        out [B, T, H, Dv] in q's dtype and lse float32 [B, T, H] (natural log). A query without blocks gets 0,
+        −inf and zero gradients. Both are differentiable, for q, k and v; the choice is not.
+
+    Raises:
+        NotImplementedError: more (query, block, head) triples than the kernels number.
+    """
+    check_pairs(q, k, blocks.shape[3], l_sel)
+    out, lse = _selected_fwd(q, k, v, blocks, l_sel, forward_strategy(q.shape[1], l_sel))
+    return out, lse
+
+
+def check_pairs(q: Tensor, k: Tensor, n_sel: int, l_sel: int) -> None:
+    """Raise NotImplementedError for more pairs in a group than 31 bits number."""
+    T, heads = q.shape[1], q.shape[2] // k.shape[2]
+    slots = n_sel * (l_sel // _kernel_block(l_sel))
+    if T * slots * heads >= 2**31:
+        raise NotImplementedError(
+            "selected_attention: the Triton kernels number (query, block, head) triples of a group in 31 bits, and "
+            f"{T} x {slots} x {heads} is more; at most {(2**31 - 1) // (slots * heads)} queries go with these blocks and "
+            "heads: split the sequence, or the heads over more groups"
+        )
+
+
+def forward_strategy(T: int, l_sel: int) -> str:
+    return "union" if T <= UNION_TOKENS and ceil_div(T, _kernel_block(l_sel)) <= UNION_BLOCKS else "gather"
+
+
+def _kernel_block(l_sel: int) -> int:
+    """The block that the kernels work in: l_sel up to 64, else the divisor that wastes least of a power-of-two tile.
+
+    Tiles of 128 keys spill registers in the backward pass; two of 64 do the same work without.
+    """
+    if l_sel <= 64:
+        return l_sel
+    divisors = [size for size in range(16, 65, 16) if l_sel % size == 0]
+    return max(divisors, key=lambda size: (size / padded_width(size), size))
+
+
+def _split_blocks(blocks: Tensor, l_sel: int) -> tuple[Tensor, int]:
+    """The choice in the kernels' blocks (contiguous), and their size."""
+    size = _kernel_block(l_sel)
+    if size == l_sel:
+        return blocks.contiguous(), size
+    ratio = l_sel // size
+    inner = torch.arange(ratio, dtype=torch.int32, device=blocks.device)
+    split = torch.where(blocks[..., None] >= 0, blocks[..., None] * ratio + inner, -1)
+    return split.flatten(-2).contiguous(), size
+
+
+def _sizes(q: Tensor, v: Tensor, n_sel: int, block: int) -> Sizes:
+    B, T, H, dk = q.shape
+    return Sizes(B, T, H, v.shape[2], n_sel, block, dk, v.shape[3])
+
+
+def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, width: int) -> InvertedIndex:
+    """Of a piece's part of the choice."""
+    ordered = is_ordered(sizes, blocks.shape[1], width)
+    entries = item_entries(sizes, width)
+    return build_inverted_index(blocks, sizes.block, entries, sizes.n_blocks, piece.t0, ordered=ordered)
+
+
+def kept_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> list[IndexSizes]:
+    """Of the indices that `forward` gives to be kept for `backward`, one per piece; the union needs none."""
+    if strategy == "union":
+        return []
+    block = _kernel_block(l_sel)
+    sizes, width = _sizes(q, v, n_sel * (l_sel // block), block), q.element_size()
+    kept: list[IndexSizes] = []
+    for piece in cut(sizes, width):
+        rows, queries = (piece.b1 - piece.b0) * (piece.g1 - piece.g0), piece.t1 - piece.t0
+        ordered, entries = is_ordered(sizes, queries, width), item_entries(sizes, width)
+        kept.append(index_sizes(rows, queries, sizes.n_blocks, sizes.n_sel, entries, ordered=ordered))
+    return kept
+
+
+def is_wide(sizes: Sizes, queries: int, width: int, *tensors: Tensor) -> bool:
+    """Whether offsets inside one sequence of `tensors`, or of one group's pairs of `width` elements, pass 32 bits."""
+    rows = max((sizes.T - 1) * abs(x.stride(1)) + sizes.H * abs(x.stride(2)) for x in tensors)
+    return max(rows, queries * sizes.n_sel * sizes.heads * width) >= 2**31 - 2**10
+
+
+def _split_scale(scale: float) -> tuple[float, float]:
+    """A power of two, which v can carry without rounding, and the rest, with the scale as their product."""
+    power = 2.0 ** (math.frexp(scale)[1] - 1)
+    return power, scale / power
+
+
+# Defined by schema and not with `torch.library.custom_op`, whose wrapper was measured at .3 ms of host time per call: as
+# much as these kernels take on the device at 2048 tokens.
+torch.library.define(
+    "nsa_lab::selected_fwd",
+    "(Tensor q, Tensor k, Tensor v, Tensor blocks, int l_sel, str strategy) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "nsa_lab::selected_bwd",
+    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor blocks, int l_sel)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_selected_fwd = torch.ops.nsa_lab.selected_fwd.default
+_selected_bwd = torch.ops.nsa_lab.selected_bwd.default
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str
+) -> tuple[Tensor, Tensor, list[InvertedIndex]]:
+    """`selected_attention` itself, past PyTorch's dispatcher, and the indices that `backward` can use."""
+    q, k, v = map(with_short_rows, (q, k, v))
+    blocks, block = _split_blocks(blocks, l_sel)
+    sizes = _sizes(q, v, blocks.shape[3], block)
+    out = q.new_empty(sizes.B, sizes.T, sizes.H, sizes.dv)
+    lse = q.new_empty(sizes.B, sizes.T, sizes.H, dtype=torch.float32)
+    with torch.cuda.device_of(q):
+        if strategy == "union":
+            _forward_union(q, k, v, blocks, out, lse, sizes)
+            return out, lse, []
+        return out, lse, _forward_gather(q, k, v, blocks, out, lse, sizes)
+
+
+@torch.library.impl("nsa_lab::selected_fwd", ("cpu", "cuda"))
+def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, blocks, l_sel, strategy)[:2]
+
+
+@torch.library.register_fake("nsa_lab::selected_fwd")
+def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, T, H, dtype=torch.float32)
+
+
+# fmt: off
+def _forward_union(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes) -> None:
+    tile = launch_table.selected_union(q.dtype, max(sizes.dk, sizes.dv))
+    tiles = ceil_div(sizes.T * sizes.heads, tile.rows)
+    unions = blocks.new_empty(sizes.B * sizes.G * tiles * sizes.n_blocks)
+    # A tile of consecutive rows touches one query more than it holds, when it starts inside one.
+    queries = (tile.rows + sizes.heads - 2) // sizes.heads + 1
+    nsa_selected_union[(tiles * sizes.B * sizes.G,)](
+        q, k, v, blocks, unions, out, lse,
+        sizes.T, sizes.G, sizes.n_blocks,
+        *strides(q, k, v), *out.stride()[:2], *lse.stride()[:2],
+        sizes.scale * LOG2E, tiles,
+        N_SEL_PAD=padded_width(sizes.n_sel), QUERIES_PAD=padded_width(queries), BLOCKS_PAD=padded_width(sizes.n_blocks + 1),
+        WORDS=ceil_div(sizes.n_blocks, 64), BITS=32 if sizes.n_blocks <= 32 else 64, WIDE=is_wide(sizes, 0, 0, k, v),
+        ROWS=tile.rows, **sizes.constants(), **tile.options(),
+    )
+
+
+def _forward_gather(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes
+) -> list[InvertedIndex]:
+    """Fills out and lse; the index of every piece."""
+    tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), q.device)
+    merge_rows = launch_table.streaming_rows(sizes.dv)
+    indices: list[InvertedIndex] = []
+    for piece in cut(sizes, q.element_size()):
+        part_q, part_out, part_lse = (piece.of(x, sizes.heads) for x in (q, out, lse))
+        part_blocks = piece.of(blocks).contiguous()
+        B, T, G = part_blocks.shape[:3]
+        index = _build_index(part_blocks, sizes, piece, q.element_size())
+        indices.append(index)
+        pairs = B * G * T * sizes.n_sel * sizes.heads
+        pair_out = q.new_empty(pairs * sizes.dv)
+        pair_lse = q.new_empty(pairs, dtype=torch.float32)
+        nsa_selected_gather[(index.work.numel(),)](
+            part_q, piece.keys(k), piece.keys(v), *index, pair_out, pair_lse,
+            T, sizes.T, G, sizes.n_blocks, piece.t0,
+            *strides(q, k, v),
+            sizes.scale * LOG2E,
+            WIDE=is_wide(sizes, T, sizes.dv, q), ITEM_ENTRIES=item_entries(sizes, q.element_size()),
+            ROWS=tile.rows, **sizes.constants(), **tile.options(),
+        )
+        tiles = ceil_div(T * sizes.heads, merge_rows)
+        nsa_selected_merge[(tiles * B * G,)](
+            pair_out, pair_lse, part_blocks, part_out, part_lse,
+            T, G, piece.t0,
+            *out.stride()[:2], *lse.stride()[:2],
+            tiles,
+            HEADS=sizes.heads, N_SEL=sizes.n_sel, BLOCK=sizes.block, DV=sizes.dv, DV_PAD=padded_width(sizes.dv),
+            ROWS=merge_rows, num_warps=launch_table.STREAMING_WARPS,
+        )
+    return indices
+
+
+@torch.library.impl("nsa_lab::selected_bwd", ("cpu", "cuda"))
+def _(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor,
+    l_sel: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.cuda.device_of(q):
+        do = with_short_rows(do)
+        dq = q.new_empty(q.shape)
+        return dq, *backward(do, _delta(out, do, dlse), q, k, v, lse, blocks, l_sel, dq, add=False)
+
+
+def backward(
+    do: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, blocks: Tensor, l_sel: int, dq: Tensor, *,
+    add: bool, indices: Sequence[InvertedIndex] = (),
+) -> tuple[Tensor, Tensor]:
+    """dk and dv; the gradient of q is written to the contiguous `dq`, or added to what is there.
+
+    `delta` is sum(out * do) - dlse, float32 [B, T, H]; `indices` what `forward` gave, if at hand.
+    """
+    q, k, v, do = map(with_short_rows, (q, k, v, do))
+    blocks, block = _split_blocks(blocks, l_sel)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    _backward(q, k, v, do, lse.contiguous(), delta, blocks, dq, dk, dv, block, add, indices)
+    return dk, dv
+
+
+@torch.library.register_fake("nsa_lab::selected_bwd")
+def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    out = with_short_rows(out)
+    B, T, H, dv = out.shape
+    n_rows, tile_rows = B * T * H, launch_table.DELTA_ROWS
+    delta = out.new_empty(B, T, H, dtype=torch.float32)
+    nsa_selected_delta[(ceil_div(n_rows, tile_rows),)](
+        out, do, None if dlse is None else dlse.contiguous(), delta,
+        n_rows, T, H,
+        *strides(out, do),
+        HAS_DLSE=dlse is not None, DV=dv, DV_PAD=padded_width(dv), ROWS=tile_rows, num_warps=launch_table.STREAMING_WARPS,
+    )
+    return delta
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, block: int, add: bool, indices: Sequence[InvertedIndex],
+) -> None:
+    sizes, width = _sizes(q, v, blocks.shape[3], block), q.element_size()
+    tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), q.device)
+    sum_rows, sum_elements = launch_table.streaming_rows(sizes.dk), launch_table.SUM_ITEMS_ELEMENTS
+    item = sizes.block * (sizes.dk + sizes.dv)
+    parts = ceil_div(item, sum_elements)
+    entries = item_entries(sizes, width)
+    # Not in float16: an eighth of a small value may be subnormal there.
+    scaled_v = q.dtype != torch.float16
+    scale_ds, scale_dk = _split_scale(sizes.scale) if scaled_v else (sizes.scale, sizes.scale)
+    pieces = cut(sizes, width)
+    all_sums = _sums(q, sizes, pieces)
+    for number, piece in enumerate(pieces):
+        part_q, part_do, part_lse, part_delta, part_dq = (piece.of(x, sizes.heads) for x in (q, do, lse, delta, dq))
+        part_k, part_v, part_dk, part_dv = (piece.keys(x) for x in (k, v, dk, dv))
+        part_blocks = piece.of(blocks).contiguous()
+        B, T, G = part_blocks.shape[:3]
+        first, last = piece.t0 == 0, piece.t1 == sizes.T
+        sums = None if all_sums is None else all_sums[piece.g0 % all_sums.shape[0] :]
+        index = indices[number] if indices else _build_index(part_blocks, sizes, piece, width)
+        pair_dq = q.new_empty(B * G * T * sizes.n_sel * sizes.heads * sizes.dk)
+        item_dkv = q.new_empty(index.work.numel() * item, dtype=torch.float32)
+        nsa_selected_backward[(index.work.numel(),)](
+            part_q, part_k, part_v, part_do, part_lse, part_delta, *index, pair_dq, item_dkv, part_dk, part_dv,
+            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0,
+            *strides(q, k, v, do), *lse.stride()[:2],
+            scale_ds, scale_dk, sizes.scale * LOG2E,
+            ONE_PIECE=first and last, WIDE=is_wide(sizes, T, sizes.dk, q, do), SCALED_V=scaled_v, ITEM_ENTRIES=entries,
+            PART=launch_table.selected_columns(q.dtype), ROWS=tile.rows, **sizes.constants(), **tile.options(),
+        )
+        tiles = ceil_div(T * sizes.heads, sum_rows)
+        reductions = B * G * sizes.n_blocks * parts
+        nsa_selected_sum[(reductions + tiles * B * G,)](
+            pair_dq, part_blocks, part_dq, item_dkv, index.starts, sums, part_dk, part_dv,
+            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0,
+            *dq.stride()[:2],
+            scale_dk if scaled_v else 1.0, tiles, reductions, parts,
+            FIRST=first, LAST=last, ADD=add, ITEM_ENTRIES=entries, ROWS=sum_rows, ELEMENTS=sum_elements,
+            AT_ONCE=launch_table.SUM_ITEMS_AT_ONCE, **sizes.constants(), num_warps=launch_table.STREAMING_WARPS,
+        )
+# fmt: on
+
+
+def _sums(q: Tensor, sizes: Sizes, pieces: list[Piece]) -> Tensor | None:
+    """Where the float32 sums of dk and dv wait from one part of a group's queries to the next; None if none is cut.
+
+    [groups whose sums are alive at the same time, elements]: all groups, if a piece takes up what several left.
+    """
+    parts_of_groups = [piece for piece in pieces if piece.t1 - piece.t0 < sizes.T]
+    if not parts_of_groups:
+        return None
+    alive = sizes.G if any(piece.g1 - piece.g0 > 1 for piece in parts_of_groups) else 1
+    return q.new_empty(alive, sizes.n_blocks * sizes.block * (sizes.dk + sizes.dv), dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, blocks, l_sel, _ = inputs
+    out, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, blocks)
+    ctx.l_sel = l_sel
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, blocks = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(out)
+    return *_selected_bwd(do, dlse, q, k, v, out, lse, blocks, ctx.l_sel), None, None, None
+
+
+torch.library.register_autograd("nsa_lab::selected_fwd", _differentiate, setup_context=_keep)

@@ -1,0 +1,163 @@
+"""What one launch of the selected branch works on: the cut of a large input into pieces that fit the workspace.
+
+Partial results cost 2 KB per (query, head) row at the usual sizes. All is decided from shapes alone, forward as backward.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nsa_lab.attention.kernels.host import ceil_div, padded_width
+
+WORKSPACE_BYTES = 2 * 2**30  # partial results of one launch, all of them; larger inputs are worked through in pieces
+# (query, head) rows of a work item: short ones spread a small problem over the chip, those in the order of their queries
+# are short enough for all that run at once to be near each other.
+SHORT_ITEM, LONG_ITEM, ORDERED_ITEM = 1536, 6144, 2048
+LONG_ROWS = 2**22
+ORDERED_BYTES = 64 * 2**20  # of a group's q: what the L2 cache does not hold beside the partial results
+
+
+class Sizes(NamedTuple):
+    """What every launch needs; `block` is the tokens of a block as the kernels have it, `n_sel` how many a query has."""
+
+    B: int
+    T: int
+    H: int
+    G: int
+    n_sel: int
+    block: int
+    dk: int
+    dv: int
+
+    @property
+    def heads(self) -> int:
+        return self.H // self.G
+
+    @property
+    def n_blocks(self) -> int:
+        return ceil_div(self.T, self.block)
+
+    @property
+    def scale(self) -> float:
+        return self.dk**-0.5
+
+    def constants(self) -> dict[str, int]:
+        """The compile-time sizes that the kernels share."""
+        return {
+            "HEADS": self.heads,
+            "N_SEL": self.n_sel,
+            "BLOCK": self.block,
+            "BLOCK_PAD": padded_width(self.block),
+            "DK": self.dk,
+            "DV": self.dv,
+            "DK_PAD": padded_width(self.dk),
+            "DV_PAD": padded_width(self.dv),
+        }
+
+
+class Piece(NamedTuple):
+    """Sequences [b0, b1), groups [g0, g1) and queries [t0, t1) that one launch works on."""
+
+    b0: int
+    b1: int
+    g0: int
+    g1: int
+    t0: int
+    t1: int
+
+    def of(self, x: Tensor, each: int = 1) -> Tensor:
+        """The queries of `x` [B, T, n, ...], which has `each` rows for a group."""
+        return self._cut(x, each, slice(self.t0, self.t1))
+
+    def keys(self, x: Tensor) -> Tensor:
+        """All keys or values of `x` [B, T, G, D]."""
+        return self._cut(x, 1, slice(0, x.shape[1]))
+
+    def _cut(self, x: Tensor, each: int, rows: slice) -> Tensor:
+        sequences, groups = slice(self.b0, self.b1), slice(self.g0 * each, self.g1 * each)
+        everything = all(s.stop - s.start == n for s, n in zip((sequences, rows, groups), x.shape, strict=False))
+        return x if everything else x[sequences, rows, groups]  # views cost the host microseconds
+
+
+class Need(NamedTuple):
+    """Bytes of partial results: of one query and head, and of one group of one sequence besides."""
+
+    row: int
+    group: int
+
+
+def forward_need(sizes: Sizes, width: int) -> Need:
+    """Partial outputs, of elements of `width` bytes, and their LSEs."""
+    return Need(sizes.n_sel * (sizes.dv * width + 4), 0)
+
+
+def item_bytes(sizes: Sizes) -> int:
+    return sizes.block * (sizes.dk + sizes.dv) * 4
+
+
+def backward_need(sizes: Sizes, width: int) -> Need:
+    """Partial dq, and the float32 dk and dv of the work items.
+
+    Items are full ones, one more of each block, and up to 4 that make their number a multiple of 4.
+    """
+    full_items = ceil_div(sizes.n_sel * item_bytes(sizes), item_entries(sizes, width) * sizes.heads)
+    return Need(sizes.n_sel * sizes.dk * width + full_items, (sizes.n_blocks + 4) * item_bytes(sizes))
+
+
+def cut(sizes: Sizes, width: int) -> list[Piece]:
+    """What to work through one after the other, forward and backward, for inputs of `width` bytes per element.
+
+    Whole sequences while one fits in the workspace, else groups, which share nothing. A group that does not fit is cut by
+    queries, and its parts hand on float32 sums of dk and dv. Where what is left over fits for several groups at once, it
+    makes one piece of them, after the others; else a group's parts are about equal. The sums grow with T: where they alone
+    would fill the workspace, from millions of tokens on, the rest still gets half of it.
+    """
+    need = Need(*map(max, forward_need(sizes, width), backward_need(sizes, width)))
+    each = sizes.heads * need.row  # bytes per query
+    fit = WORKSPACE_BYTES // (sizes.T * each + need.group)
+    if fit >= sizes.B * sizes.G:  # without a loop, which would tie a compiled model to its shapes
+        return [Piece(0, sizes.B, 0, sizes.G, 0, sizes.T)]
+    if fit:
+        batch, groups = max(fit // sizes.G, 1), min(fit, sizes.G)
+        sequences = [(b, min(b + batch, sizes.B)) for b in range(0, sizes.B, batch)]
+        group_ranges = [(g, min(g + groups, sizes.G)) for g in range(0, sizes.G, groups)]
+        return [Piece(*sequence, *group_range, 0, sizes.T) for sequence in sequences for group_range in group_ranges]
+    sums = sizes.n_blocks * item_bytes(sizes)
+    first = (WORKSPACE_BYTES - need.group - sizes.G * sums) // each // 64 * 64
+    if first > 0:
+        groups = (WORKSPACE_BYTES - sizes.G * sums) // ((sizes.T - first) * each + need.group)
+        if groups > 1:
+            parts = [(g, g + 1, 0, first) for g in range(sizes.G)]
+            parts += [(g, min(g + groups, sizes.G), first, sizes.T) for g in range(0, sizes.G, groups)]
+            return [Piece(b, b + 1, *part) for b in range(sizes.B) for part in parts]
+    room = max(max(WORKSPACE_BYTES - need.group - sums, WORKSPACE_BYTES // 2) // each, 1)
+    queries = ceil_div(sizes.T, ceil_div(sizes.T, room))
+    # In steps of 64, where there are as many: numbers that are multiples of 16 compile once.
+    queries = min(ceil_div(queries, 64), room // 64) * 64 if room >= 64 else queries
+    return [
+        Piece(b, b + 1, g, g + 1, t, min(t + queries, sizes.T))
+        for b in range(sizes.B)
+        for g in range(sizes.G)
+        for t in range(0, sizes.T, queries)
+    ]
+
+
+def is_ordered(sizes: Sizes, queries: int, width: int) -> bool:
+    """Whether the q of so many queries of a group is too much for the L2 cache, where that is what work items wait for.
+
+    With 64 heads of 128 and 32 768 tokens, items in the order of their blocks read 6.9 GB of q from memory, of the 8.6 GB
+    they read in all; in the order of their queries 2.5 GB. Heads of 64 hide the wait: more of their programs fit on a
+    multiprocessor.
+    """
+    return sizes.dk > 64 and queries * sizes.heads * sizes.dk * width > ORDERED_BYTES
+
+
+def item_entries(sizes: Sizes, width: int) -> int:
+    """The most entries of a work item, the same in all pieces."""
+    if sizes.B * sizes.T * sizes.H * sizes.n_sel <= LONG_ROWS:
+        rows = SHORT_ITEM
+    else:
+        rows = ORDERED_ITEM if is_ordered(sizes, sizes.T, width) else LONG_ITEM
+    return max(1, rows // sizes.heads)

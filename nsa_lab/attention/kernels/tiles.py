@@ -1,0 +1,80 @@
+"""What the kernels of all branches do alike: rows into a tile, and which tile a program works on."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_lab.attention.kernels import vocabulary
+
+LOG2E = tl.constexpr(vocabulary.LOG2E)
+LN2 = tl.constexpr(1 / vocabulary.LOG2E)
+
+
+@triton.jit
+def load_at(pointers, columns, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """The tile [rows, PAD] at `pointers`, all of whose rows exist: zero past WIDTH columns."""
+    if WIDTH == PAD:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def load_rows(base, offsets, columns, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """Rows at `offsets` elements from `base`, all of which exist."""
+    return load_at(base + offsets[:, None] + columns[None, :], columns, WIDTH, PAD)
+
+
+@triton.jit
+def load_rows_inside(base, offsets, columns, inside, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """As `load_rows`; rows that are not `inside` are not read, and come out zero."""
+    pointers = base + offsets[:, None] + columns[None, :]
+    if WIDTH == PAD:
+        return tl.load(pointers, mask=inside[:, None], other=0.0)
+    return tl.load(pointers, mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def row_offsets(t, head, stride_t, stride_h, WIDE: tl.constexpr):
+    """Element offsets of (query, head) rows; 32 bits unless WIDE, for half of the instructions."""
+    if WIDE:
+        offsets = t.to(tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
+    else:
+        offsets = t.to(tl.int32) * stride_t + tl.cast(head, tl.int32) * stride_h
+    return offsets
+
+
+@triton.jit
+def batch_and_group(B, G):
+    """Sequence and group of this program, of which the fastest axis of the grid has all for every tile."""
+    bg = tl.program_id(0) % (B * G)
+    return (bg // G).to(tl.int64), (bg % G).to(tl.int64)
+
+
+@triton.jit
+def last_tile_first(B, G):
+    """Tile, sequence and group of this program. The last queries have most to read, so their programs start first."""
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // (B * G)
+    b, g = batch_and_group(B, G)
+    return tile, b, g
+
+
+@triton.jit
+def load_consecutive(
+    base, stride, start, N, WIDTH: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, CLAMP: tl.constexpr
+):  # fmt: skip
+    """Rows start .. start+ROWS-1 of a [N, WIDTH] matrix as [ROWS, PAD].
+
+    CLAMP: some may lie past the end; they repeat the last row, and the caller masks them. Without it the offsets inside the
+    tile do not change from one tile to the next, and the compiler takes them out of the loop; they fit 32 bits.
+    """
+    columns = tl.arange(0, PAD)
+    i = tl.arange(0, ROWS)
+    if CLAMP:
+        i = tl.minimum(i, N - 1 - start)
+    pointers = base + tl.cast(start, tl.int64) * stride + (i[:, None] * stride + columns[None, :])
+    return load_at(pointers, columns, WIDTH, PAD)
+
+
+INTERPRETED = not isinstance(load_at, triton.runtime.jit.JITFunction)
+"""True when Triton was imported under TRITON_INTERPRET=1, and so runs kernels on CPU tensors."""

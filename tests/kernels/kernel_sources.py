@@ -1,0 +1,37 @@
+"""What the sources of the kernels say of their names."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from nsa_lab.attention import kernels
+
+FOLDER = Path(kernels.__file__).parent
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.rglob("*.py"))}
+
+
+def jitted() -> set[str]:
+    """Every function that Triton compiles."""
+    functions = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return {f.name for f in functions if any(ast.unparse(d).startswith("triton.jit") for d in f.decorator_list)}
+
+
+def launched() -> set[str]:
+    """Those that are launched: called as `kernel[grid](...)`."""
+    calls = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    called = {call.func.value.id for call in calls if isinstance(call.func, ast.Subscript) and _is_name(call.func.value)}
+    return called & jitted()
+
+
+def launched_names() -> set[str]:
+    """Under which names a profile shows them: one that serves both branches of the band has a name for each."""
+    names = set()
+    for name in launched():
+        band = name.startswith("nsa_band_")
+        names |= {name.replace("_band_", f"_{branch}_") for branch in ("compressed", "window")} if band else {name}
+    return names
+
+
+def _is_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name)

@@ -1,0 +1,105 @@
+"""The launch table, entry by entry: what the benchmarked shapes were measured with."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+import torch
+from kernel_sources import TREES
+
+from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.launch_table import Rows, Tile
+
+CPU = torch.device("cpu")
+SINGLE, HALF = torch.float32, torch.bfloat16
+# dtype, head width, roomy -> rows, keys, warps, stages, registers, one_loop: compressed and window forward, dq; dk and dv.
+SIMPLE = (32, 32, 4, 1, None, False)
+BAND = {
+    (SINGLE, 64, True): (SIMPLE,) * 5,
+    (SINGLE, 128, False): (SIMPLE,) * 5,
+    (HALF, 64, True): (
+        (64, 64, 4, 3, 128, False),
+        (64, 32, 4, 3, 96, False),
+        (64, 64, 4, 3, 168, False),
+        (64, 32, 4, 3, 96, False),
+        (64, 64, 4, 3, None, False),
+    ),
+    (HALF, 128, True): (
+        (128, 64, 8, 3, None, False),
+        (128, 32, 8, 3, 128, False),
+        (64, 64, 4, 2, None, False),
+        (64, 32, 4, 2, 168, True),
+        (64, 128, 8, 3, None, False),
+    ),
+    (HALF, 128, False): (
+        (64, 32, 4, 3, 168, False),
+        (128, 32, 8, 3, 128, False),
+        (64, 32, 4, 2, None, False),
+        (64, 32, 4, 2, 168, True),
+        (32, 64, 4, 3, None, False),
+    ),
+}
+BAND[SINGLE, 64, False] = BAND[SINGLE, 128, True] = BAND[SINGLE, 64, True]
+BAND[HALF, 64, False] = BAND[HALF, 64, True]  # 64 columns fit any GPU
+
+
+@pytest.mark.parametrize(("dtype", "width", "roomy"), BAND, ids=str)
+def test_the_band(dtype, width, roomy, monkeypatch):
+    monkeypatch.setattr(launch_table, "is_roomy", lambda device: roomy)
+    forward, dq = launch_table.band_forward, launch_table.band_dq
+    tiles = [find(dtype, width, windowed, CPU) for find in (forward, dq) for windowed in (False, True)]
+    assert (*map(tuple, tiles), tuple(launch_table.band_dkv(dtype, width, CPU))) == BAND[dtype, width, roomy]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+def test_all_widths_up_to_64_and_all_above_are_alike(dtype):
+    for find in (launch_table.band_dkv, launch_table.selected_items):
+        assert find(dtype, 32, CPU) == find(dtype, 64, CPU) != find(dtype, 96, CPU) == find(dtype, 128, CPU)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "blocks", "tile"),
+    [
+        (HALF, 64, 32, Tile(64, 32, 4, 3)),  # 2048 tokens
+        (HALF, 64, 128, Tile(64, 32, 4, 3)),
+        (HALF, 64, 256, Tile(64, 32, 4, 3)),
+        (HALF, 64, 512, Tile(64, 32, 4, 3, 168)),  # 32 768 tokens
+        (HALF, 64, 1024, Tile(64, 32, 4, 3, 168)),
+        (HALF, 128, 512, Tile(64, 32, 4, 3)),
+        (SINGLE, 64, 1024, Tile(32, 16, 4, 1)),
+    ],
+)
+def test_the_choice(dtype, width, blocks, tile):
+    assert launch_table.choice(dtype, width, 4, 1, blocks) == tile
+
+
+@pytest.mark.parametrize(("strides", "spill", "keys"), [(1, 0, 128), (3, 1, 32), (16, 1, 16), (2, 7, 64), (4, 20, 64)])
+def test_a_step_of_the_choice_has_room_for_what_spills_into_it(strides, spill, keys):
+    assert launch_table.choice(HALF, 64, strides, spill, 32).keys == keys
+
+
+def test_the_selected_branch(monkeypatch):
+    for hopper, stages in ((True, 3), (False, 2)):
+        monkeypatch.setattr(launch_table, "is_hopper", lambda device, hopper=hopper: hopper)
+        assert launch_table.selected_items(HALF, 64, CPU) == Rows(64, 4, 3)
+        assert launch_table.selected_items(HALF, 128, CPU) == Rows(64, 4, stages)
+        assert launch_table.selected_items(SINGLE, 64, CPU) == Rows(32, 4, 1)
+        assert launch_table.selected_items(SINGLE, 128, CPU) == Rows(16, 4, 1)
+    unions = [launch_table.selected_union(HALF, width) for width in (64, 128)]
+    assert unions == [Rows(64, 4, 3), Rows(64, 4, 2)]
+    assert [launch_table.streaming_rows(width) for width in (64, 128)] == [32, 16]
+    assert (launch_table.selected_columns(HALF), launch_table.selected_columns(SINGLE)) == (64, 128)
+    assert [launch_table.gate_rows(width) for width in (64, 96, 128)] == [32, 16, 16]
+
+
+def test_no_launch_has_numbers_of_its_own():
+    """Tiles, warps, stages and registers come from the table."""
+    named = {"num_warps", "num_stages", "maxnreg", "ROWS", "KEYS", "QUERIES", "BLOCKS", "ENTRIES", "ELEMENTS", "AT_ONCE"}
+    wrong = []
+    for path, tree in TREES.items():
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
+        for keyword in (keyword for call in calls for keyword in call.keywords):
+            if keyword.arg in named and isinstance(keyword.value, ast.Constant):
+                wrong.append(f"{path.name}: {keyword.arg}")
+    assert not wrong
