@@ -77,6 +77,23 @@ def candidate_blocks(position: torch.Tensor, n_selection: int, nsa: NSAConfig) -
     return torch.arange(n_selection, device=position.device) * nsa.l_sel <= position.unsqueeze(-1)
 
 
+def keys_of_blocks(blocks: torch.Tensor, position: torch.Tensor, nsa: NSAConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys that a query at `position` reads of each of its `blocks` (int, -1: none), and how many its window reads too.
+
+    `position` broadcasts against `blocks`.
+    """
+    first = blocks * nsa.l_sel
+    last = torch.minimum(first + nsa.l_sel - 1, position)
+    keys = torch.where(blocks >= 0, last - first + 1, 0)
+    near = (last - torch.maximum(first, position - nsa.w + 1) + 1).clamp_min(0)
+    return keys, torch.where(blocks >= 0, near, 0)
+
+
+def after_first_block(length: int, nsa: NSAConfig) -> int:
+    """The first position past selection block 0 of a sequence of `length` tokens, or its last one if there is none."""
+    return min(nsa.l_sel, length - 1)
+
+
 def selected_keys(position: int, nsa: NSAConfig) -> int:
     """Keys the selected branch reads at `position`: whole past blocks and the begun part of the current one.
 

@@ -26,8 +26,8 @@ from nsa_lab.config import NSAConfig
 def compress(x: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None = None, *, span: Span | None = None) -> Tensor:
     """phi over every block of l tokens, d apart (eq. 7): x [B, T, G, D] -> [B, N, G, D].
 
-    N = 0 if T < l else (T - l)//d + 1, and block i covers tokens [i*d, i*d + l). `avg` is the mean. With a span, x holds all
-    its keys, and the blocks of all documents lie one after another; rows of padding are 0.
+    N = 0 if T < l else (T - l)//d + 1, and block i covers tokens [i*d, i*d + l). `avg` is the mean. With a span, x holds
+    all its keys, and the blocks of all documents lie one after another; rows of padding are 0.
     """
     check_phi(nsa, phi)
     span = span or Span.full(x.shape[1])

@@ -50,7 +50,7 @@ class Span:
     """Position of the first query in its document; not 0 for a chunk alone."""
     capacity: int | None = None
     """Documents that shapes are laid out for; None: shapes follow the documents."""
-    _copies: dict[torch.device, Tensor] = field(default_factory=lambda: {}, init=False, compare=False)
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor], init=False, compare=False)
 
     @classmethod
     def full(cls, length: int) -> Span:

@@ -3,7 +3,7 @@
 Queries go in chunks; a chunk meets a contiguous range of keys under a mask, or, for the selected branch of a long
 sequence, the gathered tokens of its own blocks. The backward pass recomputes a chunk's probabilities from the saved LSE,
 so no score of more than one chunk is ever held. Documents are chunks of their own, over their own keys: what a packed row
-costs follows the lengths of its documents, and a `Span.chunk` costs what it reads. Same functions and shapes as `reference`.
+costs follows the lengths of its documents, and a `Span.chunk` costs what it reads. Functions and shapes as in `reference`.
 
 torch.compile steps around these functions: traced, the loop over chunks is unrolled and its backward pass comes out wrong
 (torch 2.13; tests/model holds compiled gradients against eager ones).
