@@ -35,7 +35,7 @@ def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: S
         blocks = _joined([_mean_blocks(document, nsa) for document in documents])
     else:
         blocks = phi(_joined([_whole_blocks(document, nsa) for document in documents]))
-    return blocks if span is None else pad(blocks, (0, 0, 0, 0, 0, span.num_compressed(nsa) - blocks.shape[1]))
+    return blocks if span is None else pad(blocks, (0, 0, 0, 0, 0, span.padding(nsa)))
 
 
 def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:

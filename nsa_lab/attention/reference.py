@@ -33,7 +33,7 @@ def compress(x: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None = None, *, s
     span = span or Span.full(x.shape[1])
     blocks = torch.cat([_blocks_of(x[:, document.keys], nsa) for document in span.documents], dim=1)  # [B, N, G, D, l]
     compressed = blocks.to(_wide(x.dtype)).mean(-1).to(x.dtype) if phi is None else phi(blocks)
-    return torch.nn.functional.pad(compressed, (0, 0, 0, 0, 0, span.num_compressed(nsa) - blocks.shape[1]))
+    return torch.nn.functional.pad(compressed, (0, 0, 0, 0, 0, span.padding(nsa)))
 
 
 def compressed_attention(

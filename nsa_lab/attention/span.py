@@ -104,8 +104,8 @@ class Span:
     @property
     def is_full(self) -> bool:
         """Whether it computes what `Span.full` does, at the same shapes, however it was written."""
-        whole = any(document.last == self.queries for document in self.documents)
-        return whole and self.start == 0 and self.capacity is None and self.queries > 0
+        one = any(document.last == self.queries for document in self.documents)
+        return one and self.capacity is None and self.queries > 0
 
     def positions(self, device: torch.device | None = None) -> Tensor:
         """Of every query in its own document, int64 [queries]."""
@@ -136,6 +136,10 @@ class Span:
         """Rows of compressed keys and values, the padding of a `capacity` included."""
         # d divides l, so that a document of L tokens has at most L // d blocks, and all of them at most total // d.
         return self.queries // nsa.d if self.capacity is not None else self.compressed_bounds(nsa)[-1]
+
+    def padding(self, nsa: NSAConfig) -> int:
+        """Rows of compressed keys and values, at the end, that belong to no document."""
+        return self.num_compressed(nsa) - self.compressed_bounds(nsa)[-1]
 
     def num_selection(self, nsa: NSAConfig) -> int:
         """Selection blocks of the longest document; block numbers are its own document's."""
