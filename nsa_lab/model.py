@@ -227,14 +227,16 @@ class NSAttention(nn.Module):
         c = self.config
         if x.ndim != 3 or x.shape[2] != c.dim:
             raise ValueError(f"NSAttention: expected x [B, T, {c.dim}], got {tuple(x.shape)}")
-        _check_no_cache(span)
+        _check_span(span, x.shape[1])
         rotary = rotary_table(x.shape[1], c.d_k, c.rope_theta, x.device, span)
         return self.attention(x, rotary, span)
 
 
 def _head_width(dim: int, n_heads: int) -> int:
-    if n_heads < 1 or dim % n_heads:
-        low = max(dim // max(n_heads, 1), 1) * n_heads
+    if n_heads < 1:
+        raise ValueError(f"NSAttention: n_heads = {n_heads}: expected at least 1")
+    if dim % n_heads:
+        low = max(dim // n_heads, 1) * n_heads
         raise ValueError(
             f"NSAttention: dim = {dim} does not divide into n_heads = {n_heads}; "
             f"give head_dim=, or use dim = {low} or {low + n_heads}"
@@ -242,12 +244,17 @@ def _head_width(dim: int, n_heads: int) -> int:
     return dim // n_heads
 
 
-def _check_no_cache(span: Span | None) -> None:
-    if span is not None and span.start:
+def _check_span(span: Span | None, rows: int) -> None:
+    """Raises ValueError unless `rows` of input hold all queries and all keys of `span`."""
+    if span is None:
+        return
+    if span.start:
         raise ValueError(
             f"span = {span}: a forward pass computes all keys from its own input, and has no cache with those before "
             f"position {span.start}; give all tokens and Span.full or Span.packed"
         )
+    if span.queries != rows:
+        raise ValueError(f"span = {span} has {span.queries} tokens, and the input has {rows}; give the span of this input")
 
 
 @torch.no_grad()
@@ -405,7 +412,7 @@ class NSATransformer(nn.Module):
     def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
             raise ValueError(f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
-        _check_no_cache(span)
+        _check_span(span, tokens.shape[1])
         c = self.config
         return self.embedding(tokens), rotary_table(tokens.shape[1], c.d_k, c.rope_theta, tokens.device, span)
 
