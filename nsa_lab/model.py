@@ -13,6 +13,7 @@ Shape suffixes: B batch, T time, H query heads, G key/value groups, C model widt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ from nsa_lab.attention.dispatch import Choice
 from nsa_lab.config import ModelConfig, NSAConfig
 
 BRANCHES = ("cmp", "sel", "win")
+# What `nsa_attention` takes: q, then keys and values of cmp, sel and win, then gates.
+AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
 SATURATED = 0.01  # a gate this close to 0 or 1 has stopped passing gradient
 
@@ -93,12 +96,12 @@ class SparseAttention(nn.Module):
         self._resolved: dict[tuple[torch.device, torch.dtype, bool], Mapping[str, Choice]] = {}
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> Tensor:
-        q, *others = self.project(x, rotary, span)
-        backends = self.backends or self._resolve(q, span)
-        mixed = nsa_attention(q, *others, self.config.nsa, backend=backends, span=span)
+        inputs = self.project(x, rotary, span)
+        backends = self.backends or self._resolve(inputs[0], span)
+        mixed = nsa_attention(*inputs, self.config.nsa, backend=backends, span=span)
         return self.out(mixed.flatten(2))
 
-    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> AttentionInputs:
         """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3].
 
         `rotary` is that of x's positions. x holds all keys: a span is full or packed.
@@ -368,8 +371,9 @@ class NSATransformer(nn.Module):
             raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
         x, rotary = self._enter(tokens)
         seen = []
-        for block in self.blocks:
-            seen.append(block.attention.observe(block.attention_norm(x), rotary))
+        for block in cast("list[Block]", self.blocks):
+            layer = cast(SparseAttention, block.attention)
+            seen.append(layer.observe(block.attention_norm(x), rotary))
             x = block(x, rotary)
         return seen
 

@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "compression: blocks across the border of documents",
         "attention.compression",
-        "documents = x.split([document.last for document in span.documents], dim=1)",
-        "documents = [x[:, : x.shape[1]]]",
+        "documents = torch.split(x, [document.last for document in span.documents], dim=1)",
+        "documents = (x,)",
     ),
     Mutant(
         "torch: a chunk's rows taken for its positions",
@@ -263,7 +263,7 @@ MUTANTS = [
     Mutant(
         "reference: heads of a group interleaved",
         "attention.reference",
-        "return x.unflatten(2, (groups, x.shape[2] // groups))",
+        "return torch.unflatten(x, 2, (groups, x.shape[2] // groups))",
         "return x.unflatten(2, (x.shape[2] // groups, groups)).transpose(2, 3)",
     ),
     Mutant(
@@ -367,7 +367,7 @@ MUTANTS = [
     Mutant(
         "torch: heads of a group interleaved",
         "attention.torch_backend",
-        "return x.to(wide).unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)",
+        "return torch.unflatten(x.to(wide), 2, (groups, -1)).transpose(1, 2).flatten(2, 3)",
         "return x.to(wide).unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(2, 3)",
     ),
     Mutant(

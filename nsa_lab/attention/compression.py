@@ -27,10 +27,9 @@ def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: S
     """
     checks.check_keys("x", x, span)
     check_phi(nsa, phi)
-    if span is None or len(span.documents) == 1:
-        documents = [x]
-    else:
-        documents = x.split([document.last for document in span.documents], dim=1)
+    documents = (x,)
+    if span is not None and len(span.documents) > 1:
+        documents = torch.split(x, [document.last for document in span.documents], dim=1)
     if phi is None:
         blocks = _joined([_mean_blocks(document, nsa) for document in documents])
     else:
@@ -68,7 +67,7 @@ def _mean_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
     n = geometry.num_compressed(x.shape[1], nsa)
     strides = n + nsa.l // nsa.d - 1 if n else 0
     wide = x.dtype if x.dtype == torch.float64 else torch.float32  # bf16 sums in float32
-    sums = x[:, : strides * nsa.d].unflatten(1, (strides, nsa.d)).sum(2, dtype=wide)
+    sums = torch.unflatten(x[:, : strides * nsa.d], 1, (strides, nsa.d)).sum(2, dtype=wide)
     blocks = sums[:, :n]
     for shift in range(1, nsa.l // nsa.d):
         blocks = blocks + sums[:, shift : shift + n]

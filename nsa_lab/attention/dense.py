@@ -31,9 +31,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", 
         t, s = span.positions(q.device), geometry.positions(0, span.keys, q.device)
         return _attend(q, k, v, seen=s <= t[:, None])
     lengths = [document.last for document in span.documents if document.last]
-    return torch.cat(
-        [_attend(*document) for document in zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)], dim=1
-    )
+    parts = zip(*(torch.split(x, lengths, dim=1) for x in (q, k, v)), strict=True)
+    return torch.cat([_attend(*part) for part in parts], dim=1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,7 +179,8 @@ class _Flash:
     window_attention = staticmethod(flash.flash_window)
 
 
-_MODULES: Mapping[str, ModuleType | type] = {
+# A module, or a class, with a function per part that it has.
+_MODULES: Mapping[str, Any] = {
     "reference": reference,
     "torch": torch_backend,
     "triton": kernels,
@@ -187,7 +188,7 @@ _MODULES: Mapping[str, ModuleType | type] = {
 }
 
 
-def _implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Span | None) -> ModuleType | type:
+def _implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Span | None) -> Any:
     if backend == "flash" and part != "window":
         raise NotImplementedError(
             f"backend = 'flash' has the window branch and dense attention only, not {part}; use auto, triton or torch"

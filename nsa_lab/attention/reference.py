@@ -189,7 +189,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _split_heads(x: Tensor, groups: int) -> Tensor:
     """[B, T, H, D] -> [B, T, G, h, D]."""
-    return x.unflatten(2, (groups, x.shape[2] // groups))
+    return torch.unflatten(x, 2, (groups, x.shape[2] // groups))
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

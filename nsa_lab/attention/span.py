@@ -194,7 +194,7 @@ def _bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
         raise ValueError(f"{wanted}, got {cu_seqlens.dtype}; use cu_seqlens.int()")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"{wanted}, got shape {tuple(cu_seqlens.shape)}; one document of T tokens is [0, T]")
-    bounds = tuple(int(row) for row in cu_seqlens.tolist())
+    bounds = tuple(int(row) for row in cu_seqlens)
     if bounds[0] != 0:
         raise ValueError(f"{wanted}, and it starts at {bounds[0]}; put a 0 in front, or subtract its first value")
     for number, (begin, end) in enumerate(pairwise(bounds)):

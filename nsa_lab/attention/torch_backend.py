@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,11 +38,20 @@ class Chunk(NamedTuple):
     keys: slice
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which torch.compile steps around: as torch.compiler.disable, which loads the compiler at once."""
+    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+
+
 # A chunk -> the range of rows they may see, and which of those each may not: bool [B|1, G|1, C, keys]
 KeyRange = Callable[[Chunk], tuple[slice, Tensor]]
 
 
-@torch.compiler.disable
+@_untraced
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -58,10 +67,10 @@ def compressed_attention(
     chunks: list[Chunk] = []
     for document, rows in zip(span.documents, span.compressed_rows(nsa), strict=True):
         chunks += _chunks(document, rows, _score_bytes(q, rows.stop - rows.start, wide), q.device)
-    return _RangeAttention.apply(q, k_cmp, v_cmp, keys, wide, chunks)
+    return _range_attention(q, k_cmp, v_cmp, keys, wide, chunks)
 
 
-@torch.compiler.disable
+@_untraced
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """As `reference.select_blocks`, streamed over chunks of queries."""
     span = span or Span.full(q.shape[1])
@@ -76,8 +85,8 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span
                 first, last = chunk.first, chunk.last
                 n = geometry.num_compressed(last, nsa)
                 s = _rows(q[:, chunk.rows], G, wide) @ k[:, :, _rows_from(chunk, 0, n)].mT * q.shape[-1] ** -0.5
-                s = s.unflatten(2, (last - first, H // G))  # [B, G, C, h, n]
-                norm = lse[:, chunk.rows].to(wide).unflatten(2, (G, H // G)).transpose(1, 2).unsqueeze(-1)
+                s = torch.unflatten(s, 2, (last - first, H // G))  # [B, G, C, h, n]
+                norm = _per_row(lse[:, chunk.rows], G, wide).unsqueeze(-1)
                 seen = geometry.sees_compressed(geometry.positions(first, last, q.device), n, nsa)
                 p = torch.where(seen.unsqueeze(1), s - norm, float("-inf")).exp().sum(3)  # [B, G, C, n]
                 importance = _carry(p, geometry.num_selection(last, nsa), nsa).float().transpose(1, 2)
@@ -85,7 +94,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span
     return chosen
 
 
-@torch.compiler.disable
+@_untraced
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -96,13 +105,16 @@ def selected_attention(
         return _attend_selected(q, k, v, blocks, nsa, *runs[0])
     # Only packed documents make more than one run, and their rows of q and of k are the same.
     sizes = [run[-1].queries.stop - run[0].queries.start for _, run in runs]
-    pieces = zip(*(x.split(sizes, dim=1) for x in (q, k, v, blocks)), runs, strict=True)
-    parts = [_attend_selected(*piece, nsa, long, _from_row_0(run)) for *piece, (long, run) in pieces]
+    split = [torch.split(x, sizes, dim=1) for x in (q, k, v, blocks)]
+    parts = [
+        _attend_selected(q, k, v, blocks, nsa, long, _from_row_0(run))
+        for q, k, v, blocks, (long, run) in zip(*split, runs, strict=True)
+    ]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
-@torch.compiler.disable
+@_untraced
 def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.window_attention`."""
     span = span or Span.full(q.shape[1])
@@ -114,12 +126,13 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
         too_old = _causal(first - nsa.w, last - nsa.w, start, last, q.device)
         return _rows_from(chunk, start, last), (future | too_old)[None, None]
 
-    wide, chunks = _wide(q.dtype), []
+    wide = _wide(q.dtype)
+    chunks: list[Chunk] = []
     for document in span.documents:
         # The chunk's own length adds to its range, so chunks longer than the window would only grow the mask.
         score_bytes = _score_bytes(q, min(2 * nsa.w, document.last), wide)
         chunks += _chunks(document, document.keys, score_bytes, q.device, longest=nsa.w)
-    return _RangeAttention.apply(q, k, v, keys, wide, chunks)
+    return _range_attention(q, k, v, keys, wide, chunks)
 
 
 def _is_long(document: Document, nsa: NSAConfig) -> bool:
@@ -137,13 +150,14 @@ def _attend_selected(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, long: bool, documents: list[Document]
 ) -> tuple[Tensor, Tensor]:
     """`selected_attention` of documents that are all long, or all short."""
-    wide, chunks = _wide(q.dtype), []
+    wide = _wide(q.dtype)
+    chunks: list[Chunk] = []
     if long:
         B, G, h = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
         gathered = B * G * blocks.shape[3] * nsa.l_sel * (q.shape[3] + v.shape[3] + h) * wide.itemsize
         for document in documents:
             chunks += _chunks(document, document.keys, gathered, q.device)
-        return _GatherAttention.apply(q, k, v, blocks, nsa.l_sel, chunks)
+        return _gather_attention(q, k, v, blocks, nsa.l_sel, chunks)
     per_group = blocks.transpose(1, 2)  # [B, G, T, n_sel]
 
     def keys(chunk: Chunk) -> tuple[slice, Tensor]:
@@ -158,7 +172,7 @@ def _attend_selected(
 
     for document in documents:
         chunks += _chunks(document, document.keys, _score_bytes(q, document.last, wide), q.device)
-    return _RangeAttention.apply(q, k, v, keys, wide, chunks)
+    return _range_attention(q, k, v, keys, wide, chunks)
 
 
 combine = reference.combine
@@ -189,7 +203,8 @@ class _RangeAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_out, grad_lse = grad_outputs
         q, k, v, out, lse = ctx.saved_tensors
         wide, h, G = ctx.wide, q.shape[2] // k.shape[2], k.shape[2]
         scale = q.shape[-1] ** -0.5
@@ -239,7 +254,8 @@ class _GatherAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_out, grad_lse = grad_outputs
         q, k, v, blocks, out, lse = ctx.saved_tensors
         G, scale, wide = k.shape[2], q.shape[-1] ** -0.5, _wide(q.dtype)
         grad_q = torch.empty_like(q)
@@ -258,6 +274,18 @@ class _GatherAttention(torch.autograd.Function):
             _scatter_add(grad_k[:, chunk.keys], index[1], ds.mT @ q_own)
             _scatter_add(grad_v[:, chunk.keys], index[1], p.mT @ do_own)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+
+
+def _range_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: KeyRange, wide: torch.dtype, chunks: list[Chunk]
+) -> tuple[Tensor, Tensor]:
+    return _RangeAttention.apply(q, k, v, keys, wide, chunks)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, chunks: list[Chunk]
+) -> tuple[Tensor, Tensor]:
+    return _GatherAttention.apply(q, k, v, blocks, l_sel, chunks)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _gathered(blocks: Tensor, chunk: Chunk, l_sel: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
@@ -329,7 +357,7 @@ def _sound(k: Tensor, v: Tensor, mark: float) -> tuple[Tensor, Tensor]:
 
 def _masked(s: Tensor, hidden: Tensor) -> Tensor:
     """Scores [B, G, C*h, keys] -> [B, G, C, h, keys], in place, -inf where hidden."""
-    return s.unflatten(2, (hidden.shape[2], -1)).masked_fill_(hidden.unsqueeze(3), float("-inf"))
+    return torch.unflatten(s, 2, (hidden.shape[2], -1)).masked_fill_(hidden.unsqueeze(3), float("-inf"))
 
 
 def _exponentiate(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -351,22 +379,22 @@ def _finite(lse: Tensor) -> Tensor:
 
 def _rows(x: Tensor, groups: int, wide: torch.dtype) -> Tensor:
     """[B, C, H, D] -> [B, G, C*h, D]: the heads of a group are rows of one matrix."""
-    return x.to(wide).unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)
+    return torch.unflatten(x.to(wide), 2, (groups, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def _unrows(x: Tensor, heads: int) -> Tensor:
     """[B, G, C*h, D] -> [B, C, H, D]."""
-    return x.unflatten(2, (-1, heads)).transpose(1, 2).flatten(2, 3)
+    return torch.unflatten(x, 2, (-1, heads)).transpose(1, 2).flatten(2, 3)
 
 
 def _per_row(x: Tensor, groups: int, wide: torch.dtype) -> Tensor:
     """[B, C, H] -> [B, G, C, h]."""
-    return x.to(wide).unflatten(2, (groups, -1)).transpose(1, 2)
+    return torch.unflatten(x.to(wide), 2, (groups, -1)).transpose(1, 2)
 
 
 def _heads(x: Tensor, groups: int, wide: torch.dtype) -> Tensor:
     """[B, C, H, D] -> [B, C, G, h, D]."""
-    return x.to(wide).unflatten(2, (groups, -1))
+    return torch.unflatten(x.to(wide), 2, (groups, -1))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
