@@ -5,12 +5,15 @@ Invariants
 * Rotary embedding per head, after the heads are split, on queries and on the keys of every branch, before compression.
 * The backend is resolved once, when the model is built, and `backends` says which and why.
 * Causal: the logits at <= t do not move when tokens > t do.
+* Positions restart in every document of a packed row (`Span.packed`), and no document sees another.
+`NSAttention` is the attention layer by itself, for other models; `SparseAttention` is the layer that both are made of.
 Shape suffixes: B batch, T time, H query heads, G key/value groups, C model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from torch.nn.functional import rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
 from nsa_lab.attention import (
+    Span,
     compress,
     compressed_attention,
     dense_attention,
@@ -30,9 +34,11 @@ from nsa_lab.attention import (
 )
 from nsa_lab.attention.compression import BlockMap, make_phi
 from nsa_lab.attention.dispatch import Choice
-from nsa_lab.config import ModelConfig
+from nsa_lab.config import ModelConfig, NSAConfig
 
 BRANCHES = ("cmp", "sel", "win")
+# What `nsa_attention` takes: q, then keys and values of cmp, sel and win, then gates.
+AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
 SATURATED = 0.01  # a gate this close to 0 or 1 has stopped passing gradient
 
@@ -50,11 +56,19 @@ class RMSNorm(nn.Module):
         return rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
 
 
-def rotary_table(length: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [length, width/2], of the angles t * theta**(-2i/width) (arXiv 2104.09864)."""
-    rate = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * rate
+def rotary_at(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [T, width/2], of the angles t * theta**(-2i/width) at positions int [T] (arXiv 2104.09864)."""
+    rate = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width)
+    angle = positions.to(torch.float32)[:, None] * rate
     return angle.cos(), angle.sin()
+
+
+def rotary_table(
+    length: int, width: int, theta: float, device: torch.device, span: Span | None = None
+) -> tuple[Tensor, Tensor]:
+    """`rotary_at` the positions of `span`, by default 0 .. length-1."""
+    positions = geometry.positions(0, length, device) if span is None else span.positions(device)
+    return rotary_at(positions, width, theta)
 
 
 def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -65,10 +79,13 @@ def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHD.dtype)
 
 
-class NSAttention(nn.Module):
-    """Projections, compression, gate and output around `nsa_attention`: x [B, T, C] -> [B, T, C]."""
+class SparseAttention(nn.Module):
+    """Projections, compression, gate and output around `nsa_attention`: x [B, T, C] -> [B, T, C].
 
-    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice]) -> None:
+    `backends` is what `resolve_backend` gave; None: resolved for the device and dtype of each input, and kept.
+    """
+
+    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice] | None) -> None:
         super().__init__()
         H, G, d_k, d_v = config.n_heads, config.n_kv_groups, config.d_k, config.d_v
         self.config, self.backends = config, backends
@@ -76,20 +93,26 @@ class NSAttention(nn.Module):
         self.gate = nn.Linear(config.dim, 3 * H, bias=False)
         self.phi_k, self.phi_v = make_phi(config.nsa, d_k), make_phi(config.nsa, d_v)
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
+        self._resolved: dict[tuple[torch.device, torch.dtype, bool], Mapping[str, Choice]] = {}
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        mixed = nsa_attention(*self.project(x, rotary), self.config.nsa, backend=self.backends)
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> Tensor:
+        inputs = self.project(x, rotary, span)
+        backends = self.backends or self._resolve(inputs[0], span)
+        mixed = nsa_attention(*inputs, self.config.nsa, backend=backends, span=span)
         return self.out(mixed.flatten(2))
 
-    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3]."""
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> AttentionInputs:
+        """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3].
+
+        `rotary` is that of x's positions. x holds all keys: a span is full or packed.
+        """
         c = self.config
         H, G = c.n_heads, c.n_kv_groups
         roped, values = self.qkv(x).split([(H + 3 * G) * c.d_k, 3 * G * c.d_v], dim=-1)
         # q and the three keys are neighbours in the projection, so that one rotation turns them all.
         q, k_cmp, k_sel, k_win = rotate(roped.unflatten(-1, (H + 3 * G, c.d_k)), rotary).split([H, G, G, G], dim=2)
         v_cmp, v_sel, v_win = values.unflatten(-1, (3 * G, c.d_v)).split(G, dim=2)
-        k_cmp, v_cmp = compress(k_cmp, c.nsa, self.phi_k), compress(v_cmp, c.nsa, self.phi_v)
+        k_cmp, v_cmp = compress(k_cmp, c.nsa, self.phi_k, span=span), compress(v_cmp, c.nsa, self.phi_v, span=span)
         return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, self.gates(x).to(q.dtype)
 
     def gates(self, x: Tensor) -> Tensor:
@@ -98,14 +121,23 @@ class NSAttention(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits.sigmoid() if self.config.nsa.gate == "sigmoid" else logits.softmax(-1)
 
+    def _resolve(self, q: Tensor, span: Span | None) -> Mapping[str, Choice]:
+        """For q's dtype: what attention computes in, autocast included."""
+        full = span is None or span.is_full
+        key = (q.device, q.dtype, full)
+        if key not in self._resolved:
+            self._resolved[key] = resolve_backend(q.device, q.dtype, self.config.nsa, self.config, span=span)
+        return self._resolved[key]
+
     @torch.no_grad()
     def observe(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """What each branch did: `gates`, `blocks`, `out_cmp`, `out_sel`, `out_win`, `lse_cmp`, `lse_sel`, `lse_sink`.
 
         `lse_sink` is the LSE of the first selection block alone, so exp(lse_sink - lse_sel) is the share it holds.
         """
-        nsa, name = self.config.nsa, {part: choice.backend for part, choice in self.backends.items()}
+        nsa = self.config.nsa
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = self.project(x, rotary)
+        name = {part: choice.backend for part, choice in (self.backends or self._resolve(q, None)).items()}
         out_cmp, lse_cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"])
         blocks = select_blocks(q, k_cmp, lse_cmp, nsa, backend=name["selection"])
         out_sel, lse_sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"])
@@ -135,12 +167,122 @@ class DenseAttention(nn.Module):
         self.qkv = nn.Linear(config.dim, H * d_k + G * (d_k + d_v), bias=False)
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> Tensor:
         c = self.config
         roped, values = self.qkv(x).split([(c.n_heads + c.n_kv_groups) * c.d_k, c.n_kv_groups * c.d_v], dim=-1)
         q, k = rotate(roped.unflatten(-1, (-1, c.d_k)), rotary).split([c.n_heads, c.n_kv_groups], dim=2)
         v = values.unflatten(-1, (c.n_kv_groups, c.d_v))
-        return self.out(dense_attention(q, k, v, backend=self.backends["dense"].backend).flatten(2))
+        return self.out(dense_attention(q, k, v, backend=self.backends["dense"].backend, span=span).flatten(2))
+
+
+class NSAttention(nn.Module):
+    """Native Sparse Attention as a layer to put where attention was: x [B, T, C] -> [B, T, C], C = `dim`.
+
+    One query projection of `n_heads` heads, keys and values of `n_kv_groups` groups for each branch, rotary embedding of
+    its own, gate and output projection (arXiv 2502.11089, section 3.3). No norm and no residual connection. The backend is
+    resolved for the device and dtype that attention computes in, autocast included. Weights start from torch's global
+    generator, by the rules of `NSATransformer`; the output projection at fan_in**-0.5, since the depth is not known here.
+
+    `head_dim` (queries and keys) is dim // n_heads by default, `value_dim` is head_dim. Raises ValueError for sizes that do
+    not go together.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_groups: int,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        nsa: NSAConfig = NSAConfig(),  # noqa: B008 - frozen
+        rope_theta: float = 10000.0,
+    ) -> None:
+        super().__init__()
+        d_k = _head_width(dim, n_heads) if head_dim is None else head_dim
+        if d_k % 2:
+            raise ValueError(
+                f"NSAttention: head_dim = {d_k} is odd, and rotary embedding turns pairs; "
+                f"give head_dim={d_k - 1} or head_dim={d_k + 1}"
+            )
+        config = ModelConfig(
+            dim=dim,
+            n_heads=n_heads,
+            n_kv_groups=n_kv_groups,
+            d_k=d_k,
+            d_v=d_k if value_dim is None else value_dim,
+            rope_theta=rope_theta,
+            nsa=nsa,
+        )
+        self.config = config
+        self.attention = SparseAttention(config, None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """New weights from torch's global generator."""
+        _initialise(self, into_residual=1.0)
+
+    def forward(self, x: Tensor, span: Span | None = None) -> Tensor:
+        """x [B, T, C], floating point, its rows both queries and keys -> [B, T, C]. With `Span.packed`, B is 1.
+
+        Raises ValueError for x of another shape, and for a chunk that starts past 0: its earlier keys are in no cache here.
+        """
+        c = self.config
+        if x.ndim != 3 or x.shape[2] != c.dim:
+            raise ValueError(f"NSAttention: expected x [B, T, {c.dim}], got {tuple(x.shape)}")
+        _check_span(span, x.shape[1])
+        rotary = rotary_table(x.shape[1], c.d_k, c.rope_theta, x.device, span)
+        return self.attention(x, rotary, span)
+
+
+def _head_width(dim: int, n_heads: int) -> int:
+    if n_heads < 1:
+        raise ValueError(f"NSAttention: n_heads = {n_heads}: expected at least 1")
+    if dim % n_heads:
+        low = max(dim // n_heads, 1) * n_heads
+        raise ValueError(
+            f"NSAttention: dim = {dim} does not divide into n_heads = {n_heads}; "
+            f"give head_dim=, or use dim = {low} or {low + n_heads}"
+        )
+    return dim // n_heads
+
+
+def _check_span(span: Span | None, rows: int) -> None:
+    """Raises ValueError unless `rows` of input hold all queries and all keys of `span`."""
+    if span is None:
+        return
+    if span.start:
+        raise ValueError(
+            f"span = {span}: a forward pass computes all keys from its own input, and has no cache with those before "
+            f"position {span.start}; give all tokens and Span.full or Span.packed"
+        )
+    if span.queries != rows:
+        raise ValueError(f"span = {span} has {span.queries} tokens, and the input has {rows}; give the span of this input")
+
+
+@torch.no_grad()
+def _initialise(root: nn.Module, into_residual: float, generator: torch.Generator | None = None) -> None:
+    """Normal weights of deviation fan_in**-0.5; those into the residual stream times `into_residual`.
+
+    Gates start at Xavier, never at zero: a zero gate gives its own input no gradient. The head starts at 1/dim, so that the
+    first loss is ln V.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, RMSNorm):
+            module.weight.fill_(1.0)
+        elif isinstance(module, nn.Embedding):
+            module.weight.normal_(std=0.02, generator=generator)
+        elif isinstance(module, BlockMap):
+            module.position.normal_(std=0.02, generator=generator)
+        elif isinstance(module, nn.Linear):
+            std = module.in_features**-0.5
+            if name == "head":
+                std = 1.0 / module.in_features
+            elif name.endswith(("attention.out", "mlp.down")):
+                std *= into_residual
+            elif name.endswith("attention.gate"):
+                std = (2.0 / (module.in_features + module.out_features)) ** 0.5
+            module.weight.normal_(std=std, generator=generator)
 
 
 class MLP(nn.Module):
@@ -165,14 +307,14 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, backends: Mapping[str, Choice]) -> None:
         super().__init__()
-        mixing = NSAttention if config.attention == "nsa" else DenseAttention
+        mixing = SparseAttention if config.attention == "nsa" else DenseAttention
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = mixing(config, backends)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, span)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -204,50 +346,34 @@ class NSATransformer(nn.Module):
         self.reset_parameters(seed)
         self.to(device)
 
-    @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Normal weights of deviation fan_in**-0.5; outputs into the residual stream smaller by sqrt(2 * layers).
-
-        Gates start at Xavier, never at zero: a zero gate gives its own input no gradient. The head starts at 1/dim, so
-        that the first loss is ln V.
-        """
+        """New weights, a function of `seed` alone; outputs into the residual stream are smaller by sqrt(2 * layers)."""
         generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
-        into_residual = (2 * self.config.n_layers) ** -0.5
-        for name, module in self.named_modules():
-            if isinstance(module, RMSNorm):
-                module.weight.fill_(1.0)
-            elif isinstance(module, nn.Embedding):
-                module.weight.normal_(std=0.02, generator=generator)
-            elif isinstance(module, BlockMap):
-                module.position.normal_(std=0.02, generator=generator)
-            elif isinstance(module, nn.Linear):
-                std = module.in_features**-0.5
-                if name == "head":
-                    std = 1.0 / module.in_features
-                elif name.endswith(("attention.out", "mlp.down")):
-                    std *= into_residual
-                elif name.endswith("attention.gate"):
-                    std = (2.0 / (module.in_features + module.out_features)) ** 0.5
-                module.weight.normal_(std=std, generator=generator)
+        _initialise(self, into_residual=(2 * self.config.n_layers) ** -0.5, generator=generator)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x, rotary = self._enter(tokens)
+    def forward(self, tokens: Tensor, span: Span | None = None) -> Tensor:
+        """tokens int64 [B, T] -> logits [B, T, V]. With `Span.packed`, B is 1 and every document is alone, from position 0.
+
+        Raises ValueError for tokens of another kind, and for a chunk that starts past 0.
+        """
+        x, rotary = self._enter(tokens, span)
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, rotary, use_reentrant=False)
+                x = checkpoint(block, x, rotary, span, use_reentrant=False)
             else:
-                x = block(x, rotary)
+                x = block(x, rotary, span)
         return self.head(self.norm(x))
 
     @torch.no_grad()
     def observe(self, tokens: Tensor) -> list[dict[str, Tensor]]:
-        """`NSAttention.observe` of every layer on tokens [B, T]: for pictures and statistics, not for speed."""
+        """`SparseAttention.observe` of every layer on tokens [B, T]: for pictures and statistics, not for speed."""
         if self.config.attention != "nsa":
             raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
         x, rotary = self._enter(tokens)
         seen = []
-        for block in self.blocks:
-            seen.append(block.attention.observe(block.attention_norm(x), rotary))
+        for block in cast("list[Block]", self.blocks):
+            layer = cast(SparseAttention, block.attention)
+            seen.append(layer.observe(block.attention_norm(x), rotary))
             x = block(x, rotary)
         return seen
 
@@ -287,11 +413,12 @@ class NSATransformer(nn.Module):
             f"({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
         )
 
-    def _enter(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
             raise ValueError(f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
+        _check_span(span, tokens.shape[1])
         c = self.config
-        return self.embedding(tokens), rotary_table(tokens.shape[1], c.d_k, c.rope_theta, tokens.device)
+        return self.embedding(tokens), rotary_table(tokens.shape[1], c.d_k, c.rope_theta, tokens.device, span)
 
 
 def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -311,20 +438,17 @@ def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     stats["gate_saturation"] = ((gates < SATURATED) | (gates > 1 - SATURATED)).float().mean()
 
     T = blocks.shape[1]
-    t = torch.arange(T, device=blocks.device)[:, None, None]
+    t = geometry.positions(0, T, blocks.device)[:, None, None]
     valid = blocks >= 0
     bits = torch.zeros(*blocks.shape[:3], geometry.num_selection(T, nsa) + 1, dtype=torch.bool, device=blocks.device)
     bits.scatter_(-1, torch.where(valid, blocks, bits.shape[-1] - 1), True)
     again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1]).sum(-1) / valid[:, 1:].sum(-1)
     stats["sel_reuse"] = again.mean() if T > 1 else gates.new_zeros(())
-    stats["sel_distance"] = torch.where(valid, t // nsa.l_sel - blocks, 0).sum() / valid.sum()
-    past_first = slice(min(nsa.l_sel, T - 1), None)
+    stats["sel_distance"] = torch.where(valid, geometry.own_block(t, nsa) - blocks, 0).sum() / valid.sum()
+    past_first = slice(geometry.after_first_block(T, nsa), None)
     stats["sel_sink_share"] = (seen["lse_sink"] - seen["lse_sel"])[:, past_first].float().exp().mean()
 
-    first = blocks * nsa.l_sel
-    last = torch.minimum(first + nsa.l_sel - 1, t)
-    keys = torch.where(valid, last - first + 1, 0)
-    near = torch.where(valid, (last - torch.maximum(first, t - nsa.w + 1) + 1).clamp_min(0), 0)
+    keys, near = geometry.keys_of_blocks(blocks, t, nsa)
     stats["sel_window_overlap"] = near.sum() / keys.sum()
     for name in BRANCHES:
         stats[f"norm_{name}"] = seen[f"out_{name}"].float().pow(2).mean().sqrt()

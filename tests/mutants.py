@@ -36,12 +36,14 @@ def attention_tests(*names: str) -> list[str]:
     return [f"tests/attention/test_{name}.py" for name in dict.fromkeys(names + rest)]
 
 
-MODEL = [f"tests/model/test_model_{name}.py" for name in ("definition", "numbers", "observe", "precision")]
+MODEL = [f"tests/model/test_model_{name}.py" for name in ("definition", "numbers", "observe", "precision", "layer")]
 SUITES = {
+    "attention.span": [*attention_tests("span"), *MODEL],
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
-    "attention.compression": attention_tests(),
-    "attention.torch_backend": attention_tests("definition", "gradcheck", "torch_parity"),
+    "attention.compression": attention_tests("span"),
+    "attention.torch_backend": attention_tests("span", "definition", "gradcheck", "torch_parity"),
+    "attention.checks": attention_tests("dispatch"),
     "attention.dispatch": attention_tests("dispatch"),
     "model": MODEL,
 }
@@ -127,6 +129,56 @@ MUTANTS = [
     ),
     Mutant("mean selected keys forgets the cut block", "attention.geometry", "+ rest * (rest + 1) / 2", ""),
     Mutant("decode reads not limited by the sequence", "attention.geometry", '"win": min(nsa.w, length)', '"win": nsa.w'),
+    # Where queries stand.
+    Mutant(
+        "span: positions go on from one document to the next",
+        "attention.span",
+        "self.start, self.start + end - begin)",
+        "self.start + begin, self.start + end)",
+    ),
+    Mutant(
+        "span: rotary positions do not restart",
+        "attention.span",
+        "(geometry.positions(0, self.queries) - begin)",
+        "(geometry.positions(0, self.queries) - 0 * begin)",
+    ),
+    Mutant(
+        "span: a document's first block is its neighbour's last",
+        "attention.span",
+        "slice(begin, end) for begin, end in pairwise(self.compressed_bounds(nsa))",
+        "slice(max(begin - 1, 0), end) for begin, end in pairwise(self.compressed_bounds(nsa))",
+    ),
+    Mutant(
+        "span: compressed rows counted over the whole row",
+        "attention.span",
+        "(geometry.num_compressed(document.last, nsa) for document in self.documents)",
+        "(document.last // nsa.d for document in self.documents)",
+    ),
+    Mutant(
+        "span: a chunk's keys begin at its first query",
+        "attention.span",
+        "slice(begin, end + self.start), self.start",
+        "slice(begin + self.start, end + self.start), self.start",
+    ),
+    Mutant("span: a chunk is full", "attention.span", "document.last == self.queries", "document.last >= self.queries"),
+    Mutant(
+        "compression: blocks across the border of documents",
+        "attention.compression",
+        "documents = torch.split(x, [document.last for document in span.documents], dim=1)",
+        "documents = (x,)",
+    ),
+    Mutant(
+        "torch: a chunk's rows taken for its positions",
+        "attention.torch_backend",
+        "row = document.queries.start - document.first",
+        "row = document.queries.start",
+    ),
+    Mutant(
+        "torch: zero times NaN",
+        "attention.torch_backend",
+        "return k.where(sound, mark), v.where(sound, 0.0)",
+        "return k, v",
+    ),
     # The definition.
     Mutant("reference: window of w + 1 keys", "attention.reference", "t[:, None] - nsa.w)", "t[:, None] - nsa.w - 1)"),
     Mutant("reference: window of w - 1 keys", "attention.reference", "t[:, None] - nsa.w)", "t[:, None] - nsa.w + 1)"),
@@ -181,14 +233,14 @@ MUTANTS = [
     Mutant(
         "reference: selected attention sees the future of its own block",
         "attention.reference",
-        "[..., :T] & (t <= t[:, None])[None, :, None]",
-        "[..., :T]",
+        "[..., :S] & (s <= t[:, None])[None, :, None]",
+        "[..., :S]",
     ),
     Mutant(
         "reference: padding reads the last block",
         "attention.reference",
-        "torch.where(blocks < 0, n, blocks).long()",
-        "torch.where(blocks < 0, n - 1, blocks).long()",
+        "torch.where(own < 0, n, own).long()",
+        "torch.where(own < 0, n - 1, own).long()",
     ),
     Mutant(
         "reference: LSE in base 2",
@@ -212,26 +264,26 @@ MUTANTS = [
     Mutant(
         "reference: heads of a group interleaved",
         "attention.reference",
-        "return x.unflatten(2, (groups, x.shape[2] // groups))",
+        "return torch.unflatten(x, 2, (groups, x.shape[2] // groups))",
         "return x.unflatten(2, (x.shape[2] // groups, groups)).transpose(2, 3)",
     ),
     Mutant(
         "reference: a block averages its neighbour's tokens",
         "attention.reference",
-        "blocks = x.unfold(1, nsa.l, nsa.d)",
-        "blocks = x.roll(1, 1).unfold(1, nsa.l, nsa.d)",
+        "return x.unfold(1, nsa.l, nsa.d)",
+        "return x.roll(1, 1).unfold(1, nsa.l, nsa.d)",
     ),
     Mutant(
         "reference: blocks one block apart",
         "attention.reference",
-        "blocks = x.unfold(1, nsa.l, nsa.d)",
-        "blocks = x.unfold(1, nsa.l, nsa.l)",
+        "return x.unfold(1, nsa.l, nsa.d)",
+        "return x.unfold(1, nsa.l, nsa.l)",
     ),
     Mutant(
         "reference: the cut block is averaged too",
         "attention.reference",
-        "blocks = x.unfold(1, nsa.l, nsa.d)",
-        "blocks = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, nsa.d)).unfold(1, nsa.l, nsa.d)",
+        "return x.unfold(1, nsa.l, nsa.d)",
+        "return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, nsa.d)).unfold(1, nsa.l, nsa.d)",
     ),
     # The fast compression operator.
     Mutant(
@@ -282,8 +334,8 @@ MUTANTS = [
     Mutant(
         "torch: selected attention sees the future of its own block",
         "attention.torch_backend",
-        "return slice(0, last), tokens | ~_causal(first, last, 0, last, q.device)",
-        "return slice(0, last), tokens",
+        "return _rows_from(chunk, 0, last), tokens | ~_causal(first, last, 0, last, q.device)",
+        "return _rows_from(chunk, 0, last), tokens",
     ),
     Mutant(
         "torch: gathered keys of the future",
@@ -316,7 +368,7 @@ MUTANTS = [
     Mutant(
         "torch: heads of a group interleaved",
         "attention.torch_backend",
-        "return x.to(wide).unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)",
+        "return torch.unflatten(x.to(wide), 2, (groups, -1)).transpose(1, 2).flatten(2, 3)",
         "return x.to(wide).unflatten(2, (-1, groups)).permute(0, 3, 1, 2, 4).flatten(2, 3)",
     ),
     Mutant(
@@ -376,10 +428,17 @@ MUTANTS = [
     ),
     Mutant(
         "dispatch: compressed keys of any length are taken",
-        "attention.dispatch",
-        "    _expect(named[0], k, (B, keys, G, D))\n",
-        "",
+        "attention.checks",
+        "if k.shape != (B, keys(T), G, D):",
+        "if k.shape[2:] != (G, D):",
     ),
+    Mutant(
+        "checks: a branch whose values are one wide is broadcast",
+        "attention.checks",
+        "if len(set(widths)) > 1:",
+        "if len(set(widths) - {1}) > 1:",
+    ),
+    Mutant("checks: integers are taken", "attention.checks", "if x.dtype not in DTYPES:", "if x.dtype.is_complex:"),
     # The model.
     Mutant(
         "model: Q rotated before the head split",
@@ -405,14 +464,14 @@ MUTANTS = [
     Mutant(
         "model: compressed values from the selected branch",
         "model",
-        "compress(v_cmp, c.nsa, self.phi_v)",
-        "compress(v_sel, c.nsa, self.phi_v)",
+        "compress(v_cmp, c.nsa, self.phi_v, ",
+        "compress(v_sel, c.nsa, self.phi_v, ",
     ),
     Mutant(
         "model: compressed branch cut off from its keys",
         "model",
-        "compress(k_cmp, c.nsa, self.phi_k)",
-        "compress(k_cmp.detach(), c.nsa, self.phi_k)",
+        "compress(k_cmp, c.nsa, self.phi_k, ",
+        "compress(k_cmp.detach(), c.nsa, self.phi_k, ",
     ),
     Mutant(
         "model: window on the selected branch's keys", "model", "k_win, v_win, self.gates(x)", "k_sel, v_sel, self.gates(x)"

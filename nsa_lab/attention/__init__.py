@@ -12,9 +12,11 @@ from nsa_lab.attention.dispatch import (
     selected_attention,
     window_attention,
 )
+from nsa_lab.attention.span import Span
 
 __all__ = [
     "BackendError",
+    "Span",
     "compress",
     "compressed_attention",
     "dense_attention",

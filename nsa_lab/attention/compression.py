@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from nsa_lab.attention import geometry
+from nsa_lab.attention import checks, geometry
+from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
 
 MLP_EXPANSION = 4  # hidden width of phi = mlp, in head widths
 
 
-def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None) -> Tensor:
+def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: Span | None = None) -> Tensor:
     """x [B, T, G, D] -> [B, N, G, D], N = 0 if T < l else (T - l)//d + 1; block i is phi of tokens [i*d, i*d + l).
 
-    `phi` is the module of `make_phi` for `nsa.phi` linear and mlp, and None for avg. Raises ValueError otherwise.
+    Floating point, B, T, G and D of at least 1; the result has x's dtype. `phi` is the module of `make_phi` for `nsa.phi`
+    linear and mlp, and None for avg. With a span, x holds all its keys: positions 0 .. start+length-1 of a chunk, so that
+    N follows from start + length; or packed documents, B = 1, whose N_i blocks lie one after another, followed by rows of
+    zeros up to total // d if the span has a capacity. Raises ValueError.
     """
+    checks.check_keys("x", x, span)
     check_phi(nsa, phi)
-    n = geometry.num_compressed(x.shape[1], nsa)
-    if phi is not None:
-        return phi(x.unfold(1, nsa.l, nsa.d) if n else x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l))
-    # Strides of d tokens are summed once and shared by the l/d blocks that overlap them; bf16 sums in float32.
-    strides = n + nsa.l // nsa.d - 1 if n else 0
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    sums = x[:, : strides * nsa.d].unflatten(1, (strides, nsa.d)).sum(2, dtype=wide)
-    blocks = sums[:, :n]
-    for shift in range(1, nsa.l // nsa.d):
-        blocks = blocks + sums[:, shift : shift + n]
-    return (blocks / nsa.l).to(x.dtype)
+    documents = (x,)
+    if span is not None and len(span.documents) > 1:
+        documents = torch.split(x, [document.last for document in span.documents], dim=1)
+    if phi is None:
+        blocks = _joined([_mean_blocks(document, nsa) for document in documents])
+    else:
+        blocks = phi(_joined([_whole_blocks(document, nsa) for document in documents]))
+    return blocks if span is None else pad(blocks, (0, 0, 0, 0, 0, span.padding(nsa)))
 
 
 def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
@@ -46,6 +49,29 @@ def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
 def make_phi(nsa: NSAConfig, width: int) -> nn.Module | None:
     """The module for `nsa.phi` and heads of `width`; None for avg, which has no weights."""
     return None if nsa.phi == "avg" else BlockMap(nsa.l, width, hidden=MLP_EXPANSION * width if nsa.phi == "mlp" else None)
+
+
+def _joined(documents: list[Tensor]) -> Tensor:
+    return documents[0] if len(documents) == 1 else torch.cat(documents, dim=1)
+
+
+def _whole_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
+    """[B, T, G, D] -> [B, N, G, D, l], the tokens of every block."""
+    if geometry.num_compressed(x.shape[1], nsa):
+        return x.unfold(1, nsa.l, nsa.d)
+    return x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l)
+
+
+def _mean_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
+    """[B, T, G, D] -> [B, N, G, D]. Strides of d tokens are summed once and shared by the l/d blocks that overlap them."""
+    n = geometry.num_compressed(x.shape[1], nsa)
+    strides = n + nsa.l // nsa.d - 1 if n else 0
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32  # bf16 sums in float32
+    sums = torch.unflatten(x[:, : strides * nsa.d], 1, (strides, nsa.d)).sum(2, dtype=wide)
+    blocks = sums[:, :n]
+    for shift in range(1, nsa.l // nsa.d):
+        blocks = blocks + sums[:, shift : shift + n]
+    return (blocks / nsa.l).to(x.dtype)
 
 
 class BlockMap(nn.Module):

@@ -1,23 +1,31 @@
 """The public functions of NSA attention, and which implementation each of them runs on.
 
 A backend is a choice per part: `resolve_backend` makes it once and says why. Asked for by name, a backend runs or raises;
-`auto` takes the best one usable. Nothing falls back silently, and no environment variable is read.
+`auto` takes the best one usable. Nothing falls back silently, and no environment variable is read. Inputs are checked
+here, once (`checks`); what runs below may rely on it.
+
+`span` says where queries stand (`Span`; None: they are all the keys of one document). With `Span.chunk`, q, gates, outputs,
+LSE and blocks have its `length` rows, and keys, values and compressed keys cover positions 0 .. start+length-1. With
+`Span.packed`, B is 1, T the total, compressed rows of all documents lie one after another (padded to total // d if the span
+has a capacity), and block numbers are each document's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import flash, geometry, kernels, reference, torch_backend
+from nsa_lab.attention import checks, flash, kernels, reference, torch_backend
+from nsa_lab.attention.span import Span
 from nsa_lab.config import ModelConfig, NSAConfig
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
 BACKENDS = ("auto", "reference", "torch", "triton", "flash")
+TAKE_SPANS = ("reference", "torch")  # chunks and packed documents; all backends take a full span
 
 
 class BackendError(RuntimeError):
@@ -38,17 +46,24 @@ def resolve_backend(
     nsa: NSAConfig,
     model: ModelConfig | None = None,
     backend: str = "auto",
+    *,
+    span: Span | None = None,
 ) -> dict[str, Choice]:
     """Which backend each part runs on: compressed, selection, selected, window, combine (dense for a dense model).
 
-    `model` gives the head widths, which bound what the kernels take. Raises ValueError for an unknown name, BackendError
-    for a backend that cannot run on `device` at `dtype`, NotImplementedError for a shape that it does not take.
+    `model` gives the head widths, which bound what the kernels take; `span` what the choice is to serve beside full spans.
+    Raises ValueError for an unknown name, BackendError for a backend that cannot run on `device` at `dtype`,
+    NotImplementedError for a shape that it does not take.
     """
     device = torch.device(device)
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: expected one of {', '.join(BACKENDS)}")
+    if backend == "flash" and model is not None:
+        flash.check_widths(model.d_k, model.d_v)
     if model is not None and model.attention == "dense":
         return {"dense": _resolve_dense(device, dtype, backend)}
+    if backend == "auto" and span is not None and not span.is_full:
+        return dict.fromkeys(PARTS, Choice("torch", f"the one fast backend that takes {span}"))
     if backend in ("reference", "torch"):
         return dict.fromkeys(PARTS, Choice(backend, "asked for by name"))
     unusable = kernels.unusable(device, dtype)
@@ -74,50 +89,55 @@ def resolve_backend(
 
 
 def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, backend: str = "auto"
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, backend: str = "auto", span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over visible compressed blocks (eq. 7, 8): q [B, T, H, D], k_cmp [B, N, G, D], v_cmp [B, N, G, Dv]
 
-    -> out [B, T, H, Dv], lse float32 [B, T, H]. A query that sees no block gets 0 and -inf. Raises ValueError for
-    shapes that do not belong together.
+    -> out [B, T, H, Dv], lse float32 [B, T, H] (float64 for float64 inputs). A query that sees no block gets 0 and -inf.
+    Raises ValueError for inputs that do not belong together, NotImplementedError for a span that the backend does not take.
     """
-    _check_heads(q, k_cmp, v_cmp, keys=geometry.num_compressed(q.shape[1], nsa), named=("k_cmp", "v_cmp"))
-    return _implementation("compressed", q, nsa, backend).compressed_attention(q, k_cmp, v_cmp, nsa)
+    checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
+    run = _implementation("compressed", q, nsa, backend, span)
+    return run.compressed_attention(q, k_cmp, v_cmp, nsa, **_unless_full(span))
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, backend: str = "auto") -> Tensor:
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, backend: str = "auto", span: Span | None = None
+) -> Tensor:
     """The blocks each query and group reads (eq. 9 to 11): q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H]
 
-    -> int32 [B, T, G, n_sel], distinct, ascending, padded with -1. No gradient. Raises ValueError for shapes that do not
-    belong together.
+    -> int32 [B, T, G, n_sel], distinct, ascending, padded with -1. No gradient. Raises as `compressed_attention`.
     """
-    _check_heads(q, k_cmp, k_cmp, keys=geometry.num_compressed(q.shape[1], nsa), named=("k_cmp", "k_cmp"))
-    _expect("lse", lse, q.shape[:3])
-    return _implementation("selection", q, nsa, backend).select_blocks(q, k_cmp, lse, nsa)
+    checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
+    checks.check_lse(q, lse)
+    run = _implementation("selection", q, nsa, backend, span)
+    return run.select_blocks(q, k_cmp, lse, nsa, **_unless_full(span))
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, backend: str = "auto"
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, backend: str = "auto", span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tokens <= t of the chosen blocks (eq. 11): q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv],
 
-    blocks int32 [B, T, G, n_sel] as `select_blocks` gives them -> out [B, T, H, Dv], lse float32 [B, T, H]. Raises
-    ValueError for shapes that do not belong together.
+    blocks int32 [B, T, G, n_sel] as `select_blocks` gives them -> out [B, T, H, Dv], lse float32 [B, T, H]. Raises as
+    `compressed_attention`.
     """
-    _check_heads(q, k, v, keys=q.shape[1], named=("k", "v"))
-    _expect("blocks", blocks, (q.shape[0], q.shape[1], k.shape[2], nsa.n_sel))
-    if blocks.dtype != torch.int32:
-        raise ValueError(f"blocks: expected int32, got {blocks.dtype}; use blocks.int()")
-    return _implementation("selected", q, nsa, backend).selected_attention(q, k, v, blocks, nsa)
+    checks.check_raw(q, k, v, span)
+    checks.check_blocks(q, k, blocks, nsa)
+    run = _implementation("selected", q, nsa, backend, span)
+    return run.selected_attention(q, k, v, blocks, nsa, **_unless_full(span))
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, backend: str = "auto", span: Span | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention over the w latest tokens, t included: q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv]
 
-    -> out [B, T, H, Dv], lse float32 [B, T, H]. Raises ValueError for shapes that do not belong together.
+    -> out [B, T, H, Dv], lse float32 [B, T, H]. Raises as `compressed_attention`.
     """
-    _check_heads(q, k, v, keys=q.shape[1], named=("k", "v"))
-    return _implementation("window", q, nsa, backend).window_attention(q, k, v, nsa)
+    checks.check_raw(q, k, v, span)
+    run = _implementation("window", q, nsa, backend, span)
+    return run.window_attention(q, k, v, nsa, **_unless_full(span))
 
 
 def nsa_attention(
@@ -132,24 +152,29 @@ def nsa_attention(
     nsa: NSAConfig,
     *,
     backend: str | Mapping[str, Choice] = "auto",
+    span: Span | None = None,
 ) -> Tensor:
     """The whole of NSA after projection, compression and gating (eq. 5) -> [B, T, H, Dv].
 
     q [B, T, H, D]; k_cmp, v_cmp [B, N, G, .]; k_sel, v_sel, k_win, v_win [B, T, G, .]; gates [B, T, H, 3] in the order
-    cmp, sel, win. `backend` is a name, or what `resolve_backend` gave. Raises as the four functions above.
+    cmp, sel, win. All branches have one G and one Dv, and all tensors one dtype. `backend` is a name, or what
+    `resolve_backend` gave. Raises as the four functions above.
     """
-    choices = resolve_backend(q.device, q.dtype, nsa, backend=backend) if isinstance(backend, str) else backend
-    _check_heads(q, k_cmp, v_cmp, keys=geometry.num_compressed(q.shape[1], nsa), named=("k_cmp", "v_cmp"))
-    _check_heads(q, k_sel, v_sel, keys=q.shape[1], named=("k_sel", "v_sel"))
-    _check_heads(q, k_win, v_win, keys=q.shape[1], named=("k_win", "v_win"))
-    _expect("gates", gates, (*q.shape[:3], 3))
-    if all(choices[part].backend == "triton" for part in PARTS):
+    checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
+    checks.check_raw(q, k_sel, v_sel, span, "_sel")
+    checks.check_raw(q, k_win, v_win, span, "_win")
+    checks.check_branches((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win))
+    checks.check_gates(q, gates)
+    named = isinstance(backend, str)
+    choices = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if named else backend
+    run = {part: _MODULES[_taking(span, part, choices[part].backend)] for part in PARTS}
+    if all(module is kernels for module in run.values()):
         return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)
-    run = {part: _MODULES[choices[part].backend] for part in PARTS}
-    out_cmp, lse = run["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa)
-    blocks = run["selection"].select_blocks(q, k_cmp, lse, nsa)
-    out_sel, _ = run["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa)
-    out_win, _ = run["window"].window_attention(q, k_win, v_win, nsa)
+    where = _unless_full(span)
+    out_cmp, lse = run["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **where)
+    blocks = run["selection"].select_blocks(q, k_cmp, lse, nsa, **where)
+    out_sel, _ = run["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **where)
+    out_win, _ = run["window"].window_attention(q, k_win, v_win, nsa, **where)
     return run["combine"].combine(out_cmp, out_sel, out_win, gates)
 
 
@@ -159,7 +184,8 @@ class _Flash:
     window_attention = staticmethod(flash.flash_window)
 
 
-_MODULES: Mapping[str, ModuleType | type] = {
+# A module, or a class, with a function per part that it has.
+_MODULES: Mapping[str, Any] = {
     "reference": reference,
     "torch": torch_backend,
     "triton": kernels,
@@ -167,12 +193,28 @@ _MODULES: Mapping[str, ModuleType | type] = {
 }
 
 
-def _implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str) -> ModuleType | type:
+def _implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Span | None) -> Any:
     if backend == "flash" and part != "window":
         raise NotImplementedError(
             f"backend = 'flash' has the window branch and dense attention only, not {part}; use auto, triton or torch"
         )
-    return _MODULES[resolve_backend(q.device, q.dtype, nsa, backend=backend)[part].backend]
+    choice = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)[part]
+    return _MODULES[_taking(span, part, choice.backend)]
+
+
+def _taking(span: Span | None, part: str, backend: str) -> str:
+    """`backend`, if it takes the span."""
+    if span is not None and not span.is_full and backend not in TAKE_SPANS:
+        raise NotImplementedError(
+            f"backend = {backend!r} ({part}) takes a full span only, not {span}; use backend='torch', or span=None for "
+            "queries that are all the keys of one document"
+        )
+    return backend
+
+
+def _unless_full(span: Span | None) -> dict[str, Span]:
+    """A full span, however it was written, is what every backend computes without one."""
+    return {} if span is None or span.is_full else {"span": span}
 
 
 def _resolve_dense(device: torch.device, dtype: torch.dtype, backend: str) -> Choice:
@@ -184,26 +226,3 @@ def _resolve_dense(device: torch.device, dtype: torch.dtype, backend: str) -> Ch
             raise BackendError(f"backend = 'flash' cannot run: {reason}")
         return Choice("flash", "asked for by name")
     return Choice("torch", "scaled_dot_product_attention picks the best kernel of the device")
-
-
-def _expect(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    if x.shape != torch.Size(shape):
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
-
-
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, keys: int, named: tuple[str, str]) -> None:
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(
-            f"expected q [B, T, H, D] and keys, values [B, S, G, D], got {q.ndim}, {k.ndim} and {v.ndim} dimensions"
-        )
-    B, _, H, D = q.shape
-    G = k.shape[2]
-    if G == 0 or H % G:
-        raise ValueError(f"{H} query heads do not divide into {G} key/value groups")
-    _expect(named[0], k, (B, keys, G, D))
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"{named[1]}: expected shape {(*k.shape[:3], 'Dv')}, got {tuple(v.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, keys and values differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, keys and values lie on {q.device}, {k.device} and {v.device}; move them to one device")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_lab.config import NSAConfig
 
+MOST_WIDTH = 256
 INSTALL = (
     "install it with: conda install -c conda-forge flash-attn (prebuilt), "
     "or pip install flash-attn --no-build-isolation (compiles for a quarter of an hour or more)"
@@ -32,13 +33,31 @@ def flash_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def check_widths(d_k: int, d_v: int) -> None:
+    """Raises NotImplementedError unless flash-attn takes heads of these widths (2.8: one width for both, up to 256)."""
+    if d_k != d_v:
+        raise NotImplementedError(
+            f"flash-attn takes keys and values of one head width, and they are {d_k} and {d_v}; "
+            f"use {d_k} for both, or backend='torch'"
+        )
+    if d_k > MOST_WIDTH:
+        raise NotImplementedError(
+            f"flash-attn takes head widths up to {MOST_WIDTH}, and it is {d_k}; use {MOST_WIDTH}, or backend='torch'"
+        )
+
+
 def flash_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense causal attention; shapes as in `dense_attention`."""
+    """Dense causal attention of one full span; shapes as in `dense_attention`. Raises NotImplementedError for widths."""
+    check_widths(k.shape[3], v.shape[3])
     return _library().flash_attn_func(q, k, v, causal=True)
 
 
 def flash_window(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Window branch; its window counts the keys to the left of the query's own, so w keys are w - 1."""
+    """Window branch of one full span; its window counts the keys left of the query's own, so w keys are w - 1.
+
+    Shapes as in `window_attention`. Raises NotImplementedError for head widths that flash-attn does not take.
+    """
+    check_widths(k.shape[3], v.shape[3])
     out, lse, _ = _library().flash_attn_func(q, k, v, causal=True, window_size=(nsa.w - 1, 0), return_attn_probs=True)
     return out, lse.transpose(1, 2)  # flash-attn keeps LSE as [B, H, T]
 

@@ -1,6 +1,7 @@
 """Block arithmetic of NSA: which blocks exist, which a query sees, how they overlap, how much is read.
 
-Integers and small tables only. Everything here is exact, and every backend takes it from here.
+Integers and small tables only. Everything here is exact, and every backend takes it from here. Positions are those of one
+document, from 0; which rows of a tensor belong to it is `span`'s part.
 Source: arXiv 2502.11089, section 3.3; letters as in `NSAConfig`.
 """
 
@@ -9,6 +10,11 @@ from __future__ import annotations
 import torch
 
 from nsa_lab.config import NSAConfig
+
+
+def positions(first: int, last: int, device: torch.device | None = None) -> torch.Tensor:
+    """first .. last-1, int64 [last - first]."""
+    return torch.arange(first, last, device=device)
 
 
 def num_compressed(length: int, nsa: NSAConfig) -> int:
@@ -29,7 +35,19 @@ def visible_compressed(position: torch.Tensor, nsa: NSAConfig) -> torch.Tensor:
     return ((position + 1 - nsa.l).div(nsa.d, rounding_mode="floor") + 1).clamp_min(0)
 
 
-def overlap(n_compressed: int, n_selection: int, nsa: NSAConfig, *, dtype=torch.float32, device=None) -> torch.Tensor:
+def sees_compressed(position: torch.Tensor, n_compressed: int, nsa: NSAConfig) -> torch.Tensor:
+    """Bool [..., n_compressed]: the compression blocks that the query at `position` sees."""
+    return torch.arange(n_compressed, device=position.device) < visible_compressed(position, nsa).unsqueeze(-1)
+
+
+def overlap(
+    n_compressed: int,
+    n_selection: int,
+    nsa: NSAConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> torch.Tensor:
     """Weights [n_compressed, n_selection] that carry block probabilities to selection blocks (eq. 9).
 
     Entry (i, j) is the number of tokens that compression block i and selection block j share, over d. For
@@ -42,16 +60,38 @@ def overlap(n_compressed: int, n_selection: int, nsa: NSAConfig, *, dtype=torch.
     return shared.clamp_min(0).to(dtype) / nsa.d
 
 
+def own_block(position: torch.Tensor, nsa: NSAConfig) -> torch.Tensor:
+    """The selection block that holds `position` (any integer shape)."""
+    return position // nsa.l_sel
+
+
 def forced_blocks(position: torch.Tensor, n_selection: int, nsa: NSAConfig) -> torch.Tensor:
     """Bool [..., n_selection]: the first block, the one that holds the query, and the one before it."""
     block = torch.arange(n_selection, device=position.device)
-    own = position.unsqueeze(-1) // nsa.l_sel
+    own = own_block(position, nsa).unsqueeze(-1)
     return (block == 0) | (block == own) | (block == own - 1)
 
 
 def candidate_blocks(position: torch.Tensor, n_selection: int, nsa: NSAConfig) -> torch.Tensor:
     """Bool [..., n_selection]: blocks that have begun by the query's position, j*l_sel <= t."""
     return torch.arange(n_selection, device=position.device) * nsa.l_sel <= position.unsqueeze(-1)
+
+
+def keys_of_blocks(blocks: torch.Tensor, position: torch.Tensor, nsa: NSAConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys that a query at `position` reads of each of its `blocks` (int, -1: none), and how many its window reads too.
+
+    `position` broadcasts against `blocks`.
+    """
+    first = blocks * nsa.l_sel
+    last = torch.minimum(first + nsa.l_sel - 1, position)
+    keys = torch.where(blocks >= 0, last - first + 1, 0)
+    near = (last - torch.maximum(first, position - nsa.w + 1) + 1).clamp_min(0)
+    return keys, torch.where(blocks >= 0, near, 0)
+
+
+def after_first_block(length: int, nsa: NSAConfig) -> int:
+    """The first position past selection block 0 of a sequence of `length` tokens, or its last one if there is none."""
+    return min(nsa.l_sel, length - 1)
 
 
 def selected_keys(position: int, nsa: NSAConfig) -> int:

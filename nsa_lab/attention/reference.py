@@ -4,7 +4,12 @@ One function a formula, written to be read beside the paper (arXiv 2502.11089, s
 matrices are formed, in float32 for half precision and in float64 otherwise. Layout as in flash-attention: q [B, T, H, D],
 k and v [B, T, G, D]; head n of the H query heads belongs to group n // (H/G). The softmax scale is d_k**-0.5. LSE is the
 natural logarithm, float32 (float64 for float64 inputs), and -inf where a query sees nothing; such a query's output is 0
-and its gradients are 0, never NaN.
+and its gradients are 0, never NaN. What is not finite is causal too: it reaches the queries that read it and no others.
+
+`span` says where queries stand (`Span`; None: they are all the keys of one document). With a chunk, q, gates, outputs and
+blocks have its `length` rows, and keys, values and what is compressed cover positions 0 .. start+length-1. Packed, B is 1,
+every document is computed as if it were alone, and block numbers are its own. Shapes are checked by the public functions of
+`nsa_lab.attention`, not here.
 """
 
 from __future__ import annotations
@@ -14,66 +19,72 @@ from torch import Tensor
 
 from nsa_lab.attention import geometry
 from nsa_lab.attention.compression import check_phi
+from nsa_lab.attention.span import Document, Span
 from nsa_lab.config import NSAConfig
 
 
-def compress(x: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None = None) -> Tensor:
+def compress(x: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None = None, *, span: Span | None = None) -> Tensor:
     """phi over every block of l tokens, d apart (eq. 7): x [B, T, G, D] -> [B, N, G, D].
 
-    N = 0 if T < l else (T - l)//d + 1, and block i covers tokens [i*d, i*d + l). `avg` is the mean.
+    N = 0 if T < l else (T - l)//d + 1, and block i covers tokens [i*d, i*d + l). `avg` is the mean. With a span, x holds
+    all its keys, and the blocks of all documents lie one after another; rows of padding are 0.
     """
     check_phi(nsa, phi)
-    if x.shape[1] < nsa.l:
-        blocks = x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l)
-    else:
-        blocks = x.unfold(1, nsa.l, nsa.d)  # [B, N, G, D, l]
-    return blocks.to(_wide(x.dtype)).mean(-1).to(x.dtype) if phi is None else phi(blocks)
+    span = span or Span.full(x.shape[1])
+    blocks = torch.cat([_blocks_of(x[:, document.keys], nsa) for document in span.documents], dim=1)  # [B, N, G, D, l]
+    compressed = blocks.to(_wide(x.dtype)).mean(-1).to(x.dtype) if phi is None else phi(blocks)
+    return torch.nn.functional.pad(compressed, (0, 0, 0, 0, 0, span.padding(nsa)))
 
 
-def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, span: Span | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention over the visible compressed blocks: query t sees block i iff i*d + l - 1 <= t (eq. 7 and 8).
 
     q [B, T, H, D], k_cmp [B, N, G, D], v_cmp [B, N, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
     """
-    t = torch.arange(q.shape[1], device=q.device)
-    visible = torch.arange(k_cmp.shape[1], device=q.device) < geometry.visible_compressed(t, nsa).unsqueeze(-1)
-    return _masked_attention(q, k_cmp, v_cmp, visible[None, :, None])
+
+    def alone(document: Document, rows: slice) -> tuple[Tensor, Tensor]:
+        k, v = k_cmp[:, rows], v_cmp[:, rows]
+        visible = geometry.sees_compressed(document.positions(q.device), k.shape[1], nsa)
+        return _masked_attention(q[:, document.queries], k, v, visible[None, :, None])
+
+    span = span or Span.full(q.shape[1])
+    return _joined(list(map(alone, span.documents, span.compressed_rows(nsa))))
 
 
-def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
+def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """Importance of every selection block to every query and group, summed over the group's heads (eq. 8, 9, 10).
 
     q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H] from `compressed_attention` -> float32
-    [B, T, G, blocks]. The softmax runs over the visible compressed blocks alone.
+    [B, T, G, blocks]. The softmax runs over the visible compressed blocks alone. Block numbers are each document's own, and
+    blocks that it does not have are 0.
     """
-    T, N = q.shape[1], k_cmp.shape[1]
-    wide = _wide(q.dtype)
-    scores = _scores(q, k_cmp)  # [B, T, G, h, N]
-    t = torch.arange(T, device=q.device)
-    visible = torch.arange(N, device=q.device) < geometry.visible_compressed(t, nsa).unsqueeze(-1)
-    lse = _split_heads(lse.to(wide).unsqueeze(-1), k_cmp.shape[2])  # [B, T, G, h, 1]
-    seen = visible[None, :, None, None]
-    # Masked before exp: a row that sees nothing has lse = -inf, and exp(s + inf) must not be formed.
-    p = torch.where(seen, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()
-    carry = geometry.overlap(N, geometry.num_selection(T, nsa), nsa, dtype=wide, device=q.device)
-    return (p.sum(dim=3) @ carry).float()
+    span = span or Span.full(q.shape[1])
+    widest = span.num_selection(nsa)
+    parts: list[Tensor] = []
+    for document, rows in zip(span.documents, span.compressed_rows(nsa), strict=True):
+        part = _importance(q[:, document.queries], k_cmp[:, rows], lse[:, document.queries], document, nsa)
+        parts.append(torch.nn.functional.pad(part, (0, widest - part.shape[-1])))
+    return torch.cat(parts, dim=1)
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """The n_sel blocks that each query and group reads (eq. 11), int32 [B, T, G, n_sel], ascending, then -1.
 
     Candidates have begun (j*l_sel <= t). Block 0, the query's own and the one before it are always in and count towards
     n_sel; the rest go by importance, ties to the lower index. Carries no gradient.
     """
+    span = span or Span.full(q.shape[1])
     with torch.no_grad():
-        importance = block_importance(q, k_cmp, lse, nsa)
-    return choose(importance, nsa)
+        importance = block_importance(q, k_cmp, lse, nsa, span=span)
+    return torch.cat([choose(importance[:, d.queries], nsa, d.first) for d in span.documents], dim=1)
 
 
 def choose(importance: Tensor, nsa: NSAConfig, first: int = 0) -> Tensor:
     """`select_blocks` once the importances [B, T, G, blocks] are known; `first` is the position of the first query."""
     T, blocks = importance.shape[1], importance.shape[3]
-    t = torch.arange(first, first + T, device=importance.device)
+    t = geometry.positions(first, first + T, importance.device)
     forced = geometry.forced_blocks(t, blocks, nsa)[:, None]  # [T, 1, blocks]
     candidate = geometry.candidate_blocks(t, blocks, nsa)[:, None]
     rank = torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf"))
@@ -85,28 +96,38 @@ def choose(importance: Tensor, nsa: NSAConfig, first: int = 0) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, nsa.n_sel - chosen.shape[-1]), value=-1)
 
 
-def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention over the tokens <= t of the chosen blocks (eq. 10, 11).
 
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv], blocks int32 [B, T, G, n_sel] -> out [B, T, H, Dv], lse [B, T, H].
     """
-    B, T, G = k.shape[:3]
-    n = geometry.num_selection(T, nsa)
-    chosen = torch.zeros(B, T, G, n + 1, dtype=torch.bool, device=q.device)
-    chosen.scatter_(-1, torch.where(blocks < 0, n, blocks).long(), True)  # padding lands in a spare column
-    t = torch.arange(T, device=q.device)
-    tokens = chosen[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :T] & (t <= t[:, None])[None, :, None]
-    return _masked_attention(q, k, v, tokens)
+
+    def alone(document: Document) -> tuple[Tensor, Tensor]:
+        own = blocks[:, document.queries]
+        S, n = document.last, geometry.num_selection(document.last, nsa)
+        chosen = torch.zeros(*own.shape[:3], n + 1, dtype=torch.bool, device=q.device)
+        chosen.scatter_(-1, torch.where(own < 0, n, own).long(), True)  # padding lands in a spare column
+        t, s = document.positions(q.device), geometry.positions(0, S, q.device)
+        tokens = chosen[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :S] & (s <= t[:, None])[None, :, None]
+        return _masked_attention(q[:, document.queries], k[:, document.keys], v[:, document.keys], tokens)
+
+    return _joined(list(map(alone, (span or Span.full(q.shape[1])).documents)))
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
     """Attention over the w latest tokens, the query's own included: exactly min(w, t+1) keys (section 3.3.3).
 
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
     """
-    t = torch.arange(q.shape[1], device=q.device)
-    near = (t <= t[:, None]) & (t > t[:, None] - nsa.w)
-    return _masked_attention(q, k, v, near[None, :, None])
+
+    def alone(document: Document) -> tuple[Tensor, Tensor]:
+        t, s = document.positions(q.device), geometry.positions(0, document.last, q.device)
+        near = (s <= t[:, None]) & (s > t[:, None] - nsa.w)
+        return _masked_attention(q[:, document.queries], k[:, document.keys], v[:, document.keys], near[None, :, None])
+
+    return _joined(list(map(alone, (span or Span.full(q.shape[1])).documents)))
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
@@ -125,13 +146,41 @@ def nsa_attention(
     v_win: Tensor,
     gates: Tensor,
     nsa: NSAConfig,
+    *,
+    span: Span | None = None,
 ) -> Tensor:
     """The three branches and their gated sum -> [B, T, H, Dv]. k_cmp and v_cmp are already compressed."""
-    out_cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa)
-    blocks = select_blocks(q, k_cmp, lse, nsa)
-    out_sel, _ = selected_attention(q, k_sel, v_sel, blocks, nsa)
-    out_win, _ = window_attention(q, k_win, v_win, nsa)
+    out_cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa, span=span)
+    blocks = select_blocks(q, k_cmp, lse, nsa, span=span)
+    out_sel, _ = selected_attention(q, k_sel, v_sel, blocks, nsa, span=span)
+    out_win, _ = window_attention(q, k_win, v_win, nsa, span=span)
     return combine(out_cmp, out_sel, out_win, gates)
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Outputs and LSE of all documents, one after another."""
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def _blocks_of(x: Tensor, nsa: NSAConfig) -> Tensor:
+    """The whole compression blocks of one document, [B, N, G, D, l]."""
+    if x.shape[1] < nsa.l:
+        return x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l)
+    return x.unfold(1, nsa.l, nsa.d)
+
+
+def _importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document: Document, nsa: NSAConfig) -> Tensor:
+    """`block_importance` of one document."""
+    N, wide = k_cmp.shape[1], _wide(q.dtype)
+    scores = _scores(q, k_cmp)  # [B, T, G, h, N]
+    visible = geometry.sees_compressed(document.positions(q.device), N, nsa)
+    lse = _split_heads(lse.to(wide).unsqueeze(-1), k_cmp.shape[2])  # [B, T, G, h, 1]
+    seen = visible[None, :, None, None]
+    # Masked before exp: a row that sees nothing has lse = -inf, and exp(s + inf) must not be formed.
+    p = torch.where(seen, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()
+    carry = geometry.overlap(N, geometry.num_selection(document.last, nsa), nsa, dtype=wide, device=q.device)
+    return (p.sum(dim=3) @ carry).float()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -140,7 +189,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _split_heads(x: Tensor, groups: int) -> Tensor:
     """[B, T, H, D] -> [B, T, G, h, D]."""
-    return x.unflatten(2, (groups, x.shape[2] // groups))
+    return torch.unflatten(x, 2, (groups, x.shape[2] // groups))
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -151,7 +200,11 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over the keys that `allowed` (bool, broadcast over [B, T, G, S]) lets each query see."""
-    scores = _scores(q, k).masked_fill(~allowed.unsqueeze(3), float("-inf"))  # [B, T, G, h, S]
+    # Zero times NaN is NaN: a key or value that is not finite is taken out, and marks the scores of those who see it.
+    sound = k.isfinite().all(-1) & v.isfinite().all(-1)  # [B, S, G]
+    k, v = k.where(sound.unsqueeze(-1), 0.0), v.where(sound.unsqueeze(-1), 0.0)
+    scores = _scores(q, k).masked_fill(~sound.mT[:, None, :, None], float("nan"))
+    scores = scores.masked_fill(~allowed.unsqueeze(3), float("-inf"))  # [B, T, G, h, S]
     if k.shape[1] == 0:
         lse = scores.sum(-1) - float("inf")  # keeps its place in the graph, as every other LSE does
     else:

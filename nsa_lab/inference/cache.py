@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import compress, geometry, nsa_attention, reference
 from nsa_lab.config import ModelConfig
-from nsa_lab.model import DenseAttention, NSAttention, rotate
+from nsa_lab.model import DenseAttention, SparseAttention, rotate
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -22,7 +22,7 @@ Rotary = tuple[Tensor, Tensor]
 class NSACache:
     """The cache of one NSA layer, and attention through it."""
 
-    def __init__(self, attention: NSAttention, capacity: int, batch: int, like: Tensor) -> None:
+    def __init__(self, attention: SparseAttention, capacity: int, batch: int, like: Tensor) -> None:
         config, nsa = attention.config, attention.config.nsa
         self._attention, self._config, self._nsa = attention, config, nsa
         self._k_sel, self._v_sel = _room(config, capacity, batch, like)
@@ -49,7 +49,7 @@ class NSACache:
         return self._attention.out(mixed.flatten(2))
 
     def _project(self, x: Tensor, rotary: Rotary) -> list[Tensor]:
-        """q, then keys and values of cmp (raw), sel and win, as `NSAttention.project` lays them out."""
+        """q, then keys and values of cmp (raw), sel and win, as `SparseAttention.project` lays them out."""
         c = self._config
         H, G = c.n_heads, c.n_kv_groups
         roped, values = self._attention.qkv(x).split([(H + 3 * G) * c.d_k, 3 * G * c.d_v], dim=-1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_lab.inference.cache import DenseCache, NSACache
-from nsa_lab.model import Block, DenseAttention, NSATransformer, NSAttention, rotary_table
+from nsa_lab.model import Block, DenseAttention, NSATransformer, SparseAttention, rotary_table
 
 
 class Decoder:
@@ -49,7 +49,9 @@ class Decoder:
         return model.head(model.norm(x))
 
 
-def _cache_of(attention: NSAttention | DenseAttention, capacity: int, batch: int, like: Tensor) -> NSACache | DenseCache:
-    if isinstance(attention, NSAttention):
+def _cache_of(
+    attention: SparseAttention | DenseAttention, capacity: int, batch: int, like: Tensor
+) -> NSACache | DenseCache:
+    if isinstance(attention, SparseAttention):
         return NSACache(attention, capacity, batch, like)
     return DenseCache(attention, capacity, batch, like)

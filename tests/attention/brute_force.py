@@ -2,7 +2,8 @@
 
 Written from the definition (docs and arXiv 2502.11089, section 3.3) and nothing else: no function here comes from the
 library, and none shares its formulas. Blocks are lists of token numbers, overlaps are counted, softmax runs over a list of
-keys. Arrays are numpy, laid out [B, T, H, D]; the geometry is five plain numbers.
+keys, derivatives are written out. Arrays are numpy, laid out [B, T, H, D]; the geometry is five plain numbers. `first` is
+the position of the first query, where queries are the last of the keys; documents in one row are computed one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 Array = np.ndarray
-# (sequence, token, group) -> the numbers of the keys which that query reads
+# (sequence, position of the query, group) -> the numbers of the keys which that query reads
 Reads = Callable[[int, int, int], Iterable[int]]
 
 
@@ -75,7 +76,7 @@ def softmax(scores: Array) -> Array:
     return e / e.sum()
 
 
-def attention(q: Array, k: Array, v: Array, reads: Reads) -> tuple[Array, Array]:
+def attention(q: Array, k: Array, v: Array, reads: Reads, first: int = 0) -> tuple[Array, Array]:
     """Softmax attention of every query over the keys that `reads` lists: out, LSE. No keys: 0 and -inf."""
     B, T, H, D = q.shape
     heads = H // k.shape[2]
@@ -84,12 +85,35 @@ def attention(q: Array, k: Array, v: Array, reads: Reads) -> tuple[Array, Array]
         for t in range(T):
             for n in range(H):
                 g = n // heads
-                keys = list(reads(b, t, g))
+                keys = list(reads(b, first + t, g))
                 if keys:
-                    scores = np.array([q[b, t, n] @ k[b, s, g] for s in keys]) / np.sqrt(D)
-                    out[b, t, n] = sum(p * v[b, s, g] for p, s in zip(softmax(scores), keys, strict=True))
+                    scores = k[b, keys, g] @ q[b, t, n] / np.sqrt(D)
+                    out[b, t, n] = softmax(scores) @ v[b, keys, g]
                     lse[b, t, n] = scores.max() + np.log(np.exp(scores - scores.max()).sum())
     return out, lse
+
+
+def attention_gradients(
+    q: Array, k: Array, v: Array, reads: Reads, d_out: Array, d_lse: Array, first: int = 0
+) -> tuple[Array, Array, Array]:
+    """Of sum(out * d_out) + sum(lse * d_lse), with respect to q, k and v, a query at a time."""
+    B, T, H, D = q.shape
+    heads = H // k.shape[2]
+    d_q, d_k, d_v = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for b in range(B):
+        for t in range(T):
+            for n in range(H):
+                g = n // heads
+                keys = list(reads(b, first + t, g))
+                if keys:
+                    p = softmax(k[b, keys, g] @ q[b, t, n] / np.sqrt(D))
+                    by_value = v[b, keys, g] @ d_out[b, t, n]
+                    d_score = p * (by_value - p @ by_value + d_lse[b, t, n]) / np.sqrt(D)
+                    d_q[b, t, n] += d_score @ k[b, keys, g]
+                    for weight, change, s in zip(p, d_score, keys, strict=True):
+                        d_v[b, s, g] += weight * d_out[b, t, n]
+                        d_k[b, s, g] += change * q[b, t, n]
+    return d_q, d_k, d_v
 
 
 def dense_attention(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -101,26 +125,32 @@ def visible(t: int, length: int, geometry: Geometry) -> list[int]:
     return [i for i, tokens in enumerate(compressed_blocks(length, geometry)) if tokens[-1] <= t]
 
 
-def compressed_attention(q: Array, k_cmp: Array, v_cmp: Array, geometry: Geometry) -> tuple[Array, Array]:
-    length = q.shape[1]
-    return attention(q, k_cmp, v_cmp, lambda b, t, g: visible(t, length, geometry))
+def compressed_reads(length: int, geometry: Geometry) -> Reads:
+    """What the queries of a document of `length` tokens read in the compressed branch."""
+    last = [tokens[-1] for tokens in compressed_blocks(length, geometry)]
+    return lambda b, t, g: [i for i, end in enumerate(last) if end <= t]
 
 
-def importance(q: Array, k_cmp: Array, geometry: Geometry) -> Array:
+def compressed_attention(q: Array, k_cmp: Array, v_cmp: Array, geometry: Geometry, first: int = 0) -> tuple[Array, Array]:
+    return attention(q, k_cmp, v_cmp, compressed_reads(first + q.shape[1], geometry), first)
+
+
+def importance(q: Array, k_cmp: Array, geometry: Geometry, first: int = 0) -> Array:
     """[B, T, G, selection blocks]: probability of compressed blocks, carried over by shared tokens, summed over heads."""
     B, T, H, D = q.shape
-    G = k_cmp.shape[2]
-    compressed = [set(tokens) for tokens in compressed_blocks(T, geometry)]
-    selection = [set(range(j * geometry.l_sel, (j + 1) * geometry.l_sel)) for j in range((T - 1) // geometry.l_sel + 1)]
+    G, length = k_cmp.shape[2], first + q.shape[1]
+    compressed = [set(tokens) for tokens in compressed_blocks(length, geometry)]
+    starts = range(0, length, geometry.l_sel)
+    selection = [set(range(start, start + geometry.l_sel)) for start in starts]
+    shared = np.array([[len(i & j) / geometry.d for j in selection] for i in compressed])
     out = np.zeros((B, T, G, len(selection)))
     for b in range(B):
         for t in range(T):
-            seen = visible(t, T, geometry)
+            seen = visible(first + t, length, geometry)
             for n in range(H if seen else 0):
                 g = n // (H // G)
-                p = softmax(np.array([q[b, t, n] @ k_cmp[b, i, g] for i in seen]) / np.sqrt(D))
-                for j, block in enumerate(selection):
-                    out[b, t, g, j] += sum(p[i] * len(compressed[i] & block) / geometry.d for i in seen)
+                p = softmax(k_cmp[b, seen, g] @ q[b, t, n] / np.sqrt(D))
+                out[b, t, g] += p @ shared[seen]
     return out
 
 
@@ -133,22 +163,30 @@ def choose(scores: Array, t: int, geometry: Geometry) -> list[int]:
     return sorted((forced + rest)[: geometry.n_sel])
 
 
-def select_blocks(q: Array, k_cmp: Array, geometry: Geometry) -> list[list[list[list[int]]]]:
+def select_blocks(q: Array, k_cmp: Array, geometry: Geometry, first: int = 0) -> list[list[list[list[int]]]]:
     """[sequence][token][group] -> list of blocks, ascending."""
-    scores = importance(q, k_cmp, geometry)
+    scores = importance(q, k_cmp, geometry, first)
     B, T, G, _ = scores.shape
-    return [[[choose(scores[b, t, g], t, geometry) for g in range(G)] for t in range(T)] for b in range(B)]
+    return [[[choose(scores[b, t, g], first + t, geometry) for g in range(G)] for t in range(T)] for b in range(B)]
+
+
+def selected_reads(blocks: list[list[list[list[int]]]], length: int, geometry: Geometry, first: int = 0) -> Reads:
+    tokens = selection_blocks(length, geometry)
+    return lambda b, t, g: [s for j in blocks[b][t - first][g] for s in tokens[j] if s <= t]
 
 
 def selected_attention(
-    q: Array, k: Array, v: Array, blocks: list[list[list[list[int]]]], geometry: Geometry
+    q: Array, k: Array, v: Array, blocks: list[list[list[list[int]]]], geometry: Geometry, first: int = 0
 ) -> tuple[Array, Array]:
-    tokens = selection_blocks(q.shape[1], geometry)
-    return attention(q, k, v, lambda b, t, g: [s for j in blocks[b][t][g] for s in tokens[j] if s <= t])
+    return attention(q, k, v, selected_reads(blocks, first + q.shape[1], geometry, first), first)
 
 
-def window_attention(q: Array, k: Array, v: Array, geometry: Geometry) -> tuple[Array, Array]:
-    return attention(q, k, v, lambda b, t, g: [s for s in range(t + 1) if t - s < geometry.w])
+def window_reads(geometry: Geometry) -> Reads:
+    return lambda b, t, g: [s for s in range(t + 1) if t - s < geometry.w]
+
+
+def window_attention(q: Array, k: Array, v: Array, geometry: Geometry, first: int = 0) -> tuple[Array, Array]:
+    return attention(q, k, v, window_reads(geometry), first)
 
 
 def nsa_attention(
@@ -161,11 +199,12 @@ def nsa_attention(
     v_win: Array,
     gates: Array,
     geometry: Geometry,
+    first: int = 0,
 ) -> Array:
     branches = [
-        compressed_attention(q, k_cmp, v_cmp, geometry)[0],
-        selected_attention(q, k_sel, v_sel, select_blocks(q, k_cmp, geometry), geometry)[0],
-        window_attention(q, k_win, v_win, geometry)[0],
+        compressed_attention(q, k_cmp, v_cmp, geometry, first)[0],
+        selected_attention(q, k_sel, v_sel, select_blocks(q, k_cmp, geometry, first), geometry, first)[0],
+        window_attention(q, k_win, v_win, geometry, first)[0],
     ]
     return sum(gates[..., i, None] * branch for i, branch in enumerate(branches))
 

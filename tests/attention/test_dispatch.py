@@ -135,6 +135,34 @@ MISTAKES = {
     "two devices": (wrong(v_cmp=lambda x: x.to("meta")), "lie on cpu, cpu and meta"),
     "gates without branches": (wrong(gates=lambda x: x[..., 0]), "gates: expected shape (1, 21, 6, 3)"),
     "gates of groups": (wrong(gates=lambda x: x[:, :, :2]), "gates: expected shape (1, 21, 6, 3), got (1, 21, 2, 3)"),
+    "gates of another dtype": (
+        wrong(gates=torch.Tensor.float),
+        "gates: expected torch.float64 as q has it, got torch.float32",
+    ),
+    "gates elsewhere": (wrong(gates=lambda x: x.to("meta")), "gates: lies on meta, and q on cpu"),
+    "integers": (wrong().map(torch.Tensor.int), "expected float64, float32, bfloat16 or float16, got torch.int32"),
+    "complex numbers": (wrong().map(lambda x: x.to(torch.complex128)), "got torch.complex128"),
+    "no numbers at all": (wrong().map(lambda x: x.to("meta")), "on the meta device, which holds no numbers"),
+    "other groups in one branch": (
+        wrong(k_win=lambda x: x[:, :, :1], v_win=lambda x: x[:, :, :1]),
+        "the branches differ in key/value groups: k_cmp, k_sel, k_win have G = [2, 2, 1]",
+    ),
+    "values one wide": (wrong(v_win=lambda x: x[..., :1]), "v_cmp, v_sel, v_win have Dv = [4, 4, 1]"),
+    "values of another width": (wrong(v_cmp=lambda x: x[..., :3]), "v_cmp, v_sel, v_win have Dv = [3, 4, 4]"),
+    "values of no width": (wrong(v_sel=lambda x: x[..., :0]), "v_sel: expected shape (1, 21, 2, 'Dv'), got (1, 21, 2, 0)"),
+    "no sequence": (wrong().map(lambda x: x[:0]), "q: expected [B, T, H, D]: batch, time, query heads, head width"),
+    "no token": (wrong().map(lambda x: x[:, :0]), "each at least 1; got (1, 0, 6, 6)"),
+    "no head": (wrong(q=lambda x: x[:, :, :0]), "each at least 1; got (1, 21, 0, 6)"),
+    "no width": (wrong(q=lambda x: x[..., :0], k_cmp=lambda x: x[..., :0]), "each at least 1; got (1, 21, 6, 0)"),
+    "axes as torch has them": (
+        wrong().map(lambda x: x.transpose(1, 2)),
+        "q and k_cmp look like [B, H, T, D]: use transpose(1, 2)",
+    ),
+    "queries as torch has them": (wrong(q=lambda x: x.transpose(1, 2)), "q looks like [B, H, T, D]: use transpose(1, 2)"),
+    "keys as torch has them": (
+        wrong(k_sel=lambda x: x.transpose(1, 2), v_sel=lambda x: x.transpose(1, 2)),
+        "k_sel looks like [B, G, T, D]: use transpose(1, 2)",
+    ),
 }
 
 
@@ -160,11 +188,115 @@ def test_each_function_checks_its_own_inputs() -> None:
         "blocks: expected shape (1, 21, 2, 3)": lambda: selected(*sel, blocks[..., 1:], NSA),
         "blocks: expected int32, got torch.int64": lambda: selected(*sel, blocks.long(), NSA),
         "v: expected shape": lambda: attention.window_attention(x.q, x.k_win, x.v_cmp, NSA),
+        "lse: expected float32": lambda: attention.select_blocks(x.q, x.k_cmp, lse.half(), NSA),
+        "lse: lies on meta": lambda: attention.select_blocks(x.q, x.k_cmp, lse.to("meta"), NSA),
+        "blocks: lies on meta": lambda: selected(*sel, blocks.to("meta"), NSA),
+        "x: expected [B, T, G, D]: batch, time, key/value groups, head width; got 3": lambda: compress(x.k_sel[0], NSA),
+        "x: expected float64": lambda: compress(x.k_sel.int(), NSA),
+        "each at least 1; got (1, 0, 2, 6)": lambda: compress(x.k_sel[:, :0], NSA),
+        "x: on the meta device": lambda: compress(x.k_sel.to("meta"), NSA),
+        "q, keys and values: expected float64": lambda: attention.dense_attention(x.q.int(), x.k_sel.int(), x.v_sel.int()),
+        "q and k look like": lambda: attention.dense_attention(*(y.transpose(1, 2) for y in (x.q, x.k_sel, x.v_sel))),
     }
     for message, call in calls.items():
         with pytest.raises(ValueError) as caught:
             call()
         assert message in str(caught.value)
+
+
+PACKED = attention.Span.packed(torch.tensor([0, 9, 21], dtype=torch.int32))
+MISFITS = {
+    "another number of queries": (
+        attention.Span.full(20),
+        {},
+        "q: Span.full(20) has 20 queries, and q (1, 21, 6, 6) has 21",
+    ),
+    "keys of the chunk alone": (attention.Span.chunk(4, 21), {}, "k_cmp: expected shape (1, 11, 2, 6), got (1, 9, 2, 6)"),
+    "blocks over the border": (PACKED, {}, "k_cmp: expected shape (1, 8, 2, 6), got (1, 9, 2, 6)"),
+    "two rows of documents": (PACKED, {"B": 2}, "is one row of documents, B = 1; got B = 2"),
+    "axes as torch has them": (PACKED, {"swap": True}, "q looks like [B, H, T, D]: use transpose(1, 2)"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_span_that_does_not_fit_the_tensors_is_refused(misfit: str) -> None:
+    span, how, message = MISFITS[misfit]
+    x = Shape(B=how.get("B", 1)).inputs()
+    if how.get("swap"):
+        x = x._replace(q=x.q.transpose(1, 2), k_cmp=x.k_cmp[:, :8], v_cmp=x.v_cmp[:, :8])
+    with pytest.raises(ValueError) as caught:
+        attention.nsa_attention(*x, NSA, backend="torch", span=span)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("span", "message"),
+    [
+        (attention.Span.chunk(3, 4), "x: Span.chunk(3, 4) has 7 keys, and x (1, 21, 2, 6) has 21"),
+        (attention.Span.full(2), "x looks like [B, G, T, D]: use transpose(1, 2)"),
+    ],
+)
+def test_compress_takes_all_keys_of_the_span(span: attention.Span, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        compress(Shape().inputs().k_sel, NSA, span=span)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+@pytest.mark.parametrize("span", [attention.Span.chunk(0, 21), attention.Span.chunk(4, 17), PACKED], ids=repr)
+def test_a_backend_that_takes_no_span_says_what_does(
+    backend: str, span: attention.Span, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for by name, or within a table of choices. A full span in disguise is refused by none."""
+    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
+    ran = []
+    monkeypatch.setattr(kernels, "nsa_attention", lambda *x: ran.append(x))
+    x = Shape(T=span.queries).inputs()
+    keys = [y.new_zeros(1, span.keys, *y.shape[2:]) for y in (x.k_win, x.v_win)]
+    calls = {
+        "triton": lambda: attention.window_attention(x.q, *keys, NSA, backend=backend, span=span),
+        "flash": lambda: attention.dense_attention(x.q, *keys, backend=backend, span=span),
+    }
+    if span.is_full:
+        attention.nsa_attention(*x, NSA, backend="triton", span=span)
+        assert len(ran) == 1 and len(ran[0]) == 9
+        return
+    with pytest.raises(NotImplementedError) as caught:
+        calls[backend]()
+    assert repr(span) in str(caught.value) and "backend='torch'" in str(caught.value)
+    choices = {part: dispatch.Choice("torch", "") for part in dispatch.PARTS} | {"window": dispatch.Choice(backend, "")}
+    cmp = [y.new_zeros(1, span.num_compressed(NSA), *y.shape[2:]) for y in (x.k_cmp, x.v_cmp)]
+    with pytest.raises(NotImplementedError, match=r"\(window\) takes a full span only"):
+        attention.nsa_attention(x.q, *cmp, *keys, *keys, x.gates, NSA, backend=choices, span=span)
+    assert not ran
+
+
+def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a device")
+    of = {span: attention.resolve_backend("cuda", torch.float32, NSA, span=span) for span in (None, PACKED)}
+    assert {choice.backend for choice in of[None].values()} == {"triton"}
+    assert {choice.backend for choice in of[PACKED].values()} == {"torch"}
+    assert "takes Span.packed(2 documents, 21 tokens)" in of[PACKED]["window"].reason
+
+
+def test_flash_attn_names_the_widths_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the backend is resolved for a model, and when a call comes without one."""
+    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
+    for sizes, words in (
+        ({"d_k": 288, "d_v": 288}, "head widths up to 256, and it is 288; use 256"),
+        ({"d_k": 64, "d_v": 32}, "one head width, and they are 64 and 32; use 64 for both"),
+    ):
+        for kind in ("nsa", "dense"):
+            config = ModelConfig(attention=kind, **sizes)
+            with pytest.raises(NotImplementedError, match=words):
+                attention.resolve_backend("cpu", torch.bfloat16, config.nsa, config, "flash")
+        x = Shape(**sizes).inputs(torch.bfloat16)
+        with pytest.raises(NotImplementedError, match=words):
+            attention.window_attention(x.q, x.k_win, x.v_win, NSA, backend="flash")
+        with pytest.raises(NotImplementedError, match=words):
+            attention.dense_attention(x.q, x.k_win, x.v_win, backend="flash")
 
 
 @pytest.mark.parametrize("operator", [reference.compress, compress], ids=["reference", "fast"])

@@ -14,7 +14,7 @@ from torch.autograd import gradcheck
 from nsa_lab import attention
 from nsa_lab.attention.compression import compress, make_phi
 from nsa_lab.config import ModelConfig, NSAConfig
-from nsa_lab.model import NSAttention, rotary_table
+from nsa_lab.model import SparseAttention, rotary_table
 
 arms = pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
 # Tokens 0 and 1 see no compressed block; four selection blocks, of which three are read; the last one is cut.
@@ -94,7 +94,7 @@ def test_the_whole_layer(backend: str, phi: str, gate: str) -> None:
     nsa = TINY.nsa.model_copy(update={"phi": phi, "gate": gate})
     config = ModelConfig(dim=3, n_heads=2, n_kv_groups=1, d_k=2, d_v=1, nsa=nsa)
     torch.manual_seed(0)
-    layer = NSAttention(config, attention.resolve_backend("cpu", torch.float64, nsa, config, backend)).double()
+    layer = SparseAttention(config, attention.resolve_backend("cpu", torch.float64, nsa, config, backend)).double()
     rotary = rotary_table(TINY.T, config.d_k, config.rope_theta, torch.device("cpu"))
     x = torch.randn(1, TINY.T, config.dim, dtype=torch.float64, requires_grad=True)
     assert check(lambda x, *_: layer(x, rotary), (x, *layer.parameters()), fast_mode=phi == "mlp")

@@ -12,7 +12,7 @@ from model_inputs import VARIANTS, config_of, name_of, tokens_of
 
 from nsa_lab.attention import resolve_backend, window_attention
 from nsa_lab.config import ModelConfig
-from nsa_lab.model import NSATransformer, NSAttention, rotary_table, rotate
+from nsa_lab.model import NSATransformer, SparseAttention, rotary_table, rotate
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_rotation_keeps_the_dtype_and_the_length(dtype: torch.dtype) -> None:
     torch.testing.assert_close(turned.float().norm(dim=-1), x.float().norm(dim=-1), rtol=2e-2, atol=1e-2)
 
 
-def layer_of(config: ModelConfig) -> NSAttention:
+def layer_of(config: ModelConfig) -> SparseAttention:
     return NSATransformer(config, seed=0).blocks[0].attention
 
 

@@ -1,0 +1,203 @@
+"""Where queries stand: which positions they have, which keys belong to them, and which document each row is part of.
+
+Three kinds. Full: queries are all keys of one document. Chunk: queries are the last positions of one document, as in
+decoding. Packed: documents one after another in one row, each computed as if it were alone.
+
+Invariants
+* Immutable, hashable and equal by value; what is malformed raises ValueError when it is built, never later.
+* Everything is counted on the CPU. A device sees one tensor, the copy of the documents' bounds, made once per device.
+* With a `capacity`, every tensor shape depends on the total number of tokens alone, whatever the documents are.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import geometry
+from nsa_lab.config import NSAConfig
+
+
+class Document(NamedTuple):
+    """Rows that are computed as if no others were there: queries at positions first .. last-1, keys at 0 .. last-1."""
+
+    queries: slice
+    """Its rows of q, gates, outputs and block lists."""
+    keys: slice
+    """Its rows of keys and values."""
+    first: int
+    last: int
+
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """Of its queries, int64 [last - first]."""
+        return geometry.positions(self.first, self.last, device)
+
+
+@dataclass(frozen=True, repr=False)
+class Span:
+    """Made by `Span.full`, `Span.chunk` or `Span.packed`; every function of the operator takes one as `span`."""
+
+    kind: Literal["full", "chunk", "packed"]
+    bounds: tuple[int, ...]
+    """Rows of q where documents begin and, last, end."""
+    start: int = 0
+    """Position of the first query in its document; not 0 for a chunk alone."""
+    capacity: int | None = None
+    """Documents that shapes are laid out for; None: shapes follow the documents."""
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor], init=False, compare=False)
+
+    @classmethod
+    def full(cls, length: int) -> Span:
+        """Queries are all `length` >= 1 keys of one document, from position 0."""
+        return cls("full", (0, _whole("length", length, 1)))
+
+    @classmethod
+    def chunk(cls, start: int, length: int) -> Span:
+        """Queries are positions start .. start+length-1, keys positions 0 .. start+length-1; start >= 0, length >= 1."""
+        return cls("chunk", (0, _whole("length", length, 1)), _whole("start", start, 0))
+
+    @classmethod
+    def packed(cls, cu_seqlens: Tensor, capacity: int | None = None) -> Span:
+        """Documents one after another in one row [1, total, ...]: document i holds rows cu_seqlens[i] .. cu_seqlens[i+1]-1.
+
+        cu_seqlens int32 [documents + 1] on the CPU, from 0, never falling, as flash-attn has it; documents of length zero
+        are allowed. With `capacity`, a number of documents, shapes depend on the total alone: compressed rows are padded to
+        total // d. The values are copied: changing the tensor later changes nothing here. Raises ValueError.
+        """
+        bounds = _bounds(cu_seqlens)
+        if capacity is not None and _whole("capacity", capacity, 1) < len(bounds) - 1:
+            raise ValueError(
+                f"Span.packed: {len(bounds) - 1} documents in cu_seqlens, and capacity = {capacity}; "
+                "make the capacity larger, or pack fewer documents"
+            )
+        return cls("packed", bounds, capacity=capacity)
+
+    @property
+    def queries(self) -> int:
+        """Rows of q, gates, outputs and block lists."""
+        return self.bounds[-1]
+
+    @property
+    def keys(self) -> int:
+        """Rows of keys and values."""
+        return self.start + self.bounds[-1]
+
+    @cached_property
+    def documents(self) -> tuple[Document, ...]:
+        """All of them in order, empty ones included."""
+        return tuple(
+            Document(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
+            for begin, end in pairwise(self.bounds)
+        )
+
+    @property
+    def longest(self) -> int:
+        """Keys of the longest document."""
+        return max(document.last for document in self.documents)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it computes what `Span.full` does, at the same shapes, however it was written."""
+        one = any(document.last == self.queries for document in self.documents)
+        return one and self.capacity is None and self.queries > 0
+
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """Of every query in its own document, int64 [queries]."""
+        if len(self.documents) == 1:
+            return self.documents[0].positions(device)
+        begin = torch.tensor(self.bounds[:-1]).repeat_interleave(self._lengths())
+        return (geometry.positions(0, self.queries) - begin).to(device)
+
+    def query_documents(self, device: torch.device | None = None) -> Tensor:
+        """The document that every query is in, int64 [queries]."""
+        return geometry.positions(0, len(self.documents)).repeat_interleave(self._lengths()).to(device)
+
+    def key_documents(self, device: torch.device | None = None) -> Tensor:
+        """The document that every key is in, int64 [keys]."""
+        keys = torch.tensor([document.last for document in self.documents])
+        return geometry.positions(0, len(self.documents)).repeat_interleave(keys).to(device)
+
+    def compressed_bounds(self, nsa: NSAConfig) -> tuple[int, ...]:
+        """Rows of compressed keys where documents begin and, last, end; rows past the end are padding (eq. 7)."""
+        counts = (geometry.num_compressed(document.last, nsa) for document in self.documents)
+        return tuple(accumulate(counts, initial=0))
+
+    def compressed_rows(self, nsa: NSAConfig) -> tuple[slice, ...]:
+        """Every document's rows of compressed keys and values."""
+        return tuple(slice(begin, end) for begin, end in pairwise(self.compressed_bounds(nsa)))
+
+    def num_compressed(self, nsa: NSAConfig) -> int:
+        """Rows of compressed keys and values, the padding of a `capacity` included."""
+        # d divides l, so that a document of L tokens has at most L // d blocks, and all of them at most total // d.
+        return self.queries // nsa.d if self.capacity is not None else self.compressed_bounds(nsa)[-1]
+
+    def padding(self, nsa: NSAConfig) -> int:
+        """Rows of compressed keys and values, at the end, that belong to no document."""
+        return self.num_compressed(nsa) - self.compressed_bounds(nsa)[-1]
+
+    def num_selection(self, nsa: NSAConfig) -> int:
+        """Selection blocks of the longest document; block numbers are its own document's."""
+        return geometry.num_selection(self.longest, nsa)
+
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        """`bounds` as int32 [documents + 1] on `device`, copied there once.
+
+        With a capacity, [capacity + 1]: documents that are missing are empty and stand at the end.
+        """
+        if device not in self._copies:
+            missing = 0 if self.capacity is None else self.capacity + 1 - len(self.bounds)
+            bounds = self.bounds + self.bounds[-1:] * missing
+            self._copies[device] = torch.tensor(bounds, dtype=torch.int32).to(device)
+        return self._copies[device]
+
+    def _lengths(self) -> Tensor:
+        return torch.tensor(self.bounds).diff()
+
+    def __repr__(self) -> str:
+        if self.kind == "full":
+            return f"Span.full({self.queries})"
+        if self.kind == "chunk":
+            return f"Span.chunk({self.start}, {self.queries})"
+        capacity = "" if self.capacity is None else f", capacity={self.capacity}"
+        return f"Span.packed({len(self.bounds) - 1} documents, {self.queries} tokens{capacity})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the device copies: another process may not have the device.
+        return Span, (self.kind, self.bounds, self.start, self.capacity)
+
+
+def _whole(name: str, value: int, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"Span: {name} = {value!r}: expected a whole number of at least {least}") from None
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"Span: {name} = {value}: expected a whole number of at least {least}")
+    return number
+
+
+def _bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
+    wanted = "Span.packed: cu_seqlens: expected an int32 tensor [documents + 1] on the CPU that starts at 0 and never falls"
+    if not torch.is_tensor(cu_seqlens):
+        raise ValueError(f"{wanted}, got a {type(cu_seqlens).__name__}; use torch.tensor(..., dtype=torch.int32)")
+    if cu_seqlens.device.type != "cpu":
+        raise ValueError(
+            f"{wanted}, got one on {cu_seqlens.device}; keep it on the CPU, the span copies it once per device"
+        )
+    if cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"{wanted}, got {cu_seqlens.dtype}; use cu_seqlens.int()")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"{wanted}, got shape {tuple(cu_seqlens.shape)}; one document of T tokens is [0, T]")
+    bounds = tuple(int(row) for row in cu_seqlens)
+    if bounds[0] != 0:
+        raise ValueError(f"{wanted}, and it starts at {bounds[0]}; put a 0 in front, or subtract its first value")
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        if end < begin:
+            raise ValueError(f"{wanted}, and document {number} goes from {begin} to {end}; give cumulated lengths")
+    return bounds

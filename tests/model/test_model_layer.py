@@ -1,0 +1,254 @@
+"""`NSAttention`, the attention layer by itself, and packed documents through it and through the whole model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import shutil
+from collections.abc import Callable
+
+import brute_force
+import numpy as np
+import pytest
+import torch
+from model_inputs import TINY_NSA, config_of, loss_of, tokens_of
+
+from nsa_lab import model as model_module
+from nsa_lab.attention import Span, reference, torch_backend
+from nsa_lab.config import NSAConfig
+from nsa_lab.model import NSATransformer, NSAttention, SparseAttention, rotary_at, rotary_table
+
+PHIS = ["avg", "linear", "mlp"]
+LENGTHS = (0, 21, 1, 40, 7, 0, 9)
+CPU = torch.device("cpu")
+
+
+def packed(*lengths: int, capacity: int | None = None) -> Span:
+    return Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity)
+
+
+def layer_of(phi: str = "avg", gate: str = "sigmoid", seed: int = 0, **sizes: int | None) -> NSAttention:
+    torch.manual_seed(seed)
+    return NSAttention(24, 4, 2, **{"value_dim": 5, **sizes}, nsa=NSAConfig(**TINY_NSA, phi=phi, gate=gate))
+
+
+def rows(length: int, batch: int = 2, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(batch, length, 24, generator=torch.Generator().manual_seed(length), dtype=dtype)
+
+
+def test_the_signature_is_the_public_one() -> None:
+    expected = (
+        "(dim: 'int', n_heads: 'int', n_kv_groups: 'int', *, head_dim: 'int | None' = None, "
+        f"value_dim: 'int | None' = None, nsa: 'NSAConfig' = {NSAConfig()!r}, rope_theta: 'float' = 10000.0) -> 'None'"
+    )
+    assert str(inspect.signature(NSAttention)) == expected
+    assert list(inspect.signature(NSAttention.forward).parameters) == ["self", "x", "span"]
+
+
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_it_is_the_definition(phi: str, gate: str) -> None:
+    """Against brute force, up to the float32 of the rotary table."""
+    layer = layer_of(phi, gate).double()
+    c, n = layer.config, layer.config.nsa
+    weights = {name: y.detach().numpy() for name, y in layer.state_dict().items()}
+    geometry = brute_force.Geometry(n.l, n.d, n.l_sel, n.n_sel, n.w)
+    plain = brute_force.Model(4, 2, c.d_k, c.d_v, c.rope_theta, c.norm_eps, geometry, gate, phi, False, weights)
+    for length in (3, 29):
+        x = rows(length)
+        expected = brute_force.attention_layer(x.numpy(), plain, "attention")
+        with torch.no_grad():
+            np.testing.assert_allclose(layer(x).numpy(), expected, rtol=1e-4, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_it_runs_what_the_reference_says_bit_for_float64_bit(phi: str) -> None:
+    """From its own projections on, for a whole sequence and for documents."""
+    layer = layer_of(phi).double()
+    inner, c = layer.attention, layer.config
+    for x, span in ((rows(61), None), (rows(sum(LENGTHS), batch=1), packed(*LENGTHS, capacity=8))):
+        rotary = rotary_table(x.shape[1], c.d_k, c.rope_theta, CPU, span)
+        mixed = reference.nsa_attention(*inner.project(x, rotary, span), c.nsa, span=span)
+        torch.testing.assert_close(layer(x, span), inner.out(mixed.flatten(2)), rtol=1e-12, atol=1e-12)
+
+
+def alone_and_together(call: Callable[..., torch.Tensor], x: torch.Tensor, capacity: int | None) -> None:
+    together = call(x, packed(*LENGTHS, capacity=capacity))
+    parts = [call(part, None) for part in x.split(LENGTHS, dim=1) if part.shape[1]]
+    torch.testing.assert_close(together, torch.cat(parts, 1), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_packed_documents_are_documents_alone(phi: str, capacity: int | None) -> None:
+    layer = layer_of(phi).double()
+    alone_and_together(layer, rows(sum(LENGTHS), batch=1), capacity)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_documents_through_the_whole_model(attention: str, checkpointing: bool) -> None:
+    """Logits and the gradient of every weight."""
+    config = config_of(attention=attention, phi="mlp")
+    model = NSATransformer(config, dtype=torch.float64, seed=0).double()
+    model.gradient_checkpointing = checkpointing
+    tokens = tokens_of(config, sum(LENGTHS), batch=1)
+    alone_and_together(model, tokens, None)
+    grads = []
+    for logits in (
+        model(tokens, packed(*LENGTHS)),
+        torch.cat([model(t) for t in tokens.split(LENGTHS, 1) if t.numel()], 1),
+    ):
+        grads.append(torch.autograd.grad(logits.logsumexp(-1).square().sum(), list(model.parameters())))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_document_does_not_see_its_neighbour() -> None:
+    model = NSATransformer(config_of(), seed=0)
+    tokens, span = tokens_of(model.config, sum(LENGTHS), batch=1), packed(*LENGTHS)
+    before = model(tokens, span)
+    for document in span.documents:
+        changed = tokens.clone()
+        changed[:, document.queries] = (changed[:, document.queries] + 1) % model.config.vocab_size
+        moved = (model(changed, span) != before).flatten(2).any(-1)[0].nonzero().flatten().tolist()
+        assert moved == list(range(document.queries.start, document.queries.stop))
+
+
+def test_positions_restart_in_every_document() -> None:
+    cos, sin = rotary_table(12, 6, 100.0, CPU, packed(5, 0, 7))
+    positions = torch.tensor([*range(5), *range(7)])
+    assert all(torch.equal(a, b) for a, b in zip((cos, sin), rotary_at(positions, 6, 100.0), strict=True))
+
+
+@pytest.mark.parametrize("build", [layer_of, lambda: NSATransformer(config_of(), seed=0)], ids=["layer", "model"])
+def test_a_chunk_without_a_cache_is_refused(build: Callable[[], torch.nn.Module]) -> None:
+    module = build()
+    x = rows(7, dtype=torch.float32) if isinstance(module, NSAttention) else tokens_of(module.config, 7)
+    assert torch.equal(module(x, Span.chunk(0, 7)), module(x))
+    with pytest.raises(ValueError, match=r"has no cache with those before position 3; give all tokens"):
+        module(x, Span.chunk(3, 7))
+
+
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize("span", [None, packed(*LENGTHS, capacity=8)], ids=["full", "packed"])
+def test_a_step_moves_every_parameter(phi: str, span: Span | None) -> None:
+    layer = layer_of(phi)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    x = rows(sum(LENGTHS), batch=1, dtype=torch.float32)
+    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-3)
+    layer(x, span).square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in layer.parameters())
+    optimiser.step()
+    assert not any(torch.equal(p, before[name]) for name, p in layer.named_parameters())
+
+
+def test_it_starts_as_the_transformer_does() -> None:
+    """The same deviations, from torch's own generator; the output projection has no depth to be reduced by."""
+    one, same, other = layer_of(), layer_of(), layer_of(seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.attention.qkv.weight, other.attention.qkv.weight)
+    wide = NSAttention(512, 8, 2, nsa=NSAConfig(**TINY_NSA, phi="mlp"))
+    twin = NSATransformer(config_of(dim=512, n_heads=8, d_k=64, d_v=64, n_layers=1, phi="mlp"), seed=0).blocks[0].attention
+    for name, weight in wide.attention.named_parameters():
+        expected = twin.get_parameter(name).std() * (2**0.5 if name == "out.weight" else 1.0)
+        torch.testing.assert_close(weight.std(), expected, rtol=0.15, atol=0.0)
+
+
+def test_autocast_is_what_the_backend_is_resolved_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    real = model_module.resolve_backend
+    monkeypatch.setattr(model_module, "resolve_backend", lambda *a, **k: asked.append(a[:2]) or real(*a, **k))
+    seen = set()
+    attend = torch_backend.selected_attention
+    monkeypatch.setattr(torch_backend, "selected_attention", lambda q, *rest: seen.add(q.dtype) or attend(q, *rest))
+    layer, x = layer_of(), rows(33, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = [layer(x) for _ in range(2)]
+    assert asked == [(CPU, torch.bfloat16)] and seen == {torch.bfloat16}
+    exact = layer(x)
+    assert asked == [(CPU, torch.bfloat16), (CPU, torch.float32)] and seen == {torch.bfloat16, torch.float32}
+    assert (rough[0].float() - exact).norm() < 0.01 * exact.norm()
+    rough[0].float().square().mean().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_it_is_copied_and_loaded_like_any_module(tmp_path) -> None:
+    layer, x = layer_of("mlp"), rows(30, dtype=torch.float32)
+    out = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), out)
+    torch.save(layer.state_dict(), tmp_path / "weights.pt")
+    other = layer_of("mlp", seed=5)
+    assert not torch.equal(other(x), out)
+    other.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    assert torch.equal(other(x), out)
+    assert {name.split(".")[0] for name in layer.state_dict()} == {"attention"}
+
+
+def test_the_layer_of_a_transformer_keeps_its_names() -> None:
+    """Checkpoints written before there was a layer by itself load."""
+    names = set(NSATransformer(config_of(n_layers=1), seed=0).state_dict())
+    inside = {f"blocks.0.attention.{name}.weight" for name in ("qkv", "gate", "out")}
+    norms = {"blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight", "norm.weight"}
+    assert names == inside | norms | {
+        "embedding.weight",
+        "head.weight",
+        "blocks.0.mlp.up.weight",
+        "blocks.0.mlp.down.weight",
+    }
+    assert type(NSATransformer(config_of(), seed=0).blocks[0].attention) is SparseAttention
+
+
+def test_widths_follow_from_the_model_width() -> None:
+    assert (layer_of(value_dim=None).config.d_k, layer_of(value_dim=None).config.d_v) == (6, 6)
+    layer = NSAttention(25, 4, 2, head_dim=8, value_dim=3, nsa=NSAConfig(**TINY_NSA))
+    assert layer(torch.randn(1, 9, 25)).shape == (1, 9, 25)
+    assert layer.attention.qkv.out_features == 4 * 8 + 3 * 2 * (8 + 3)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (
+            lambda: NSAttention(100, 3, 1),
+            r"dim = 100 does not divide into n_heads = 3; give head_dim=, or use dim = 99 or 102",
+        ),
+        (lambda: NSAttention(15, 3, 1), r"head_dim = 5 is odd, .* give head_dim=4 or head_dim=6"),
+        (lambda: NSAttention(24, 4, 3), r"is not a multiple of model.n_kv_groups = 3"),
+        (lambda: NSAttention(24, 0, 1), r"n_heads = 0: expected at least 1"),
+        (lambda: layer_of()(torch.randn(9, 24)), r"expected x \[B, T, 24\], got \(9, 24\)"),
+        (lambda: layer_of()(torch.randn(1, 9, 23)), r"expected x \[B, T, 24\], got \(1, 9, 23\)"),
+        (lambda: layer_of()(torch.randn(2, 9, 24), packed(4, 5)), r"is one row of documents, B = 1; got B = 2"),
+        (lambda: layer_of()(torch.randn(1, 9, 24), packed(4, 4)), r"Span.packed\(2 documents, 8 tokens\)"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(build: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_padded_documents_train_as_unpadded_ones() -> None:
+    """With a capacity, the model's loss and gradients are those without."""
+    model = NSATransformer(config_of(phi="linear"), dtype=torch.float64, seed=0).double()
+    tokens = tokens_of(model.config, sum(LENGTHS), batch=1)
+    results = []
+    for capacity in (None, 12):
+        loss = model(tokens, packed(*LENGTHS, capacity=capacity)).logsumexp(-1).sum()
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert loss_of(model, tokens).isfinite()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("span", [None, packed(*LENGTHS)], ids=["full", "packed"])
+def test_compiled_it_computes_what_it_does_eagerly(span: Span | None) -> None:
+    layer, x = layer_of(), rows(sum(LENGTHS), batch=1, dtype=torch.float32)
+    eager = layer(x, span)
+    expected = torch.autograd.grad(eager.square().sum(), list(layer.parameters()))
+    compiled = torch.compile(layer, dynamic=False)(x, span)
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(compiled.square().sum(), list(layer.parameters())), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
