@@ -47,7 +47,7 @@ def make_parts(
     q, k_cmp, v_cmp = normal(B, T, H, D), normal(B, N, G, D), normal(B, N, G, D)
     k_sel, v_sel, k_win, v_win = (normal(B, T, G, D) for _ in range(4))
     outs = [normal(B, T, H, D) for _ in range(3)]
-    gates = torch.rand(B, T, H, 3, device=device, generator=draw)
+    gates = torch.rand(B, T, H, 3, device=device, generator=draw).to(dtype)  # as the model has them
     name = {part: choice.backend for part, choice in choices.items()}
     with torch.no_grad():
         lse = attention.compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"])[1]

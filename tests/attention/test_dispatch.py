@@ -249,6 +249,7 @@ def test_a_backend_that_takes_no_span_says_what_does(
 ) -> None:
     """Asked for by name, or within a table of choices. A full span in disguise is refused by none."""
     monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    monkeypatch.setattr(kernels, "unsupported", lambda *_: None)
     monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
     ran = []
     monkeypatch.setattr(kernels, "nsa_attention", lambda *x: ran.append(x))
@@ -274,6 +275,7 @@ def test_a_backend_that_takes_no_span_says_what_does(
 
 def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    monkeypatch.setattr(kernels, "unsupported", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a device")
     of = {span: attention.resolve_backend("cuda", torch.float32, NSA, span=span) for span in (None, PACKED)}
     assert {choice.backend for choice in of[None].values()} == {"triton"}
