@@ -100,7 +100,7 @@ def notebook_option(command: str, folder: Path) -> list[object]:
         ("model.n_heads=3,", "model.n_heads"),
         ("train.steps", "expected section.key=value"),
         ("runtime.backend=flash", "backend = 'flash' cannot run"),
-        ("runtime.backend=triton", "backend = 'triton' cannot run"),
+        ("runtime.backend=triton", "backend = 'triton' does not take this shape"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_leaves_nothing(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa_lab.attention import geometry
 from nsa_lab.attention.compression import check_phi
-from nsa_lab.attention.span import Document, Span
+from nsa_lab.attention.span import DocumentRows, Span
 from nsa_lab.config import NSAConfig
 
 
@@ -44,7 +44,7 @@ def compressed_attention(
     q [B, T, H, D], k_cmp [B, N, G, D], v_cmp [B, N, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
     """
 
-    def alone(document: Document, rows: slice) -> tuple[Tensor, Tensor]:
+    def alone(document: DocumentRows, rows: slice) -> tuple[Tensor, Tensor]:
         k, v = k_cmp[:, rows], v_cmp[:, rows]
         visible = geometry.sees_compressed(document.positions(q.device), k.shape[1], nsa)
         return _masked_attention(q[:, document.queries], k, v, visible[None, :, None])
@@ -104,7 +104,7 @@ def selected_attention(
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv], blocks int32 [B, T, G, n_sel] -> out [B, T, H, Dv], lse [B, T, H].
     """
 
-    def alone(document: Document) -> tuple[Tensor, Tensor]:
+    def alone(document: DocumentRows) -> tuple[Tensor, Tensor]:
         own = blocks[:, document.queries]
         S, n = document.last, geometry.num_selection(document.last, nsa)
         chosen = torch.zeros(*own.shape[:3], n + 1, dtype=torch.bool, device=q.device)
@@ -122,7 +122,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
     """
 
-    def alone(document: Document) -> tuple[Tensor, Tensor]:
+    def alone(document: DocumentRows) -> tuple[Tensor, Tensor]:
         t, s = document.positions(q.device), geometry.positions(0, document.last, q.device)
         near = (s <= t[:, None]) & (s > t[:, None] - nsa.w)
         return _masked_attention(q[:, document.queries], k[:, document.keys], v[:, document.keys], near[None, :, None])
@@ -170,7 +170,7 @@ def _blocks_of(x: Tensor, nsa: NSAConfig) -> Tensor:
     return x.unfold(1, nsa.l, nsa.d)
 
 
-def _importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document: Document, nsa: NSAConfig) -> Tensor:
+def _importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document: DocumentRows, nsa: NSAConfig) -> Tensor:
     """`block_importance` of one document."""
     N, wide = k_cmp.shape[1], _wide(q.dtype)
     scores = _scores(q, k_cmp)  # [B, T, G, h, N]

@@ -24,7 +24,7 @@ from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
 
 
-class Document(NamedTuple):
+class DocumentRows(NamedTuple):
     """Rows that are computed as if no others were there: queries at positions first .. last-1, keys at 0 .. last-1."""
 
     queries: slice
@@ -89,10 +89,10 @@ class Span:
         return self.start + self.bounds[-1]
 
     @cached_property
-    def documents(self) -> tuple[Document, ...]:
+    def documents(self) -> tuple[DocumentRows, ...]:
         """All of them in order, empty ones included."""
         return tuple(
-            Document(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
+            DocumentRows(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
             for begin, end in pairwise(self.bounds)
         )
 

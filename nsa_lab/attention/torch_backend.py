@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nsa_lab.attention import geometry, reference
-from nsa_lab.attention.span import Document, Span
+from nsa_lab.attention.span import DocumentRows, Span
 from nsa_lab.config import NSAConfig
 
 # Bytes of scores, or of gathered keys, that a chunk of queries may take: about a CPU's cache, or enough to fill a GPU.
@@ -135,19 +135,19 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     return _range_attention(q, k, v, keys, wide, chunks)
 
 
-def _is_long(document: Document, nsa: NSAConfig) -> bool:
+def _is_long(document: DocumentRows, nsa: NSAConfig) -> bool:
     return GATHER_PAST_BUDGETS * nsa.n_sel * nsa.l_sel < document.last
 
 
-def _from_row_0(run: list[Document]) -> list[Document]:
+def _from_row_0(run: list[DocumentRows]) -> list[DocumentRows]:
     """The same documents, where the first row is the first one's."""
     begin = run[0].queries.start
     moved = [slice(d.queries.start - begin, d.queries.stop - begin) for d in run]
-    return [Document(rows, rows, d.first, d.last) for rows, d in zip(moved, run, strict=True)]
+    return [DocumentRows(rows, rows, d.first, d.last) for rows, d in zip(moved, run, strict=True)]
 
 
 def _attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, long: bool, documents: list[Document]
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, long: bool, documents: list[DocumentRows]
 ) -> tuple[Tensor, Tensor]:
     """`selected_attention` of documents that are all long, or all short."""
     wide = _wide(q.dtype)
@@ -331,7 +331,7 @@ def _score_bytes(q: Tensor, keys: int, wide: torch.dtype) -> int:
 
 
 def _chunks(
-    document: Document, keys: slice, bytes_per_query: int, device: torch.device, longest: int | None = None
+    document: DocumentRows, keys: slice, bytes_per_query: int, device: torch.device, longest: int | None = None
 ) -> list[Chunk]:
     size = max(CHUNK_BYTES[device.type] // bytes_per_query, 1)
     size = min(size, longest or size)

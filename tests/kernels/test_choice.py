@@ -10,6 +10,9 @@ from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.kernels import choice, select_blocks
 from nsa_lab.config import NSAConfig
 
+# Interpreted, kernel by kernel: minutes on a CPU.
+pytestmark = pytest.mark.slow
+
 CUDA = torch.cuda.is_available()
 # B, T, H, G, D, geometry: the default ratios, l = d, l > l_sel + d (compressed blocks reach over several), l_sel/d = 3.
 CASES = [

@@ -14,6 +14,9 @@ from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.bench.attention_parity import plain
 from nsa_lab.config import NSAConfig
 
+# Interpreted, kernel by kernel: minutes on a CPU.
+pytestmark = pytest.mark.slow
+
 CUDA = torch.cuda.is_available()
 # B, T, H, G, Dk, Dv; the second has no compressed block.
 CASES = [(2, 75, 6, 2, 32, 64), (1, 9, 3, 1, 64, 32)]

@@ -12,6 +12,9 @@ from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.kernels import compressed_attention, window_attention
 from nsa_lab.config import NSAConfig
 
+# Interpreted, kernel by kernel: minutes on a CPU.
+pytestmark = pytest.mark.slow
+
 CUDA = torch.cuda.is_available()
 BRANCHES = {
     "compressed": (compressed_attention, reference.compressed_attention),

@@ -13,6 +13,9 @@ from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.config import NSAConfig
 
+# Interpreted, kernel by kernel: minutes on a CPU.
+pytestmark = pytest.mark.slow
+
 CUDA = torch.cuda.is_available()
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 # B, T, H, G, Dk, Dv, n_sel, l_sel. Odd lengths, a cut last block, heads that are no power of two, Dk != Dv,
