@@ -206,6 +206,7 @@ def test_production_configurations_take_the_production_notebook(tmp_path: Path, 
     assert notebook_file("04_production_run", RunConfig(name="ci")).stem == "04_production_run"
 
 
+@pytest.mark.slow
 def test_status_follow_and_report_read_a_finished_run(say, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "outputs")
     assert run_dir.name in say("status").out
@@ -234,6 +235,7 @@ def test_plan_reckons_with_a_recorded_speed_only_for_the_very_same_training(say)
     assert "2.28 h" in say("plan", "production_50k", "--tokens-per-s", "50000").out
 
 
+@pytest.mark.slow
 def test_train_detached_then_stop_resume_and_generate(say, tiny: Path, tmp_path: Path) -> None:
     said = say("train", tiny)
     assert said.code == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +38,15 @@ ARMS: dict[str, dict[str, Any]] = {
     "torch, gathering in small chunks": {"GATHER_PAST_BUDGETS": 0, "CHUNK_BYTES": {"cpu": 4096}},
 }
 TORCH_ARMS = [arm for arm in ARMS if arm != "reference"]
+
+
+def _with_each(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Runs a test with each of these arms; those that cut as finely as can be are as slow as it sounds."""
+    slow = ("torch, one query a chunk", "torch, gathering in small chunks")
+    return pytest.mark.parametrize("arm", [pytest.param(arm, marks=[pytest.mark.slow] * (arm in slow)) for arm in names])
+
+
+arms, torch_arms = _with_each(ARMS), _with_each(TORCH_ARMS)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import brute_force
 import numpy as np
 import pytest
 import torch
-from attention_inputs import ARMS, Shape, as_lists, plain, running, shapes
+from attention_inputs import Shape, arms, as_lists, plain, running, shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,6 @@ from nsa_lab import attention
 from nsa_lab.attention import geometry, reference
 from nsa_lab.config import NSAConfig
 
-arms = pytest.mark.parametrize("arm", ARMS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 FIVE = NSAConfig(l=2, d=2, l_sel=2, n_sel=5, w=4)
 

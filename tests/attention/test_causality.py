@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_inputs import ARMS, Inputs, Shape, running
+from attention_inputs import Inputs, Shape, arms, running
 from torch import Tensor
 
 from nsa_lab import attention
 from nsa_lab.attention.compression import make_phi
 from nsa_lab.config import NSAConfig
 
-arms = pytest.mark.parametrize("arm", ARMS)
 SHAPES = {
     "small": Shape(nsa=NSAConfig(l=6, d=3, l_sel=6, n_sel=4, w=5), T=61),
     "few blocks of a long past": Shape(nsa=NSAConfig(l=2, d=1, l_sel=2, n_sel=3, w=3), T=83, h=2),

@@ -6,7 +6,7 @@ import brute_force
 import numpy as np
 import pytest
 import torch
-from attention_inputs import ARMS, CORNERS, Shape, arrays, as_lists, plain, running, shapes
+from attention_inputs import CORNERS, Shape, arms, arrays, as_lists, plain, running, shapes
 from hypothesis import given
 
 from nsa_lab import attention
@@ -14,7 +14,6 @@ from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.compression import compress, make_phi
 
 LIMIT = 1e-12
-arms = pytest.mark.parametrize("arm", ARMS)
 corners = pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
 
 

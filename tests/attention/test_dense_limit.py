@@ -6,15 +6,13 @@ import brute_force
 import numpy as np
 import pytest
 import torch
-from attention_inputs import ARMS, Shape, running
+from attention_inputs import Shape, arms, running
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_lab import attention
 from nsa_lab.attention import dense, flash, geometry
 from nsa_lab.config import NSAConfig
-
-arms = pytest.mark.parametrize("arm", ARMS)
 
 
 @pytest.mark.parametrize(("G", "h", "d_v"), [(1, 1, 6), (2, 3, 6), (3, 1, 4)])

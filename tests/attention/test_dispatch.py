@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_inputs import ARMS, CORNERS, Inputs, Shape, running
+from attention_inputs import CORNERS, Inputs, Shape, arms, running
 
 from nsa_lab import attention
 from nsa_lab.attention import BackendError, dispatch, flash, kernels, reference, torch_backend
@@ -17,7 +17,6 @@ from nsa_lab.config import ModelConfig, NSAConfig
 
 NSA = Shape().nsa
 CPU = torch.device("cpu")
-arms = pytest.mark.parametrize("arm", ARMS)
 
 
 def call_all(x: Inputs, nsa: NSAConfig, backend: str) -> list[torch.Tensor]:

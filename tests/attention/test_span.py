@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_inputs import ARMS, TORCH_ARMS, Inputs, running
+from attention_inputs import Inputs, arms, running, torch_arms
 from span_cases import CASES, Case, chunk_case, compression_error, packed_case, worst_errors
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +25,6 @@ LIMITS = {"reference": 1e-12, "torch": 1e-10}
 CPU = torch.device("cpu")
 NSA = NSAConfig(l=6, d=3, l_sel=6, n_sel=4, w=7)
 LENGTHS = (0, 31, 1, 0, 6, 40, 5, 0)
-arms = pytest.mark.parametrize("arm", ARMS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -297,7 +296,7 @@ def test_others_are_not_full(span: Span) -> None:
     assert not span.is_full
 
 
-@pytest.mark.parametrize("arm", TORCH_ARMS)
+@torch_arms
 def test_uninitialised_memory_is_never_read(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(case, case.inputs()) for case in (packed(*LENGTHS, capacity=9), chunk(30, 11))]
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):

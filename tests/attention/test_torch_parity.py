@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attention_inputs import CORNERS, TORCH_ARMS, Inputs, Shape, running, shapes
+from attention_inputs import CORNERS, Inputs, Shape, running, shapes, torch_arms
 from hypothesis import given
 from torch import Tensor
 
@@ -18,7 +18,6 @@ LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 LONG = 1000
 LENGTHS = [1, 15, 31, 32, 33, 63, 64, 65, 200, 1025, 2048]
 HEADS = [(2, 6), (1, 4), (4, 1)]
-torch_arms = pytest.mark.parametrize("arm", TORCH_ARMS)
 heads = pytest.mark.parametrize(("G", "h"), HEADS)
 dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
@@ -100,6 +99,7 @@ def test_hundreds_of_blocks_gathered() -> None:
     assert_alike(gradients, shape, torch.float64, LIMITS[torch.float64], "torch")
 
 
+@pytest.mark.slow
 @torch_arms
 @given(shape=shapes(most_tokens=60))
 def test_gradients_for_any_shape(arm: str, shape: Shape) -> None:

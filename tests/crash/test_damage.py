@@ -35,6 +35,7 @@ def weights(run_dir: Path, step: int) -> bytes:
     return (run_dir / f"checkpoints/step-{step:08d}/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "state.json", "probe.safetensors", "MANIFEST.json"])
 def test_a_flipped_byte_in_any_file_costs_one_checkpoint_and_no_accuracy(finished: Path, name: str) -> None:
     expected = weights(finished, 6)

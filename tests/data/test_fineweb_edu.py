@@ -122,6 +122,7 @@ def test_the_subset_is_read_whole_over_ranges(hub: Hub, client: Run) -> None:
     assert any(request.agent.startswith("datasets/") for request in hub.log), "the files were resolved by datasets"
 
 
+@pytest.mark.slow
 def test_only_the_text_is_fetched(hub: Hub, client: Run) -> None:
     hub.add_parquet("sample/tiny/000_00000.parquet", [f"{i} short" for i in range(50)], row_group_size=10)
     documents = client(collect, data(), None, 10)

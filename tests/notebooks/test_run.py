@@ -92,6 +92,7 @@ def test_papermill_alone_and_a_killed_kernel_leave_the_trainer_alone(tmp_path, e
     assert "none lost, none doubled; one attempt" in printed(again)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line_in_the_notebook_and_leaves_nothing(execute, tmp_path):
     outputs = tmp_path / "runs"
     data = {"source": "local", "path": "no/such/folder"}

@@ -130,6 +130,7 @@ def test_no_folder_of_this_machine_is_left(tmp_path: Path) -> None:
         assert not [folder for folder in (root, home, sys.prefix) if f"{folder}/" in text]
 
 
+@pytest.mark.slow
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     """As the production run records: 2,500 readings, 100 of them with statistics."""
     run_dir = write_run(
@@ -143,6 +144,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     assert page.stat().st_size < 5_000_000
 
 
+@pytest.mark.slow
 def test_pages_of_a_run_speak_of_each_other_and_of_the_list_of_runs(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     assert 'class="links"' not in write_report(run_dir).read_text(encoding="utf-8")
@@ -198,6 +200,7 @@ def test_a_notebook_that_stopped_with_a_word_to_the_reader_is_not_called_broken(
     assert "Nothing in the notebook is broken" in head
 
 
+@pytest.mark.slow
 def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_path: Path) -> None:
     run_dir = write_run(
         tmp_path,
@@ -227,6 +230,7 @@ def test_a_run_that_recorded_nothing_has_a_report_too(tmp_path: Path) -> None:
     assert "Nothing was recorded yet." in write_report(run_dir).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_several_runs_on_one_page(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "nsa"), write_run(tmp_path / "dense", configuration(model__attention="dense"))]
     text = compare(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
@@ -250,6 +254,7 @@ def test_a_figure_links_to_its_code(reported: str) -> None:
     assert f'id="{target}"' in folded[0]
 
 
+@pytest.mark.slow
 def test_the_index_lists_every_run_and_says_which_cannot_be_read(tmp_path: Path) -> None:
     done = write_report(write_run(tmp_path / "first")).parent.rename(tmp_path / "done")
     halted = write_run(tmp_path, status={"status": directory.HALTED, "reason": "nan"})

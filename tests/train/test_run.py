@@ -174,6 +174,7 @@ def edit(run_dir: Path, section: str, **changes: Any) -> None:
     (run_dir / "config.yaml").write_text(yaml.safe_dump(sections))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "change"),
     [

@@ -105,6 +105,7 @@ def test_a_stop_takes_effect_between_micro_batches(scripted: Callable) -> None:
     assert time.monotonic() - asked < 2.0, "a step takes 2.4 seconds"
 
 
+@pytest.mark.slow
 def test_the_second_request_ends_even_a_trainer_that_never_returns_to_python(scripted: Callable) -> None:
     run_dir, trainer = scripted("deaf")
     assert trainer.says("deaf")
