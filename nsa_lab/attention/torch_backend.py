@@ -191,8 +191,8 @@ class _RangeAttention(torch.autograd.Function):
         lse = torch.empty(B, T, H, dtype=_lse_dtype(q.dtype), device=q.device)
         k_marked, v_sound = _sound(k, v, mark=float("nan"))
         for chunk in chunks:
-            span, hidden = keys(chunk)
-            k_T, v_wide = k_marked[:, span].to(wide).transpose(1, 2).mT, v_sound[:, span].to(wide).transpose(1, 2)
+            reach, hidden = keys(chunk)
+            k_T, v_wide = k_marked[:, reach].to(wide).transpose(1, 2).mT, v_sound[:, reach].to(wide).transpose(1, 2)
             p = _masked(_rows(q[:, chunk.rows], G, wide) * scale @ k_T, hidden)
             total, chunk_lse = _exponentiate(p)
             o = p.flatten(2, 3) @ v_wide / total.flatten(2, 3)
@@ -215,15 +215,15 @@ class _RangeAttention(torch.autograd.Function):
         row = (out.to(wide) * grad_out.to(wide)).sum(-1) - grad_lse.to(wide)
         k_sound, v_sound = _sound(k, v, mark=0.0)  # what is marked has reached the LSE
         for chunk in ctx.chunks:
-            span, hidden = ctx.keys(chunk)
+            reach, hidden = ctx.keys(chunk)
             q_rows, do_rows = _rows(q[:, chunk.rows], G, wide) * scale, _rows(grad_out[:, chunk.rows], G, wide)
-            k_wide, v_wide = k_sound[:, span].to(wide).transpose(1, 2), v_sound[:, span].to(wide).transpose(1, 2)
+            k_wide, v_wide = k_sound[:, reach].to(wide).transpose(1, 2), v_sound[:, reach].to(wide).transpose(1, 2)
             p = _masked(q_rows @ k_wide.mT, hidden)
             p.sub_(_finite(_per_row(lse[:, chunk.rows], G, wide)).unsqueeze(-1)).exp_()
             p = p.flatten(2, 3)
             ds = (do_rows @ v_wide.mT).sub_(_per_row(row[:, chunk.rows], G, wide).flatten(2, 3).unsqueeze(-1)).mul_(p)
-            grad_v[:, :, span] += p.mT @ do_rows
-            grad_k[:, :, span] += ds.mT @ q_rows
+            grad_v[:, :, reach] += p.mT @ do_rows
+            grad_k[:, :, reach] += ds.mT @ q_rows
             grad_q[:, chunk.rows] = _unrows(ds @ k_wide * scale, h).to(q.dtype)
         return grad_q, grad_k.transpose(1, 2).to(k.dtype), grad_v.transpose(1, 2).to(v.dtype), None, None, None
 
