@@ -396,8 +396,8 @@ MUTANTS = [
     Mutant(
         "torch: dK of the last chunk only",
         "attention.torch_backend",
-        "grad_k[:, :, span] += ds.mT @ q_rows",
-        "grad_k[:, :, span] = ds.mT @ q_rows",
+        "grad_k[:, :, reach] += ds.mT @ q_rows",
+        "grad_k[:, :, reach] = ds.mT @ q_rows",
     ),
     Mutant("torch: dQ not scaled", "attention.torch_backend", "_unrows(ds @ k_wide * scale, h)", "_unrows(ds @ k_wide, h)"),
     Mutant(

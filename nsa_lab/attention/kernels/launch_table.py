@@ -1,6 +1,6 @@
 """How every kernel is launched: tile sizes, warps, stages and registers, by device, dtype and head width. Nowhere else.
 
-Measured on one H200 (docs/decisions.md has the figures). On GPUs of compute capability 8.x other than 8.0, whose blocks
+Measured on one H200 (docs/kernel_log.md has the figures). On GPUs of compute capability 8.x other than 8.0, whose blocks
 have 99 KB of shared memory where an A100's have 163, every tile fits those. tests/kernels/test_launch_table.py holds what
 the benchmarked shapes get: a faster entry changes that test, and says so.
 """
