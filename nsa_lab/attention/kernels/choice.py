@@ -9,6 +9,11 @@ far. Nothing larger than that tile exists at once, nothing is left to the order 
   the better score or, at equal scores, the lower index: the tie rule is exact.
 """
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# Nor are torch.library's decorators annotated.
+# pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 import torch

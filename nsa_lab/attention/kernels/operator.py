@@ -7,6 +7,8 @@ selected branch's inverted index is built once (4 bytes to keep for each selecte
 other run side by side.
 """
 
+# torch.library's functions are not annotated.
+# pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 from collections.abc import Sequence

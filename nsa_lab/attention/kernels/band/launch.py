@@ -1,5 +1,7 @@
 """The operators over a band of keys, and how their kernels are launched."""
 
+# torch.library's functions are not annotated.
+# pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 from typing import Any

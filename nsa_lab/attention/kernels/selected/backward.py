@@ -6,6 +6,9 @@ query's blocks leave for dq, is then summed in a fixed order: no floating-point 
 same bits.
 """
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import inspect

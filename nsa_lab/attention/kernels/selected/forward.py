@@ -9,6 +9,9 @@ is the traffic of the partials.
 query did not. No workspace, but every row pays for the tile's union: right when T is a few times n_sel * l_sel.
 """
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import triton

@@ -15,6 +15,9 @@ Words used here and by the kernels that read the index:
   stay in the L2 cache, `order` says in which order to take the items: by their first query.
 """
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 from typing import NamedTuple

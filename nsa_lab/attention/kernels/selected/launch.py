@@ -4,6 +4,8 @@ Two operators are registered, `nsa_lab::selected_fwd` and `nsa_lab::selected_bwd
 and blocks are kept; the inverted indices are built again, unless the caller hands them over (operator.py does).
 """
 
+# torch.library's functions are not annotated.
+# pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 import math
