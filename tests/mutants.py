@@ -569,7 +569,7 @@ MUTANTS = [
     Mutant(
         "health: a gate of zeros passes",
         "health.branches",
-        "pinned = (np.abs(entropy - EVEN) < limits.gate_pinned).all(axis=0)",
+        "pinned = np.all(np.abs(entropy - EVEN) < limits.gate_pinned, axis=0)",
         "pinned = np.zeros(entropy.shape[1], bool)",
     ),
     Mutant(
@@ -638,7 +638,7 @@ MUTANTS = [
     Mutant(
         "step: a bad update is applied",
         "train.step",
-        "self._optimizer.found_inf = self._bad\n        self._optimizer.step()",
+        "self._step_unless(self._bad)",
         "self._optimizer.step()",
     ),
     Mutant(

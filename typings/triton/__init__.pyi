@@ -1,7 +1,7 @@
 """Triton as far as this project calls it.
 
-What happens inside a kernel has no types in Python: `triton.jit` compiles the function's text. Triton's own annotations say that
-a kernel is called like the function it is made from; it is not, and no launch would check.
+The body of a kernel has no types that Python could name: `triton.jit` compiles its text. Triton's own annotations give a
+kernel the signature of the function it is made from, which neither a launch nor a call from another kernel has.
 """
 
 from collections.abc import Callable, Sequence

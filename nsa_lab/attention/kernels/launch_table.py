@@ -5,6 +5,8 @@ have 99 KB of shared memory where an A100's have 163, every tile fits those. tes
 the benchmarked shapes get: a faster entry changes that test, and says so.
 """
 
+# torch does not annotate the properties of a device.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 import functools
