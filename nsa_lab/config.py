@@ -461,6 +461,6 @@ def _is_this_project(pyproject: Path) -> bool:
     try:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        # Somebody else's folder above ours: no file, or one that is not ours to judge.
+        # A folder above ours without such a file, or with one that is not ours to judge.
         return False
     return str(project.get("name", "")).replace("-", "_").lower() == "nsa_lab"
