@@ -31,7 +31,7 @@ test: $(READY) format lint types check-notebooks  ## All of check, every test, t
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 	@$(MAKE) --no-print-directory nbval
 
-mutants: $(READY)  ## Plant 111 faults, one by one; every one must be caught by the tests
+mutants: $(READY)  ## Plant faults in the library, one by one; the tests must catch every one
 	@$(BIN)/python tests/mutants.py
 
 format: $(READY)

@@ -226,7 +226,7 @@ def plan(
     name: Name,
     param: Overrides = None,
     ranks: Ranks = 1,
-    tokens_per_s: Annotated[float | None, typer.Option(help="the speed to reckon with, all ranks together")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(help="the speed to plan with, all ranks together")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="a run to compare the plan with")] = None,
     outputs: Outputs = None,
 ) -> None:
@@ -375,7 +375,7 @@ def _notebook_runner() -> ModuleType:
 
 
 def _check_startable(config: RunConfig) -> None:
-    """Everything about the data, the device and the backend that can be wrong, before anything is written."""
+    """Raise what is wrong with the data, the device or the backend, before anything is written."""
     import torch
 
     from nsa_lab.attention import resolve_backend
@@ -389,7 +389,7 @@ def _check_startable(config: RunConfig) -> None:
 
 
 def _usage_errors() -> tuple[type[Exception], ...]:
-    """What the user can put right, of the packages that were loaded on the way to the error."""
+    """Errors that the user can put right; imported once one has happened, since their packages are slow to import."""
     from nsa_lab.attention import BackendError
     from nsa_lab.data import DataError
     from nsa_lab.inference import NoCheckpoint

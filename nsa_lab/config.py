@@ -25,6 +25,7 @@ from pydantic import Field, model_validator
 from nsa_lab.extras import require
 
 BYTE_VOCABULARY = 256
+Backend = Literal["auto", "reference", "torch", "triton", "flash"]
 
 # Keys of older NSA configurations that did nothing, or no longer exist, and what takes their place.
 RETIRED_KEYS = {
@@ -130,7 +131,7 @@ class RuntimeConfig(_Section):
 
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if there is one")
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16: autocast over fp32 master weights")
-    backend: Literal["auto", "reference", "torch", "triton", "flash"] = "auto"
+    backend: Backend = "auto"
     compile: bool = Field(default=False, description="torch.compile the model")
     gradient_checkpointing: bool = False
     cuda_graph: bool = Field(
@@ -460,6 +461,6 @@ def _is_this_project(pyproject: Path) -> bool:
     try:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        # Somebody else's folder above ours: no file, or one that is not ours to judge.
+        # A folder above ours without such a file, or with one that is not ours to judge.
         return False
     return str(project.get("name", "")).replace("-", "_").lower() == "nsa_lab"

@@ -388,7 +388,7 @@ class NSATransformer(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, length: int) -> dict[str, float]:
-        """Training FLOPs a token at sequences of `length`, forward and backward, of this model's weights.
+        """Training FLOPs per token at sequences of `length`, forward and backward, of this model's weights.
 
         `nsa` and `dense` differ in attention: the keys that NSA reads, or all causal ones. Lookups, norms and the
         recomputation inside kernels are not counted.
@@ -409,7 +409,7 @@ class NSATransformer(nn.Module):
         backends = ", ".join(f"{part} {choice.backend}" for part, choice in self.backends.items())
         return (
             f"{c.attention} transformer: {self.parameter_count():,} parameters, {c.n_layers} layers of width {c.dim}, "
-            f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention]:.3g} FLOPs a token at {length} tokens "
+            f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention]:.3g} FLOPs per token at {length} tokens "
             f"({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
         )
 

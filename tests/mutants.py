@@ -569,7 +569,7 @@ MUTANTS = [
     Mutant(
         "health: a gate of zeros passes",
         "health.branches",
-        "pinned = (np.abs(entropy - EVEN) < limits.gate_pinned).all(axis=0)",
+        "pinned = np.all(np.abs(entropy - EVEN) < limits.gate_pinned, axis=0)",
         "pinned = np.zeros(entropy.shape[1], bool)",
     ),
     Mutant(
@@ -638,7 +638,7 @@ MUTANTS = [
     Mutant(
         "step: a bad update is applied",
         "train.step",
-        "self._optimizer.found_inf = self._bad\n        self._optimizer.step()",
+        "self._step_unless(self._bad)",
         "self._optimizer.step()",
     ),
     Mutant(
@@ -762,7 +762,7 @@ def main(words: list[str]) -> int:
     chosen = [m for m in MUTANTS if not words or any(word in f"{m.module} {m.name}" for word in words)]
     suites = [] if words else [attention_tests("dispatch"), MODEL, *map(list, dict.fromkeys(map(tuple, OTHERS.values())))]
     failed = 0
-    # One fork a task: a mutated module must not be found imported by the next.
+    # One fork per task: a mutated module must not be found imported by the next.
     with multiprocessing.get_context("fork").Pool(WORKERS, maxtasksperchild=1) as pool:
         names = [f"unchanged: {Path(files[0]).stem} ..." for files in suites] + [m.name for m in chosen]
         for name, (good, said) in zip(names, pool.imap(attempt, [*suites, *chosen], chunksize=1), strict=True):

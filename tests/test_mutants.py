@@ -26,6 +26,10 @@ def test_every_mutant_still_applies() -> None:
     assert not stale and len(MUTANTS) >= 110
 
 
+def test_the_readme_counts_them() -> None:
+    assert f"`make mutants` plants {len(MUTANTS)} faults" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_no_mutant_of_a_handful_survives() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), *HANDFUL], capture_output=True, text=True, timeout=500)

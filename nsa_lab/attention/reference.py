@@ -1,6 +1,6 @@
 """The definition of NSA, in plain torch, any floating dtype. Everything else in this project is measured against it.
 
-One function a formula, written to be read beside the paper (arXiv 2502.11089, section 3.3), not to be fast: whole score
+One function per formula, written to be read beside the paper (arXiv 2502.11089, section 3.3), not to be fast: whole score
 matrices are formed, in float32 for half precision and in float64 otherwise. Layout as in flash-attention: q [B, T, H, D],
 k and v [B, T, G, D]; head n of the H query heads belongs to group n // (H/G). The softmax scale is d_k**-0.5. LSE is the
 natural logarithm, float32 (float64 for float64 inputs), and -inf where a query sees nothing; such a query's output is 0

@@ -164,7 +164,7 @@ def _bench_shape(shape: Shape, nsa: NSAConfig, choices, device, dtype, with_peer
             row.note = "FAILED PARITY: no speed"
         else:
             _time(row, part.run, part.inputs, part.useful_flops)
-            if baseline:
+            if baseline and row.total_ms is not None:
                 row.share = row.total_ms / baseline
         if part.name == "whole":
             row.bar = WHOLE_BARS.get((shape.T, shape.H))

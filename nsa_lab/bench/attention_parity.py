@@ -58,7 +58,8 @@ def plain(name: str, inputs: Sequence[Tensor], blocks: Tensor | None, nsa: NSACo
             _masked(q, k_win, v_win, _mask("window", q, k_win, None, nsa)),
         )
         return reference.combine(*outs, gates)
-    return _masked(*inputs, _mask(name, inputs[0], inputs[1], blocks, nsa))
+    q, k, v = inputs
+    return _masked(q, k, v, _mask(name, q, k, blocks, nsa))
 
 
 def error_and_allowed(actual: Tensor, exact: Tensor, rough: Tensor, factor: float) -> list[float]:
@@ -97,6 +98,10 @@ def _mask(name: str, q: Tensor, k: Tensor, blocks: Tensor | None, nsa: NSAConfig
         return (i * nsa.d + nsa.l - 1 <= t)[None, :, None]
     if name == "window":
         return ((i <= t) & (i > t - nsa.w))[None, :, None]
+    if blocks is None:
+        raise ValueError(
+            f"{name}: the selected branch is judged for a choice; give blocks int32 [B, T, G, n_sel], not None"
+        )
     n = geometry.num_selection(k.shape[1], nsa)
     chosen = torch.zeros(*blocks.shape[:3], n + 1, dtype=torch.bool, device=q.device)
     chosen.scatter_(-1, torch.where(blocks < 0, n, blocks).long(), True)

@@ -67,8 +67,8 @@ def make_parts(
     def window(q, k, v):
         return attention.window_attention(q, k, v, nsa, backend=name["window"])[0]
 
-    def whole(*inputs):
-        return nsa_attention(*inputs, nsa, backend=choices)
+    def whole(*inputs: Tensor) -> Tensor:
+        return nsa_attention(*inputs, nsa=nsa, backend=choices)
 
     parts = [
         Part("compressed", name["compressed"], compressed, _leaves(q, k_cmp, v_cmp), pair * reads["cmp"]),

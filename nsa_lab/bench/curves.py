@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from nsa_lab.config import DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
+from nsa_lab.config import Backend, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import prepare
 from nsa_lab.runs.environment import versions
 from nsa_lab.train.distributed import World
@@ -37,7 +37,7 @@ class Execution:
     """How a curve is computed."""
 
     name: str
-    backend: str
+    backend: Backend
     compile: bool = False
     cuda_graph: bool = False
 
@@ -53,7 +53,7 @@ CPU_EXECUTIONS = (Execution("reference, eager", "reference"), Execution("torch, 
 
 
 def loss_curve(
-    execution: Execution, steps: int, *, model: ModelConfig, seq_len: int, batch: int, device: str
+    execution: Execution, steps: int, *, model: ModelConfig, seq_len: int, batch: int, device: Literal["cpu", "cuda"]
 ) -> list[float]:
     """The training loss of every step, in nats."""
     runtime = RuntimeConfig(

@@ -13,7 +13,7 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from nsa_lab.attention.kernels.vocabulary import part_of_kernel
 from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
@@ -160,11 +160,11 @@ def gemm_rate() -> float:
     n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
-        a @ b
+        torch.mm(a, b)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(20):
-        a @ b
+        torch.mm(a, b)
     stop.record()
     stop.synchronize()
     return 2 * n**3 * 20 / (start.elapsed_time(stop) * 1e-3)
@@ -194,7 +194,8 @@ def _config(base: ModelConfig, kind: str, seq_len: int, micro: int, cuda: bool, 
 
 def _batches(parts: Parts) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches on the device already: loading is measured by a run, not here."""
-    ready = [tuple(x.to(parts.device) for x in parts.batches.batch(step)) for step in range(4)]
+    host = [parts.batches.batch(step) for step in range(4)]
+    ready = [(inputs.to(parts.device), targets.to(parts.device)) for inputs, targets in host]
     while True:
         yield from ready
 
@@ -222,11 +223,9 @@ def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, flo
         for _ in range(steps):
             _step(parts, next(batches))
         torch.cuda.synchronize()
-    kernels = [
-        e
-        for e in recorded.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("nsa_lab::")
-    ]
+    events = recorded.events()
+    assert events is not None, "a profiler has events from the end of its `with` block on"
+    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith("nsa_lab::")]
     spent = _time_by_part(
         (
             part_of(k.name),
@@ -257,7 +256,7 @@ def _time_by_part(kernels: Iterable[tuple[str, float, float]]) -> dict[str, floa
     Kernels that run at the same time share it; where none runs, the time is that of `idle`.
     """
     edges = sorted((time, change, part) for part, *ends in kernels for time, change in zip(ends, (1, -1), strict=True))
-    spent, running = Counter(idle=0.0), Counter()
+    spent, running = defaultdict[str, float](float, idle=0.0), Counter[str]()
     for (start, change, part), (end, *_) in itertools.pairwise(edges):
         running[part] += change
         now = running if running.total() else {"idle": 1}

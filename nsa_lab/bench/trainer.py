@@ -96,6 +96,7 @@ def overheads(config: RunConfig, outputs: Path, steps: int, say: Say, rounds: in
     save_s, begun = stretches.saved_s(), time.monotonic()
     newest, _ = store.load_latest()
     verify_s = time.monotonic() - begun
+    assert newest is not None, "saved_s() has read of a save"
     stretches.close()
     return {
         "telemetry": {
@@ -234,11 +235,10 @@ def _wide(cuda: bool) -> RunConfig:
     """As many sequences per rank as training is measured with, and no graph, which ranks cannot share."""
     config = _production(cuda)
     plain = config.runtime.model_copy(update={"cuda_graph": False})
-    train = {"batch_size": 32, "accumulate_grad_batches": 1} if cuda else {"batch_size": 2, "accumulate_grad_batches": 1}
-    return _with(config.model_copy(update={"runtime": plain}), **train)
+    return _with(config.model_copy(update={"runtime": plain}), batch_size=32 if cuda else 2, accumulate_grad_batches=1)
 
 
-def _with(config: RunConfig, name: str | None = None, **train: Any) -> RunConfig:
+def _with(config: RunConfig, *, name: str | None = None, **train: int) -> RunConfig:
     changed = config.train.model_copy(update={"warmup_steps": 0, "micro_batch_size": None, **train})
     return config.model_copy(update={"train": changed, "name": name or config.name})
 

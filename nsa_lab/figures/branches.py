@@ -103,8 +103,8 @@ def draw_gates(axes: Axes, history: History) -> None:
 
 def _stack_shares(axes: Axes, history: History, which: int) -> None:
     bottom: np.ndarray | float = 0.0
-    for branch, label in BRANCH_NAMES.items():
-        values = history.layers(f"gate_share_{branch}")[1][which]
+    shares = [history.layers(f"gate_share_{branch}")[1][which] for branch in BRANCH_NAMES]
+    for (branch, label), values in zip(BRANCH_NAMES.items(), shares, strict=True):
         axes.bar(np.arange(len(values)), values, bottom=bottom, color=BRANCH_COLOURS[branch], label=label)
         bottom = bottom + values
-    axes.set_xticks(layer_ticks(len(values)))
+    axes.set_xticks(layer_ticks(len(shares[0])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -48,7 +49,7 @@ def shares_of_allowed(rows: list[tuple[str, str, float]], about: str) -> Figure:
     )
     axes.set_yticklabels(whats, fontsize=8)
     axes.invert_yaxis()
-    handles = [Patch(color=colour, label=backend) for backend, colour in colours.items()]
+    handles: list[Artist] = [Patch(color=colour, label=backend) for backend, colour in colours.items()]
     handles.append(Line2D([], [], color="black", linestyle=":", label="1: all that is allowed"))
     axes.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -54,7 +54,9 @@ def draw_layers(figure: Figure | None, axes: Axes, history: History, name: str) 
         return
     colours = ScalarMappable(Normalize(0, max(values.shape[1] - 1, 1)), LAYER_MAP)
     for layer, line in enumerate(values.T):
-        axes.plot(steps, line, color=colours.to_rgba(layer), linewidth=1.2, marker="." if len(steps) < 30 else None)
+        axes.plot(
+            steps, line, color=colours.to_rgba(np.asarray(layer)), linewidth=1.2, marker="." if len(steps) < 30 else None
+        )
     over_steps(axes)
     if figure is not None:
         figure.colorbar(colours, ax=axes, label="layer", ticks=layer_ticks(values.shape[1]))

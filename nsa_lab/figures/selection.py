@@ -47,15 +47,14 @@ def selection_by_layer(blocks: dict[int, Tensor], nsa: NSAConfig, about: str) ->
     """The chosen blocks [T, n_sel] of one group in several layers, side by side."""
     figure = Figure(figsize=(3.1 * len(blocks) + 0.6, 3.6), layout="constrained")
     figure.suptitle(f"Blocks selected: {about}", fontsize=10)
-    for n, (axes, (layer, chosen)) in enumerate(
-        zip(figure.subplots(1, len(blocks), sharey=True, squeeze=False)[0], blocks.items(), strict=True)
-    ):
+    (panels,) = figure.subplots(1, len(blocks), sharey=True, squeeze=False)
+    for n, (axes, (layer, chosen)) in enumerate(zip(panels, blocks.items(), strict=True)):
         length = chosen.shape[0]
         count = geometry.num_selection(length, nsa)
         _draw_kinds(axes, chosen, count, nsa)
         axes.set_title(f"layer {layer}", fontsize=9)
         axes.set(xlabel="query t, token", ylabel="" if n else f"selection block j ({nsa.l_sel} tokens each)")
-    colour_legend(axes, KINDS, inside=True)
+    colour_legend(panels[-1], KINDS, inside=True)
     return figure
 
 

@@ -55,7 +55,7 @@ def gates_moved(history: History, limits: Limits) -> Verdict | None:
     _, entropy = history.layers("gate_entropy")
     if not len(entropy):
         return Verdict("gates moved", None, None, limits.gate_moved, "no gate statistics were recorded")
-    pinned = (np.abs(entropy - EVEN) < limits.gate_pinned).all(axis=0)
+    pinned = np.all(np.abs(entropy - EVEN) < limits.gate_pinned, axis=0)
     if pinned.any():
         return Verdict(
             "gates moved",

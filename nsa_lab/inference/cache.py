@@ -23,8 +23,13 @@ class NSACache:
     """The cache of one NSA layer, and attention through it."""
 
     def __init__(self, attention: SparseAttention, capacity: int, batch: int, like: Tensor) -> None:
+        if attention.backends is None:
+            raise ValueError(
+                "NSACache: expected a layer whose backends are resolved, as those of an NSATransformer are; got one that "
+                "resolves them anew for each input"
+            )
         config, nsa = attention.config, attention.config.nsa
-        self._attention, self._config, self._nsa = attention, config, nsa
+        self._attention, self._backends, self._config, self._nsa = attention, attention.backends, config, nsa
         self._k_sel, self._v_sel = _room(config, capacity, batch, like)
         self._k_cmp, self._v_cmp = _room(config, geometry.num_compressed(capacity, nsa), batch, like)
         self._k_win, self._v_win = _room(config, 0, batch, like)
@@ -41,9 +46,7 @@ class NSACache:
         self._compress(k_raw, v_raw)
         if position == 0:
             k_cmp, v_cmp = self._k_cmp[:, : self._blocks], self._v_cmp[:, : self._blocks]
-            mixed = nsa_attention(
-                q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self._nsa, backend=self._attention.backends
-            )
+            mixed = nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self._nsa, backend=self._backends)
         else:
             mixed = self._one(q, gates, position)
         return self._attention.out(mixed.flatten(2))

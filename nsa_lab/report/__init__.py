@@ -134,6 +134,7 @@ def _links(page: Path, histories: list[History]) -> dict[str, str]:
 def _prepare(notebook: NotebookNode, formulas: Formulas) -> NotebookNode:
     """A copy without widget state, with formulas hidden and with alt text on every picture."""
     copy = nbformat.from_dict(notebook)
+    assert isinstance(copy, NotebookNode), "from_dict gives a node for a mapping"
     copy.metadata.pop("widgets", None)
     copy.cells = [cell for cell in copy.cells if ERROR_NOTES not in cell.metadata.get("tags", [])]
     heading = "the report"

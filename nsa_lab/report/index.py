@@ -47,7 +47,7 @@ def _row(run_dir: Path) -> dict[str, Any]:
     state = state_of(history)
     return row | {
         "state": state,
-        "mood": MOODS.get(state, "open"),
+        "mood": "open" if state is None else MOODS.get(state, "open"),
         "settings": settings_of(history.config),
         "began": _date(history),
         "steps": f"{known.step:,} of {known.steps:,}",

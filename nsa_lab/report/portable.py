@@ -30,7 +30,9 @@ def make_portable(notebook: Path) -> None:
 
 def portable(notebook: NotebookNode) -> NotebookNode:
     """A copy in which sources, text outputs and metadata name no folder of this machine."""
-    return nbformat.from_dict(_walk(notebook, _folders()))
+    copy = nbformat.from_dict(_walk(notebook, _folders()))
+    assert isinstance(copy, NotebookNode), "from_dict gives a node for a mapping"
+    return copy
 
 
 def _folders() -> list[tuple[str, str]]:

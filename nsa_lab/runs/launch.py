@@ -1,7 +1,7 @@
 """Start a detached trainer, find it again, attach to it, stop it.
 
-A notebook is the supervisor, never the trainer: the trainer leads a session of its own, writes to files, and does not
-notice when the kernel that started it is killed.
+A notebook is the supervisor, never the trainer: the trainer runs in a session of its own, writes to files, and does
+not notice when the kernel that started it is killed.
 
 Invariants
 * The launcher takes the run's lock and the trainer inherits it: of two launchers at once exactly one starts a trainer.
@@ -171,9 +171,9 @@ def wait(run_dir: str | Path, timeout_s: float | None = None, poll_s: float = 0.
 
 @contextlib.contextmanager
 def _stops_wait() -> Iterator[None]:
-    """A process started within blocks stop requests until it installs its handlers, and then gets them.
+    """A process started inside this block holds stop requests back until its handlers stand, and then gets them.
 
-    Importing torch takes seconds, in which a request would otherwise end the trainer without a word.
+    Importing torch takes seconds, and a request in that time would otherwise end the trainer without a word.
     """
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, directory.STOP_SIGNALS)
     try:
@@ -191,7 +191,7 @@ def _config_hash(run_dir: Path) -> str | None:
 
 
 def _environment() -> dict[str, Any]:
-    """The trainer finds this very package, also when it is not installed."""
+    """Variables with which the trainer finds this very package, also where it is not installed."""
     package_parent = str(Path(__file__).resolve().parents[2])
     paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}

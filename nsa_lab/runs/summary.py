@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nsa_lab.config import RunConfig
@@ -69,7 +70,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
 
 
-def _format(value: Any, how: Any) -> str | None:
+def _format(value: float | None, how: str | Callable[[float], str]) -> str | None:
     if value is None:
         return None
-    return how(value) if callable(how) else how.format(value)
+    return how.format(value) if isinstance(how, str) else how(value)

@@ -35,7 +35,7 @@ class GraphedGradients:
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Token ids int64 `[n, T]`, of the shape of the first call; the loss, a device tensor."""
         if self._graph is None:
-            self._capture(inputs, targets)
+            self._graph = self._capture(inputs, targets)
         self._inputs.copy_(inputs, non_blocking=True)
         self._targets.copy_(targets, non_blocking=True)
         self._graph.replay()
@@ -43,7 +43,7 @@ class GraphedGradients:
             parameter.grad = grad
         return self._loss
 
-    def _capture(self, inputs: Tensor, targets: Tensor) -> None:
+    def _capture(self, inputs: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
         self._inputs, self._targets = (x.to(self._device, copy=True) for x in (inputs, targets))
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -55,11 +55,12 @@ class GraphedGradients:
         self._warmed_up()
         # Backward must find no gradients, so that it writes them instead of adding to what a replay left.
         self._clear()
-        self._graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that loads the next batch pins memory, which a global capture would forbid.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._loss = self._gradients(self._inputs, self._targets)
         self._grads = [parameter.grad for parameter in self._parameters]
+        return graph
 
     def _clear(self) -> None:
         for parameter in self._parameters:

@@ -74,7 +74,8 @@ class World:
         if self.sharded:
             for block in getattr(model, "blocks", []):
                 fully_shard(block)
-            return fully_shard(model)
+            fully_shard(model)
+            return model
         if self.size == 1:
             return model
         # Buffers are tables that every rank computes alike; gradients are averaged where they lie, not in copies.

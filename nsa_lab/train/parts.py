@@ -20,7 +20,7 @@ from nsa_lab.train.distributed import World
 from nsa_lab.train.step import Stepper, make_optimizer
 
 
-def build_model(config: RunConfig, device: torch.device) -> nn.Module:
+def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
     """The model with float32 weights on `device`; under bf16 its attention computes in bfloat16."""
     runtime = config.runtime
     dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
@@ -33,7 +33,7 @@ def build_model(config: RunConfig, device: torch.device) -> nn.Module:
 class Builders:
     """How a model is made of (configuration, device), and a data set of (data section, vocab_size, seq_len, progress)."""
 
-    model: Callable[[RunConfig, torch.device], nn.Module] = build_model
+    model: Callable[[RunConfig, torch.device], NSATransformer] = build_model
     data: Callable[..., Dataset] = prepare
 
 
@@ -47,7 +47,7 @@ class Parts:
     dataset: Dataset
     batches: Batches
     evaluation: EvalBatches
-    model: nn.Module
+    model: NSATransformer
     optimizer: torch.optim.Optimizer
     stepper: Stepper
     facts: dict[str, Any] = field(default_factory=dict)

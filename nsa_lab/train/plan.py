@@ -78,7 +78,7 @@ class Plan:
 
 
 def plan(config: RunConfig, tokens_per_s: float | None = None, ranks: int = 1) -> Plan:
-    """The plan of a run. `tokens_per_s` is the speed to reckon with (of all ranks together); the default is the throughput
+    """The plan of a run. `tokens_per_s` is the speed to plan with (of all ranks together); the default is the throughput
     gate of the configuration, the slowest that it accepts, and None without one."""
     model, train = shape_of(config.model), config.train
     flops, params = model.flops_per_token(train.seq_len), model.parameter_count()

@@ -157,7 +157,9 @@ def probe_input(vocab_size: int, seq_len: int) -> Tensor:
 
 def rng_states() -> dict[str, Any]:
     version, python, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = np.random.get_state(legacy=True)
+    assert isinstance(state, tuple), "legacy=True asks for the tuple"
+    name, keys, position, has_gauss, cached = state
     return {
         "python": [version, list(python), gauss],
         "numpy": [str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],

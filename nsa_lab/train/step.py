@@ -131,16 +131,19 @@ class Stepper:
     def _update(self, lr: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # Read by the fused kernel, which returns early on 1; scaling by zero would turn NaN into NaN.
-        self._optimizer.found_inf = self._bad
-        self._optimizer.step()
+        self._step_unless(self._bad)
 
     def _make_moments(self) -> None:
         """An update that is skipped, for what it allocates: the peak of memory is then reached during the capture.
 
         A replayed graph allocates nothing, so moments that came later would lie beside a peak that nobody sees.
         """
-        self._optimizer.found_inf = torch.ones_like(self._bad)
+        self._step_unless(torch.ones_like(self._bad))
+
+    def _step_unless(self, bad: Tensor) -> None:
+        """Apply the update, or nothing where `bad` is 1."""
+        # Read by the fused kernel, which returns early on 1; scaling by zero would turn NaN into NaN.
+        self._optimizer.found_inf = bad  # pyright: ignore[reportAttributeAccessIssue] - no class declares it
         self._optimizer.step()
 
 

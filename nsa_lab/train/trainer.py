@@ -102,6 +102,7 @@ class Trainer:
             pair = batches.get(step - 1, should_stop=self.signals.should_stop if self._alone else None)
         if pair is None:
             self.signals.check()
+        assert pair is not None, "no batch comes only where a stop was asked for, which check() raises"
         self._interval.data_s += self.record.phases.last("data")
         inputs, targets = pair
         # The first step compiles and tunes, for minutes, without a line of ours being run.

@@ -62,7 +62,7 @@ def _steps_done(run: History, _: History | None) -> str:
 
 
 def _speed(run: History, _: History | None) -> str | None:
-    _, speed = run.series("tokens_per_s")
+    speed = run.series("tokens_per_s")[1]
     device = facts(run).device
     return f"{np.median(speed):,.0f} median, {speed.max():,.0f} peak, on {device}" if len(speed) else None
 
@@ -73,14 +73,14 @@ def _speed_without_checkpointing(run: History, twin: History | None) -> str | No
 
 
 def _step_seconds(run: History, _: History | None) -> str | None:
-    _, took = run.series("dt_s")
+    took = run.series("dt_s")[1]
     tokens = run.config.train.tokens_per_step
     return f"{np.median(took):.4g} s per optimiser step of {tokens:,} tokens" if len(took) else None
 
 
 def _time(run: History, _: History | None) -> str | None:
     known = facts(run)
-    return known.wall_s and f"{duration(known.wall_s)} for {known.step:,} steps, {known.tokens:,} tokens"
+    return f"{duration(known.wall_s)} for {known.step:,} steps, {known.tokens:,} tokens" if known.wall_s else None
 
 
 def _finite(run: History, _: History | None) -> str | None:
@@ -113,21 +113,20 @@ def _gpu_use(run: History, _: History | None) -> str | None:
 
 def _memory(run: History, _: History | None) -> str | None:
     peak = facts(run).memory_peak_bytes
-    return (
-        peak
-        and f"{peak / 2**20:,.0f} MiB at the peak, "
-        f"{run.config.train.micro_batch_size or run.config.train.batch_size} sequences at once"
-    )
+    if not peak:
+        return None
+    at_once = run.config.train.micro_batch_size or run.config.train.batch_size
+    return f"{peak / 2**20:,.0f} MiB at the peak, {at_once} sequences at once"
 
 
 def _data_wait(run: History, _: History | None) -> str | None:
-    _, waited = run.series("data_s")
+    waited = run.series("data_s")[1]
     return f"{1000 * np.median(waited):.2f} ms per step, median" if len(waited) else None
 
 
 def _parameters(run: History, _: History | None) -> str | None:
     counted = facts(run).parameters
-    return counted and f"{counted:,}"
+    return f"{counted:,}" if counted else None
 
 
 def _at(run: History, step: int) -> Event | None:
@@ -148,7 +147,7 @@ def _loss_at(step_of: Callable[[History], int]) -> Callable[[History, History | 
 
 def _rate(run: History, _: History | None) -> str | None:
     found = _at(run, LAST_STEP)
-    return found and f"{found['lr']:.3g} at step {found['step']:,}"
+    return f"{found['lr']:.3g} at step {found['step']:,}" if found else None
 
 
 def _validation(run: History, _: History | None) -> str | None:
@@ -191,7 +190,7 @@ def _fallbacks(run: History, _: History | None) -> str | None:
 def _against_dense(run: History, twin: History | None) -> str | None:
     pair = twins([run, twin]) if twin else None
     ratio = pair and {name: ratio for name, *_, ratio in side_by_side(*pair)}["tokens per second, median"]
-    return ratio and f"{ratio:.2f} of the dense twin's tokens per second at {run.config.train.seq_len:,} tokens"
+    return f"{ratio:.2f} of the dense twin's tokens per second at {run.config.train.seq_len:,} tokens" if ratio else None
 
 
 NUMBERS = (

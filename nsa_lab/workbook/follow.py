@@ -13,7 +13,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from IPython.display import Image, display
+from IPython.display import DisplayHandle, Image, display
 
 from nsa_lab.figures import progress
 from nsa_lab.figures.style import title
@@ -65,7 +65,7 @@ def _when_interrupted(run: Path) -> str:
 
 
 async def _follow_in_line(run: Path, view: RunView, tail: Tail) -> str:
-    line, said = display(_Text("waiting for the trainer"), display_id=True), 0.0
+    line, said = _shown(_Text("waiting for the trainer")), 0.0
     while launch.is_alive(run):
         view.take(tail.read())
         if time.monotonic() - said >= EVERY_S:
@@ -78,9 +78,15 @@ async def _follow_in_line(run: Path, view: RunView, tail: Tail) -> str:
     return state
 
 
+def _shown(what: object) -> DisplayHandle:
+    handle = display(what, display_id=True)
+    assert handle is not None, "a cell that displays with an id gets a handle"
+    return handle
+
+
 async def _follow_in_panel(run: Path, view: RunView, tail: Tail) -> str:
     panel = RunPanel(run, view.config.train.steps)
-    handle = display(panel.view, display_id=True)
+    handle = _shown(panel.view)
     said, draw_at, drawn, picture = 0.0, 0.0, -1, None
     try:
         while True:
@@ -115,5 +121,6 @@ def _draw(panel: RunPanel, run: Path) -> Image | None:
         return None
     figure = progress(history)
     drawn = image(figure, title(figure))
+    assert isinstance(drawn.data, bytes), "image() holds a PNG"
     panel.draw(drawn.data)
     return drawn

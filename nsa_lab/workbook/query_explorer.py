@@ -71,7 +71,9 @@ def explorer(example: Example, nsa: NSAConfig, position: int, group: int = 0) ->
             text.value = f"<p style='color:#B00020'>{html.escape(str(error))}</p>"
             picture.layout.visibility = "hidden"
             return
-        reads = reads_of(example, geometry, query.value, which.value)
+        group = which.value
+        assert group is not None, "the control was made with a value"
+        reads = reads_of(example, geometry, query.value, group)
         picture.value = png(query_reads(reads, example.about))
         picture.layout.visibility = "visible"
         text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(describe(reads, example.text))}</pre>"

@@ -111,11 +111,13 @@ def run_explorer(
 
     def redraw(_change: object = None) -> None:
         runs = [known[name] for name in which.value]
-        drawn, problems = views_of(runs, view.value, depth.value, heads.value, at.value) if runs else ([], ["choose a run"])
+        name, layer, group = view.value, depth.value, heads.value
+        assert name is not None and layer is not None and group is not None, "each control was made with a value"
+        drawn, problems = views_of(runs, name, layer, group, at.value) if runs else ([], ["choose a run"])
         pictures.children = [
             widgets.Image(value=png(figure), format="png", layout=widgets.Layout(max_width="100%")) for figure in drawn
         ]
-        told = "\n".join([compare.numbers_at(runs, depth.value, at.value), *problems])
+        told = "\n".join([compare.numbers_at(runs, layer, at.value), *problems])
         text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(told)}</pre>"
 
     for control in (which, view, depth, heads, at):

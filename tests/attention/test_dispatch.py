@@ -362,7 +362,7 @@ def test_triton_that_can_run_is_taken_when_asked_for(monkeypatch: pytest.MonkeyP
         ({"d_v": 8}, "d_v = 8; the nearest is 32"),
         ({"nsa": NSAConfig(l=8, d=8, l_sel=24)}, "multiples of 16, and it is 24; the nearest that nsa.d = 8 divides is 32"),
         ({"nsa": NSAConfig(l=20, d=20, l_sel=60)}, "the nearest that nsa.d = 20 divides is 80"),
-        ({"nsa": NSAConfig(n_sel=65)}, "at most nsa.n_sel = 64 blocks for a query, and it is 65"),
+        ({"nsa": NSAConfig(n_sel=65)}, "at most nsa.n_sel = 64 blocks per query, and it is 65"),
         ({"nsa": NSAConfig(l=8, d=4, l_sel=80)}, "nsa.l_sel up to 16 times nsa.d = 4, and it is 80; the nearest is 64"),
         ({"nsa": NSAConfig(l=260, d=4, l_sel=16)}, "nsa.l up to 64 times nsa.d = 4, and it is 260; the nearest is 256"),
     ],

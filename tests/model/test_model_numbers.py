@@ -137,7 +137,7 @@ def test_flops_of_the_weights_are_what_torch_counts(attention: str, mlp: str) ->
 
 @pytest.mark.parametrize("length", [17, 40])
 def test_flops_of_a_key_are_what_torch_counts(length: int) -> None:
-    """The reference forms every score: T keys a query."""
+    """The reference forms every score: T keys per query."""
     q, k, v = torch.randn(1, length, 4, 6), torch.randn(1, length, 2, 6), torch.randn(1, length, 2, 5)
     with FlopCounterMode(display=False) as counter:
         reference.window_attention(q, k, v, NSAConfig())

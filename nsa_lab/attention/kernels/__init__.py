@@ -21,9 +21,9 @@ from nsa_lab.config import NSAConfig
 
 HEAD_WIDTHS = (32, 64, 96, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-L_SEL_STEP = 16  # a kv block's keys fill the least tile of a tensor core
+L_SEL_STEP = 16  # keys in the smallest tile that a tensor core takes; a kv block fills whole ones
 N_SEL_LIMIT = 64
-STRIDES_LIMIT = 16  # strides in a selection block; a compressed block may reach over four times as many
+STRIDES_LIMIT = 16  # strides per selection block; a compressed block may reach over four times as many
 
 
 def unusable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -85,7 +85,7 @@ def _selected_limit(nsa: NSAConfig) -> str | None:
 
 def _choice_limit(nsa: NSAConfig) -> str | None:
     if nsa.n_sel > N_SEL_LIMIT:
-        return f"the kernels keep at most nsa.n_sel = {N_SEL_LIMIT} blocks for a query, and it is {nsa.n_sel}"
+        return f"the kernels keep at most nsa.n_sel = {N_SEL_LIMIT} blocks per query, and it is {nsa.n_sel}"
     for name, length, limit in (("l_sel", nsa.l_sel, STRIDES_LIMIT), ("l", nsa.l, 4 * STRIDES_LIMIT)):
         if length // nsa.d > limit:
             return (
@@ -100,7 +100,7 @@ def _refuse(function: str, reason: str | None) -> None:
         raise NotImplementedError(f"{function}, backend = 'triton': {reason}; backend = 'torch' takes it as it is")
 
 
-# Each raises NotImplementedError past the limits of its own kernels. That shapes fit together is the caller's care.
+# Each raises NotImplementedError past the limits of its own kernels. The caller has checked that shapes fit together.
 def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`."""
     from nsa_lab.attention.kernels.band import launch

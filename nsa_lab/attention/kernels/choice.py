@@ -5,10 +5,15 @@ probabilities p = exp(score - lse) of every head, sums heads and blocks in regis
 far. Nothing larger than that tile exists at once, nothing is left to the order of execution, and nothing waits on the host.
 
 * Forced blocks need no score: only blocks 1 .. own-2 compete, for n_sel - 3 places. Where all of them fit, none is scored.
-* A place is an int64 key, score bits over inverted index. Non-negative floats order as their bits do, so the greater key is
-  the better score or, at equal scores, the lower index: the tie rule is exact.
+* A place is one int64: the bits of the score above those of the inverted index. Floats from 0 up order as their bits do, so
+  the greater number is the better score or, at equal scores, the lower index: the tie rule is exact.
 """
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# Nor are torch.library's decorators annotated.
+# pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 import torch
@@ -23,16 +28,16 @@ from nsa_lab.attention.kernels.tiles import LOG2E, last_tile_first, load_at, loa
 ABSENT = tl.constexpr(0x7FFFFFFF)
 """Sorts after every block index."""
 COMPILES_TF32_MOVES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
-"""Triton 3.2 divides by zero on such products, and the process ends: on sm_80 always, elsewhere for float32 inputs."""
+"""Triton 3.2 crashes on compiling `_add_shifted`'s tf32 products: on sm_80 always, elsewhere for float32 inputs."""
 
 
 @triton.jit
 def _add_shifted(total, x, step: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr):
     """total[:, j] + x[:, j - step], float32 [Q, BLOCKS]; x finite.
 
-    A product with a 0/1 matrix: it leaves the result in the layout that the scores have, where a gather or a scan would
-    move every later reduction to a slower one. Three parts of at most 11 bits make it exact in the tensor cores' tf32;
-    without TF32 it is one product, slower and as exact.
+    It is done by a product with a 0/1 matrix, which keeps the layout of the scores; a gather or a scan would force a slower
+    layout on every later reduction. Split into three parts of at most 11 bits, x comes through the tensor cores' tf32
+    exactly; without TF32 it is one product, slower and just as exact.
     """
     column = tl.arange(0, BLOCKS)
     move = (column[:, None] + step == column[None, :]).to(tl.float32)
@@ -135,7 +140,7 @@ def nsa_choice(
     N_FREE: tl.constexpr = N_SEL - 3
     place = tl.arange(0, N_SEL_PAD)
 
-    # Empty places carry the bits of -1.0, below every score, and differ in the index half. Places past N_FREE never fall.
+    # Empty places hold the bits of -1.0, below every score, and differ in their index. Places past N_FREE are never taken.
     empty = (tl.full([N_SEL_PAD], -1.0, tl.float32).to(tl.int32, bitcast=True).to(tl.int64) << 32) | place.to(tl.int64)
     best = tl.where(place < N_FREE, empty, 0x7FFFFFFFFFFFFFFF)
     best = tl.broadcast_to(best[None, :], [QUERIES, N_SEL_PAD])
@@ -160,7 +165,7 @@ def nsa_choice(
         chosen = tl.where(place[None, :] + 1 <= own[:, None] - 2, place[None, :] + 1, ABSENT)
 
     forced = tl.where(place[None, :] == N_FREE, 0, own[:, None] + N_FREE + 1 - place[None, :])
-    # Places N_FREE .. N_FREE+2: block 0, own, own-1; the latter two only where they are blocks of their own.
+    # Places N_FREE .. N_FREE+2: block 0, own, own-1; the latter two only where they are not block 0 again.
     exists = (place[None, :] == N_FREE) | (forced >= 1)
     chosen = tl.where(place[None, :] < N_FREE, chosen, tl.where(exists & (place[None, :] < N_SEL), forced, ABSENT))
     chosen = tl.sort(chosen, dim=1)

@@ -1,5 +1,10 @@
 """The gated sum of the three branches in one pass over memory, forward and backward (arXiv 2502.11089, eq. 5)."""
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# Nor are torch.library's decorators annotated.
+# pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 from typing import Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def beside(device: torch.device) -> Iterator[Callable[[], None]]:
+def beside(device: torch.device) -> Generator[Callable[[], None], None, None]:
     """What is launched inside may run at the same time as what is launched after it.
 
     Yields a function: what is launched after calling it waits for all that was launched inside. What is launched inside

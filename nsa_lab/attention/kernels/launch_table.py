@@ -1,10 +1,12 @@
-"""How every kernel is launched: tile sizes, warps, stages and registers, by device, dtype and head width. Nowhere else.
+"""How every kernel is launched: tile sizes, warps, stages and registers, by device, dtype and head width. Said only here.
 
-Measured on one H200 (docs/kernel_log.md has the figures). On GPUs of compute capability 8.x other than 8.0, whose blocks
-have 99 KB of shared memory where an A100's have 163, every tile fits those. tests/kernels/test_launch_table.py holds what
-the benchmarked shapes get: a faster entry changes that test, and says so.
+Measured on one H200 (docs/kernel_log.md has the figures). On GPUs of compute capability 8.x other than 8.0, a block has 99
+KB of shared memory, where an A100's has 163; the tiles for them fit. tests/kernels/test_launch_table.py holds what the
+benchmarked shapes get: whoever enters a faster tile changes that test too.
 """
 
+# torch does not annotate the properties of a device.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 import functools
@@ -18,8 +20,9 @@ from nsa_lab.attention.kernels.host import padded_width
 class Tile(NamedTuple):
     """A tile's rows (or queries) and its keys (or blocks), and how its kernel is compiled.
 
-    `registers` caps a thread's, so that more tiles share a multiprocessor. `one_loop`, of the band's dq: every tile is
-    masked, in one loop; a second loop, for the tiles that need no mask, can spill more registers than the masks are worth.
+    `registers` is the most that a thread may use, so that more tiles share a multiprocessor. `one_loop`, for the band's dq:
+    one loop, which masks every tile; a second loop, for tiles that need no mask, can cost more in spilled registers than it
+    saves in masks.
     """
 
     rows: int
@@ -141,7 +144,7 @@ def streaming_rows(width: int) -> int:
     return 16 if width > 64 else 32
 
 
-GATE_ELEMENTS = 2048  # of one tensor, in a program; with twice as many the backward pass takes a seventh longer
+GATE_ELEMENTS = 2048  # of each tensor, per program; with twice as many the backward pass takes a seventh longer
 
 
 def gate_rows(width: int) -> int:

@@ -1,12 +1,14 @@
 """The whole of NSA as one operator: three branches, the block choice and the gate (arXiv 2502.11089, eq. 5).
 
-Its results are those of the parts called one by one. What it saves is between them: one call of PyTorch's dispatcher and
-one autograd node instead of five; the gate's backward pass has sum(out * d_out) of every branch at hand, which the branches
-would read two tensors for; the three gradients of q are summed where they arise, not as tensors of their own; the
-selected branch's inverted index is built once (4 bytes to keep for each selected block); and kernels that do not need each
-other run side by side.
+Its results are those of the parts called one by one. What it saves lies between them: one call of PyTorch's dispatcher and
+one autograd node instead of five; the gate's backward pass computes sum(out * d_out) of every branch on the way, for which
+each branch would read two tensors; the three gradients of q are summed where they arise, not as tensors of their own; the
+selected branch's inverted index is built once (and kept, at 4 bytes per selected block); and kernels that do not need each
+other's results run side by side.
 """
 
+# torch.library's functions are not annotated.
+# pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -54,7 +56,7 @@ torch.library.define(
     f"(Tensor do, {_INPUTS}, {_KEPT}, int l, int d, int l_sel, int w) -> ({', '.join(['Tensor'] * 8)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-# An operator's results are so many, whatever the shapes: the parts of all pieces' indices lie one after another.
+# An operator always has the same number of results, so the indices of all pieces are joined, field by field.
 _INDEX_DTYPES = torch.int32, torch.int64, torch.int32, torch.int64
 
 
@@ -125,7 +127,7 @@ def _(
         q, k_cmp, v_cmp, k_win, v_win = map(with_short_rows, (q, k_cmp, v_cmp, k_win, v_win))
         stats_cmp = band.backward_queries(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, l, d, 0, delta=deltas[0])
         stats_win = band.backward_queries(d_win, q, k_win, v_win, lse_win, dq, 1, 1, w, delta=deltas[2], add=True)
-        # Beside the selected branch, whose sums wait for memory; and each fills what the other's last programs leave idle.
+        # Beside the selected branch, whose sums wait for memory; each also fills what the other's last programs leave idle.
         with beside(q.device) as join:
             dkv_cmp = band.backward_keys(d_cmp, q, k_cmp, v_cmp, stats_cmp, l, d, 0)
             dkv_win = band.backward_keys(d_win, q, k_win, v_win, stats_win, 1, 1, w)

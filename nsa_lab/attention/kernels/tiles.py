@@ -1,5 +1,8 @@
 """What the kernels of all branches do alike: rows into a tile, and which tile a program works on."""
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import triton
@@ -76,5 +79,5 @@ def load_consecutive(
     return load_at(pointers, columns, WIDTH, PAD)
 
 
-INTERPRETED = not isinstance(load_at, triton.runtime.jit.JITFunction)
+INTERPRETED = not isinstance(load_at, triton.runtime.JITFunction)
 """True when Triton was imported under TRITON_INTERPRET=1, and so runs kernels on CPU tensors."""

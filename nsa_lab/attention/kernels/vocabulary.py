@@ -3,19 +3,19 @@
 Axes and sizes
     B T H G      batch, queries of a sequence, query heads, groups of heads that share keys and values
     N            keys of a sequence: its compressed blocks in the compressed branch, its tokens elsewhere
-    HEADS        query heads of a group, H / G
+    HEADS        query heads per group, H / G
     DK, DV       head width of q and k, of v and out
     b g t head   indices on these axes: sequence, group, query, head within its group; `bg` is b * G + g
     L, STRIDE, W, L_SEL, N_SEL    the geometry: l, d, w, l_sel, n_sel of `NSAConfig`
     BLOCK        tokens of a kv block as the selected branch's kernels work in it: l_sel, or a divisor of a longer one
-    X_PAD        the power of two that X elements occupy in a tile, `padded_width(X)`
+    X_PAD        X rounded up to a power of two, which a tile needs: `padded_width(X)`
 Tiles
-    ROWS         (query, head) rows of a tile, row = t * HEADS + head: full for any number of heads, and the heads that
-                 share a key read it once. QUERIES, KEYS, BLOCKS: the same of queries, keys, selection blocks
-    columns      the places along a head's width
-    q, k, v ...  tiles in registers; q_ptr is where the tensor begins, q_base where one sequence and group of it does
+    ROWS         (query, head) rows per tile, row = t * HEADS + head: a tile is full whatever the number of heads, and the
+                 heads that share a key read it once. QUERIES, KEYS, BLOCKS: queries, keys, selection blocks per tile
+    columns      positions along a head's width
+    q, k, v ...  tiles in registers; q_ptr points to the start of the tensor, q_base to that of one sequence and group
     stride_qb    elements from one b of q to the next; t (queries), n (keys), h (heads), g (groups) likewise. The last axis
-                 is contiguous, and has no stride
+                 is contiguous and needs no stride
 Numbers
     scale        the softmax scale, d_k ** -0.5;  scale_log2 = scale * log2(e): scores are in units of log2 inside the
                  kernels, so that exp2 needs no rescaling
@@ -23,10 +23,10 @@ Numbers
     peak, total  the running maximum of an online softmax, in units of log2, and the sum of exp2(score - peak)
     do dq dk dv dlse    gradients of out, q, k, v, lse
     delta        sum(do * out) - dlse of a row: the term of ds that all its keys share (Flash Attention 2, appendix B)
-Partial results, each summed in a fixed order by a later kernel: no floating-point atomics, so equal inputs give equal bits
-    pair_x       one row for a query, one of the blocks it chose, and a head
-    item_x       one for a work item of the inverted index (selected/inverted_index.py)
-    chunk_x      one for a chunk of the queries that see a key tile (band/)
+Partial results, which a later kernel sums in a fixed order: no floating-point atomics, so equal inputs give equal bits
+    pair_x       one row per query, block that it chose, and head
+    item_x       one per work item of the inverted index (selected/inverted_index.py)
+    chunk_x      one per chunk of the queries that see a key tile (band/)
 Bounds and masks
     start, stop  a half-open range;  first, last: both inside it
     inside       whether a row exists in its tensor: what loads and stores are masked by

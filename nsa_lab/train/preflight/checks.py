@@ -207,6 +207,7 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
         saved = store.save(0, snapshot.files(parts, {"step": 0}, lambda: before), {})
         speed, bad = _take_steps(parts, THROUGHPUT_STEPS if timed else 1)
         path, damaged = store.load_latest()
+        assert path is not None, "saved above; were it damaged, load_latest would have raised"
         snapshot.restore(path, parts)
         same = torch.equal(before, probe_logits(parts))
     found = "the probe is the same after loading" if same else "the probe is different after loading"
@@ -234,9 +235,9 @@ def _take_steps(parts: Parts, count: int) -> tuple[float, bool]:
     readback, lr = Readback(parts.device), learning_rate(1, parts.config.train)
 
     def take(number: int) -> float:
-        for index in range(number):
-            result = parts.stepper.step(*parts.batches.batch(index, start, share), lr, lambda: None)
-        readback.push(number, result)
+        batches = (parts.batches.batch(index, start, share) for index in range(number))
+        results = [parts.stepper.step(*batch, lr, lambda: None) for batch in batches]
+        readback.push(number, results[-1])
         return readback.take(everything=True)[-1][1][BAD]
 
     bad = take(WARM_UP_STEPS) if count > 1 else 0.0

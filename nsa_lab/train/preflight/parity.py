@@ -43,18 +43,18 @@ def worst_ratio(parts: Parts) -> tuple[float, str]:
     differing = (found != expected).any(-1).float().mean().item()
     cases: dict[str, tuple[Function, Function, tuple[Tensor, ...]]] = {
         "compressed": (
-            lambda *x: compressed_attention(*x, nsa, backend=name["compressed"])[0],
-            lambda *x: reference.compressed_attention(*x, nsa)[0],
+            lambda *x: compressed_attention(*x, nsa=nsa, backend=name["compressed"])[0],
+            lambda *x: reference.compressed_attention(*x, nsa=nsa)[0],
             (q, k_cmp, v_cmp),
         ),
         "selected": (
-            lambda *x: selected_attention(*x, expected, nsa, backend=name["selected"])[0],
-            lambda *x: reference.selected_attention(*x, expected, nsa)[0],
+            lambda *x: selected_attention(*x, blocks=expected, nsa=nsa, backend=name["selected"])[0],
+            lambda *x: reference.selected_attention(*x, blocks=expected, nsa=nsa)[0],
             (q, k, v),
         ),
         "window": (
-            lambda *x: window_attention(*x, nsa, backend=name["window"])[0],
-            lambda *x: reference.window_attention(*x, nsa)[0],
+            lambda *x: window_attention(*x, nsa=nsa, backend=name["window"])[0],
+            lambda *x: reference.window_attention(*x, nsa=nsa)[0],
             (q, k, v),
         ),
     }
@@ -86,5 +86,5 @@ def _values(function: Function, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     output = function(*leaves)
     slope = torch.linspace(-1, 1, output.numel(), device=output.device, dtype=torch.float64).view_as(output)
-    output.backward(slope.to(output.dtype))
-    return [output.detach().double(), *(leaf.grad.double() for leaf in leaves)]
+    gradients = torch.autograd.grad(output, leaves, slope.to(output.dtype))
+    return [output.detach().double(), *(gradient.double() for gradient in gradients)]

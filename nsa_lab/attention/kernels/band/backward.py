@@ -1,5 +1,8 @@
 """Attention over a band of keys, backward: dq, then dk and dv, then the sum of their chunks. launch.py launches them."""
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import triton
@@ -59,7 +62,7 @@ def nsa_band_dq(
     """dq of one row tile, and what the dk/dv kernel reads of its rows.
 
     That is stats [B, H, 2, >= T]: lse_log2, then delta, each contiguous along the queries, as that kernel walks them.
-    HAS_DELTA: delta is given, and out and dlse are not read. ADD: to what dq holds. ONE_LOOP: `launch_table.Tile` says why.
+    HAS_DELTA: delta is given, and out and dlse are not read. ADD: add to what dq holds. ONE_LOOP: see `launch_table.Tile`.
     """
     tile, b, g = last_tile_first(B, G)
     t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
@@ -163,8 +166,8 @@ def nsa_band_dkv(
 
     Programs that run side by side have different key tiles. They come to a tile of queries at the same time, so that all
     but one of them find its q and do in the L2 cache. Without a window that is so because a chunk is the same queries for
-    all key tiles. With one, a key tile is seen by about as many tiles of queries as the next, n say: each program begins
-    with the tile whose number is a multiple of n, goes on to its last, and then takes those before.
+    all key tiles. With a window, every key tile is seen by about the same number of query tiles, say n: each program begins
+    with the one whose number is a multiple of n, goes on to its last, and then takes those before.
     """
     chunk = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries are seen by most keys
     b, g = batch_and_group(B, G)
@@ -175,8 +178,8 @@ def nsa_band_dkv(
     start = tl.maximum(chunk * chunk_steps, all_start)
     stop = tl.minimum((chunk + 1) * chunk_steps, all_stop)
     if start < stop:
-        # Queries of the tiles in [inner, outer) all see all keys; the other tiles are masked. In a window, which begins
-        # with one of [inner, outer], those follow one another.
+        # In the query tiles [inner, outer) every query sees every key; the other tiles are masked. With a window, whose
+        # steps begin within [inner, outer], the masked tiles follow one another, and [inner, outer) is set to them instead.
         tiles = all_stop // HEADS
         inner = tl.minimum(tl.cdiv(t_full - t_origin, ROWS), tiles)
         outer = tl.maximum(tl.minimum(tl.maximum(t_full_stop - t_origin, 0) // ROWS, tiles), inner)

@@ -4,6 +4,9 @@ Query t sees key i iff  i*STRIDE + L - 1 <= t;  where there is a window (W > 0, 
 t - W < i <= t.
 """
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The operators over a band of keys, and how their kernels are launched."""
 
+# torch.library's functions are not annotated.
+# pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 from typing import Any
@@ -158,15 +160,15 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, tile: la
 
 
 def _chunks(T: int, N: int, groups: int, heads: int, w: int, tile: launch_table.Tile) -> tuple[int, int]:
-    """How many chunks the steps of a key tile are cut into, and the steps of a chunk: about equal work for all programs.
+    """How many chunks the steps of a key tile are cut into, and the steps per chunk: about equal work for all programs.
 
-    `groups` are those of all sequences. From shapes alone, so that results do not depend on the size of the GPU.
+    `groups` counts those of all sequences. Decided from shapes alone, so that results do not depend on the size of the GPU.
     """
     # A window's first query is aligned to 16, which may put up to 15 queries in front of the keys + w - 1 that see a tile.
     longest = ceil_div(min(tile.keys + w + 14, T) if w else T, tile.rows) * heads
     work = ceil_div(N, tile.keys) * groups * longest
-    # Programs enough to fill any present GPU. Without a window the queries of the key tiles fall from all to none: half of
-    # the full rectangle.
+    # Enough programs to fill any GPU of today. Without a window, the first key tile is seen by all queries and the last by
+    # hardly any: half of the full rectangle.
     chunk_steps = work // 512 if w else work // 2 // 1024
     chunk_steps = min(max(chunk_steps, 8), longest)
     return ceil_div(longest, chunk_steps), chunk_steps

@@ -6,6 +6,9 @@ query's blocks leave for dq, is then summed in a fixed order: no floating-point 
 same bits.
 """
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import inspect
@@ -195,8 +198,8 @@ def _backward_rows(
     """The rows [row_start, row_stop) of a work item."""
     entry = tl.load(entries_base + _entry_numbers(row_start, row_stop, HEADS, ROWS))
     # Where tiles are worked on in halves, LLVM would move offsets and addresses of tiles out of the loop, and the registers
-    # that hold them there would spill: 19 loads from local memory per tile, in front of the products. To work them out
-    # again costs less. The loops differ in that one argument, which Triton knows from 3.5 on and which must be spelled out.
+    # that hold them there would spill: 19 loads from local memory per tile, in front of the products. It costs less to work
+    # them out again. The loops differ in one argument alone, which Triton has from 3.5 on; it must be written out.
     if _CAN_DISABLE_LICM and DK_PART < DK_PAD:
         for start in tl.range(row_start, row_stop, ROWS, disable_licm=True):
             dk, dk_rest, dv, dv_rest, entry = _backward_tile(
@@ -236,10 +239,10 @@ def nsa_selected_backward(
     A block with one item, when the queries come in ONE_PIECE, is final and goes straight to dk_ptr and dv_ptr; the others'
     go to item_dkv_ptr. The softmax scale comes in factors: scale_ds is what the partial dq carry, scale_dk what is left for
     dk. With SCALED_V scale_ds is a power of two and scale_ds * scale_dk the softmax scale: v takes that power without
-    rounding, so that ds comes out scaled by it, for dq and dk alike. Without, scale_ds is all of the scale, multiplied into
-    dq, and scale_dk is all of it too.
-    Tiles wider than PART columns are worked on in two halves: with all of a 128-wide dq beside dk and dv a thread is out of
-    registers, and ptxas then makes every tensor-core instruction wait for the one before.
+    rounding, so that ds comes out scaled by it, for dq and dk alike. Without it, scale_ds and scale_dk are both the whole
+    scale, and dq is multiplied by scale_ds.
+    Tiles wider than PART columns are worked on in two halves: with all of a 128-wide dq beside dk and dv a thread runs out
+    of registers, and ptxas then makes every tensor-core instruction wait for the one before.
     """
     DK_PART: tl.constexpr = DK_PAD if DK_PAD < PART else PART
     DV_PART: tl.constexpr = DV_PAD if DV_PAD < PART else PART
@@ -339,7 +342,7 @@ def _sum_items(
     ITEM: tl.constexpr = BLOCK * (DK + DV)
     start = tl.load(starts_ptr + index_row)
     stop = tl.load(starts_ptr + index_row + 1)
-    if (not FIRST or not LAST) or stop - start > ITEM_ENTRIES:  # Triton 3.2 takes no chain of three
+    if (not FIRST or not LAST) or stop - start > ITEM_ENTRIES:  # in brackets, since Triton 3.2 takes no chain of three
         items = tl.maximum(tl.cdiv(stop - start, ITEM_ENTRIES), 1).to(tl.int32)
         first_item = start // ITEM_ENTRIES + index_row
         element = part * ELEMENTS + tl.arange(0, ELEMENTS)

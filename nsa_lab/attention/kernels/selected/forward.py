@@ -9,6 +9,9 @@ is the traffic of the partials.
 query did not. No workspace, but every row pays for the tile's union: right when T is a few times n_sel * l_sel.
 """
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 import triton
@@ -71,19 +74,19 @@ def _gather_rows(
     """Attention of the rows [row_start, row_stop) of one work item to its kv block."""
     columns_k = tl.arange(0, DK_PAD)
     columns_v = tl.arange(0, DV_PAD)
-    # Where a tile of q lies is read from its entries. Were these loaded beside it, the copy of the tile would wait for
-    # them, so they are loaded a tile ahead. All else is worked out from the pair number, and the next load comes last, so
-    # that it can take the register of the entry before it.
+    # The entries say where a tile of q lies. They are loaded one tile ahead, since the copy of the tile would have to wait
+    # for entries loaded in the same step. Everything else follows from the pair numbers, and the next entries are loaded
+    # once these are known, so that they can take the registers of the entries before.
     entry = tl.load(entries_base + row_numbers(row_start, row_stop, ROWS) // HEADS)
     for start in range(row_start, row_stop, ROWS):
         pair, head = pair_numbers(entry, start, row_stop, HEADS, ROWS, WIDE)
         t = pair // (N_SEL * HEADS)
         q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), columns_k, DK, DK_PAD)
         entry = tl.load(entries_base + row_numbers(start + ROWS, row_stop, ROWS) // HEADS)
-        # This store never runs, and leaves no machine code: it makes q a tile with a second reader. A tile that is read by
-        # products alone gets one buffer more from Triton than the stages between its copy and its use, in case the last
-        # products still run when the next copy comes; here the stores at the end wait for them all. The second reader takes
-        # that buffer away: three stages fit in the shared memory of two, with which each copy would begin just before its
+        # This store never runs and leaves no machine code; it gives the tile q a second reader. To a tile that products
+        # alone read, Triton gives one buffer more than its stages need, in case the last products still run when the next
+        # copy begins; here the stores at the end of the step wait for the products anyway. With a second reader there is no
+        # such buffer, and three stages fit into the shared memory of two. With two, each copy would begin just before its
         # use.
         if DK_PAD > 64 and start >= row_stop:
             spare = pair_out_base + tl.arange(0, ROWS)[:, None] * DK + columns_k[None, :]
@@ -99,7 +102,7 @@ def _gather_rows(
         out = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1 / total)[:, None]
         tl.store(pair_lse_base + pair, peak + tl.log2(total))
         pointers = pair_out_base + (pair * DV)[:, None] + columns_v[None, :]
-        # The first to leave the L2 cache, where q is wanted again.
+        # To leave the L2 cache first: q will be read from there again.
         out = out.to(pair_out_base.dtype.element_ty)
         if DV == DV_PAD:
             tl.store(pointers, out, eviction_policy="evict_first")
@@ -156,7 +159,7 @@ def nsa_selected_gather(
 
 @triton.jit
 def row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constexpr, ROWS: tl.constexpr):
-    """Of a tile of rows of one (batch, group): (b, g, t, head, inside, where its slots begin, pair of its first slot)."""
+    """For a tile of rows of one (batch, group): (b, g, t, head, inside, where its slots begin, pair of its first slot)."""
     row = tile * ROWS + tl.arange(0, ROWS)
     t = row // HEADS
     head = row % HEADS
@@ -237,7 +240,7 @@ def _union_blocks(
     columns_v = tl.arange(0, DV_PAD)
     next_block = tl.load(union + start, mask=start < stop, other=0)
     for i in range(start, stop):
-        # One step ahead, as in `_gather_rows`: where k lies must not itself be waited for.
+        # Loaded one step ahead, as in `_gather_rows`, so that the copy of k need not wait to learn where k lies.
         block = next_block
         next_block = tl.load(union + i + 1, mask=i + 1 < stop, other=0)
         key = block * BLOCK + key_offset
@@ -297,7 +300,7 @@ def nsa_selected_union(
     slots_inside = (queries <= last_t)[:, None] & (slots < N_SEL)[None, :]
     slot_pointers = slots_base + queries.to(tl.int64)[:, None] * G * N_SEL + slots[None, :]
     chosen, live = load_choice(slot_pointers, slots_inside, 0, queries[:, None], BLOCK)
-    # What is not live falls into the last place, which is no block's.
+    # What is not live is counted in the last place, which belongs to no block.
     places = tl.reshape(tl.where(live, chosen, BLOCKS_PAD - 1), [QUERIES_PAD * N_SEL_PAD])
     block = tl.arange(0, BLOCKS_PAD)
     used = (tl.histogram(places, BLOCKS_PAD) > 0) & (block < n_blocks)

@@ -10,11 +10,14 @@ Words used here and by the kernels that read the index:
   is an entry and one of the group's heads, `entry * HEADS + head`: a row of the workspaces for partial results;
 * an entry is *live* when its block exists and starts at or before the query (`0 <= block * block_tokens <= t`);
 * a *work item* is at most `item_entries` consecutive entries of one kv block: what one program of a kernel takes on.
-  Blocks that everybody chose (block 0) thus become many items, and blocks that nobody chose still get one. Items are
-  numbered by block; in that order the programs that run together read queries of the whole sequence. Where those do not
-  stay in the L2 cache, `order` says in which order to take the items: by their first query.
+  Blocks that every query chose (block 0) thus become many items, and blocks that none chose still get one. Items are
+  numbered by block; taken in that order, programs that run together read queries from all over the sequence. Where these
+  do not fit into the L2 cache, `order` says in which order to take the items: by their first query.
 """
 
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -110,7 +113,7 @@ def nsa_selected_index_count(
         column = j + tl.arange(0, COLUMNS)
         inside = (words >= 0) & (column < n_blocks)[None, :]
         at = region + words.to(tl.int64) * n_blocks + column[None, :]
-        # Past L1: the bits were set by atomics, which live in L2.
+        # Read past L1: the bits were set by atomics, which work in L2.
         ones = _population_count(tl.load(bitmap_ptr + at, mask=inside, other=0, cache_modifier=".cg"))
         tl.store(below_ptr + at, tl.cumsum(ones, 0) - ones, mask=inside)
         tl.store(counts_ptr + (bg * n_blocks + column) * n_spans + span, tl.sum(ones, 0), mask=column < n_blocks)
@@ -151,8 +154,8 @@ def nsa_selected_index_scatter(
             tl.store(starts_ptr + index_row, start)
             if index_row == rows_total - 1:
                 tl.store(starts_ptr + index_row + 1, stop)
-            # start // ITEM_ENTRIES + index_row needs no scan over the rows before and leaves room for all of their items;
-            # what it leaves over, up to the next row's first, is marked empty.
+            # The number of the row's first item. It needs no scan over the rows before and leaves room for all of their
+            # items; numbers that stay unused, up to the next row's first, are marked empty.
             number = start // ITEM_ENTRIES + index_row
             items = tl.maximum(tl.cdiv(stop - start, ITEM_ENTRIES), 1)
             room = tl.where(index_row == rows_total - 1, work_size, stop // ITEM_ENTRIES + index_row + 1) - number
@@ -194,7 +197,7 @@ def index_sizes(rows: int, T: int, n_blocks: int, n_sel: int, item_entries: int,
 
     Multiples of 4, 16 bytes at least, so that several indices in one tensor are aligned like each on its own.
     """
-    entries = rows * T * n_sel + 1  # one more than there can be: the start of an empty last block can be loaded from
+    entries = rows * T * n_sel + 1  # one more than there can be: kernels may load from where an empty last block starts
     work = rows * T * n_sel // item_entries + rows * n_blocks + 1
     return IndexSizes(*(ceil_div(n, 4) * 4 for n in (entries, rows * n_blocks + 1, work, work if ordered else 0)))
 
@@ -260,7 +263,7 @@ def _order(
 ) -> Tensor:
     """Item numbers by their first query, of `queries` in all groups of all sequences."""
     n_items, tile = work.numel(), launch_table.FIRST_QUERY_ITEMS
-    # The sort takes half as long for 32 bits.
+    # Numbers of 32 bits are sorted in half the time.
     keys = work.new_empty(n_items, dtype=torch.int32 if queries < 2**31 else torch.int64)
     # fmt: off
     nsa_selected_index_first_query[(ceil_div(n_items, tile),)](

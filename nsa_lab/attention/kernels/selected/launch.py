@@ -4,6 +4,8 @@ Two operators are registered, `nsa_lab::selected_fwd` and `nsa_lab::selected_bwd
 and blocks are kept; the inverted indices are built again, unless the caller hands them over (operator.py does).
 """
 
+# torch.library's functions are not annotated.
+# pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 import math
@@ -54,7 +56,7 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: i
 
 
 def check_pairs(q: Tensor, k: Tensor, n_sel: int, l_sel: int) -> None:
-    """Raise NotImplementedError for more pairs in a group than 31 bits number."""
+    """Raise NotImplementedError for more pairs per group than 31 bits can number."""
     T, heads = q.shape[1], q.shape[2] // k.shape[2]
     slots = n_sel * (l_sel // _kernel_block(l_sel))
     if T * slots * heads >= 2**31:
@@ -97,14 +99,14 @@ def _sizes(q: Tensor, v: Tensor, n_sel: int, block: int) -> Sizes:
 
 
 def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, width: int) -> InvertedIndex:
-    """Of a piece's part of the choice."""
+    """The index of a piece's part of the choice."""
     ordered = is_ordered(sizes, blocks.shape[1], width)
     entries = item_entries(sizes, width)
     return build_inverted_index(blocks, sizes.block, entries, sizes.n_blocks, piece.t0, ordered=ordered)
 
 
 def kept_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> list[IndexSizes]:
-    """Of the indices that `forward` gives to be kept for `backward`, one per piece; the union needs none."""
+    """Sizes of the indices that `forward` gives to be kept for `backward`, one per piece; the union needs none."""
     if strategy == "union":
         return []
     block = _kernel_block(l_sel)
@@ -319,9 +321,9 @@ def _backward(
 
 
 def _sums(q: Tensor, sizes: Sizes, pieces: list[Piece]) -> Tensor | None:
-    """Where the float32 sums of dk and dv wait from one part of a group's queries to the next; None if none is cut.
+    """Where the float32 sums of dk and dv wait from one part of a group's queries to the next; None if no group is cut.
 
-    [groups whose sums are alive at the same time, elements]: all groups, if a piece takes up what several left.
+    [groups whose sums are alive at the same time, elements]: all groups, if one piece goes on with the sums of several.
     """
     parts_of_groups = [piece for piece in pieces if piece.t1 - piece.t0 < sizes.T]
     if not parts_of_groups:

@@ -1,6 +1,7 @@
 """What one launch of the selected branch works on: the cut of a large input into pieces that fit the workspace.
 
-Partial results cost 2 KB per (query, head) row at the usual sizes. All is decided from shapes alone, forward as backward.
+Partial results cost 2 KB per (query, head) row at the usual sizes. The cut follows from shapes alone, and is the same in
+the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels.host import ceil_div, padded_width
 
-WORKSPACE_BYTES = 2 * 2**30  # partial results of one launch, all of them; larger inputs are worked through in pieces
-# (query, head) rows of a work item: short ones spread a small problem over the chip, those in the order of their queries
-# are short enough for all that run at once to be near each other.
+WORKSPACE_BYTES = 2 * 2**30  # all partial results of one launch; larger inputs are worked through in pieces
+# (query, head) rows per work item. Short items spread a small problem over the chip; items in the order of their queries
+# are short enough that those which run at once read queries near each other.
 SHORT_ITEM, LONG_ITEM, ORDERED_ITEM = 1536, 6144, 2048
 LONG_ROWS = 2**22
-ORDERED_BYTES = 64 * 2**20  # of a group's q: what the L2 cache does not hold beside the partial results
+ORDERED_BYTES = 64 * 2**20  # of a group's q: more than the L2 cache holds beside the partial results
 
 
 class Sizes(NamedTuple):
@@ -68,7 +69,7 @@ class Piece(NamedTuple):
     t1: int
 
     def of(self, x: Tensor, each: int = 1) -> Tensor:
-        """The queries of `x` [B, T, n, ...], which has `each` rows for a group."""
+        """The queries of `x` [B, T, n, ...], whose third axis has `each` rows per group."""
         return self._cut(x, each, slice(self.t0, self.t1))
 
     def keys(self, x: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ class Piece(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Bytes of partial results: of one query and head, and of one group of one sequence besides."""
+    """Bytes of partial results: per query and head, and besides that per group of each sequence."""
 
     row: int
     group: int
@@ -100,7 +101,7 @@ def item_bytes(sizes: Sizes) -> int:
 def backward_need(sizes: Sizes, width: int) -> Need:
     """Partial dq, and the float32 dk and dv of the work items.
 
-    Items are full ones, one more of each block, and up to 4 that make their number a multiple of 4.
+    The items are as many full ones as there can be, one more per block, and up to 4 to make their number a multiple of 4.
     """
     full_items = ceil_div(sizes.n_sel * item_bytes(sizes), item_entries(sizes, width) * sizes.heads)
     return Need(sizes.n_sel * sizes.dk * width + full_items, (sizes.n_blocks + 4) * item_bytes(sizes))
@@ -109,10 +110,10 @@ def backward_need(sizes: Sizes, width: int) -> Need:
 def cut(sizes: Sizes, width: int) -> list[Piece]:
     """What to work through one after the other, forward and backward, for inputs of `width` bytes per element.
 
-    Whole sequences while one fits in the workspace, else groups, which share nothing. A group that does not fit is cut by
-    queries, and its parts hand on float32 sums of dk and dv. Where what is left over fits for several groups at once, it
-    makes one piece of them, after the others; else a group's parts are about equal. The sums grow with T: where they alone
-    would fill the workspace, from millions of tokens on, the rest still gets half of it.
+    Whole sequences where one fits into the workspace, else whole groups, which share nothing. A group that does not fit is
+    cut by queries, and each part hands float32 sums of dk and dv on to the next. Where the last parts of several groups fit
+    together, they become one piece, after the others; else a group's parts are about equal. The sums grow with T: where
+    they alone would fill the workspace, from millions of tokens on, the rest still gets half of it.
     """
     need = Need(*map(max, forward_need(sizes, width), backward_need(sizes, width)))
     each = sizes.heads * need.row  # bytes per query
@@ -134,7 +135,7 @@ def cut(sizes: Sizes, width: int) -> list[Piece]:
             return [Piece(b, b + 1, *part) for b in range(sizes.B) for part in parts]
     room = max(max(WORKSPACE_BYTES - need.group - sums, WORKSPACE_BYTES // 2) // each, 1)
     queries = ceil_div(sizes.T, ceil_div(sizes.T, room))
-    # In steps of 64, where there are as many: numbers that are multiples of 16 compile once.
+    # A multiple of 64 where there is room for one: Triton compiles once for all multiples of 16.
     queries = min(ceil_div(queries, 64), room // 64) * 64 if room >= 64 else queries
     return [
         Piece(b, b + 1, g, g + 1, t, min(t + queries, sizes.T))

@@ -1,0 +1,6 @@
+from typing import Any
+
+class constexpr(Any):
+    def __init__(self, value: object) -> None: ...
+
+def __getattr__(name: str) -> Any: ...
