@@ -14,13 +14,14 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from nsa_lab.attention import BackendError
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import DataError, FillProgress
+from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import step_of
 from nsa_lab.runs.environment import code_identity, versions
@@ -179,7 +180,7 @@ class _Attempt:
                 for branch, choice in parts.model.backends.items()
             },
             "params": parts.model.parameter_count(),
-            "flops_per_token": flops_per_token(parts.model, self.config.train),
+            "flops_per_token": flops_per_token(cast(NSATransformer, parts.model), self.config.train),
         }
 
     def _resume(self, parts: Parts) -> tuple[int, list[float]]:
