@@ -135,13 +135,21 @@ def loss_fell(history: History, limits: Limits) -> Verdict | None:
 
 
 def loss_kept(history: History, limits: Limits) -> Verdict:
-    steps, bpb = history.validation()
+    steps, bpb = _at_the_last_length(history, *history.validation())
     if len(bpb) < 3:
         return Verdict("loss kept", None, None, limits.best_kept, "fewer than three evaluations")
     best = int(np.nanargmin(bpb))
     ratio = bpb[-1] / bpb[best]
     text = f"last validation {bpb[-1]:.3f} bits per byte, best {bpb[best]:.3f} at step {steps[best]:,}"
     return Verdict("loss kept", bool(ratio <= limits.best_kept), ratio, limits.best_kept, text)
+
+
+def _at_the_last_length(history: History, steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The readings of stages that are as long as the one the run is in: a longer past makes text easier to predict."""
+    train = history.config.train
+    length = train.stage_at(history.reached).seq_len
+    same = np.array([train.stage_at(int(step)).seq_len == length for step in steps], dtype=bool)
+    return steps[same], values[same]
 
 
 def no_leak(history: History, limits: Limits) -> Verdict:
@@ -162,8 +170,8 @@ def no_leak(history: History, limits: Limits) -> Verdict:
 
 
 def generalises(history: History, limits: Limits) -> Verdict:
-    _, train = history.series("bpb")
-    held_out = history.validation()[1]
+    _, train = _at_the_last_length(history, *history.series("bpb"))
+    _, held_out = _at_the_last_length(history, *history.validation())
     if len(held_out) < 2 or len(train) < 5:
         return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
     recent = float(np.nanmean(train[-max(5, len(train) // 10) :]))

@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused(refuses) -> None:
     refuses(lambda: planter(RecallConfig(bytes_per_fact=150), 2048, 0), "half has to stay text", "data.bytes_per_fact")
     refuses(lambda: planter(RecallConfig(), 100, 0), "train.seq_len")
     refuses(lambda: needle(60, 0.5, RecallConfig(), rng, TEXT), "do not fit")
-    refuses(lambda: needle(3000, 0.5, RecallConfig(), rng, TEXT[:2999]), "shorter")
+    refuses(lambda: needle(3000, 0.5, RecallConfig(), rng, TEXT[:2999]), "2999 bytes", "give more text")
     refuses(lambda: check(DataConfig(source="recall", tokenizer="x.json")), "x.json")
 
 

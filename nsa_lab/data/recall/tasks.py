@@ -52,11 +52,14 @@ def multi_query(
 def _asked(length: int, inserts: list[Insert], asked: list[Fact], rng: np.random.Generator, text: np.ndarray) -> Asked:
     pieces = [piece for fact in asked for piece in (fact.question, fact.value, ANSWER_END)][:-1]
     body = length - sum(map(len, pieces))
-    if sum(len(insert.said) for insert in inserts) > body or len(text) < length:
+    told = sum(len(insert.said) for insert in inserts)
+    if told > body:
         raise DataError(
-            f"{length} bytes of text with {len(inserts)} facts and {len(asked)} questions do not fit, or the text "
-            f"({len(text)} bytes) is shorter; ask at greater lengths, or give more text"
+            f"{len(inserts)} facts and {len(asked)} questions take {told + length - body} bytes and do not fit into "
+            f"{length}; ask at greater lengths"
         )
+    if len(text) < length:
+        raise DataError(f"the text has {len(text)} bytes, and {length} are asked for; give more text, or ask at less")
     start = int(rng.integers(len(text) - body + 1))
     tokens, _ = woven(text[start : start + body], inserts, 1.0)
     ends = body + np.cumsum([len(piece) for piece in pieces])
