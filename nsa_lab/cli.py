@@ -295,6 +295,29 @@ def generate(
     typer.echo()
 
 
+@app.command()
+def evaluate(
+    run: Run,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=64, help="of a sequence with facts, bytes; repeat [the run's own, and twice that]"),
+    ] = None,
+    per_depth: Annotated[int, typer.Option(min=1, help="sequences at each length and depth")] = 20,
+    windows: Annotated[int, typer.Option(min=1, help="windows of held-out text, for the loss by position")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="of the facts, and of random blocks")] = 0,
+    step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
+    outputs: Outputs = None,
+) -> None:
+    """Ask a run's model for facts in long texts, and find out what its selection does; writes evaluation.json."""
+    run_dir = names.find_run(run, names.outputs_folder(outputs))
+
+    from nsa_lab.evaluate import evaluate_run
+    from nsa_lab.runs.evaluation import EVALUATION
+
+    evaluate_run(run_dir, step=step, lengths=length or (), per_depth=per_depth, windows=windows, seed=seed, say=typer.echo)
+    typer.echo(run_dir / EVALUATION)
+
+
 @bench.command("attention")
 def bench_attention(
     json_file: JsonFile = None,

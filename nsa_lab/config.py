@@ -5,6 +5,8 @@ Invariants
 * An unknown key, a wrong type or an impossible combination raises `ConfigError`: what was expected, what came, what to do.
 * Nothing reads the environment, and nothing changes after construction.
 * A step is an optimiser step; a batch is `train.batch_size * train.accumulate_grad_batches` sequences.
+* A run is a sequence of stages (`TrainConfig.plan`); without `train.stages` it is one, made of the section's own keys.
+* A key that the run does not read is not written, so that a new key changes nothing about the runs that do not use it.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import hashlib
 import json
 import math
 import re
+import string
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pydantic
 from pydantic import Field, model_validator
@@ -159,8 +162,8 @@ class RuntimeConfig(_Section):
         return self
 
 
-class TrainConfig(_Section):
-    """The optimisation. Every count is in optimiser steps unless its name says otherwise."""
+class StageConfig(_Section):
+    """A stretch of training with one length, one batch and one schedule. Every count is in optimiser steps."""
 
     steps: int = Field(default=200, ge=1)
     seq_len: int = Field(default=512, ge=2, description="tokens per sequence")
@@ -175,24 +178,9 @@ class TrainConfig(_Section):
     lr_schedule: Literal["cosine", "constant"] = "cosine"
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.01, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    grad_clip: float = Field(default=1.0, gt=0, description="limit of the global gradient norm")
-    seed: int = Field(default=1337, ge=0, lt=2**63)
-    log_every: int = Field(default=10, ge=1)
-    stats_every: int = Field(default=100, ge=1, description="steps between gate and selection statistics")
-    eval_every: int = Field(default=100, ge=0, description="0: never")
-    eval_batches: int = Field(default=8, ge=1, description="forward passes of batch_size sequences")
-    save_every: int = Field(default=100, ge=0, description="0: never")
-    keep_last: int = Field(default=3, ge=1, description="checkpoints kept besides the permanent ones")
-    keep_every: int = Field(default=0, ge=0, description="steps between permanent checkpoints; 0: none")
-    spike_sigma: float = Field(default=0.0, ge=0, description="halt on a loss this many deviations over its window; 0: off")
-    min_tokens_per_s: float = Field(default=0.0, ge=0, description="throughput gate; 0: off")
 
     @model_validator(mode="after")
-    def _consistent(self) -> TrainConfig:
+    def _consistent(self) -> Self:
         if self.warmup_steps >= self.steps and self.warmup_steps:
             raise ValueError(
                 f"train.warmup_steps = {self.warmup_steps} is not below train.steps = {self.steps}; "
@@ -216,12 +204,147 @@ class TrainConfig(_Section):
     def tokens_per_step(self) -> int:
         return self.sequences_per_step * self.seq_len
 
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences of a forward pass, on one rank alone."""
+        return self.micro_batch_size or self.batch_size
 
-class DataConfig(_Section):
+
+class TrainConfig(StageConfig):
+    """The optimisation. Every count is in optimiser steps unless its name says otherwise.
+
+    With `stages`, the keys of a stage stand there and not here; read from here they are those of the last stage, and
+    `steps` is the sum over all. What depends on the step asks `plan` and `at`.
+    """
+
+    stages: tuple[StageConfig, ...] = Field(
+        default=(), strict=False, description="stretches of training, one after another, each with its own seq_len, lr, ..."
+    )
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    grad_clip: float = Field(default=1.0, gt=0, description="limit of the global gradient norm")
+    seed: int = Field(default=1337, ge=0, lt=2**63)
+    log_every: int = Field(default=10, ge=1)
+    stats_every: int = Field(default=100, ge=1, description="steps between gate and selection statistics")
+    eval_every: int = Field(default=100, ge=0, description="0: never")
+    eval_batches: int = Field(default=8, ge=1, description="forward passes of batch_size sequences")
+    save_every: int = Field(default=100, ge=0, description="0: never")
+    keep_last: int = Field(default=3, ge=1, description="checkpoints kept besides the permanent ones")
+    keep_every: int = Field(default=0, ge=0, description="steps between permanent checkpoints; 0: none")
+    spike_sigma: float = Field(default=0.0, ge=0, description="halt on a loss this many deviations over its window; 0: off")
+    min_tokens_per_s: float = Field(default=0.0, ge=0, description="throughput gate; 0: off")
+
+    @model_validator(mode="after")
+    def _of_stages(self) -> TrainConfig:
+        if not self.stages:
+            return self
+        beside = sorted(self.model_fields_set & self.unread)
+        if beside:
+            raise ValueError(
+                f"train.stages beside {', '.join(f'train.{key}' for key in beside)}: every stage has its own; "
+                "move the keys into the stages, or remove train.stages"
+            )
+        for index, stage in enumerate(self.stages):
+            missing = [key for key in ("steps", "seq_len", "batch_size", "lr") if key not in stage.model_fields_set]
+            if missing:
+                raise ValueError(f"train.stages.{index} has no {', '.join(missing)}; every stage says its own")
+        # Frozen for everyone else; here it is still being made.
+        for key, value in (*self.stages[-1], ("steps", sum(stage.steps for stage in self.stages))):
+            object.__setattr__(self, key, value)
+        return self
+
+    @property
+    def plan(self) -> tuple[StageConfig, ...]:
+        """The stages in their order; of a run without `stages`, the one that this section describes."""
+        return self.stages or (self,)
+
+    def at(self, step: int) -> tuple[int, int]:
+        """The stage of optimiser step `step`, as an index into `plan`, and the step's number in it, from 1.
+
+        Step 0, before all others, is of the first stage. Raises ValueError for a step that the run does not have.
+        """
+        within = step
+        for index, stage in enumerate(self.plan):
+            if 0 <= within <= stage.steps:
+                return index, within
+            within -= stage.steps
+        raise ValueError(f"step {step} is outside 0..{self.steps}, the optimiser steps of this run")
+
+    def stage_at(self, step: int) -> StageConfig:
+        return self.plan[self.at(step)[0]]
+
+    @property
+    def first_steps(self) -> list[int]:
+        """The first optimiser step of every stage."""
+        return [1 + sum(stage.steps for stage in self.plan[:index]) for index in range(len(self.plan))]
+
+    def tokens_by(self, step: int) -> int:
+        """Tokens that the first `step` optimiser steps take."""
+        index, within = self.at(step)
+        before = sum(stage.steps * stage.tokens_per_step for stage in self.plan[:index])
+        return before + within * self.plan[index].tokens_per_step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.tokens_by(self.steps)
+
+    @property
+    def longest(self) -> StageConfig:
+        """The stage with the longest sequences."""
+        return max(self.plan, key=lambda stage: stage.seq_len)
+
+    @property
+    def unread(self) -> set[str]:
+        """The keys that this run does not read."""
+        return set(StageConfig.model_fields) if self.stages else {"stages"}
+
+
+class RecallConfig(_Section):
+    """Facts that data.source: recall plants into text, and their questions. Lengths are in bytes."""
+
+    bytes_per_fact: int = Field(default=512, ge=1, description="recall: one fact for this many bytes of a sequence")
+    distractors: float = Field(default=0.0, ge=0, lt=1, description="recall: share of the facts that nobody asks for")
+    questions_together: int = Field(default=1, ge=1, description="recall: questions that stand in one place")
+    names: Literal["words", "codes"] = Field(default="words", description="recall: amber anchor, or kq-417")
+    values: Literal["digits", "letters", "hex"] = Field(default="digits", description="recall: what a value is made of")
+    value_length: int = Field(default=7, ge=1, description="recall: characters of a value")
+    statement: str = Field(
+        default="\nThe secret number of the {name} is {value}.\n", description="recall: how a fact is told"
+    )
+    question: str = Field(
+        default="\nQ: What is the secret number of the {name}? A: ", description="recall: how it is asked for"
+    )
+    distance: Literal["uniform", "log"] = Field(
+        default="uniform", description="recall: from fact to question; log: every order of magnitude alike"
+    )
+    answer_weight: float = Field(default=5.0, gt=0, description="recall: weight of an answer's bytes in the loss; text: 1")
+
+    @model_validator(mode="after")
+    def _templates(self) -> Self:
+        for key, wanted in (("statement", {"name", "value"}), ("question", {"name"})):
+            text = getattr(self, key)
+            try:
+                found = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+            except ValueError as error:
+                raise ValueError(f"data.{key} = {text!r}: {error}; double a brace that is meant as one") from None
+            if found != wanted:
+                raise ValueError(
+                    f"data.{key} = {text!r} holds {', '.join(sorted(found)) or 'no field'}; "
+                    f"expected {' and '.join(f'{{{field}}}' for field in sorted(wanted))}"
+                )
+        return self
+
+
+class DataConfig(RecallConfig):
     """Where the text comes from. Noise is trained on only with `source: synthetic`."""
 
-    source: Literal["stdlib", "local", "fineweb_edu", "synthetic"] = "stdlib"
-    path: str | None = Field(default=None, description="local: a file, a folder or a glob of txt, jsonl or parquet")
+    source: Literal["stdlib", "local", "fineweb_edu", "synthetic", "recall"] = Field(
+        default="stdlib", description="recall: facts planted into the text of data.path, or of stdlib without one"
+    )
+    path: str | None = Field(default=None, description="local, recall: a file, a folder or a glob of txt, jsonl or parquet")
     text_column: str = Field(default="text", description="name of the text column of parquet and jsonl")
     tokenizer: str = Field(default="byte", description="byte, or the path of a tokenizer.json")
     max_tokens: int | None = Field(default=None, ge=1, description="stop filling shards after this many training tokens")
@@ -234,12 +357,27 @@ class DataConfig(_Section):
     def _path(self) -> DataConfig:
         if self.source == "local" and not self.path:
             raise ValueError("data.source = local needs data.path: a file, a folder or a glob of txt, jsonl or parquet")
-        if self.source != "local" and self.path:
+        if self.source not in ("local", "recall") and self.path:
             raise ValueError(
                 f"data.path = {self.path!r} is not read by data.source = {self.source}; "
                 "set data.source: local, or remove the path"
             )
         return self
+
+    @model_validator(mode="after")
+    def _recall(self) -> DataConfig:
+        given = sorted(self.model_fields_set & self.unread)
+        if given:
+            raise ValueError(
+                f"{', '.join(f'data.{key}' for key in given)}: not read by data.source = {self.source}; "
+                "set data.source: recall, or remove it"
+            )
+        return self
+
+    @property
+    def unread(self) -> set[str]:
+        """The keys that this run does not read."""
+        return set() if self.source == "recall" else set(RecallConfig.model_fields)
 
 
 class RunConfig(_Section):
@@ -250,6 +388,16 @@ class RunConfig(_Section):
     runtime: RuntimeConfig = RuntimeConfig()
     train: TrainConfig = TrainConfig()
     data: DataConfig = DataConfig()
+
+    @model_validator(mode="after")
+    def _graphs_have_one_shape(self) -> RunConfig:
+        shapes = {(stage.sequences_per_step, stage.seq_len) for stage in self.train.plan}
+        if self.runtime.cuda_graph and len(shapes) > 1:
+            raise ValueError(
+                f"runtime.cuda_graph = True replays batches of one shape, and train.stages has {len(shapes)}; "
+                "set it to false"
+            )
+        return self
 
     def __init__(self, /, **values: Any) -> None:
         if "nsa" in values:
@@ -296,8 +444,10 @@ class RunConfig(_Section):
 
     def to_dict(self) -> dict[str, Any]:
         """The sections as they stand in YAML; `from_dict` gives back an equal configuration."""
-        sections = self.model_dump()
+        sections = self.model_dump(mode="json")
         nsa = sections["model"].pop("nsa")
+        for name, section in (("train", self.train), ("data", self.data)):
+            sections[name] = {key: value for key, value in sections[name].items() if key not in section.unread}
         return {
             "name": sections["name"],
             "model": sections["model"],
@@ -390,6 +540,8 @@ _PREFIX = {
     "ModelConfig": "model",
     "RuntimeConfig": "runtime",
     "TrainConfig": "train",
+    "StageConfig": "train",
+    "RecallConfig": "data",
     "DataConfig": "data",
 }
 
@@ -411,7 +563,9 @@ def _explain_one(key: str, problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{key} = {value!r}: no such key; {_nearest(key)}"
     if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
+        said = str(problem["ctx"]["error"])
+        # A stage does not know which one it is.
+        return said.replace("train.", f"{key}.") if key.startswith("train.stages.") else said
     reason = problem["msg"][0].lower() + problem["msg"][1:]
     if isinstance(value, float) and not math.isfinite(value):
         reason = "expected a finite number"

@@ -159,7 +159,7 @@ def write_run(
         events = spoil(events) or events
     with open(run_dir / directory.EVENTS, "w", encoding="utf-8") as file:
         for index, event in enumerate(events):
-            tokens = event["step"] * config.train.tokens_per_step
+            tokens = config.train.tokens_by(event["step"])
             envelope = {"v": 1, "t": 1000.0 + index, "run": run_dir.name, "tokens": tokens}
             file.write(json.dumps({**envelope, **event}) + "\n")
     directory.write_status(

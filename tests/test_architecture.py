@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "runs": {"config", "data"},
     "train": {"config", "attention", "model", "data", "runs"},
     "inference": {"config", "attention", "model", "data", "runs"},
+    "evaluate": {"config", "attention", "model", "data", "runs", "inference"},
     "health": {"config", "runs"},
     "figures": {"config", "attention", "runs", "health"},
     "report": {"config", "runs", "health", "figures"},

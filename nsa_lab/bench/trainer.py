@@ -189,7 +189,7 @@ class _Stretches:
         self.parts.config = config if telemetry else _with(config, log_every=NEVER, stats_every=NEVER)
         train = self.parts.config.train
         log = EventLog(self.run_dir, self.run_dir.name, 1)
-        record = Recorder(self.run_dir, log, first=True, steps=train.steps, tokens_per_step=train.tokens_per_step)
+        record = Recorder(self.run_dir, log, first=True, steps=train.steps, tokens_by=train.tokens_by)
         record.begin(self.done, {})
         utilisation, _ = gpu_utilisation(self.parts.device)
         heartbeat = Heartbeat(

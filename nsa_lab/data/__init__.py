@@ -1,7 +1,7 @@
 """Text to batches: sources of documents, tokenizers, verified shards, and batches that are a pure function of the step.
 
     dataset = prepare(run.data, run.model.vocab_size, run.train.seq_len)
-    batches = Batches(dataset.train, run.train.seq_len, run.train.sequences_per_step, run.train.seed)
+    batches = StagedBatches(dataset.train, run.train, run.data)
     inputs, targets = batches.batch(step)
 
 Depends on `nsa_lab.config` alone.
@@ -14,6 +14,7 @@ from nsa_lab.data.fill import FillProgress, split_fraction
 from nsa_lab.data.prefetch import Prefetcher
 from nsa_lab.data.shards import TokenStore
 from nsa_lab.data.sources import Document, Source, open_source
+from nsa_lab.data.staged import StagedBatches, held_out
 from nsa_lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -27,9 +28,11 @@ __all__ = [
     "FillProgress",
     "Prefetcher",
     "Source",
+    "StagedBatches",
     "TokenStore",
     "Tokenizer",
     "check",
+    "held_out",
     "load_tokenizer",
     "open_source",
     "permute",

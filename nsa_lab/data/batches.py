@@ -1,16 +1,17 @@
-"""Batches as a pure function of (seed, step), and the thread that makes them ahead of time.
+"""Batches as a pure function of (seed, step).
 
 Invariants
 * `batch(step)` depends on the tokens, `seq_len`, `sequences_per_step`, `seed` and `step` alone: nothing to save, nothing to
   restore, and any division among ranks and micro-batches gives the same global batch.
 * An epoch reads disjoint windows (the last token of one is the first input of its neighbour), each once, in an order given
   by a permutation that is computed, not stored; the next epoch shifts all windows by a new offset.
+* What a planter makes of a window depends on the window and the number of its sequence alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,16 +21,24 @@ from nsa_lab.data.shards import TokenStore
 
 FEISTEL_ROUNDS = 4
 
+# A window of text, int64 [T + 1], and the number of its sequence -> the window with something planted into it, and what
+# each token weighs in the loss, float32 [T + 1].
+Planter = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+
 
 class Batches:
-    """Training windows of `tokens`. Raises `DataError` if the tokens do not fill one window of `seq_len` + 1."""
+    """Training windows of `tokens`, by `planter` if there is one. Raises `DataError` if the tokens do not fill one window
+    of `seq_len` + 1."""
 
-    def __init__(self, tokens: TokenStore, seq_len: int, sequences_per_step: int, seed: int) -> None:
+    def __init__(
+        self, tokens: TokenStore, seq_len: int, sequences_per_step: int, seed: int, planter: Planter | None = None
+    ) -> None:
         _check_length(tokens, seq_len)
         self.seq_len = seq_len
         self.sequences_per_step = sequences_per_step
         self._tokens = tokens
         self._seed = seed
+        self._planter = planter
         # One window fewer than fit, so that every offset has the same number of windows.
         self.windows_per_epoch = max(1, (len(tokens) - seq_len) // seq_len)
         self._offsets = min(seq_len, len(tokens) - self.windows_per_epoch * seq_len)
@@ -39,10 +48,25 @@ class Batches:
 
         The whole batch by default. Targets are the inputs one token later.
         """
-        return _windows(self._tokens, self.positions(step, start, count), self.seq_len)
+        inputs, targets, _ = self.weighted(step, start, count)
+        return inputs, targets
+
+    def weighted(
+        self, step: int, start: int = 0, count: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`batch`, and what each target weighs in the loss, float32 `[count, seq_len]`; None where all weigh alike."""
+        numbers = self._numbers(step, start, count)
+        if self._planter is None:
+            return *_windows(self._tokens, [self._position(n) for n in numbers], self.seq_len), None
+        planted, weights = zip(*(self._planter(self._window(n), n) for n in numbers), strict=True)
+        return *_shifted(np.stack(planted)), torch.from_numpy(np.stack(weights)[:, 1:].copy())
 
     def positions(self, step: int, start: int = 0, count: int | None = None) -> list[int]:
         """The first token of each of those sequences, as an index into the tokens."""
+        return [self._position(n) for n in self._numbers(step, start, count)]
+
+    def _numbers(self, step: int, start: int, count: int | None) -> range:
+        """The sequences of all steps are numbered through."""
         count = self.sequences_per_step - start if count is None else count
         if step < 0 or start < 0 or count < 1 or start + count > self.sequences_per_step:
             raise ValueError(
@@ -50,7 +74,7 @@ class Batches:
                 f"a step is 0 or more and has {self.sequences_per_step} sequences"
             )
         first = step * self.sequences_per_step + start
-        return [self._position(sequence) for sequence in range(first, first + count)]
+        return range(first, first + count)
 
     def epoch(self, step: int) -> int:
         """How often the text had been read when `step` began."""
@@ -59,13 +83,17 @@ class Batches:
     def hash(self, step: int) -> str:
         """Sixteen hex digits over the tokens of the global batch, for a diagnosis."""
         digest = hashlib.sha256()
-        for position in self.positions(step):
-            digest.update(self._tokens.read(position, self.seq_len + 1).astype("<i8").tobytes())
+        for number in self._numbers(step, 0, None):
+            window = self._window(number)
+            digest.update((self._planter(window, number)[0] if self._planter else window).astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
     def eval_batches(self, n: int, batch_size: int) -> EvalBatches:
         """The same tokens as `EvalBatches`: fixed windows, in order, for validation."""
         return EvalBatches(self._tokens, self.seq_len, n, batch_size)
+
+    def _window(self, sequence: int) -> np.ndarray:
+        return self._tokens.read(self._position(sequence), self.seq_len + 1)
 
     def _position(self, sequence: int) -> int:
         epoch, index = divmod(sequence, self.windows_per_epoch)
@@ -126,8 +154,13 @@ def _draw(key: str, what: str) -> int:
 
 
 def _windows(tokens: TokenStore, positions: list[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    windows = torch.from_numpy(np.stack([tokens.read(position, seq_len + 1) for position in positions]))
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    return _shifted(np.stack([tokens.read(position, seq_len + 1) for position in positions]))
+
+
+def _shifted(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of windows that are one token longer."""
+    both = torch.from_numpy(windows)
+    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
 def _check_length(tokens: TokenStore, seq_len: int) -> None:

@@ -98,9 +98,10 @@ def _tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
             f"model.vocab_size = {vocab_size}, and data.tokenizer = {data.tokenizer} has {tokenizer.vocab_size} ids; "
             f"set model.vocab_size: {tokenizer.vocab_size}"
         )
-    if data.source == "synthetic" and data.tokenizer != "byte":
+    if data.source in ("synthetic", "recall") and data.tokenizer != "byte":
         raise DataError(
-            f"data.tokenizer = {data.tokenizer}: data.source = synthetic makes bytes, not text; set data.tokenizer: byte"
+            f"data.tokenizer = {data.tokenizer}: data.source = {data.source} makes bytes, not text; "
+            "set data.tokenizer: byte"
         )
     return tokenizer
 

@@ -19,6 +19,7 @@ from nsa_lab.figures.loss import learning_rate, loss_curves, validation_gap
 from nsa_lab.figures.pace import throughput
 from nsa_lab.figures.parity import shares_of_allowed
 from nsa_lab.figures.query import query_reads
+from nsa_lab.figures.retrieval import loss_by_position, retrieval_map
 from nsa_lab.figures.run_axes import Run
 from nsa_lab.figures.selection import importance_map, selection_by_layer
 from nsa_lab.figures.speeds import time_by_length
@@ -36,12 +37,14 @@ __all__ = [
     "gates_of_layer",
     "importance_map",
     "learning_rate",
+    "loss_by_position",
     "loss_curves",
     "overlap_weights",
     "overview",
     "progress",
     "query_reads",
     "reads_by_length",
+    "retrieval_map",
     "selection_by_layer",
     "selection_statistics",
     "shares_of_allowed",

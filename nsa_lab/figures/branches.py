@@ -61,7 +61,7 @@ def selection_statistics(run: Run) -> Figure:
     Dotted lines: what blocks chosen by chance, always the nearest or always the oldest would give.
     """
     history = History.read(run)
-    length, nsa = history.config.train.seq_len, history.config.nsa
+    length, nsa = history.config.train.stage_at(history.reached).seq_len, history.config.nsa
     span = choice_range(length, nsa)
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     figure.suptitle(f"Block selection of {history.run} ({length} tokens, {nsa.n_sel} blocks of {nsa.l_sel})", fontsize=11)

@@ -226,7 +226,7 @@ def sink_share(history: History, limits: Limits) -> Verdict | None:
 
 def _selection(history: History, name: str, verdict: str) -> tuple[np.ndarray, ChoiceRange] | Verdict:
     """The last reading by layer and what to compare it with, or the verdict that says why not."""
-    length, nsa = history.config.train.seq_len, history.config.nsa
+    length, nsa = history.config.train.stage_at(history.reached).seq_len, history.config.nsa
     span = choice_range(length, nsa)
     if not span.free:
         return Verdict(

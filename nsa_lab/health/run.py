@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nsa_lab.config import TrainConfig
+from nsa_lab.config import StageConfig, TrainConfig
 from nsa_lab.health.verdict import Limits, Verdict, one_line
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import verify
@@ -23,8 +23,17 @@ UNIFORM_NOISE_BITS = math.log2(255)  # of the synthetic source: 255 equal bytes
 def expected_learning_rate(step: int, train: TrainConfig) -> float:
     """What the configuration promises for optimiser step `step`, counted from 1.
 
-    Linear to `lr` at step `warmup_steps` (step 1 without warm-up), then half a cosine down to `min_lr` at the last step.
+    In every stage anew: linear to `lr` at step `warmup_steps` (step 1 without warm-up), then half a cosine down to `min_lr`
+    at the last step.
     """
+    for stage in train.stages[:-1]:
+        if step <= stage.steps:
+            return _rate_within(step, stage)
+        step -= stage.steps
+    return _rate_within(step, train.plan[-1])
+
+
+def _rate_within(step: int, train: StageConfig) -> float:
     peak = max(train.warmup_steps, 1)
     if step <= peak:
         return train.lr * step / peak
@@ -37,7 +46,7 @@ def expected_learning_rate(step: int, train: TrainConfig) -> float:
 def expected_log_steps(train: TrainConfig, reached: int) -> set[int]:
     """The steps that a run which did `reached` steps must have written a `step` event for."""
     regular = {step for every in (train.log_every, train.stats_every) for step in range(every, reached + 1, every)}
-    return regular | {step for step in (1, train.steps) if step <= reached}
+    return regular | {step for step in (*train.first_steps, train.steps) if step <= reached}
 
 
 def finished(history: History, limits: Limits) -> Verdict:
@@ -126,13 +135,21 @@ def loss_fell(history: History, limits: Limits) -> Verdict | None:
 
 
 def loss_kept(history: History, limits: Limits) -> Verdict:
-    steps, bpb = history.validation()
+    steps, bpb = _at_the_last_length(history, *history.validation())
     if len(bpb) < 3:
         return Verdict("loss kept", None, None, limits.best_kept, "fewer than three evaluations")
     best = int(np.nanargmin(bpb))
     ratio = bpb[-1] / bpb[best]
     text = f"last validation {bpb[-1]:.3f} bits per byte, best {bpb[best]:.3f} at step {steps[best]:,}"
     return Verdict("loss kept", bool(ratio <= limits.best_kept), ratio, limits.best_kept, text)
+
+
+def _at_the_last_length(history: History, steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The readings of stages that are as long as the one the run is in: a longer past makes text easier to predict."""
+    train = history.config.train
+    length = train.stage_at(history.reached).seq_len
+    same = np.array([train.stage_at(int(step)).seq_len == length for step in steps], dtype=bool)
+    return steps[same], values[same]
 
 
 def no_leak(history: History, limits: Limits) -> Verdict:
@@ -153,8 +170,8 @@ def no_leak(history: History, limits: Limits) -> Verdict:
 
 
 def generalises(history: History, limits: Limits) -> Verdict:
-    _, train = history.series("bpb")
-    held_out = history.validation()[1]
+    _, train = _at_the_last_length(history, *history.series("bpb"))
+    _, held_out = _at_the_last_length(history, *history.validation())
     if len(held_out) < 2 or len(train) < 5:
         return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
     recent = float(np.nanmean(train[-max(5, len(train) // 10) :]))
@@ -168,9 +185,10 @@ def learning_rate(history: History, limits: Limits) -> Verdict:
     if not len(steps):
         return Verdict("learning rate", None, None, None, "none was recorded")
     wanted = np.array([expected_learning_rate(int(step), history.config.train) for step in steps])
-    off = np.abs(rates - wanted) / history.config.train.lr
+    off = np.abs(rates - wanted) / max(stage.lr for stage in history.config.train.plan)
     worst = int(np.argmax(off))
-    text = f"follows the configured {history.config.train.lr_schedule} schedule at {len(steps)} logged steps"
+    schedule = " and ".join(dict.fromkeys(stage.lr_schedule for stage in history.config.train.plan))
+    text = f"follows the configured {schedule} schedule at {len(steps)} logged steps"
     if off[worst] > limits.lr_error:
         text = f"{rates[worst]:.4g} at step {steps[worst]:,}, where the configuration says {wanted[worst]:.4g}"
     return Verdict("learning rate", bool(off[worst] <= limits.lr_error), float(off[worst]), limits.lr_error, text)
@@ -182,8 +200,8 @@ def steps_counted_once(history: History, limits: Limits) -> Verdict:
     seen = [event["step"] for event in logged]
     lost = sorted(expected_log_steps(history.config.train, history.reached) - set(seen))
     doubled = sorted({step for step in seen if seen.count(step) > 1}) if len(set(seen)) < len(seen) else []
-    per_step = history.config.train.tokens_per_step
-    miscounted = [event["step"] for event in logged if event["tokens"] != event["step"] * per_step]
+    tokens_by = history.config.train.tokens_by
+    miscounted = [event["step"] for event in logged if event["tokens"] != tokens_by(event["step"])]
     story = _story(history.attempts())
     for what, which in (("lost", lost), ("doubled", doubled), ("counted with wrong tokens", miscounted)):
         if which:
@@ -236,32 +254,37 @@ def _on_disk(history: History, saved: dict[int, dict], wanted: int) -> Verdict:
 
 
 def throughput(history: History, limits: Limits) -> Verdict:
-    """Against the run's own median, without the first interval of each attempt, which holds compilation."""
-    speed = np.array(_paces(history, limits.pace_window_s))
-    if len(speed) < 5:
+    """Against the run's own median, stage by stage, without the first interval of each attempt, which holds compilation."""
+    paces = _paces(history, limits.pace_window_s)
+    if len(paces) < 5:
         return Verdict("throughput", None, None, limits.slow_share, "too short to judge how steady it was")
-    median = float(np.median(speed))
-    slow = speed < limits.slow_factor * median
+    stages, speed = np.array([stage for stage, _ in paces]), np.array([pace for _, pace in paces])
+    # A stage of longer texts is slower by its nature.
+    medians = {int(stage): float(np.median(speed[stages == stage])) for stage in np.unique(stages)}
+    slow = speed < limits.slow_factor * np.array([medians[stage] for stage, _ in paces])
     share = float(slow.mean())
     text = (
-        f"median {median:,.0f} tokens/s; {share:.1%} of the time windows below {limits.slow_factor:.0%} of it "
+        f"median {', then '.join(f'{median:,.0f}' for median in medians.values())} tokens/s; "
+        f"{share:.1%} of the time windows below {limits.slow_factor:.0%} of it "
         f"(slowest {speed.min():,.0f})"
     )
     return Verdict("throughput", bool(slow.sum() <= 1 or share <= limits.slow_share), share, limits.slow_share, text)
 
 
-def _paces(history: History, window_s: float) -> list[float]:
-    """Tokens per second over windows of at least `window_s` of training time."""
-    paces: list[float] = []
-    attempt, before, steps, took_s = 0, 0, 0, 0.0
+def _paces(history: History, window_s: float) -> list[tuple[int, float]]:
+    """Stage, and tokens per second over windows of at least `window_s` of training time within it."""
+    paces: list[tuple[int, float]] = []
+    train = history.config.train
+    stretch, before, steps, took_s = (0, 0), 0, 0, 0.0
     for event in history.steps:
-        if event["attempt"] != attempt:
-            attempt, steps, took_s = event["attempt"], 0, 0.0
+        stage = train.at(event["step"])[0]
+        if (event["attempt"], stage) != stretch:
+            stretch, steps, took_s = (event["attempt"], stage), 0, 0.0
         else:
             steps, took_s = steps + event["step"] - before, took_s + (event["step"] - before) * event["dt_s"]
         before = event["step"]
         if took_s >= window_s:
-            paces.append(steps * history.config.train.tokens_per_step / took_s)
+            paces.append((stage, steps * train.plan[stage].tokens_per_step / took_s))
             steps, took_s = 0, 0.0
     return paces
 

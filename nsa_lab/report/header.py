@@ -6,12 +6,13 @@ import base64
 import json
 from typing import Any
 
-from nsa_lab.figures import overview
-from nsa_lab.figures.style import png
+from nsa_lab.figures import loss_by_position, overview, retrieval_map
+from nsa_lab.figures.style import png, title
 from nsa_lab.health import Health, examine
 from nsa_lab.health.answers import BRANCH_QUESTIONS, answers
 from nsa_lab.health.verdict import Verdict, one_line
 from nsa_lab.runs import directory
+from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import settings_of, shown_facts
 
@@ -51,6 +52,7 @@ def run_summary(run: Any, *, picture: bool = True) -> dict[str, Any]:
         "facts": shown_facts(history),
         "picture": base64.b64encode(png(overview(history))).decode() if picture and history.steps else None,
         "picture_alt": f"Loss, gates, selection and throughput of {history.run} over its steps",
+        "evaluation": evaluation_shown(history) if picture else None,
         "counts": _counts(health),
         "verdicts": [_row(verdict) for verdict in health.verdicts],
         "config": history.config.to_yaml(),
@@ -63,6 +65,25 @@ def beside(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     known = [{"verdict": run["headline"], **dict(run["facts"])} for run in runs]
     names = dict.fromkeys(name for facts in known for name in facts)
     return [(name, [facts.get(name, "–") for facts in known]) for name in names]
+
+
+def evaluation_shown(history: History) -> dict[str, Any] | None:
+    """What `nsa-lab evaluate` found: pictures, and a table of the interventions. None where there is no evaluation."""
+    found = read_evaluation(history.run_dir)
+    if found is None:
+        return None
+    drawn = [draw(found) for draw in (retrieval_map, loss_by_position)]
+    return {
+        "told": f"Checkpoint of step {found['step']:,}, seed {found['seed']}, {found['device']}, {found['dtype']}; "
+        "text that was held out of training.",
+        "pictures": [(base64.b64encode(png(figure)).decode(), title(figure)) for figure in drawn],
+        "interventions": [
+            (f"{part['length']:,}", effect["name"], f"{effect['accuracy']:.0%}", f"{effect['d_loss']:+.4f}")
+            for part in found["selection"]
+            for effect in part["interventions"]
+        ],
+        "not_asked": [f"{row['task']} at {row['length']:,}: {row['why']}" for row in found["not_asked"]],
+    }
 
 
 def _row(verdict: Verdict) -> dict[str, str]:

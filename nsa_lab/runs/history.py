@@ -160,7 +160,7 @@ class Facts:
 
     `tokens` are those of the steps done, `wall_s` the seconds of all attempts, `tokens_per_s` the median of the readings;
     validation is on held-out text; `last_train_bpb` is the mean of the last `last_train_readings` readings. `backend` says
-    of each part of attention what computes it and why.
+    of each part of attention what computes it and why. `seq_len` is the longest of the run.
     """
 
     run: str
@@ -195,7 +195,7 @@ def facts(run: str | Path | History) -> Facts:
     _, speed = history.series("tokens_per_s")
     _, memory = history.series("mem_peak_bytes")
     latest = _latest(history.series("bpb")[1])
-    tokens = history.reached * history.config.train.tokens_per_step
+    tokens = history.config.train.tokens_by(history.reached)
     return Facts(
         run=history.run,
         status=history.status.get("status"),
@@ -216,6 +216,6 @@ def facts(run: str | Path | History) -> Facts:
         last_train_bpb=float(np.mean(latest)) if len(latest) else None,
         last_train_readings=len(latest),
         source=history.config.data.source,
-        seq_len=history.config.train.seq_len,
+        seq_len=history.config.train.longest.seq_len,
         config_hash=history.config.hash(),
     )

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nsa_lab.config import RunConfig
+from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs.history import History, facts
 
 
 def settings_of(config: RunConfig) -> str:
     """The configuration in one line, for a heading."""
-    train, model = config.train, config.model
+    model = config.model
     return (
-        f"{model.attention}, {model.n_layers} layers of width {model.dim}, {train.steps:,} steps of "
-        f"{train.sequences_per_step} × {train.seq_len} tokens, {config.data.source}, {config.runtime.precision}"
+        f"{model.attention}, {model.n_layers} layers of width {model.dim}, {steps_of(config.train)} tokens, "
+        f"{config.data.source}, {config.runtime.precision}"
     )
+
+
+def steps_of(train: TrainConfig) -> str:
+    """`300 steps of 4 × 512`, stage by stage."""
+    return ", then ".join(f"{stage.steps:,} steps of {stage.sequences_per_step} × {stage.seq_len}" for stage in train.plan)
+
+
+def lengths_of(train: TrainConfig) -> str:
+    """`512`, or `2048, 8192` where stages differ."""
+    return ", ".join(dict.fromkeys(str(stage.seq_len) for stage in train.plan))
 
 
 def shown_facts(history: History) -> list[tuple[str, str]]:
@@ -36,7 +46,7 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "parameters": _format(known.parameters, "{:,}"),
         "device": known.device,
         "backend": backends(known.backend),
-        "text": f"{known.source}, {known.seq_len} tokens per sequence",
+        "text": f"{known.source}, {lengths_of(history.config.train)} tokens per sequence",
         "configuration": known.config_hash,
     }
     return [(name, value) for name, value in shown.items() if value]

@@ -14,13 +14,14 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from nsa_lab.attention import BackendError
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import DataError, FillProgress
+from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import step_of
 from nsa_lab.runs.environment import code_identity, versions
@@ -32,6 +33,7 @@ from nsa_lab.train.distributed import World
 from nsa_lab.train.guard import Finding, Halt
 from nsa_lab.train.measure import probe_logits
 from nsa_lab.train.parts import Builders, Parts, assemble, choose_device, set_determinism
+from nsa_lab.train.plan import flops_per_token
 from nsa_lab.train.preflight.checks import preflight
 from nsa_lab.train.signals import StopRequested, StopSignals
 from nsa_lab.train.telemetry.event_log import EventLog
@@ -90,9 +92,7 @@ class _Attempt:
         self.events = read_events(folder)
         attempt = 1 + max((event["attempt"] for event in self.events), default=0)
         log = EventLog(folder, folder.name, attempt)
-        self.record = Recorder(
-            folder, log, first=world.first, steps=config.train.steps, tokens_per_step=config.train.tokens_per_step
-        )
+        self.record = Recorder(folder, log, first=world.first, steps=config.train.steps, tokens_by=config.train.tokens_by)
         self.signals = StopSignals(folder / "stacks.txt", self._on_signal, self._on_second_signal)
 
     def run(self) -> int:
@@ -125,7 +125,8 @@ class _Attempt:
         self.world.open(device)
         # The first rank may have written its first event before another counted the attempts.
         self.record.log.attempt = int(self.world.from_first(self.record.log.attempt, device))
-        self.world.share(self.config.train.sequences_per_step)
+        for stage in self.config.train.plan:
+            self.world.share(stage.sequences_per_step)
         utilisation, why_none = gpu_utilisation(device)
         heartbeat = Heartbeat(
             self.record.log,
@@ -155,7 +156,7 @@ class _Attempt:
     def _build(self, device: torch.device) -> Parts:
         model, train = self.config.model, self.config.train
         with self.record.phases("prepare"), self._interruptible():
-            dataset = self.builders.data(self.config.data, model.vocab_size, train.seq_len, self._on_fill)
+            dataset = self.builders.data(self.config.data, model.vocab_size, train.longest.seq_len, self._on_fill)
         with self.record.phases("build"), self._interruptible():
             parts = assemble(self.config, self.world, device, dataset, self.builders)
         parts.facts.update(self._facts(parts))
@@ -179,7 +180,7 @@ class _Attempt:
                 for branch, choice in parts.model.backends.items()
             },
             "params": parts.model.parameter_count(),
-            "flops_per_token": parts.model.flops_per_token(self.config.train.seq_len),
+            "flops_per_token": flops_per_token(cast(NSATransformer, parts.model), self.config.train),
         }
 
     def _resume(self, parts: Parts) -> tuple[int, list[float]]:

@@ -24,8 +24,10 @@ from nsa_lab.train.step import token_losses
 def diagnose(parts: Parts, finding: Finding, good_step: int) -> dict[str, Any]:
     """What can be said about the finding's step: data, losses of its micro-batches, norms and statistics of the layers."""
     index = max(finding.step - 1, 0)
-    start, count = parts.world.share(parts.config.train.sequences_per_step)
+    stage = parts.config.train.stage_at(index + 1)
+    start, count = parts.world.share(stage.sequences_per_step)
     inputs, targets = parts.batches.batch(index, start, count)
+    parts.stepper.stage = stage
     losses, first_bad = _replay(parts, inputs, targets)
     return {
         "rule": finding.rule,
@@ -63,7 +65,7 @@ def _replay(parts: Parts, inputs: Tensor, targets: Tensor) -> tuple[list[str], s
                 logits = parts.model(tokens.to(parts.device))
             loss = token_losses(logits, wanted.to(parts.device)) / wanted.numel()
             losses.append(repr(loss.item()))
-            (loss * wanted.numel() / parts.config.train.tokens_per_step).backward()
+            (loss * wanted.numel() / parts.stepper.stage.tokens_per_step).backward()
     return losses, first_bad[0] if first_bad else None
 
 

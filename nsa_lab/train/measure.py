@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nsa_lab.data import EvalBatches
 from nsa_lab.train.parts import Parts, eager
 from nsa_lab.train.snapshot import probe_input
 from nsa_lab.train.step import token_losses
@@ -16,14 +17,14 @@ STATISTICS_SEQUENCES = 2
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, poll: Callable[[], None]) -> float:
-    """Mean loss in nats per token over the fixed held-out batches. `poll` is called before each batch and may raise."""
+def evaluate(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> float:
+    """Mean loss in nats per token over fixed held-out batches. `poll` is called before each batch and may raise."""
     total = torch.zeros(2, device=parts.device)
     parts.model.eval()
     try:
-        for index, weight in _share_of_batches(len(parts.evaluation), parts):
+        for index, weight in _share_of_batches(len(held_out), parts):
             poll()
-            inputs, targets = (t.to(parts.device) for t in parts.evaluation[index])
+            inputs, targets = (t.to(parts.device) for t in held_out[index])
             with parts.stepper.autocast():
                 logits = parts.model(inputs)
             total += weight * torch.stack([token_losses(logits, targets), total.new_tensor(float(targets.numel()))])
@@ -43,7 +44,7 @@ def _share_of_batches(count: int, parts: Parts) -> list[tuple[int, float]]:
 
 def probe_logits(parts: Parts) -> Tensor:
     """float32 logits `[1, t, V]` of a fixed input, on the CPU, computed without compilation."""
-    tokens = probe_input(parts.config.model.vocab_size, parts.config.train.seq_len).to(parts.device)
+    tokens = probe_input(parts.config.model.vocab_size, parts.config.train.longest.seq_len).to(parts.device)
     parts.model.eval()
     try:
         with torch.no_grad(), eager(), parts.stepper.autocast():

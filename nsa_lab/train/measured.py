@@ -26,7 +26,7 @@ def recorded_speed(config: RunConfig) -> tuple[float, str] | None:
         return None
     for row in record["rows"]:
         measured = row[model.attention]
-        same = (row["seq_len"], row["micro_batch"]) == (train.seq_len, train.micro_batch_size or train.batch_size)
+        same = all((row["seq_len"], row["micro_batch"]) == (s.seq_len, s.sequences_at_once) for s in train.plan)
         if same and measured["cuda_graph"] == config.runtime.cuda_graph and config.runtime.compile:
             return measured["tokens_per_s"], record["device"]
     return None

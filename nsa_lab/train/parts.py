@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nsa_lab.config import ConfigError, RunConfig, TrainConfig
-from nsa_lab.data import Batches, Dataset, EvalBatches, prepare
+from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.data import Dataset, EvalBatches, StagedBatches, held_out, prepare
 from nsa_lab.model import NSATransformer
 from nsa_lab.train.distributed import World
 from nsa_lab.train.step import Stepper, make_optimizer
@@ -45,12 +45,17 @@ class Parts:
     world: World
     device: torch.device
     dataset: Dataset
-    batches: Batches
-    evaluation: EvalBatches
+    batches: StagedBatches
+    # One for each stage.
+    evaluations: tuple[EvalBatches, ...]
     model: NSATransformer
     optimizer: torch.optim.Optimizer
     stepper: Stepper
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def evaluation_at(self, step: int) -> EvalBatches:
+        """Held-out text in sequences as long as those of the stage that `step` belongs to."""
+        return self.evaluations[self.config.train.at(step)[0]]
 
     @property
     def bf16(self) -> bool:
@@ -80,8 +85,8 @@ def set_determinism(deterministic: bool) -> None:
 def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dataset, builders: Builders) -> Parts:
     """Model, optimiser and batches around data that is ready."""
     train = config.train
-    batches = Batches(dataset.train, train.seq_len, train.sequences_per_step, train.seed)
-    held_out = EvalBatches(dataset.validation, train.seq_len, train.eval_batches, forward_size(train))
+    batches = StagedBatches(dataset.train, train, config.data)
+    evaluations = held_out(dataset.validation, train)
     world = replace(world, sharded=config.runtime.parallel == "fsdp" and world.size > 1)
     model = builders.model(config, device)
     if config.runtime.compile:
@@ -99,7 +104,7 @@ def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dat
         world=world,
         graph=_graphed(config, world, device),
     )
-    return Parts(config, world, device, dataset, batches, held_out, model, optimizer, stepper)
+    return Parts(config, world, device, dataset, batches, evaluations, model, optimizer, stepper)
 
 
 def _graphed(config: RunConfig, world: World, device: torch.device) -> bool:
@@ -109,11 +114,6 @@ def _graphed(config: RunConfig, world: World, device: torch.device) -> bool:
             f"{device.type}; set it to false"
         )
     return config.runtime.cuda_graph
-
-
-def forward_size(train: TrainConfig) -> int:
-    """Sequences of a forward pass, on one rank alone."""
-    return train.micro_batch_size or train.batch_size
 
 
 def compile_blocks(model: nn.Module) -> None:

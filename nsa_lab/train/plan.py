@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nsa_lab.config import ModelConfig, RunConfig
+from nsa_lab.config import ModelConfig, RunConfig, TrainConfig
 from nsa_lab.model import NSATransformer
 
 # Per parameter: float32 weights and gradients and two float32 moments.
@@ -32,7 +32,8 @@ class Plan:
     attention: str
     params: int
     steps: int
-    tokens_per_step: int
+    # Of each stage: optimiser steps, and tokens of one.
+    stages: tuple[tuple[int, int], ...]
     tokens: int
     flops_per_token_nsa: float
     flops_per_token_dense: float
@@ -51,7 +52,7 @@ class Plan:
         speed = "not known" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f} tokens/s"
         return [
             ("parameters", f"{self.params:,}"),
-            ("optimiser steps", f"{self.steps:,} of {self.tokens_per_step:,} tokens"),
+            ("optimiser steps", ", then ".join(f"{steps:,} of {tokens:,} tokens" for steps, tokens in self.stages)),
             ("tokens", f"{self.tokens:,}"),
             ("FLOPs per token, NSA", f"{self.flops_per_token_nsa:.3g}"),
             ("FLOPs per token, dense", f"{self.flops_per_token_dense:.3g}"),
@@ -81,8 +82,7 @@ def plan(config: RunConfig, tokens_per_s: float | None = None, ranks: int = 1) -
     """The plan of a run. `tokens_per_s` is the speed to plan with (of all ranks together); the default is the throughput
     gate of the configuration, the slowest that it accepts, and None without one."""
     model, train = shape_of(config.model), config.train
-    flops, params = model.flops_per_token(train.seq_len), model.parameter_count()
-    tokens = train.steps * train.tokens_per_step
+    flops, params, tokens = flops_per_token(model, train), model.parameter_count(), train.tokens
     speed = tokens_per_s or train.min_tokens_per_s or None
     state, activations = params * STATE_BYTES, activation_bytes(config, ranks)
     kept = checkpoints_kept(config)
@@ -93,7 +93,7 @@ def plan(config: RunConfig, tokens_per_s: float | None = None, ranks: int = 1) -
         attention=config.model.attention,
         params=params,
         steps=train.steps,
-        tokens_per_step=train.tokens_per_step,
+        stages=tuple((stage.steps, stage.tokens_per_step) for stage in train.plan),
         tokens=tokens,
         flops_per_token_nsa=flops["nsa"],
         flops_per_token_dense=flops["dense"],
@@ -107,6 +107,13 @@ def plan(config: RunConfig, tokens_per_s: float | None = None, ranks: int = 1) -
         tokens_per_s=speed,
         hours=hours(tokens, speed) if speed else None,
     )
+
+
+def flops_per_token(model: NSATransformer, train: TrainConfig) -> dict[str, float]:
+    """`NSATransformer.flops_per_token`, the mean over all tokens of a run."""
+    shares = [(stage.steps * stage.tokens_per_step / train.tokens, stage.seq_len) for stage in train.plan]
+    stages = [(share, model.flops_per_token(length)) for share, length in shares]
+    return {kind: sum(share * flops[kind] for share, flops in stages) for kind in ("nsa", "dense")}
 
 
 def hours(tokens: int, tokens_per_s: float) -> float:
@@ -129,7 +136,7 @@ def checkpoints_kept(config: RunConfig) -> int:
 
 
 def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
-    """Bytes held between forward and backward of one micro-batch, and the largest temporary tensors of the loss.
+    """Bytes held between forward and backward of the largest micro-batch, and the largest temporary tensors of the loss.
 
     Per token and layer: the float32 residual stream, twice; two norms with their float32 and compute-dtype results, of
     which compilation keeps the latter only; the projections before and after rotation (dense, compiled: after); the
@@ -150,8 +157,9 @@ def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
     kept = 4 * m.dim * m.n_layers + layer if config.runtime.gradient_checkpointing else layer * m.n_layers
     # Logits in the compute dtype, in float32, their softmax and its gradient.
     loss = m.vocab_size * (width + 3 * 4)
-    sequences = min(train.micro_batch_size or train.batch_size, max(train.sequences_per_step // ranks, 1))
-    return sequences * train.seq_len * (kept + loss)
+    return max(
+        min(stage.sequences_at_once, max(stage.sequences_per_step // ranks, 1)) * stage.seq_len for stage in train.plan
+    ) * (kept + loss)
 
 
 def compare(planned: Plan, steps: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, float]]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 
-from nsa_lab.config import TrainConfig
+from nsa_lab.config import StageConfig, TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Rate of optimiser step `step`, counted from 1 to `train.steps`.
 
-    Linear to `train.lr`, reached at step `warmup_steps` (step 1 without warm-up); then a half cosine that reaches
-    `train.min_lr` at the last step, or constant. Accumulation does not enter: a step is an optimiser step.
+    Every stage has a schedule of its own, and counts its own steps: linear to `lr`, reached at step `warmup_steps` (step 1
+    without warm-up); then a half cosine that reaches `min_lr` at the stage's last step, or constant. Accumulation does not
+    enter: a step is an optimiser step.
     """
     if not 1 <= step <= train.steps:
         raise ValueError(f"step {step} is outside 1..{train.steps}, the optimiser steps of this run")
+    index, within = train.at(step)
+    return _rate_in_stage(within, train.plan[index])
+
+
+def _rate_in_stage(step: int, train: StageConfig) -> float:
     if step < train.warmup_steps:
         return train.lr * step / train.warmup_steps
     peak = max(train.warmup_steps, 1)

@@ -55,6 +55,10 @@ class ResumeRefused(RuntimeError):
 def trajectory(config: RunConfig) -> dict[str, Any]:
     """The dotted settings that decide where training goes."""
     sections = config.to_dict()
+    # How a stage's batch is grouped on a device is as free as that of a run without stages.
+    stages = [{k: v for k, v in stage.items() if k not in FREE_TRAIN_KEYS} for stage in sections["train"].get("stages", [])]
+    if stages:
+        sections["train"]["stages"] = stages
     kept = {
         "model": sections["model"],
         "nsa": sections["nsa"],

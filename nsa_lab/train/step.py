@@ -1,7 +1,8 @@
 """One optimiser step: micro-batches, loss, clipping and an update that a bad gradient cannot reach.
 
 Invariants
-* The loss of a step is the mean over all its tokens, however they are grouped into micro-batches and spread over ranks.
+* The loss of a step is the weighted mean over all its tokens (without weights: the mean), however they are grouped into
+  micro-batches and spread over ranks.
 * A loss or gradient norm that is not finite is noticed on the device and the update is skipped there: weights, moments and
   the optimiser's own counter stay as they were. The flag then sticks: nothing is applied until the host has seen it.
 * Nothing here waits for the device; results stay on it.
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nsa_lab.config import TrainConfig
+from nsa_lab.config import StageConfig, TrainConfig
 from nsa_lab.train.cuda_graph import GraphedGradients
 from nsa_lab.train.distributed import World
 
 LOSS, GRAD_NORM, BAD, STOP = range(4)
+# What a step with weights says besides: summed loss and number of the tokens that weigh 1 (text), and of all others.
+TEXT_LOSS, TEXT_TOKENS, MARKED_LOSS, MARKED_TOKENS = range(4, 8)
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
@@ -40,6 +43,21 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+def each_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats of every token, float32 `[B, T]`, of logits `[B, T, V]` against targets `[B, T]`."""
+    losses = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view_as(targets)
+
+
+def told_apart(losses: Tensor, weights: Tensor) -> Tensor:
+    """Sum of `losses` and number of tokens, of those that weigh 1 and of the others: float32 [4]. Both of one shape."""
+    text = weights == 1
+    losses = losses.detach()
+    zero = torch.zeros((), device=losses.device)
+    sums = [torch.where(text, losses, zero).sum(), text.sum(), torch.where(text, zero, losses).sum(), (~text).sum()]
+    return torch.stack([value.float() for value in sums])
+
+
 class Stepper:
     """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters."""
 
@@ -56,6 +74,7 @@ class Stepper:
         graph: bool = False,
     ) -> None:
         self._forward, self._optimizer, self._train = forward, optimizer, train
+        self.stage: StageConfig = train.plan[0]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device, self._bf16, self._world = device, bf16, world
         self._bad = torch.zeros((), device=device)
@@ -67,8 +86,8 @@ class Stepper:
         return torch.autocast(self._device.type, dtype=torch.bfloat16)
 
     def micro_batches(self, inputs: Tensor, targets: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """This rank's sequences of a step, `[n, T]`, in the groups that a forward pass takes."""
-        size = self._train.micro_batch_size or self._train.batch_size
+        """This rank's sequences of a step, `[n, T]`, in the groups that a forward pass of their stage takes."""
+        size = self.stage.sequences_at_once
         return zip(inputs.split(size), targets.split(size), strict=True)
 
     def step(
@@ -78,11 +97,14 @@ class Stepper:
         lr: float,
         poll: Callable[[], None],
         *,
+        weights: Tensor | None = None,
         stop: bool = False,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
         """Take one step on this rank's sequences `[n, T]`; device tensor of loss, gradient norm, bad flag, stop flag.
 
+        The sequences are a share of a batch of `stage`. `weights`, float32 `[n, T]`, are those of the targets; with them
+        the losses of text and of what is marked come back, too.
         `poll` is called before each micro-batch and may raise, and so may `interruptible()`, entered around each of them;
         the step is then as if it had never begun. `stop` is this rank's wish to stop; the flag that comes back counts the
         ranks that wish it.
@@ -90,39 +112,54 @@ class Stepper:
         if self._graphed:
             poll()
             with interruptible():
-                loss = self._graphed(inputs, targets)
+                told = self._graphed(inputs, targets, weights)
         else:
             self._optimizer.zero_grad(set_to_none=True)
-            loss = self._gradients(inputs, targets, poll, interruptible)
-        loss, stops = self._world.sum(torch.stack([loss, loss.new_full((), float(stop))])).unbind()
+            told = self._gradients(inputs, targets, weights, poll, interruptible)
+        loss, stops, *apart = self._world.sum(torch.cat([told[:1], told.new_full((1,), float(stop)), told[1:]])).unbind()
         norm = self._clip()
         self._bad = torch.maximum(self._bad, (~(torch.isfinite(loss) & torch.isfinite(norm))).float())
         self._update(lr)
-        return torch.stack([loss, norm.to(loss.dtype), self._bad, stops])
+        return torch.stack([loss, norm.to(loss.dtype), self._bad, stops, *apart])
 
     def _gradients(
         self,
         inputs: Tensor,
         targets: Tensor,
+        weights: Tensor | None = None,
         poll: Callable[[], None] = lambda: None,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """The loss of the whole step; its gradients are added to `.grad`."""
-        loss = torch.zeros((), device=self._device)
+        """The loss of the step, and with weights what `told_apart` says: [1] or [5]. Gradients are added to `.grad`."""
+        told = torch.zeros(1 if weights is None else 5, device=self._device)
+        whole = self._whole(weights)
         pairs = list(self.micro_batches(inputs, targets))
-        for number, (tokens, wanted) in enumerate(pairs, 1):
+        weighed = [None] * len(pairs) if weights is None else weights.split(self.stage.sequences_at_once)
+        for number, ((tokens, wanted), weight) in enumerate(zip(pairs, weighed, strict=True), 1):
             poll()
             with interruptible(), self._world.sync(self._forward, when=number == len(pairs)):
-                loss += self._backward(tokens, wanted)
-        return loss
+                told += self._backward(tokens, wanted, weight, whole)
+        return told
 
-    def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def _whole(self, weights: Tensor | None) -> float | Tensor:
+        """What all tokens of the step weigh together, over all ranks."""
+        if weights is None:
+            return self.stage.tokens_per_step
+        return self._world.sum(weights.to(self._device, non_blocking=True).sum())
+
+    def _backward(self, tokens: Tensor, targets: Tensor, weights: Tensor | None, whole: float | Tensor) -> Tensor:
         with self.autocast():
             logits = self._forward(tokens.to(self._device, non_blocking=True))
-        total = token_losses(logits, targets.to(self._device, non_blocking=True)) / self._train.tokens_per_step
+        targets = targets.to(self._device, non_blocking=True)
+        if weights is None:
+            total, apart = token_losses(logits, targets) / whole, []
+        else:
+            weights = weights.to(self._device, non_blocking=True)
+            losses = each_token_loss(logits, targets)
+            total, apart = (losses * weights).sum() / whole, [told_apart(losses, weights)]
         # Data parallelism averages over ranks; the sum over ranks is what the mean over all tokens needs.
         (total * self._world.size).backward()
-        return total.detach()
+        return torch.cat([total.detach()[None], *apart])
 
     def _clip(self) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self._parameters, self._train.grad_clip)

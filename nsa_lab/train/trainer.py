@@ -30,7 +30,7 @@ from nsa_lab.train.measure import GateMovement, branch_statistics, evaluate, lay
 from nsa_lab.train.parts import Parts
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
-from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, STOP, Fetched, Readback
+from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, MARKED_TOKENS, STOP, TEXT_LOSS, Fetched, Readback
 from nsa_lab.train.telemetry.machine import memory_peak_bytes
 from nsa_lab.train.telemetry.recorder import Recorder
 
@@ -59,6 +59,7 @@ class Trainer:
         self._interval = _Interval(done)
         self._failed_saves = 0
         self._first = done + 1
+        self._begins = self.train.first_steps
 
     def run(self) -> None:
         """Train to the last step. Raises `StopRequested` or `Halt` with the state saved."""
@@ -84,10 +85,8 @@ class Trainer:
         self._save()
 
     def _steps(self) -> None:
-        world = self.parts.world
-        start, count = world.share(self.train.sequences_per_step)
         with Prefetcher(
-            lambda index: self.parts.batches.batch(index, start, count),
+            self._share_of,
             first=self.done,
             stop=self.train.steps,
             timeout_s=self.parts.config.data.timeout_s,
@@ -96,23 +95,31 @@ class Trainer:
             while self.done < self.train.steps:
                 self._one(self.done + 1, batches)
 
+    def _share_of(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's sequences of batch `index`, and what their targets weigh."""
+        share = self.parts.world.share(self.train.stage_at(index + 1).sequences_per_step)
+        return self.parts.batches.weighted(index, *share)
+
     def _one(self, step: int, batches: Prefetcher) -> None:
         self._poll()
         with self.record.phases("data"):
-            pair = batches.get(step - 1, should_stop=self.signals.should_stop if self._alone else None)
-        if pair is None:
+            batch = batches.get(step - 1, should_stop=self.signals.should_stop if self._alone else None)
+        if batch is None:
             self.signals.check()
-        assert pair is not None, "no batch comes only where a stop was asked for, which check() raises"
+        assert batch is not None, "no batch comes only where a stop was asked for, which check() raises"
         self._interval.data_s += self.record.phases.last("data")
-        inputs, targets = pair
-        # The first step compiles and tunes, for minutes, without a line of ours being run.
-        first = step == self._first
+        inputs, targets, weights = batch
+        # The first step at a length compiles and tunes, for minutes, without a line of ours being run.
+        first = step == self._first or step in self._begins
+        if first:
+            self._begin_stage(step)
         with self.record.phases("compile" if first else "step"):
             result = self.parts.stepper.step(
                 inputs,
                 targets,
                 learning_rate(step, self.train),
                 self._poll,
+                weights=weights,
                 stop=self.signals.should_stop(),
                 interruptible=self._interruptible if first else contextlib.nullcontext,
             )
@@ -121,10 +128,17 @@ class Trainer:
         self._readback.push(step, result)
         self._after(step, inputs)
 
+    def _begin_stage(self, step: int) -> None:
+        """Also where an attempt begins, in the middle of a stage."""
+        self.parts.stepper.stage = self.train.stage_at(step)
+        if self.parts.config.runtime.compile and step != self._first:
+            # A compiled block keeps a few shapes and gives up silently beyond them; this one's are done with.
+            torch.compiler.reset()
+
     def _after(self, step: int, inputs: Tensor) -> None:
         train, last = self.train, step == self.train.steps
         stats = step % train.stats_every == 0
-        log = stats or last or step == 1 or step % train.log_every == 0
+        log = stats or last or step in self._begins or step % train.log_every == 0
         evaluation = bool(train.eval_every) and (last or step % train.eval_every == 0)
         save = bool(train.save_every) and step % train.save_every == 0
         if log:
@@ -148,6 +162,10 @@ class Trainer:
                 self.record.at(self.done)
                 self._act(finding)
             self._latest = result
+            if step in self._begins[1:]:
+                # Another length has losses and a pace of its own.
+                self._spike = SpikeRule(self.train.spike_sigma)
+                self._throughput = ThroughputRule(self.train.min_tokens_per_s)
             self._act(self._spike.observe(step, result[LOSS]))
             if step in self._to_log:
                 self._log(step, self._to_log.pop(step))
@@ -165,10 +183,12 @@ class Trainer:
         """Write down a step whose result was just read."""
         loss, norm = self._latest[LOSS], self._latest[GRAD_NORM]
         steps, dt_s, data_s = self._interval.close(step)
-        speed = self.train.tokens_per_step / dt_s
+        tokens = self.train.tokens_by(step) - self.train.tokens_by(step - steps)
+        speed = tokens / (steps * dt_s)
         numbers: dict[str, Any] = {
             "loss": loss,
             "bpb": self._bits_per_byte(loss),
+            **self._told_apart(),
             "lr": learning_rate(step, self.train),
             "grad_norm": norm,
             "dt_s": dt_s,
@@ -184,10 +204,10 @@ class Trainer:
         self.record.step(step, numbers)
         for finding in self._gates.observe(step, numbers.get("gate_saturation", []), numbers.get("gate_update", [])):
             self._act(finding)
-        if step > self._first:
+        if step > self._first and step not in self._begins:
             # Ranks time themselves differently and must judge alike.
             speed = self.parts.world.from_first(speed, self.parts.device)
-            self._act(self._throughput.observe(step, speed, steps * self.train.tokens_per_step / speed))
+            self._act(self._throughput.observe(step, speed, tokens / speed))
 
     def _statistics(self, inputs: Tensor) -> Fetched:
         """Per layer: gates, selection, branch norms, how far the gate weights moved, gradient norms after clipping.
@@ -209,8 +229,9 @@ class Trainer:
 
     def _evaluate(self) -> None:
         with self._outside_training("eval"), self._interruptible():
-            loss = evaluate(self.parts, self._poll)
-        self.record.evaluation("validation", loss, self._bits_per_byte(loss))
+            loss = evaluate(self.parts, self.parts.evaluation_at(self.done), self._poll)
+        seq_len = self.train.stage_at(self.done).seq_len
+        self.record.evaluation("validation", seq_len, loss, self._bits_per_byte(loss))
 
     def _save(self) -> None:
         """Write a checkpoint of the state after `done` steps, once. Two failures in a row halt the run."""
@@ -220,7 +241,7 @@ class Trainer:
             state = {
                 **self.parts.facts,
                 "step": self.done,
-                "tokens": self.done * self.train.tokens_per_step,
+                "tokens": self.train.tokens_by(self.done),
                 "attempt": self.record.log.attempt,
                 "guard": {"losses": self._spike.losses},
             }
@@ -285,6 +306,15 @@ class Trainer:
         with self.record.phases(phase):
             yield
         self._interval.excluded_s += self.record.phases.last(phase)
+
+    def _told_apart(self) -> dict[str, float]:
+        """Of a step with weights: `loss` is the weighted mean that is trained on, over everything; `bpb` is that of text
+        alone, whatever weighs 1; `marked_loss` is the mean over the rest, nats per token."""
+        if len(self._latest) <= MARKED_TOKENS:
+            return {}
+        text, count, marked, marked_count = self._latest[TEXT_LOSS:]
+        told = {"bpb": self._bits_per_byte(text / count)} if count else {}
+        return told | ({"marked_loss": marked / marked_count} if marked_count else {})
 
     def _bits_per_byte(self, loss: float) -> float:
         return loss / math.log(2) / self.parts.dataset.bytes_per_token

@@ -74,7 +74,7 @@ def _speed_without_checkpointing(run: History, twin: History | None) -> str | No
 
 def _step_seconds(run: History, _: History | None) -> str | None:
     took = run.series("dt_s")[1]
-    tokens = run.config.train.tokens_per_step
+    tokens = run.config.train.tokens // run.config.train.steps
     return f"{np.median(took):.4g} s per optimiser step of {tokens:,} tokens" if len(took) else None
 
 
@@ -265,7 +265,7 @@ NUMBERS = (
         f"{LAST_TOKENS / 1e6:.2f} M tokens",
         "S4",
         "its steps were micro-batches, ours are optimiser steps",
-        _loss_at(lambda run: max(1, LAST_TOKENS // run.config.train.tokens_per_step)),
+        _loss_at(lambda run: max(1, LAST_TOKENS * run.config.train.steps // run.config.train.tokens)),
     ),
     Number("validation", "none given", "S4", "its shard was drawn from the training stream", _validation),
     Number(

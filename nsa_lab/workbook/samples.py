@@ -116,6 +116,6 @@ def _observed(checkpoint: Path, length: int | None) -> list[Tensor]:
 
 def _standard_tokens(config: RunConfig, length: int | None) -> Tensor:
     """The beginning of a standard-library module, int64 [1, `length`], by default as long as the run's sequences."""
-    length = length or config.train.seq_len
+    length = length or config.train.longest.seq_len
     tokens = load_tokenizer(config.data.tokenizer).encode(standard_library_text(4 * length, "argparse.py"))[:length]
     return torch.as_tensor([list(map(int, tokens))])

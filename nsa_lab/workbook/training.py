@@ -9,6 +9,7 @@ from typing import Any
 from nsa_lab import figures
 from nsa_lab.config import RunConfig
 from nsa_lab.runs.history import History
+from nsa_lab.runs.summary import steps_of
 from nsa_lab.workbook import follow, notebook, samples
 from nsa_lab.workbook.show import show
 
@@ -46,11 +47,8 @@ class Training:
     def describe(self) -> None:
         """Print the shape of the untrained model, and what a step and all steps are in tokens."""
         train = self.config.train
-        print(samples.untrained(self.config).describe(train.seq_len))
-        print(
-            f"a step: {train.sequences_per_step} sequences of {train.seq_len} tokens; "
-            f"{train.steps:,} steps are {train.steps * train.tokens_per_step:,} tokens"
-        )
+        print(samples.untrained(self.config).describe(train.longest.seq_len))
+        print(f"{steps_of(train)} tokens: {train.tokens:,} tokens in all")
 
     def sample_before(self) -> None:
         """Print what the untrained model makes of the prompt."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,18 @@ from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, launch
 
 STEPS, KILLS = 200, 20
+
+# The same steps as one stage, and as three of different lengths, batches and rates.
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
+    "stages": {
+        "stages": [
+            {"steps": 70, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
+            {"steps": 50, "seq_len": 48, "batch_size": 2, "lr": 5e-3, "warmup_steps": 10},
+            {"steps": 80, "seq_len": 77, "batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
+        ]
+    },
+}
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -59,8 +72,8 @@ def trainers() -> Iterator[Trainers]:
     trainers.close()
 
 
-@pytest.fixture(scope="module")
-def config() -> RunConfig:
+@pytest.fixture(scope="module", params=PLANS)
+def config(request: pytest.FixtureRequest) -> RunConfig:
     return RunConfig.from_dict(
         {
             "name": "killed",
@@ -69,11 +82,7 @@ def config() -> RunConfig:
             "runtime": {"device": "cpu", "heartbeat_s": 0.05},
             "data": {"source": "synthetic", "max_tokens": 50_000, "val_fraction": 0.2},
             "train": {
-                "steps": STEPS,
-                "seq_len": 32,
-                "batch_size": 2,
-                "accumulate_grad_batches": 2,
-                "lr": 1e-2,
+                **PLANS[request.param],
                 "log_every": 1,
                 "stats_every": 10,
                 "eval_every": 20,

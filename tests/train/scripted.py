@@ -87,14 +87,14 @@ def train(run_dir: str, fault: str, *options: str) -> int:
 
     trainer.Trainer.run = run
     if fault == "slow_data":
-        batch = Batches.batch
+        weighted = Batches.weighted
 
         def slow(self: Batches, step: int, *rest: int) -> object:
             if step == 3:
                 wait()
-            return batch(self, step, *rest)
+            return weighted(self, step, *rest)
 
-        Batches.batch = slow
+        Batches.weighted = slow
     return attempt.run(run_dir, builders=faulty_model(fault), supervised="--supervised" in options)
 
 

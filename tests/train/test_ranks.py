@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, launch
 from nsa_lab.train import ranks
 
@@ -60,6 +62,34 @@ def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_anybodys(new_run
     shutil.rmtree(shared / "checkpoints/step-00000020")
     assert train(shared) == 0, "and so does one rank, from what they saved"
     assert losses(shared) == pytest.approx(losses(alone), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_weights_and_stages_are_shared_like_any_batch(new_run: Make, train: Callable[..., int], tmp_path: Path) -> None:
+    """What all tokens weigh is known to no rank alone."""
+    (tmp_path / "texts").mkdir()
+    for number in range(30):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, and one to go. " * 20)
+    recall = {"source": "recall", "path": str(tmp_path / "texts"), "val_fraction": 0.3, "max_tokens": None}
+    short = {"statement": "{name}={value}. ", "question": "{name}?", "value_length": 3, "bytes_per_fact": 90}
+    stages = [
+        {"steps": 5, "seq_len": 160, "batch_size": 4, "micro_batch_size": 1, "lr": 1e-3},
+        {"steps": 5, "seq_len": 270, "batch_size": 2, "lr": 1e-3},
+    ]
+    sections = {"data": recall | short, "train": {"stages": stages, "log_every": 1, "eval_every": 5, "save_every": 0}}
+    alone, shared = (launch.create_run(staged(new_run(), sections), tmp_path / name) for name in ("alone", "shared"))
+    assert train(alone) == 0
+    assert run_with(shared, 2) == 0
+    assert losses(shared) == pytest.approx(losses(alone), abs=1e-6)
+    apart = [
+        [(e["bpb"], e["marked_loss"]) for e in events.steps(events.read_events(run_dir))] for run_dir in (alone, shared)
+    ]
+    assert len(apart[0]) == 10 and np.array(apart[1]) == pytest.approx(np.array(apart[0]), abs=1e-5)
+
+
+def staged(run_dir: Path, sections: dict) -> RunConfig:
+    """The tiny run's model, with data and training of another kind."""
+    return RunConfig.from_dict({**RunConfig.from_yaml(run_dir / directory.CONFIG).to_dict(), **sections})
 
 
 @pytest.mark.slow

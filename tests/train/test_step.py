@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import build_model
-from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, Readback, Stepper, make_optimizer
+from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, TEXT_LOSS, Readback, Stepper, make_optimizer
 
 Tiny = Callable[..., RunConfig]
 CPU = torch.device("cpu")
@@ -135,3 +135,35 @@ def test_a_share_that_does_not_divide_is_refused_with_the_remedy() -> None:
     assert World(rank=1, size=2).share(6) == (3, 3)
     with pytest.raises(ValueError, match="divides 6"):
         World(rank=0, size=4).share(TrainConfig(batch_size=6).sequences_per_step)
+
+
+def weighed(seed: int = 0) -> Tensor:
+    """Mostly 1, some 5, one token without any weight."""
+    weights = torch.ones(4, 32)
+    weights[torch.rand(4, 32, generator=torch.Generator().manual_seed(seed)) < 0.2] = 5.0
+    weights[0, 3] = 0.0
+    return weights
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_a_weighted_loss_is_the_mean_over_the_sum_of_weights(tiny: Tiny, micro: int) -> None:
+    model, _, step = stepper(tiny(batch_size=4, accumulate_grad_batches=1, micro_batch_size=micro))
+    (inputs, targets), weights = batch(), weighed()
+    losses = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none").double()
+    w = weights.flatten().double()
+    loss = (losses * w).sum() / w.sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    norm = torch.cat([g.flatten() for g in gradients]).norm()
+    result = step.step(inputs, targets, 1e-3, nothing, weights=weights)
+    torch.testing.assert_close(result[LOSS].double(), loss.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result[GRAD_NORM].double(), norm.double(), rtol=1e-4, atol=0)
+    apart = [losses[w == 1].sum(), (w == 1).sum(), losses[w != 1].sum(), (w != 1).sum()]
+    torch.testing.assert_close(result[TEXT_LOSS:].double(), torch.stack([x.double() for x in apart]), rtol=1e-5, atol=0)
+
+
+def test_weights_of_one_are_no_weights_but_for_rounding(tiny: Tiny) -> None:
+    results = []
+    for weights in (None, torch.ones(4, 32)):
+        step = stepper(tiny())[2]
+        results.append(step.step(*batch(), 1e-3, nothing, weights=weights)[:4])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)

@@ -11,18 +11,20 @@ __all__ = ["Document", "Source", "open_source"]
 
 
 def open_source(data: DataConfig, tick: Callable[[], None] | None = None) -> Source:
-    """The source that `data` names. `tick` is called about twice a second while a source waits for the network.
+    """The source that `data` names; for recall, the text that its facts are planted into.
+
+    `tick` is called about twice a second while a source waits for the network.
 
     Raises `DataError` if the source cannot work: a missing path, no text column, no network.
     """
-    if data.source == "stdlib":
+    if data.source == "stdlib" or (data.source == "recall" and not data.path):
         from nsa_lab.data.sources.stdlib import StdlibSource
 
         return StdlibSource()
-    if data.source == "local":
+    if data.source in ("local", "recall"):
         from nsa_lab.data.sources.local import LocalSource
 
-        assert data.path, "DataConfig refuses source local without a path"
+        assert data.path, "DataConfig refuses source local without a path, and recall without one reads stdlib"
         return LocalSource(data.path, data.text_column)
     if data.source == "fineweb_edu":
         from nsa_lab.data.sources.fineweb_edu import FinewebEduSource

@@ -69,7 +69,7 @@ def preflight_alone(config: RunConfig, outputs: Path | None = None, builders: Bu
     root.mkdir(parents=True, exist_ok=True)
     device = choose_device(config, world)
     set_determinism(config.runtime.deterministic)
-    dataset = builders.data(config.data, config.model.vocab_size, config.train.seq_len, None)
+    dataset = builders.data(config.data, config.model.vocab_size, config.train.longest.seq_len, None)
     with tempfile.TemporaryDirectory(dir=root, prefix=".preflight-") as folder:
         yield from preflight(assemble(config, world, device, dataset, builders), Path(folder))
 
@@ -89,13 +89,16 @@ def profile(config: RunConfig, planned: Plan) -> Check:
 
 def units(parts: Parts) -> Check:
     train = parts.config.train
-    tokens = train.steps * train.tokens_per_step
-    peak = max(train.warmup_steps, 1)
+    counted = " + ".join(f"{stage.steps:,} optimiser steps x {stage.tokens_per_step:,} tokens" for stage in train.plan)
+    peaks = [
+        (first + max(stage.warmup_steps, 1) - 1, stage.lr)
+        for first, stage in zip(train.first_steps, train.plan, strict=True)
+    ]
     return Check(
         "units",
-        learning_rate(peak, train) == train.lr,
-        f"{train.steps:,} optimiser steps x {train.tokens_per_step:,} tokens = {tokens:,} tokens, "
-        f"{tokens / len(parts.dataset.train):.2f} epochs; lr {train.lr:g} at step {peak:,}, "
+        all(learning_rate(step, train) == lr for step, lr in peaks),
+        f"{counted} = {train.tokens:,} tokens, {train.tokens / len(parts.dataset.train):.2f} epochs; "
+        f"lr {', '.join(f'{lr:g} at step {step:,}' for step, lr in peaks)}, "
         f"{learning_rate(train.steps, train):g} at the last",
         "the peak rate at the end of warm-up",
     )
@@ -126,7 +129,7 @@ def data(parts: Parts) -> Check:
 
 @torch.no_grad()
 def initial_loss(parts: Parts) -> Check:
-    inputs, targets = (t.to(parts.device) for t in parts.evaluation[0])
+    inputs, targets = (t.to(parts.device) for t in parts.evaluations[0][0])
     with eager(), parts.stepper.autocast():
         loss = token_losses(parts.model(inputs), targets).item() / targets.numel()
     expected = math.log(parts.config.model.vocab_size)
@@ -135,7 +138,7 @@ def initial_loss(parts: Parts) -> Check:
 
 @torch.no_grad()
 def causality(parts: Parts) -> Check:
-    length, size = parts.config.train.seq_len, parts.config.model.vocab_size
+    length, size = parts.config.train.longest.seq_len, parts.config.model.vocab_size
     tokens = snapshot.probe_input(size, length).to(parts.device).repeat(1, -(-length // snapshot.PROBE_TOKENS))[:, :length]
     cut = length // 2
     changed = tokens.clone()
@@ -146,9 +149,12 @@ def causality(parts: Parts) -> Check:
 
 
 def gradients(parts: Parts) -> Check:
-    """One full micro-batch forward and backward; the step it belongs to is not taken."""
-    size = min(parts.config.train.micro_batch_size or parts.config.train.batch_size, parts.config.train.sequences_per_step)
-    inputs, targets = parts.batches.batch(0, 0, size)
+    """The largest micro-batch forward and backward; the step it belongs to is not taken."""
+    train = parts.config.train
+    first, stage = max(
+        zip(train.first_steps, train.plan, strict=True), key=lambda begun: begun[1].sequences_at_once * begun[1].seq_len
+    )
+    inputs, targets = parts.batches.batch(first - 1, 0, min(stage.sequences_at_once, stage.sequences_per_step))
     if parts.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(parts.device)
     with parts.stepper.autocast():
@@ -157,8 +163,7 @@ def gradients(parts: Parts) -> Check:
     wanted = [(name, p) for name, p in parts.model.named_parameters() if p.requires_grad]
     without = [name for name, p in wanted if p.grad is None or not _usable(parts.world.full(p.grad))]
     parts.optimizer.zero_grad(set_to_none=True)
-    nsa, length = parts.config.nsa, parts.config.train.seq_len
-    if length < nsa.l:
+    if stage.seq_len < parts.config.nsa.l:
         # No compression block fits, so its operator has nothing to learn from.
         without = [name for name in without if ".phi_" not in name]
     return Check("gradients", not without, f"without: {', '.join(without)}" if without else "all", "all parameters")
@@ -219,7 +224,7 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
         "the same logits",
         round(time.monotonic() - begun, 3),
     )
-    expected = hours(parts.config.train.steps * parts.config.train.tokens_per_step, speed)
+    expected = hours(parts.config.train.tokens, speed)
     yield Check(
         "throughput",
         speed >= gate,
@@ -230,19 +235,20 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
 
 
 def _take_steps(parts: Parts, count: int) -> tuple[float, bool]:
-    """Tokens per second over `count` steps, after a warm-up if they are more than one; and whether one was not finite."""
-    start, share = parts.world.share(parts.config.train.sequences_per_step)
+    """Tokens per second over `count` steps of the first stage, after a warm-up if they are several; was one bad?"""
+    stage = parts.stepper.stage = parts.config.train.plan[0]
+    start, share = parts.world.share(stage.sequences_per_step)
     readback, lr = Readback(parts.device), learning_rate(1, parts.config.train)
 
     def take(number: int) -> float:
-        batches = (parts.batches.batch(index, start, share) for index in range(number))
-        results = [parts.stepper.step(*batch, lr, lambda: None) for batch in batches]
+        batches = (parts.batches.weighted(index, start, share) for index in range(number))
+        results = [parts.stepper.step(x, y, lr, lambda: None, weights=weights) for x, y, weights in batches]
         readback.push(number, results[-1])
         return readback.take(everything=True)[-1][1][BAD]
 
     bad = take(WARM_UP_STEPS) if count > 1 else 0.0
     begun = time.monotonic()
     bad = max(bad, take(count))
-    speed = count * parts.config.train.tokens_per_step / (time.monotonic() - begun)
+    speed = count * stage.tokens_per_step / (time.monotonic() - begun)
     parts.optimizer.zero_grad(set_to_none=True)
     return parts.world.from_first(speed, parts.device), bool(bad)

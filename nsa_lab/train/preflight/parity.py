@@ -28,7 +28,7 @@ def worst_ratio(parts: Parts) -> tuple[float, str]:
     """The largest error in units of what is allowed, and where it is. At most 1 is parity."""
     model, nsa = parts.config.model, parts.config.nsa
     dtype = torch.bfloat16 if parts.bf16 else torch.float32
-    length = min(parts.config.train.seq_len, LENGTH_GPU if parts.device.type == "cuda" else LENGTH_CPU)
+    length = min(parts.config.train.longest.seq_len, LENGTH_GPU if parts.device.type == "cuda" else LENGTH_CPU)
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads: int, width: int) -> Tensor:

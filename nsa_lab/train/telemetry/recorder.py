@@ -9,6 +9,7 @@ import logging
 import os
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,18 @@ STATUS_EVERY_S = 5.0
 
 
 class Recorder:
-    """Writes for one attempt of one run. `first` says whether this is the rank that records progress."""
+    """Writes for one attempt of one run. `first` says whether this is the rank that records progress, `tokens_by` how many
+    tokens a number of steps takes."""
 
-    def __init__(self, run_dir: Path, log: EventLog, *, first: bool, steps: int, tokens_per_step: int) -> None:
+    def __init__(self, run_dir: Path, log: EventLog, *, first: bool, steps: int, tokens_by: Callable[[int], int]) -> None:
         self.run_dir, self.log, self.phases = run_dir, log, Phases()
-        self._first, self._steps, self._tokens_per_step = first, steps, tokens_per_step
+        self._first, self._steps, self._tokens_by = first, steps, tokens_by
         self._mirror: TensorBoardMirror | None = None
         self._status_written = 0.0
 
     def at(self, step: int) -> None:
         """From here on, events are about this step."""
-        self.log.step, self.log.tokens = step, step * self._tokens_per_step
+        self.log.step, self.log.tokens = step, self._tokens_by(step)
 
     def begin(self, from_step: int, fields: dict[str, Any]) -> None:
         """The first event of an attempt: `start` at step 0, else `resume`."""
@@ -69,9 +71,10 @@ class Recorder:
         if time.monotonic() - self._status_written > STATUS_EVERY_S:
             self.status(directory.RUNNING)
 
-    def evaluation(self, split: str, loss: float, bpb: float) -> None:
+    def evaluation(self, split: str, seq_len: int, loss: float, bpb: float) -> None:
         if self._first:
-            numbers = {"split": split, "loss": loss, "bpb": bpb, "seconds": self.phases.last("eval")}
+            seconds = self.phases.last("eval")
+            numbers = {"split": split, "seq_len": seq_len, "loss": loss, "bpb": bpb, "seconds": seconds}
             self._write("eval", self.log.step, numbers)
             logger.info("step %d  %s loss %.4f  %.4f bits per byte", self.log.step, split, loss, bpb)
 
@@ -163,7 +166,7 @@ class Recorder:
         self.log.close()
 
     def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
-        self.log.event(kind, step=step, tokens=step * self._tokens_per_step, **numbers)
+        self.log.event(kind, step=step, tokens=self._tokens_by(step), **numbers)
         if self._mirror:
             group = f"eval/{numbers['split']}" if kind == "eval" else "train"
             self._mirror.write(group, step, numbers)

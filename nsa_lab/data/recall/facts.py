@@ -1,0 +1,73 @@
+"""Facts: a name, a value, and the words in which they are told and asked for. Everything is bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nsa_lab.config import RecallConfig
+from nsa_lab.data.errors import DataError
+
+# fmt: off
+ADJECTIVES = (
+    "amber", "brass", "coral", "dusty", "ebony", "frost", "golden", "hazel", "ivory", "jade", "khaki", "lilac",
+    "maroon", "navy", "olive", "pearl", "quartz", "ruby", "silver", "teal", "umber", "violet", "walnut", "yellow",
+)
+NOUNS = (
+    "anchor", "badger", "candle", "dragon", "engine", "falcon", "garden", "hammer", "island", "jacket", "kettle",
+    "ladder", "mirror", "needle", "oyster", "pillow", "quiver", "rocket", "saddle", "temple", "urchin", "violin",
+    "wagon", "zephyr",
+)
+# fmt: on
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ALPHABETS = {"digits": "0123456789", "letters": LETTERS, "hex": "0123456789abcdef"}
+# A code is two letters and a number of three digits.
+CODES = len(LETTERS) ** 2 * 1000
+# An answer ends with a line, as one that a person types does; the line's end is no part of what has to be known.
+ANSWER_END = b"\n"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is told (`statement`), asked for (`question`) and to be answered (`value`)."""
+
+    statement: bytes
+    question: bytes
+    value: bytes
+
+
+def draw_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[Fact]:
+    """`count` facts about different names. Raises `DataError` if there are not as many names."""
+    available = len(ADJECTIVES) * len(NOUNS) if recall.names == "words" else CODES
+    if count > available:
+        raise DataError(
+            f"{count} facts in one sequence, and data.names = {recall.names} has {available} names; "
+            "raise data.bytes_per_fact, or set data.names: codes"
+        )
+    chosen = rng.choice(available, size=count, replace=False)
+    return [_fact(_name(int(number), recall), _value(recall, rng), recall) for number in chosen]
+
+
+def fact_bytes(recall: RecallConfig) -> int:
+    """The most that a fact, its question and its answer may take."""
+    longest = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS)) if recall.names == "words" else len("kq-417")
+    fact = _fact("x" * longest, "x" * recall.value_length, recall)
+    return len(fact.statement) + len(fact.question) + len(fact.value + ANSWER_END)
+
+
+def _fact(name: str, value: str, recall: RecallConfig) -> Fact:
+    statement = recall.statement.format(name=name, value=value)
+    return Fact(statement.encode(), recall.question.format(name=name).encode(), value.encode())
+
+
+def _name(number: int, recall: RecallConfig) -> str:
+    if recall.names == "words":
+        return f"{ADJECTIVES[number // len(NOUNS)]} {NOUNS[number % len(NOUNS)]}"
+    letters, digits = divmod(number, 1000)
+    return f"{LETTERS[letters // len(LETTERS)]}{LETTERS[letters % len(LETTERS)]}-{digits:03d}"
+
+
+def _value(recall: RecallConfig, rng: np.random.Generator) -> str:
+    alphabet = ALPHABETS[recall.values]
+    return "".join(alphabet[place] for place in rng.integers(len(alphabet), size=recall.value_length))

@@ -1,0 +1,94 @@
+"""Facts planted into windows of text, for training: each told once, and asked for once, later.
+
+Invariants
+* What is planted is a function of the seed and of the sequence's number; the text around it is the beginning of the window,
+  byte for byte and in order, and the length is that of the window.
+* A question's answer stands earlier in the same sequence, in its statement and nowhere else.
+* The bytes of answers weigh `data.answer_weight`, the end of an answer's line and everything else 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from nsa_lab.config import RecallConfig
+from nsa_lab.data.batches import Planter
+from nsa_lab.data.errors import DataError
+from nsa_lab.data.recall.facts import ANSWER_END, Fact, draw_facts, fact_bytes
+
+
+class Insert(NamedTuple):
+    """`said`, then `answer` and the end of its line if there is one, at `place`, a share of the text from 0 to 1."""
+
+    place: float
+    said: bytes
+    answer: bytes = b""
+
+
+def planter(recall: RecallConfig, seq_len: int, seed: int) -> Planter:
+    """Plants into windows of `seq_len` + 1 bytes. Raises `DataError` if text would not fill half of them."""
+    facts = max(1, seq_len // recall.bytes_per_fact)
+    most = facts * fact_bytes(recall)
+    if 2 * most > seq_len + 1:
+        raise DataError(
+            f"{facts} facts and their questions take up to {most} of {seq_len + 1} bytes, and half has to stay text; "
+            "raise data.bytes_per_fact or train.seq_len, or shorten data.statement, data.question or data.value_length"
+        )
+
+    def plant(window: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.Generator(np.random.Philox(key=np.array([seed, sequence], np.uint64)))
+        return woven(window, _inserts(draw_facts(facts, recall, rng), recall, rng, seq_len), recall.answer_weight)
+
+    return plant
+
+
+def woven(window: np.ndarray, inserts: list[Insert], answer_weight: float) -> tuple[np.ndarray, np.ndarray]:
+    """The inserts in a window of text int64 [T], in the order of their places -> tokens int64 [T], weights float32 [T].
+
+    The end of the window gives way. Equal places keep the order of the list.
+    """
+    rest = len(window) - sum(len(_told(insert)) for insert in inserts)
+    tokens, weights, last = [], [], 0
+    for insert in sorted(inserts, key=lambda insert: insert.place):
+        cut = int(insert.place * rest)
+        tokens += [window[last:cut], np.frombuffer(_told(insert), np.uint8)]
+        weights += [(1.0, cut - last + len(insert.said)), (answer_weight, len(insert.answer)), (1.0, len(_end(insert)))]
+        last = cut
+    tokens.append(window[last:rest])
+    weights.append((1.0, rest - last))
+    values, counts = zip(*weights, strict=True)
+    return np.concatenate(tokens).astype(np.int64), np.repeat(np.array(values, np.float32), counts)
+
+
+def _told(insert: Insert) -> bytes:
+    return insert.said + insert.answer + _end(insert)
+
+
+def _end(insert: Insert) -> bytes:
+    return ANSWER_END if insert.answer else b""
+
+
+def _inserts(facts: list[Fact], recall: RecallConfig, rng: np.random.Generator, length: int) -> list[Insert]:
+    """Statements, and questions in groups of `questions_together`, each group behind all its statements."""
+    asked = facts[: max(1, round(len(facts) * (1 - recall.distractors)))]
+    inserts = [Insert(rng.random(), fact.statement) for fact in facts[len(asked) :]]
+    for first in range(0, len(asked), recall.questions_together):
+        group = asked[first : first + recall.questions_together]
+        told = [_places(recall, rng, length) for _ in group]
+        inserts += [Insert(place, fact.statement) for (place, _), fact in zip(told, group, strict=True)]
+        # The list's order holds among equal places, so a question never comes before its statement.
+        inserts += [Insert(max(place for _, place in told), fact.question, fact.value) for fact in group]
+    return inserts
+
+
+def _places(recall: RecallConfig, rng: np.random.Generator, length: int) -> tuple[float, float]:
+    """Where a fact is told and where it is asked for, as shares of the text."""
+    if recall.distance == "uniform":
+        first, second = sorted(rng.random(2))
+        return first, second
+    distance = math.exp(rng.uniform(-math.log(length), 0.0))
+    first = rng.random() * (1 - distance)
+    return first, first + distance

@@ -1,0 +1,25 @@
+"""What a trained model can do, and what its selection does: retrieval, loss by position, interventions.
+
+    evaluation = evaluate_run("outputs/smoke-...")          # writes evaluation.json into the run directory
+
+Every part works on a model by itself, on a CPU too: `retrieval`, `loss_by_position`, `intervene`, `choice_quality`.
+"""
+
+from nsa_lab.evaluate.choices import block_mass, choice_quality
+from nsa_lab.evaluate.interventions import INTERVENTIONS, Intervention, forward, intervene
+from nsa_lab.evaluate.positions import loss_by_position
+from nsa_lab.evaluate.record import evaluate_run
+from nsa_lab.evaluate.retrieval import TASKS, retrieval
+
+__all__ = [
+    "INTERVENTIONS",
+    "TASKS",
+    "Intervention",
+    "block_mass",
+    "choice_quality",
+    "evaluate_run",
+    "forward",
+    "intervene",
+    "loss_by_position",
+    "retrieval",
+]

@@ -1,0 +1,141 @@
+"""What selection does, by changing it: other blocks in place of the chosen ones, or a branch that says nothing.
+
+The forward pass here is the model's own, made of `SparseAttention.project` and the operator's public parts; with nothing
+changed it gives the model's logits. An intervention holds in every layer at once.
+
+How to read it: oracle far better than chosen, the choice is blind; all blocks no better than chosen, the heads do not look
+for anything that the choice could miss; random blocks no worse than chosen, the choice does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import compressed_attention, dense_attention, reference, selected_attention, window_attention
+from nsa_lab.evaluate import choices
+from nsa_lab.evaluate.answers import teacher_forced
+from nsa_lab.model import BRANCHES, AttentionInputs, Block, NSATransformer, SparseAttention, rotary_table
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """Which blocks the selected branch reads, and the branch whose output is set to zero."""
+
+    reads: Literal["chosen", "random", "nearest", "oracle", "all"] = "chosen"
+    silent: Literal["cmp", "sel", "win"] | None = None
+
+
+INTERVENTIONS: dict[str, Intervention] = {
+    "chosen": Intervention(),
+    "random": Intervention("random"),
+    "nearest": Intervention("nearest"),
+    "oracle": Intervention("oracle"),
+    "all": Intervention("all"),
+    "no_cmp": Intervention(silent="cmp"),
+    "no_sel": Intervention(silent="sel"),
+    "no_win": Intervention(silent="win"),
+}
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What an intervention leaves.
+
+    `loss`: mean nats per token of all that is no answer; `answer_loss`: per token of the answers; `accuracy`: share of the
+    answers that are right in every token, teacher-forced. `d_`: less the same of `chosen`.
+    """
+
+    name: str
+    loss: float
+    answer_loss: float
+    accuracy: float
+    d_loss: float
+    d_answer_loss: float
+    d_accuracy: float
+
+
+@torch.no_grad()
+def forward(model: NSATransformer, tokens: Tensor, intervention: Intervention, seed: int = 0) -> Tensor:
+    """Logits [B, T, V] of tokens int64 [B, T] under an intervention; `seed` is that of random blocks.
+
+    Raises ValueError for a dense model, which has neither blocks nor branches.
+    """
+    c = model.config
+    choices.check_sparse(model)
+    generator = torch.Generator().manual_seed(seed)
+    x, rotary = model.embedding(tokens), rotary_table(tokens.shape[1], c.d_k, c.rope_theta, tokens.device)
+    for block in cast("list[Block]", model.blocks):
+        layer = cast(SparseAttention, block.attention)
+        inputs = layer.project(block.attention_norm(x), rotary)
+        x = x + layer.out(_mixed(inputs, layer, intervention, generator).flatten(2))
+        x = x + block.mlp(block.mlp_norm(x))
+    return model.head(model.norm(x))
+
+
+def intervene(
+    model: NSATransformer,
+    tokens: Tensor,
+    places: Tensor,
+    *,
+    names: Iterable[str] = tuple(INTERVENTIONS),
+    seed: int = 0,
+    sequences_at_once: int = 1,
+) -> list[Effect]:
+    """What each intervention does to tokens int64 [B, T] whose answers stand at `places` [B, n, value_length].
+
+    `chosen`, the model as it is, comes first. Meant for float32: half precision hides small differences.
+    """
+    wanted = ["chosen", *(name for name in names if name != "chosen")]
+    found = {name: _measured(model, tokens, places, INTERVENTIONS[name], seed, sequences_at_once) for name in wanted}
+    base = found["chosen"]
+    return [
+        Effect(name, *values, *(value - usual for value, usual in zip(values, base, strict=True)))
+        for name, values in found.items()
+    ]
+
+
+def _measured(
+    model: NSATransformer, tokens: Tensor, places: Tensor, intervention: Intervention, seed: int, at_once: int
+) -> tuple[float, float, float]:
+    """Loss of the text, loss of the answers, and share of answers that are right."""
+    parts = [
+        teacher_forced(lambda rows: forward(model, rows, intervention, seed), *rows)
+        for rows in zip(tokens.split(at_once), places.split(at_once), strict=True)
+    ]
+    right, losses, text = (torch.cat(part) for part in zip(*parts, strict=True))
+    return text.mean().item(), losses.mean().item(), right.all(-1).float().mean().item()
+
+
+def _mixed(
+    inputs: AttentionInputs, layer: SparseAttention, intervention: Intervention, generator: torch.Generator
+) -> Tensor:
+    """`nsa_attention` of one layer under an intervention: [B, T, H, Dv]."""
+    q, k_cmp, v_cmp, _, _, k_win, v_win, gates = inputs
+    nsa, backend = layer.config.nsa, choices.backends_of(layer)
+    out_cmp, _ = compressed_attention(q, k_cmp, v_cmp, nsa, backend=backend["compressed"])
+    out_sel = _selected(inputs, layer, intervention.reads, generator)
+    out_win, _ = window_attention(q, k_win, v_win, nsa, backend=backend["window"])
+    outs = zip(BRANCHES, (out_cmp, out_sel, out_win), strict=True)
+    cmp, sel, win = (torch.zeros_like(out) if name == intervention.silent else out for name, out in outs)
+    return reference.combine(cmp, sel, win, gates)
+
+
+def _selected(inputs: AttentionInputs, layer: SparseAttention, reads: str, generator: torch.Generator) -> Tensor:
+    q, _, _, k_sel, v_sel, *_ = inputs
+    nsa, G, backend = layer.config.nsa, k_sel.shape[2], choices.backends_of(layer)
+    if reads == "all":
+        return dense_attention(q, k_sel, v_sel)
+    if reads == "random":
+        blocks = choices.random_blocks(q, G, nsa, generator)
+    elif reads == "nearest":
+        blocks = choices.nearest_blocks(q, G, nsa)
+    elif reads == "oracle":
+        blocks = choices.oracle_blocks(q, k_sel, nsa)
+    else:
+        blocks = choices.chosen_blocks(inputs, layer, backend)
+    return selected_attention(q, k_sel, v_sel, blocks, nsa, backend=backend["selected"])[0]

@@ -1,0 +1,54 @@
+"""Loss by position: what a longer past is worth. Windows of held-out text, in octaves of the position."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from nsa_lab.data import EvalBatches, TokenStore
+from nsa_lab.model import NSATransformer
+
+FIRST_OCTAVE = 256
+
+
+@dataclass(frozen=True)
+class Octave:
+    """Tokens that have `first` .. `last` - 1 others before them. `loss` is nats per token, `error` its standard error over
+    the windows (0 for a single window), `tokens` how many there were."""
+
+    first: int
+    last: int
+    loss: float
+    error: float
+    tokens: int
+
+
+def octaves(length: int) -> list[tuple[int, int]]:
+    """[0, 256), [256, 512), [512, 1024) ... up to `length`, the last one possibly cut short."""
+    edges = [0, *(FIRST_OCTAVE << k for k in range(64) if FIRST_OCTAVE << k < length), length]
+    return list(itertools.pairwise(edges))
+
+
+@torch.no_grad()
+def loss_by_position(model: NSATransformer, text: TokenStore, length: int, windows: int = 16) -> list[Octave]:
+    """Mean loss in every octave over at most `windows` windows of `length` tokens, spread over `text`.
+
+    Raises `DataError` if the text does not hold one.
+    """
+    device = model.head.weight.device
+    rows = []
+    for inputs, targets in EvalBatches(text, length, windows, 1):
+        logits = model(inputs.to(device)).float()[0]
+        rows.append(functional.cross_entropy(logits, targets[0].to(device), reduction="none").double().cpu())
+    losses = torch.stack(rows)
+    return [_octave(losses[:, first:last], first, last) for first, last in octaves(length)]
+
+
+def _octave(losses: torch.Tensor, first: int, last: int) -> Octave:
+    by_window = losses.mean(1)
+    error = by_window.std().item() / math.sqrt(len(by_window)) if len(by_window) > 1 else 0.0
+    return Octave(first, last, by_window.mean().item(), error, losses.numel())

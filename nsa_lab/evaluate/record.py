@@ -1,0 +1,175 @@
+"""The evaluation of a run: everything that `nsa_lab.evaluate` measures, of one checkpoint, in one file.
+
+Invariants
+* `evaluation.json` is replaced whole or not at all, and says what it was made from: checkpoint, data, seeds, counts, code,
+  device. Weights and attention are float32.
+* What could not be asked stands there with its reason; nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nsa_lab.config import BYTE_VOCABULARY, ConfigError, RecallConfig, RunConfig
+from nsa_lab.data import Dataset, prepare
+from nsa_lab.evaluate.answers import stacked
+from nsa_lab.evaluate.choices import choice_quality
+from nsa_lab.evaluate.interventions import intervene
+from nsa_lab.evaluate.positions import loss_by_position
+from nsa_lab.evaluate.retrieval import DEPTHS, TASKS, Cell, fits, needles, retrieval
+from nsa_lab.inference import find_checkpoint, load_model
+from nsa_lab.model import NSATransformer
+from nsa_lab.runs import directory
+from nsa_lab.runs.checkpoints import step_of
+from nsa_lab.runs.environment import code_identity, versions
+from nsa_lab.runs.evaluation import VERSION, write_evaluation
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """What a model is asked about: held-out text, int64 bytes, and how often."""
+
+    model: NSATransformer
+    text: np.ndarray
+    recall: RecallConfig
+    depths: tuple[float, ...]
+    per_depth: int
+    written_per_depth: int
+    seed: int
+
+    def answers(self, task: str, length: int) -> list[Cell]:
+        """One task at one length, a cell for each depth."""
+        return list(
+            retrieval(
+                self.model,
+                self.text,
+                [length],
+                tasks=[task],
+                depths=self.depths,
+                per_depth=self.per_depth,
+                written_per_depth=self.written_per_depth,
+                recall=self.recall,
+                seed=self.seed,
+            )
+        )
+
+
+def evaluate_run(
+    run_dir: str | Path,
+    *,
+    step: int | None = None,
+    lengths: Sequence[int] = (),
+    depths: Sequence[float] = DEPTHS,
+    per_depth: int = 20,
+    written_per_depth: int = 1,
+    windows: int = 16,
+    intervened: int = 10,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    builder: Callable[..., Dataset] = prepare,
+    say: Say = lambda line: None,
+) -> dict[str, Any]:
+    """Evaluate a run's checkpoint (of `step`; default: the newest) on its own held-out text; also written into the run.
+
+    lengths: of the sequences with facts; by default those of the run's stages, and twice the longest.
+    depths, per_depth, written_per_depth: as `retrieval` has them.
+    windows: of `loss_by_position`, at the longest of the run's lengths.
+    intervened: sequences that the interventions are measured on, at each length.
+    builder: makes the data set, as `nsa_lab.data.prepare` does. say: gets a line as each part is done.
+
+    Raises `NoCheckpoint`, `DataError` for missing text, `ConfigError` for a model whose tokens are not bytes.
+    """
+    folder = directory.check(run_dir)
+    config = RunConfig.from_yaml(folder / directory.CONFIG)
+    if config.data.tokenizer != "byte" or config.model.vocab_size < BYTE_VOCABULARY:
+        raise ConfigError(
+            f"{folder.name}: retrieval asks for bytes, and data.tokenizer = {config.data.tokenizer}; "
+            "evaluate a run with data.tokenizer: byte"
+        )
+    checkpoint = find_checkpoint(folder, step)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    begun, model = time.monotonic(), load_model(checkpoint, device=where)
+    dataset = builder(config.data, config.model.vocab_size, config.train.longest.seq_len)
+    text = dataset.validation.read(0, len(dataset.validation))
+    asked = sorted(set(lengths or _lengths(config)))
+    ask = _Questions(model, text, config.data, tuple(depths), per_depth, written_per_depth, seed)
+    found = {
+        "v": VERSION,
+        "run": folder.name,
+        "step": step_of(checkpoint),
+        "seed": seed,
+        "config_hash": config.hash(),
+        "data_identity": dataset.identity,
+        "text_tokens": len(text),
+        "recall": {key: getattr(config.data, key) for key in RecallConfig.model_fields},
+        "code": code_identity(),
+        "versions": versions(),
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+        "dtype": "float32",
+        "attention": config.model.attention,
+        **_retrieval(ask, asked, say),
+        "positions": _positions(model, dataset, config, windows, say),
+        "selection": [] if config.model.attention == "dense" else [_selection(ask, n, intervened, say) for n in asked],
+    }
+    found["seconds"] = round(time.monotonic() - begun, 3)
+    write_evaluation(folder, found)
+    return found
+
+
+def _lengths(config: RunConfig) -> list[int]:
+    return [*(stage.seq_len for stage in config.train.plan), 2 * config.train.longest.seq_len]
+
+
+def _retrieval(ask: _Questions, lengths: Sequence[int], say: Say) -> dict[str, Any]:
+    cells, not_asked = [], []
+    for task, length in itertools.product(TASKS, lengths):
+        why = fits(task, length, ask.recall, ask.text)
+        if why:
+            not_asked.append({"task": task, "length": length, "why": why})
+            say(f"{task} at {length:,}: not asked: {why}")
+            continue
+        row = ask.answers(task, length)
+        cells += [asdict(cell) for cell in row]
+        right, answers = sum(cell.right for cell in row), sum(cell.answers for cell in row)
+        say(f"{task} at {length:,}: {right} of {answers} answers right")
+    return {"retrieval": cells, "not_asked": not_asked}
+
+
+def _positions(model: NSATransformer, dataset: Dataset, config: RunConfig, windows: int, say: Say) -> dict[str, Any]:
+    length = config.train.longest.seq_len
+    octaves = loss_by_position(model, dataset.validation, length, windows)
+    say(f"loss at the last positions of {length:,}: {octaves[-1].loss:.4f} nats per token")
+    found = octaves[-1].tokens // (octaves[-1].last - octaves[-1].first)
+    return {"length": length, "windows": found, "octaves": [asdict(octave) for octave in octaves]}
+
+
+def _selection(ask: _Questions, length: int, count: int, say: Say) -> dict[str, Any]:
+    """Interventions, and the quality of the choice, on `count` needles of one length."""
+    nsa = ask.model.config.nsa
+    why = fits("needle", length, ask.recall, ask.text)
+    if length <= nsa.n_sel * nsa.l_sel:
+        why = f"not judged: {length} tokens are at most nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}, so all are read"
+    if why:
+        return {"length": length, "sequences": 0, "why_not": why, "interventions": [], "quality": None}
+    asked = needles(length, count, ask.recall, ask.seed, ask.text)
+    tokens, places = stacked(asked, ask.model.head.weight.device)
+    effects = intervene(ask.model, tokens, places, seed=ask.seed)
+    for effect in effects:
+        say(f"{effect.name} at {length:,}: {effect.accuracy:.0%} of the answers right, text {effect.d_loss:+.4f} nats")
+    return {
+        "length": length,
+        "sequences": count,
+        "why_not": None,
+        "interventions": [asdict(effect) for effect in effects],
+        "quality": choice_quality(ask.model, tokens[:1], ask.seed),
+    }

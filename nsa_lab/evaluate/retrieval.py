@@ -1,0 +1,113 @@
+"""Retrieval by length and depth: facts in held-out text, and whether the model can say them at its end.
+
+Invariant: a sequence is a function of the seed, its task, length, depth and number alone, so that any two models are asked
+the same, whatever else they are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nsa_lab.config import RecallConfig
+from nsa_lab.data import DataError
+from nsa_lab.data.recall import Asked, multi_key, multi_query, needle
+from nsa_lab.evaluate.answers import generated, stacked, teacher_forced
+from nsa_lab.model import NSATransformer
+
+Task = Callable[[int, float, RecallConfig, np.random.Generator, np.ndarray], Asked]
+# The order is part of every sequence's seed.
+TASKS: dict[str, Task] = {"needle": needle, "multi_key": multi_key, "multi_query": multi_query}
+DEPTHS = tuple(depth / 10 for depth in range(10))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One task at one length and depth. `right` of `answers` are right in every token, teacher-forced; `tokens_right` of
+    `tokens` tokens of them; and `written_right` of `written` when the model writes them itself. `loss`: nats per token."""
+
+    task: str
+    length: int
+    depth: float
+    sequences: int
+    answers: int
+    right: int
+    tokens: int
+    tokens_right: int
+    loss: float
+    written: int
+    written_right: int
+
+
+def retrieval(
+    model: NSATransformer,
+    text: np.ndarray,
+    lengths: Sequence[int],
+    *,
+    tasks: Sequence[str] = tuple(TASKS),
+    depths: Sequence[float] = DEPTHS,
+    per_depth: int = 20,
+    written_per_depth: int = 1,
+    recall: RecallConfig = RecallConfig(),  # noqa: B008 - frozen
+    seed: int = 0,
+    tokens_at_once: int = 1 << 16,
+) -> Iterator[Cell]:
+    """Ask a byte model with facts planted into `text`, int64 bytes that it was not trained on; a `Cell` as each is done.
+
+    `written_per_depth` of the `per_depth` sequences are answered by generation as well. Raises `DataError` where a task
+    does not fit into a length, or the text is shorter than one.
+    """
+    for task in tasks:
+        for length in lengths:
+            for depth in depths:
+                asked = [_sequence(task, length, depth, number, recall, seed, text) for number in range(per_depth)]
+                yield _cell(model, task, length, depth, asked, written_per_depth, max(1, tokens_at_once // length))
+
+
+def fits(task: str, length: int, recall: RecallConfig, text: np.ndarray) -> str | None:
+    """None, or why this task cannot be asked at this length."""
+    try:
+        _sequence(task, length, 0.5, 0, recall, 0, text)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def needles(length: int, count: int, recall: RecallConfig, seed: int, text: np.ndarray) -> list[Asked]:
+    """`count` needles of `retrieval`, at depths spread over the whole length."""
+    depths = [DEPTHS[number * len(DEPTHS) // count % len(DEPTHS)] for number in range(count)]
+    return [_sequence("needle", length, depth, number, recall, seed, text) for number, depth in enumerate(depths)]
+
+
+def _sequence(
+    task: str, length: int, depth: float, number: int, recall: RecallConfig, seed: int, text: np.ndarray
+) -> Asked:
+    key = [seed, list(TASKS).index(task), length, round(depth * 1000), number]
+    return TASKS[task](length, depth, recall, np.random.default_rng(key), text)
+
+
+def _cell(
+    model: NSATransformer, task: str, length: int, depth: float, asked: list[Asked], written: int, at_once: int
+) -> Cell:
+    right, losses = [], []
+    for first in range(0, len(asked), at_once):
+        found = teacher_forced(model, *stacked(asked[first : first + at_once], model.head.weight.device))
+        right.append(found[0].flatten(0, 1).cpu().numpy())
+        losses.append(found[1].flatten().cpu().numpy())
+    every = np.concatenate(right)
+    own = generated(model, asked[:written]) if written else []
+    return Cell(
+        task=task,
+        length=length,
+        depth=depth,
+        sequences=len(asked),
+        answers=len(every),
+        right=int(every.all(-1).sum()),
+        tokens=every.size,
+        tokens_right=int(every.sum()),
+        loss=float(np.concatenate(losses).mean()),
+        written=len(own),
+        written_right=sum(own),
+    )

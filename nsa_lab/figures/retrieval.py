@@ -1,0 +1,63 @@
+"""Pictures of an evaluation: what was found, by length and depth, and loss by position."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from nsa_lab.figures.style import SEL, panel
+
+NAMES = {"needle": "needle", "multi_key": "needle among other facts", "multi_query": "several questions"}
+
+
+def retrieval_map(evaluation: dict[str, Any]) -> Figure:
+    """Share of answers that are right, length by depth, one panel for each task; from `evaluation.json`."""
+    tasks = list(dict.fromkeys(cell["task"] for cell in evaluation["retrieval"]))
+    figure = Figure(figsize=(1.2 + 3.4 * max(len(tasks), 1), 3.8), layout="constrained")
+    figure.suptitle(f"Facts found by {evaluation['run']} at step {evaluation['step']:,}, share of answers", fontsize=11)
+    axes = figure.subplots(1, max(len(tasks), 1), squeeze=False)[0]
+    if not tasks:
+        axes[0].set_axis_off()
+        axes[0].annotate("no task fits into the lengths asked", (0.5, 0.5), xycoords="axes fraction", ha="center")
+        return figure
+    pictures = []
+    for place, (one, task) in enumerate(zip(axes, tasks, strict=True)):
+        pictures.append(_map(one, [cell for cell in evaluation["retrieval"] if cell["task"] == task]))
+        one.set_title(NAMES.get(task, task), fontsize=9)
+        one.set(xlabel="length, bytes", ylabel="" if place else "depth of the fact (1: at the question)")
+    figure.colorbar(pictures[-1], ax=axes.tolist(), label="answers right")
+    return figure
+
+
+def _map(axes: Axes, cells: list[dict[str, Any]]) -> Any:
+    lengths, depths = (sorted({cell[key] for cell in cells}) for key in ("length", "depth"))
+    shares = np.full((len(depths), len(lengths)), np.nan)
+    for cell in cells:
+        row, column = depths.index(cell["depth"]), lengths.index(cell["length"])
+        shares[row, column] = share = cell["right"] / cell["answers"]
+        axes.annotate(
+            f"{share:.0%}", (column, row), ha="center", va="center", fontsize=6, color="w" if share < 0.6 else "k"
+        )
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7)
+    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+    return axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
+
+
+def loss_by_position(evaluation: dict[str, Any]) -> Figure:
+    """Bits per byte on held-out text against the bytes that stand before, with standard errors over windows."""
+    found = evaluation["positions"]
+    octaves = found["octaves"]
+    figure, axes = panel(
+        7, 3.4, f"Loss by position of {evaluation['run']}: {found['windows']} windows of {found['length']:,}"
+    )
+    middle = range(len(octaves))
+    bits = [octave["loss"] / math.log(2) for octave in octaves]
+    errors = [octave["error"] / math.log(2) for octave in octaves]
+    axes.errorbar(middle, bits, yerr=errors, color=SEL, marker="o", capsize=3)
+    axes.set_xticks(middle, [f"{octave['first']:,}–{octave['last']:,}" for octave in octaves], fontsize=7)
+    axes.set(xlabel="position, bytes", ylabel="bits per byte")
+    return figure

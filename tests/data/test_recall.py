@@ -1,0 +1,164 @@
+"""Facts in text: every answer stands earlier once, lengths are exact, and everything is a function of seed and step."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa_lab.config import ConfigError, DataConfig, RecallConfig, TrainConfig
+from nsa_lab.data import Batches, StagedBatches, TokenStore, check
+from nsa_lab.data.recall import draw_facts, multi_key, multi_query, needle, planter
+from nsa_lab.data.recall.facts import ADJECTIVES, NOUNS
+
+TEXT = np.random.default_rng(0).integers(0x80, 0xFF, 40_000)  # no byte of it occurs in a fact
+STATEMENT = re.compile(rb"\nThe secret number of the (.+?) is (.+?)\.\n")
+QUESTION = re.compile(rb"\nQ: What is the secret number of the (.+?)\? A: (.+?)\n")
+
+recalls = st.builds(
+    RecallConfig,
+    bytes_per_fact=st.sampled_from([320, 512, 700]),
+    distractors=st.sampled_from([0.0, 0.5]),
+    questions_together=st.integers(1, 4),
+    names=st.sampled_from(["words", "codes"]),
+    values=st.sampled_from(["digits", "letters", "hex"]),
+    value_length=st.integers(3, 9),
+    distance=st.sampled_from(["uniform", "log"]),
+    answer_weight=st.sampled_from([0.5, 1.0, 5.0]),
+)
+
+
+def as_bytes(tokens: np.ndarray) -> bytes:
+    return tokens.astype(np.uint8).tobytes()
+
+
+@settings(deadline=None, max_examples=60)
+@given(recall=recalls, length=st.integers(700, 4001), seed=st.integers(0, 2**64 - 1), sequence=st.integers(0, 10**6))
+def test_every_answer_stands_earlier_exactly_once(recall: RecallConfig, length: int, seed: int, sequence: int) -> None:
+    window = TEXT[: length + 1]
+    tokens, weights = planter(recall, length, seed)(window, sequence)
+    assert tokens.shape == weights.shape == (length + 1,) and tokens.dtype == np.int64 and weights.dtype == np.float32
+    said = as_bytes(tokens)
+    told, asked = list(STATEMENT.finditer(said)), list(QUESTION.finditer(said))
+    facts = max(1, length // recall.bytes_per_fact)
+    assert len(told) == len({m[1] for m in told}) == facts
+    assert len(asked) == len({m[1] for m in asked}) == max(1, round(facts * (1 - recall.distractors)))
+    by_name = {m[1]: m for m in told}
+    expected = np.ones(length + 1, np.float32)
+    for question in asked:
+        statement = by_name[question[1]]
+        assert statement[2] == question[2] and statement.end() <= question.start()
+        assert said.count(b"\nThe secret number of the " + question[1] + b" is ") == 1
+        expected[question.start(2) : question.end(2)] = recall.answer_weight
+    assert np.array_equal(weights, expected), "weights on the answers alone"
+    around = QUESTION.sub(b"", STATEMENT.sub(b"", said))
+    assert around == as_bytes(window)[: len(around)] and len(around) > 0, "the text around is unchanged and in order"
+
+
+def test_the_same_sequence_is_the_same_bytes_and_others_differ() -> None:
+    window, made = TEXT[:2049], {}
+    for seed in (0, 1):
+        for sequence in (0, 1):
+            tokens, _ = planter(RecallConfig(), 2048, seed)(window, sequence)
+            again, _ = planter(RecallConfig(), 2048, seed)(window, sequence)
+            assert np.array_equal(tokens, again)
+            made[seed, sequence] = as_bytes(tokens)
+    assert len(set(made.values())) == 4
+
+
+def test_batches_carry_weights_that_belong_to_their_targets() -> None:
+    store = TokenStore([TEXT.astype(np.uint8)])
+    data, train = DataConfig(source="recall"), TrainConfig(seq_len=1000, batch_size=3)
+    batches = StagedBatches(store, train, data)
+    inputs, targets, weights = batches.weighted(2)
+    assert weights is not None and weights.dtype == torch.float32 and weights.shape == targets.shape == (3, 1000)
+    for row, target in zip(weights, targets, strict=True):
+        answers = bytes(target[row == 5].tolist())
+        assert len(answers) == 7 and answers.isdigit()
+    assert torch.equal(inputs[:, 1:], targets[:, :-1]) and torch.equal(batches.batch(2)[1], targets)
+    _, part, part_weights = batches.weighted(2, 1, 2)
+    assert torch.equal(part, targets[1:]) and torch.equal(part_weights, weights[1:])
+    plain = Batches(store, 1000, 3, train.seed)
+    assert batches.positions(2) == plain.positions(2) and batches.hash(2) != plain.hash(2)
+    assert batches.hash(2) == StagedBatches(store, train, data).hash(2)
+
+
+def test_stages_plant_facts_of_their_own() -> None:
+    store = TokenStore([TEXT.astype(np.uint8)])
+    stage = {"steps": 2, "seq_len": 1000, "batch_size": 2, "lr": 1e-3}
+    batches = StagedBatches(store, TrainConfig.model_validate({"stages": [stage, stage]}), DataConfig(source="recall"))
+    names = [STATEMENT.findall(bytes(batches.batch(step)[0].flatten().tolist())) for step in range(4)]
+    assert len({str(found) for found in names}) == 4
+
+
+def test_the_distance_law() -> None:
+    def distances(law: str) -> np.ndarray:
+        plant = planter(RecallConfig(distance=law, bytes_per_fact=10**6), 4000, 3)
+        found = []
+        for sequence in range(400):
+            said = as_bytes(plant(TEXT[:4001], sequence)[0])
+            found.append(QUESTION.search(said).start() - STATEMENT.search(said).end())
+        return np.array(found)
+
+    near = {law: float((distances(law) < 100).mean()) for law in ("uniform", "log")}
+    assert near["uniform"] < 0.12 and 0.4 < near["log"] < 0.75, near
+
+
+@pytest.mark.parametrize("make", [needle, multi_key, multi_query])
+@pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
+def test_a_question_at_the_end_has_its_answer_at_the_depth_asked_for(make, depth: float) -> None:
+    recall, length = RecallConfig(values="hex", value_length=5), 3001
+    asked = make(length, depth, recall, np.random.default_rng(5), TEXT)
+    assert asked.tokens.shape == (length,) and asked.tokens.dtype == np.int64
+    said = as_bytes(asked.tokens)
+    assert asked.answers.shape == (4 if make is multi_query else 1, 5) and asked.answers[-1, -1] == length - 1
+    told = {m[1]: m for m in STATEMENT.finditer(said)}
+    assert len(told) == {needle: 1, multi_key: 1 + length // 512, multi_query: 4}[make]
+    for index, (question, places) in enumerate(zip(QUESTION.finditer(said + b"\n"), asked.answers, strict=True)):
+        statement = told[question[1]]
+        assert question[2] == as_bytes(asked.tokens[places]) == statement[2] and question.start(2) == places[0]
+        if index == 0:
+            others = sum(len(m[0]) for m in told.values() if m.start() < statement.start())
+            body = length - len(said) + said.index(b"\nQ: ") - sum(len(m[0]) for m in told.values())
+            assert statement.start() - others == int(depth * body)
+
+
+def test_names_are_distinct_and_run_out_with_a_word() -> None:
+    assert len(set(ADJECTIVES)) == len(set(NOUNS)) == 24
+    rng = np.random.default_rng(0)
+    assert len({fact.question for fact in draw_facts(576, RecallConfig(), rng)}) == 576
+
+
+def test_what_does_not_fit_is_refused(refuses) -> None:
+    rng = np.random.default_rng(0)
+    refuses(lambda: draw_facts(577, RecallConfig(), rng), "577 facts", "576 names", "data.names: codes")
+    refuses(lambda: planter(RecallConfig(bytes_per_fact=150), 2048, 0), "half has to stay text", "data.bytes_per_fact")
+    refuses(lambda: planter(RecallConfig(), 100, 0), "train.seq_len")
+    refuses(lambda: needle(60, 0.5, RecallConfig(), rng, TEXT), "do not fit")
+    refuses(lambda: needle(3000, 0.5, RecallConfig(), rng, TEXT[:2999]), "2999 bytes", "give more text")
+    refuses(lambda: check(DataConfig(source="recall", tokenizer="x.json")), "x.json")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"answer_weight": 3.0}, ["data.answer_weight", "not read by data.source = stdlib", "data.source: recall"]),
+        ({"source": "recall", "statement": "{name} {x}"}, ["holds name, x", "{name} and {value}"]),
+        ({"source": "recall", "question": "none"}, ["holds no field", "expected {name}"]),
+        ({"source": "recall", "question": "{"}, ["data.question", "brace"]),
+    ],
+)
+def test_settings_that_cannot_be_teach(data: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(**data)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_recall_reads_the_text_of_its_path_and_of_stdlib_without_one(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    assert check(DataConfig(source="recall", path=str(tmp_path)))["source"] == "local"
+    assert check(DataConfig(source="recall"))["source"] == "stdlib"

@@ -1,0 +1,196 @@
+"""The forward pass with changes: unchanged it is the model's; changed, it is what plain loops say."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import geometry, reference
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.evaluate import INTERVENTIONS, block_mass, choice_quality, forward, intervene
+from nsa_lab.evaluate import choices as made
+from nsa_lab.model import Block, NSATransformer, SparseAttention, rotary_table
+
+NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=11)
+LENGTH = 101
+
+
+def model_of(nsa: NSAConfig = NSA, **changes: object) -> NSATransformer:
+    sizes = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5, "nsa": nsa}
+    return NSATransformer(ModelConfig(**{**sizes, **changes}), seed=3, backend="torch").double().eval()
+
+
+def tokens_of(length: int = LENGTH, rows: int = 2) -> Tensor:
+    return torch.randint(256, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def drawn(length: int = LENGTH, groups: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, length, 4, 6, generator=generator, dtype=torch.float64)
+    return 3 * q, torch.randn(2, length, groups, 6, generator=generator, dtype=torch.float64)
+
+
+def mass_by_loops(q: Tensor, k: Tensor, nsa: NSAConfig) -> Tensor:
+    B, T, H, D = q.shape
+    G = k.shape[2]
+    mass = torch.zeros(B, T, G, -(-T // nsa.l_sel), dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            for head in range(H):
+                group = head // (H // G)
+                p = (k[b, : t + 1, group] @ q[b, t, head] * D**-0.5).softmax(0).tolist()
+                for s, share in enumerate(p):
+                    mass[b, t, group, s // nsa.l_sel] += share
+    return mass
+
+
+def oracle_by_loops(mass: Tensor, t: int, nsa: NSAConfig) -> list[int]:
+    own = t // nsa.l_sel
+    forced = {block for block in (0, own - 1, own) if block >= 0}
+    rest = sorted(
+        (block for block in range(own + 1) if block not in forced), key=lambda block: (-mass[block].item(), block)
+    )
+    return sorted(forced | set(rest[: nsa.n_sel - len(forced)]))
+
+
+@pytest.mark.parametrize("rows", [1, 1 << 25])
+def test_mass_and_oracle_are_those_of_plain_loops(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(made, "SCORES_AT_ONCE", 7 * 2 * 4 * 53 if rows == 1 else rows)
+    q, k = drawn(53)
+    expected = mass_by_loops(q, k, NSA)
+    found = block_mass(q, k, NSA)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.sum(-1), torch.full(found.shape[:3], 2.0), rtol=1e-5, atol=0)
+    blocks = made.oracle_blocks(q, k, NSA)
+    for b in range(2):
+        for t in range(53):
+            for g in range(2):
+                assert [j for j in blocks[b, t, g].tolist() if j >= 0] == oracle_by_loops(expected[b, t, g], t, NSA)
+
+
+def test_the_nearest_are_the_latest_and_the_first() -> None:
+    q, _ = drawn()
+    blocks = made.nearest_blocks(q, 2, NSA)
+    for t in range(LENGTH):
+        own = t // NSA.l_sel
+        assert [j for j in blocks[0, t, 1].tolist() if j >= 0] == sorted({0, *range(max(own - 2, 0), own + 1)})
+
+
+def test_random_blocks_are_legal_and_a_function_of_the_seed() -> None:
+    q, _ = drawn()
+    first, again, other = (made.random_blocks(q, 2, NSA, torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    t = torch.arange(LENGTH)
+    for blocks in (first, other):
+        chosen = torch.zeros(2, LENGTH, 2, geometry.num_selection(LENGTH, NSA) + 1, dtype=torch.long)
+        chosen.scatter_add_(
+            -1, torch.where(blocks < 0, chosen.shape[-1] - 1, blocks).long(), torch.ones_like(blocks).long()
+        )
+        chosen = chosen[..., :-1]
+        assert chosen.max() == 1 and not (chosen.bool() & ~geometry.candidate_blocks(t, 13, NSA)[:, None]).any()
+        wanted = geometry.forced_blocks(t, 13, NSA) & geometry.candidate_blocks(t, 13, NSA)
+        assert chosen.bool()[:, wanted.nonzero()[:, 0], :, wanted.nonzero()[:, 1]].all()
+        assert torch.equal(chosen.sum(-1), (t // NSA.l_sel + 1).clamp_max(NSA.n_sel)[None, :, None].expand(2, -1, 2))
+    free = first[:, 60:] != made.nearest_blocks(q, 2, NSA)[:, 60:]
+    assert free.any()
+
+
+def test_nothing_changed_is_the_model() -> None:
+    model, tokens = model_of(), tokens_of()
+    assert torch.equal(forward(model, tokens, INTERVENTIONS["chosen"]), model(tokens))
+
+
+def test_all_blocks_are_a_selection_of_all_of_them() -> None:
+    few, every = model_of(), model_of(NSA.model_copy(update={"n_sel": 13}))
+    every.load_state_dict(few.state_dict())
+    found = forward(few, tokens_of(), INTERVENTIONS["all"])
+    torch.testing.assert_close(found, every(tokens_of()), rtol=1e-9, atol=1e-9)
+    assert (found - few(tokens_of())).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", ["random", "nearest", "oracle", "no_cmp", "no_sel", "no_win"])
+def test_a_change_is_what_the_definition_gives_with_it(name: str) -> None:
+    """One layer, put together by hand from the definition's own functions."""
+    model, tokens, change = model_of(n_layers=1), tokens_of(), INTERVENTIONS[name]
+    block = cast(Block, model.blocks[0])
+    layer = cast(SparseAttention, block.attention)
+    x = model.embedding(tokens)
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = layer.project(
+        block.attention_norm(x), rotary_table(LENGTH, 6, 10000.0, tokens.device)
+    )
+    out_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, NSA)
+    blocks = {
+        "random": made.random_blocks(q, 2, NSA, torch.Generator().manual_seed(7)),
+        "nearest": made.nearest_blocks(q, 2, NSA),
+        "oracle": reference.choose(mass_by_loops(q, k_sel, NSA).float(), NSA),
+    }.get(name, reference.select_blocks(q, k_cmp, lse, NSA))
+    out_sel, _ = reference.selected_attention(q, k_sel, v_sel, blocks, NSA)
+    out_win, _ = reference.window_attention(q, k_win, v_win, NSA)
+    keep = [float(change.silent != branch) for branch in ("cmp", "sel", "win")]
+    mixed = sum(gates[..., i : i + 1] * out * keep[i] for i, out in enumerate((out_cmp, out_sel, out_win)))
+    x = x + layer.out(cast(Tensor, mixed).flatten(2))
+    expected = model.head(model.norm(x + block.mlp(block.mlp_norm(x))))
+    found = forward(model, tokens, change, seed=7)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert (found - model(tokens)).abs().max() > 1e-6
+
+
+def test_where_everything_is_read_the_choice_changes_nothing() -> None:
+    model, tokens = model_of(), tokens_of(NSA.n_sel * NSA.l_sel)
+    for name in ("random", "nearest", "oracle", "all"):
+        found = forward(model, tokens, INTERVENTIONS[name])
+        torch.testing.assert_close(found, model(tokens), rtol=1e-9, atol=1e-9)
+    assert choice_quality(model, tokens) is None
+
+
+def test_effects_are_differences_from_the_model_as_it_is() -> None:
+    model, tokens = model_of(), tokens_of(rows=3)
+    places = torch.tensor([[40, 41], [99, 100]]).expand(3, 2, 2)
+    tokens[0, 40:42] = model(tokens)[0, 39:41].argmax(-1)  # causal: the first of the two stays the likeliest
+    effects = intervene(model, tokens, places, sequences_at_once=2)
+    assert [effect.name for effect in effects] == list(INTERVENTIONS)
+    logits = model(tokens[:, :-1])
+    losses = torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
+    answers = torch.zeros_like(losses, dtype=torch.bool)
+    answers[:, [39, 40, 98, 99]] = True
+    right = (logits.argmax(-1) == tokens[:, 1:])[:, [39, 40, 98, 99]].view(3, 2, 2).all(-1)
+    base = effects[0]
+    assert base.loss == pytest.approx(losses[~answers].mean().item(), rel=1e-5)
+    assert base.answer_loss == pytest.approx(losses[answers].mean().item(), rel=1e-5)
+    assert base.accuracy == pytest.approx(right.float().mean().item())
+    assert (base.d_loss, base.d_answer_loss, base.d_accuracy) == (0.0, 0.0, 0.0)
+    for effect in effects[1:]:
+        assert effect.d_loss == effect.loss - base.loss and effect.d_answer_loss == effect.answer_loss - base.answer_loss
+
+
+def test_quality_is_the_share_of_the_oracles_mass() -> None:
+    model, tokens = model_of(n_layers=1), tokens_of(rows=1)
+    quality = choice_quality(model, tokens, seed=2)
+    assert quality is not None
+    block = cast(Block, model.blocks[0])
+    layer = cast(SparseAttention, block.attention)
+    x, rotary = model.embedding(tokens), rotary_table(LENGTH, 6, 10000.0, tokens.device)
+    inputs = layer.project(block.attention_norm(x), rotary)
+    mass = mass_by_loops(inputs[0], inputs[3], NSA)[0]
+    _, lse = reference.compressed_attention(*inputs[:3], NSA)
+    own = reference.select_blocks(inputs[0], inputs[1], lse, NSA)[0]
+    caught = best = forced = 0.0
+    for t in range(NSA.n_sel * NSA.l_sel, LENGTH):
+        for g in range(2):
+            caught += sum(mass[t, g, j].item() for j in own[t, g].tolist())
+            best += sum(mass[t, g, j].item() for j in oracle_by_loops(mass[t, g], t, NSA))
+            forced += sum(mass[t, g, j].item() for j in {0, t // NSA.l_sel - 1, t // NSA.l_sel})
+    assert quality["chosen"] == [pytest.approx(caught / best, rel=1e-4)]
+    assert quality["chosen_free"] == [pytest.approx((caught - forced) / (best - forced), rel=1e-4)]
+    assert all(0 <= quality[name][0] <= 1 + 1e-6 for name in quality)
+
+
+def test_a_dense_model_is_refused() -> None:
+    model = model_of(attention="dense")
+    with pytest.raises(ValueError, match=r"model\.attention: nsa"):
+        forward(model, tokens_of(), INTERVENTIONS["chosen"])
+    with pytest.raises(ValueError, match=r"model\.attention: nsa"):
+        choice_quality(model, tokens_of())

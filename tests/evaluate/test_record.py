@@ -1,0 +1,172 @@
+"""The evaluation of a run: one file that says what it was made from, and is shown in the report."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from nsa_lab import cli, figures
+from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.data import prepare
+from nsa_lab.evaluate import INTERVENTIONS, evaluate_run
+from nsa_lab.report import write_report
+from nsa_lab.runs import events, launch
+from nsa_lab.runs.evaluation import EVALUATION, read_evaluation, write_evaluation
+from nsa_lab.train.attempt import run
+from nsa_lab.train.parts import Builders
+
+DATA: dict[str, Any] = {"source": "recall", "val_fraction": 0.4, "bytes_per_fact": 400, "value_length": 4}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, where runs are made and shards kept."""
+    folder, dice = tmp_path_factory.mktemp("evaluated"), random.Random(3)
+    (folder / "texts").mkdir()
+    for number in range(40):
+        words = (dice.choice(["sun", "rain", "wind", "and", "the", "falls", "blows"]) for _ in range(300))
+        (folder / "texts" / f"{number}.txt").write_text(" ".join(words))
+    return folder
+
+
+def trained(place: Path, **model: Any) -> Path:
+    config = RunConfig.from_dict(
+        {
+            "name": "asked",
+            "model": {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4, **model},
+            "nsa": {"l": 8, "d": 4, "l_sel": 16, "n_sel": 8, "w": 16},
+            "runtime": {"device": "cpu"},
+            "data": {**DATA, "path": str(place / "texts")},
+            "train": {
+                "stages": [
+                    {"steps": 2, "seq_len": 260, "batch_size": 2, "lr": 1e-3},
+                    {"steps": 1, "seq_len": 330, "batch_size": 1, "lr": 1e-3},
+                ],
+                "log_every": 1,
+                "eval_every": 0,
+                "save_every": 2,
+            },
+        }
+    )
+    run_dir = launch.create_run(config, place / "outputs")
+    assert run(run_dir, builders=Builders(data=lambda *given: prepare(*given, cache=place / "shards"))) == 0
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(place: Path) -> Path:
+    return trained(place)
+
+
+@pytest.fixture(scope="module")
+def evaluation(run_dir: Path, place: Path) -> dict[str, Any]:
+    return evaluated(run_dir, place)
+
+
+def evaluated(run_dir: Path, place: Path, **settings: Any) -> dict[str, Any]:
+    return evaluate_run(
+        run_dir,
+        depths=(0.0, 0.6),
+        per_depth=1,
+        windows=3,
+        intervened=2,
+        device="cpu",
+        builder=lambda *given: prepare(*given, cache=place / "shards"),
+        **settings,
+    )
+
+
+def test_text_and_answers_of_training_are_told_apart(run_dir: Path) -> None:
+    for step in events.steps(events.read_events(run_dir)):
+        text, marked = step["bpb"] * 0.6931471805599453, step["marked_loss"]
+        # Per sequence of 260 or 330 tokens one answer of four, which weigh 5.
+        length = 260 if step["step"] <= 2 else 330
+        weighted = (text * (length - 4) + 5 * marked * 4) / (length - 4 + 20)
+        assert step["loss"] == pytest.approx(weighted, rel=2e-3)
+
+
+def test_the_file_says_what_was_asked_and_of_what(evaluation: dict[str, Any], run_dir: Path) -> None:
+    assert read_evaluation(run_dir) == json.loads(json.dumps(evaluation))
+    assert (evaluation["run"], evaluation["step"], evaluation["seed"]) == (run_dir.name, 3, 0)
+    assert evaluation["recall"]["value_length"] == 4 and evaluation["device"] == "cpu" and evaluation["code"]
+    lengths = {cell["length"] for cell in evaluation["retrieval"]}
+    assert lengths == {260, 330, 660}
+    assert len([c for c in evaluation["retrieval"] if c["task"] == "needle"]) == 3 * 2
+    assert all(cell["sequences"] == 1 for cell in evaluation["retrieval"])
+    assert {(row["task"], row["length"]) for row in evaluation["not_asked"]} <= {("multi_query", n) for n in (260, 330)}
+    assert evaluation["positions"]["windows"] == 3 and len(evaluation["positions"]["octaves"]) == 2
+    for part in evaluation["selection"]:
+        assert [effect["name"] for effect in part["interventions"]] == list(INTERVENTIONS)
+        assert len(part["quality"]["chosen"]) == 1
+
+
+def test_the_same_again_but_for_the_clock_and_another_checkpoint_differs(
+    evaluation: dict[str, Any], run_dir: Path, place: Path
+) -> None:
+    again = evaluated(run_dir, place)
+    assert {**again, "seconds": 0} == {**evaluation, "seconds": 0}
+    earlier = evaluated(run_dir, place, step=2, lengths=[450])
+    assert earlier["step"] == 2 and {cell["length"] for cell in earlier["retrieval"]} == {450}
+    assert earlier["positions"] != evaluation["positions"]
+    write_evaluation(run_dir, evaluation)
+
+
+def test_where_all_blocks_are_read_nothing_is_judged(run_dir: Path, place: Path, evaluation: dict[str, Any]) -> None:
+    (part,) = evaluated(run_dir, place, lengths=[120])["selection"]
+    assert part["interventions"] == [] and part["why_not"]
+    write_evaluation(run_dir, evaluation)
+
+
+def test_the_report_shows_it(evaluation: dict[str, Any], run_dir: Path) -> None:
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    section = page[page.index("What it finds in long texts") :]
+    assert len(re.findall(r'<img [^>]*class="overview"', section)) == 2 and f"Facts found by {run_dir.name}" in section
+    assert re.search(r"<td>660</td><td>oracle</td><td>\d+%</td>", section)
+
+
+def test_a_run_without_an_evaluation_shows_none_and_another_version_is_not_read(run_dir: Path, tmp_path: Path) -> None:
+    assert read_evaluation(tmp_path) is None
+    (tmp_path / EVALUATION).write_text('{"v": 99}')
+    assert read_evaluation(tmp_path) is None
+
+
+def test_the_map_has_a_cell_for_each_length_and_depth(evaluation: dict[str, Any]) -> None:
+    figure = figures.retrieval_map(evaluation)
+    maps = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in maps][:2] == ["needle", "needle among other facts"]
+    assert maps[0].images[0].get_array().shape == (2, 3) and len(maps[0].texts) == 6
+    empty = figures.retrieval_map({**evaluation, "retrieval": []})
+    assert "no task fits" in empty.axes[0].texts[0].get_text()
+
+
+def test_a_dense_run_is_asked_and_has_no_selection(place: Path) -> None:
+    found = evaluated(trained(place, attention="dense"), place, lengths=[260])
+    assert found["selection"] == [] and found["attention"] == "dense" and found["retrieval"]
+
+
+def test_the_command_writes_the_file(run_dir: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nsa_lab.evaluate
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(nsa_lab.evaluate, "evaluate_run", lambda folder, **settings: asked.update(settings, run=folder))
+    arguments = ["evaluate", run_dir.name, "--outputs", str(place / "outputs"), "--length", "256", "--seed", "4"]
+    told = CliRunner().invoke(cli.app, arguments)
+    assert told.exit_code == 0 and told.output.strip().endswith(EVALUATION)
+    assert (asked["run"], asked["lengths"], asked["seed"], asked["per_depth"]) == (run_dir, [256], 4, 20)
+
+
+def test_only_bytes_can_be_asked_for(run_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / run_dir.name
+    copy.mkdir()
+    text = (run_dir / "config.yaml").read_text().replace("tokenizer: byte", "tokenizer: other.json")
+    (copy / "config.yaml").write_text(text)
+    (copy / "status.json").write_text((run_dir / "status.json").read_text())
+    (copy / "events.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: byte"):
+        evaluate_run(copy)

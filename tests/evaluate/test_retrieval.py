@@ -1,0 +1,117 @@
+"""Counting answers: what is right, what is not, and that everyone is asked the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_lab.config import ModelConfig, NSAConfig, RecallConfig
+from nsa_lab.data import DataError, TokenStore
+from nsa_lab.data.recall import Asked, multi_query
+from nsa_lab.evaluate import loss_by_position, retrieval
+from nsa_lab.evaluate.answers import generated, stacked, teacher_forced
+from nsa_lab.evaluate.positions import octaves
+from nsa_lab.evaluate.retrieval import fits, needles
+from nsa_lab.model import NSATransformer
+
+TEXT = np.random.default_rng(0).integers(0x80, 0xFF, 5000)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> NSATransformer:
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=11)
+    return NSATransformer(ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, nsa=nsa), seed=1).eval()
+
+
+def answered(rows: list[Asked], wrong: set[tuple[int, int, int]] = frozenset()) -> tuple[Tensor, Tensor, Tensor]:
+    """What a model says that knows all tokens but those at (row, answer, place)."""
+    tokens, places = stacked(rows, CPU)
+    said = tokens.clone()
+    for row, answer, place in wrong:
+        said[row, places[row, answer, place]] += 1
+    return teacher_forced(lambda rows: 10.0 * torch.nn.functional.one_hot(said[:, 1:], 256), tokens, places)
+
+
+def test_an_answer_counts_when_all_its_tokens_are_the_likeliest() -> None:
+    rows = [multi_query(901, 0.3, RecallConfig(), np.random.default_rng(n), TEXT) for n in range(3)]
+    right, losses, text = answered(rows, {(1, 2, 0), (2, 3, 6), (2, 3, 5)})
+    assert right.shape == losses.shape == (3, 4, 7)
+    assert right.all(-1).tolist() == [[True] * 4, [True, True, False, True], [True, True, True, False]]
+    knows, fails = -torch.tensor([10.0, 0.0]) + np.log(np.exp(10.0) + 255)
+    torch.testing.assert_close(losses[1, 2], torch.tensor([fails, *[knows] * 6]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(text, knows.expand(3), rtol=1e-3, atol=1e-6)
+
+
+def test_text_loss_leaves_the_answers_out(model: NSATransformer) -> None:
+    rows = [multi_query(901, 0.3, RecallConfig(), np.random.default_rng(4), TEXT)]
+    tokens, places = stacked(rows, CPU)
+    _, losses, text = teacher_forced(model, tokens, places)
+    every = torch.nn.functional.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
+    assert (text * (900 - 28) + losses.sum()).item() == pytest.approx(every.sum().item(), rel=1e-5)
+
+
+def test_what_the_model_writes_is_compared_with_the_whole_answer(model: NSATransformer) -> None:
+    (row,) = needles(300, 1, RecallConfig(), 0, TEXT)
+    assert generated(model, [row]) == [False]
+    tokens = row.tokens.copy()
+    for place in row.answers[0]:
+        tokens[place] = model(torch.from_numpy(tokens[None, :place]))[0, -1].argmax().item()
+    own = Asked(tokens, row.answers)
+    assert generated(model, [own]) == [True]
+    assert teacher_forced(model, *stacked([own], CPU))[0].all()
+    tokens[row.answers[0, -1]] += 1
+    assert generated(model, [own]) == [False]
+
+
+def test_everyone_is_asked_the_same(model: NSATransformer) -> None:
+    settings = {"per_depth": 3, "recall": RecallConfig(value_length=3), "seed": 5}
+    cells = list(retrieval(model, TEXT, [700, 611], depths=(0.0, 0.5), **settings))
+    assert [(c.task, c.length, c.depth) for c in cells] == [
+        (task, length, depth)
+        for task in ("needle", "multi_key", "multi_query")
+        for length in (700, 611)
+        for depth in (0.0, 0.5)
+    ]
+    for cell in cells:
+        questions = 4 if cell.task == "multi_query" else 1
+        assert (cell.sequences, cell.answers, cell.tokens) == (3, 3 * questions, 9 * questions)
+        assert (cell.written, cell.written_right, cell.right) == (questions, 0, 0) and cell.tokens_right < cell.tokens
+    (alone,) = retrieval(model, TEXT, [611], tasks=["multi_key"], depths=(0.5,), tokens_at_once=1, **settings)
+    (same,) = [c for c in cells if (c.task, c.length, c.depth) == ("multi_key", 611, 0.5)]
+    assert alone.loss == pytest.approx(same.loss, rel=1e-6) and alone.tokens_right == same.tokens_right
+    (other,) = retrieval(model, TEXT, [611], tasks=["multi_key"], depths=(0.5,), **{**settings, "seed": 6})
+    assert other.loss != alone.loss
+
+
+def test_what_does_not_fit_says_so(model: NSATransformer) -> None:
+    assert fits("needle", 300, RecallConfig(), TEXT) is None
+    assert "do not fit" in (fits("multi_query", 300, RecallConfig(), TEXT) or "")
+    assert "give more text" in (fits("needle", 5001, RecallConfig(), TEXT) or "")
+    with pytest.raises(DataError, match="do not fit"):
+        list(retrieval(model, TEXT, [300], tasks=["multi_query"]))
+
+
+def test_needles_stand_at_all_depths() -> None:
+    rows = needles(900, 10, RecallConfig(), 0, TEXT)
+    begins = [bytes(row.tokens.astype(np.uint8)).index(b"\nThe secret") for row in rows]
+    assert begins == sorted(begins) and begins[0] == 0 and begins[-1] > 600
+
+
+def test_octaves_cover_every_position_once() -> None:
+    assert octaves(100) == [(0, 100)] and octaves(256) == [(0, 256)]
+    assert octaves(1500) == [(0, 256), (256, 512), (512, 1024), (1024, 1500)]
+
+
+def test_loss_by_position_is_that_of_the_windows(model: NSATransformer) -> None:
+    store = TokenStore([TEXT.astype(np.uint8)])
+    found = loss_by_position(model, store, 300, windows=4)
+    assert [(o.first, o.last, o.tokens) for o in found] == [(0, 256, 1024), (256, 300, 176)]
+    starts = [window * 16 // 4 * 300 for window in range(4)]
+    rows = torch.from_numpy(np.stack([TEXT[start : start + 301] for start in starts]))
+    losses = torch.nn.functional.cross_entropy(model(rows[:, :-1]).mT, rows[:, 1:], reduction="none").double()
+    late = losses[:, 256:].mean(1)
+    assert found[1].loss == pytest.approx(late.mean().item(), rel=1e-6)
+    assert found[1].error == pytest.approx((late.std() / 2).item(), rel=1e-4)

@@ -1,0 +1,62 @@
+"""Verdicts on runs of several stages: like is compared with like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_lab.config import RunConfig, StageConfig
+from nsa_lab.health.run import expected_learning_rate, generalises, loss_kept, throughput
+from nsa_lab.health.verdict import LIMITS
+from nsa_lab.runs.history import History
+from nsa_lab.train.schedule import learning_rate
+
+STAGES: list[dict[str, Any]] = [
+    {"steps": 24, "seq_len": 64, "batch_size": 8, "lr": 1e-3, "warmup_steps": 5},
+    {"steps": 16, "seq_len": 512, "batch_size": 1, "lr": 5e-4, "warmup_steps": 3, "min_lr": 1e-5},
+]
+
+
+def history(pace: list[float], train_bpb: list[float], held_out: dict[int, float], **train: Any) -> History:
+    """Forty steps that took what `pace` (tokens per second) says, and some evaluations."""
+    config = RunConfig.from_dict({"train": train or {"stages": STAGES}})
+    steps = [
+        {"kind": "step", "attempt": 1, "step": n, "dt_s": 512 / pace[n - 1], "bpb": train_bpb[n - 1]} for n in range(1, 41)
+    ]
+    evaluations = [{"kind": "eval", "attempt": 1, "step": n, "bpb": bpb} for n, bpb in held_out.items()]
+    return History(Path(), config, {}, {}, [*steps, *evaluations], steps, evaluations)
+
+
+ONE_STAGE = {"steps": 40, "seq_len": 64, "batch_size": 8}
+FLAT = [2.0] * 40
+
+
+def test_a_stage_is_as_fast_as_itself() -> None:
+    slower = [200.0] * 24 + [60.0] * 16
+    told = throughput(history(slower, FLAT, {}), LIMITS)
+    assert told.ok and "200, then 60 tokens/s" in told.text
+    assert throughput(history(slower, FLAT, {}, **ONE_STAGE), LIMITS).ok is False
+    stumbling = [*slower[:28], *[20.0] * 6, *slower[34:]]
+    assert throughput(history(stumbling, FLAT, {}), LIMITS).ok is False
+
+
+def test_losses_are_compared_at_one_length() -> None:
+    # Longer texts are harder for this model: what it kept is judged among evaluations of that length.
+    held_out = {0: 8.0, 10: 2.0, 20: 1.5, 30: 2.2, 35: 2.1, 40: 2.0}
+    train = [1.5] * 24 + [2.0] * 16
+    assert loss_kept(history(FLAT, train, held_out), LIMITS).ok
+    assert loss_kept(history(FLAT, train, held_out, **ONE_STAGE), LIMITS).ok is False
+    assert loss_kept(history(FLAT, train, {**held_out, 40: 3.0}), LIMITS).ok is False
+    assert loss_kept(history(FLAT, train, {0: 8.0, 20: 1.5, 40: 2.0}), LIMITS).ok is None
+    assert generalises(history(FLAT, train, held_out), LIMITS).ok
+    assert generalises(history(FLAT, train, {**held_out, 40: 3.0}), LIMITS).ok is False
+
+
+def test_the_rate_that_health_expects_is_the_schedules() -> None:
+    train = RunConfig.from_dict({"train": {"stages": [*STAGES, {**STAGES[0], "lr_schedule": "constant"}]}}).train
+    assert [expected_learning_rate(step, train) for step in range(1, 61)] == pytest.approx(
+        [learning_rate(step, train) for step in range(1, 61)], rel=1e-12
+    )
+    assert isinstance(train.plan[2], StageConfig)

@@ -1,0 +1,211 @@
+"""Runs of several stages: what each step takes, what is recorded, and that a resumed run is the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nsa_lab.config import RunConfig, StageConfig, TrainConfig
+from nsa_lab.data import Batches, StagedBatches
+from nsa_lab.health import examine
+from nsa_lab.runs import directory, events
+from nsa_lab.runs.history import facts
+from nsa_lab.train.plan import flops_per_token, plan, shape_of
+from nsa_lab.train.schedule import learning_rate
+
+Make, Train = Callable[..., Path], Callable[..., int]
+
+STAGES: list[dict[str, Any]] = [
+    {"steps": 4, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2, "warmup_steps": 2},
+    {"steps": 3, "seq_len": 48, "batch_size": 1, "lr": 5e-3, "lr_schedule": "constant"},
+    {"steps": 5, "seq_len": 77, "batch_size": 2, "micro_batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
+]
+TOKENS = [4 * 32] * 4 + [48] * 3 + [2 * 77] * 5
+
+
+@pytest.fixture
+def staged(tiny: Callable[..., RunConfig]) -> Callable[..., dict[str, Any]]:
+    """Changes that make the tiny run one of three stages."""
+
+    def sections(**changes: Any) -> dict[str, Any]:
+        kept = {k: v for k, v in tiny().to_dict()["train"].items() if k not in StageConfig.model_fields}
+        return {"train": {**kept, "stages": STAGES, "spike_sigma": 50.0, **changes}}
+
+    return sections
+
+
+@pytest.fixture
+def new_staged_run(tiny: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], tmp_path: Path) -> Make:
+    from nsa_lab.runs import launch
+
+    def make(**changes: Any) -> Path:
+        return launch.create_run(RunConfig.from_dict({**tiny().to_dict(), **staged(**changes)}), tmp_path / "outputs")
+
+    return make
+
+
+def told(run_dir: Path) -> list[tuple[Any, ...]]:
+    record = events.read_events(run_dir)
+    return [(e["step"], e["tokens"], e["loss"], e["lr"], e["grad_norm"]) for e in events.steps(record)]
+
+
+def weights(run_dir: Path, step: int = 12) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / f"checkpoints/step-{step:08d}/model.safetensors")
+
+
+def test_steps_tokens_and_rates_are_those_of_the_whole_run() -> None:
+    train = TrainConfig(stages=[StageConfig(**stage) for stage in STAGES])
+    assert (train.steps, train.tokens, train.first_steps) == (12, sum(TOKENS), [1, 5, 8])
+    assert [train.tokens_by(step) for step in range(13)] == [sum(TOKENS[:step]) for step in range(13)]
+    assert [train.at(step) for step in (0, 1, 4, 5, 7, 8, 12)] == [(0, 0), (0, 1), (0, 4), (1, 1), (1, 3), (2, 1), (2, 5)]
+    assert train.longest.seq_len == 77
+    with pytest.raises(ValueError, match=r"outside 0\.\.12"):
+        train.at(13)
+    alone = [learning_rate(n, TrainConfig(**stage)) for stage in STAGES for n in range(1, stage["steps"] + 1)]
+    assert [learning_rate(step, train) for step in range(1, 13)] == alone
+    assert alone[1] == 1e-2 and alone[4:7] == [5e-3] * 3 and alone[7] == 3e-3 and alone[11] == pytest.approx(1e-3)
+
+
+def test_without_stages_the_section_is_the_one_stage() -> None:
+    train = TrainConfig(steps=9, seq_len=64)
+    assert train.plan == (train,) and train.first_steps == [1] and train.tokens == 9 * train.tokens_per_step
+    assert "stages" not in RunConfig(train=train).to_dict()["train"]
+
+
+def test_a_staged_configuration_survives_its_file(tmp_path: Path, staged: Callable[..., dict[str, Any]]) -> None:
+    config = RunConfig.from_dict(staged())
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    again = RunConfig.from_yaml(tmp_path / "again.yaml")
+    assert again.train == config.train and again.hash() == config.hash()
+    assert again.hash() != RunConfig.from_dict(staged(stages=STAGES[:2])).hash()
+
+
+def test_batches_of_a_stage_are_its_own(tiny: Callable[..., RunConfig], builders: Any) -> None:
+    data = tiny().data
+    tokens = builders.data(data, 256, 77, None).train
+    train = TrainConfig(stages=[StageConfig(**stage) for stage in STAGES])
+    batches = StagedBatches(tokens, train, data)
+    first = Batches(tokens, 32, 4, train.seed)
+    for step in range(4):
+        assert torch.equal(batches.batch(step)[0], first.batch(step)[0])
+        assert batches.hash(step) == first.hash(step) and batches.positions(step) == first.positions(step)
+    assert [batches.batch(step)[0].numel() for step in range(14)] == [*TOKENS, TOKENS[-1], TOKENS[-1]]
+    assert batches.weighted(5)[2] is None
+    alike = StagedBatches(tokens, TrainConfig(stages=[StageConfig(**STAGES[0])] * 2), data)
+    assert not torch.equal(alike.batch(0)[0], alike.batch(4)[0]), "a stage does not begin with the texts of the one before"
+    for step in (-1, -5):
+        with pytest.raises(ValueError, match="a step is 0 or more"):
+            batches.batch(step)
+
+
+def test_the_record_speaks_of_the_whole_run(new_staged_run: Make, train: Train) -> None:
+    run_dir = new_staged_run()
+    assert train(run_dir) == 0
+    assert directory.read_status(run_dir)["tokens"] == sum(TOKENS)
+    config = RunConfig.from_yaml(run_dir / "config.yaml")
+    record = events.read_events(run_dir)
+    assert [(e["step"], e["tokens"]) for e in events.steps(record)] == [(n, sum(TOKENS[:n])) for n in range(1, 13)]
+    assert [e["lr"] for e in events.steps(record)] == [learning_rate(n, config.train) for n in range(1, 13)]
+    assert [(e["step"], e["seq_len"]) for e in events.evaluations(record)] == [(0, 32), (6, 48), (12, 77)]
+    assert facts(run_dir).tokens == sum(TOKENS) and facts(run_dir).steps == 12
+    named = {verdict.name: verdict for verdict in examine(run_dir).verdicts}
+    for name in ("finished", "every step once", "learning rate", "checkpoints", "preflight"):
+        assert named[name].ok, named[name].text
+
+
+def test_the_first_step_of_a_stage_is_logged(new_staged_run: Make, train: Train) -> None:
+    run_dir = new_staged_run(log_every=100, stats_every=100)
+    assert train(run_dir) == 0
+    assert [row[0] for row in told(run_dir)] == [1, 5, 8, 12]
+
+
+@pytest.mark.parametrize("cut", [3, 4, 5, 9])
+def test_a_run_that_goes_on_inside_or_between_stages_is_the_same_run(
+    new_staged_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    whole, parted = new_staged_run(save_every=1), new_staged_run(save_every=1)
+    assert train(whole) == 0
+
+    from nsa_lab.train.trainer import Trainer
+
+    class Killed(BaseException):
+        pass
+
+    after = Trainer._after
+
+    def die(self: Trainer, step: int, inputs: torch.Tensor) -> None:
+        after(self, step, inputs)
+        if step == cut:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Trainer, "_after", die)
+        train(parted)
+    assert train(parted) == 0
+    assert told(parted) == told(whole)
+    ours, theirs = weights(parted), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_stages_are_part_of_the_trajectory_and_their_grouping_is_not(
+    new_staged_run: Make, train: Train, tiny: Callable[..., RunConfig]
+) -> None:
+    run_dir = new_staged_run()
+    assert train(run_dir) == 0
+    path = run_dir / "config.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("micro_batch_size: 1", "micro_batch_size: 2"))
+    assert train(run_dir) == 0
+    path.write_text(text.replace("seq_len: 77", "seq_len: 78"))
+    assert train(run_dir) == 2
+    assert "train.stages" in directory.read_status(run_dir)["reason"]
+
+
+def test_a_checkpoint_from_before_there_were_stages_is_gone_on_from(new_run: Make, train: Train) -> None:
+    run_dir = new_run()
+    assert train(run_dir) == 0
+    state = json.loads((run_dir / "checkpoints/step-00000012/state.json").read_text())
+    assert "train.stages" not in state["trajectory"] and not [key for key in state["trajectory"] if "recall" in key]
+    assert train(run_dir) == 0
+
+
+def test_the_plan_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> None:
+    config = RunConfig.from_dict(staged())
+    planned = plan(config)
+    assert planned.tokens == sum(TOKENS) and planned.stages == ((4, 128), (3, 48), (5, 154))
+    assert "4 of 128 tokens, then 3 of 48 tokens, then 5 of 154 tokens" in str(planned)
+    model = shape_of(config.model)
+    mean = sum(model.flops_per_token(s["seq_len"])["nsa"] * n for s, n in zip(STAGES, (512, 144, 770), strict=True)) / 1426
+    assert flops_per_token(model, config.train)["nsa"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"stages": STAGES, "seq_len": 64}, ["train.stages beside train.seq_len", "move the keys"]),
+        ({"stages": STAGES, "steps": 12, "lr": 1.0}, ["train.lr, train.steps"]),
+        ({"stages": [{"steps": 3, "lr": 1e-3}]}, ["train.stages.0 has no seq_len, batch_size"]),
+        ({"stages": [STAGES[0], {**STAGES[1], "warmup_steps": 7}]}, ["train.stages.1.warmup_steps = 7", "at most 2"]),
+        ({"stages": [{**STAGES[0], "seq_length": 3}]}, ["train.stages.0.seq_length = 3", "seq_len"]),
+        ({"stages": 5}, ["train.stages = 5"]),
+    ],
+)
+def test_stages_that_cannot_be_teach(train: dict[str, Any], words: list[str]) -> None:
+    from nsa_lab.config import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_dict({"train": train})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_graph_replays_one_shape_only() -> None:
+    from nsa_lab.config import ConfigError
+
+    with pytest.raises(ConfigError, match=r"train\.stages has 3; set it to false"):
+        RunConfig.from_dict({"train": {"stages": STAGES}, "runtime": {"cuda_graph": True}})
