@@ -4,7 +4,8 @@
 
 Needs one CUDA device with about 40 GB. CORPUS holds train-*.parquet, validation-*.parquet and long-*.parquet with a column
 `text`. Everything random is a function of the seed in ARGS. Writes NAME.json: arguments, speed, curve, needle accuracy by
-length and depth, the same under interventions, and bits per byte of `long` in windows of 32 768.
+length and depth, the same under interventions, and bits per byte of `long` in windows of 32 768. It is written for the
+library as it was at commit e5ad06b: check that out beside this one, and put it on PYTHONPATH.
 
 ARGS: kind (nsa, dense), seed, phases (run only the first ones), and the factors that the table varies:
 conv     width of a causal depthwise convolution of the keys before rotation, k + SiLU(conv k)
@@ -12,11 +13,14 @@ canon    width of the same, linear, over the inputs of attention and MLP of ever
 share    "all": one K and V for the three branches
 start    width of a linear causal depthwise convolution of the keys that starts as a shift by one in the first group, where
          half of the heads start with the weights of the keys as their query weights: matching heads from step 0
+shift    true: `start` without a convolution: the first group's keys are those of the token before, and stay so
 rotated  share of a head's width that rotary embedding turns
 cmp_keys "selected": the compressed keys are made from the selected branch's keys
 oracle   weight of a loss that teaches the compressed keys where the selected branch would look if it read everything: on
          64 random queries per sequence, cross-entropy of the importances against the selected branch's own attention
          mass over all blocks but the forced ones, with everything but the compressed keys' own weights held fixed
+oracle_trunk  true: that loss also moves what lies before the compressed keys, and the queries; the target stays fixed
+n_sel    blocks that a query reads
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ from nsa_lab.config import ModelConfig, NSAConfig
 ARGS, NAME = json.loads(os.environ["ARGS"]), os.environ["NAME"]
 CORPUS, OUT = Path(sys.argv[1]), Path(os.environ.get("OUT", "."))
 PLAN = [(2048, 32, 1e-3, 393), (8192, 8, 7e-4, 523), (32768, 2, 4e-4, 508)]  # length, sequences, peak rate, steps
+if "STEPS" in os.environ:
+    PLAN = [(*p[:3], int(n)) for p, n in zip(PLAN, os.environ["STEPS"].split(","), strict=False)]
 BYTES_PER_FACT, ANSWER_WEIGHT, WARMUP = 512, 5, 100
 ADJECTIVES = """
 amber brass coral dusty ebony frost golden hazel ivory jade khaki lilac maroon navy olive pearl quartz ruby
@@ -158,7 +164,17 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 def keys_of(attention: nn.Module, keys: Tensor) -> Tensor:
     if "conv" in ARGS:
         return keys + F.silu(attention.lags(keys))
+    if ARGS.get("shift"):
+        return shifted(keys, attention)
     return attention.lags(keys) if "start" in ARGS else keys
+
+
+def shifted(keys: Tensor, attention: nn.Module) -> Tensor:
+    """The first group's keys one position late, in every branch: keys [B, T, n * G * D]."""
+    c = attention.config
+    k = keys.unflatten(-1, (-1, c.n_kv_groups, c.d_k))
+    late = F.pad(k[:, :-1, :, :1], (0, 0, 0, 0, 0, 0, 1, 0))
+    return torch.cat([late, k[:, :, :, 1:]], 3).flatten(2)
 
 
 class Sparse(library.NSAttention):
@@ -173,16 +189,22 @@ class Sparse(library.NSAttention):
         if ARGS.get("cmp_keys") == "selected":
             k_cmp = k_sel
         gates = self.gates(x).to(q.dtype)
+        k_cmp, v_cmp = compress(k_cmp, c.nsa), compress(v_cmp, c.nsa)
         if "oracle" in ARGS and self.training:
-            self.taught = oracle_loss(q.detach(), self.compressed_keys(x.detach(), rotary), k_sel.detach(), c.nsa)
-        return q, compress(k_cmp, c.nsa), compress(v_cmp, c.nsa), k_sel, v_sel, k_win, v_win, gates
+            if ARGS.get("oracle_trunk"):
+                self.taught = oracle_loss(q, k_cmp, k_sel.detach(), c.nsa)
+            else:
+                self.taught = oracle_loss(q.detach(), self.compressed_keys(x.detach(), rotary), k_sel.detach(), c.nsa)
+        return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
 
     def compressed_keys(self, x, rotary):
         """The compressed branch's keys again, from an input that passes no gradient on."""
         c = self.config
         first, width = c.n_heads * c.d_k, c.n_kv_groups * c.d_k
         keys = F.linear(x, self.qkv.weight[first : first + width].to(x.dtype))
-        if "start" in ARGS:
+        if ARGS.get("shift"):
+            keys = shifted(keys, self)
+        elif "start" in ARGS:
             keys = lagged(keys, self.lags.weight[:, :width])
         return compress(rotate(keys.unflatten(-1, (c.n_kv_groups, c.d_k)), rotary), c.nsa)
 
@@ -256,9 +278,10 @@ def start_as_matching(attention: nn.Module, n: int, width: int) -> None:
     """The first group's keys are of the token before; half of its heads ask with the keys' own weights."""
     c = attention.config
     G, d, h = c.n_kv_groups, c.d_k, c.heads_per_group
-    weight = torch.zeros(width, n, G, d)
-    weight[1, :, 0], weight[0, :, 1:] = 1, 1
-    attention.lags.weight.copy_(weight.flatten(1))
+    if width:
+        weight = torch.zeros(width, n, G, d)
+        weight[1, :, 0], weight[0, :, 1:] = 1, 1
+        attention.lags.weight.copy_(weight.flatten(1))
     rows = attention.qkv.weight
     queries = rows[: G * h * d].view(G, h, d, -1)
     keys = rows[G * h * d :][: n * G * d].view(n, G, d, -1)
@@ -268,7 +291,7 @@ def start_as_matching(attention: nn.Module, n: int, width: int) -> None:
 
 def build() -> library.NSATransformer:
     seed, nsa = ARGS.get("seed", 0), ARGS["kind"] == "nsa"
-    config = ModelConfig(attention=ARGS["kind"], rope_theta=500000.0)
+    config = ModelConfig(attention=ARGS["kind"], rope_theta=500000.0, nsa=NSAConfig(n_sel=ARGS.get("n_sel", 16)))
     torch.manual_seed(seed)
     model = library.NSATransformer(config, device="cuda", dtype=torch.bfloat16, seed=seed)
     n = 3 if nsa and not ARGS.get("share") else 1
@@ -282,7 +305,7 @@ def build() -> library.NSATransformer:
         width = ARGS.get("conv") or ARGS.get("start")
         if width:
             attention.lags = Lags(n * config.n_kv_groups * config.d_k, width)
-        if "start" in ARGS:
+        if "start" in ARGS or ARGS.get("shift"):
             start_as_matching(attention, n, width)
         if "canon" in ARGS:
             block.__class__ = Block
@@ -347,6 +370,8 @@ def train_phase(model: nn.Module, optimizer: torch.optim.Optimizer, pool, phase:
         if step == 2:
             torch.cuda.synchronize()
             began = time.time()
+        if step % 25 == 24 and "oracle" in ARGS:
+            print(NAME, "taught", [round(b.attention.taught.item(), 2) for b in model.blocks], flush=True)
         if step % 25 == 24:
             by_digit = losses[w > 1].view(-1, 7).mean(0).tolist()
             row = (phase, step + 1, losses[w == 1].mean().item(), float(np.mean(by_digit)), norm.item(), by_digit)
@@ -361,14 +386,16 @@ def judge_phase(model: nn.Module, phase: int, last: bool, record: dict) -> None:
     T = PLAN[phase][0]
     model.eval()
     for length in (2048, 8192, 32768, 65536):
-        if length <= (2 if last else 1) * T:
+        if length <= (2 if last else 4) * T:
             result = ask(model, length, per_depth=(20 if length < 65536 else 4) if last else 6)
             record["needle"].setdefault(f"after{T}", {})[length] = result
             print(NAME, f"after {T}: needle at {length} {result['mean']:.3f}", flush=True)
     if ARGS["kind"] == "nsa" and record["needle"][f"after{T}"][T]["mean"] > 0.02:
-        for mode in ("random", "all", "nosel", "nocmp", "nowin"):
+        for mode in ("all",) if not last else ("random", "all", "nosel", "nocmp", "nowin"):
             MODE[0] = mode
-            record["needle"][f"after{T}-{mode}"] = {T: ask(model, T, per_depth=3)}
+            for length in {T, min(4 * T, 32768)} if T > 2048 else {T}:
+                record["needle"][f"after{T}-{mode}-{length}"] = found = {length: ask(model, length, per_depth=3)}
+                print(NAME, f"after {T}, {mode}: needle at {length} {found[length]['mean']:.3f}", flush=True)
         MODE[0] = "chosen"
     model.train()
 
