@@ -12,6 +12,7 @@ from nsa_lab.attention.dispatch import (
     selected_attention,
     window_attention,
 )
+from nsa_lab.attention.selection_loss import selection_loss
 from nsa_lab.attention.span import Span
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "resolve_backend",
     "select_blocks",
     "selected_attention",
+    "selection_loss",
     "window_attention",
 ]

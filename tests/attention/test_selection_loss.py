@@ -1,0 +1,163 @@
+"""The selection loss against the same sum written a query, a head and a block at a time, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from brute_force import Geometry, choose, importance, selection_blocks, softmax
+from numpy.typing import NDArray
+
+from nsa_lab.attention import Span, compress, selection_loss
+from nsa_lab.attention.selection_loss import FLOOR, spread
+from nsa_lab.config import NSAConfig
+
+GEOMETRIES = [Geometry(4, 2, 4, 3, 5), Geometry(6, 3, 3, 4, 7), Geometry(8, 4, 4, 3, 6), Geometry(3, 1, 5, 5, 4)]
+
+
+def nsa_of(g: Geometry) -> NSAConfig:
+    return NSAConfig(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w)
+
+
+def slowly(q: NDArray, k_cmp: NDArray, k_sel: NDArray, geometry: Geometry, rows: list[int], first: int = 0) -> float:
+    """Sum over batch, groups and rows of q, which stands at positions first, first + 1, ..."""
+    B, T, H, D = q.shape
+    G = k_sel.shape[2]
+    blocks = selection_blocks(first + T, geometry)
+    scores, total = importance(q, k_cmp, geometry, first), 0.0
+    for b in range(B):
+        for row in rows:
+            t = first + row
+            own = t // geometry.l_sel
+            free = [j for j, block in enumerate(blocks) if block[0] <= t and j not in (0, own - 1, own)]
+            for g in range(G):
+                mass = np.zeros(len(blocks))
+                for n in range(g * (H // G), (g + 1) * (H // G)):
+                    p = softmax(k_sel[b, : t + 1, g] @ q[b, row, n] / np.sqrt(D))
+                    for j in free:
+                        mass[j] += sum(p[s] for s in blocks[j] if s <= t) / (H // G)
+                said = scores[b, row, g] / (H // G) + FLOOR
+                total -= sum(mass[j] * np.log(said[j] / said[free].sum()) for j in free)
+    return total
+
+
+def tensors(T: int, nsa: NSAConfig, span: Span | None = None, H: int = 4, G: int = 2, B: int = 2) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(T)
+    span = span or Span.full(T)
+    q = torch.randn(B, span.queries, H, 6, dtype=torch.float64, generator=draw) * 2
+    raw, k_sel = (torch.randn(B, span.keys, G, 6, dtype=torch.float64, generator=draw) * 2 for _ in range(2))
+    return [q, compress(raw, nsa, span=span), k_sel]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("T", [1, 5, 29, 40])
+def test_is_the_sum_written_out(T: int, geometry: Geometry) -> None:
+    nsa = nsa_of(geometry)
+    q, k_cmp, k_sel = tensors(T, nsa)
+    for queries in (None, 7):
+        rows = spread(T, queries)
+        wanted = slowly(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, rows) / (2 * 2 * len(rows))
+        torch.testing.assert_close(
+            selection_loss(q, k_cmp, k_sel, nsa, queries=queries).item(), wanted, rtol=1e-11, atol=1e-11
+        )
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES[:2])
+def test_documents_and_chunks_are_asked_alone(geometry: Geometry) -> None:
+    nsa = nsa_of(geometry)
+    lengths = [17, 0, 2, 26]
+    span = Span.packed(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32))
+    q, k_cmp, k_sel = tensors(0, nsa, span, B=1)
+    total = 0.0
+    for rows, compressed in zip(span.documents, span.compressed_rows(nsa), strict=True):
+        q_own, k_own = q[:, rows.queries], k_sel[:, rows.keys]
+        if q_own.shape[1]:
+            total += slowly(
+                q_own.numpy(), k_cmp[:, compressed].numpy(), k_own.numpy(), geometry, list(range(q_own.shape[1]))
+            )
+    found = selection_loss(q, k_cmp, k_sel, nsa, queries=None, span=span)
+    torch.testing.assert_close(found.item(), total / (2 * span.queries), rtol=1e-11, atol=1e-11)
+
+    span = Span.chunk(21, 8)
+    q, k_cmp, k_sel = tensors(1, nsa, span)
+    wanted = slowly(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, list(range(8)), first=21) / (2 * 2 * 8)
+    found = selection_loss(q, k_cmp, k_sel, nsa, queries=None, span=span)
+    torch.testing.assert_close(found.item(), wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_gradients_reach_queries_and_compressed_keys_and_not_the_target() -> None:
+    nsa = nsa_of(GEOMETRIES[0])
+    q, k_cmp, k_sel = (x.requires_grad_() for x in tensors(23, nsa, B=1))
+
+    def loss_of(k: torch.Tensor) -> torch.Tensor:
+        return selection_loss(q.detach(), k, k_sel, nsa, queries=9)
+
+    assert torch.autograd.gradcheck(loss_of, (k_cmp,))
+    selection_loss(q, k_cmp, k_sel, nsa).backward()
+    assert k_sel.grad is None
+    assert q.grad is not None and q.grad.abs().sum() > 0
+    # Of the query, the gradient is that of the importances with the target held fixed.
+    moved = q.detach().clone().requires_grad_()
+    held = selection_loss(moved, k_cmp.detach(), k_sel.detach(), nsa)
+    (by_hand,) = torch.autograd.grad(held, moved)
+    torch.testing.assert_close(q.grad, by_hand)
+
+
+def test_falls_to_the_entropy_of_the_mass_when_the_choice_agrees() -> None:
+    """Blocks of one token: compressed keys that are the selected branch's keys make importance and mass the same."""
+    nsa = NSAConfig(l=1, d=1, l_sel=1, n_sel=3, w=2)
+    q, _, k_sel = tensors(19, nsa, H=2)
+    same = selection_loss(q, k_sel, k_sel, nsa, queries=None)
+    for scale in (0.5, 0.9, 1.1, 2.0):
+        assert selection_loss(q, k_sel * scale, k_sel, nsa, queries=None) > same
+
+
+def test_half_precision_is_scored_in_float32_under_autocast_too() -> None:
+    nsa = nsa_of(GEOMETRIES[0])
+    q, k_cmp, k_sel = (x.bfloat16() for x in tensors(37, nsa))
+    exact = selection_loss(q.double(), k_cmp.double(), k_sel.double(), nsa)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = selection_loss(q, k_cmp, k_sel, nsa)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_the_future_and_forced_blocks_do_not_enter() -> None:
+    nsa = nsa_of(GEOMETRIES[0])
+    q, k_cmp, k_sel = tensors(31, nsa)
+    t = spread(31, 1)[0]
+    before = selection_loss(q, k_cmp, k_sel, nsa, queries=1)
+    k_sel[:, t + 1 :] = 1e30
+    k_cmp[:, max(0, (t + 1 - nsa.l) // nsa.d + 1) :] = 1e30
+    assert torch.equal(selection_loss(q, k_cmp, k_sel, nsa, queries=1), before)
+    # A text that forced blocks cover has nothing to choose.
+    q, k_cmp, k_sel = tensors(2 * nsa.l_sel, nsa)
+    assert selection_loss(q, k_cmp, k_sel, nsa).item() == 0.0
+
+
+@pytest.mark.parametrize("length", [65, 100, 2048, 32768])
+def test_queries_are_spread_over_the_text_and_over_places_in_a_block(length: int) -> None:
+    rows = spread(length, 64)
+    assert len(set(rows)) == 64 and rows == sorted(rows) and rows[0] >= 0 and rows[-1] < length
+    for piece in range(4):
+        assert 15 <= sum(piece * length <= 4 * row < (piece + 1) * length for row in rows) <= 17
+    if length >= 2048:
+        assert len({row % 64 for row in rows}) >= 24
+    assert spread(length, None) == list(range(length))
+
+
+def test_refuses_what_does_not_go_together() -> None:
+    nsa = nsa_of(GEOMETRIES[0])
+    q, k_cmp, k_sel = tensors(31, nsa)
+    with pytest.raises(ValueError, match="k_cmp: expected shape"):
+        selection_loss(q, k_cmp[:, 1:], k_sel, nsa)
+    with pytest.raises(ValueError, match="k_sel: expected shape"):
+        selection_loss(q, k_cmp, k_sel[:, 1:], nsa)
+    with pytest.raises(ValueError, match="queries = 0"):
+        selection_loss(q, k_cmp, k_sel, nsa, queries=0)
+
+
+def test_brute_force_and_library_agree_on_what_is_forced() -> None:
+    geometry = GEOMETRIES[0]
+    flat = np.zeros(12)
+    assert choose(flat, 40, geometry) == [0, 9, 10]
