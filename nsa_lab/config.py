@@ -101,6 +101,16 @@ class ModelConfig(_Section):
     mlp: Literal["plain", "gated"] = Field(default="plain", description="plain: SiLU; gated: SwiGLU")
     mlp_hidden: int | None = Field(default=None, ge=1, description="hidden width of the MLP; None: 4 * dim")
     rope_theta: float = Field(default=10000.0, gt=0)
+    rotary_share: float = Field(default=1.0, gt=0, le=1, description="share of a head's width that rotary embedding turns")
+    matching_heads: int = Field(
+        default=0,
+        ge=0,
+        description="heads of the first group that start by looking for what came after the present token before; "
+        "with any, that group's keys are those of the token before",
+    )
+    selection_loss: float = Field(
+        default=0.0, ge=0, description="weight of the loss that teaches the choice where the selected branch would look"
+    )
     norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
 
@@ -119,6 +129,27 @@ class ModelConfig(_Section):
                 f"model.d_k = {self.d_k} is odd, and rotary embedding turns pairs; use {self.d_k - 1} or {self.d_k + 1}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _recall(self) -> ModelConfig:
+        turned = self.rotary_share * self.d_k
+        if turned != int(turned) or int(turned) % 2 or turned < 2:
+            near = max(2, 2 * round(turned / 2))
+            raise ValueError(
+                f"model.rotary_share = {self.rotary_share} of model.d_k = {self.d_k} is {turned:g} channels, and rotary "
+                f"embedding turns pairs; use {near / self.d_k:g}"
+            )
+        if self.matching_heads > self.heads_per_group:
+            raise ValueError(
+                f"model.matching_heads = {self.matching_heads} is more than the {self.heads_per_group} heads of a group; "
+                f"use at most {self.heads_per_group}"
+            )
+        return self
+
+    @property
+    def rotary_width(self) -> int:
+        """Channels of a query or key head that rotary embedding turns."""
+        return int(self.rotary_share * self.d_k)
 
     @property
     def heads_per_group(self) -> int:

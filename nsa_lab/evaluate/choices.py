@@ -85,11 +85,11 @@ def backends_of(layer: SparseAttention) -> dict[str, str]:
 def _layers(model: NSATransformer, tokens: Tensor) -> Iterator[tuple[AttentionInputs, SparseAttention]]:
     """What attention is given in every layer of an undisturbed forward pass."""
     x = model.embedding(tokens)
-    rotary = rotary_table(tokens.shape[1], model.config.d_k, model.config.rope_theta, tokens.device)
+    rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
         yield layer.project(block.attention_norm(x), rotary), layer
-        x = block(x, rotary)
+        x, _ = block(x, rotary)
 
 
 def _quality(inputs: AttentionInputs, layer: SparseAttention, generator: torch.Generator) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import compress, geometry, nsa_attention, reference
 from nsa_lab.config import ModelConfig
-from nsa_lab.model import DenseAttention, SparseAttention, rotate
+from nsa_lab.model import DenseAttention, SparseAttention
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -34,11 +34,14 @@ class NSACache:
         self._k_cmp, self._v_cmp = _room(config, geometry.num_compressed(capacity, nsa), batch, like)
         self._k_win, self._v_win = _room(config, 0, batch, like)
         self._k_raw, self._v_raw = _room(config, 0, batch, like)
+        self._unread: Tensor | None = None
         self._blocks = 0
 
     def attend(self, x: Tensor, rotary: Rotary, position: int) -> Tensor:
         """Output [B, n, C] for x [B, n, C] at `position`, `position` + 1, ...; n is 1 unless `position` is 0."""
-        q, k_raw, v_raw, k_sel, v_sel, k_win, v_win = self._project(x, rotary)
+        q, (k_raw, k_sel, k_win), (v_raw, v_sel, v_win), self._unread = self._attention.heads(
+            x, rotary, before=self._unread
+        )
         end, gates = position + x.shape[1], self._attention.gates(x).to(q.dtype)
         self._k_sel[:, position:end], self._v_sel[:, position:end] = k_sel, v_sel
         self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w :]
@@ -50,15 +53,6 @@ class NSACache:
         else:
             mixed = self._one(q, gates, position)
         return self._attention.out(mixed.flatten(2))
-
-    def _project(self, x: Tensor, rotary: Rotary) -> list[Tensor]:
-        """q, then keys and values of cmp (raw), sel and win, as `SparseAttention.project` lays them out."""
-        c = self._config
-        H, G = c.n_heads, c.n_kv_groups
-        roped, values = self._attention.qkv(x).split([(H + 3 * G) * c.d_k, 3 * G * c.d_v], dim=-1)
-        q, *keys = rotate(roped.unflatten(-1, (H + 3 * G, c.d_k)), rotary).split([H, G, G, G], dim=2)
-        values = values.unflatten(-1, (3 * G, c.d_v)).split(G, dim=2)
-        return [q, *(tensor for pair in zip(keys, values, strict=True) for tensor in pair)]
 
     def _compress(self, k_raw: Tensor, v_raw: Tensor) -> None:
         """Append the blocks that the new tokens complete; keep what the next block still needs."""
@@ -108,15 +102,15 @@ class DenseCache:
     """The cache of one dense layer, and attention through it."""
 
     def __init__(self, attention: DenseAttention, capacity: int, batch: int, like: Tensor) -> None:
-        self._attention, self._config = attention, attention.config
+        self._attention = attention
         self._k, self._v = _room(attention.config, capacity, batch, like)
+        self._unread: Tensor | None = None
 
     def attend(self, x: Tensor, rotary: Rotary, position: int) -> Tensor:
         """As `NSACache.attend`."""
-        c, end = self._config, position + x.shape[1]
-        roped, values = self._attention.qkv(x).split([(c.n_heads + c.n_kv_groups) * c.d_k, c.n_kv_groups * c.d_v], dim=-1)
-        q, k = rotate(roped.unflatten(-1, (-1, c.d_k)), rotary).split([c.n_heads, c.n_kv_groups], dim=2)
-        self._k[:, position:end], self._v[:, position:end] = k, values.unflatten(-1, (c.n_kv_groups, c.d_v))
+        end = position + x.shape[1]
+        q, (k,), (v,), self._unread = self._attention.heads(x, rotary, before=self._unread)
+        self._k[:, position:end], self._v[:, position:end] = k, v
         out = scaled_dot_product_attention(
             q.transpose(1, 2),
             self._k[:, :end].transpose(1, 2),

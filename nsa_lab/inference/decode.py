@@ -23,7 +23,7 @@ class Decoder:
         config, weight = model.config, model.head.weight
         self._blocks = [cast(Block, block) for block in model.blocks]
         self._caches = [_cache_of(block.attention, capacity, batch, weight) for block in self._blocks]
-        self._rotary = rotary_table(capacity, config.d_k, config.rope_theta, weight.device)
+        self._rotary = rotary_table(capacity, config.rotary_width, config.rope_theta, weight.device)
 
     @torch.no_grad()
     def append(self, tokens: Tensor) -> Tensor:

@@ -241,6 +241,8 @@ class Model(NamedTuple):
     phi: str
     gated_mlp: bool
     weights: dict[str, Array]
+    turned: int | None = None  # channels of a head that rotary embedding turns; None: all
+    late: bool = False  # the first group's keys are those of the token before
 
 
 def attention_layer(x: Array, model: Model, prefix: str) -> Array:
@@ -260,8 +262,12 @@ def attention_layer(x: Array, model: Model, prefix: str) -> Array:
         weight = model.weights[f"{prefix}.qkv.weight"][start : start + heads * width]
         start += heads * width
         rows[name] = (x @ weight.T).reshape(B, T, heads, width)
+        if model.late and name[0] == "k":
+            for t in reversed(range(T)):
+                rows[name][:, t, 0] = rows[name][:, t - 1, 0] if t else 0
         if name[0] in "qk":
-            rows[name] = rotate(rows[name], model.theta)
+            R = model.turned or d_k
+            rows[name] = np.concatenate([rotate(rows[name][..., :R], model.theta), rows[name][..., R:]], axis=-1)
     k_cmp = compress(rows["k_cmp"], model.geometry, phi_of(model, f"{prefix}.phi_k"))
     v_cmp = compress(rows["v_cmp"], model.geometry, phi_of(model, f"{prefix}.phi_v"))
     logits = (x @ model.weights[f"{prefix}.gate.weight"].T).reshape(B, T, H, 3)

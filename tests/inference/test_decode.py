@@ -21,6 +21,8 @@ LENGTH = 48
         {"attention": "dense"},
         {"n_kv_groups": 1},
         {"n_kv_groups": 4},
+        {"rotary_share": 0.5, "matching_heads": 1},
+        {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense"},
     ],
 )
 def test_token_by_token_equals_full_forward(variant: dict) -> None:

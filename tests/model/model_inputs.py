@@ -19,8 +19,8 @@ VARIANTS = [
 ]
 
 
-def name_of(variant: dict[str, str]) -> str:
-    return "-".join(variant.values())
+def name_of(variant: dict[str, Any]) -> str:
+    return "-".join(value if isinstance(value, str) else f"{name}_{value}" for name, value in variant.items())
 
 
 def config_of(*, phi: str = "avg", gate: str = "sigmoid", nsa: dict[str, int] | None = None, **model: Any) -> ModelConfig:

@@ -32,11 +32,16 @@ def plain(model: NSATransformer) -> brute_force.Model:
         n.phi,
         c.mlp == "gated",
         {name: x.numpy() for name, x in model.state_dict().items()},
+        c.rotary_width,
+        c.matching_heads > 0,
     )
 
 
+RECALL = [{"d_k": 8, "rotary_share": 0.5}, {"matching_heads": 2}, {"d_k": 8, "rotary_share": 0.25, "matching_heads": 1}]
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@pytest.mark.parametrize("variant", [*VARIANTS, *RECALL], ids=name_of)
 def test_logits_equal_brute_force(variant: dict[str, str], backend: str) -> None:
     """The rotary table is float32, and so is the agreement."""
     config = config_of(**variant)

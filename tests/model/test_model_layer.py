@@ -13,10 +13,10 @@ import pytest
 import torch
 from model_inputs import TINY_NSA, config_of, loss_of, tokens_of
 
-from nsa_lab import model as model_module
 from nsa_lab.attention import Span, reference, torch_backend
 from nsa_lab.config import NSAConfig
 from nsa_lab.model import NSATransformer, NSAttention, SparseAttention, rotary_at, rotary_table
+from nsa_lab.model import attention as layers_module
 
 PHIS = ["avg", "linear", "mlp"]
 LENGTHS = (0, 21, 1, 40, 7, 0, 9)
@@ -39,7 +39,8 @@ def rows(length: int, batch: int = 2, dtype: torch.dtype = torch.float64) -> tor
 def test_the_signature_is_the_public_one() -> None:
     expected = (
         "(dim: 'int', n_heads: 'int', n_kv_groups: 'int', *, head_dim: 'int | None' = None, "
-        f"value_dim: 'int | None' = None, nsa: 'NSAConfig' = {NSAConfig()!r}, rope_theta: 'float' = 10000.0) -> 'None'"
+        f"value_dim: 'int | None' = None, nsa: 'NSAConfig' = {NSAConfig()!r}, rope_theta: 'float' = 10000.0, "
+        "rotary_share: 'float' = 1.0, matching_heads: 'int' = 0, selection_loss: 'float' = 0.0) -> 'None'"
     )
     assert str(inspect.signature(NSAttention)) == expected
     assert list(inspect.signature(NSAttention.forward).parameters) == ["self", "x", "span"]
@@ -157,8 +158,8 @@ def test_it_starts_as_the_transformer_does() -> None:
 
 def test_autocast_is_what_the_backend_is_resolved_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    real = model_module.resolve_backend
-    monkeypatch.setattr(model_module, "resolve_backend", lambda *a, **k: asked.append(a[:2]) or real(*a, **k))
+    real = layers_module.resolve_backend
+    monkeypatch.setattr(layers_module, "resolve_backend", lambda *a, **k: asked.append(a[:2]) or real(*a, **k))
     seen = set()
     attend = torch_backend.selected_attention
     monkeypatch.setattr(torch_backend, "selected_attention", lambda q, *rest: seen.add(q.dtype) or attend(q, *rest))

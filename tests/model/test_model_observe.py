@@ -23,7 +23,7 @@ def test_what_is_observed_is_what_the_layer_computes(model: NSATransformer) -> N
     """Gated and projected, the observed branches are the layer's own output."""
     tokens = tokens_of(model.config, T)
     inside = []
-    handles = [block.attention.register_forward_hook(lambda _, __, out: inside.append(out)) for block in model.blocks]
+    handles = [block.attention.register_forward_hook(lambda _, __, out: inside.append(out[0])) for block in model.blocks]
     model(tokens)
     for handle in handles:
         handle.remove()

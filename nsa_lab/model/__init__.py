@@ -1,0 +1,34 @@
+"""The model: a pre-norm decoder whose token mixing is Native Sparse Attention, or dense attention for its twin.
+
+Invariants
+* One query projection, separate keys and values for each branch (paper, section 3.3.3), all from one GEMM.
+* Rotary embedding per head, after the heads are split, on queries and on the keys of every branch, before compression.
+* The backend is resolved once, when the model is built, and `backends` says which and why.
+* Causal: the logits at <= t do not move when tokens > t do.
+* Positions restart in every document of a packed row (`Span.packed`), and no document sees another.
+`NSAttention` is the attention layer by itself, for other models; `SparseAttention` is the layer that both are made of.
+"""
+
+from nsa_lab.model.attention import AttentionInputs, DenseAttention, Heads, SparseAttention
+from nsa_lab.model.drop_in import NSAttention
+from nsa_lab.model.layers import MLP, RMSNorm, rotary_at, rotary_table, rotate
+from nsa_lab.model.statistics import BRANCHES, branch_statistics
+from nsa_lab.model.transformer import BACKWARD_FLOPS, Block, NSATransformer
+
+__all__ = [
+    "BACKWARD_FLOPS",
+    "BRANCHES",
+    "MLP",
+    "AttentionInputs",
+    "Block",
+    "DenseAttention",
+    "Heads",
+    "NSATransformer",
+    "NSAttention",
+    "RMSNorm",
+    "SparseAttention",
+    "branch_statistics",
+    "rotary_at",
+    "rotary_table",
+    "rotate",
+]

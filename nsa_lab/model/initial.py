@@ -1,0 +1,49 @@
+"""How weights start."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nsa_lab.attention.compression import BlockMap
+from nsa_lab.model.attention import DenseAttention, SparseAttention
+from nsa_lab.model.layers import RMSNorm
+
+
+@torch.no_grad()
+def initialise(root: nn.Module, into_residual: float, generator: torch.Generator | None = None) -> None:
+    """Normal weights of deviation fan_in**-0.5; those into the residual stream times `into_residual`.
+
+    Gates start at Xavier, never at zero: a zero gate gives its own input no gradient. The head starts at 1/dim, so that the
+    first loss is ln V. Matching heads start as `nsa_lab.model.attention` says.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, RMSNorm):
+            module.weight.fill_(1.0)
+        elif isinstance(module, nn.Embedding):
+            module.weight.normal_(std=0.02, generator=generator)
+        elif isinstance(module, BlockMap):
+            module.position.normal_(std=0.02, generator=generator)
+        elif isinstance(module, nn.Linear):
+            std = module.in_features**-0.5
+            if name == "head":
+                std = 1.0 / module.in_features
+            elif name.endswith(("attention.out", "mlp.down")):
+                std *= into_residual
+            elif name.endswith("attention.gate"):
+                std = (2.0 / (module.in_features + module.out_features)) ** 0.5
+            module.weight.normal_(std=std, generator=generator)
+    for module in root.modules():
+        if isinstance(module, SparseAttention | DenseAttention) and module.config.matching_heads:
+            _match(module)
+
+
+def _match(layer: SparseAttention | DenseAttention) -> None:
+    """The keys of all branches start the same, and the first heads of the first group ask with the keys' own weights."""
+    c = layer.config
+    queries, keys, _ = layer.qkv.weight.split(
+        [c.n_heads * c.d_k, layer.BRANCHES * c.n_kv_groups * c.d_k, layer.BRANCHES * c.n_kv_groups * c.d_v]
+    )
+    by_branch = keys.view(layer.BRANCHES, c.n_kv_groups, c.d_k, c.dim)
+    by_branch[1:] = by_branch[0]
+    queries.view(c.n_heads, c.d_k, c.dim)[: c.matching_heads] = by_branch[0, 0]

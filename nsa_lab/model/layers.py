@@ -1,0 +1,84 @@
+"""The parts beside attention: norm, MLP, rotary embedding. Shape suffixes: B batch, T time, H heads, D head width."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from nsa_lab.attention import Span, geometry
+from nsa_lab.config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """`plain`: down(SiLU(up x)). `gated`: down(SiLU(gate x) * up x) (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.mlp == "gated"
+        self.up = nn.Linear(config.dim, config.hidden * (2 if self.gated else 1), bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if self.gated:
+            gate, hidden = hidden.chunk(2, dim=-1)
+            return self.down(silu(gate) * hidden)
+        return self.down(silu(hidden))
+
+
+def rotary_at(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [T, width/2], of the angles t * theta**(-2i/width) at positions int [T] (arXiv 2104.09864)."""
+    rate = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width)
+    angle = positions.to(torch.float32)[:, None] * rate
+    return angle.cos(), angle.sin()
+
+
+def rotary_table(
+    length: int, width: int, theta: float, device: torch.device, span: Span | None = None
+) -> tuple[Tensor, Tensor]:
+    """`rotary_at` the positions of `span`, by default 0 .. length-1."""
+    positions = geometry.positions(0, length, device) if span is None else span.positions(device)
+    return rotary_at(positions, width, theta)
+
+
+def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns the pairs (i, i + R/2) of every head by its position's angle, in float32; R is twice the width of the tables.
+
+    Where R < D, what comes after the first R stays as it is: it says what a token is, wherever it stands (partial rotary
+    embedding, as in GPT-NeoX, arXiv 2204.06745).
+    """
+    wide = torch.promote_types(x_BTHD.dtype, torch.float32)
+    cos, sin = (table.to(wide).unsqueeze(1) for table in rotary)
+    turned, still = x_BTHD.split([2 * cos.shape[-1], x_BTHD.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    first, second = turned.to(wide).chunk(2, dim=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if still.shape[-1]:
+        parts.append(still.to(wide))
+    return torch.cat(parts, dim=-1).to(x_BTHD.dtype)
+
+
+def check_span(span: Span | None, rows: int) -> None:
+    """Raises ValueError unless `rows` of input hold all queries and all keys of `span`."""
+    if span is None:
+        return
+    if span.start:
+        raise ValueError(
+            f"span = {span}: a forward pass computes all keys from its own input, and has no cache with those before "
+            f"position {span.start}; give all tokens and Span.full or Span.packed"
+        )
+    if span.queries != rows:
+        raise ValueError(f"span = {span} has {span.queries} tokens, and the input has {rows}; give the span of this input")

@@ -1,0 +1,48 @@
+"""What a layer's branches did, in numbers: statistics of `SparseAttention.observe`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import geometry
+from nsa_lab.config import ModelConfig
+
+BRANCHES = ("cmp", "sel", "win")
+SATURATED = 0.01  # a gate this close to 0 or 1 has stopped passing gradient
+
+
+def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Scalars (0-d tensors, on the device) of one layer's `observe`.
+
+    gate_share_*: mean share of a branch in the gate's sum; gate_entropy: nats, of those shares, ln 3 at most;
+    gate_saturation: share of gates within 0.01 of 0 or 1; sel_reuse: share of a query's blocks that the query before it
+    chose too; sel_distance: mean distance of the chosen blocks, in blocks; sel_sink_share: attention that the first block
+    holds, over queries past it; sel_window_overlap: share of the selected keys that the window reads too; norm_*: root
+    mean square of a branch's output.
+    """
+    nsa = config.nsa
+    gates, blocks = seen["gates"].float(), seen["blocks"].long()
+    share = gates / gates.sum(-1, keepdim=True)
+    stats = {f"gate_share_{name}": share[..., i].mean() for i, name in enumerate(BRANCHES)}
+    stats["gate_entropy"] = -(share * share.clamp_min(1e-9).log()).sum(-1).mean()
+    stats["gate_saturation"] = ((gates < SATURATED) | (gates > 1 - SATURATED)).float().mean()
+
+    T = blocks.shape[1]
+    t = geometry.positions(0, T, blocks.device)[:, None, None]
+    valid = blocks >= 0
+    bits = torch.zeros(*blocks.shape[:3], geometry.num_selection(T, nsa) + 1, dtype=torch.bool, device=blocks.device)
+    bits.scatter_(-1, torch.where(valid, blocks, bits.shape[-1] - 1), True)
+    again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1]).sum(-1) / valid[:, 1:].sum(-1)
+    stats["sel_reuse"] = again.mean() if T > 1 else gates.new_zeros(())
+    stats["sel_distance"] = torch.where(valid, geometry.own_block(t, nsa) - blocks, 0).sum() / valid.sum()
+    past_first = slice(geometry.after_first_block(T, nsa), None)
+    stats["sel_sink_share"] = (seen["lse_sink"] - seen["lse_sel"])[:, past_first].float().exp().mean()
+
+    keys, near = geometry.keys_of_blocks(blocks, t, nsa)
+    stats["sel_window_overlap"] = near.sum() / keys.sum()
+    for name in BRANCHES:
+        stats[f"norm_{name}"] = seen[f"out_{name}"].float().pow(2).mean().sqrt()
+    return stats

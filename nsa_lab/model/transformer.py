@@ -1,0 +1,157 @@
+"""The transformer around the attention layers, with honest counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nsa_lab.attention import Span, geometry, resolve_backend
+from nsa_lab.attention.dispatch import Choice
+from nsa_lab.config import ModelConfig
+from nsa_lab.model.attention import DenseAttention, SparseAttention, weighted
+from nsa_lab.model.initial import initialise
+from nsa_lab.model.layers import MLP, RMSNorm, check_span, rotary_table
+from nsa_lab.model.statistics import branch_statistics
+
+BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + MLP(norm x)."""
+
+    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice]) -> None:
+        super().__init__()
+        mixing = SparseAttention if config.attention == "nsa" else DenseAttention
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = mixing(config, backends)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> tuple[Tensor, Tensor | None]:
+        """The output, and the selection loss of its attention or None."""
+        # Returned, and not kept aside: what shards or recomputes a block knows of its outputs alone.
+        mixed, taught = self.attention(self.attention_norm(x), rotary, span)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), taught
+
+
+class NSATransformer(nn.Module):
+    """Decoder-only language model: tokens int64 [B, T] -> logits [B, T, V].
+
+    `backend` is resolved here for `device` and for `dtype`, the dtype that attention computes in (bfloat16 under
+    autocast); weights are float32. `seed` makes the initial weights a function of it alone. Raises what
+    `resolve_backend` raises.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        backend: str = "auto",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.backends = resolve_backend(device, dtype, config.nsa, config, backend)
+        self.gradient_checkpointing = False
+        self._taught: Tensor | None = None
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config, self.backends) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.reset_parameters(seed)
+        self.to(device)
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """New weights, a function of `seed` alone; outputs into the residual stream are smaller by sqrt(2 * layers)."""
+        generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
+        initialise(self, into_residual=(2 * self.config.n_layers) ** -0.5, generator=generator)
+
+    def forward(self, tokens: Tensor, span: Span | None = None) -> Tensor:
+        """tokens int64 [B, T] -> logits [B, T, V]. With `Span.packed`, B is 1 and every document is alone, from position 0.
+
+        Raises ValueError for tokens of another kind, and for a chunk that starts past 0.
+        """
+        x, rotary = self._enter(tokens, span)
+        losses: list[Tensor] = []
+        for block in self.blocks:
+            if self.gradient_checkpointing and self.training:
+                x, taught = checkpoint(block, x, rotary, span, use_reentrant=False)
+            else:
+                x, taught = block(x, rotary, span)
+            if taught is not None:
+                losses.append(taught)
+        self._taught = torch.stack(losses).sum() if losses else None
+        return self.head(self.norm(x))
+
+    def auxiliary_loss(self) -> Tensor:
+        """What to add to the loss of the last forward pass: `ModelConfig.selection_loss` times the sum over layers, 0-d.
+
+        0 in evaluation, for a dense model, and with a weight of 0.
+        """
+        return weighted(self._taught, self.config.selection_loss, self.head.weight)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_taught": None}  # of a pass, not of the model: a copy has none
+
+    @torch.no_grad()
+    def observe(self, tokens: Tensor) -> list[dict[str, Tensor]]:
+        """`SparseAttention.observe` of every layer on tokens [B, T]: for pictures and statistics, not for speed."""
+        if self.config.attention != "nsa":
+            raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
+        x, rotary = self._enter(tokens)
+        seen = []
+        for block in cast("list[Block]", self.blocks):
+            layer = cast(SparseAttention, block.attention)
+            seen.append(layer.observe(block.attention_norm(x), rotary))
+            x, _ = block(x, rotary)
+        return seen
+
+    def statistics(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Gate and selection statistics of every layer on tokens [B, T]: name -> [n_layers]. Empty for a dense model."""
+        if self.config.attention != "nsa":
+            return {}
+        layers = [branch_statistics(seen, self.config) for seen in self.observe(tokens)]
+        return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, length: int) -> dict[str, float]:
+        """Training FLOPs per token at sequences of `length`, forward and backward, of this model's weights.
+
+        `nsa` and `dense` differ in attention: the keys that NSA reads, or all causal ones. Lookups, norms and the
+        recomputation inside kernels are not counted.
+        """
+        c = self.config
+        matmul = 2 * (self.parameter_count() - self.embedding.weight.numel())
+        per_key = 2 * c.n_layers * c.n_heads * (c.d_k + c.d_v)
+        reads = geometry.mean_reads(length, c.nsa)
+        sparse = reads["cmp"] + reads["sel"] + reads["win"]
+        return {
+            kind: (1 + BACKWARD_FLOPS) * (matmul + per_key * keys)
+            for kind, keys in (("nsa", sparse), ("dense", reads["dense"]))
+        }
+
+    def describe(self, length: int) -> str:
+        """One line: what was built, with the real counts."""
+        c, flops = self.config, self.flops_per_token(length)
+        backends = ", ".join(f"{part} {choice.backend}" for part, choice in self.backends.items())
+        return (
+            f"{c.attention} transformer: {self.parameter_count():,} parameters, {c.n_layers} layers of width {c.dim}, "
+            f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention]:.3g} FLOPs per token at {length} tokens "
+            f"({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
+        )
+
+    def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if tokens.ndim != 2 or tokens.dtype != torch.int64:
+            raise ValueError(f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
+        check_span(span, tokens.shape[1])
+        c = self.config
+        return self.embedding(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)
