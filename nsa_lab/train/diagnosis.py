@@ -76,7 +76,8 @@ def _watch(model: nn.Module) -> Iterator[list[str]]:
 
     def hook(name: str) -> Any:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not torch.isfinite(output).all():
+            parts = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(part, Tensor) and not torch.isfinite(part).all() for part in parts):
                 bad.append(name or "model")
 
         return look

@@ -122,7 +122,9 @@ def test_a_head_that_starts_too_large_is_seen(parts: Callable[..., Parts]) -> No
 def test_a_model_that_sees_the_future_is_caught(parts: Callable[..., Parts]) -> None:
     built = parts()
     assert checks.causality(built).ok
-    built.model.blocks[0].register_forward_hook(lambda module, inputs, output: output + 1e-6 * output.mean(1, keepdim=True))
+    built.model.blocks[0].mlp.register_forward_hook(
+        lambda module, inputs, output: output + 1e-6 * output.mean(1, keepdim=True)
+    )
     assert not checks.causality(built).ok
 
 

@@ -344,7 +344,7 @@ def test_code_that_computes_something_else_is_refused_and_the_checkpoint_kept(
     run_dir = new_run()
     train(run_dir)
     rewind(run_dir, 5)
-    other = hooked(lambda model: model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 1.001))
+    other = hooked(lambda model: model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.001))
     assert train(run_dir, builders=other) == directory.EXIT_USAGE
     assert "probe" in directory.read_status(run_dir)["reason"]
     assert (run_dir / "checkpoints/step-00000005").is_dir() and train(run_dir) == 0
