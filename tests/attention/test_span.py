@@ -155,7 +155,7 @@ def test_a_malformed_span_is_refused_when_it_is_built(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 5)) for seed in range(10)])
 def test_every_function_and_gradient_equals_brute_force(kind: str, seed: int) -> None:
     """More cases: python tests/attention/span_cases.py 200."""
     case = CASES[kind](seed)
@@ -226,7 +226,7 @@ def test_what_is_not_finite_stays_in_its_document(arm: str) -> None:
 
 
 @arms
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("poison", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [chunk(31, 30), packed(20, 41), packed(61)], ids=["chunk", "packed", "full"])
 def test_what_is_not_finite_changes_no_bit_of_the_past(case: Case, arm: str, poison: float) -> None:
     """In any one of keys and values, at t: what stands before t keeps every bit, and what reads it does not hide it."""
@@ -324,7 +324,7 @@ def flops(call: Callable[[], object]) -> int:
 def test_packed_documents_cost_what_they_cost_alone(arm: str) -> None:
     """Matrix products forward and backward; a long neighbour makes a short document no dearer."""
     nsa = NSAConfig(l=4, d=2, l_sel=2, n_sel=3, w=5)
-    case = packed(7, 0, 90, 12, 1, 60, nsa=nsa)
+    case = packed(7, 0, 45, 12, 1, 30, nsa=nsa)
     x = case.inputs()
     with running(arm) as backend:
         alone = sum(flops(lambda part=part: gradients(part, nsa, backend, None)) for _, part in case.documents(x))
