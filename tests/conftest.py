@@ -11,10 +11,6 @@ from pathlib import Path
 # tests start. OpenMP reads this when torch loads it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# jsonschema, which nbformat brings, would parse the whole grammar of IRIs when it is imported: seconds in every process,
-# for a format that no notebook here has. Where the package is missing it does without.
-sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
-
 import torch
 
 if not torch.cuda.is_available():
@@ -22,6 +18,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis
+
+# jsonschema, which nbformat brings, would parse the whole grammar of IRIs when it is imported: seconds in every process,
+# for a format that no notebook here has. Where the package is missing it does without.
+sys.modules["rfc3987_syntax"] = None
 
 # The brute force serves the tests of attention and of the model; the planted faults are a script of their own.
 sys.path[:0] = [str(Path(__file__).parent / "attention"), str(Path(__file__).parent)]
