@@ -25,7 +25,9 @@ LIMITS = {"reference": 1e-12, "torch": 1e-10}
 CPU = torch.device("cpu")
 NSA = NSAConfig(l=6, d=3, l_sel=6, n_sel=4, w=7)
 LENGTHS = (0, 31, 1, 0, 6, 40, 5, 0)
-dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+# The widest and the narrowest stand for all in the fast tests.
+BETWEEN = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)]
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, *BETWEEN, torch.bfloat16], ids=str)
 
 
 def bounds(*lengths: int) -> Tensor:
@@ -320,7 +322,7 @@ def flops(call: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("arm", ["torch", "torch, gathering", "torch, small chunks"])
+@pytest.mark.parametrize("arm", ["torch", "torch, gathering", pytest.param("torch, small chunks", marks=pytest.mark.slow)])
 def test_packed_documents_cost_what_they_cost_alone(arm: str) -> None:
     """Matrix products forward and backward; a long neighbour makes a short document no dearer."""
     nsa = NSAConfig(l=4, d=2, l_sel=2, n_sel=3, w=5)
