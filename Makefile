@@ -9,11 +9,13 @@ READY  := $(VENV)/.ready
 PARAMS ?= smoke
 # Notebooks that train are checked by nbval with the parameters of the CI run, in copies of their own.
 COPIES := .cache/nbval
+# The tests do without nbval, which loads Jupyter into every process; it has a target of its own.
+PYTEST := $(BIN)/python -m pytest -p no:nbval
 # What JupyterLab shows.
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test mutants format lint types notebooks check-notebooks nbval lab lock clean
+.PHONY: help run check test static fast-tests all-tests mutants format lint types notebooks check-notebooks nbval lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -22,14 +24,22 @@ run: $(READY)  ## Train PARAMS (default: smoke) in a notebook, headlessly; ends 
 	@echo "==> training '$(PARAMS)' through a notebook; the report's path comes last"
 	@$(BIN)/nsa-lab run $(PARAMS)
 
-check: $(READY) format lint types check-notebooks  ## Format, lint, types, notebook pairs, the fast tests
-	@echo "==> the fast tests, in two processes"
-	$(BIN)/python -m pytest tests -m "not slow and not gpu and not browser" -n 2 --dist worksteal -q
+# What is one process, and often waits, runs beside the tests: together they keep both cores busy to the end.
+check: $(READY)  ## Format, lint, types, notebook pairs, the fast tests
+	@$(MAKE) --no-print-directory -j 2 fast-tests static
 
-test: $(READY) format lint types check-notebooks  ## All of check, every test, the notebooks under nbval
+test: $(READY)  ## All of check, every test, the notebooks under nbval
+	@$(MAKE) --no-print-directory -j 2 all-tests static nbval
+
+static: format lint check-notebooks types
+
+fast-tests: $(READY)
+	@echo "==> the fast tests, in two processes"
+	$(PYTEST) tests -m "not slow and not gpu and not browser" -n 2 --dist worksteal -q
+
+all-tests: $(READY)
 	@echo "==> tests, in two processes"
-	$(BIN)/python -m pytest tests -n 2 --dist worksteal
-	@$(MAKE) --no-print-directory nbval
+	$(PYTEST) tests -n 2 --dist worksteal
 
 mutants: $(READY)  ## Plant faults in the library, one by one; the tests must catch every one
 	@$(BIN)/python tests/mutants.py
@@ -55,7 +65,7 @@ nbval: $(READY)
 	done
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p outputs $(CURDIR)/$(COPIES)/runs \
 	  notebooks/05_health_analysis.ipynb $(COPIES)/05_health_analysis.ipynb
-	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
 	  notebooks/00_start_here.ipynb notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)/*.ipynb
 
 notebooks: $(READY)  ## Build every .ipynb from its .py source

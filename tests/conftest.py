@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
+
+# Machines are shared, and tensors here are too small to gain from threads: not in this process, and not in those that
+# tests start. OpenMP reads this when torch loads it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
@@ -14,10 +19,13 @@ if not torch.cuda.is_available():
 
 import hypothesis
 
+# jsonschema, which nbformat brings, would parse the whole grammar of IRIs when it is imported: seconds in every process,
+# for a format that no notebook here has. Where the package is missing it does without.
+sys.modules["rfc3987_syntax"] = None
+
 # The brute force serves the tests of attention and of the model; the planted faults are a script of their own.
 sys.path[:0] = [str(Path(__file__).parent / "attention"), str(Path(__file__).parent)]
 
-# Machines are shared, and tensors here are too small to gain from threads.
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=25)
@@ -29,3 +37,9 @@ hypothesis.settings.register_profile(
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays to the end; looking through it for garbage again and again takes long."""
+    gc.collect()
+    gc.freeze()

@@ -50,11 +50,13 @@ arms, torch_arms = _with_each(ARMS), _with_each(TORCH_ARMS)
 
 
 @contextmanager
-def running(arm: str) -> Iterator[str]:
-    """Within, the torch backend runs as `arm` says; gives the backend's name."""
+def running(arm: str, batch: int = 1) -> Iterator[str]:
+    """Within, the torch backend runs as `arm` says; gives the backend's name. `batch`: chunks have the queries that they
+    have of one sequence, of so many sequences."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ARMS[arm].items():
-            patch.setattr(torch_backend, name, value)
+            scaled = {device: size * batch for device, size in value.items()} if isinstance(value, dict) else value
+            patch.setattr(torch_backend, name, scaled)
         yield arm.split(",")[0]
 
 

@@ -69,9 +69,12 @@ def test_window_branch(arm: str) -> None:
 
 
 @arms
-def test_the_three_branches_and_their_gates(arm: str) -> None:
+@pytest.mark.parametrize("projected", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_three_branches_and_their_gates(arm: str, projected: bool) -> None:
+    """Along random directions, and entry by entry."""
     with running(arm) as backend:
-        assert check(lambda *x: attention.nsa_attention(*x, TINY.nsa, backend=backend), tuple(leaves()))
+        attend = lambda *x: attention.nsa_attention(*x, TINY.nsa, backend=backend)  # noqa: E731
+        assert check(attend, tuple(leaves()), fast_mode=projected)
 
 
 @pytest.mark.parametrize("implementation", [attention.reference.compress, compress], ids=["reference", "fast"])
@@ -86,7 +89,7 @@ def test_compression(implementation: Callable[..., Tensor], phi: str) -> None:
     assert check(lambda x, *_: implementation(x, nsa, module), (x, *weights))
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "torch"])
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_the_whole_layer(backend: str, phi: str, gate: str) -> None:

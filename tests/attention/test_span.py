@@ -25,7 +25,9 @@ LIMITS = {"reference": 1e-12, "torch": 1e-10}
 CPU = torch.device("cpu")
 NSA = NSAConfig(l=6, d=3, l_sel=6, n_sel=4, w=7)
 LENGTHS = (0, 31, 1, 0, 6, 40, 5, 0)
-dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+# The widest and the narrowest stand for all in the fast tests.
+BETWEEN = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)]
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, *BETWEEN, torch.bfloat16], ids=str)
 
 
 def bounds(*lengths: int) -> Tensor:
@@ -155,7 +157,7 @@ def test_a_malformed_span_is_refused_when_it_is_built(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 5)) for seed in range(10)])
 def test_every_function_and_gradient_equals_brute_force(kind: str, seed: int) -> None:
     """More cases: python tests/attention/span_cases.py 200."""
     case = CASES[kind](seed)
@@ -226,7 +228,7 @@ def test_what_is_not_finite_stays_in_its_document(arm: str) -> None:
 
 
 @arms
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("poison", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [chunk(31, 30), packed(20, 41), packed(61)], ids=["chunk", "packed", "full"])
 def test_what_is_not_finite_changes_no_bit_of_the_past(case: Case, arm: str, poison: float) -> None:
     """In any one of keys and values, at t: what stands before t keeps every bit, and what reads it does not hide it."""
@@ -320,11 +322,11 @@ def flops(call: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("arm", ["torch", "torch, gathering", "torch, small chunks"])
+@pytest.mark.parametrize("arm", ["torch", "torch, gathering", pytest.param("torch, small chunks", marks=pytest.mark.slow)])
 def test_packed_documents_cost_what_they_cost_alone(arm: str) -> None:
     """Matrix products forward and backward; a long neighbour makes a short document no dearer."""
     nsa = NSAConfig(l=4, d=2, l_sel=2, n_sel=3, w=5)
-    case = packed(7, 0, 90, 12, 1, 60, nsa=nsa)
+    case = packed(7, 0, 45, 12, 1, 30, nsa=nsa)
     x = case.inputs()
     with running(arm) as backend:
         alone = sum(flops(lambda part=part: gradients(part, nsa, backend, None)) for _, part in case.documents(x))

@@ -6,16 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, launch
 from nsa_lab.train.attempt import run
 
 
-@pytest.fixture
-def finished(tmp_path: Path) -> Path:
-    torch.set_num_threads(1)
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = RunConfig.from_dict(
         {
             "name": "damaged",
@@ -26,9 +24,15 @@ def finished(tmp_path: Path) -> Path:
             "train": {"steps": 6, "seq_len": 32, "batch_size": 2, "lr": 1e-2, "save_every": 2, "eval_every": 0},
         }
     )
-    run_dir = launch.create_run(config, tmp_path)
+    run_dir = launch.create_run(config, tmp_path_factory.mktemp("whole"))
     assert run(run_dir) == 0
     return run_dir
+
+
+@pytest.fixture
+def finished(trained_once: Path, tmp_path: Path) -> Path:
+    """A finished run in a directory of the test's own."""
+    return shutil.copytree(trained_once, tmp_path / trained_once.name)
 
 
 def weights(run_dir: Path, step: int) -> bytes:

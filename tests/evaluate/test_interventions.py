@@ -122,11 +122,12 @@ def test_a_change_is_what_the_definition_gives_with_it(name: str) -> None:
         block.attention_norm(x), rotary_table(LENGTH, 6, 10000.0, tokens.device)
     )
     out_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, NSA)
-    blocks = {
-        "random": made.random_blocks(q, 2, NSA, torch.Generator().manual_seed(7)),
-        "nearest": made.nearest_blocks(q, 2, NSA),
-        "oracle": reference.choose(mass_by_loops(q, k_sel, NSA).float(), NSA),
-    }.get(name, reference.select_blocks(q, k_cmp, lse, NSA))
+    choose = {
+        "random": lambda: made.random_blocks(q, 2, NSA, torch.Generator().manual_seed(7)),
+        "nearest": lambda: made.nearest_blocks(q, 2, NSA),
+        "oracle": lambda: reference.choose(mass_by_loops(q, k_sel, NSA).float(), NSA),
+    }.get(name, lambda: reference.select_blocks(q, k_cmp, lse, NSA))
+    blocks = choose()
     out_sel, _ = reference.selected_attention(q, k_sel, v_sel, blocks, NSA)
     out_win, _ = reference.window_attention(q, k_win, v_win, NSA)
     keep = [float(change.silent != branch) for branch in ("cmp", "sel", "win")]

@@ -106,6 +106,7 @@ def test_the_file_says_what_was_asked_and_of_what(evaluation: dict[str, Any], ru
         assert len(part["quality"]["chosen"]) == 1
 
 
+@pytest.mark.slow
 def test_the_same_again_but_for_the_clock_and_another_checkpoint_differs(
     evaluation: dict[str, Any], run_dir: Path, place: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -22,6 +24,13 @@ CUDA = torch.cuda.is_available()
 CASES = [(2, 75, 6, 2, 32, 64), (1, 9, 3, 1, 64, 32)]
 GPU_CASES = [(2, 1500, 12, 2, 64, 64), (1, 4200, 16, 1, 128, 128)]
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+STRATEGIES = ["union", "gather"]
+# Under the interpreter the case that takes long meets each dtype and each strategy once.
+RUNS = [
+    run
+    for run in itertools.product(CASES + (GPU_CASES if CUDA else []), DTYPES, STRATEGIES)
+    if CUDA or run[0] is not CASES[0] or run[1:] in list(zip(DTYPES, STRATEGIES, strict=True))
+]
 SMALL = NSAConfig(l=16, d=8, l_sel=16, n_sel=3, w=20)
 NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 
@@ -53,19 +62,18 @@ def definition(x, blocks):
     return reference.combine(out_cmp, out_sel, out_win, gates)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES + (GPU_CASES if CUDA else []), ids=lambda x: "x".join(map(str, x)))
-@pytest.mark.parametrize("strategy", ["union", "gather"])
+@pytest.mark.parametrize(
+    ("case", "dtype", "strategy"), RUNS, ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else str(x)
+)
 def test_matches_its_parts_and_the_definition(case, dtype, strategy, device, poisoned, monkeypatch, assert_error_within):
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     x = inputs(case, dtype, device)
-    out, by_parts = kernels.nsa_attention(*x, SMALL), parts(*x)
-    assert torch.equal(out, by_parts)
+    out = kernels.nsa_attention(*x, SMALL)
     d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     grads = torch.autograd.grad(out, x, d_out)
-    grads_by_parts = torch.autograd.grad(by_parts, x, d_out)
     with torch.no_grad():
+        assert torch.equal(out, parts(*x))
         blocks = kernels.select_blocks(x[0], x[1], kernels.compressed_attention(*x[:3], SMALL)[1], SMALL)
     exact_x = [a.detach().double().requires_grad_() for a in x]
     exact_out = definition(exact_x, blocks)
@@ -74,8 +82,8 @@ def test_matches_its_parts_and_the_definition(case, dtype, strategy, device, poi
     low_out = plain("whole", low_x, blocks, SMALL)
     low = torch.autograd.grad(low_out, low_x, d_out.to(low_out.dtype))
     assert_error_within("out", out, exact_out, low_out, 2)
-    for name, grad, by_part, rough, wide in zip(NAMES, grads, grads_by_parts, low, exact, strict=True):
-        assert grad.dtype == by_part.dtype
+    for name, given, grad, rough, wide in zip(NAMES, x, grads, low, exact, strict=True):
+        assert grad.dtype == given.dtype
         assert_error_within(name, grad, wide, rough, 3)
 
 
@@ -83,7 +91,7 @@ def test_matches_its_parts_and_the_definition(case, dtype, strategy, device, poi
 def test_the_operators_are_well_formed_and_compile(device, strategy, monkeypatch):
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
-    x = inputs((1, 40, 4, 2, 32, 32), torch.float32, device)
+    x = inputs((1, 37, 2, 1, 32, 32), torch.float32, device)
     geometry = (SMALL.l, SMALL.d, SMALL.l_sel, SMALL.n_sel, SMALL.w)
     # The tail of the index is nobody's: filled, it is at least the same in two calls.
     torch.use_deterministic_algorithms(True)
@@ -101,7 +109,7 @@ def test_the_operators_are_well_formed_and_compile(device, strategy, monkeypatch
 
 def test_runs_give_the_same_bits_on_any_stream_with_other_work_between(device, poisoned):
     """The backward pass works on two streams, whose tensors must neither be read early nor given away early."""
-    x = inputs(GPU_CASES[0] if CUDA else CASES[0], torch.float16, device)
+    x = inputs(GPU_CASES[0] if CUDA else (1, 53, 3, 1, 32, 32), torch.float16, device)
     other = inputs((1, 333, 6, 1, 64, 64) if CUDA else CASES[1], torch.float16, device)
 
     def run(x):
@@ -109,7 +117,7 @@ def test_runs_give_the_same_bits_on_any_stream_with_other_work_between(device, p
         return [out, *torch.autograd.grad(out, x, torch.ones_like(out))]
 
     first = run(x)
-    for i in range(20 if CUDA else 2):
+    for i in range(20 if CUDA else 1):
         if CUDA:
             torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream() if CUDA and i % 2 else None):
@@ -122,7 +130,7 @@ def test_runs_give_the_same_bits_on_any_stream_with_other_work_between(device, p
 def test_strides_do_not_matter(device, strategy, monkeypatch):
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
-    x = inputs(CASES[0], torch.float16, device)
+    x = inputs((2, 41, 4, 2, 32, 64), torch.float16, device)
     out = kernels.nsa_attention(*x, SMALL)
     d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     d_out = d_out.transpose(1, 3).contiguous().transpose(1, 3)
@@ -153,7 +161,7 @@ def test_a_cuda_graph_replays_to_the_same_bits(device):
 
 def test_the_indices_of_several_pieces_are_kept(device, monkeypatch, poisoned):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
-    x = inputs((3, 75, 6, 2, 32, 64), torch.float32, device)
+    x = inputs((3, 45, 4, 2, 32, 64), torch.float32, device)
     sizes = selected._sizes(x[0], x[4], 3, 16)
     monkeypatch.setattr(pieces, "WORKSPACE_BYTES", sizes.T * sizes.heads * pieces.backward_need(sizes, 4).row * 7 // 2)
     number = len(pieces.cut(sizes, 4))

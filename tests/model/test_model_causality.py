@@ -28,13 +28,14 @@ def test_logits(variant: dict[str, str], precision: str, backend: str) -> None:
     if precision == "float64":
         model.double()
     context = torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else nullcontext()
-    tokens = tokens_of(config, T)
+    tokens, cuts = tokens_of(config, T, batch=1), (0, 6, 7, 8, 10, 31, 32, 40, T - 2)
+    # In one batch: the same text once per cut, and, in the same places, with another future after each.
     with torch.no_grad(), context:
-        before = model(tokens)
-        for last in (0, 6, 7, 8, 10, 31, 32, 40, T - 2):
-            after = model(another_future(tokens, last, config.vocab_size))
-            assert torch.equal(before[:, : last + 1], after[:, : last + 1])
-            assert not torch.equal(before[:, last + 1], after[:, last + 1])
+        before = model(tokens.expand(len(cuts), -1))
+        after = model(torch.cat([another_future(tokens, last, config.vocab_size) for last in cuts]))
+    for row, last in enumerate(cuts):
+        assert torch.equal(before[row, : last + 1], after[row, : last + 1])
+        assert not torch.equal(before[row, last + 1], after[row, last + 1])
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

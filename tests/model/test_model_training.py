@@ -48,8 +48,7 @@ def noise(length: int = 64, batch: int = 8) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
-@pytest.mark.parametrize("phi", ["avg", "mlp"])
+@pytest.mark.parametrize(("gate", "phi"), [("sigmoid", "avg"), ("softmax", "mlp")])
 def test_after_200_steps_everything_has_moved_and_the_text_is_being_learnt(gate: str, phi: str) -> None:
     model = NSATransformer(config_of(gate=gate, phi=phi, vocab_size=256), seed=0)
     with torch.no_grad():  # gates that start all but flat: entropy ln 3, where a gate that cannot learn stays

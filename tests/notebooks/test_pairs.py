@@ -13,6 +13,7 @@ from .conftest import NOTEBOOKS, ROOT
 TRAINING = ("03_smoke_training", "04_production_run")
 
 
+@pytest.mark.slow  # a fast check of its own: make check-notebooks
 def test_build_has_nothing_to_do():
     done = subprocess.run(
         [sys.executable, ROOT / "notebooks" / "build.py", "--check"], capture_output=True, text=True, check=False

@@ -81,9 +81,9 @@ def assert_self_contained(text: str) -> Page:
     return page
 
 
-@pytest.fixture
-def reported(tmp_path: Path) -> str:
-    run_dir = write_run(tmp_path)
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run_dir = write_run(tmp_path_factory.mktemp("reported"))
     nbformat.write(executed(), run_dir / "report.ipynb")
     page = write_report(run_dir)
     assert page == run_dir / "report.html"
@@ -215,7 +215,7 @@ def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_pat
     assert f"nsa-lab resume {run_dir.name}" in head
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
+@pytest.mark.parametrize("changes", [{}, pytest.param({"model__attention": "dense"}, marks=pytest.mark.slow)])
 def test_a_run_without_a_notebook_gets_a_report_of_its_record(changes: dict, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, configuration(**changes))
     text = write_report(run_dir).read_text(encoding="utf-8")
@@ -333,9 +333,17 @@ def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -
         assert all(text.get_window_extent().y0 >= panel.bbox.y1 for text, panel in notes)
 
 
+@pytest.fixture(scope="module")
+def full_and_empty(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("drawn")
+    return [write_run(folder / "full"), write_run(folder / "empty", spoil=lambda events: events[:1])]
+
+
 @pytest.mark.parametrize("draw", [*figures.RUN_PICTURES, *figures.BRANCH_PICTURES, figures.loss_curves])
-def test_every_picture_has_a_title_axes_with_names_and_takes_a_run_without_statistics(draw, tmp_path: Path) -> None:
-    for run_dir in (write_run(tmp_path / "full"), write_run(tmp_path / "empty", spoil=lambda events: events[:1])):
+def test_every_picture_has_a_title_axes_with_names_and_takes_a_run_without_statistics(
+    draw, full_and_empty: list[Path]
+) -> None:
+    for run_dir in full_and_empty:
         figure = draw(run_dir)
         assert figure.get_suptitle() or figure.axes[0].get_title()
         assert any(axes.get_ylabel() for axes in figure.axes) or draw is figures.selection_statistics

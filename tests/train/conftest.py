@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from nsa_lab.train.parts import Builders
 Make = Callable[..., Path]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> Callable[..., RunConfig]:
     """A run of 12 steps of 4 x 32 synthetic tokens; `tiny(steps=3)` changes train, `tiny(runtime={...})` a section."""
 
@@ -57,7 +59,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shards")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def builders(shards: Path) -> Builders:
     """The real builders, with a shard cache that the tests share."""
 
@@ -73,7 +75,29 @@ def new_run(tiny: Callable[..., RunConfig], tmp_path: Path) -> Make:
     return lambda **changes: launch.create_run(tiny(**changes), tmp_path / "outputs")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def train(builders: Builders) -> Callable[..., int]:
     """`train(run_dir)`: one attempt in this process; its exit code."""
-    return lambda run_dir, **other: run(run_dir, builders=other.get("builders", builders))
+
+    def attempt(run_dir: Path, **other: Any) -> int:
+        # A trainer looks through all that there is for garbage once; what the tests before it left takes long.
+        gc.freeze()
+        return run(run_dir, builders=other.get("builders", builders))
+
+    return attempt
+
+
+@pytest.fixture(scope="session")
+def trained_once(
+    tiny: Callable[..., RunConfig], train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The tiny run as it comes, trained to its end. Not for tests to write to."""
+    run_dir = launch.create_run(tiny(), tmp_path_factory.mktemp("trained"))
+    assert train(run_dir) == 0
+    return run_dir
+
+
+@pytest.fixture
+def finished(trained_once: Path, tmp_path: Path) -> Path:
+    """That run in a directory of the test's own."""
+    return shutil.copytree(trained_once, tmp_path / "finished" / trained_once.name)

@@ -74,9 +74,8 @@ def plant(run_dir: Path, builders: Builders, step: int, factor: float, where: st
     return change
 
 
-def test_a_run_records_what_the_contract_says(new_run: Make, train: Train) -> None:
-    run_dir = new_run()
-    assert train(run_dir) == 0
+def test_a_run_records_what_the_contract_says(trained_once: Path) -> None:
+    run_dir = trained_once
     assert directory.read_status(run_dir)["status"] == "DONE" and launch.state(run_dir) == "DONE"
     (start,) = kinds(run_dir, "start")
     assert {"config_hash", "versions", "device", "backend", "params", "flops_per_token"} <= start.keys()
@@ -134,19 +133,17 @@ def test_results_that_come_late_are_logged_at_their_own_step(
     assert same(final_weights(here), final_weights(late))
 
 
-def test_bits_per_byte_are_nats_over_ln_2(new_run: Make, train: Train) -> None:
-    run_dir = new_run(steps=1, warmup_steps=0)
-    train(run_dir)
-    (step,) = kinds(run_dir, "step")
-    assert step["bpb"] == pytest.approx(step["loss"] / 0.6931471805599453, rel=1e-3)
+def test_bits_per_byte_are_nats_over_ln_2(trained_once: Path) -> None:
+    for step in kinds(trained_once, "step"):
+        assert step["bpb"] == pytest.approx(step["loss"] / 0.6931471805599453, rel=1e-3)
 
 
 @pytest.mark.slow
-def test_logging_cadence_does_not_change_the_weights(new_run: Make, train: Train) -> None:
-    often, seldom = new_run(), new_run(log_every=100, stats_every=100, eval_every=0, save_every=0)
-    assert train(often) == train(seldom) == 0
+def test_logging_cadence_does_not_change_the_weights(trained_once: Path, new_run: Make, train: Train) -> None:
+    seldom = new_run(log_every=100, stats_every=100, eval_every=0, save_every=0)
+    assert train(seldom) == 0
     assert [e["step"] for e in kinds(seldom, "step")] == [1, 12]
-    assert same(final_weights(often), final_weights(seldom))
+    assert same(final_weights(trained_once), final_weights(seldom))
 
 
 def rewind(run_dir: Path, step: int) -> None:
@@ -156,9 +153,8 @@ def rewind(run_dir: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
-def test_a_resumed_run_is_the_same_run(new_run: Make, train: Train) -> None:
-    run_dir = new_run()
-    assert train(run_dir) == 0
+def test_a_resumed_run_is_the_same_run(finished: Path, train: Train) -> None:
+    run_dir = finished
     expected, losses = final_weights(run_dir), [e["loss"] for e in events.steps(events.read_events(run_dir))]
     rewind(run_dir, 5)
     assert train(run_dir) == 0
@@ -187,9 +183,10 @@ def edit(run_dir: Path, section: str, **changes: Any) -> None:
         ("runtime", {"precision": "bf16"}),
     ],
 )
-def test_resuming_on_another_trajectory_is_refused_by_name(new_run: Make, train: Train, section: str, change: dict) -> None:
-    run_dir = new_run(steps=5)
-    train(run_dir)
+def test_resuming_on_another_trajectory_is_refused_by_name(
+    finished: Path, train: Train, section: str, change: dict
+) -> None:
+    run_dir = finished
     rewind(run_dir, 5)
     edit(run_dir, section, **change)
     assert train(run_dir) == directory.EXIT_USAGE
@@ -199,9 +196,8 @@ def test_resuming_on_another_trajectory_is_refused_by_name(new_run: Make, train:
 
 
 @pytest.mark.slow
-def test_settings_that_only_watch_may_change_on_resume(new_run: Make, train: Train) -> None:
-    run_dir = new_run()
-    train(run_dir)
+def test_settings_that_only_watch_may_change_on_resume(finished: Path, train: Train) -> None:
+    run_dir = finished
     expected = final_weights(run_dir)
     rewind(run_dir, 5)
     edit(run_dir, "train", log_every=3, save_every=4, spike_sigma=50.0, eval_every=0)
@@ -339,10 +335,9 @@ def test_two_failed_saves_in_a_row_halt(new_run: Make, train: Train, monkeypatch
 
 @pytest.mark.slow
 def test_code_that_computes_something_else_is_refused_and_the_checkpoint_kept(
-    new_run: Make, train: Train, hooked: Callable
+    finished: Path, train: Train, hooked: Callable
 ) -> None:
-    run_dir = new_run()
-    train(run_dir)
+    run_dir = finished
     rewind(run_dir, 5)
     other = hooked(lambda model: model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.001))
     assert train(run_dir, builders=other) == directory.EXIT_USAGE
@@ -358,14 +353,14 @@ def test_a_dense_model_trains_and_has_no_gate_statistics(new_run: Make, train: T
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_changes_memory_and_not_the_weights(new_run: Make, train: Train) -> None:
-    plain, saving = new_run(), new_run(runtime={"gradient_checkpointing": True})
-    assert train(plain) == train(saving) == 0
-    assert same(final_weights(plain), final_weights(saving))
+def test_gradient_checkpointing_changes_memory_and_not_the_weights(trained_once: Path, new_run: Make, train: Train) -> None:
+    saving = new_run(runtime={"gradient_checkpointing": True})
+    assert train(saving) == 0
+    assert same(final_weights(trained_once), final_weights(saving))
 
 
 def test_two_trainers_in_one_directory_are_refused(new_run: Make, train: Train) -> None:
-    run_dir = new_run()
+    run_dir = new_run(steps=1, warmup_steps=0, eval_every=0, save_every=0)
     lock = take_lock(run_dir)
     with pytest.raises(directory.RunDirectoryError, match="another trainer"):
         train(run_dir)

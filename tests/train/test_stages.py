@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from nsa_lab.config import RunConfig, StageConfig, TrainConfig
 from nsa_lab.data import Batches, StagedBatches
 from nsa_lab.health import examine
-from nsa_lab.runs import directory, events
+from nsa_lab.runs import directory, events, launch
 from nsa_lab.runs.history import facts
 from nsa_lab.train.plan import flops_per_token, plan, shape_of
 from nsa_lab.train.schedule import learning_rate
@@ -29,7 +30,7 @@ STAGES: list[dict[str, Any]] = [
 TOKENS = [4 * 32] * 4 + [48] * 3 + [2 * 77] * 5
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def staged(tiny: Callable[..., RunConfig]) -> Callable[..., dict[str, Any]]:
     """Changes that make the tiny run one of three stages."""
 
@@ -42,12 +43,19 @@ def staged(tiny: Callable[..., RunConfig]) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def new_staged_run(tiny: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], tmp_path: Path) -> Make:
-    from nsa_lab.runs import launch
-
     def make(**changes: Any) -> Path:
         return launch.create_run(RunConfig.from_dict({**tiny().to_dict(), **staged(**changes)}), tmp_path / "outputs")
 
     return make
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], train: Train, tmp_path_factory) -> Path:
+    """The staged run trained to its end, every step saved. Not for tests to write to."""
+    config = RunConfig.from_dict({**tiny().to_dict(), **staged(save_every=1)})
+    run_dir = launch.create_run(config, tmp_path_factory.mktemp("whole"))
+    assert train(run_dir) == 0
+    return run_dir
 
 
 def told(run_dir: Path) -> list[tuple[Any, ...]]:
@@ -104,9 +112,8 @@ def test_batches_of_a_stage_are_its_own(tiny: Callable[..., RunConfig], builders
             batches.batch(step)
 
 
-def test_the_record_speaks_of_the_whole_run(new_staged_run: Make, train: Train) -> None:
-    run_dir = new_staged_run()
-    assert train(run_dir) == 0
+def test_the_record_speaks_of_the_whole_run(whole: Path) -> None:
+    run_dir = whole
     assert directory.read_status(run_dir)["tokens"] == sum(TOKENS)
     config = RunConfig.from_yaml(run_dir / "config.yaml")
     record = events.read_events(run_dir)
@@ -125,13 +132,10 @@ def test_the_first_step_of_a_stage_is_logged(new_staged_run: Make, train: Train)
     assert [row[0] for row in told(run_dir)] == [1, 5, 8, 12]
 
 
-@pytest.mark.parametrize("cut", [3, 4, 5, 9])
 def test_a_run_that_goes_on_inside_or_between_stages_is_the_same_run(
-    new_staged_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch, cut: int
+    whole: Path, new_staged_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, parted = new_staged_run(save_every=1), new_staged_run(save_every=1)
-    assert train(whole) == 0
-
+    """Killed before the last step of a stage, after it, after the first one of the next, and inside the last stage."""
     from nsa_lab.train.trainer import Trainer
 
     class Killed(BaseException):
@@ -139,25 +143,25 @@ def test_a_run_that_goes_on_inside_or_between_stages_is_the_same_run(
 
     after = Trainer._after
 
-    def die(self: Trainer, step: int, inputs: torch.Tensor) -> None:
-        after(self, step, inputs)
-        if step == cut:
-            raise Killed
+    parted = new_staged_run(save_every=1)
+    for cut in (3, 4, 5, 9):
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Trainer, "_after", die)
-        train(parted)
+        def die(self: Trainer, step: int, inputs: torch.Tensor, cut: int = cut) -> None:
+            after(self, step, inputs)
+            if step == cut:
+                raise Killed
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Trainer, "_after", die)
+            train(parted)
     assert train(parted) == 0
     assert told(parted) == told(whole)
     ours, theirs = weights(parted), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_stages_are_part_of_the_trajectory_and_their_grouping_is_not(
-    new_staged_run: Make, train: Train, tiny: Callable[..., RunConfig]
-) -> None:
-    run_dir = new_staged_run()
-    assert train(run_dir) == 0
+def test_stages_are_part_of_the_trajectory_and_their_grouping_is_not(whole: Path, train: Train, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(whole, tmp_path / whole.name)
     path = run_dir / "config.yaml"
     text = path.read_text()
     path.write_text(text.replace("micro_batch_size: 1", "micro_batch_size: 2"))
@@ -167,9 +171,8 @@ def test_stages_are_part_of_the_trajectory_and_their_grouping_is_not(
     assert "train.stages" in directory.read_status(run_dir)["reason"]
 
 
-def test_a_checkpoint_from_before_there_were_stages_is_gone_on_from(new_run: Make, train: Train) -> None:
-    run_dir = new_run()
-    assert train(run_dir) == 0
+def test_a_checkpoint_from_before_there_were_stages_is_gone_on_from(finished: Path, train: Train) -> None:
+    run_dir = finished
     state = json.loads((run_dir / "checkpoints/step-00000012/state.json").read_text())
     assert "train.stages" not in state["trajectory"] and not [key for key in state["trajectory"] if "recall" in key]
     assert train(run_dir) == 0

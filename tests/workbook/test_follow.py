@@ -58,7 +58,7 @@ def panel_of(run, state):
     return panel, view
 
 
-def until(what, seconds=5.0):
+def until(what, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
@@ -117,7 +117,7 @@ def test_a_stopped_run_is_waited_for_until_it_is_left(run, trainer, shown):
     leave = shown[0].children[1].children[2]
     until(lambda: not leave.disabled)
     leave.click()
-    follower.join(10)
+    follower.join(60)
     assert ended == [directory.PREEMPTED]
     assert shown[0].alt.startswith(run.name) and "PREEMPTED: step 200/200" in shown[1]
 

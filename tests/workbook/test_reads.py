@@ -65,7 +65,7 @@ def test_equation_nine_is_the_overlap_only_when_counted_from_one(sizes):
     assert not torch.equal(equation_nine(64, 12, nsa, first_j=0), overlap)
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 64])
+@pytest.mark.parametrize("length", [1, *(pytest.param(length, marks=pytest.mark.slow) for length in (7, 8, 64))])
 def test_pictures_of_any_length_have_a_title(example, length):
     x = examples.random_example(length, heads=2, groups=1, width=4)
     k_cmp = reference.compress(x.k_cmp, TOY)

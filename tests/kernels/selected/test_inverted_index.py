@@ -10,7 +10,9 @@ from selected_inputs import choice, config
 from nsa_lab.attention.kernels.selected import inverted_index
 
 
-@pytest.mark.parametrize("bitmap_bytes", [2**28, 1], ids=["one pass", "a pass a span"])
+@pytest.mark.parametrize(
+    "bitmap_bytes", [pytest.param(2**28, id="one pass"), pytest.param(1, id="a pass a span", marks=pytest.mark.slow)]
+)
 def test_the_index_is_the_transpose_of_the_choice(device, bitmap_bytes, monkeypatch, poisoned):
     monkeypatch.setattr(inverted_index, "BITMAP_BYTES_LIMIT", bitmap_bytes)
     nsa, (B, T, G), chunk = config(5, 16), (2, 600, 2), 40
