@@ -48,6 +48,7 @@ OPTIONAL = {
     "papermill": "workbook/runner.py",
     "nbconvert": "report/",
     "latex2mathml": "report/formulas.py",
+    "nh3": "report/inert.py",
 }
 # Comparing with other people's kernels is what a bench is for.
 BENCH = {"triton", "flash_attn"}
