@@ -145,8 +145,14 @@ def test_every_variant_can_be_asked_for_in_yaml(phi: str, gate: str, tmp_path: P
 def test_the_production_run_is_the_model_that_it_says() -> None:
     (path,) = [path for path in PARAMS if path.stem == "production_50k"]
     config = RunConfig.from_yaml(path)
-    assert config.model == RunConfig.from_dict(yaml.safe_load(PRODUCTION)).model
+    said = yaml.safe_load(PRODUCTION)
+    assert config.model == RunConfig.from_dict(said).model
     assert (config.train.steps, config.train.seq_len, config.train.sequences_per_step) == (50_000, 2048, 4)
+    assert {key: getattr(config.train, key) for key in said["train"]} == said["train"]
+    assert (config.runtime.precision, config.runtime.device) == ("bf16", "cuda")
+    # What the report leaves open, and a smoke run would have otherwise.
+    assert (config.train.min_lr, config.train.seed, config.train.eval_every) == (0.0, 1337, 1000)
+    assert config.data.max_tokens > config.train.tokens
     assert config.train.save_every > 0 and config.runtime.profile == "production" and config.data.source != "synthetic"
 
 
