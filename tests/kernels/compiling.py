@@ -1,5 +1,5 @@
-"""Compiles every kernel for a GPU that is not there: `python compiling.py 80`, or, with `shapes` behind that, the corners of
-what kernels take instead of the shapes that they are tuned for.
+"""Compiles every kernel for a GPU that is not there: `python compiling.py 80`; or, with `shapes` behind that, for the
+corners of what kernels take instead of the shapes that they are tuned for.
 
 Prints the bytes of shared memory of each kernel, as JSON.
 
@@ -58,9 +58,10 @@ def compile_only(kernel: JITFunction, grid):
 
 
 def attend(
-    T: int, H: int, G: int, D: int, Dv: int | None = None, nsa: NSAConfig = NSAConfig(), dtype: torch.dtype = torch.bfloat16
+    T: int, H: int, G: int, D: int, Dv: int | None = None, nsa: NSAConfig | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """The whole operator and the selected branch on its own, forward and backward."""
+    nsa = nsa or NSAConfig()
     widths = (D, Dv or D)
     q, *kv = (
         torch.zeros(1, length, heads, width, dtype=dtype, requires_grad=True)
