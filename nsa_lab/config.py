@@ -15,7 +15,7 @@ import difflib
 import hashlib
 import json
 import math
-import re
+import reprlib
 import string
 import tomllib
 from collections.abc import Mapping
@@ -25,9 +25,11 @@ from typing import Any, Literal, Self
 import pydantic
 from pydantic import Field, model_validator
 
-from nsa_lab.extras import require
-
 BYTE_VOCABULARY = 256
+COUNT = 2**31 - 1
+"""The largest length or count: what kernels and shards number with 32 bits."""
+SIZE = 2**18
+"""The largest width, number of heads or number of sequences, so that no tensor has more bytes than 64 bits count."""
 Backend = Literal["auto", "reference", "torch", "triton", "flash"]
 
 # Keys of older NSA configurations that did nothing, or no longer exist, and what takes their place.
@@ -61,11 +63,11 @@ class NSAConfig(_Section):
     Lengths are in tokens, `n_sel` in blocks.
     """
 
-    l: int = Field(default=32, ge=1, description="compression block length, tokens")
-    d: int = Field(default=16, ge=1, description="stride between compression blocks, tokens")
-    l_sel: int = Field(default=64, ge=1, description="selection block length, tokens")
-    n_sel: int = Field(default=16, description="selection blocks read by a query, the forced ones included")
-    w: int = Field(default=512, ge=1, description="sliding window, tokens, the query's own included")
+    l: int = Field(default=32, ge=1, le=COUNT, description="compression block length, tokens")
+    d: int = Field(default=16, ge=1, le=COUNT, description="stride between compression blocks, tokens")
+    l_sel: int = Field(default=64, ge=1, le=COUNT, description="selection block length, tokens")
+    n_sel: int = Field(default=16, le=COUNT, description="selection blocks read by a query, the forced ones included")
+    w: int = Field(default=512, ge=1, le=COUNT, description="sliding window, tokens, the query's own included")
     phi: Literal["avg", "linear", "mlp"] = Field(default="avg", description="compression operator")
     gate: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="gate over the three branches")
 
@@ -90,16 +92,16 @@ class NSAConfig(_Section):
 class ModelConfig(_Section):
     """A decoder-only transformer. `nsa` is read from the YAML section of that name."""
 
-    dim: int = Field(default=768, ge=1, description="width of the residual stream")
-    n_layers: int = Field(default=12, ge=1)
-    n_heads: int = Field(default=12, ge=1, description="query heads, H")
-    n_kv_groups: int = Field(default=2, ge=1, description="key/value groups, G")
-    d_k: int = Field(default=64, ge=2, description="width of a query or key head")
-    d_v: int = Field(default=64, ge=1, description="width of a value head")
-    vocab_size: int = Field(default=BYTE_VOCABULARY, ge=2)
+    dim: int = Field(default=768, ge=1, le=SIZE, description="width of the residual stream")
+    n_layers: int = Field(default=12, ge=1, le=10_000)
+    n_heads: int = Field(default=12, ge=1, le=SIZE, description="query heads, H")
+    n_kv_groups: int = Field(default=2, ge=1, le=SIZE, description="key/value groups, G")
+    d_k: int = Field(default=64, ge=2, le=SIZE, description="width of a query or key head")
+    d_v: int = Field(default=64, ge=1, le=SIZE, description="width of a value head")
+    vocab_size: int = Field(default=BYTE_VOCABULARY, ge=2, le=2**24)
     attention: Literal["nsa", "dense"] = "nsa"
     mlp: Literal["plain", "gated"] = Field(default="plain", description="plain: SiLU; gated: SwiGLU")
-    mlp_hidden: int | None = Field(default=None, ge=1, description="hidden width of the MLP; None: 4 * dim")
+    mlp_hidden: int | None = Field(default=None, ge=1, le=SIZE, description="hidden width of the MLP; None: 4 * dim")
     rope_theta: float = Field(default=10000.0, gt=0)
     rotary_share: float = Field(default=1.0, gt=0, le=1, description="share of a head's width that rotary embedding turns")
     matching_heads: int = Field(
@@ -196,19 +198,20 @@ class RuntimeConfig(_Section):
 class StageConfig(_Section):
     """A stretch of training with one length, one batch and one schedule. Every count is in optimiser steps."""
 
-    steps: int = Field(default=200, ge=1)
-    seq_len: int = Field(default=512, ge=2, description="tokens per sequence")
-    batch_size: int = Field(default=4, ge=1, description="sequences per forward pass")
-    accumulate_grad_batches: int = Field(default=1, ge=1, description="forward passes per optimiser step")
+    steps: int = Field(default=200, ge=1, le=COUNT)
+    seq_len: int = Field(default=512, ge=2, le=COUNT, description="tokens per sequence")
+    batch_size: int = Field(default=4, ge=1, le=SIZE, description="sequences per forward pass")
+    accumulate_grad_batches: int = Field(default=1, ge=1, le=SIZE, description="forward passes per optimiser step")
     micro_batch_size: int | None = Field(
         default=None,
         ge=1,
+        le=SIZE,
         description="sequences a forward pass may hold on this device; regroups the batch, not its mathematics",
     )
     lr: float = Field(default=2e-4, gt=0, description="peak learning rate")
     lr_schedule: Literal["cosine", "constant"] = "cosine"
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=COUNT)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -257,13 +260,13 @@ class TrainConfig(StageConfig):
     eps: float = Field(default=1e-8, gt=0)
     grad_clip: float = Field(default=1.0, gt=0, description="limit of the global gradient norm")
     seed: int = Field(default=1337, ge=0, lt=2**63)
-    log_every: int = Field(default=10, ge=1)
-    stats_every: int = Field(default=100, ge=1, description="steps between gate and selection statistics")
-    eval_every: int = Field(default=100, ge=0, description="0: never")
-    eval_batches: int = Field(default=8, ge=1, description="forward passes of batch_size sequences")
-    save_every: int = Field(default=100, ge=0, description="0: never")
-    keep_last: int = Field(default=3, ge=1, description="checkpoints kept besides the permanent ones")
-    keep_every: int = Field(default=0, ge=0, description="steps between permanent checkpoints; 0: none")
+    log_every: int = Field(default=10, ge=1, le=COUNT)
+    stats_every: int = Field(default=100, ge=1, le=COUNT, description="steps between gate and selection statistics")
+    eval_every: int = Field(default=100, ge=0, le=COUNT, description="0: never")
+    eval_batches: int = Field(default=8, ge=1, le=SIZE, description="forward passes of batch_size sequences")
+    save_every: int = Field(default=100, ge=0, le=COUNT, description="0: never")
+    keep_last: int = Field(default=3, ge=1, le=COUNT, description="checkpoints kept besides the permanent ones")
+    keep_every: int = Field(default=0, ge=0, le=COUNT, description="steps between permanent checkpoints; 0: none")
     spike_sigma: float = Field(default=0.0, ge=0, description="halt on a loss this many deviations over its window; 0: off")
     min_tokens_per_s: float = Field(default=0.0, ge=0, description="throughput gate; 0: off")
 
@@ -284,6 +287,15 @@ class TrainConfig(StageConfig):
         # Frozen for everyone else; here it is still being made.
         for key, value in (*self.stages[-1], ("steps", sum(stage.steps for stage in self.stages))):
             object.__setattr__(self, key, value)
+        return self
+
+    @model_validator(mode="after")
+    def _countable(self) -> Self:
+        if self.tokens >= 2**63:
+            raise ValueError(
+                f"train.steps = {self.steps}: this run would take {self.tokens:.2g} tokens, more than 64 bits count; "
+                "lower the steps, seq_len or the batch"
+            )
         return self
 
     @property
@@ -336,12 +348,14 @@ class TrainConfig(StageConfig):
 class RecallConfig(_Section):
     """Facts that data.source: recall plants into text, and their questions. Lengths are in bytes."""
 
-    bytes_per_fact: int = Field(default=512, ge=1, description="recall: one fact for this many bytes of a sequence")
+    bytes_per_fact: int = Field(
+        default=512, ge=1, le=COUNT, description="recall: one fact for this many bytes of a sequence"
+    )
     distractors: float = Field(default=0.0, ge=0, lt=1, description="recall: share of the facts that nobody asks for")
-    questions_together: int = Field(default=1, ge=1, description="recall: questions that stand in one place")
+    questions_together: int = Field(default=1, ge=1, le=COUNT, description="recall: questions that stand in one place")
     names: Literal["words", "codes"] = Field(default="words", description="recall: amber anchor, or kq-417")
     values: Literal["digits", "letters", "hex"] = Field(default="digits", description="recall: what a value is made of")
-    value_length: int = Field(default=7, ge=1, description="recall: characters of a value")
+    value_length: int = Field(default=7, ge=1, le=COUNT, description="recall: characters of a value")
     statement: str = Field(
         default="\nThe secret number of the {name} is {value}.\n", description="recall: how a fact is told"
     )
@@ -378,7 +392,9 @@ class DataConfig(RecallConfig):
     path: str | None = Field(default=None, description="local, recall: a file, a folder or a glob of txt, jsonl or parquet")
     text_column: str = Field(default="text", description="name of the text column of parquet and jsonl")
     tokenizer: str = Field(default="byte", description="byte, or the path of a tokenizer.json")
-    max_tokens: int | None = Field(default=None, ge=1, description="stop filling shards after this many training tokens")
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=2**63 - 1, description="stop filling shards after this many training tokens"
+    )
     val_fraction: float = Field(default=0.02, gt=0, lt=1, description="share of documents held out, by document hash")
     dataset: str = Field(default="HuggingFaceFW/fineweb-edu", description="fineweb_edu: repository on the hub")
     subset: str = Field(default="sample-10BT", description="fineweb_edu: configuration of the data set")
@@ -414,7 +430,7 @@ class DataConfig(RecallConfig):
 class RunConfig(_Section):
     """One run: five sections and a name (the stem of its file in params/)."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     model: ModelConfig = ModelConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     train: TrainConfig = TrainConfig()
@@ -462,12 +478,19 @@ class RunConfig(_Section):
     def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
         """The file at `path`, with dotted `overrides` (`{"train.steps": 10}`) laid over it."""
         path = Path(path)
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such configuration file")
         try:
-            sections = _read_yaml(path.read_text(encoding="utf-8")) or {}
+            sections = _read_yaml(path.read_bytes().decode("utf-8-sig")) or {}
+        except (FileNotFoundError, IsADirectoryError):
+            raise ConfigError(f"{path}: no such configuration file") from None
+        except UnicodeDecodeError as error:
+            line = 1 + error.object[: error.start].count(b"\n")
+            raise ConfigError(
+                f"{path}: line {line} has a byte {error.object[error.start]:#04x}, which is not UTF-8; save it as UTF-8"
+            ) from None
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{_brief(str(path))!r}: cannot be read: {getattr(error, 'strerror', error)}") from None
         if not isinstance(sections, dict):
             raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
         sections.setdefault("name", path.stem)
@@ -487,10 +510,9 @@ class RunConfig(_Section):
         }
 
     def to_yaml(self) -> str:
-        require("yaml")
-        import yaml
+        from nsa_lab import yaml_text
 
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return yaml_text.write(self.to_dict())
 
     def hash(self) -> str:
         """Sixteen hex digits over every value: equal configurations, equal hash."""
@@ -498,22 +520,13 @@ class RunConfig(_Section):
 
 
 def _read_yaml(text: str) -> Any:
-    """The value that `text` spells. YAML 1.1 reads `1e-3` as a string; this reads it as the number it is."""
-    require("yaml")
-    import yaml
+    # Imported here, because a configuration that is built in Python needs no YAML.
+    from nsa_lab import yaml_text
 
-    class Loader(yaml.SafeLoader):
-        pass
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-        list("-+.0123456789"),
-    )
     try:
-        return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from None
+        return yaml_text.read(text)
+    except yaml_text.YAMLTextError as error:
+        raise ConfigError(str(error)) from None
 
 
 def apply_overrides(sections: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -536,8 +549,11 @@ def parse_override(text: str) -> tuple[str, Any]:
     """`"train.lr=1e-3"` -> `("train.lr", 0.001)`; the value is read as YAML."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"-p {text}: expected section.key=value, for example -p train.steps=100")
-    return key.strip(), _read_yaml(value)
+        raise ConfigError(f"-p {_brief(text)}: expected section.key=value, for example -p train.steps=100")
+    try:
+        return key.strip(), _read_yaml(value)
+    except ConfigError as error:
+        raise ConfigError(f"-p {_brief(text)}: {error}") from None
 
 
 def _with_nsa(model: Any, nsa: Any) -> Any:
@@ -550,7 +566,7 @@ def _with_nsa(model: Any, nsa: Any) -> Any:
 
 def _section(name: str, kind: type[_Section], values: Any) -> _Section:
     if not isinstance(values, dict):
-        raise ConfigError(f"{name}: expected a mapping, found {values!r}")
+        raise ConfigError(f"{name}: expected a mapping, found {_VALUES.repr(values)}")
     return kind(**values)
 
 
@@ -577,6 +593,17 @@ _PREFIX = {
 }
 
 
+# What an error repeats of a value: its beginning and end, and of lists in lists two levels.
+_VALUES = reprlib.Repr()
+_VALUES.maxlevel, _VALUES.maxstring, _VALUES.maxother, _VALUES.maxlong = 2, 100, 100, 40
+
+
+def _brief(text: str) -> str:
+    """`text` on one line, cut where it is longer than anyone would read."""
+    line = " ".join(text.split())
+    return line if len(line) <= 100 else f"{line[:97]}..."
+
+
 def _explain(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) -> str:
     lines = []
     for problem in error.errors():
@@ -592,7 +619,7 @@ def _explain(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) ->
 def _explain_one(key: str, problem: Mapping[str, Any]) -> str:
     value = problem.get("input")
     if problem["type"] == "extra_forbidden":
-        return f"{key} = {value!r}: no such key; {_nearest(key)}"
+        return f"{_brief(key)} = {_VALUES.repr(value)}: no such key; {_nearest(key)}"
     if problem["type"] == "value_error":
         said = str(problem["ctx"]["error"])
         # A stage does not know which one it is.
@@ -602,7 +629,7 @@ def _explain_one(key: str, problem: Mapping[str, Any]) -> str:
         reason = "expected a finite number"
     if key == "runtime.precision" and value == "fp16":
         reason = "fp16 needs loss scaling and loses small updates; use bf16 (fp32 master weights) or fp32"
-    return f"{key} = {value!r}: {reason}"
+    return f"{_brief(key)} = {_VALUES.repr(value)}: {reason}"
 
 
 def _nearest(key: str) -> str:

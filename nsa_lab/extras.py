@@ -27,6 +27,7 @@ BROUGHT_BY = {
     "nbclient": "notebooks",
     "nbconvert": "notebooks",
     "nbformat": "notebooks",
+    "nh3": "notebooks",
     "papermill": "notebooks",
     "pygments": "notebooks",
 }

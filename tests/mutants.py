@@ -11,7 +11,9 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
+import linecache
 import multiprocessing
+import os
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
@@ -23,8 +25,13 @@ import hypothesis  # noqa: F401
 import numpy  # noqa: F401
 import pydantic  # noqa: F401
 import pytest
-import torch._dynamo  # noqa: F401
+import torch
 import yaml  # noqa: F401
+
+if not torch.cuda.is_available():
+    # As tests/conftest.py has it, which comes too late here: Triton reads this once, and torch's compiler imports Triton.
+    os.environ["TRITON_INTERPRET"] = "1"
+import torch._dynamo
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 2
@@ -36,7 +43,32 @@ def attention_tests(*names: str) -> list[str]:
     return [f"tests/attention/test_{name}.py" for name in dict.fromkeys(names + rest)]
 
 
+def cases(file: str, *names: str) -> list[str]:
+    """Single tests of a file whose others take long: a kernel is interpreted."""
+    return [f"tests/{file}::test_{name}" for name in names]
+
+
 MODEL = [f"tests/model/test_model_{name}.py" for name in ("definition", "numbers", "observe", "precision", "layer")]
+BAND = cases(
+    "kernels/band/test_band.py",
+    "the_gradient_of_lse_is_exact",
+    "nothing_at_or_before_t_sees_what_comes_after",
+    "matches_the_definition[window-1x192x3x1x32x32-torch.float32]",
+)
+SELECTED = cases(
+    "kernels/selected/test_selected.py",
+    "a_block_that_has_not_begun_counts_as_none",
+    "later_tokens_change_nothing",
+    *(f"matches_the_definition[{way}-2x77x6x2x64x32x3x16-random-torch.float32]" for way in ("union", "gather")),
+)
+# A fork of this script may start no process, as a filling that is killed needs.
+FILLING = cases(
+    "data/test_fill.py",
+    "nothing_is_lost_and_documents_are_separated",
+    "copies_of_a_text_fall_on_the_same_side",
+    "interruptions_change_nothing",
+    "damage_is_found_and_named",
+)
 SUITES = {
     "attention.span": [*attention_tests("span"), *MODEL],
     "attention.geometry": attention_tests("block_arithmetic"),
@@ -44,7 +76,7 @@ SUITES = {
     "attention.compression": attention_tests("span"),
     "attention.torch_backend": attention_tests("span", "definition", "gradcheck", "torch_parity"),
     "attention.checks": attention_tests("dispatch"),
-    "attention.dispatch": attention_tests("dispatch"),
+    "attention.dispatch": attention_tests("launches", "dispatch"),
     "model": MODEL,
 }
 OTHERS = {
@@ -56,6 +88,30 @@ OTHERS = {
     "train.guard": ["tests/train/test_guard.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
     "train.step": ["tests/train/test_step.py"],
+    "attention.kernels.choice": cases(
+        "kernels/test_choice.py",
+        "of_two_equals_the_higher_gives_way_to_a_better_block",
+        "matches_the_definition[1x130x3x3x32-torch.float32]",
+        "matches_the_definition[2x77x6x2x32-torch.float32]",
+    ),
+    "attention.kernels.band.forward": BAND,
+    "attention.kernels.band.bounds": BAND,
+    "attention.kernels.band.backward": BAND,
+    "attention.kernels.selected.forward": SELECTED,
+    "attention.kernels.selected.backward": SELECTED,
+    "attention.kernels.gating": ["tests/kernels/test_gating.py"],
+    "inference.cache": ["tests/inference/test_decode.py"],
+    "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
+    "inference.sampling": ["tests/inference/test_sampling.py"],
+    "inference.stops": ["tests/inference/test_generate.py"],
+    "inference.text": ["tests/inference/test_text.py"],
+    "data.batches": ["tests/data/test_batches.py"],
+    "data.fill": FILLING,
+    "data.shards": ["tests/data/test_batches.py", *FILLING],
+    "data.tokenizer": ["tests/data/test_tokenizer.py"],
+    "data.sources.local": ["tests/data/test_sources.py"],
+    "yaml_text": ["tests/test_config.py"],
+    "report.inert": ["tests/report/test_inert.py"],
     "data.staged": ["tests/train/test_stages.py"],
     "data.recall.planting": ["tests/data/test_recall.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
@@ -414,6 +470,18 @@ MUTANTS = [
     # What the public functions run.
     Mutant("dispatch: torch runs the reference", "attention.dispatch", '"torch": torch_backend,', '"torch": reference,'),
     Mutant(
+        "dispatch: triton's name runs torch",
+        "attention.dispatch",
+        '"triton": kernels,',
+        '"triton": torch_backend,',
+    ),
+    Mutant(
+        "dispatch: the whole operator of triton is computed by torch",
+        "attention.dispatch",
+        "        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)",
+        "        run = dict.fromkeys(PARTS, torch_backend)",
+    ),
+    Mutant(
         "dispatch: a backend that cannot run falls back silently",
         "attention.dispatch",
         "raise BackendError(f\"backend = 'triton' cannot run: {unusable}\")",
@@ -444,6 +512,210 @@ MUTANTS = [
         "if len(set(widths) - {1}) > 1:",
     ),
     Mutant("checks: integers are taken", "attention.checks", "if x.dtype not in DTYPES:", "if x.dtype.is_complex:"),
+    # The kernels, under Triton's interpreter.
+    Mutant(
+        "choice kernel: of two equals the lower gives way",
+        "attention.kernels.choice",
+        "lowest = tl.min(best, 1)",
+        "lowest = tl.min(best ^ ABSENT, 1) ^ ABSENT",
+    ),
+    Mutant(
+        "choice kernel: probabilities without their normaliser",
+        "attention.kernels.choice",
+        "weight += tl.exp2(scores * scale_log2 - lse_log2[:, None])",
+        "weight += tl.exp2(scores * scale_log2)",
+    ),
+    Mutant(
+        "choice kernel: forced blocks compete too",
+        "attention.kernels.choice",
+        "(j[None, :] <= own[:, None] - 2)",
+        "(j[None, :] <= own[:, None] - 1)",
+    ),
+    Mutant("band kernel: window of w + 1 keys", "attention.kernels.band.bounds", "tl.uint32) < W", "tl.uint32) <= W"),
+    Mutant(
+        "band kernel: compressed block visible one token early",
+        "attention.kernels.band.bounds",
+        "(t - L + 1 + STRIDE) // STRIDE",
+        "(t - L + 2 + STRIDE) // STRIDE",
+    ),
+    Mutant(
+        "band kernel: the sum is not shrunk with its maximum",
+        "attention.kernels.band.forward",
+        "total = total * shrink + tl.sum(p, 1)",
+        "total = total + tl.sum(p, 1)",
+    ),
+    Mutant("band kernel: LSE in base 2", "attention.kernels.band.forward", "1.0, total))) * LN2)", "1.0, total))))"),
+    Mutant(
+        "band kernel: backward without the gradient of the LSE",
+        "attention.kernels.band.backward",
+        "delta -= tl.load(dlse_ptr + place)",
+        "delta -= 0.0",
+    ),
+    Mutant("band kernel: dQ not scaled", "attention.kernels.band.backward", "    dq *= scale\n", ""),
+    Mutant(
+        "selected kernel: the future of its own block",
+        "attention.kernels.selected.forward",
+        'scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))\n        if BLOCK != BLOCK_PAD:',
+        "scores = scores\n        if BLOCK != BLOCK_PAD:",
+    ),
+    Mutant(
+        "selected kernel: a row reads what its neighbours chose",
+        "attention.kernels.selected.forward",
+        'tl.where(chosen, new_peak, float("inf"))[:, None]',
+        "new_peak[:, None]",
+    ),
+    Mutant(
+        "selected kernel: backward without delta",
+        "attention.kernels.selected.backward",
+        "ds = (p * (dp - delta[:, None])).to(q.dtype)",
+        "ds = (p * dp).to(q.dtype)",
+    ),
+    Mutant(
+        "selected kernel: gradients to the future of a block",
+        "attention.kernels.selected.backward",
+        "p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)",
+        "p = p",
+    ),
+    Mutant(
+        "gate kernel: the selected branch by the window's gate",
+        "attention.kernels.gating",
+        "tl.load(sel_ptr + at, mask=mask, other=0.0).to(tl.float32) * gate_sel[:, None]",
+        "tl.load(sel_ptr + at, mask=mask, other=0.0).to(tl.float32) * gate_win[:, None]",
+    ),
+    Mutant(
+        "gate kernel: a gate's gradient without its branch",
+        "attention.kernels.gating",
+        "tl.sum(out * do, 1)",
+        "tl.sum(do, 1)",
+    ),
+    # Decoding and generation.
+    Mutant(
+        "decoding: a cache of w - 1 keys",
+        "inference.cache",
+        "self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w :]\n"
+        "        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, -self._nsa.w :]",
+        "self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, 1 - self._nsa.w :]\n"
+        "        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, 1 - self._nsa.w :]",
+    ),
+    Mutant(
+        "decoding: a query does not read itself",
+        "inference.cache",
+        "(tokens <= position)",
+        "((tokens < position) | (tokens == 0))",
+    ),
+    Mutant(
+        "decoding: blocks that overlap forget what they share",
+        "inference.cache",
+        "self._k_raw[:, new * self._nsa.d :], self._v_raw[:, new * self._nsa.d :]",
+        "self._k_raw[:, new * self._nsa.l :], self._v_raw[:, new * self._nsa.l :]",
+    ),
+    Mutant("decoding: the strongest head chooses", "inference.cache", "(p.sum(2) @ carry)", "(p.amax(2) @ carry)"),
+    Mutant(
+        "decoding: the choice of the query before",
+        "inference.cache",
+        "first=position).squeeze(1)",
+        "first=position - 1).squeeze(1)",
+    ),
+    Mutant(
+        "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
+    ),
+    Mutant("generation: nothing stops it", "inference.generate", "if stops.reached(drawn):", "if False:"),
+    Mutant(
+        "generation: ids past the tokenizer's are drawn",
+        "inference.generate",
+        "sampling.draw(logits[:drawable]",
+        "sampling.draw(logits[:None]",
+    ),
+    Mutant(
+        "generation: a stop by its last token alone",
+        "inference.stops",
+        "list(drawn[-len(end) :]) == end",
+        "drawn[-1:] == end[-1:]",
+    ),
+    Mutant("generation: no separator before the prompt", "inference.text", "[tokenizer.separator, *map(", "[*map("),
+    Mutant("sampling: temperature multiplies", "inference.sampling", "/ self.temperature)", "* self.temperature)"),
+    Mutant("sampling: top-k drops the last of them", "inference.sampling", "logits < floor", "logits <= floor"),
+    Mutant(
+        "sampling: top-p without the token that reaches it",
+        "inference.sampling",
+        "before = falling.cumsum(-1) - falling",
+        "before = falling.cumsum(-1)",
+    ),
+    # The data.
+    Mutant("data: targets are the inputs", "data.batches", "both[:, 1:].contiguous()", "both[:, :-1].contiguous()"),
+    Mutant(
+        "data: every epoch in the same windows", "data.batches", 'key = f"{self._seed}:{epoch}"', 'key = f"{self._seed}:0"'
+    ),
+    Mutant(
+        "data: every micro-batch is the first",
+        "data.batches",
+        "first = step * self.sequences_per_step + start",
+        "first = step * self.sequences_per_step",
+    ),
+    Mutant(
+        "data: evaluation reads the beginning alone",
+        "data.batches",
+        "window * self._available // self._windows * self._seq_len",
+        "window * self._seq_len",
+    ),
+    Mutant(
+        "data: a permutation that repeats",
+        "data.batches",
+        "        if index < size:\n            return index",
+        "        return index % size",
+    ),
+    Mutant(
+        "data: documents run together",
+        "data.fill",
+        "ids.astype(self._dtype).tobytes() + self._separator)",
+        "ids.astype(self._dtype).tobytes() + b' ')",
+    ),
+    Mutant(
+        "data: documents are split by what came before them",
+        "data.fill",
+        '"validation" if fraction < self._plan.val_fraction else "train"',
+        '"validation" if self.state["splits"]["train"]["documents"] % 3 == 2 else "train"',
+    ),
+    Mutant(
+        "data: characters counted for bytes",
+        "data.fill",
+        'counts["text_bytes"] += len(text.encode("utf-8") if isinstance(text, str) else text)',
+        'counts["text_bytes"] += len(text)',
+    ),
+    Mutant(
+        "data: a filling that goes on begins again",
+        "data.fill",
+        'self.state["cursor"] = self._cursor',
+        'self.state["cursor"] = None',
+    ),
+    Mutant(
+        "data: a read past a shard's end begins the next one late",
+        "data.shards",
+        "offset = start + filled - (self._ends[index] - len(shard))",
+        "offset = max(start - (self._ends[index] - len(shard)), 0) + bool(filled)",
+    ),
+    Mutant("data: shards by their size alone", "data.shards", "if content and (digest", "if False and (digest"),
+    Mutant(
+        "data: a separator spelt out in a text is one",
+        "data.tokenizer",
+        "self._tokenizer.encode_special_tokens = True",
+        "self._tokenizer.encode_special_tokens = False",
+    ),
+    Mutant(
+        "data: a row is lost where a filling goes on", "data.sources.local", "if row >= first and", "if row > first and"
+    ),
+    Mutant(
+        "data: what a hidden folder holds is text", "data.sources.local", 'part.startswith(".") for part', "False for part"
+    ),
+    # What a user, or a stranger, gives.
+    Mutant("yaml: the last of two keys is taken", "yaml_text", "if key.value in seen:", "if False:"),
+    Mutant("yaml: minutes and seconds are a number", "yaml_text", "[-+]?(0|[1-9][\\d_]*|", "[-+]?(0|[1-9][\\d_:]*|"),
+    Mutant("yaml: keys of any kind", "yaml_text", 'if key.tag not in (f"{TAG}str", f"{TAG}merge"):', "if False:"),
+    Mutant("yaml: nesting without end", "yaml_text", "if self._depth == DEEPEST:", "if False:"),
+    Mutant("page: addresses of any kind", "report.inert", "return value if LINK.match(value) else None", "return value"),
+    Mutant("page: forms stay", "report.inert", '{"section", "tfoot"}', '{"section", "tfoot", "form"}'),
+    Mutant("page: styles of any kind", "report.inert", "    filter_style_properties=set(STYLES),\n", ""),
+    Mutant("page: pictures from anywhere", "report.inert", "value.strip().lower().startswith(PICTURE)", "value"),
     # The model.
     Mutant(
         "model: Q rotated before the head split",
@@ -714,6 +986,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self.text = text
 
     def get_code(self, fullname: str) -> object:
+        # Triton's interpreter reads a kernel's source again, through this cache; an entry without a date stays.
+        linecache.cache[self.path] = (len(self.text), None, self.text.splitlines(keepends=True), self.path)
         return compile(self.text, self.path, "exec")
 
 

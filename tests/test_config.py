@@ -145,8 +145,14 @@ def test_every_variant_can_be_asked_for_in_yaml(phi: str, gate: str, tmp_path: P
 def test_the_production_run_is_the_model_that_it_says() -> None:
     (path,) = [path for path in PARAMS if path.stem == "production_50k"]
     config = RunConfig.from_yaml(path)
-    assert config.model == RunConfig.from_dict(yaml.safe_load(PRODUCTION)).model
+    said = yaml.safe_load(PRODUCTION)
+    assert config.model == RunConfig.from_dict(said).model
     assert (config.train.steps, config.train.seq_len, config.train.sequences_per_step) == (50_000, 2048, 4)
+    assert {key: getattr(config.train, key) for key in said["train"]} == said["train"]
+    assert (config.runtime.precision, config.runtime.device) == ("bf16", "cuda")
+    # What the report leaves open, and a smoke run would have otherwise.
+    assert (config.train.min_lr, config.train.seed, config.train.eval_every) == (0.0, 1337, 1000)
+    assert config.data.max_tokens > config.train.tokens
     assert config.train.save_every > 0 and config.runtime.profile == "production" and config.data.source != "synthetic"
 
 
@@ -201,6 +207,112 @@ def test_a_file_that_is_no_configuration_says_so(text: str, words: str, tmp_path
         RunConfig.from_yaml(path)
     with pytest.raises(ConfigError, match="no such configuration file"):
         RunConfig.from_yaml(tmp_path / "missing.yaml")
+
+
+# What a file may hold by accident or by malice, and what the one line that refuses it says.
+SPOILT = {
+    "a section twice": (b"train: {steps: 5}\ntrain: {lr: 0.1}\n", "line 2, column 1: the key 'train' stands twice"),
+    "a key twice": (b"model:\n  dim: 4\n  dim: 8\n", "line 3, column 3: the key 'dim' stands twice"),
+    "a key twice in a stage": (b"train: {stages: [{steps: 1, steps: 2}]}", "the key 'steps' stands twice"),
+    "a number for a section": (b"1: {a: 2}", "the key '1' is not text"),
+    "a number for a key": (b"train: {1: 2}", "the key '1' is not text"),
+    "null for a key": (b"train: {~: 2}", "the key '~' is not text"),
+    "a list for a key": (b"train: {[1, 2]: 2}", "the key 'a sequence' is not text"),
+    "Latin-1": (b"name: a\n# caf\xe9\n", "line 2 has a byte 0xe9, which is not UTF-8; save"),
+    "UTF-16": ("name: a".encode("utf-16"), "line 1 has a byte 0xff, which is not UTF-8"),
+    "a zero byte": (b"name: a\0", "unacceptable character"),
+    "brackets without end": (b"a: " + b"[" * 5000, "nested deeper than 16 levels"),
+    "deep and well formed": (b"data: {path: " + b"[" * 900 + b"]" * 900 + b"}", "nested deeper than 16 levels"),
+    "a tab": (b"train:\n\tsteps: 3", "line 2, column 1: not YAML: while scanning"),
+    "two documents": (b"name: a\n---\nname: b\n", "line 2, column 1: not YAML: expected a single document"),
+    "a tag of Python": (b"name: !!python/object/apply:os.system [ls]", "!!python/object/apply:os.system has no place"),
+    "a tagged word": (b"train: {steps: !!int x}", "'x' is not a number"),
+    "5,000 digits": (b"train: {steps: 1" + b"0" * 5000 + b"}", "is not a number that can be read"),
+    "1e30 steps": (b"train: {steps: 1e30}", "train.steps = 1e+30"),
+    "1 and 30 zeros": (b"train: {steps: 1" + b"0" * 30 + b"}", "less than or equal to 2147483647"),
+    "more tokens than 64 bits count": (b"train: {steps: 2000000000, seq_len: 2000000000, batch_size: 9}", "3.6e+19 tokens"),
+    "a model past any machine": (b"model: {dim: 1000000000000}", "model.dim = 1000000000000: input should be less"),
+    "heads past any machine": (b"model: {n_heads: 1000000000, n_kv_groups: 3}", "model.n_heads = 1000000000"),
+    "minutes and seconds": (b"train: {steps: 1:30}", "train.steps = '1:30'"),
+    "a leading zero": (b"train: {steps: 0100}", "train.steps = '0100'"),
+    "a long name": (b"name: " + b"x" * 300, "at most 100 characters"),
+    "a long key": (b"train: {" + b"x" * 300 + b": 1}", "xxx... = 1: no such key"),
+    "a long value": (b"runtime: {device: " + b"x" * 10_000 + b"}", "input should be 'auto', 'cpu' or 'cuda'"),
+    "aliases of aliases": (
+        b"a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + b"".join(b"%c: &%c [%s]\n" % (c, c, b", ".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 112)),
+        "o = [[",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SPOILT)
+def test_a_spoilt_file_is_refused_with_the_cause_in_a_line(text: str, tmp_path: Path) -> None:
+    """Every line of the message is a problem; none is a traceback, and none is longer than a person reads."""
+    (tmp_path / "spoilt.yaml").write_bytes(SPOILT[text][0])
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_yaml(tmp_path / "spoilt.yaml")
+    message = str(caught.value)
+    assert SPOILT[text][1] in message
+    assert len(message.splitlines()) == (15 if text == "aliases of aliases" else 1)
+    assert max(map(len, message.splitlines())) < 500 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.steps=[1", "-p train.steps=[1: line 1, column 3: not YAML"),
+        ("data.path=@x", "-p data.path=@x: line 1, column 1: not YAML"),
+        ("train={steps: 1, steps: 2}", "-p train={steps: 1, steps: 2}: line 1, column 12: the key 'steps' stands twice"),
+        ("train={1: 2}", "the key '1' is not text"),
+        ("train.steps=" + "[" * 5000, "nested deeper"),
+        ("data.path=\udce9", "unacceptable character"),
+    ],
+)
+def test_an_override_that_cannot_be_read_is_named_in_a_line(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_override(override)
+    assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 300
+
+
+def test_yaml_reads_numbers_as_everyone_does_and_leaves_the_rest_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "name: 2026-01-31\ntrain: {lr: 1e-3, steps: 1_000, batch_size: 0x10, min_lr: .5e-4}\n"
+        "data: {source: local, path: 0100, text_column: 1:30}\nruntime: {compile: yes}\n",
+        encoding="utf-8-sig",
+    )
+    config = RunConfig.from_yaml(path)
+    assert (config.name, config.train.lr, config.train.steps, config.train.batch_size) == ("2026-01-31", 1e-3, 1000, 16)
+    assert (config.data.path, config.data.text_column, config.runtime.compile) == ("0100", "1:30", True)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-3", "0100", "1:30", "2026-01-31", "yes", "~", "12", "<<", "=", "a: b", "- a", " ", "☕"]
+)
+def test_text_that_looks_like_something_else_survives_a_run_directory(text: str, tmp_path: Path) -> None:
+    config = RunConfig(data=DataConfig(source="local", path=text))
+    (tmp_path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    assert RunConfig.from_yaml(tmp_path / "config.yaml") == config
+
+
+def test_anchors_and_merges_serve_stages(tmp_path: Path) -> None:
+    """A merge is no second key: what stands beside it replaces what it brings, as YAML has it."""
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "train:\n  stages:\n  - &first {steps: 5, seq_len: 64, batch_size: 2, lr: 1e-3}\n"
+        "  - &second {<<: *first, seq_len: 128}\n  - {<<: *second, lr: 1e-4}\n",
+        encoding="utf-8",
+    )
+    stages = RunConfig.from_yaml(path).train.stages
+    assert [(stage.steps, stage.seq_len, stage.lr) for stage in stages] == [(5, 64, 1e-3), (5, 128, 1e-3), (5, 128, 1e-4)]
+
+
+def test_a_file_name_that_can_be_none_is_refused_in_a_line() -> None:
+    for path in ("x" * 300 + ".yaml", "a\0b.yaml"):
+        with pytest.raises(ConfigError, match="cannot be read") as caught:
+            RunConfig.from_yaml(path)
+        assert len(str(caught.value)) < 200
 
 
 def test_no_environment_variable_changes_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,29 @@ def test_the_overlap_of_a_long_sequence_takes_milliseconds() -> None:
     assert best < 0.1
 
 
+def test_the_one_length_threshold_is_the_measured_one() -> None:
+    """The kernel log has the table of both ways that run today; the library follows it, and nobody can set it otherwise."""
+    pytest.importorskip("triton")
+    from nsa_lab.attention.kernels.selected import launch
+
+    log = (ROOT / "docs/kernel_log.md").read_text(encoding="utf-8")
+    assert f"union forward up to {launch.UNION_TOKENS} tokens, gather from there" in log
+    assert f"up to {launch.UNION_TOKENS:,} tokens".replace(",", " ") in (ROOT / "docs/decisions.md").read_text(
+        encoding="utf-8"
+    )
+    length = launch.UNION_TOKENS
+    assert [launch.forward_strategy(T, 64) for T in (1, length, length + 1, 16 * length)] == ["union"] * 2 + ["gather"] * 2
+    thresholds = {
+        (path.name, target.id)
+        for path in (ROOT / "nsa_lab/attention").rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.endswith("_TOKENS")
+    }
+    assert thresholds == {("launch.py", "UNION_TOKENS")}
+
+
 def test_every_folder_of_the_package_is_a_package() -> None:
     """So that an installed copy holds it."""
     folders = {path.parent for path in (ROOT / "nsa_lab").rglob("*.py")}

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -108,7 +109,7 @@ def load_tokenizer(name: str = "byte") -> Tokenizer:
         return ByteTokenizer()
     places = candidates(name)
     for path in places:
-        if path.is_file():
+        if os.path.isfile(path):
             return FileTokenizer(path)
     looked = " or ".join(str(path) for path in places)
     raise DataError(f"data.tokenizer = {name!r}: no file at {looked}; give the path of a tokenizer.json, or use byte")

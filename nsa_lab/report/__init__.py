@@ -11,13 +11,14 @@ Invariants
 from __future__ import annotations
 
 import base64
+import html
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nsa_lab.extras import require
 
-require("nbformat", "nbconvert", "pygments", "matplotlib")
+require("nbformat", "nbconvert", "pygments", "matplotlib", "nh3")
 
 import nbformat
 from matplotlib.figure import Figure
@@ -32,7 +33,7 @@ from nsa_lab.health import write_verdict
 from nsa_lab.report.formulas import Formulas
 from nsa_lab.report.header import beside, notebook_error, run_summary
 from nsa_lab.report.index import INDEX, write_index
-from nsa_lab.report.inert import external_loads, inert
+from nsa_lab.report.inert import POLICY, external_loads, inert
 from nsa_lab.report.portable import make_portable, portable
 from nsa_lab.runs.files import write_text
 from nsa_lab.runs.history import History
@@ -48,6 +49,7 @@ WIDGETS = "application/vnd.jupyter.widget-"
 ERROR_NOTES = "papermill-error-cell-tag"
 PREFORMATTED = re.compile(r"<pre\b([^>]*)>(.*?)</pre>", re.DOTALL)
 BOX_DRAWN = ("┃", "│")
+END = "\n</main>\n</body>\n</html>\n"
 ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 
@@ -105,6 +107,7 @@ def _write(
     resources = {
         "metadata": {"path": str(folder or page.parent), "name": page.stem},
         "page": {
+            "policy": POLICY,
             "title": title,
             "subtitle": subtitle,
             "style": _style(),
@@ -116,10 +119,11 @@ def _write(
         },
     }
     text, _ = exporter.from_notebook_node(prepared, resources)
+    # Before <main> stands what the templates wrote, which escape what they show. All after it may be the notebook's, ends
+    # of elements that it did not begin included, and formulas are the notebook's too: so this is done last.
     head, _, body = text.partition("<main>")
-    body = formulas.show(PREFORMATTED.sub(_unwrapped, inert(ANCHOR.sub("", body))))
-    text = head.replace("<!-- contents -->", _contents(body)) + "<main>" + body
-    write_text(page, text)
+    body = inert(formulas.show(PREFORMATTED.sub(_unwrapped, ANCHOR.sub("", body))))
+    write_text(page, f"{head.replace('<!-- contents -->', inert(_contents(body)))}<main>{body.rstrip()}{END}")
     return page
 
 
@@ -152,6 +156,11 @@ def _prepare_output(output: NotebookNode, formulas: Formulas, heading: str) -> b
     if "data" not in output:
         return True
     data = output.data
+    if "image/svg+xml" in data:
+        # A picture cannot run what markup could.
+        drawn = base64.b64encode("".join(data.pop("image/svg+xml")).encode()).decode()
+        described = html.escape(f"Figure of the section “{heading}”")
+        data["text/html"] = f'<img alt="{described}" src="data:image/svg+xml;base64,{drawn}">'
     for kind in [kind for kind in data if kind.startswith(WIDGETS)]:
         del data[kind]
     if "text/latex" in data:

@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from nsa_lab.config import ConfigError
 from nsa_lab.report.header import state_of
+from nsa_lab.report.inert import POLICY
 from nsa_lab.runs import directory, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.files import write_text
@@ -31,7 +32,7 @@ def write_index(outputs: str | Path) -> Path:
     style = (TEMPLATES / "run" / "style.css").read_text(encoding="utf-8")
     rows = [_row(run) for run in reversed(names.run_directories(folder))]
     page = folder / INDEX
-    write_text(page, templates.get_template("runs.html.j2").render(rows=rows, style=style))
+    write_text(page, templates.get_template("runs.html.j2").render(rows=rows, style=style, policy=POLICY))
     return page
 
 

@@ -1,42 +1,134 @@
-"""Takes out of a page everything that would run or be fetched when it is opened. Links to click stay."""
+"""Takes out of a page everything that would run or be fetched when it is opened. Links to click stay.
+
+Markup of a notebook is anyone's: a report may be of a run that somebody else sent. What stays is a list of elements,
+attributes and styles, taken from the parsed page (nh3, the binding of the ammonia library) and written anew; what is not
+on the list goes. `POLICY` has the browser refuse the same things, should something pass all the same.
+"""
 
 from __future__ import annotations
 
 import html
 import re
+from html.parser import HTMLParser
+from urllib.parse import quote, unquote
 
-ELEMENTS = re.compile(r"<(script|iframe|object|embed|audio|video)\b.*?(?:</\1\s*>|/>|\Z)", re.DOTALL | re.IGNORECASE)
-SINGLE = re.compile(r"<(?:link|base|meta)\b[^>]*>", re.IGNORECASE)
-TAG = re.compile(r"<[a-z][^<>]*>", re.IGNORECASE)
-HANDLER = re.compile(r"\son\w+\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s>]+)", re.IGNORECASE)
-FETCHED = re.compile(r"\b(?:src|srcset|poster|background)\s*=\s*[\"']?\s*(?!data:)(?P<url>[^\"'\s>]+)", re.IGNORECASE)
-STYLE_ELEMENT = re.compile(r"<style\b[^>]*>.*?</style\s*>", re.DOTALL | re.IGNORECASE)
-STYLE_LOAD = re.compile(r"@import[^;]*;?|url\(\s*[\"']?\s*(?!data:|#)[^)]*\)", re.IGNORECASE)
+import nh3
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""The page's Content-Security-Policy: its own styles and the pictures in it. No script, no request, no form."""
 
 
-def inert(page: str) -> str:
-    """The page without scripts, frames, handlers, and anything that is not embedded; a missing picture says its address."""
-    page = SINGLE.sub("", ELEMENTS.sub("", page))
-    page = STYLE_ELEMENT.sub(lambda found: STYLE_LOAD.sub("", found[0]), page)
-    return TAG.sub(_inert_tag, page)
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# What latex2mathml writes.
+MATHML = _words(
+    "math mfrac mi mn mo mover mpadded mphantom mroot mrow mspace msqrt mstyle msub msubsup msup mtable mtd mtext mtr "
+    "munder munderover menclose merror mmultiscripts mprescripts none"
+)
+MATHML_ATTRIBUTES = _words(
+    "xmlns display mathvariant fence separator stretchy symmetric largeop movablelimits accent form minsize maxsize "
+    "lspace rspace width height depth linethickness columnalign columnspacing columnlines rowspacing rowlines "
+    "columnspan rowspan displaystyle scriptlevel mathcolor mathbackground notation accentunder"
+)
+TAGS = nh3.ALLOWED_TAGS - {"area", "map"} | {"section", "tfoot"} | MATHML
+ATTRIBUTES = {
+    **{tag: set(names) for tag, names in nh3.ALLOWED_ATTRIBUTES.items() if tag in TAGS},
+    **{tag: set(MATHML_ATTRIBUTES) for tag in MATHML},
+    "*": {"class", "dir", "id", "lang", "role", "style", "tabindex", "title"},
+    "details": {"open"},
+    "li": {"value"},
+    "th": nh3.ALLOWED_ATTRIBUTES["th"] | {"valign"},
+    "td": nh3.ALLOWED_ATTRIBUTES["td"] | {"valign"},
+}
+# Of these none fetches, and none moves anything over the rest of the page.
+STYLES = _words(
+    "border border-bottom border-collapse border-color border-left border-right border-spacing border-style "
+    "border-top border-width color background-color display float font-family font-size font-style font-variant "
+    "font-weight height letter-spacing line-height margin margin-bottom margin-left margin-right margin-top "
+    "max-height max-width min-height min-width opacity overflow overflow-wrap overflow-x overflow-y padding "
+    "padding-bottom padding-left padding-right padding-top tab-size text-align text-decoration text-indent "
+    "text-transform vertical-align visibility white-space width word-break word-wrap"
+)
+# A place on the web or in the page, or a file beside it.
+LINK = re.compile(r"https?://|mailto:|#|[\w./%~-]+([?#]|$)", re.IGNORECASE)
+PICTURE = "data:image/"
+# Stands for the address of a picture that is not in the page, until a word can take the place of the whole element.
+MISSING = "data:missing,"
+# As nh3 writes an element: every value is quoted, and no quote is in it.
+MISSING_PICTURE = re.compile(rf'<img(?: [\w:-]+="[^"]*")*? src="{MISSING}([^"]*)"(?: [\w:-]+="[^"]*")*>')
+_CLEANER = nh3.Cleaner(
+    tags=set(TAGS),
+    clean_content_tags={"script", "style", "iframe", "object", "noscript", "template", "svg"},
+    attributes=ATTRIBUTES,
+    attribute_filter=lambda tag, name, value: _attribute(tag, name, value),
+    generic_attribute_prefixes={"aria-"},
+    filter_style_properties=set(STYLES),
+    url_schemes={"data", "http", "https", "mailto"},
+    link_rel=None,
+)
+
+RUNS = _words("script iframe frame object embed applet audio video source track base link form animate set")
+SCRIPTED = ("javascript:", "vbscript:", "data:")
+FETCHED_BY = {"src", "srcset", "poster", "background", "data", "action", "formaction", "ping", "lowsrc", "dynsrc"}
+STYLE_LOAD = re.compile(r"@import[^;]*;?|(?:url|image|image-set|src)\(\s*[\"']?\s*(?!data:|#)[^)]*\)|\\[0-9a-f]", re.I)
+
+
+def inert(fragment: str) -> str:
+    """The inside of a page without scripts, frames, forms, handlers, and anything that is not embedded; in the place of a
+    picture that is elsewhere stands its address."""
+    return MISSING_PICTURE.sub(
+        lambda found: f'<span class="missing">[picture not embedded: {html.escape(unquote(found[1]))}]</span>',
+        _CLEANER.clean(fragment),
+    )
+
+
+def _attribute(tag: str, name: str, value: str) -> str | None:
+    """What `value` becomes; None takes the attribute away."""
+    if name == "src":
+        return value if value.strip().lower().startswith(PICTURE) else MISSING + quote(value)
+    if name == "href":
+        return value if LINK.match(value) else None
+    return value
 
 
 def external_loads(page: str) -> list[str]:
-    """What opening the page would fetch or run, as it stands in the page; empty for a self-contained one."""
-    loads = [found[0][:80] for found in ELEMENTS.finditer(page)]
-    loads += [found[0] for found in SINGLE.finditer(page) if re.search(r"(href|url)\s*=", found[0], re.IGNORECASE)]
-    for found in STYLE_ELEMENT.finditer(page):
-        loads += STYLE_LOAD.findall(found[0])
-    for found in TAG.finditer(page):
-        loads += [load[0] for load in FETCHED.finditer(found[0])]
-    return loads
+    """What opening the page would fetch or run, as it stands in the page; empty for a self-contained one.
+
+    A check of well-formed pages. It reads markup that is broken on purpose in another way than a browser; `inert` does not.
+    """
+    found = _Loads()
+    found.feed(page)
+    found.close()
+    return found.loads
 
 
-def _inert_tag(found: re.Match[str]) -> str:
-    tag = STYLE_LOAD.sub("", HANDLER.sub("", found[0]))
-    fetched = FETCHED.search(tag)
-    if fetched is None:
-        return tag
-    if tag[:4].lower() == "<img":
-        return f'<span class="missing">[picture not embedded: {html.escape(fetched["url"])}]</span>'
-    return FETCHED.sub("", tag)
+class _Loads(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self._in_style = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._in_style = tag == "style"
+        written = (self.get_starttag_text() or tag)[:80]
+        given = [(name, "".join((value or "").split()).lower()) for name, value in attrs]
+        if tag in RUNS or (tag == "meta" and ("http-equiv", "refresh") in given):
+            self.loads.append(written)
+            return
+        for name, value in given:
+            fetches = name in FETCHED_BY and not value.startswith("data:")
+            runs = name.startswith("on") or (
+                name.endswith("href") and value.startswith(("javascript:", "vbscript:", "data:"))
+            )
+            styled = name == "style" and STYLE_LOAD.search(value)
+            if fetches or runs or styled:
+                self.loads.append(f"{name} of {written}")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_style:
+            self.loads += STYLE_LOAD.findall(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_style = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 
 from nsa_lab.config import ConfigError, RunConfig, parse_override, project_root
@@ -34,7 +35,7 @@ def params_file(name: str) -> Path:
         # A missing file is refused by the configuration, with its path.
         return given
     found = root() / "params" / f"{name}.yaml"
-    if found.is_file():
+    if _is_file(found):
         return found
     known = sorted(path.stem for path in (root() / "params").glob("*.yaml"))
     instead = _instead(name, known, "give the path of a YAML file")
@@ -47,7 +48,7 @@ def notebook_file(notebook: str | None, config: RunConfig) -> Path:
     name = notebook or default
     folder = root() / "notebooks"
     for path in (Path(name), folder / name, folder / f"{name}.ipynb"):
-        if path.is_file() and path.suffix == ".ipynb":
+        if path.suffix == ".ipynb" and _is_file(path):
             return path.resolve()
     known = sorted(path.stem for path in folder.glob("*.ipynb"))
     instead = _instead(name, known, f"{folder} holds none: run make notebooks")
@@ -63,7 +64,7 @@ def run_directories(outputs: Path) -> list[Path]:
 def find_run(run: str, outputs: Path) -> Path:
     """A run directory by path, by run id, by the beginning of one run's id, or `latest`. Raises `RunDirectoryError`."""
     for path in (Path(run), outputs / run):
-        if (path / directory.CONFIG).is_file():
+        if _is_file(path / directory.CONFIG):
             return path.resolve()
     there = run_directories(outputs)
     if run == LATEST and there:
@@ -78,6 +79,11 @@ def find_run(run: str, outputs: Path) -> Path:
         )
     instead = _instead(run, [path.name for path in there], "no run was made yet: nsa-lab run smoke")
     raise RunDirectoryError(f"{run!r}: no such run in {outputs}; {instead}")
+
+
+def _is_file(path: Path) -> bool:
+    """As `Path.is_file`, and False for what can be no path: longer than the file system takes, or with a zero byte."""
+    return os.path.isfile(path)
 
 
 def _instead(name: str, known: list[str], none: str) -> str:

@@ -10,6 +10,7 @@ from tiny_models import built, tiny
 from torch import Tensor
 
 from nsa_lab.inference import generate
+from nsa_lab.inference.stops import Stops
 from nsa_lab.model import NSATransformer
 
 # Shorter than a compression block, around the blocks' ends, longer than everything that is selected.
@@ -123,6 +124,12 @@ def test_a_stop_can_be_spelled(bytewise: NSATransformer) -> None:
         assert torch.equal(new, free[:end])
     # Text that the prompt ends with stops nothing: only new tokens are searched.
     assert len(generate(bytewise, ["ab"], max_new_tokens=3, stop="ab")[0]) == 3
+
+
+def test_a_spelled_stop_is_reached_by_all_of_it() -> None:
+    stops = Stops([b"ab", 7], vocab_size=256, bytewise=True)
+    drawn = {b"ab": True, b"xab": True, b"b": False, b"bb": False, b"a": False, b"abx": False, b"": False, b"x\7": True}
+    assert {text: stops.reached(list(text)) for text in drawn} == drawn
 
 
 @pytest.mark.parametrize(

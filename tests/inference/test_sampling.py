@@ -53,6 +53,24 @@ def test_draws_follow_the_probabilities() -> None:
         assert abs(found[token] / draws - expected) < 4 * math.sqrt(expected * (1 - expected) / draws)
 
 
+@given(LOGITS, st.sampled_from([0.25, 0.5, 1.0, 2.0, 8.0]))
+def test_logits_are_divided_by_the_temperature(logits: list[float], temperature: float) -> None:
+    weights = [math.exp(logit / temperature) for logit in logits]
+    expected = torch.tensor([weight / sum(weights) for weight in weights])
+    found = Sampling(temperature).probabilities(torch.tensor(logits))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_heat_evens_out_what_is_drawn() -> None:
+    """Of two tokens that are 1 : e^2, the second is drawn as often as its share says, colder or warmer."""
+    logits, draws = torch.tensor([0.0, 2.0]), 2000
+    for temperature in (0.5, 1.0, 4.0):
+        generator, sampling = torch.Generator().manual_seed(0), Sampling(temperature)
+        expected = 1 / (1 + math.exp(-2 / temperature))
+        found = sum(sampling.draw(logits, generator) for _ in range(draws)) / draws
+        assert abs(found - expected) < 4 * math.sqrt(expected * (1 - expected) / draws)
+
+
 def test_the_likeliest_is_the_lowest_among_equals() -> None:
     assert Sampling().draw(torch.tensor([1.0, 3.0, 3.0]), torch.Generator()) == 1
 

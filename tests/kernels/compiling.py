@@ -1,4 +1,5 @@
-"""Compiles every kernel for a GPU that is not there: `python compiling.py 80`.
+"""Compiles every kernel for a GPU that is not there: `python compiling.py 80`; or, with `shapes` behind that, for the
+corners of what kernels take instead of the shapes that they are tuned for.
 
 Prints the bytes of shared memory of each kernel, as JSON.
 
@@ -56,14 +57,21 @@ def compile_only(kernel: JITFunction, grid):
     return launch
 
 
-def attend(T: int, H: int, G: int, D: int) -> None:
+def attend(
+    T: int, H: int, G: int, D: int, Dv: int | None = None, nsa: NSAConfig | None = None, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """The whole operator and the selected branch on its own, forward and backward."""
-    nsa = NSAConfig()
+    nsa = nsa or NSAConfig()
+    widths = (D, Dv or D)
     q, *kv = (
-        torch.zeros(1, length, heads, D, dtype=torch.bfloat16, requires_grad=True)
-        for length, heads in ((T, H), *[((T - nsa.l) // nsa.d + 1, G)] * 2, *[(T, G)] * 4)
+        torch.zeros(1, length, heads, width, dtype=dtype, requires_grad=True)
+        for length, heads, width in (
+            (T, H, D),
+            *(((T - nsa.l) // nsa.d + 1, G, width) for width in widths),
+            *((T, G, width) for width in widths * 2),
+        )
     )
-    gates = torch.zeros(1, T, H, 3, dtype=torch.bfloat16, requires_grad=True)
+    gates = torch.zeros(1, T, H, 3, dtype=dtype, requires_grad=True)
     kernels.nsa_attention(q, *kv, gates, nsa).sum().backward()
     blocks = torch.zeros(1, T, G, nsa.n_sel, dtype=torch.int32)
     kernels.selected_attention(q, *kv[2:4], blocks, nsa)[0].sum().backward()
@@ -74,11 +82,15 @@ JITFunction.__getitem__ = compile_only
 launch_table.is_hopper = lambda device: ARCHITECTURE == 90
 launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90)
 
-attend(T=300, H=6, G=1, D=64)
-selected.UNION_TOKENS = 0
-attend(T=300, H=6, G=1, D=64)
-pieces.ORDERED_BYTES = 0
-attend(T=320, H=32, G=2, D=128)  # a length that fills its tiles
-pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
-attend(T=300, H=32, G=2, D=128)
+if sys.argv[2:] == ["shapes"]:
+    # Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes.
+    attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
+else:
+    attend(T=300, H=6, G=1, D=64)
+    selected.UNION_TOKENS = 0
+    attend(T=300, H=6, G=1, D=64)
+    pieces.ORDERED_BYTES = 0
+    attend(T=320, H=32, G=2, D=128)  # a length that fills its tiles
+    pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
+    attend(T=300, H=32, G=2, D=128)
 print(json.dumps(shared_memory))

@@ -32,6 +32,11 @@ GPU_CASES = [
     (1, 20000, 3, 1, 64, NSAConfig()),
     (1, 4000, 5, 1, 128, NSAConfig(l=64, d=16, l_sel=128, n_sel=9)),
 ]
+# More selection blocks than a tile scores at once, and places for some of those that compete.
+SEVERAL_TILES = [
+    (1, 400, 3, 1, 32, NSAConfig(l=4, d=2, l_sel=8, n_sel=7)),
+    (1, 330, 1, 1, 32, NSAConfig(l=10, d=2, l_sel=8, n_sel=5)),
+]
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 # Relative error of a float32 sum of exponentials of float32 scores of unit size.
 ROUNDING = 2e-5
@@ -90,6 +95,29 @@ def test_ties_go_to_the_lower_index(case, device):
     q, k, lse = inputs(*shape, nsa, torch.float32, device, scale=0.0)
     lse = torch.zeros_like(lse)  # p = 1 exactly: no rounding is left to break a tie
     assert torch.equal(select_blocks(q, k, lse, nsa), reference.select_blocks(q, k, lse, nsa))
+
+
+@pytest.mark.parametrize("case", SEVERAL_TILES, ids=lambda c: "x".join(map(str, c[:5])))
+def test_of_two_equals_the_higher_gives_way_to_a_better_block(case, device):
+    """Every compressed block weighs exactly 0 or 1 for a head, so scores are small whole numbers and ties are everywhere,
+    between blocks that have a place already and better ones that come after them.
+
+    Where all scores are equal, as above, nothing is ever put out of its place."""
+    B, T, H, G, D, nsa = case
+    generator = torch.Generator().manual_seed(3)
+    q = torch.zeros(B, T, H, D)
+    q[..., 0] = torch.rand(B, T, H, generator=generator) < 0.8
+    k = torch.zeros(B, geometry.num_compressed(T, nsa), G, D)
+    k[..., 0] = -6e4 * (torch.rand(k.shape[:3], generator=generator) < 0.6)  # exp of it, scaled, is 0
+    q, k, lse = q.to(device), k.to(device), torch.zeros(B, T, H, device=device)
+    importance = reference.block_importance(q.double(), k.double(), lse.double(), nsa)
+    assert torch.equal(importance * nsa.d, (importance * nsa.d).round())
+    expected = reference.choose(importance, nsa)
+    # The same choice with ties to the higher index differs for many queries.
+    blocks = torch.arange(importance.shape[-1], device=device)
+    others = reference.choose(importance + 1e-3 * blocks, nsa)
+    assert (others != expected).any(-1).double().mean() > 0.2
+    assert torch.equal(select_blocks(q, k, lse, nsa), expected)
 
 
 def test_the_choice_is_causal_bit_for_bit(device):

@@ -15,13 +15,25 @@ from kernel_sources import launched_names
 SHARED_KB = {80: 163, 86: 99, 90: 227}
 
 
+def compiled(architecture, tmp_path, *what):
+    """Bytes of shared memory of each kernel that `compiling.py` compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("compiling.py")), str(architecture), *what]
+    done = subprocess.run(command, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", SHARED_KB)
 def test_every_kernel_compiles_and_fits(architecture, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("compiling.py")), str(architecture)]
-    done = subprocess.run(command, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    used = json.loads(done.stdout.splitlines()[-1])
+    used = compiled(architecture, tmp_path)
     assert set(used) == launched_names()
     assert {name: size for name, size in used.items() if size > SHARED_KB[architecture] * 1024} == {}
+
+
+@pytest.mark.slow
+def test_shapes_that_no_kernel_is_tuned_for_compile_and_fit(tmp_path):
+    """On the GPU with the least memory for a block; the interpreter proves what they compute, and not that they compile."""
+    used = compiled(86, tmp_path, "shapes")
+    assert used and {name: size for name, size in used.items() if size > SHARED_KB[86] * 1024} == {}

@@ -105,7 +105,7 @@ def test_formulas_are_mathml(reported: str) -> None:
     assert 'display="block"' in reported
     assert "\\frac" not in reported
     assert "NSAFORMULA" not in reported
-    assert "A price of &#36;5 and" in reported
+    assert "A price of $5 and" in reported
     assert "<code>$x$</code>" in reported
 
 

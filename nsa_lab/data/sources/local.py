@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,10 @@ def find_files(path: str) -> list[Path]:
 
 def _matches(place: Path) -> list[Path] | None:
     """The files that a place stands for; None if it stands for nothing."""
-    if place.is_file():
+    # Unlike Path's own tests, these are False for what can be no path, such as a name that is too long.
+    if os.path.isfile(place):
         return [place]
-    if place.is_dir():
+    if os.path.isdir(place):
         # What a hidden folder holds (.git, .cache, .ipynb_checkpoints) is not text that anyone meant to train on.
         return [
             file for file in place.rglob("*") if not any(part.startswith(".") for part in file.relative_to(place).parts)
@@ -116,6 +118,8 @@ def _text_of(line: bytes, where: str, text_column: str) -> str:
         raise DataError(
             f"{where}: not UTF-8 at byte {error.start} of the line; convert the file, for example with: iconv -t utf-8"
         ) from None
+    except RecursionError:
+        raise DataError(f"{where}: lists or objects nested too deep to be read; remove the line") from None
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: not JSON ({error.msg} at column {error.colno}); write one object per line, or remove the line"
