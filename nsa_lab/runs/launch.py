@@ -112,6 +112,11 @@ def attach(run_dir: str | Path, timeout_s: float = 10.0) -> int:
     """The pid of the trainer that is alive in the directory. Raises `RunDirectoryError` if there is none."""
     folder, deadline = directory.check(run_dir), time.monotonic() + timeout_s
     while (owner := lock_owner(folder)) is not None:
+        if "orphan" in owner:
+            raise RunDirectoryError(
+                f"{folder}: its supervisor is gone, and rank {owner['orphan']} of it, process {owner['pid']}, still lives. "
+                f"It should end by itself within seconds; if it does not, end it (kill -9 {owner['pid']}), then resume"
+            )
         if owner:
             return owner["pid"]
         # Another launcher holds the lock and has not signed it yet.

@@ -26,7 +26,7 @@ from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import step_of
 from nsa_lab.runs.environment import code_identity, versions
 from nsa_lab.runs.events import read_events
-from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
+from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
 from nsa_lab.train import snapshot
 from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
 from nsa_lab.train.distributed import World
@@ -54,11 +54,11 @@ def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | No
     """Train the run in `run_dir` to its end, or to a stop; the exit code.
 
     `lock` is the run's lock if the caller took it already (see `take_lock`); `supervised` says that the process
-    which started this rank holds it. Raises `RunDirectoryError` if the directory is not a run's or another trainer works
-    in it.
+    which started this rank took it and signed it. Raises `RunDirectoryError` if the directory is not a run's or another
+    trainer works in it.
     """
     folder, world = directory.check(run_dir), World.from_environment()
-    held = _lock(folder, lock) if world.first and not supervised else None
+    held = _lock(folder, lock) if world.first and not supervised else lock
     try:
         config = RunConfig.from_yaml(folder / directory.CONFIG)
         return _Attempt(folder, config, world, builders or Builders()).run()
@@ -76,9 +76,7 @@ def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | No
 def _lock(folder: Path, lock: int | None) -> int:
     lock = take_lock(folder) if lock is None else lock
     if lock is None:
-        raise directory.RunDirectoryError(
-            f"{folder}: another trainer works in this run ({lock_owner(folder)}); attach to it, or stop it first"
-        )
+        raise directory.RunDirectoryError(ANOTHER_TRAINER.format(folder=folder, owner=lock_owner(folder)))
     os.set_inheritable(lock, False)
     sign_lock(lock, os.getpid())
     return lock

@@ -22,7 +22,7 @@ from torch import nn
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches
-from nsa_lab.train import attempt, trainer
+from nsa_lab.train import attempt, ranks, trainer
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, build_model
 from nsa_lab.train.signals import STOP_SIGNALS
@@ -95,7 +95,8 @@ def train(run_dir: str, fault: str, *options: str) -> int:
             return weighted(self, step, *rest)
 
         Batches.weighted = slow
-    return attempt.run(run_dir, builders=faulty_model(fault), supervised="--supervised" in options)
+    lock = ranks.live_and_die_with(options[1]) if options else None
+    return attempt.run(run_dir, builders=faulty_model(fault), lock=lock, supervised=bool(options))
 
 
 def serve() -> None:
