@@ -2,7 +2,8 @@
 
 Invariants
 * A run directory appears whole (built aside, then renamed) or not at all.
-* `status.json` is replaced atomically and carries the run's own id, so a status copied from another run is recognised.
+* `status.json` is replaced atomically (on a full disk, overwritten) and carries the run's own id, so a status copied from
+  another run is recognised.
 * Only the standard library: a reader must not need torch.
 """
 
@@ -17,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.files import write_json
+from nsa_lab.runs.files import is_full, overwrite_json, write_json
 
 RUNNING, DONE, HALTED, PREEMPTED = "RUNNING", "DONE", "HALTED", "PREEMPTED"
 
@@ -66,9 +67,16 @@ def check(run_dir: str | Path) -> Path:
 
 def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None:
     """Replace `status.json`. Fields that are not given again are kept from the status of the same run."""
-    earlier = read_status(run_dir)
+    earlier, path = read_status(run_dir), run_dir / STATUS
     kept = earlier if earlier.get("run") == run else {}
-    write_json(run_dir / STATUS, {**kept, "run": run, "status": status, "updated": time.time(), **fields})
+    value = {**kept, "run": run, "status": status, "updated": time.time(), **fields}
+    try:
+        write_json(path, value)
+    except OSError as error:
+        if not is_full(error) or not path.exists():
+            raise
+        # There is no room for a second file; a run that stops for that very reason must still be able to say so.
+        overwrite_json(path, value)
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Trainer:
         # Steps that are to be logged when their result is here, and their statistics where they have any.
         self._to_log: dict[int, Fetched | None] = {}
         self._interval = _Interval(done)
-        self._failed_saves = 0
+        self._failed_saves, self._why_unsaved = 0, "see the record of the first rank"
         self._first = done + 1
         self._begins = self.train.first_steps
 
@@ -80,9 +80,9 @@ class Trainer:
             # What is still on the device is read first, so that a bad step is not saved as a good one.
             with contextlib.suppress(StopRequested):
                 self._judge(everything=True)
-            self._save()
+            self._save_at_last()
             raise
-        self._save()
+        self._save_at_last()
 
     def _steps(self) -> None:
         with Prefetcher(
@@ -259,9 +259,14 @@ class Trainer:
                     self._failed_saves,
                     1,
                     "halt",
-                    f"step {self.done}: saving failed {self._failed_saves} times in a row; free some space",
+                    f"step {self.done}: saving failed {self._failed_saves} times in a row: {self._why_unsaved}",
                 )
             )
+
+    def _save_at_last(self) -> None:
+        """What is not saved now never is, so a failure is tried again at once. Raises `Halt` if that fails as well."""
+        while self.done != self._saved:
+            self._save()
 
     def _write(self, state: dict[str, Any], files: dict[str, Serialiser]) -> bool:
         if self.parts.world.sharded:
@@ -272,12 +277,23 @@ class Trainer:
             return True
         facts = {"config_hash": state["config_hash"], "data_identity": state["data_identity"]}
         try:
+            if not self.store.folder.exists():
+                self._make_folder_again()
             self.record.saved(self.store.save(self.done, files, facts))
         except OSError as error:
             # A full disk now need not be full at the next save, and the earlier checkpoints stand.
-            self.record.failed_save(error)
+            self.record.trouble("save", error)
+            self._why_unsaved = str(error)
             return False
         return True
+
+    def _make_folder_again(self) -> None:
+        self.store.folder.mkdir()
+        text = (
+            f"step {self.done}: {self.store.folder.name}/ was removed while the run trained, and every checkpoint with it; "
+            "the folder is made again, and saving goes on"
+        )
+        self.record.finding(Finding("checkpoints", self.done, 0, 1, "warn", text))
 
     def _leave_diagnosis(self, finding: Finding) -> None:
         """Save the clean state first; the replay that the bundle needs comes after."""
@@ -285,7 +301,11 @@ class Trainer:
             self._save()
         with self.record.phases("diagnosis"):
             bundle = diagnosis.diagnose(self.parts, finding, self.done)
-            folder = diagnosis.write(self.run_dir, finding, self.parts.world.rank, bundle)
+            try:
+                folder = diagnosis.write(self.run_dir, finding, self.parts.world.rank, bundle)
+            except OSError as error:
+                self.record.trouble("diagnosis", error)
+                return
         logger.info("diagnosis in %s", folder)
 
     @property

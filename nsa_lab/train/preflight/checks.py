@@ -209,7 +209,11 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".preflight-") as folder:
         before = probe_logits(parts)
         store = CheckpointStore(Path(folder))
-        saved = store.save(0, snapshot.files(parts, {"step": 0}, lambda: before), {})
+        try:
+            saved = store.save(0, snapshot.files(parts, {"step": 0}, lambda: before), {})
+        except OSError as error:
+            yield Check("checkpoint", False, str(error), "a checkpoint that can be saved")
+            return
         speed, bad = _take_steps(parts, THROUGHPUT_STEPS if timed else 1)
         path, damaged = store.load_latest()
         assert path is not None, "saved above; were it damaged, load_latest would have raised"

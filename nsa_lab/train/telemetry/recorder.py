@@ -47,7 +47,9 @@ class Recorder:
         self.at(from_step)
         if not self._first:
             return
-        self._mirror = TensorBoardMirror(self.run_dir / directory.TENSORBOARD, from_step)
+        self._mirror = TensorBoardMirror(
+            self.run_dir / directory.TENSORBOARD, from_step, lambda error: self.trouble("tensorboard", error)
+        )
         kind = "resume" if from_step else "start"
         # The settings stand in config.yaml; a checkpoint repeats them, an event need not.
         told = {name: value for name, value in fields.items() if name not in ("run", "trajectory")}
@@ -90,9 +92,10 @@ class Recorder:
         logger.info("saved %s, %.1f MB in %.2f s", saved.path.name, saved.size_bytes / 1e6, saved.seconds)
         self.status(directory.RUNNING)
 
-    def failed_save(self, error: OSError) -> None:
-        self.log.event("error", where="save", type=type(error).__name__, message=str(error), fatal=False)
-        logger.error("saving failed: %s", error)
+    def trouble(self, where: str, error: Exception) -> None:
+        """An `error` event of something that failed and does not end the run."""
+        self.log.event("error", where=where, type=type(error).__name__, message=str(error), fatal=False)
+        logger.error("%s failed: %s", where, error)
 
     def quarantined(self, found: Quarantined) -> None:
         problems = "; ".join(found.problems)
@@ -145,7 +148,9 @@ class Recorder:
         logger.info("%s at step %d: %s", status, self.log.step, reason)
 
     def status(self, status: str, *, exit_code: int | None = None, reason: str | None = None) -> None:
-        if self._first:
+        if not self._first:
+            return
+        try:
             directory.write_status(
                 self.run_dir,
                 run=self.log.run,
@@ -158,7 +163,9 @@ class Recorder:
                 exit_code=exit_code,
                 reason=reason,
             )
-            self._status_written = time.monotonic()
+        except OSError as error:
+            self.trouble("status", error)
+        self._status_written = time.monotonic()
 
     def close(self) -> None:
         if self._mirror:
