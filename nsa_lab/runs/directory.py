@@ -9,7 +9,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 import signal
@@ -18,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.files import is_full, overwrite_json, write_json
+from nsa_lab.runs.files import is_full, overwrite_json, read_json, say_once, write_json
 
 RUNNING, DONE, HALTED, PREEMPTED = "RUNNING", "DONE", "HALTED", "PREEMPTED"
 
@@ -30,6 +29,9 @@ EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_HALTED, EXIT_STOPPED = 0, 1, 2, 3, 75
 CONFIG, ENVIRONMENT, STATUS, EVENTS = "config.yaml", "environment.json", "status.json", "events.jsonl"
 VERDICT = "verdict.json"
 LOG, LOCK, CHECKPOINTS, TENSORBOARD = "trainer.log", "trainer.lock", "checkpoints", "tensorboard"
+
+
+_STATUS_FIELDS = {"run": str, "status": str, "attempt": int, "step": int, "tokens": int}
 
 
 class RunDirectoryError(RuntimeError):
@@ -80,8 +82,10 @@ def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """The last status written in the directory; empty when there is none."""
-    try:
-        return json.loads((Path(run_dir) / STATUS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """The last status written in the directory; empty when there is none, or a damaged one."""
+    found = read_json(Path(run_dir) / STATUS)
+    wrong = [name for name, kind in _STATUS_FIELDS.items() if name in found and not isinstance(found[name], kind)]
+    if wrong:
+        say_once(f"{Path(run_dir) / STATUS}: damaged, and read as if it were not there (see its {', '.join(wrong)})")
         return {}
+    return found

@@ -26,6 +26,8 @@ from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.runs import directory, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import environment
+from nsa_lab.runs.events import read_events, told_status
+from nsa_lab.runs.files import say_once
 from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
 
 
@@ -66,7 +68,13 @@ def find_unfinished(config: RunConfig, outputs: Path | None = None) -> Path | No
     root = outputs or names.outputs_folder()
     candidates = sorted((p for p in root.glob(f"{config.name}-*") if (p / directory.CONFIG).is_file()), reverse=True)
     for run_dir in candidates:
-        if state(run_dir) not in (directory.DONE, directory.HALTED) and _config_hash(run_dir) == config.hash():
+        try:
+            unfinished = state(run_dir) not in (directory.DONE, directory.HALTED)
+        except RunDirectoryError as error:
+            # A copy of another run is not the one that was asked for, and stands in nobody's way.
+            say_once(str(error))
+            continue
+        if unfinished and _config_hash(run_dir) == config.hash():
             return run_dir
     return None
 
@@ -141,7 +149,7 @@ def state(run_dir: str | Path) -> str:
             f"{run_dir}: its {directory.STATUS} belongs to run {status.get('run')!r}; was the folder "
             "renamed or copied? Rename it back, or remove the file"
         )
-    said = status.get("status", directory.PREEMPTED)
+    said = (status or told_status(read_events(run_dir))).get("status", directory.PREEMPTED)
     if is_alive(run_dir):
         return directory.RUNNING
     return "DEAD" if said == directory.RUNNING else said

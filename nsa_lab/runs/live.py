@@ -52,12 +52,13 @@ class RunView:
         if kind == "step":
             self._latest |= {name: event[name] for name in NUMBERS if event.get(name) is not None}
             self._layers |= {name: value for name, value in event.items() if isinstance(value, list) and value}
-            self._seconds.append(event["dt_s"])
+            self._seconds += [event["dt_s"]] if event.get("dt_s") is not None else []
             self._phase, self._phase_age_s, self._heard = "step", 0.0, event["t"]
         elif kind == "eval" and event.get("bpb") is not None:
             self._latest["validation"] = event["bpb"]
         elif kind == "heartbeat":
-            self._phase, self._phase_age_s, self._heard = event["phase"], event["phase_age_s"], event["t"]
+            self._phase, self._phase_age_s = event.get("phase") or "unknown", event.get("phase_age_s") or 0.0
+            self._heard = event["t"]
         elif kind in ("start", "resume", "end"):
             self._phase, self._phase_age_s, self._heard = "ended" if kind == "end" else "starting", 0.0, event["t"]
         if kind in NOTED:

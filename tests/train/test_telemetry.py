@@ -80,9 +80,10 @@ def test_steps_that_were_done_again_count_once_and_undone_ones_not_at_all(tmp_pa
 def test_tail_gives_a_line_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
     tail, path = events.Tail(tmp_path), tmp_path / "events.jsonl"
     assert tail.read() == []
-    path.write_bytes(b'{"kind":"a"}\n{"kind":')
+    a, b = (b'{"kind":"%c","t":1.0,"attempt":1,"step":0}\n' % kind for kind in b"ab")
+    path.write_bytes(a + b[:8])
     assert [e["kind"] for e in tail.read()] == ["a"]
-    path.write_bytes(b'{"kind":"a"}\n{"kind":"b"}\n')
+    path.write_bytes(a + b)
     assert [e["kind"] for e in tail.read()] == ["b"]
     assert tail.read() == []
 

@@ -20,7 +20,7 @@ class TensorBoardMirror:
     `why_off` says why nothing is written, or is None; `on_off` is told of it once, where that is found out later.
     """
 
-    def __init__(self, folder: Path, from_step: int, on_off: Callable[[BaseException], None]) -> None:
+    def __init__(self, folder: Path, from_step: int, on_off: Callable[[Exception], None]) -> None:
         self.why_off: str | None = None
         self._on_off = on_off
         try:
