@@ -247,11 +247,13 @@ def plan(
     from nsa_lab.train.measured import recorded_speed
     from nsa_lab.train.plan import plan as plan_of
 
-    unknown = not tokens_per_s and not config.train.min_tokens_per_s and ranks == 1
-    known = recorded_speed(config) if unknown else None
+    # A measurement of this very shape says more than the gate, which is the slowest that a run accepts.
+    known = recorded_speed(config) if not tokens_per_s and ranks == 1 else None
     typer.echo(plan_of(config, known[0] if known else tokens_per_s, ranks))
     if known:
         typer.echo(f"  (that speed was measured on one {known[1]}; for another GPU give --tokens-per-s)")
+    elif config.train.min_tokens_per_s and not tokens_per_s:
+        typer.echo("  (that speed is train.min_tokens_per_s, the slowest that the run accepts; give --tokens-per-s)")
     if run_dir:
         from nsa_lab.runs.history import History
         from nsa_lab.workbook.planned import outcome
@@ -266,10 +268,19 @@ def preflight(name: Name, param: Overrides = None, outputs: Outputs = None) -> N
     config = names.load_config(name, param or [])
     _check_startable(config)
 
+    from nsa_lab.data import FillPace, FillProgress
+    from nsa_lab.runs.summary import filling_text
     from nsa_lab.train.preflight.checks import preflight_alone
 
+    pace = FillPace()
+
+    def filling(progress: FillProgress) -> None:
+        pace.observe(progress)
+        if told := pace.due():
+            typer.echo(filling_text(told), err=True)
+
     failed = 0
-    for check in preflight_alone(config, names.outputs_folder(outputs)):
+    for check in preflight_alone(config, names.outputs_folder(outputs), progress=filling):
         failed += not check.ok
         mark = typer.style("ok  ", fg="green") if check.ok else typer.style("FAIL", fg="red")
         typer.echo(f"{mark} {check.name:14} {check.value}  [limit: {check.limit}]  {check.seconds:.1f} s")

@@ -125,8 +125,9 @@ _COUNTS = ("attempt", "step")
 _NUMBERS = (
     *("t", "tokens", "from_step", "steps", "loss", "bpb", "lr", "grad_norm", "dt_s", "data_s", "tokens_per_s"),
     *("mem_peak_bytes", "rss_bytes", "phase_age_s", "limit_s", "seconds"),
+    *("documents", "bytes", "bytes_per_s", "left_s"),
 )
-_TEXTS = ("phase", "path", "rule", "split", "name")
+_TEXTS = ("phase", "path", "rule", "split", "name", "doing")
 
 
 def _parse(line: bytes) -> Event | None:

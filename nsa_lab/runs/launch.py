@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.runs import directory, names
+from nsa_lab.runs import directory, names, older_variables
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import environment
 from nsa_lab.runs.events import read_events, told_status
@@ -85,6 +85,8 @@ def start(run_dir: str | Path, *, ranks: int = 1) -> int:
     It goes on from the newest checkpoint. With `ranks` above 1 the process is a supervisor of that many trainers.
     """
     folder = directory.check(run_dir)
+    if warning := older_variables.warning(os.environ):
+        say_once(warning)
     lock = take_lock(folder)
     if lock is None:
         return attach(folder)

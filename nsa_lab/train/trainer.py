@@ -113,7 +113,8 @@ class Trainer:
         first = step == self._first or step in self._begins
         if first:
             self._begin_stage(step)
-        with self.record.phases("compile" if first else "step"):
+        phase = "compile" if first else "step"
+        with self.record.phases(phase):
             result = self.parts.stepper.step(
                 inputs,
                 targets,
@@ -126,7 +127,7 @@ class Trainer:
         self.done = step
         self.record.at(step)
         self._readback.push(step, result)
-        self._after(step, inputs)
+        self._after(step, inputs, phase)
 
     def _begin_stage(self, step: int) -> None:
         """Also where an attempt begins, in the middle of a stage."""
@@ -135,7 +136,7 @@ class Trainer:
             # A compiled block keeps a few shapes and gives up silently beyond them; this one's are done with.
             torch.compiler.reset()
 
-    def _after(self, step: int, inputs: Tensor) -> None:
+    def _after(self, step: int, inputs: Tensor, phase: str) -> None:
         train, last = self.train, step == self.train.steps
         stats = step % train.stats_every == 0
         log = stats or last or step in self._begins or step % train.log_every == 0
@@ -143,7 +144,7 @@ class Trainer:
         save = bool(train.save_every) and step % train.save_every == 0
         if log:
             self._to_log[step] = self._statistics(inputs) if stats else None
-        self._judge(everything=last or evaluation or save or step == self._first)
+        self._judge(everything=last or evaluation or save or step == self._first, phase=phase)
         if step == self._first:
             # Nothing made so far is garbage; scanning it again and again would cost a pause each time.
             gc.collect()
@@ -153,8 +154,11 @@ class Trainer:
         if save:
             self._save()
 
-    def _judge(self, *, everything: bool) -> None:
-        for step, result in self._readback.take(everything=everything):
+    def _judge(self, *, everything: bool, phase: str = "step") -> None:
+        # On a GPU the step itself only queues work, and it is here that it is waited for.
+        with self.record.phases(phase, counts=False):
+            ready = self._readback.take(everything=everything)
+        for step, result in ready:
             finding = non_finite(step, result[LOSS], result[GRAD_NORM], result[BAD])
             if finding:
                 # This step and those after it were skipped on the device.

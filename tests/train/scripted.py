@@ -5,6 +5,7 @@ trainer prints, then its exit code. That saves the seconds of importing.
 
 Faults: `slow_data`, `slow_eval`, `slow_compile`, `slow_step` take for ever in that phase; `deaf` does so in a call that
 never returns to Python; `nan_on_rank_1` gives NaN from step 4 on, on the second rank only; `none`.
+The word `judged` after a fault makes a stall of whatever lasts a second, and gives the trainer half of one to answer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from nsa_lab.train import attempt, ranks, trainer
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, build_model
 from nsa_lab.train.signals import STOP_SIGNALS
+from nsa_lab.train.telemetry import heartbeat
+from nsa_lab.train.telemetry.heartbeat import StallRule
 
 
 def faulty_model(fault: str) -> Builders:
@@ -86,6 +89,9 @@ def train(run_dir: str, fault: str, *options: str) -> int:
         whole_run(self)
 
     trainer.Trainer.run = run
+    if options == ("judged",):
+        attempt.StallRule = lambda floors_s: StallRule(factor=2.0, floor_s=1.0)
+        heartbeat.ANSWER_WITHIN_S, options = 0.5, ()
     if fault == "slow_data":
         weighted = Batches.weighted
 

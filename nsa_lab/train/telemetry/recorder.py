@@ -16,6 +16,7 @@ from typing import Any
 
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import step_of
+from nsa_lab.runs.summary import filling_text
 from nsa_lab.train.checkpoint import Quarantined, Saved
 from nsa_lab.train.guard import Finding
 from nsa_lab.train.preflight.check import Check
@@ -55,6 +56,12 @@ class Recorder:
         told = {name: value for name, value in fields.items() if name not in ("run", "trajectory")}
         self.log.event(kind, from_step=from_step, steps=self._steps, tensorboard=self._mirror.why_off or "on", **told)
         logger.info("%s of %s at step %d of %d", kind, self.log.run, from_step, self._steps)
+
+    def filling(self, told: dict[str, Any]) -> None:
+        """How far the data is, before the run begins."""
+        if self._first:
+            self.log.event("fill", **told)
+            logger.info("%s", filling_text(told))
 
     def step(self, step: int, numbers: dict[str, Any]) -> None:
         """The numbers of a step; it may be the one before the step that the run is at."""
