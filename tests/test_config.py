@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,9 @@ def test_the_production_run_is_the_model_that_it_says() -> None:
     (path,) = [path for path in PARAMS if path.stem == "production_50k"]
     config = RunConfig.from_yaml(path)
     assert config.model == RunConfig.from_dict(yaml.safe_load(PRODUCTION)).model
-    assert (config.train.steps, config.train.seq_len, config.train.sequences_per_step) == (50_000, 2048, 4)
+    promised = yaml.safe_load(PRODUCTION)["train"]
+    assert len(promised) == 10 and {key: getattr(config.train, key) for key in promised} == promised
+    assert config.train.sequences_per_step == 4 and config.runtime.precision == "bf16" and not config.train.stages
     assert config.train.save_every > 0 and config.runtime.profile == "production" and config.data.source != "synthetic"
 
 
@@ -155,6 +158,17 @@ def test_yaml_and_back_is_the_same_configuration(d: int, a: int, b: int, n_sel: 
     config = RunConfig(nsa={"d": d, "l": a * d, "l_sel": b * d, "n_sel": n_sel}, train=TrainConfig(lr=lr))
     again = RunConfig.from_dict(yaml.safe_load(config.to_yaml()))
     assert again == config and again.hash() == config.hash()
+
+
+def test_a_key_that_came_later_leaves_the_hash_of_runs_that_were_made_without_it() -> None:
+    recorded = sorted((Path(__file__).parents[1] / "outputs").glob("production_50k*/config.yaml"))
+    assert recorded
+    for path in recorded:
+        said = json.loads(path.with_name("environment.json").read_text(encoding="utf-8"))["config_hash"]
+        assert RunConfig.from_yaml(path).hash() == said
+    halting = RunConfig(train=TrainConfig(stall_action="halt"))
+    assert halting.hash() != RunConfig().hash()
+    assert RunConfig.from_dict(yaml.safe_load(halting.to_yaml())) == halting
 
 
 def test_the_hash_is_of_every_value() -> None:

@@ -159,7 +159,7 @@ def test_variables_of_older_trainers_are_named_with_what_replaces_them(
 ) -> None:
     for name in ("NSA_BATCH_SIZE", "NSA_USE_FA2_WIN", "NSA_FA2_MIN_LEN_CMP", "NSA_SEL_RANGES_V2", "NSA_NVTX"):
         monkeypatch.setenv(name, "1")
-    run_dir = launch.create_run(tiny(steps=1), tmp_path)
+    run_dir = launch.create_run(tiny(steps=3), tmp_path)
     with caplog.at_level("WARNING"):
         assert run(run_dir) == 0
     (warning,) = [text for text in caplog.messages if "read by nothing here" in text]

@@ -241,3 +241,13 @@ def test_a_rank_that_was_killed_is_named_by_its_signal(new_run: Make, monkeypatc
     assert said["reason"].startswith(f"rank {rank} was killed (signal 9)")
     last = events.read_events(run_dir)[-1]
     assert last["kind"] == "halt" and last["reason"] == said["reason"] and last["step"] == said["step"] > 0
+
+
+def test_the_rank_that_a_signal_ended_is_blamed_before_those_that_fell_after_it() -> None:
+    ends = ["sys.exit(1)", "os.kill(os.getpid(), 6)", "os.kill(os.getpid(), 9)", "sys.exit(0)"]
+    processes = [subprocess.Popen([sys.executable, "-c", f"import os, sys; {end}"]) for end in ends]
+    for process in processes:
+        process.wait()
+    assert ranks._wait(processes) == (2, -signal.SIGKILL)
+    assert ranks._wait(processes[:2]) == (1, -signal.SIGABRT)
+    assert ranks._wait(processes[:1]) == (0, 1) and ranks._wait(processes[3:]) is None

@@ -243,6 +243,19 @@ def test_a_planted_spike_halts(new_run: Make, train: Train, hooked: Callable, bu
 
 
 @pytest.mark.slow
+def test_the_window_of_the_spike_rule_outlives_a_resume(
+    new_run: Make, train: Train, hooked: Callable, builders: Builders
+) -> None:
+    """A spike in the fifth step after a resume: a window that began anew would be silent for 32 steps."""
+    run_dir = new_run(steps=60, spike_sigma=8.0, lr=1e-4, save_every=40, eval_every=0, log_every=50)
+    assert train(run_dir) == 0
+    rewind(run_dir, 40)
+    assert train(run_dir, builders=hooked(plant(run_dir, builders, 45, 3000.0, "head"))) == directory.EXIT_HALTED
+    (guard,) = kinds(run_dir, "guard")
+    assert (guard["rule"], guard["step"], guard["attempt"]) == ("spike", 45, 2)
+
+
+@pytest.mark.slow
 def test_a_healthy_run_with_every_guard_on_is_silent(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=60, spike_sigma=8.0, min_tokens_per_s=1.0, stats_every=15, log_every=15, save_every=0)
     assert train(run_dir) == 0
