@@ -69,8 +69,8 @@ OTHERS = {
     "train.checkpoint": ["tests/crash/test_full_disk.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
     "runs.checkpoints": ["tests/runs/test_damaged_records.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
     "runs.lock": [
-        "tests/runs/test_damaged_records.py",
         "tests/train/test_ranks.py::test_resume_refuses_while_a_rank_lives_and_names_it",
+        "tests/runs/test_damaged_records.py",
     ],
     "runs.files": ["tests/runs/test_damaged_records.py"],
     "runs.launch": ["tests/runs/test_damaged_records.py"],

@@ -68,6 +68,41 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def test_an_event_that_fits_in_part_is_cut_off_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(tmp_path, "r", 1)
+    log.event("heartbeat", n=1)
+    left = [7]
+
+    def write(descriptor: int, data: bytes) -> int:
+        """A short write first, as a disk does that has a few bytes left, and then none."""
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken, left[0] = os.write(descriptor, data[: left[0]]), 0
+        return taken
+
+    with monkeypatch.context() as full:
+        full.setattr(event_log, "os", types.SimpleNamespace(**{n: getattr(os, n) for n in dir(os)} | {"write": write}))
+        log.event("heartbeat", n=2)
+        log.event("heartbeat", n=3)
+        whole = (tmp_path / "events.jsonl").read_bytes()
+        assert whole.endswith(b"}\n") and whole.count(b"\n") == 1
+    log.event("heartbeat", n=4)
+    log.close()
+    first, lost, last = events.read_events(tmp_path)
+    assert (first["n"], last["n"]) == (1, 4)
+    assert lost["where"] == "events" and lost["message"].startswith("2 events before this one could not be written")
+
+
+def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(tmp_path, "r", 1)
+    pieces = {n: getattr(os, n) for n in dir(os)} | {"write": lambda descriptor, data: os.write(descriptor, data[:5])}
+    monkeypatch.setattr(event_log, "os", types.SimpleNamespace(**pieces))
+    log.event("heartbeat", n=1)
+    log.event("heartbeat", n=2)
+    log.close()
+    assert [e["n"] for e in events.read_events(tmp_path)] == [1, 2]
+
+
 # The writes of the whole run are about 70: the first are those of the checks before it.
 @pytest.mark.parametrize("room", [1, 12, 25, 33, 48, 60])
 def test_whichever_write_finds_the_disk_full_the_run_halts_and_says_so(
@@ -145,41 +180,6 @@ def test_a_folder_of_checkpoints_that_is_removed_meanwhile_is_made_again_and_sai
     (guard,) = [e for e in record if e["kind"] == "guard"]
     assert guard["rule"] == "checkpoints" and guard["step"] == 4 and "was removed while the run trained" in guard["text"]
     assert [e["step"] for e in record if e["kind"] == "checkpoint"] == [2, 4, 6, 8]
-
-
-def test_an_event_that_fits_in_part_is_cut_off_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = EventLog(tmp_path, "r", 1)
-    log.event("heartbeat", n=1)
-    left = [7]
-
-    def write(descriptor: int, data: bytes) -> int:
-        """A short write first, as a disk does that has a few bytes left, and then none."""
-        if not left[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken, left[0] = os.write(descriptor, data[: left[0]]), 0
-        return taken
-
-    with monkeypatch.context() as full:
-        full.setattr(event_log, "os", types.SimpleNamespace(**{n: getattr(os, n) for n in dir(os)} | {"write": write}))
-        log.event("heartbeat", n=2)
-        log.event("heartbeat", n=3)
-        whole = (tmp_path / "events.jsonl").read_bytes()
-        assert whole.endswith(b"}\n") and whole.count(b"\n") == 1
-    log.event("heartbeat", n=4)
-    log.close()
-    first, lost, last = events.read_events(tmp_path)
-    assert (first["n"], last["n"]) == (1, 4)
-    assert lost["where"] == "events" and lost["message"].startswith("2 events before this one could not be written")
-
-
-def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = EventLog(tmp_path, "r", 1)
-    pieces = {n: getattr(os, n) for n in dir(os)} | {"write": lambda descriptor, data: os.write(descriptor, data[:5])}
-    monkeypatch.setattr(event_log, "os", types.SimpleNamespace(**pieces))
-    log.event("heartbeat", n=1)
-    log.event("heartbeat", n=2)
-    log.close()
-    assert [e["n"] for e in events.read_events(tmp_path)] == [1, 2]
 
 
 @pytest.fixture
