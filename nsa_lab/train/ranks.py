@@ -52,6 +52,8 @@ def supervise(command: Sequence[str], folder: Path, ranks: int, lock: int) -> in
     in the record and in the status of the run.
     """
     reading, writing = os.pipe()
+    # A rank holds requests back until its handlers stand, and so does this process; importing torch takes seconds.
+    signal.pthread_sigmask(signal.SIG_BLOCK, directory.STOP_SIGNALS)
     try:
         bond, port = f"{lock}:{os.getpid()}:{reading}", _free_port()
         processes = [
@@ -73,7 +75,6 @@ def supervise(command: Sequence[str], folder: Path, ranks: int, lock: int) -> in
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, forward)
-        # Blocked since the launcher made this process (nsa_lab.runs.launch).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, directory.STOP_SIGNALS)
         failed = _wait(processes)
     finally:

@@ -147,21 +147,6 @@ def test_a_run_whose_disk_was_full_for_a_while_ends_well_and_says_what_is_missin
     assert directory.read_status(run_dir)["status"] == directory.DONE
 
 
-def test_a_last_save_that_fails_is_not_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = launch.create_run(config(save_every=0), tmp_path)
-    write = checkpoint.CheckpointStore.save
-
-    def save(store: checkpoint.CheckpointStore, step: int, *rest: Any) -> Any:
-        if step:
-            raise OSError(errno.EIO, "the disk is gone")
-        return write(store, step, *rest)
-
-    monkeypatch.setattr(checkpoint.CheckpointStore, "save", save)
-    assert run(run_dir) == directory.EXIT_HALTED
-    said = directory.read_status(run_dir)
-    assert "the disk is gone" in said["reason"] and "free some space" not in said["reason"]
-
-
 def test_a_folder_of_checkpoints_that_is_removed_meanwhile_is_made_again_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

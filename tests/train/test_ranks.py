@@ -241,6 +241,8 @@ def test_a_rank_that_was_killed_is_named_by_its_signal(new_run: Make, monkeypatc
     assert said["reason"].startswith(f"rank {rank} was killed (signal 9)")
     last = events.read_events(run_dir)[-1]
     assert last["kind"] == "halt" and last["reason"] == said["reason"] and last["step"] == said["step"] > 0
+    (cause,) = [e for e in events.read_events(run_dir) if e["kind"] == "error" and e.get("cause")]
+    assert (cause["where"], cause["type"], cause["message"]) == (f"rank {rank}", "SIGKILL", said["reason"])
 
 
 def test_the_rank_that_a_signal_ended_is_blamed_before_those_that_fell_after_it() -> None:

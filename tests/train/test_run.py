@@ -334,6 +334,18 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, failures: int) -> Iterator[None]:
         yield
 
 
+def test_a_run_whose_last_save_failed_is_not_done(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    again, never = new_run(save_every=0), new_run(save_every=0)
+    with full_disk(monkeypatch, failures=1):
+        assert train(again) == 0, "a failure of the last save is tried again at once"
+    assert [e["step"] for e in kinds(again, "checkpoint")] == [12]
+    with full_disk(monkeypatch, failures=10):
+        assert train(never) == directory.EXIT_HALTED
+    said = directory.read_status(never)
+    assert said["status"] == "HALTED" and said["step"] == 12
+    assert "saving failed 2 times in a row: the disk is full: " in said["reason"]
+
+
 def test_one_failed_save_is_recorded_and_the_next_one_tried(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

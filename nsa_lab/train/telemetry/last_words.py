@@ -14,13 +14,16 @@ logger = logging.getLogger("nsa_lab.train")
 
 
 def leave_last_words(folder: Path, *, where: str, kind: str, reason: str, exit_code: int) -> None:
-    """Write an `error` and a `halt` event at the last step of the record, and the status HALTED, all with `reason`."""
+    """Write an `error` and a `halt` event at the last step of the record, and the status HALTED, all with `reason`.
+
+    The error says `cause`: what others recorded before it, as they fell, are its consequences.
+    """
     record = read_events(folder)
     last = max(record, key=lambda event: (event["attempt"], event["step"]), default=None)
     log = EventLog(folder, folder.name, last["attempt"] if last else 1)
     if last:
         log.step, log.tokens = last["step"], last["tokens"]
-    log.event("error", where=where, type=kind, message=reason, fatal=True)
+    log.event("error", where=where, type=kind, message=reason, fatal=True, cause=True)
     log.event("halt", status=directory.HALTED, exit_code=exit_code, reason=reason)
     log.close()
     fields = {"attempt": log.attempt, "pid": os.getpid(), "step": log.step, "tokens": log.tokens}
