@@ -145,7 +145,7 @@ def test_a_status_with_values_of_other_kinds_is_damaged(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "files_said", [[], ["model.safetensors"], {"model.safetensors": 5}, {"../../x": {"size": 1}}, None, 7]
+    "files_said", [[], ["model.safetensors"], {"model.safetensors": 5}, {"../../x": {"size": 1, "sha256": "0"}}, None, 7]
 )
 def test_a_manifest_whose_files_are_no_list_of_files_is_a_damaged_checkpoint(run_dir: Path, files_said: Any) -> None:
     fake_run.write_checkpoint(run_dir, 100)
