@@ -79,7 +79,10 @@ OTHERS = {
         "tests/data/test_fill.py::test_a_run_goes_on_from_the_cache_when_its_source_is_gone",
         "tests/data/test_fill.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
     ],
-    "train.attempt": ["tests/train/test_run.py"],
+    "train.attempt": [
+        "tests/train/test_run.py::test_a_run_resumes_without_its_source_where_the_cache_holds_it_all",
+        "tests/train/test_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
+    ],
     "train.ranks": [
         "tests/train/test_ranks.py::test_the_rank_that_a_signal_ended_is_blamed_before_those_that_fell_after_it"
     ],
