@@ -160,7 +160,7 @@ def status(run: Annotated[str | None, typer.Argument(metavar="[RUN]")] = None, o
     """What one run is doing, or a line for each run there is."""
     folder = names.outputs_folder(outputs)
     if run is None:
-        Console().print(_runs_table(folder))
+        Console().print(*_runs_view(folder))
         return
     from nsa_lab.runs.history import History
     from nsa_lab.runs.summary import shown_facts
@@ -208,16 +208,26 @@ def health(
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="one run, or several to compare")],
     outputs: Outputs = None,
-    page: Annotated[Path | None, typer.Option("--page", metavar="FILE", help="where a comparison is written")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--page", metavar="FILE", help="write there, and nothing into a run's folder")
+    ] = None,
 ) -> None:
-    """Write report.html of a run again, or one page that compares several, and the list of runs; prints the page's path."""
+    """Write report.html of a run again, or one page that compares several, and the list of runs; prints the page's path.
+
+    With --page that file alone is written, as for runs on a medium that nothing can be written to.
+    """
     from nsa_lab.report import compare, write_index, write_report
 
     folder = names.outputs_folder(outputs)
     found = [names.find_run(run, folder) for run in runs]
-    written = write_report(found[0]) if len(found) == 1 else compare(found, page or folder / "comparison.html")
-    if folder.is_dir():
-        write_index(folder)
+    try:
+        written = write_report(found[0], page) if len(found) == 1 else compare(found, page or folder / "comparison.html")
+        if folder.is_dir() and page is None:
+            write_index(folder)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{error}; name a page that can be written: nsa-lab report {' '.join(runs)} --page FILE"
+        ) from None
     typer.echo(written)
 
 
@@ -237,11 +247,13 @@ def plan(
     from nsa_lab.train.measured import recorded_speed
     from nsa_lab.train.plan import plan as plan_of
 
-    unknown = not tokens_per_s and not config.train.min_tokens_per_s and ranks == 1
-    known = recorded_speed(config) if unknown else None
+    # A measurement of this very shape says more than the gate, which is the slowest that a run accepts.
+    known = recorded_speed(config) if not tokens_per_s and ranks == 1 else None
     typer.echo(plan_of(config, known[0] if known else tokens_per_s, ranks))
     if known:
         typer.echo(f"  (that speed was measured on one {known[1]}; for another GPU give --tokens-per-s)")
+    elif config.train.min_tokens_per_s and not tokens_per_s:
+        typer.echo("  (that speed is train.min_tokens_per_s, the slowest that the run accepts; give --tokens-per-s)")
     if run_dir:
         from nsa_lab.runs.history import History
         from nsa_lab.workbook.planned import outcome
@@ -256,10 +268,19 @@ def preflight(name: Name, param: Overrides = None, outputs: Outputs = None) -> N
     config = names.load_config(name, param or [])
     _check_startable(config)
 
+    from nsa_lab.data import FillPace, FillProgress
+    from nsa_lab.runs.summary import filling_text
     from nsa_lab.train.preflight.checks import preflight_alone
 
+    pace = FillPace()
+
+    def filling(progress: FillProgress) -> None:
+        pace.observe(progress)
+        if told := pace.due():
+            typer.echo(filling_text(told), err=True)
+
     failed = 0
-    for check in preflight_alone(config, names.outputs_folder(outputs)):
+    for check in preflight_alone(config, names.outputs_folder(outputs), progress=filling):
         failed += not check.ok
         mark = typer.style("ok  ", fg="green") if check.ok else typer.style("FAIL", fg="red")
         typer.echo(f"{mark} {check.name:14} {check.value}  [limit: {check.limit}]  {check.seconds:.1f} s")
@@ -441,12 +462,19 @@ def _health_view(found: Health) -> Iterator[Any]:
     yield table
 
 
-def _runs_table(folder: Path) -> Table | str:
-    table = Table("run", "state", "step", "tokens", box=None)
+def _runs_view(folder: Path) -> Iterator[Any]:
+    table, problems = Table("run", "state", "step", "tokens", box=None), []
     for run_dir in names.run_directories(folder):
+        try:
+            state = launch.state(run_dir)
+        except (RunDirectoryError, OSError) as error:
+            table.add_row(run_dir.name, "?", "", "")
+            problems.append(Text(str(error), style="yellow", overflow="fold"))
+            continue
         said = directory.read_status(run_dir)
-        table.add_row(run_dir.name, launch.state(run_dir), f"{said.get('step', 0):,}", f"{said.get('tokens', 0):,}")
-    return table if table.row_count else f"no runs in {folder}; nsa-lab run smoke makes one"
+        table.add_row(run_dir.name, state, f"{said.get('step', 0):,}", f"{said.get('tokens', 0):,}")
+    yield table if table.row_count else f"no runs in {folder}; nsa-lab run smoke makes one"
+    yield from problems
 
 
 if __name__ == "__main__":

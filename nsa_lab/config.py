@@ -269,6 +269,9 @@ class TrainConfig(StageConfig):
     keep_every: int = Field(default=0, ge=0, le=COUNT, description="steps between permanent checkpoints; 0: none")
     spike_sigma: float = Field(default=0.0, ge=0, description="halt on a loss this many deviations over its window; 0: off")
     min_tokens_per_s: float = Field(default=0.0, ge=0, description="throughput gate; 0: off")
+    stall_action: Literal["record", "halt"] = Field(
+        default="record", description="halt: end a phase that lasts far longer than usual; save what can be, exit 3"
+    )
 
     @model_validator(mode="after")
     def _of_stages(self) -> TrainConfig:
@@ -501,7 +504,8 @@ class RunConfig(_Section):
         sections = self.model_dump(mode="json")
         nsa = sections["model"].pop("nsa")
         for name, section in (("train", self.train), ("data", self.data)):
-            sections[name] = {key: value for key, value in sections[name].items() if key not in section.unread}
+            left_out = section.unread | {key for key, first in _LATER_KEYS.items() if getattr(section, key, None) == first}
+            sections[name] = {key: value for key, value in sections[name].items() if key not in left_out}
         return {
             "name": sections["name"],
             "model": sections["model"],
@@ -517,6 +521,11 @@ class RunConfig(_Section):
     def hash(self) -> str:
         """Sixteen hex digits over every value: equal configurations, equal hash."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+# Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
+# configuration is what it was.
+_LATER_KEYS = {"stall_action": "record"}
 
 
 def _read_yaml(text: str) -> Any:

@@ -84,7 +84,11 @@ OTHERS = {
     "health.run": ["tests/health/test_verdicts.py"],
     "health.branches": ["tests/health/test_verdicts.py"],
     "health.twins": ["tests/health/test_verdicts.py"],
-    "runs.events": ["tests/train/test_telemetry.py", "tests/health/test_verdicts.py"],
+    "runs.events": [
+        "tests/train/test_telemetry.py",
+        "tests/runs/test_damaged_records.py",
+        "tests/health/test_verdicts.py",
+    ],
     "train.guard": ["tests/train/test_guard.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
     "train.step": ["tests/train/test_step.py"],
@@ -118,8 +122,30 @@ OTHERS = {
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
     "evaluate.interventions": ["tests/evaluate/test_interventions.py"],
     "train.trainer": ["tests/train/test_run.py"],
-    "train.checkpoint": ["tests/crash/test_damage.py", "tests/crash/test_save.py"],
-    "runs.checkpoints": ["tests/crash/test_damage.py", "tests/crash/test_save.py"],
+    "train.checkpoint": ["tests/crash/test_full_disk.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
+    "runs.checkpoints": ["tests/runs/test_damaged_records.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
+    "runs.lock": [
+        "tests/train/test_ranks.py::test_resume_refuses_while_a_rank_lives_and_names_it",
+        "tests/runs/test_damaged_records.py",
+    ],
+    "runs.files": ["tests/runs/test_damaged_records.py"],
+    "runs.launch": ["tests/runs/test_damaged_records.py"],
+    # Not the whole file: a mutant's process may have no children of its own.
+    "data.dataset": [
+        "tests/data/test_fill.py::test_a_run_goes_on_from_the_cache_when_its_source_is_gone",
+        "tests/data/test_fill.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
+    ],
+    "train.attempt": [
+        "tests/train/test_run.py::test_a_run_resumes_without_its_source_where_the_cache_holds_it_all",
+        "tests/train/test_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
+    ],
+    "train.ranks": [
+        "tests/train/test_ranks.py::test_the_rank_that_a_signal_ended_is_blamed_before_those_that_fell_after_it"
+    ],
+    "train.telemetry.event_log": ["tests/crash/test_full_disk.py"],
+    "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
+    "train.telemetry.mirror": ["tests/crash/test_full_disk.py"],
+    "train.telemetry.phases": ["tests/train/test_telemetry.py"],
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
@@ -975,6 +1001,123 @@ MUTANTS = [
         "return None if found else",
     ),
     Mutant("checkpoint: the permanent ones pruned", "train.checkpoint", "if step not in permanent]", "if step >= 0]"),
+    # Nothing lost and nothing silent: ranks, a full disk, damage, stalls.
+    Mutant(
+        "runs: a rank that outlives its supervisor counts as nobody",
+        "runs.lock",
+        "return orphans[0] if orphans else None",
+        "return None",
+    ),
+    Mutant("runs: a reader opens the lock to write", "runs.lock", "os.O_RDONLY | os.O_CLOEXEC", "os.O_RDWR | os.O_CLOEXEC"),
+    Mutant(
+        "runs: the first rank is blamed for the one that was killed",
+        "train.ranks",
+        "first, deadline = min(failed, key=_blame), time.monotonic() + GRACE_S",
+        "first, deadline = failed[0], time.monotonic() + GRACE_S",
+    ),
+    Mutant(
+        "disk: what a failed save wrote stays",
+        "train.checkpoint",
+        "            self._remove_unfinished(target, error)\n",
+        "",
+    ),
+    Mutant(
+        "disk: a full one is not told as such",
+        "train.checkpoint",
+        "            if not is_full(error):\n                raise\n",
+        "            raise\n",
+    ),
+    Mutant(
+        "disk: an event that cannot be written ends the run",
+        "train.telemetry.event_log",
+        "self._lost, self._why = self._lost + 1, str(error)",
+        "raise",
+    ),
+    Mutant(
+        "disk: a torn event stays in the middle of the record",
+        "train.telemetry.event_log",
+        "if os.fstat(self._file).st_size == begun + written:",
+        "if False:",
+    ),
+    Mutant(
+        "disk: a short write is left short",
+        "train.telemetry.event_log",
+        "while written < len(line):",
+        "while False:",
+    ),
+    Mutant(
+        "disk: TensorBoard ends the run", "train.telemetry.mirror", "            self._on_off(error)", "            raise"
+    ),
+    Mutant(
+        "disk: a run whose last save failed is DONE",
+        "train.trainer",
+        "            raise\n        self._save_at_last()",
+        "            raise\n        self._save()",
+    ),
+    Mutant(
+        "damage: an event needs no step",
+        "runs.events",
+        '_COUNTS = ("attempt", "step")',
+        '_COUNTS = ("attempt",)',
+    ),
+    Mutant(
+        "damage: lines that are no events are passed over in silence",
+        "runs.events",
+        '        say_once(f"{path}: {many}, torn',
+        '        str(f"{path}: {many}, torn',
+    ),
+    Mutant(
+        "damage: a cut file of JSON raises",
+        "runs.files",
+        "except (ValueError, RecursionError) as error:",
+        "except RecursionError as error:",
+    ),
+    Mutant("damage: a file is taken for a checkpoint", "runs.checkpoints", "if path.is_dir() and _NUMBER", "if _NUMBER"),
+    Mutant("damage: a manifest may name files elsewhere", "runs.checkpoints", "Path(name).name == name and ", ""),
+    Mutant(
+        "damage: a copied run hides the others",
+        "runs.launch",
+        "        except RunDirectoryError as error:\n            # A copy",
+        "        except ZeroDivisionError as error:\n            # A copy",
+    ),
+    Mutant("data: the cache stands in for any source", "data.dataset", 'manifest["identity"] == identity and ', ""),
+    Mutant(
+        "data: shards without a source are not hashed",
+        "data.dataset",
+        "content=small or missing is not None",
+        "content=small",
+    ),
+    Mutant("resume: the window of the spike rule begins anew", "train.attempt", 'state["guard"]["losses"]', "[]"),
+    Mutant(
+        "resume: what a killed status left is kept",
+        "train.attempt",
+        "            leftover.unlink()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "phases: waiting for the device is in none",
+        "train.trainer",
+        "with self.record.phases(phase, counts=False):",
+        "with contextlib.nullcontext():",
+    ),
+    Mutant(
+        "phases: a filling that goes on is a stall",
+        "train.telemetry.phases",
+        "max(self._now[1], self._moved)",
+        "self._now[1]",
+    ),
+    Mutant(
+        "stalls: a trainer that does not answer is waited for for ever",
+        "train.telemetry.heartbeat",
+        "self._waited_s() > ANSWER_WITHIN_S",
+        "False",
+    ),
+    Mutant(
+        "stalls: a save on the way out is no answer",
+        "train.telemetry.heartbeat",
+        "elif self._asked is not None and occurrence == self._reported and",
+        "elif self._asked is not None and",
+    ),
 ]
 
 

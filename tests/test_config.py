@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,7 @@ def test_the_production_run_is_the_model_that_it_says() -> None:
     assert (config.train.steps, config.train.seq_len, config.train.sequences_per_step) == (50_000, 2048, 4)
     assert {key: getattr(config.train, key) for key in said["train"]} == said["train"]
     assert (config.runtime.precision, config.runtime.device) == ("bf16", "cuda")
+    assert len(said["train"]) == 10 and not config.train.stages
     # What the report leaves open, and a smoke run would have otherwise.
     assert (config.train.min_lr, config.train.seed, config.train.eval_every) == (0.0, 1337, 1000)
     assert config.data.max_tokens > config.train.tokens
@@ -161,6 +163,17 @@ def test_yaml_and_back_is_the_same_configuration(d: int, a: int, b: int, n_sel: 
     config = RunConfig(nsa={"d": d, "l": a * d, "l_sel": b * d, "n_sel": n_sel}, train=TrainConfig(lr=lr))
     again = RunConfig.from_dict(yaml.safe_load(config.to_yaml()))
     assert again == config and again.hash() == config.hash()
+
+
+def test_a_key_that_came_later_leaves_the_hash_of_runs_that_were_made_without_it() -> None:
+    recorded = sorted((Path(__file__).parents[1] / "outputs").glob("production_50k*/config.yaml"))
+    assert recorded
+    for path in recorded:
+        said = json.loads(path.with_name("environment.json").read_text(encoding="utf-8"))["config_hash"]
+        assert RunConfig.from_yaml(path).hash() == said
+    halting = RunConfig(train=TrainConfig(stall_action="halt"))
+    assert halting.hash() != RunConfig().hash()
+    assert RunConfig.from_dict(yaml.safe_load(halting.to_yaml())) == halting
 
 
 def test_the_hash_is_of_every_value() -> None:

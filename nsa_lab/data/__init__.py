@@ -11,6 +11,7 @@ from nsa_lab.data.batches import Batches, EvalBatches, permute
 from nsa_lab.data.dataset import Dataset, check, prepare
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.fill import FillProgress, split_fraction
+from nsa_lab.data.pace import FillPace
 from nsa_lab.data.prefetch import Prefetcher
 from nsa_lab.data.shards import TokenStore
 from nsa_lab.data.sources import Document, Source, open_source
@@ -25,6 +26,7 @@ __all__ = [
     "Document",
     "EvalBatches",
     "FileTokenizer",
+    "FillPace",
     "FillProgress",
     "Prefetcher",
     "Source",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from nsa_lab.extras import require
 
 Progress = Callable[[FillProgress], None]
 
+logger = logging.getLogger("nsa_lab.data")
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -37,6 +40,8 @@ class Dataset:
     manifest: dict[str, Any]
     folder: Path
     tokenizer: Tokenizer
+    # Why the source could not be read, where its shards in the cache take its place.
+    source_missing: str | None = None
 
     @property
     def identity(self) -> str:
@@ -65,9 +70,13 @@ def prepare(
     vocab_size: int | None = None,
     seq_len: int | None = None,
     progress: Progress | None = None,
+    identity: str | None = None,
     cache: Path | None = None,
 ) -> Dataset:
     """Fill the shards that `data` describes unless they are there, verify them, and open them.
+
+    `identity` is that of the data set which a run has begun with. Where its source cannot be read any more, the shards of
+    that identity in the cache take its place, once every one of them has been hashed (`Dataset.source_missing` says so).
 
     Safe to call from several processes at once: one fills, the others wait. `progress` is called for every document and
     about twice a second while waiting; what it raises stops the call, and a later call continues the filling.
@@ -75,14 +84,23 @@ def prepare(
     Raises `DataError` if the source cannot be read, a shard has changed since it was written, the vocabulary of the model
     (`vocab_size`) is smaller than the tokenizer's, or a split is shorter than one sequence of `seq_len` tokens.
     """
-    tokenizer = _tokenizer(data, vocab_size)
-    source = open_source(data, tick=_tick(progress, "waiting for the source"))
-    folder = _fill_once(source, data, tokenizer, cache or cache_folder(), progress)
+    tokenizer, cache, missing = _tokenizer(data, vocab_size), cache or cache_folder(), None
+    try:
+        source = open_source(data, tick=_tick(progress, "waiting for the source"))
+    except DataError as error:
+        folder = _filled_before(cache, data, tokenizer, identity)
+        if folder is None:
+            raise
+        missing = str(error)
+        logger.warning("the source cannot be read, and its shards in %s take its place: %s", folder, missing)
+    else:
+        folder = _fill_once(source, data, tokenizer, cache, progress)
     manifest = shards.read_manifest(folder)
-    shards.verify(folder, manifest, content=shards.total_bytes(manifest) < shards.HASHED_AT_OPEN_BYTES)
+    small = shards.total_bytes(manifest) < shards.HASHED_AT_OPEN_BYTES
+    shards.verify(folder, manifest, content=small or missing is not None)
     _check_lengths(manifest, data, (seq_len or 1) + 1)
     stores = shards.open_stores(folder, manifest)
-    return Dataset(stores["train"], stores["validation"], manifest, folder, tokenizer)
+    return Dataset(stores["train"], stores["validation"], manifest, folder, tokenizer, missing)
 
 
 def check(data: DataConfig, vocab_size: int | None = None) -> dict[str, Any]:
@@ -106,8 +124,25 @@ def _tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
     return tokenizer
 
 
+def _settings(data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"tokenizer": tokenizer.identity, "val_fraction": data.val_fraction, "max_tokens": data.max_tokens}
+
+
+def _filled_before(cache: Path, data: DataConfig, tokenizer: Tokenizer, identity: str | None) -> Path | None:
+    """The folder in the cache that was filled with these settings and holds the content of `identity`, if there is one."""
+    for path in sorted(cache.glob(f"*/{shards.MANIFEST}")):
+        try:
+            manifest = shards.read_manifest(path.parent)
+        except DataError:
+            # Another's damage: what is looked for would be known by the identity in its manifest.
+            continue
+        if manifest["identity"] == identity and manifest["settings"] == _settings(data, tokenizer):
+            return path.parent
+    return None
+
+
 def _fill_once(source: Source, data: DataConfig, tokenizer: Tokenizer, cache: Path, progress: Progress | None) -> Path:
-    settings = {"tokenizer": tokenizer.identity, "val_fraction": data.val_fraction, "max_tokens": data.max_tokens}
+    settings = _settings(data, tokenizer)
     folder = cache / _key(source.identity, settings)
     if folder.is_dir():
         return folder

@@ -37,12 +37,15 @@ NEXT_IN_LINE = 16
 
 @dataclass(frozen=True)
 class FillProgress:
-    """How far a filling is. `total_tokens` is the cap on training tokens, None without one."""
+    """How far a filling is. `tokens`, `documents` and `text_bytes` are those of both splits; `train_tokens` are those that
+    the cap `total_tokens` counts, which is None without one."""
 
     phase: str
     tokens: int
     documents: int
     total_tokens: int | None
+    text_bytes: int = 0
+    train_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ class _Filling:
             sum(split["tokens"] for split in splits),
             sum(split["documents"] for split in splits),
             self._plan.max_tokens,
+            sum(split["text_bytes"] for split in splits),
+            self.state["splits"]["train"]["tokens"],
         )
 
     def add(self, document: Document) -> None:

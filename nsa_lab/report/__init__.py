@@ -53,19 +53,22 @@ END = "\n</main>\n</body>\n</html>\n"
 ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 
-def write_report(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path, page: str | Path | None = None) -> Path:
     """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none; and the
-    verdict beside it.
+    verdict beside it. With `page` that file alone is written, and nothing into the run directory.
 
     Raises `RunDirectoryError` if the folder is not a run directory.
     """
     history = History.read(run_dir)
-    write_verdict(history)
     notebook = history.run_dir / NOTEBOOK
+    if page is None:
+        write_verdict(history)
+        if notebook.is_file():
+            make_portable(notebook)
+    written = Path(page or history.run_dir / PAGE)
     if notebook.is_file():
-        make_portable(notebook)
-        return export(notebook, history.run_dir / PAGE, run_dir=history.run_dir)
-    return _write(_notebook_of([history]), history.run_dir / PAGE, [history], title=history.run)
+        return export(notebook, written, run_dir=history.run_dir)
+    return _write(_notebook_of([history]), written, [history], title=history.run)
 
 
 def export(notebook: str | Path, page: str | Path | None = None, *, run_dir: str | Path | None = None) -> Path:

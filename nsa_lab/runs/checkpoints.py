@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from nsa_lab.runs.directory import CHECKPOINTS
 
 MANIFEST = "MANIFEST.json"
 PREFIX = "step-"
+_NUMBER = re.compile(rf"{PREFIX}[0-9]{{8,18}}")
 
 
 def folder_of(run_dir: str | Path) -> Path:
@@ -35,9 +37,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run's `checkpoints/` folder, ascending; they need not be whole (see `verify`)."""
-    names = [path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")]
-    return sorted(int(name) for name in names if name.isdigit())
+    """Steps of the checkpoints in a run's `checkpoints/` folder, ascending; they need not be whole (see `verify`).
+
+    What is called `step-…` and is no folder of that very name is not one.
+    """
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.is_dir() and _NUMBER.fullmatch(path.name)]
+    return sorted(step_of(path) for path in found if path == path_of(folder, step_of(path)))
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
@@ -57,14 +62,29 @@ def verify(checkpoint: Path, *, hashes: bool = True) -> list[str]:
         claimed = manifest.pop("digest")
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
     if claimed != digest(manifest):
         return [f"{MANIFEST} does not match its own digest"]
-    files = manifest["files"].items()
+    files = _files_of(manifest)
+    if files is None:
+        return [f"{MANIFEST} is no list of files with their sizes and sha256"]
     with ThreadPoolExecutor(max(len(files), 1)) as readers:
         found = readers.map(lambda item: _problem(checkpoint / item[0], item[1], hashes), files)
         return [problem for problem in found if problem]
+
+
+def _files_of(manifest: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]] | None:
+    """Names and entries of the files, or None if a manifest says something else there."""
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        return None
+    # A name with a folder in it would lead out of the checkpoint.
+    fits = all(
+        Path(name).name == name and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+        for name, entry in files.items()
+    )
+    return list(files.items()) if fits else None
 
 
 def _problem(path: Path, entry: Mapping[str, Any], hashes: bool) -> str | None:

@@ -2,13 +2,13 @@
 
 Invariants
 * A run directory appears whole (built aside, then renamed) or not at all.
-* `status.json` is replaced atomically and carries the run's own id, so a status copied from another run is recognised.
+* `status.json` is replaced atomically (on a full disk, overwritten) and carries the run's own id, so a status copied from
+  another run is recognised.
 * Only the standard library: a reader must not need torch.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 import signal
@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.files import write_json
+from nsa_lab.runs.files import is_full, overwrite_json, read_json, say_once, write_json
 
 RUNNING, DONE, HALTED, PREEMPTED = "RUNNING", "DONE", "HALTED", "PREEMPTED"
 
@@ -29,6 +29,9 @@ EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_HALTED, EXIT_STOPPED = 0, 1, 2, 3, 75
 CONFIG, ENVIRONMENT, STATUS, EVENTS = "config.yaml", "environment.json", "status.json", "events.jsonl"
 VERDICT = "verdict.json"
 LOG, LOCK, CHECKPOINTS, TENSORBOARD = "trainer.log", "trainer.lock", "checkpoints", "tensorboard"
+
+
+_STATUS_FIELDS = {"run": str, "status": str, "attempt": int, "step": int, "tokens": int}
 
 
 class RunDirectoryError(RuntimeError):
@@ -66,14 +69,23 @@ def check(run_dir: str | Path) -> Path:
 
 def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None:
     """Replace `status.json`. Fields that are not given again are kept from the status of the same run."""
-    earlier = read_status(run_dir)
+    earlier, path = read_status(run_dir), run_dir / STATUS
     kept = earlier if earlier.get("run") == run else {}
-    write_json(run_dir / STATUS, {**kept, "run": run, "status": status, "updated": time.time(), **fields})
+    value = {**kept, "run": run, "status": status, "updated": time.time(), **fields}
+    try:
+        write_json(path, value)
+    except OSError as error:
+        if not is_full(error) or not path.exists():
+            raise
+        # There is no room for a second file; a run that stops for that very reason must still be able to say so.
+        overwrite_json(path, value)
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """The last status written in the directory; empty when there is none."""
-    try:
-        return json.loads((Path(run_dir) / STATUS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """The last status written in the directory; empty when there is none, or a damaged one."""
+    found = read_json(Path(run_dir) / STATUS)
+    wrong = [name for name, kind in _STATUS_FIELDS.items() if name in found and not isinstance(found[name], kind)]
+    if wrong:
+        say_once(f"{Path(run_dir) / STATUS}: damaged, and read as if it were not there (see its {', '.join(wrong)})")
         return {}
+    return found

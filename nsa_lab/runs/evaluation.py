@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.files import write_json
+from nsa_lab.runs.files import read_json, write_json
 
 EVALUATION = "evaluation.json"
 VERSION = 1
@@ -19,9 +18,6 @@ def write_evaluation(run_dir: Path, found: dict[str, Any]) -> Path:
 
 
 def read_evaluation(run_dir: Path) -> dict[str, Any] | None:
-    """The run's evaluation; None if it has none, or one in a format of another version."""
-    path = run_dir / EVALUATION
-    if not path.is_file():
-        return None
-    found = json.loads(path.read_text(encoding="utf-8"))
+    """The run's evaluation; None if it has none, a damaged one, or one in a format of another version."""
+    found = read_json(run_dir / EVALUATION)
     return found if found.get("v") == VERSION else None

@@ -1,7 +1,9 @@
 """Reading a run's record. Only the standard library, and nothing here writes.
 
 Invariants
-* `events.jsonl` is append-only, one JSON object per line. A process that was killed may leave one torn line; it is skipped.
+* `events.jsonl` is append-only, one JSON object per line. A process that was killed may leave one torn line. That, and any
+  other line that is no event, is passed over, and it is said that there are such lines.
+* Every event that is given to a reader has a kind, a time, an attempt and a step.
 * Attempts are numbered. An attempt that resumed at step s did every step after s again, so what earlier attempts said
   about those steps no longer counts (`timeline`).
 """
@@ -14,9 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.directory import EVENTS, read_status
+from nsa_lab.runs.directory import EVENTS, RUNNING, read_status
+from nsa_lab.runs.files import say_once
 
-__all__ = ["Tail", "evaluations", "follow", "read_events", "read_status", "steps", "timeline"]
+__all__ = ["Tail", "evaluations", "follow", "read_events", "read_status", "steps", "timeline", "told_status"]
 
 Event = dict[str, Any]
 
@@ -30,9 +33,18 @@ def read_events(run_dir: str | Path) -> list[Event]:
     """
     path = Path(run_dir)
     path = path / EVENTS if path.is_dir() else path
-    if not path.exists():
-        return []
-    return [event for line in path.read_bytes().split(b"\n") if (event := _parse(line)) is not None]
+    return _events(path, path.read_bytes()) if path.exists() else []
+
+
+def told_status(events: list[Event]) -> dict[str, Any]:
+    """What the record says of how the run stands, for one whose status.json is lost; empty where nothing was recorded."""
+    if not events:
+        return {}
+    last = max(events, key=lambda event: event["attempt"])["attempt"]
+    own = [event for event in events if event["attempt"] == last]
+    ending = next((e for e in reversed(own) if e["kind"] in ("end", "halt") and isinstance(e.get("status"), str)), {})
+    told = {name: ending[name] for name in ("status", "exit_code", "reason") if name in ending}
+    return {"status": RUNNING, "attempt": last, "step": own[-1]["step"], "tokens": own[-1].get("tokens", 0), **told}
 
 
 def timeline(events: list[Event]) -> list[Event]:
@@ -81,7 +93,7 @@ class Tail:
             block = file.read()
         whole = block[: block.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [event for line in whole.split(b"\n") if (event := _parse(line)) is not None]
+        return _events(self._path, whole)
 
 
 def follow(run_dir: str | Path, *, is_alive: Callable[[], bool], poll_s: float = 0.5) -> Iterator[Event]:
@@ -95,9 +107,38 @@ def follow(run_dir: str | Path, *, is_alive: Callable[[], bool], poll_s: float =
         time.sleep(poll_s)
 
 
+def _events(path: Path, block: bytes) -> list[Event]:
+    """The events among the lines of a block. What follows the last line end is being written, or was torn by a kill."""
+    lines = [line for line in block.split(b"\n") if line.strip()]
+    parsed = [_parse(line) for line in lines]
+    wrong = [line for line, event in zip(lines, parsed, strict=True) if event is None]
+    if wrong and not block.endswith(b"\n"):
+        wrong = wrong[:-1] if parsed[-1] is None else wrong
+    if wrong:
+        many = f"{len(wrong)} lines are no events" if len(wrong) > 1 else "a line is no event"
+        say_once(f"{path}: {many}, torn by a kill or damaged, and passed over: {wrong[0][:60]!r}")
+    return [event for event in parsed if event is not None]
+
+
+# What readers reckon with, by the kind of value; a number that was not finite is null.
+_COUNTS = ("attempt", "step")
+_NUMBERS = (
+    *("t", "tokens", "from_step", "steps", "loss", "bpb", "lr", "grad_norm", "dt_s", "data_s", "tokens_per_s"),
+    *("mem_peak_bytes", "rss_bytes", "phase_age_s", "limit_s", "seconds"),
+    *("documents", "bytes", "bytes_per_s", "left_s"),
+)
+_TEXTS = ("phase", "path", "rule", "split", "name", "doing")
+
+
 def _parse(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and "kind" in event else None
+    if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
+        return None
+    if any(type(event.get(name)) is not int for name in _COUNTS) or not isinstance(event.get("t"), int | float):
+        return None
+    if any(not isinstance(event.get(name), int | float | None) for name in _NUMBERS):
+        return None
+    return event if all(isinstance(event.get(name), str | None) for name in _TEXTS) else None

@@ -6,7 +6,6 @@ reads the same. Every step counts once, in its latest attempt.
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events
 from nsa_lab.runs.events import Event
+from nsa_lab.runs.files import read_json
 from nsa_lab.runs.lock import lock_owner
 
 
@@ -53,13 +53,12 @@ class History:
         if isinstance(run, History):
             return run
         run_dir = directory.check(run)
-        environment = run_dir / directory.ENVIRONMENT
         record = events.read_events(run_dir)
         return cls(
             run_dir=run_dir,
             config=RunConfig.from_yaml(run_dir / directory.CONFIG),
-            status=directory.read_status(run_dir),
-            environment=json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {},
+            status=directory.read_status(run_dir) or events.told_status(record),
+            environment=read_json(run_dir / directory.ENVIRONMENT),
             events=record,
             steps=events.steps(record),
             evaluations=events.evaluations(record),
@@ -106,7 +105,7 @@ class History:
 
     def validation(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps and bits per byte on held-out text."""
-        seen = [(event["step"], event["bpb"]) for event in self.evaluations]
+        seen = [(event["step"], event.get("bpb")) for event in self.evaluations]
         return (
             np.array([step for step, _ in seen], dtype=np.int64),
             np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64),

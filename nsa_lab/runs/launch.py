@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.runs import directory, names
+from nsa_lab.runs import directory, names, older_variables
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import environment
+from nsa_lab.runs.events import read_events, told_status
+from nsa_lab.runs.files import say_once
 from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
 
 
@@ -66,7 +68,13 @@ def find_unfinished(config: RunConfig, outputs: Path | None = None) -> Path | No
     root = outputs or names.outputs_folder()
     candidates = sorted((p for p in root.glob(f"{config.name}-*") if (p / directory.CONFIG).is_file()), reverse=True)
     for run_dir in candidates:
-        if state(run_dir) not in (directory.DONE, directory.HALTED) and _config_hash(run_dir) == config.hash():
+        try:
+            unfinished = state(run_dir) not in (directory.DONE, directory.HALTED)
+        except RunDirectoryError as error:
+            # A copy of another run is not the one that was asked for, and stands in nobody's way.
+            say_once(str(error))
+            continue
+        if unfinished and _config_hash(run_dir) == config.hash():
             return run_dir
     return None
 
@@ -77,6 +85,8 @@ def start(run_dir: str | Path, *, ranks: int = 1) -> int:
     It goes on from the newest checkpoint. With `ranks` above 1 the process is a supervisor of that many trainers.
     """
     folder = directory.check(run_dir)
+    if warning := older_variables.warning(os.environ):
+        say_once(warning)
     lock = take_lock(folder)
     if lock is None:
         return attach(folder)
@@ -112,6 +122,11 @@ def attach(run_dir: str | Path, timeout_s: float = 10.0) -> int:
     """The pid of the trainer that is alive in the directory. Raises `RunDirectoryError` if there is none."""
     folder, deadline = directory.check(run_dir), time.monotonic() + timeout_s
     while (owner := lock_owner(folder)) is not None:
+        if "orphan" in owner:
+            raise RunDirectoryError(
+                f"{folder}: its supervisor is gone, and rank {owner['orphan']} of it, process {owner['pid']}, still lives. "
+                f"It should end by itself within seconds; if it does not, end it (kill -9 {owner['pid']}), then resume"
+            )
         if owner:
             return owner["pid"]
         # Another launcher holds the lock and has not signed it yet.
@@ -136,7 +151,7 @@ def state(run_dir: str | Path) -> str:
             f"{run_dir}: its {directory.STATUS} belongs to run {status.get('run')!r}; was the folder "
             "renamed or copied? Rename it back, or remove the file"
         )
-    said = status.get("status", directory.PREEMPTED)
+    said = (status or told_status(read_events(run_dir))).get("status", directory.PREEMPTED)
     if is_alive(run_dir):
         return directory.RUNNING
     return "DEAD" if said == directory.RUNNING else said

@@ -21,6 +21,7 @@ from rich.text import Text
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory
 from nsa_lab.runs.events import Event, Tail
+from nsa_lab.runs.summary import filling_text
 
 REDRAW_S, LINE_EVERY_S = 1.0, 10.0
 BRANCHES = ("cmp", "sel", "win")
@@ -38,6 +39,7 @@ class RunView:
         self._latest: dict[str, float] = {}
         self._layers: dict[str, list[float]] = {}
         self._phase, self._phase_age_s, self._heard = "starting", 0.0, 0.0
+        self._filling: str | None = None
         self._seconds: deque[float] = deque(maxlen=10)
         self._notes: deque[str] = deque(maxlen=5)
 
@@ -52,14 +54,19 @@ class RunView:
         if kind == "step":
             self._latest |= {name: event[name] for name in NUMBERS if event.get(name) is not None}
             self._layers |= {name: value for name, value in event.items() if isinstance(value, list) and value}
-            self._seconds.append(event["dt_s"])
+            self._seconds += [event["dt_s"]] if event.get("dt_s") is not None else []
             self._phase, self._phase_age_s, self._heard = "step", 0.0, event["t"]
         elif kind == "eval" and event.get("bpb") is not None:
             self._latest["validation"] = event["bpb"]
+        elif kind == "fill":
+            self._phase, self._filling, self._heard = "prepare", filling_text(event), event["t"]
         elif kind == "heartbeat":
-            self._phase, self._phase_age_s, self._heard = event["phase"], event["phase_age_s"], event["t"]
+            self._phase, self._phase_age_s = event.get("phase") or "unknown", event.get("phase_age_s") or 0.0
+            self._heard = event["t"]
         elif kind in ("start", "resume", "end"):
             self._phase, self._phase_age_s, self._heard = "ended" if kind == "end" else "starting", 0.0, event["t"]
+        if self._phase != "prepare":
+            self._filling = None
         if kind in NOTED:
             self._notes.append(note(event))
 
@@ -67,6 +74,10 @@ class RunView:
     def notes(self) -> list[str]:
         """The latest events that are not numbers, one line each, oldest first."""
         return list(self._notes)
+
+    @property
+    def _doing(self) -> str:
+        return self._filling or self._phase
 
     @property
     def eta_s(self) -> float | None:
@@ -80,7 +91,7 @@ class RunView:
         if "tokens_per_s" in self._latest:
             parts.append(f"{self._latest['tokens_per_s']:,.0f} tokens/s")
         if self.step < self.config.train.steps:
-            parts.append(f"{clock(self.eta_s)} left" if self.eta_s else self._phase)
+            parts.append(f"{clock(self.eta_s)} left" if self.eta_s else self._doing)
         return "  ".join(parts)
 
     def panel(self) -> Panel:
@@ -106,7 +117,7 @@ class RunView:
             "gradient norm": self._number("grad_norm", "{:.3g}"),
             "tokens per second": self._number("tokens_per_s", "{:,.0f}"),
             "time left": clock(self.eta_s),
-            "phase": f"{self._phase}, {age:.0f} s",
+            "phase": f"{self._doing}, {age:.0f} s",
             "gates": "  ".join(f"{branch} {share:.0%}" for branch, share in shares.items() if share is not None) or "–",
             "blocks reused": "–" if (reuse := self._mean("sel_reuse")) is None else f"{reuse:.0%}",
         }
@@ -141,13 +152,14 @@ def watch(run_dir: Path, until: Callable[[], bool], console: Console) -> RunView
 
 
 def _watch_lines(view: RunView, tail: Tail, until: Callable[[], bool], console: Console) -> RunView:
-    said, step = 0.0, -1
+    said, line = 0.0, ""
     while True:
         last = until()
         view.take(tail.read())
-        if view.step != step and (last or time.monotonic() - said > LINE_EVERY_S):
-            console.print(view.line(), highlight=False, soft_wrap=True)
-            said, step = time.monotonic(), view.step
+        if view.line() != line and (last or time.monotonic() - said > LINE_EVERY_S):
+            line = view.line()
+            console.print(line, highlight=False, soft_wrap=True)
+            said = time.monotonic()
         if last:
             return view
         time.sleep(REDRAW_S / 5)

@@ -1,7 +1,7 @@
 """Who trains in a run directory.
 
-One process does: it holds an exclusive lock on `trainer.lock` for as long as it lives, and the kernel drops that lock when
-the process dies, however it dies. Only the standard library.
+One process does, or one with its ranks: each holds an exclusive lock on `trainer.lock`, by one open file that they share,
+for as long as it lives. The kernel drops that lock when the last of them dies, however it dies. Only the standard library.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nsa_lab.runs.directory import LOCK
+
+ANOTHER_TRAINER = "{folder}: another trainer works in this run ({owner}); attach to it, or stop it first"
 
 
 def process_start(pid: int) -> str | None:
@@ -46,28 +49,45 @@ def take_lock(run_dir: Path) -> int | None:
     return None
 
 
-def sign_lock(descriptor: int, pid: int) -> None:
-    """Write into a held lock which process it is held for."""
-    owner = json.dumps({"pid": pid, "started": process_start(pid), "host": socket.gethostname()}).encode()
+def sign_lock(descriptor: int, pid: int, ranks: Sequence[int] = ()) -> None:
+    """Write into a held lock which process it is held for, and which ranks of that one hold it too."""
+    owner = _signature(pid) | {"host": socket.gethostname(), "ranks": [_signature(rank) for rank in ranks]}
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, owner, 0)
+    os.pwrite(descriptor, json.dumps(owner).encode(), 0)
 
 
 def lock_owner(run_dir: str | Path) -> dict[str, Any] | None:
-    """Who holds the run's lock: pid, started, host; `{}` if held but not signed yet; None if nobody alive does."""
+    """Who holds the run's lock: pid, started, host; `{}` if held but not signed yet; None if nobody alive does.
+
+    Where the process that signed is gone and a rank of it lives, this is the rank, and `orphan` is its number.
+    """
     path = Path(run_dir) / LOCK
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # A reader needs no right to write: a run may lie on a medium that nothing can be written to.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
-        text = os.pread(descriptor, 4096, 0)
+        text = os.pread(descriptor, 1 << 16, 0)
     finally:
         os.close(descriptor)
-    owner = json.loads(text) if text else {}
-    if owner and owner["host"] == socket.gethostname() and process_start(owner["pid"]) != owner["started"]:
-        return None
-    return owner
+    try:
+        owner = json.loads(text)
+        if owner["host"] != socket.gethostname() or _lives(owner):
+            return owner
+        orphans = [{**rank, "host": owner["host"], "orphan": n} for n, rank in enumerate(owner["ranks"]) if _lives(rank)]
+    except (ValueError, KeyError, TypeError):
+        # Held, and being signed at this very moment, or not by a trainer.
+        return {}
+    return orphans[0] if orphans else None
+
+
+def _signature(pid: int) -> dict[str, Any]:
+    return {"pid": pid, "started": process_start(pid)}
+
+
+def _lives(signature: dict[str, Any]) -> bool:
+    return signature["started"] is not None and process_start(signature["pid"]) == signature["started"]

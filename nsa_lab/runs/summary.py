@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nsa_lab.config import RunConfig, TrainConfig
@@ -47,6 +47,7 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "device": known.device,
         "backend": backends(known.backend),
         "text": f"{known.source}, {lengths_of(history.config.train)} tokens per sequence",
+        "guards": guards_of(history.config.train),
         "configuration": known.config_hash,
     }
     return [(name, value) for name, value in shown.items() if value]
@@ -64,12 +65,36 @@ def attempts_of(history: History) -> str:
     return f"{len(attempts)}: " + ", ".join(f"{a.from_step:,} to {a.last_step:,} {a.ending}" for a in attempts)
 
 
+def guards_of(train: TrainConfig) -> str:
+    """Which rules could have halted the run, and which were off: what "no guard fired" is worth."""
+    rules = {
+        f"a loss {train.spike_sigma:g} deviations over its window": train.spike_sigma > 0,
+        f"fewer than {train.min_tokens_per_s:,.0f} tokens/s": train.min_tokens_per_s > 0,
+        "a stall": train.stall_action == "halt",
+    }
+    names = dict(zip(rules, ("train.spike_sigma", "train.min_tokens_per_s", "train.stall_action"), strict=True))
+    on = ["a number that is not finite", *(rule for rule, is_on in rules.items() if is_on)]
+    off = [names[rule] for rule, is_on in rules.items() if not is_on]
+    return f"halts on {', '.join(on)}" + (f"; off: {', '.join(off)}" if off else "")
+
+
 def backends(backend: dict[str, Any] | None) -> str | None:
     """`triton`, or which part runs on what where they differ."""
     if not backend:
         return None
     names = {part: choice["backend"] for part, choice in backend.items()}
     return next(iter(names.values())) if len(set(names.values())) == 1 else ", ".join(f"{p} {n}" for p, n in names.items())
+
+
+def filling_text(told: Mapping[str, Any]) -> str:
+    """A `fill` event, or its fields, in words: `filling: 12,345 documents, 45.6 MB, 3.2 MB/s, 5 min 12 s left`."""
+    doing, rate, left = told.get("doing", "filling"), told.get("bytes_per_s"), told.get("left_s")
+    if not told.get("documents"):
+        return doing
+    parts = [f"{told['documents']:,} documents", f"{told.get('bytes', 0) / 1e6:,.1f} MB"]
+    parts += [f"{rate / 1e6:,.1f} MB/s"] if rate is not None else []
+    parts += [f"{duration(left)} left"] if left is not None else []
+    return f"{doing}: {', '.join(parts)}"
 
 
 def duration(seconds: float) -> str:

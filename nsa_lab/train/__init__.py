@@ -1,9 +1,26 @@
-"""The trainer. `run(run_dir)` trains in this process; `nsa_lab.runs.launch` does it in a detached one."""
+"""The trainer. `run(run_dir)` trains in this process; `nsa_lab.runs.launch` does it in a detached one.
+
+`run` is loaded when it is first used: a supervisor of ranks never needs torch, and a rank must be bound to its supervisor
+before it spends seconds on importing it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from nsa_lab.extras import require
 
 require("safetensors", "yaml", "filelock")
 
-from nsa_lab.train.attempt import run
+if TYPE_CHECKING:
+    from nsa_lab.train.attempt import run
 
 __all__ = ["run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "run":
+        raise AttributeError(f"module 'nsa_lab.train' has no attribute {name!r}; it has run")
+    from nsa_lab.train.attempt import run
+
+    return run

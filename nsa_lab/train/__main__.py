@@ -7,7 +7,7 @@ import logging
 import sys
 
 from nsa_lab.runs.directory import EXIT_USAGE, RunDirectoryError
-from nsa_lab.train import ranks, run
+from nsa_lab.train import ranks
 
 
 def main() -> int:
@@ -15,13 +15,16 @@ def main() -> int:
     parser.add_argument("run_dir", help="a run directory, as nsa_lab.runs.launch.create_run makes it")
     parser.add_argument("--ranks", type=int, default=1, help="processes on this host, one per device (torchrun works too)")
     parser.add_argument("--lock", type=int, help="an inherited descriptor that holds the run's lock")
-    parser.add_argument("--supervised", action="store_true", help="the process that started this one holds the lock")
+    parser.add_argument("--supervised", metavar="BOND", help="this is a rank of the supervisor that started it")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stdout)
     try:
         if arguments.ranks > 1:
             return ranks.train(arguments.run_dir, arguments.ranks, arguments.lock)
-        return run(arguments.run_dir, lock=arguments.lock, supervised=arguments.supervised)
+        lock = ranks.live_and_die_with(arguments.supervised) if arguments.supervised else arguments.lock
+        from nsa_lab.train import run
+
+        return run(arguments.run_dir, lock=lock, supervised=bool(arguments.supervised))
     except RunDirectoryError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE

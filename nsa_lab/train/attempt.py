@@ -20,13 +20,13 @@ import torch
 
 from nsa_lab.attention import BackendError
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.data import DataError, FillProgress
+from nsa_lab.data import DataError, FillPace, FillProgress
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import directory
+from nsa_lab.runs import directory, older_variables
 from nsa_lab.runs.checkpoints import step_of
 from nsa_lab.runs.environment import code_identity, versions
 from nsa_lab.runs.events import read_events
-from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
+from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
 from nsa_lab.train import snapshot
 from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
 from nsa_lab.train.distributed import World
@@ -47,18 +47,26 @@ logger = logging.getLogger("nsa_lab.train")
 USAGE_ERRORS = (ConfigError, DataError, BackendError, NotImplementedError, snapshot.ResumeRefused)
 
 # Phases in which a long silence is normal; everything else is judged against its own median.
-PATIENT_PHASES_S = {"prepare": 1800.0, "build": 600.0, "preflight": 900.0, "compile": 1800.0, "eval": 900.0, "save": 600.0}
+PATIENT_PHASES_S = {
+    "prepare": 1800.0,
+    "build": 600.0,
+    "preflight": 900.0,
+    "compile": 1800.0,
+    "eval": 900.0,
+    "save": 600.0,
+    "restore": 600.0,
+}
 
 
 def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | None = None, supervised: bool = False) -> int:
     """Train the run in `run_dir` to its end, or to a stop; the exit code.
 
     `lock` is the run's lock if the caller took it already (see `take_lock`); `supervised` says that the process
-    which started this rank holds it. Raises `RunDirectoryError` if the directory is not a run's or another trainer works
-    in it.
+    which started this rank took it and signed it. Raises `RunDirectoryError` if the directory is not a run's or another
+    trainer works in it.
     """
     folder, world = directory.check(run_dir), World.from_environment()
-    held = _lock(folder, lock) if world.first and not supervised else None
+    held = _lock(folder, lock) if world.first and not supervised else lock
     try:
         config = RunConfig.from_yaml(folder / directory.CONFIG)
         return _Attempt(folder, config, world, builders or Builders()).run()
@@ -76,9 +84,7 @@ def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | No
 def _lock(folder: Path, lock: int | None) -> int:
     lock = take_lock(folder) if lock is None else lock
     if lock is None:
-        raise directory.RunDirectoryError(
-            f"{folder}: another trainer works in this run ({lock_owner(folder)}); attach to it, or stop it first"
-        )
+        raise directory.RunDirectoryError(ANOTHER_TRAINER.format(folder=folder, owner=lock_owner(folder)))
     os.set_inheritable(lock, False)
     sign_lock(lock, os.getpid())
     return lock
@@ -93,6 +99,8 @@ class _Attempt:
         attempt = 1 + max((event["attempt"] for event in self.events), default=0)
         log = EventLog(folder, folder.name, attempt)
         self.record = Recorder(folder, log, first=world.first, steps=config.train.steps, tokens_by=config.train.tokens_by)
+        self._filling = FillPace()
+        self._stall: Finding | None = None
         self.signals = StopSignals(folder / "stacks.txt", self._on_signal, self._on_second_signal)
 
     def run(self) -> int:
@@ -101,6 +109,8 @@ class _Attempt:
                 self.record.status(directory.RUNNING)
                 return self._train()
             except StopRequested as stop:
+                if self._stall:
+                    return self._end("halt", directory.HALTED, directory.EXIT_HALTED, self._stall.text)
                 return self._end("end", directory.PREEMPTED, directory.EXIT_STOPPED, f"stopped on request ({stop})")
             except Halt as halt:
                 return self._end("halt", directory.HALTED, directory.EXIT_HALTED, str(halt))
@@ -118,6 +128,8 @@ class _Attempt:
                 self.world.close()
 
     def _train(self) -> int:
+        if self.world.first and (warning := older_variables.warning(os.environ)):
+            logger.warning("%s", warning)
         device = choose_device(self.config, self.world)
         set_determinism(self.config.runtime.deterministic)
         if self.world.first:
@@ -135,13 +147,16 @@ class _Attempt:
             rule=StallRule(floors_s={**PATIENT_PHASES_S, "data": self.config.data.timeout_s}),
             stacks=self.folder / "stacks.txt",
             gpu_util=utilisation,
+            on_stall=self._on_stall,
+            on_deaf=self._on_deaf,
         )
         if self.world.first:
             heartbeat.start()
         try:
             parts = self._build(device)
             parts.facts["gpu_util"] = why_none or "on"
-            done, losses = self._resume(parts)
+            with self.record.phases("restore"):
+                done, losses = self._resume(parts)
             trainer = Trainer(self.folder, parts, self.record, self.signals, done=done, losses=losses)
             trainer.run()
         finally:
@@ -149,18 +164,28 @@ class _Attempt:
         return self._end("end", directory.DONE, directory.EXIT_DONE, f"all {self.config.train.steps} steps done")
 
     def _clear_leftovers(self) -> None:
-        """What a check before the run left behind when it was killed."""
+        """What a check before the run, or a status being written, left behind when it was killed."""
         for leftover in self.folder.glob(".preflight-*"):
             shutil.rmtree(leftover)
+        # Nobody else writes these: this process holds the lock, and has written its first status.
+        for leftover in self.folder.glob(f".{directory.STATUS}.*"):
+            leftover.unlink()
 
     def _build(self, device: torch.device) -> Parts:
         model, train = self.config.model, self.config.train
         with self.record.phases("prepare"), self._interruptible():
-            dataset = self.builders.data(self.config.data, model.vocab_size, train.longest.seq_len, self._on_fill)
+            dataset = self.builders.data(
+                self.config.data, model.vocab_size, train.longest.seq_len, self._on_fill, self._data_identity()
+            )
         with self.record.phases("build"), self._interruptible():
             parts = assemble(self.config, self.world, device, dataset, self.builders)
         parts.facts.update(self._facts(parts))
         return parts
+
+    def _data_identity(self) -> str | None:
+        """What the run was begun with, as its record says; None for a run that begins now."""
+        begun = [event["data_identity"] for event in self.events if event.get("data_identity")]
+        return begun[-1] if begun else None
 
     def _facts(self, parts: Parts) -> dict[str, Any]:
         """What identifies this run and this attempt, for the first event and for every checkpoint."""
@@ -170,6 +195,7 @@ class _Attempt:
             "config_hash": self.config.hash(),
             "trajectory": snapshot.trajectory(self.config),
             "data_identity": parts.dataset.identity,
+            **({"source_missing": parts.dataset.source_missing} if parts.dataset.source_missing else {}),
             "code": code_identity(),
             "versions": {**versions(), "torch": torch.__version__, "cuda": torch.version.cuda},
             "device": device,
@@ -238,6 +264,31 @@ class _Attempt:
 
     def _on_fill(self, progress: FillProgress) -> None:
         self.signals.check()
+        if self._filling.observe(progress):
+            self.record.phases.moved()
+        if told := self._filling.due():
+            self.record.filling(told)
+
+    def _on_stall(self, phase: str, seconds: float, limit_s: float) -> bool:
+        """In the heartbeat's thread: halt the run, where it is to, by the way that a stop request takes."""
+        if self.config.train.stall_action != "halt":
+            return False
+        step = self.record.log.step
+        text = (
+            f"step {step}: the phase {phase} has lasted {seconds:.0f} s without a sign, and {limit_s:.0f} s is its limit "
+            "(train.stall_action: halt); stacks.txt shows where every thread stood"
+        )
+        self._stall = Finding("stall", step, seconds, limit_s, "halt", text)
+        self.record.finding(self._stall)
+        self.signals.ask()
+        return True
+
+    def _on_deaf(self) -> None:
+        """In the heartbeat's thread: the trainer does not come back from where it stalled, so nothing more can be saved."""
+        assert self._stall is not None, "nothing is waited for before a stall"
+        reason = f"{self._stall.text}. The trainer did not answer a request to save, and the newest checkpoint stands"
+        self.record.end("halt", directory.HALTED, directory.EXIT_HALTED, reason)
+        os._exit(directory.EXIT_HALTED)
 
     def _on_signal(self, name: str) -> None:
         self.record.log.event("signal", signal=name, phase=self.record.phases.current()[0], action="save and exit")

@@ -7,6 +7,7 @@ Invariants
 * A directory named `step-…` was complete when it got that name. What is later found damaged is moved to `quarantine/`.
 * A pruned checkpoint loses its name first and its manifest next, so that a half-removed one cannot be mistaken for whole.
 * If checkpoints were written and none is valid, loading raises `NoValidCheckpoint`.
+* A save that fails leaves nothing behind that takes room.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.runs.checkpoints import MANIFEST, digest, path_of, steps, verify
+from nsa_lab.runs.files import is_full
 
 LATEST, QUARANTINE = "latest", "quarantine"
 FORMAT_VERSION = 1
@@ -32,6 +34,10 @@ Serialiser = Callable[[], bytes | memoryview]
 
 class NoValidCheckpoint(RuntimeError):
     """The run wrote checkpoints and none can be trusted."""
+
+
+class DiskFull(OSError):
+    """A save found no room. The message says how many bytes it needed and how many there are."""
 
 
 class Filesystem:
@@ -108,7 +114,8 @@ class CheckpointStore:
     def save(self, step: int, files: Mapping[str, Serialiser], facts: Mapping[str, Any]) -> Saved:
         """Write the files of `step`; `facts` (hashes of config and data) go into the manifest.
 
-        A valid checkpoint of the same step is left as it is: it holds the same state.
+        A valid checkpoint of the same step is left as it is: it holds the same state. Raises `DiskFull`, or what else the
+        filesystem raised, with the unfinished files removed.
         """
         begun = time.monotonic()
         target = self.path(step)
@@ -117,7 +124,18 @@ class CheckpointStore:
             if not verify(target):
                 return Saved(target, _size(target), time.monotonic() - begun, [])
             self._quarantine(step)
-        temporary = self.folder / f".saving-{target.name}"
+        try:
+            pruned = self._save_as(target, step, files, facts)
+        except Exception as error:
+            self._remove_unfinished(target, error)
+            if not is_full(error):
+                raise
+            needed, free = sum(len(serialise()) for serialise in files.values()), shutil.disk_usage(self.folder).free
+            raise DiskFull(f"the disk is full: {needed:,} bytes were needed, {free:,} are free") from error
+        return Saved(target, _size(target), time.monotonic() - begun, pruned)
+
+    def _save_as(self, target: Path, step: int, files: Mapping[str, Serialiser], facts: Mapping[str, Any]) -> list[str]:
+        temporary = self._unfinished(target)
         self._fs.make_dir(temporary)
         entries = {name: self._write(temporary / name, serialise()) for name, serialise in files.items()}
         manifest = {"v": FORMAT_VERSION, "step": step, **facts, "files": entries}
@@ -127,8 +145,18 @@ class CheckpointStore:
         self._fs.rename(temporary, target)
         self._fs.sync_dir(self.folder)
         self._point_latest_at(target)
-        pruned = self._prune()
-        return Saved(target, _size(target), time.monotonic() - begun, pruned)
+        return self._prune()
+
+    def _unfinished(self, target: Path) -> Path:
+        return self.folder / f".saving-{target.name}"
+
+    def _remove_unfinished(self, target: Path, error: Exception) -> None:
+        unfinished = self._unfinished(target)
+        try:
+            if unfinished.exists():
+                self._fs.remove_tree(unfinished)
+        except OSError as second:
+            error.add_note(f"{unfinished} is left behind: {second}")
 
     def load_latest(self) -> tuple[Path | None, list[Quarantined]]:
         """The newest checkpoint whose every file matches its manifest, and those that had to be moved out of the way.

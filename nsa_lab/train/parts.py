@@ -31,7 +31,8 @@ def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
 
 @dataclass(frozen=True)
 class Builders:
-    """How a model is made of (configuration, device), and a data set of (data section, vocab_size, seq_len, progress)."""
+    """How a model is made of (configuration, device), and a data set of (data section, vocab_size, seq_len, progress, the
+    identity that the run began with)."""
 
     model: Callable[[RunConfig, torch.device], NSATransformer] = build_model
     data: Callable[..., Dataset] = prepare

@@ -2,43 +2,35 @@
 
 The supervisor forwards stop requests, ends the other ranks when one fails, and returns what the first one to fail returned.
 On several hosts, or with elastic restarts, use torchrun: `torchrun --nproc-per-node 8 -m nsa_lab.train <run directory>`.
+
+Invariants
+* Every rank holds the run's lock, by a descriptor that it inherits: no other trainer starts while one of them lives.
+* A rank ends when its supervisor does, however that ends. The kernel sees to it on Linux; a pipe that only the supervisor
+  holds open does everywhere, once a thread of the rank reads it.
+* Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_lab.runs import directory
-from nsa_lab.runs.lock import sign_lock, take_lock
+from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
+from nsa_lab.train.telemetry.last_words import leave_last_words
 
 # How long the others may take to leave on their own after one rank has ended.
 GRACE_S = 20.0
 
-
-def supervise(command: list[str], ranks: int) -> int:
-    """Run `command` once per rank, with the environment that torchrun would give it; the exit code of the run.
-
-    0 if all ranks end with 0, else the code of the first that did not.
-    """
-    port = _free_port()
-    processes = [subprocess.Popen(command, env=_environment(rank, ranks, port)) for rank in range(ranks)]
-
-    def forward(number: int, frame: object) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, forward)
-    # Blocked since the launcher made this process (nsa_lab.runs.launch).
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, directory.STOP_SIGNALS)
-    return _wait(processes)
+PR_SET_PDEATHSIG = 1
 
 
 def train(run_dir: str | Path, ranks: int, lock: int | None) -> int:
@@ -46,24 +38,115 @@ def train(run_dir: str | Path, ranks: int, lock: int | None) -> int:
     folder = directory.check(run_dir)
     lock = take_lock(folder) if lock is None else lock
     if lock is None:
-        raise directory.RunDirectoryError(f"{folder}: another trainer works in this run; attach to it, or stop it first")
+        raise directory.RunDirectoryError(ANOTHER_TRAINER.format(folder=folder, owner=lock_owner(folder)))
     os.set_inheritable(lock, False)
     sign_lock(lock, os.getpid())
-    return supervise([sys.executable, "-m", "nsa_lab.train", str(folder), "--supervised"], ranks)
+    return supervise([sys.executable, "-m", "nsa_lab.train", str(folder)], folder, ranks, lock)
 
 
-def _wait(processes: list[subprocess.Popen]) -> int:
-    code, deadline = 0, None
-    while any(process.poll() is None for process in processes):
-        failed = [p.returncode for p in processes if p.poll() not in (None, 0)]
-        if failed and deadline is None:
-            code, deadline = failed[0], time.monotonic() + GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
+def supervise(command: Sequence[str], folder: Path, ranks: int, lock: int) -> int:
+    """Run `command` once per rank of the run in `folder`, whose lock is held; the exit code of the run.
+
+    Each rank has the environment that torchrun would give it, and an option `--supervised` for `live_and_die_with`.
+    0 if all ranks end with 0, else the code of the first that did not. A rank that was killed is named, with its signal,
+    in the record and in the status of the run.
+    """
+    reading, writing = os.pipe()
+    # A rank holds requests back until its handlers stand, and so does this process; importing torch takes seconds.
+    signal.pthread_sigmask(signal.SIG_BLOCK, directory.STOP_SIGNALS)
+    try:
+        bond, port = f"{lock}:{os.getpid()}:{reading}", _free_port()
+        processes = [
+            subprocess.Popen(
+                [*command, "--supervised", bond],
+                env=_environment(rank, ranks, port),
+                pass_fds=[lock, reading],
+                # A terminal's Ctrl-C reaches this process alone, which forwards it: a second request would not save.
+                process_group=0,
+            )
+            for rank in range(ranks)
+        ]
+        sign_lock(lock, os.getpid(), [process.pid for process in processes])
+
+        def forward(number: int, frame: object) -> None:
             for process in processes:
+                if process.poll() is None:
+                    process.send_signal(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, directory.STOP_SIGNALS)
+        failed = _wait(processes)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    if failed is None:
+        return directory.EXIT_DONE
+    rank, code = failed
+    if code >= 0:
+        return code
+    leave_last_words(
+        folder,
+        where=f"rank {rank}",
+        kind=signal.Signals(-code).name,
+        reason=f"rank {rank} was killed (signal {-code}); the other ranks ended with it, and the newest checkpoint stands",
+        exit_code=directory.EXIT_BUG,
+    )
+    return directory.EXIT_BUG
+
+
+def live_and_die_with(bond: str) -> int:
+    """Bind this process, a rank, to the supervisor whose option `bond` is; the descriptor of the lock that it holds now.
+
+    From here on it is killed when its supervisor ends.
+    """
+    lock, supervisor, pipe = map(int, bond.split(":"))
+    for descriptor in (lock, pipe):
+        os.set_inheritable(descriptor, False)
+    threading.Thread(target=_end_with, args=(pipe,), name="supervisor", daemon=True).start()
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        if os.getppid() != supervisor:
+            # It ended before the kernel was told, and will not end again.
+            _end()
+    return lock
+
+
+def _end_with(pipe: int) -> None:
+    # Nothing is ever written: this returns when the last writer, the supervisor, is gone.
+    os.read(pipe, 1)
+    _end()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait(processes: list[subprocess.Popen]) -> tuple[int, int] | None:
+    """Wait for all; rank and return code of the first that failed, None if none did.
+
+    The other ranks of one that dies fail as well, by an error of the library that they talk through. A rank that a signal
+    ended is named before those, and an abort, which that library may end by, after a kill.
+    """
+    first, deadline = None, None
+    while True:
+        alive = [process for process in processes if process.poll() is None]
+        failed = [(rank, p.returncode) for rank, p in enumerate(processes) if p.returncode not in (None, 0)]
+        if failed and first is None:
+            first, deadline = min(failed, key=_blame), time.monotonic() + GRACE_S
+        if not alive:
+            return first
+        if deadline is not None and time.monotonic() > deadline:
+            for process in alive:
                 process.kill()
         time.sleep(0.05)
-    code = code or next((p.returncode for p in processes if p.returncode), 0)
-    return code if code >= 0 else directory.EXIT_BUG
+
+
+def _blame(failed: tuple[int, int]) -> tuple[int, int]:
+    rank, code = failed
+    return (0 if code < 0 and code != -signal.SIGABRT else 1 if code < 0 else 2), rank
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

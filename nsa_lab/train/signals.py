@@ -52,6 +52,11 @@ class StopSignals:
         if self._requested is not None:
             raise StopRequested(self._requested)
 
+    def ask(self) -> None:
+        """Ask for a stop as a SIGTERM from outside would, from any thread; nothing if one was asked for already."""
+        if self._restore and self._requested is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Within this block a request is raised where the main thread stands."""

@@ -40,6 +40,7 @@ FREE_TRAIN_KEYS = frozenset(
         "keep_every",
         "spike_sigma",
         "min_tokens_per_s",
+        "stall_action",
     }
 )
 FREE_DATA_KEYS = frozenset({"path", "timeout_s"})

@@ -57,7 +57,7 @@ class Trainer:
         # Steps that are to be logged when their result is here, and their statistics where they have any.
         self._to_log: dict[int, Fetched | None] = {}
         self._interval = _Interval(done)
-        self._failed_saves = 0
+        self._failed_saves, self._why_unsaved = 0, "see the record of the first rank"
         self._first = done + 1
         self._begins = self.train.first_steps
 
@@ -80,9 +80,9 @@ class Trainer:
             # What is still on the device is read first, so that a bad step is not saved as a good one.
             with contextlib.suppress(StopRequested):
                 self._judge(everything=True)
-            self._save()
+            self._save_at_last()
             raise
-        self._save()
+        self._save_at_last()
 
     def _steps(self) -> None:
         with Prefetcher(
@@ -113,7 +113,8 @@ class Trainer:
         first = step == self._first or step in self._begins
         if first:
             self._begin_stage(step)
-        with self.record.phases("compile" if first else "step"):
+        phase = "compile" if first else "step"
+        with self.record.phases(phase):
             result = self.parts.stepper.step(
                 inputs,
                 targets,
@@ -126,7 +127,7 @@ class Trainer:
         self.done = step
         self.record.at(step)
         self._readback.push(step, result)
-        self._after(step, inputs)
+        self._after(step, inputs, phase)
 
     def _begin_stage(self, step: int) -> None:
         """Also where an attempt begins, in the middle of a stage."""
@@ -135,7 +136,7 @@ class Trainer:
             # A compiled block keeps a few shapes and gives up silently beyond them; this one's are done with.
             torch.compiler.reset()
 
-    def _after(self, step: int, inputs: Tensor) -> None:
+    def _after(self, step: int, inputs: Tensor, phase: str) -> None:
         train, last = self.train, step == self.train.steps
         stats = step % train.stats_every == 0
         log = stats or last or step in self._begins or step % train.log_every == 0
@@ -143,7 +144,7 @@ class Trainer:
         save = bool(train.save_every) and step % train.save_every == 0
         if log:
             self._to_log[step] = self._statistics(inputs) if stats else None
-        self._judge(everything=last or evaluation or save or step == self._first)
+        self._judge(everything=last or evaluation or save or step == self._first, phase=phase)
         if step == self._first:
             # Nothing made so far is garbage; scanning it again and again would cost a pause each time.
             gc.collect()
@@ -153,8 +154,11 @@ class Trainer:
         if save:
             self._save()
 
-    def _judge(self, *, everything: bool) -> None:
-        for step, result in self._readback.take(everything=everything):
+    def _judge(self, *, everything: bool, phase: str = "step") -> None:
+        # On a GPU the step itself only queues work, and it is here that it is waited for.
+        with self.record.phases(phase, counts=False):
+            ready = self._readback.take(everything=everything)
+        for step, result in ready:
             finding = non_finite(step, result[LOSS], result[GRAD_NORM], result[BAD])
             if finding:
                 # This step and those after it were skipped on the device.
@@ -259,9 +263,14 @@ class Trainer:
                     self._failed_saves,
                     1,
                     "halt",
-                    f"step {self.done}: saving failed {self._failed_saves} times in a row; free some space",
+                    f"step {self.done}: saving failed {self._failed_saves} times in a row: {self._why_unsaved}",
                 )
             )
+
+    def _save_at_last(self) -> None:
+        """What is not saved now never is, so a failure is tried again at once. Raises `Halt` if that fails as well."""
+        while self.done != self._saved:
+            self._save()
 
     def _write(self, state: dict[str, Any], files: dict[str, Serialiser]) -> bool:
         if self.parts.world.sharded:
@@ -272,12 +281,23 @@ class Trainer:
             return True
         facts = {"config_hash": state["config_hash"], "data_identity": state["data_identity"]}
         try:
+            if not self.store.folder.exists():
+                self._make_folder_again()
             self.record.saved(self.store.save(self.done, files, facts))
         except OSError as error:
             # A full disk now need not be full at the next save, and the earlier checkpoints stand.
-            self.record.failed_save(error)
+            self.record.trouble("save", error)
+            self._why_unsaved = str(error)
             return False
         return True
+
+    def _make_folder_again(self) -> None:
+        self.store.folder.mkdir()
+        text = (
+            f"step {self.done}: {self.store.folder.name}/ was removed while the run trained, and every checkpoint with it; "
+            "the folder is made again, and saving goes on"
+        )
+        self.record.finding(Finding("checkpoints", self.done, 0, 1, "warn", text))
 
     def _leave_diagnosis(self, finding: Finding) -> None:
         """Save the clean state first; the replay that the bundle needs comes after."""
@@ -285,7 +305,11 @@ class Trainer:
             self._save()
         with self.record.phases("diagnosis"):
             bundle = diagnosis.diagnose(self.parts, finding, self.done)
-            folder = diagnosis.write(self.run_dir, finding, self.parts.world.rank, bundle)
+            try:
+                folder = diagnosis.write(self.run_dir, finding, self.parts.world.rank, bundle)
+            except OSError as error:
+                self.record.trouble("diagnosis", error)
+                return
         logger.info("diagnosis in %s", folder)
 
     @property

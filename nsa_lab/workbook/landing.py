@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from nsa_lab.attention import resolve_backend
-from nsa_lab.config import NSAConfig
+from nsa_lab.config import ConfigError, NSAConfig
 from nsa_lab.runs import launch, names
+from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.history import History
 
 LATEST_RUNS = 12
@@ -34,8 +35,12 @@ def runs(outputs: str = "") -> str:
 
 
 def _row(run: Path) -> str:
-    history, page = History.read(run), run / "report.html"
+    page = run / "report.html"
+    try:
+        history, state = History.read(run), launch.state(run)
+    except (ConfigError, RunDirectoryError) as error:
+        return f"| `{run.name}` | ? | {' '.join(str(error).split())} | |"
     # Links are read from the folder of the notebook; a page elsewhere is named by its path.
     link = f"[report](../{page.relative_to(names.root())})" if page.is_relative_to(names.root()) else f"`{page}`"
     steps = f"{history.reached:,} of {history.config.train.steps:,}"
-    return f"| `{run.name}` | {launch.state(run)} | {steps} | {link if page.is_file() else ''} |"
+    return f"| `{run.name}` | {state} | {steps} | {link if page.is_file() else ''} |"

@@ -5,7 +5,6 @@ A problem that the reader can solve is one line in the notebook, not a traceback
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from nsa_lab.health.answers import answers
 from nsa_lab.runs import directory, launch, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import code_identity
+from nsa_lab.runs.files import read_json
 from nsa_lab.runs.history import History
 
 LOG_LINES = 12
@@ -151,10 +151,9 @@ def _finished(config: RunConfig, folder: Path) -> Path | None:
     """The latest run that is DONE, of exactly this configuration and made by this very code."""
     source = code_identity()["source"]
     for run in reversed(names.run_directories(folder)):
-        environment = run / directory.ENVIRONMENT
-        if directory.read_status(run).get("status") != directory.DONE or not environment.is_file():
+        if directory.read_status(run).get("status") != directory.DONE:
             continue
-        known = json.loads(environment.read_text(encoding="utf-8"))
+        known = read_json(run / directory.ENVIRONMENT)
         same = known.get("config_hash") == config.hash() and known.get("code", {}).get("source") == source
         if same and run.name.startswith(f"{config.name}-"):
             return run

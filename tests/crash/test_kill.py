@@ -20,7 +20,8 @@ from nsa_lab.runs import directory, events, launch
 
 STEPS, KILLS = 200, 20
 
-# The same steps as one stage, and as three of different lengths, batches and rates.
+# The same steps as one stage, and as three of different lengths, batches and rates; and steps that one process and two
+# ranks compute alike to the bit: two sequences, forward and backward one by one, so that there is one sum and one order.
 PLANS: dict[str, dict[str, Any]] = {
     "one": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
     "stages": {
@@ -30,7 +31,10 @@ PLANS: dict[str, dict[str, Any]] = {
             {"steps": 80, "seq_len": 77, "batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
         ]
     },
+    "ranks": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "micro_batch_size": 1, "lr": 1e-2},
 }
+# Of the plan that ranks can share, these kills hit the supervisor of two ranks.
+SUPERVISOR_KILLS = (7, 15)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -108,6 +112,18 @@ def final_files(run_dir: Path) -> dict[str, str]:
     return {name: manifest["files"][name]["sha256"] for name in ("model.safetensors", "probe.safetensors")}
 
 
+def kill_supervisor(run_dir: Path, attempts: int, dice: random.Random) -> None:
+    """Two ranks train a few steps more, as launched by a user, and their supervisor alone is killed."""
+    supervisor = launch.start(run_dir, ranks=2)
+    wait_for_steps(run_dir, attempts, dice.randint(2, 8))
+    ranks = [rank["pid"] for rank in json.loads((run_dir / directory.LOCK).read_text())["ranks"]]
+    started = next(e for e in reversed(events.read_events(run_dir)) if e["kind"] in ("start", "resume"))
+    os.kill(supervisor, signal.SIGKILL)
+    assert len(ranks) == started["ranks"] == 2 and started["attempt"] == attempts + 1
+    # The lock is theirs as well, so it is free only when both are gone.
+    assert launch.wait(run_dir, 10)
+
+
 def wait_for_steps(run_dir: Path, before: int, count: int) -> None:
     """Until an attempt after number `before` has begun and logged `count` steps."""
     tail, seen, deadline = events.Tail(run_dir), -1, time.monotonic() + 60
@@ -120,11 +136,15 @@ def wait_for_steps(run_dir: Path, before: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
-    trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path
+    trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir, dice = launch.create_run(config, tmp_path), random.Random(20)
     for kill in range(KILLS):
         attempts = max((e["attempt"] for e in events.read_events(run_dir)), default=0)
+        if kill in SUPERVISOR_KILLS and config.train.micro_batch_size:
+            kill_supervisor(run_dir, attempts, dice)
+            continue
         pid = trainers.start(run_dir)
         # One in four dies before or while it restores; the others a few steps on, in a step, an evaluation or a save.
         if dice.random() < 0.25:

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsa_lab.config import DataConfig
-from nsa_lab.data import ByteTokenizer, Document, prepare, split_fraction
+from nsa_lab.data import ByteTokenizer, DataError, Document, FillPace, FillProgress, pace, prepare, shards, split_fraction
 from nsa_lab.data.fill import FillPlan, fill
 from nsa_lab.data.shards import TokenStore, read_manifest
+from nsa_lab.runs.summary import filling_text
 
 SEPARATOR = ByteTokenizer.separator
 
@@ -284,3 +285,62 @@ def test_a_file_tokenizer_fills_sixteen_bit_shards(corpus: Path, tmp_path: Path,
     synthetic = DataConfig(source="synthetic", tokenizer=data.tokenizer)
     with pytest.raises(ValueError, match="makes bytes, not text"):
         prepare(synthetic, cache=tmp_path / "cache")
+
+
+def test_a_run_goes_on_from_the_cache_when_its_source_is_gone(corpus: Path, tmp_path: Path) -> None:
+    cache, data = tmp_path / "cache", local(corpus)
+    first = prepare(data, cache=cache)
+    prepare(local(corpus, val_fraction=0.4), cache=cache)
+    corpus.rename(tmp_path / "away")
+    with pytest.raises(DataError, match="nothing at"):
+        prepare(data, cache=cache)
+    with pytest.raises(DataError, match="nothing at"):
+        prepare(data, identity="0" * 64, cache=cache)
+    with pytest.raises(DataError, match="nothing at"):
+        prepare(local(corpus, val_fraction=0.1), identity=first.identity, cache=cache)
+    again = prepare(data, identity=first.identity, cache=cache)
+    assert again.folder == first.folder and again.identity == first.identity
+    assert "nothing at" in again.source_missing and first.source_missing is None
+    shard = next(again.folder.glob("train-*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match="sha256"):
+        prepare(data, identity=first.identity, cache=cache)
+
+
+def test_without_a_source_every_shard_is_hashed_whatever_its_size(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, data = tmp_path / "cache", local(corpus)
+    first = prepare(data, cache=cache)
+    monkeypatch.setattr(shards, "HASHED_AT_OPEN_BYTES", 0)
+    hashed = []
+    digest = shards.file_sha256
+    monkeypatch.setattr(shards, "file_sha256", lambda path: hashed.append(path.name) or digest(path))
+    prepare(data, identity=first.identity, cache=cache)
+    assert not hashed
+    corpus.rename(tmp_path / "away")
+    prepare(data, identity=first.identity, cache=cache)
+    assert set(hashed) == {path.name for path in first.folder.glob("*.bin")}
+
+
+def test_the_pace_of_a_filling_says_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    told = FillPace(every_s=5.0)
+    assert told.due() is None
+    assert not told.observe(FillProgress("waiting for the source", 0, 0, None))
+    assert filling_text(told.due()) == "waiting for the source"
+    now[0] = 110.0
+    # Documents of an earlier filling that was interrupted are not this one's speed.
+    assert told.observe(FillProgress("filling", 1_010_000, 100, 5_000_000, 1_000_000, 1_000_000))
+    assert told.due()["bytes_per_s"] is None
+    now[0] = 112.0
+    assert told.observe(FillProgress("filling", 2_020_000, 200, 5_000_000, 2_000_000, 2_000_000))
+    assert not told.observe(FillProgress("filling", 2_020_000, 200, 5_000_000, 2_000_000, 2_000_000))
+    assert told.due() is None, "too soon"
+    now[0] = 120.0
+    fields = told.due()
+    assert fields["bytes_per_s"] == 100_000 and fields["left_s"] == 30.0
+    assert filling_text(fields) == "filling: 200 documents, 2.0 MB, 0.1 MB/s, 30 s left"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab.config import RunConfig
+from nsa_lab.config import RunConfig, known_keys
 from nsa_lab.data import DataError
-from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs import directory, events, files, launch, older_variables
 from nsa_lab.runs.lock import sign_lock, take_lock
+from nsa_lab.train.attempt import run
 
 Tiny = Callable[..., RunConfig]
 
@@ -150,3 +152,46 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     for call in (launch.ensure, launch.start, launch.stop, launch.resume, launch.attach):
         with pytest.raises(directory.RunDirectoryError, match=r"config\.yaml"):
             call(tmp_path)
+
+
+def test_variables_of_older_trainers_are_named_with_what_replaces_them(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("NSA_BATCH_SIZE", "NSA_USE_FA2_WIN", "NSA_FA2_MIN_LEN_CMP", "NSA_SEL_RANGES_V2", "NSA_NVTX"):
+        monkeypatch.setenv(name, "1")
+    run_dir = launch.create_run(tiny(steps=3), tmp_path)
+    with caplog.at_level("WARNING"):
+        assert run(run_dir) == 0
+    (warning,) = [text for text in caplog.messages if "read by nothing here" in text]
+    for told in (
+        "NSA_BATCH_SIZE: set train.batch_size",
+        "NSA_USE_FA2_WIN: set runtime.backend: flash",
+        "NSA_FA2_MIN_LEN_CMP: set runtime.backend: flash",
+        "NSA_SEL_RANGES_V2: set runtime.backend;",
+        "NSA_NVTX: nothing takes its place",
+    ):
+        assert told in warning
+    assert len(warning.splitlines()) == 1
+    assert older_variables.warning({"PATH": "x", "CUDA_VISIBLE_DEVICES": "0"}) is None
+
+
+def test_every_replacement_that_is_named_exists() -> None:
+    """A setting by its dotted key, a command by its name."""
+    settings = set(known_keys(RunConfig))
+    for instead in older_variables.REPLACED_BY.values():
+        for key in re.findall(r"(?:train|data|runtime|nsa|model)\.[a-z_0-9]+", instead):
+            assert key in settings, instead
+
+
+def test_the_launcher_names_them_too(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NSA_LR", "1")
+    run_dir = launch.create_run(tiny(**LONG), tmp_path)
+    lock = take_lock(run_dir)
+    sign_lock(lock, os.getpid())
+    files.say_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        launch.start(run_dir)
+    assert ["NSA_LR: set train.lr" in text for text in caplog.messages] == [True]
+    os.close(lock)

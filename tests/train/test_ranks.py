@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +17,12 @@ import pytest
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs.lock import lock_owner, process_start, sign_lock, take_lock
 from nsa_lab.train import ranks
 
 Make = Callable[..., Path]
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,9 +36,22 @@ CHANGES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _nobody_stays(tmp_path: Path) -> Iterator[None]:
+    """A test that fails half-way leaves no trainer behind."""
+    yield
+    for lock in tmp_path.glob(f"outputs/*/{directory.LOCK}"):
+        if owner := lock_owner(lock.parent):
+            os.kill(owner["pid"], signal.SIGKILL)
+
+
 def run_with(run_dir: Path, count: int, fault: str = "none") -> int:
     script = Path(__file__).with_name("scripted.py")
-    return ranks.supervise([sys.executable, str(script), str(run_dir), fault, "--supervised"], count)
+    lock = take_lock(run_dir)
+    try:
+        return ranks.supervise([sys.executable, str(script), str(run_dir), fault], run_dir, count, lock)
+    finally:
+        os.close(lock)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -111,3 +131,125 @@ def test_a_batch_that_ranks_cannot_share_is_refused(new_run: Make) -> None:
     run_dir = new_run(batch_size=1, accumulate_grad_batches=1)
     assert run_with(run_dir, 2) == directory.EXIT_USAGE
     assert "ranks" in directory.read_status(run_dir)["reason"] and launch.state(run_dir) == "HALTED"
+
+
+LONG = {"steps": 3000, "eval_every": 0, "save_every": 20, "batch_size": 2, "accumulate_grad_batches": 1}
+
+
+def signed_ranks(run_dir: Path) -> list[int]:
+    return [rank["pid"] for rank in json.loads((run_dir / directory.LOCK).read_text())["ranks"]]
+
+
+def wait_for(what: Callable[[], object], run_dir: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline, (run_dir / directory.LOG).read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_ranks_die_with_their_supervisor_and_no_trainer_starts_beside_one(
+    new_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run_dir = new_run(**LONG)
+    supervisor = launch.start(run_dir, ranks=2)
+    wait_for(lambda: events.steps(events.read_events(run_dir)), run_dir)
+    first, second = signed_ranks(run_dir)
+    assert lock_owner(run_dir)["pid"] == supervisor == launch.attach(run_dir)
+    os.kill(supervisor, signal.SIGKILL)
+    assert launch.wait(run_dir, 10), "the ranks are gone, or the lock would be held"
+    assert launch.state(run_dir) == "DEAD"
+    wait_for(lambda: gone(first) and gone(second), run_dir)
+    seen = len(events.read_events(run_dir))
+    time.sleep(0.3)
+    assert len(events.read_events(run_dir)) == seen, "nobody trains on"
+    launch.resume(run_dir, ranks=2)
+    wait_for(lambda: any(e["attempt"] == 2 and e["kind"] == "step" for e in events.read_events(run_dir)), run_dir)
+    assert launch.stop(run_dir) == "PREEMPTED"
+
+
+def gone(pid: int) -> bool:
+    return process_start(pid) is None
+
+
+@pytest.fixture
+def family(new_run: Make) -> Iterator[tuple[Path, subprocess.Popen]]:
+    """A run whose lock is held by a rank that outlived its supervisor: it holds the descriptor and is bound to nobody."""
+    run_dir = new_run()
+    lock = take_lock(run_dir)
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=[lock])
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    sign_lock(lock, gone.pid, [gone.pid, rank.pid])
+    gone.wait()
+    os.close(lock)
+    yield run_dir, rank
+    rank.kill()
+    rank.wait()
+
+
+def test_resume_refuses_while_a_rank_lives_and_names_it(family: tuple[Path, subprocess.Popen]) -> None:
+    run_dir, rank = family
+    assert launch.is_alive(run_dir)
+    for call in (launch.resume, launch.start, launch.attach, launch.stop):
+        with pytest.raises(directory.RunDirectoryError, match=f"rank 1 of it, process {rank.pid}, still lives"):
+            call(run_dir)
+    rank.kill()
+    rank.wait()
+    assert not launch.is_alive(run_dir)
+
+
+@pytest.mark.parametrize("way", ["the kernel", "the pipe"])
+def test_a_rank_ends_with_its_supervisor_in_either_way(tmp_path: Path, way: str) -> None:
+    """A process that supervises one rank, in Python that does nothing but live; one of the two ways is taken away."""
+    without = {
+        "the kernel": "ranks._end_with = lambda pipe: None",
+        "the pipe": "ranks.sys.platform = 'another system'",
+    }[way]
+    rank = (
+        "import sys, time; from nsa_lab.train import ranks\n"
+        f"{without}\n"
+        "ranks.live_and_die_with(sys.argv[2]); print('bound', flush=True); time.sleep(60)"
+    )
+    supervisor = (
+        "import os, sys; from pathlib import Path; from nsa_lab.train import ranks\n"
+        f"lock = os.open({str(tmp_path / 'lock')!r}, os.O_CREAT | os.O_RDWR)\n"
+        f"ranks.supervise([sys.executable, '-c', {rank!r}], Path({str(tmp_path)!r}), 1, lock)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", supervisor], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout.readline() == "bound\n"
+    (pid,) = (r["pid"] for r in json.loads((tmp_path / "lock").read_text())["ranks"])
+    parent.kill()
+    parent.wait()
+    # The pipe to us ends with the last process that holds it: the rank.
+    assert parent.stdout.read() == ""
+    parent.stdout.close()
+    wait_for(lambda: gone(pid), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_was_killed_is_named_by_its_signal(new_run: Make, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run_dir = new_run(**LONG)
+    launch.start(run_dir, ranks=2)
+    wait_for(lambda: events.steps(events.read_events(run_dir)), run_dir)
+    os.kill(signed_ranks(run_dir)[rank], signal.SIGKILL)
+    assert launch.wait(run_dir, 40)
+    said = directory.read_status(run_dir)
+    assert said["status"] == directory.HALTED and said["exit_code"] == directory.EXIT_BUG
+    assert said["reason"].startswith(f"rank {rank} was killed (signal 9)")
+    last = events.read_events(run_dir)[-1]
+    assert last["kind"] == "halt" and last["reason"] == said["reason"] and last["step"] == said["step"] > 0
+    (cause,) = [e for e in events.read_events(run_dir) if e["kind"] == "error" and e.get("cause")]
+    assert (cause["where"], cause["type"], cause["message"]) == (f"rank {rank}", "SIGKILL", said["reason"])
+
+
+def test_the_rank_that_a_signal_ended_is_blamed_before_those_that_fell_after_it() -> None:
+    ends = ["sys.exit(1)", "os.kill(os.getpid(), 6)", "os.kill(os.getpid(), 9)", "sys.exit(0)"]
+    processes = [subprocess.Popen([sys.executable, "-c", f"import os, sys; {end}"]) for end in ends]
+    for process in processes:
+        process.wait()
+    assert ranks._wait(processes) == (2, -signal.SIGKILL)
+    assert ranks._wait(processes[:2]) == (1, -signal.SIGABRT)
+    assert ranks._wait(processes[:1]) == (0, 1) and ranks._wait(processes[3:]) is None

@@ -19,13 +19,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nsa_lab.config import RunConfig
-from nsa_lab.data import Batches, DataError
+from nsa_lab.data import Batches, DataError, FillProgress, pace
 from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs.live import RunView
 from nsa_lab.runs.lock import take_lock
-from nsa_lab.train import guard
+from nsa_lab.train import attempt, guard
 from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.parts import Builders, build_model
 from nsa_lab.train.step import Readback
+from nsa_lab.train.telemetry.phases import Phases
 
 Make, Train = Callable[..., Path], Callable[..., int]
 
@@ -237,6 +239,19 @@ def test_a_planted_spike_halts(new_run: Make, train: Train, hooked: Callable, bu
 
 
 @pytest.mark.slow
+def test_the_window_of_the_spike_rule_outlives_a_resume(
+    new_run: Make, train: Train, hooked: Callable, builders: Builders
+) -> None:
+    """A spike in the fifth step after a resume: a window that began anew would be silent for 32 steps."""
+    run_dir = new_run(steps=60, spike_sigma=8.0, lr=1e-4, save_every=40, eval_every=0, log_every=50)
+    assert train(run_dir) == 0
+    rewind(run_dir, 40)
+    assert train(run_dir, builders=hooked(plant(run_dir, builders, 45, 3000.0, "head"))) == directory.EXIT_HALTED
+    (guard,) = kinds(run_dir, "guard")
+    assert (guard["rule"], guard["step"], guard["attempt"]) == ("spike", 45, 2)
+
+
+@pytest.mark.slow
 def test_a_healthy_run_with_every_guard_on_is_silent(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=60, spike_sigma=8.0, min_tokens_per_s=1.0, stats_every=15, log_every=15, save_every=0)
     assert train(run_dir) == 0
@@ -315,6 +330,18 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, failures: int) -> Iterator[None]:
         yield
 
 
+def test_a_run_whose_last_save_failed_is_not_done(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    again, never = new_run(save_every=0), new_run(save_every=0)
+    with full_disk(monkeypatch, failures=1):
+        assert train(again) == 0, "a failure of the last save is tried again at once"
+    assert [e["step"] for e in kinds(again, "checkpoint")] == [12]
+    with full_disk(monkeypatch, failures=10):
+        assert train(never) == directory.EXIT_HALTED
+    said = directory.read_status(never)
+    assert said["status"] == "HALTED" and said["step"] == 12
+    assert "saving failed 2 times in a row: the disk is full: " in said["reason"]
+
+
 def test_one_failed_save_is_recorded_and_the_next_one_tried(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,7 +349,7 @@ def test_one_failed_save_is_recorded_and_the_next_one_tried(
     with full_disk(monkeypatch, failures=1):
         assert train(run_dir) == 0
     (error,) = kinds(run_dir, "error")
-    assert "No space left" in error["message"] and not error["fatal"]
+    assert error["message"].startswith("the disk is full: ") and not error["fatal"]
     assert [e["step"] for e in kinds(run_dir, "checkpoint")] == [10, 12]
 
 
@@ -366,3 +393,74 @@ def test_two_trainers_in_one_directory_are_refused(new_run: Make, train: Train) 
         train(run_dir)
     os.close(lock)
     assert train(run_dir) == 0
+
+
+def test_a_run_resumes_without_its_source_where_the_cache_holds_it_all(new_run: Make, train: Train, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"{number} green bottles hanging on the wall. " * 20)
+    source = {"source": "local", "path": str(texts), "max_tokens": None}
+    run_dir = new_run(data=source)
+    assert train(run_dir) == 0
+    expected = final_weights(run_dir)
+    shutil.rmtree(run_dir / "checkpoints/step-00000012")
+    for leftover in (".status.json.4711-1", ".status.json.12-140"):
+        (run_dir / leftover).write_text("{")
+    texts.rename(tmp_path / "away")
+    assert train(run_dir) == 0
+    assert same(final_weights(run_dir), expected)
+    assert "nothing at" in kinds(run_dir, "resume")[0]["source_missing"]
+    assert not list(run_dir.glob(".status*")), "what a kill left of a status is swept"
+    fresh = RunConfig.from_yaml(run_dir / "config.yaml")
+    with pytest.raises(DataError):
+        launch.create_run(fresh, tmp_path)
+
+
+def test_a_filling_is_told_as_it_goes_and_is_no_stall(
+    new_run: Make, train: Train, builders: Builders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress for longer than the limit of its phase; then silence for as long, which is a stall."""
+    monkeypatch.setattr(pace.FillPace.__init__, "__defaults__", (0.05,))
+    monkeypatch.setitem(attempt.PATIENT_PHASES_S, "prepare", 0.4)
+    silent = []
+
+    def data(*arguments: Any) -> Any:
+        for number in range(1, 80):
+            arguments[3](FillProgress("filling", 1000 * number, number, 100_000, 900 * number, 800 * number))
+            time.sleep(0.01)
+        if silent:
+            for _ in range(60):
+                arguments[3](FillProgress("waiting for the source", 0, 0, None))
+                time.sleep(0.01)
+        return builders.data(*arguments)
+
+    slow, fast = new_run(runtime={"heartbeat_s": 0.05}), new_run(runtime={"heartbeat_s": 0.05})
+    assert train(fast, builders=replace(builders, data=data)) == 0
+    told = kinds(fast, "fill")
+    assert len(told) > 5 and not kinds(fast, "stall")
+    assert told[-1]["documents"] > told[0]["documents"] and told[-1]["bytes_per_s"] > 0 and told[-1]["left_s"] > 0
+    view = RunView(fast)
+    view.take([e for e in events.read_events(fast) if e["kind"] in ("heartbeat", "fill")][:8])
+    assert view.numbers()["phase"].startswith("filling: ") and "documents" in view.line()
+    silent.append(True)
+    assert train(slow, builders=replace(builders, data=data)) == 0
+    assert [e["phase"] for e in kinds(slow, "stall")] == ["prepare"]
+
+
+def test_waiting_for_the_device_is_part_of_the_step(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is waited for where results are read; whoever looks there sees the phase of the step, not of the start."""
+    taken, seen = Readback.take, []
+
+    def take(self: Readback, *, everything: bool = False) -> Any:
+        seen.append(phases[-1].current()[0])
+        return taken(self, everything=everything)
+
+    phases: list[Phases] = []
+    made = Phases.__init__
+    monkeypatch.setattr(Phases, "__init__", lambda self, *rest: (phases.append(self), made(self, *rest))[1])
+    monkeypatch.setattr(Readback, "take", take)
+    assert train(new_run()) == 0
+    assert [phase for phase in seen if phase != "preflight"] == ["compile"] + ["step"] * 11
+    assert len(phases[-1]._seconds["step"]) == 11, "the wait is no step of its own in the median"
+    assert phases[-1].last("restore") > 0

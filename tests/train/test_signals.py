@@ -143,3 +143,45 @@ def test_a_stop_before_the_first_step_saves_nothing_and_the_run_can_start_later(
 
     assert train(run_dir, builders=Builders(data=data)) == directory.EXIT_STOPPED
     assert launch.state(run_dir) == "PREEMPTED" and train(run_dir) == 0
+
+
+JUDGED = {"stall_action": "halt", "runtime": {"heartbeat_s": 0.1}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "phase", "done"), [("slow_data", "data", 3), ("slow_eval", "eval", 6)])
+def test_a_stall_halts_a_run_that_is_told_to_and_saves_what_is_done(
+    scripted: Callable, fault: str, phase: str, done: int
+) -> None:
+    run_dir, trainer = scripted(f"{fault} judged", **JUDGED)
+    assert trainer.says("waiting")
+    assert trainer.exit_code() == directory.EXIT_HALTED
+    said, record = directory.read_status(run_dir), events.read_events(run_dir)
+    assert said["status"] == "HALTED" and said["exit_code"] == 3 and f"the phase {phase} has lasted" in said["reason"]
+    assert [e["phase"] for e in record if e["kind"] == "stall"] == [phase]
+    (guard,) = [e for e in record if e["kind"] == "guard"]
+    assert (guard["rule"], guard["action"], guard["step"]) == ("stall", "halt", done)
+    assert [e["step"] for e in record if e["kind"] == "checkpoint"][-1] == done, "what was done is saved"
+    assert "scripted.py" in (run_dir / "stacks.txt").read_text() and "Thread" in (run_dir / "stacks.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_stall_halts_even_a_trainer_that_never_returns_to_python(scripted: Callable) -> None:
+    run_dir, trainer = scripted("deaf judged", save_every=1, **JUDGED)
+    assert trainer.says("deaf")
+    assert trainer.exit_code() == directory.EXIT_HALTED
+    said, record = directory.read_status(run_dir), events.read_events(run_dir)
+    assert said["status"] == "HALTED" and said["exit_code"] == 3
+    assert "did not answer a request to save" in said["reason"]
+    assert record[-1]["kind"] == "halt" and record[-1]["reason"] == said["reason"]
+    assert "stall in step" in (run_dir / "stacks.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_stall_that_is_recorded_only_ends_nothing(scripted: Callable) -> None:
+    run_dir, trainer = scripted("slow_eval judged", runtime={"heartbeat_s": 0.1})
+    assert trainer.says("waiting")
+    wait_until(lambda: any(e["kind"] == "stall" for e in events.read_events(run_dir)))
+    trainer.send(signal.SIGTERM)
+    assert trainer.exit_code() == directory.EXIT_STOPPED
+    assert not [e for e in events.read_events(run_dir) if e["kind"] == "guard"]

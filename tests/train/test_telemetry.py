@@ -7,7 +7,10 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from nsa_lab.runs import events
+from nsa_lab.train.telemetry import heartbeat as heartbeats
 from nsa_lab.train.telemetry.event_log import EventLog
 from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
 from nsa_lab.train.telemetry.machine import resident_bytes
@@ -80,9 +83,10 @@ def test_steps_that_were_done_again_count_once_and_undone_ones_not_at_all(tmp_pa
 def test_tail_gives_a_line_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
     tail, path = events.Tail(tmp_path), tmp_path / "events.jsonl"
     assert tail.read() == []
-    path.write_bytes(b'{"kind":"a"}\n{"kind":')
+    a, b = (b'{"kind":"%c","t":1.0,"attempt":1,"step":0}\n' % kind for kind in b"ab")
+    path.write_bytes(a + b[:8])
     assert [e["kind"] for e in tail.read()] == ["a"]
-    path.write_bytes(b'{"kind":"a"}\n{"kind":"b"}\n')
+    path.write_bytes(a + b)
     assert [e["kind"] for e in tail.read()] == ["b"]
     assert tail.read() == []
 
@@ -157,3 +161,47 @@ def test_phases_nest_and_come_back() -> None:
 
 def test_resident_memory_is_in_bytes() -> None:
     assert 1e7 < resident_bytes() < 1e11
+
+
+def test_a_trainer_that_does_not_leave_a_stalled_phase_is_called_deaf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "ANSWER_WITHIN_S", 0.1)
+    for action, leaves in ((True, False), (True, True), (False, False)):
+        phases, asked, deaf = Phases(), [], []
+
+        def on_stall(*told: object, asked: list = asked, action: bool = action) -> bool:
+            asked.append(told)
+            return action
+
+        beat = Heartbeat(
+            log_of(tmp_path),
+            phases,
+            every_s=0.02,
+            rule=StallRule(floor_s=0.05, floors_s={"save": 60.0}),
+            stacks=tmp_path / "stacks.txt",
+            gpu_util=lambda: None,
+            on_stall=on_stall,
+            on_deaf=lambda deaf=deaf: deaf.append(1),
+        )
+        beat.start()
+        with phases("data"):
+            time.sleep(0.1 if leaves else 0.4)
+        with phases("save"):
+            time.sleep(0.3)
+        beat.stop()
+        assert [told[0] for told in asked] == ["data"]
+        assert bool(deaf) == (action and not leaves), "a save on the way out takes the time that it takes"
+
+
+def test_a_phase_that_gets_somewhere_does_not_stall(tmp_path: Path) -> None:
+    phases = Phases()
+    beat = heartbeat(tmp_path, phases, StallRule(floor_s=0.15))
+    with phases("prepare"):
+        for _ in range(20):
+            time.sleep(0.02)
+            phases.moved()
+    beat.stop()
+    told = events.read_events(tmp_path)
+    assert not [e for e in told if e["kind"] == "stall"]
+    assert max(e["phase_age_s"] for e in told) > 0.3, "its age is that of the phase"

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from nsa_lab.config import RunConfig
-from nsa_lab.data import DataError
+from nsa_lab.data import DataError, FillProgress
 from nsa_lab.runs import names
 from nsa_lab.train import snapshot
 from nsa_lab.train.checkpoint import CheckpointStore
@@ -62,14 +62,22 @@ def preflight(parts: Parts, run_dir: Path) -> Iterator[Check]:
     yield from checkpoint_and_throughput(parts, run_dir)
 
 
-def preflight_alone(config: RunConfig, outputs: Path | None = None, builders: Builders | None = None) -> Iterator[Check]:
-    """The same checks without a run: builds the parts, leaves nothing behind. Raises what building them raises."""
+def preflight_alone(
+    config: RunConfig,
+    outputs: Path | None = None,
+    builders: Builders | None = None,
+    progress: Callable[[FillProgress], None] | None = None,
+) -> Iterator[Check]:
+    """The same checks without a run: builds the parts, leaves nothing behind. Raises what building them raises.
+
+    `progress` is told how a filling of the data goes on.
+    """
     builders, world = builders or Builders(), World()
     root = outputs or names.outputs_folder()
     root.mkdir(parents=True, exist_ok=True)
     device = choose_device(config, world)
     set_determinism(config.runtime.deterministic)
-    dataset = builders.data(config.data, config.model.vocab_size, config.train.longest.seq_len, None)
+    dataset = builders.data(config.data, config.model.vocab_size, config.train.longest.seq_len, progress)
     with tempfile.TemporaryDirectory(dir=root, prefix=".preflight-") as folder:
         yield from preflight(assemble(config, world, device, dataset, builders), Path(folder))
 
@@ -209,7 +217,11 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".preflight-") as folder:
         before = probe_logits(parts)
         store = CheckpointStore(Path(folder))
-        saved = store.save(0, snapshot.files(parts, {"step": 0}, lambda: before), {})
+        try:
+            saved = store.save(0, snapshot.files(parts, {"step": 0}, lambda: before), {})
+        except OSError as error:
+            yield Check("checkpoint", False, str(error), "a checkpoint that can be saved")
+            return
         speed, bad = _take_steps(parts, THROUGHPUT_STEPS if timed else 1)
         path, damaged = store.load_latest()
         assert path is not None, "saved above; were it damaged, load_latest would have raised"

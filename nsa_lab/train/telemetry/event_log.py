@@ -3,12 +3,15 @@
 Invariants
 * One event is one `os.write` to a file opened for appending: a kill tears at most the last line, and a new attempt
   starts on a fresh line.
+* An event that cannot be written ends nothing: what of it was written is cut off again, and the next event that can be
+  written comes with an `error` event that says how many are missing, and why.
 * JSON has no NaN: a number that is not finite is written as null and named in `nonfinite`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
@@ -20,6 +23,8 @@ from nsa_lab.runs.directory import EVENTS
 
 SCHEMA_VERSION = 1
 
+logger = logging.getLogger("nsa_lab.train")
+
 
 class EventLog:
     """Appends events to `events.jsonl`. Safe to use from several threads."""
@@ -28,11 +33,35 @@ class EventLog:
         self.run, self.attempt = run, attempt
         self.step, self.tokens = 0, 0
         self._lock = threading.Lock()
+        self._lost = 0
         self._file = os.open(run_dir / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._end_torn_line()
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event at the current step, or at `step` and `tokens` where they are given."""
+        line = self._line(kind, fields)
+        with self._lock:
+            try:
+                if self._lost:
+                    self._end_torn_line()
+                    message = f"{self._lost} events before this one could not be written: {self._why}"
+                    self._append(self._line("error", {"where": "events", "message": message, "fatal": False}))
+                    self._lost = 0
+                self._append(line)
+            except OSError as error:
+                if not self._lost:
+                    logger.error("an event cannot be written, and the run goes on: %s", error)
+                self._lost, self._why = self._lost + 1, str(error)
+
+    def close(self) -> None:
+        with self._lock:
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                logger.error("the events may not all be on the disk: %s", error)
+            os.close(self._file)
+
+    def _line(self, kind: str, fields: dict[str, Any]) -> bytes:
         fields, nonfinite = _finite(fields)
         envelope = {
             "v": SCHEMA_VERSION,
@@ -45,14 +74,20 @@ class EventLog:
         }
         if nonfinite:
             envelope["nonfinite"] = nonfinite
-        line = json.dumps({**envelope, **fields}, separators=(",", ":")).encode() + b"\n"
-        with self._lock:
-            os.write(self._file, line)
+        return json.dumps({**envelope, **fields}, separators=(",", ":")).encode() + b"\n"
 
-    def close(self) -> None:
-        with self._lock:
-            os.fsync(self._file)
-            os.close(self._file)
+    def _append(self, line: bytes) -> None:
+        """Write the whole line or nothing: a disk that fills takes a part of it."""
+        written = os.write(self._file, line)
+        begun = os.lseek(self._file, 0, os.SEEK_CUR) - written
+        try:
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError:
+            # Unless another rank has written since; then the next line to come ends the torn one.
+            if os.fstat(self._file).st_size == begun + written:
+                os.ftruncate(self._file, begun)
+            raise
 
     def _end_torn_line(self) -> None:
         size = os.fstat(self._file).st_size

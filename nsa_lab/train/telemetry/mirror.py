@@ -1,7 +1,11 @@
-"""A mirror of the numbers of a run in TensorBoard. The record is events.jsonl; this can be rebuilt and may be missing."""
+"""A mirror of the numbers of a run in TensorBoard. The record is events.jsonl; this can be rebuilt and may be missing.
+
+Whatever goes wrong in here turns the mirror off, and ends nothing else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +17,41 @@ NOT_MIRRORED = frozenset({"v", "t", "attempt", "step", "tokens"})
 class TensorBoardMirror:
     """Writes every number of `step` and `eval` events as a scalar; a list becomes one scalar per layer.
 
-    `why_off` says why nothing is written, or is None.
+    `why_off` says why nothing is written, or is None; `on_off` is told of it once, where that is found out later.
     """
 
-    def __init__(self, folder: Path, from_step: int) -> None:
+    def __init__(self, folder: Path, from_step: int, on_off: Callable[[Exception], None]) -> None:
         self.why_off: str | None = None
+        self._on_off = on_off
         try:
             require("tensorboard")
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
+
+            # Events of steps that this attempt does again are hidden, as in the record.
+            self._writer = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None, flush_secs=30)
+        except (ImportError, OSError) as error:
             self.why_off = str(error)
-            return
-        # Events of steps that this attempt does again are hidden, as in the record.
-        self._writer = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None, flush_secs=30)
 
     def write(self, group: str, step: int, fields: dict[str, Any]) -> None:
-        if self.why_off:
-            return
-        for name, value in fields.items():
-            if name in NOT_MIRRORED:
-                continue
-            for suffix, number in _numbers(value):
-                self._writer.add_scalar(f"{group}/{name}{suffix}", number, step)
+        scalars = [
+            (f"{group}/{name}{suffix}", number, step)
+            for name, value in fields.items()
+            if name not in NOT_MIRRORED
+            for suffix, number in _numbers(value)
+        ]
+        self._harmlessly(lambda: [self._writer.add_scalar(*scalar) for scalar in scalars])
 
     def close(self) -> None:
-        if not self.why_off:
-            self._writer.close()
+        self._harmlessly(lambda: self._writer.close())
+
+    def _harmlessly(self, write: Callable[[], Any]) -> None:
+        if self.why_off:
+            return
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001 - TensorBoard writes in a thread of its own and hands on what that met
+            self.why_off = str(error)
+            self._on_off(error)
 
 
 def _numbers(value: Any) -> list[tuple[str, float]]:

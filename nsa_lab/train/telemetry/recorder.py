@@ -16,6 +16,7 @@ from typing import Any
 
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import step_of
+from nsa_lab.runs.summary import filling_text
 from nsa_lab.train.checkpoint import Quarantined, Saved
 from nsa_lab.train.guard import Finding
 from nsa_lab.train.preflight.check import Check
@@ -47,12 +48,20 @@ class Recorder:
         self.at(from_step)
         if not self._first:
             return
-        self._mirror = TensorBoardMirror(self.run_dir / directory.TENSORBOARD, from_step)
+        self._mirror = TensorBoardMirror(
+            self.run_dir / directory.TENSORBOARD, from_step, lambda error: self.trouble("tensorboard", error)
+        )
         kind = "resume" if from_step else "start"
         # The settings stand in config.yaml; a checkpoint repeats them, an event need not.
         told = {name: value for name, value in fields.items() if name not in ("run", "trajectory")}
         self.log.event(kind, from_step=from_step, steps=self._steps, tensorboard=self._mirror.why_off or "on", **told)
         logger.info("%s of %s at step %d of %d", kind, self.log.run, from_step, self._steps)
+
+    def filling(self, told: dict[str, Any]) -> None:
+        """How far the data is, before the run begins."""
+        if self._first:
+            self.log.event("fill", **told)
+            logger.info("%s", filling_text(told))
 
     def step(self, step: int, numbers: dict[str, Any]) -> None:
         """The numbers of a step; it may be the one before the step that the run is at."""
@@ -90,9 +99,10 @@ class Recorder:
         logger.info("saved %s, %.1f MB in %.2f s", saved.path.name, saved.size_bytes / 1e6, saved.seconds)
         self.status(directory.RUNNING)
 
-    def failed_save(self, error: OSError) -> None:
-        self.log.event("error", where="save", type=type(error).__name__, message=str(error), fatal=False)
-        logger.error("saving failed: %s", error)
+    def trouble(self, where: str, error: Exception) -> None:
+        """An `error` event of something that failed and does not end the run."""
+        self.log.event("error", where=where, type=type(error).__name__, message=str(error), fatal=False)
+        logger.error("%s failed: %s", where, error)
 
     def quarantined(self, found: Quarantined) -> None:
         problems = "; ".join(found.problems)
@@ -145,7 +155,9 @@ class Recorder:
         logger.info("%s at step %d: %s", status, self.log.step, reason)
 
     def status(self, status: str, *, exit_code: int | None = None, reason: str | None = None) -> None:
-        if self._first:
+        if not self._first:
+            return
+        try:
             directory.write_status(
                 self.run_dir,
                 run=self.log.run,
@@ -158,7 +170,9 @@ class Recorder:
                 exit_code=exit_code,
                 reason=reason,
             )
-            self._status_written = time.monotonic()
+        except OSError as error:
+            self.trouble("status", error)
+        self._status_written = time.monotonic()
 
     def close(self) -> None:
         if self._mirror:

@@ -1,0 +1,208 @@
+"""A disk that fills ends a run with a sentence and a state, whatever was being written, and leaves room to say so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.tensorboard
+
+from nsa_lab.config import RunConfig
+from nsa_lab.runs import directory, events, launch
+from nsa_lab.train import checkpoint
+from nsa_lab.train.attempt import run
+from nsa_lab.train.telemetry import event_log
+from nsa_lab.train.telemetry.event_log import EventLog
+
+MB = 1 << 20
+
+
+def config(**train: Any) -> RunConfig:
+    return RunConfig.from_dict(
+        {
+            "name": "full",
+            "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 4, "d_v": 4},
+            "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
+            "runtime": {"device": "cpu"},
+            "data": {"source": "synthetic", "max_tokens": 50_000, "val_fraction": 0.2},
+            "train": {"steps": 8, "seq_len": 32, "batch_size": 2, "log_every": 1, "save_every": 2, "eval_every": 4} | train,
+        }
+    )
+
+
+class FullDisk:
+    """Takes `room` writes of any kind, and then says that it is full, whoever asks."""
+
+    def __init__(self, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room, self.refused = room, 0
+        at_once = {name: getattr(os, name) for name in dir(os)}
+        monkeypatch.setattr(event_log, "os", types.SimpleNamespace(**at_once | {"write": self._limited(os.write)}))
+        for place, name in (
+            (checkpoint.Filesystem, "write"),
+            (directory, "write_json"),
+            (torch.utils.tensorboard.SummaryWriter, "add_scalar"),
+        ):
+            monkeypatch.setattr(place, name, self._limited(getattr(place, name)))
+
+    def _limited(self, write: Any) -> Any:
+        def limited(*arguments: Any, **options: Any) -> Any:
+            if self.room <= 0:
+                self.refused += 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.room -= 1
+            return write(*arguments, **options)
+
+        return limited
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_an_event_that_fits_in_part_is_cut_off_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(tmp_path, "r", 1)
+    log.event("heartbeat", n=1)
+    left = [7]
+
+    def write(descriptor: int, data: bytes) -> int:
+        """A short write first, as a disk does that has a few bytes left, and then none."""
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken, left[0] = os.write(descriptor, data[: left[0]]), 0
+        return taken
+
+    with monkeypatch.context() as full:
+        full.setattr(event_log, "os", types.SimpleNamespace(**{n: getattr(os, n) for n in dir(os)} | {"write": write}))
+        log.event("heartbeat", n=2)
+        log.event("heartbeat", n=3)
+        whole = (tmp_path / "events.jsonl").read_bytes()
+        assert whole.endswith(b"}\n") and whole.count(b"\n") == 1
+    log.event("heartbeat", n=4)
+    log.close()
+    first, lost, last = events.read_events(tmp_path)
+    assert (first["n"], last["n"]) == (1, 4)
+    assert lost["where"] == "events" and lost["message"].startswith("2 events before this one could not be written")
+
+
+def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(tmp_path, "r", 1)
+    pieces = {n: getattr(os, n) for n in dir(os)} | {"write": lambda descriptor, data: os.write(descriptor, data[:5])}
+    monkeypatch.setattr(event_log, "os", types.SimpleNamespace(**pieces))
+    log.event("heartbeat", n=1)
+    log.event("heartbeat", n=2)
+    log.close()
+    assert [e["n"] for e in events.read_events(tmp_path)] == [1, 2]
+
+
+# The writes of the whole run are about 70: the first are those of the checks before it.
+@pytest.mark.parametrize("room", [1, 12, 25, 33, 48, 60])
+def test_whichever_write_finds_the_disk_full_the_run_halts_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    run_dir = launch.create_run(config(), tmp_path)
+    disk = FullDisk(room, monkeypatch)
+    assert run(run_dir) == directory.EXIT_HALTED
+    assert disk.refused > 2
+    said = directory.read_status(run_dir)
+    assert said["status"] == launch.state(run_dir) == directory.HALTED and said["exit_code"] == directory.EXIT_HALTED
+    assert "the disk is full: " in said["reason"] and " bytes were needed, " in said["reason"]
+    assert not [*run_dir.glob("checkpoints/.saving-*"), *run_dir.glob(".status*")]
+
+
+def test_a_run_whose_disk_was_full_for_a_while_ends_well_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full at one save and the events around it; then somebody makes room, and the same run goes on."""
+    run_dir = launch.create_run(config(), tmp_path)
+    disk = FullDisk(10**9, monkeypatch)
+    saves = 0
+    write = checkpoint.CheckpointStore.save
+
+    def save(*arguments: Any) -> Any:
+        nonlocal saves
+        saves += 1
+        # The first is that of the checks.
+        if saves == 2:
+            disk.room = 1
+        try:
+            return write(*arguments)
+        finally:
+            disk.room = disk.room or 10**9
+
+    monkeypatch.setattr(checkpoint.CheckpointStore, "save", save)
+    assert run(run_dir) == 0
+    record = events.read_events(run_dir)
+    assert [e["step"] for e in record if e["kind"] == "checkpoint"] == [4, 6, 8]
+    failed = next(e for e in record if e["kind"] == "error")
+    assert failed["where"] == "save" and not failed["fatal"] and failed["message"].startswith("the disk is full: ")
+    assert directory.read_status(run_dir)["status"] == directory.DONE
+
+
+def test_a_folder_of_checkpoints_that_is_removed_meanwhile_is_made_again_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = launch.create_run(config(), tmp_path)
+    write = checkpoint.CheckpointStore.save
+
+    def save(store: checkpoint.CheckpointStore, step: int, *rest: Any) -> Any:
+        saved = write(store, step, *rest)
+        if step == 2:
+            shutil.rmtree(store.folder)
+        return saved
+
+    monkeypatch.setattr(checkpoint.CheckpointStore, "save", save)
+    assert run(run_dir) == 0
+    record = events.read_events(run_dir)
+    (guard,) = [e for e in record if e["kind"] == "guard"]
+    assert guard["rule"] == "checkpoints" and guard["step"] == 4 and "was removed while the run trained" in guard["text"]
+    assert [e["step"] for e in record if e["kind"] == "checkpoint"] == [2, 4, 6, 8]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 30 MB, which only root can make."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "none", folder], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("a file system of 30 MB can be mounted by root only")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spare", [0, 4096])
+def test_a_disk_of_thirty_megabytes_that_fills(small_disk: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
+    """Another program takes all that is left, to the byte; the run gets its state down, and goes on when there is room."""
+    run_dir, other = launch.create_run(config(), small_disk), small_disk / "other"
+    write = checkpoint.CheckpointStore.save
+
+    def save(store: checkpoint.CheckpointStore, step: int, *rest: Any) -> Any:
+        if step == 4 and not other.exists():
+            with open(other, "wb", buffering=0) as file:
+                left = shutil.disk_usage(small_disk).free - spare
+                while left > 0:
+                    left -= file.write(b"\0" * min(left, MB))
+        return write(store, step, *rest)
+
+    with monkeypatch.context() as filled:
+        filled.setattr(checkpoint.CheckpointStore, "save", save)
+        assert run(run_dir) == directory.EXIT_HALTED
+    said = directory.read_status(run_dir)
+    assert launch.state(run_dir) == directory.HALTED
+    assert "the disk is full: " in said["reason"] and f", {spare:,} are free" in said["reason"]
+    assert not [*run_dir.glob("checkpoints/.saving-*"), *run_dir.glob(".status*")]
+    other.unlink()
+    assert run(run_dir) == 0
+    record = events.read_events(run_dir)
+    assert [e["from_step"] for e in record if e["kind"] == "resume"] == [2]
+    assert [e["step"] for e in events.steps(record)] == list(range(1, 9))

@@ -1,0 +1,237 @@
+"""One bad byte costs what it stands in, and is said: nothing that reads runs traces back, and no other run is hidden by it.
+And reading needs no right to write."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_run
+import pytest
+from typer.testing import CliRunner
+
+from nsa_lab import cli
+from nsa_lab.runs import checkpoints, directory, events, files, launch
+from nsa_lab.runs.history import History
+from nsa_lab.runs.live import RunView
+from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
+from nsa_lab.train.checkpoint import CheckpointStore
+
+
+@pytest.fixture(autouse=True)
+def _say_again() -> None:
+    files.say_once.cache_clear()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return fake_run.write_run(tmp_path)
+
+
+def ask(*arguments: object) -> str:
+    """What the command line says; a traceback would be an exception here."""
+    answer = CliRunner().invoke(cli.app, [str(a) for a in arguments], env={"COLUMNS": "300"})
+    assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
+    return answer.output
+
+
+def every_reader(run_dir: Path) -> None:
+    history = History.read(run_dir)
+    history.attempts()
+    launch.state(run_dir)
+    view = RunView(run_dir)
+    view.take(events.Tail(run_dir).read())
+    assert view.numbers() and view.line()
+    assert run_dir.name[:8] in ask("status", run_dir) + ask("status", "--outputs", run_dir.parent)
+    assert ask("health", run_dir)
+
+
+ENVELOPE = {"v": 1, "t": 5.0, "run": "x", "attempt": 1, "step": 7, "tokens": 9}
+NO_EVENTS: dict[str, Any] = {
+    "a list": [1, 2],
+    "no kind": ENVELOPE,
+    "a kind that is no text": ENVELOPE | {"kind": {"a": 1}},
+    "no step": {"kind": "step", "attempt": 1, "t": 1.0},
+    "no attempt": {"kind": "start", "step": 0, "t": 1.0},
+    "no time": {"kind": "end", "attempt": 1, "step": 200, "status": "DONE"},
+    "an attempt that is text": ENVELOPE | {"kind": "start", "attempt": "1"},
+    "a step that is half": ENVELOPE | {"kind": "step", "step": 1.5},
+    "a loss that is text": ENVELOPE | {"kind": "step", "loss": "2.0"},
+    "a beginning that is text": ENVELOPE | {"kind": "resume", "from_step": "3"},
+    "a phase that is a number": ENVELOPE | {"kind": "heartbeat", "phase": 5},
+}
+
+
+@pytest.mark.parametrize("line", [*NO_EVENTS, "no UTF-8", "deep", "cut"])
+def test_a_line_that_is_no_event_is_passed_over_and_said(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, line: str
+) -> None:
+    path = run_dir / directory.EVENTS
+    whole = path.read_bytes().splitlines(keepends=True)
+    bytes_of = {"no UTF-8": b'{"kind":"\xff"}', "deep": b"[" * 100_000, "cut": whole[40][:20]}
+    bad = bytes_of.get(line) or json.dumps(NO_EVENTS[line]).encode()
+    expected = events.read_events(run_dir)
+    path.write_bytes(b"".join([*whole[:30], bad + b"\n", *whole[30:]]))
+    with caplog.at_level(logging.WARNING, "nsa_lab.runs"):
+        assert events.read_events(run_dir) == expected
+        events.read_events(run_dir)
+    (said,) = caplog.messages
+    assert "a line is no event" in said and str(path) in said and len(said.splitlines()) == 1
+    every_reader(run_dir)
+
+
+def test_a_line_that_is_being_written_is_nothing_to_speak_of(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open(run_dir / directory.EVENTS, "ab") as file:
+        file.write(b'{"v":1,"kind":"st')
+    with caplog.at_level(logging.WARNING, "nsa_lab.runs"):
+        events.read_events(run_dir)
+    assert not caplog.messages
+
+
+def test_events_that_lack_what_their_kind_usually_has_stop_no_reader_of_runs(run_dir: Path) -> None:
+    with open(run_dir / directory.EVENTS, "a") as file:
+        for kind in ("step", "eval", "heartbeat", "start", "resume", "guard", "stall", "error", "signal", "end"):
+            file.write(json.dumps(ENVELOPE | {"kind": kind, "attempt": 2}) + "\n")
+    history = History.read(run_dir)
+    assert len(history.attempts()) == 3 and launch.state(run_dir) == directory.DONE
+    RunView(run_dir).take(history.events)
+    assert ask("status", run_dir)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def not_text(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe" + path.read_bytes())
+
+
+def other_json(path: Path) -> None:
+    path.write_text("[1, 2]")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [cut, not_text, other_json, empty])
+@pytest.mark.parametrize("name", [directory.STATUS, directory.ENVIRONMENT, "evaluation.json"])
+def test_a_damaged_file_beside_the_record_is_said_and_read_as_missing(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
+) -> None:
+    (run_dir / "evaluation.json").write_text('{"v": 1, "step": 3}')
+    damage(run_dir / name)
+    with caplog.at_level(logging.WARNING, "nsa_lab.runs"):
+        every_reader(run_dir)
+        from nsa_lab.runs.evaluation import read_evaluation
+
+        read_evaluation(run_dir)
+    assert any(f"{run_dir / name}: damaged" in message for message in caplog.messages)
+    assert launch.state(run_dir) == directory.DONE, "the record says how the run ended"
+
+
+def test_a_status_with_values_of_other_kinds_is_damaged(run_dir: Path) -> None:
+    status = directory.read_status(run_dir)
+    for wrong in ({"step": "many"}, {"status": 3}, {"tokens": [1]}, {"run": None}):
+        (run_dir / directory.STATUS).write_text(json.dumps(status | wrong))
+        assert directory.read_status(run_dir) == {} and launch.state(run_dir) == directory.DONE
+        every_reader(run_dir)
+
+
+@pytest.mark.parametrize(
+    "files_said", [[], ["model.safetensors"], {"model.safetensors": 5}, {"../../x": {"size": 1, "sha256": "0"}}, None, 7]
+)
+def test_a_manifest_whose_files_are_no_list_of_files_is_a_damaged_checkpoint(run_dir: Path, files_said: Any) -> None:
+    fake_run.write_checkpoint(run_dir, 100)
+    path = fake_run.write_checkpoint(run_dir, 200)
+    manifest = {"v": 1, "step": 200, "files": files_said}
+    (path / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": checkpoints.digest(manifest)}))
+    (problem,) = checkpoints.verify(path)
+    assert "MANIFEST.json" in problem
+    newest, moved = CheckpointStore(run_dir / directory.CHECKPOINTS).load_latest()
+    assert newest.name == "step-00000100" and [m.step for m in moved] == [200]
+
+
+def test_what_is_called_like_a_checkpoint_and_is_none_is_left_alone(run_dir: Path) -> None:
+    folder = run_dir / directory.CHECKPOINTS
+    fake_run.write_checkpoint(run_dir, 100)
+    for name in ("step-00000300", "step-abc", "step-", "step-²", "step-٣"):
+        (folder / name).write_text("a note")
+    for name in ("step-7", "step-0000000000400", "step--0000001"):
+        (folder / name).mkdir()
+    before = sorted(path.name for path in folder.iterdir())
+    store = CheckpointStore(folder, keep_last=1)
+    assert store.steps() == [100]
+    assert store.load_latest()[0].name == "step-00000100"
+    assert sorted(path.name for path in folder.iterdir()) == before
+    store.save(300, {"model.safetensors": lambda: b"12345"}, {})
+    assert store.steps() == [300], "the file in the way is in quarantine"
+    every_reader(run_dir)
+
+
+def test_a_copied_run_does_not_keep_the_others_from_being_listed(run_dir: Path) -> None:
+    copy = run_dir.with_name("fake-20260101T000000Z-copy")
+    shutil.copytree(run_dir, copy)
+    told = ask("status", "--outputs", run_dir.parent)
+    assert [run_dir.name, "DONE"] in [line.split()[:2] for line in told.splitlines()]
+    assert [copy.name, "?"] in [line.split()[:2] for line in told.splitlines()]
+    assert copy.name in told and "was the folder renamed or copied?" in told
+    directory.write_status(run_dir, run=run_dir.name, status=directory.PREEMPTED)
+    assert launch.find_unfinished(fake_run.configuration(), run_dir.parent) == run_dir
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff"])
+def test_a_lock_that_is_held_and_says_nothing_sensible_is_held(run_dir: Path, text: bytes) -> None:
+    lock = take_lock(run_dir)
+    os.pwrite(lock, text, 0)
+    assert lock_owner(run_dir) == {}
+    os.close(lock)
+
+
+@pytest.fixture
+def read_only(run_dir: Path) -> Iterator[Path]:
+    """The folder of the run on a medium that nothing can be written to: a mount for root, for others by its mode."""
+    (run_dir / directory.LOCK).write_text("")
+    place = run_dir.parent
+    if os.geteuid():
+        modes = {path: path.stat().st_mode for path in (run_dir, *run_dir.iterdir())}
+        for path in reversed(modes):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        yield run_dir
+        for path, mode in modes.items():
+            path.chmod(mode)
+        return
+    bound = subprocess.run(["mount", "--bind", place, place], capture_output=True, check=False)
+    if bound.returncode:
+        pytest.skip("root here can neither mount nor be kept from writing")
+    subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
+    yield run_dir
+    subprocess.run(["umount", place], check=True)
+
+
+def test_reading_needs_no_right_to_write(read_only: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(OSError):
+        (read_only / "new").write_text("")
+    every_reader(read_only)
+    assert directory.DONE in ask("status", read_only)
+    answer = CliRunner().invoke(cli.app, ["report", str(read_only)])
+    assert isinstance(answer.exception, directory.RunDirectoryError) and "--page FILE" in str(answer.exception)
+    page = tmp_path_factory.mktemp("elsewhere") / "page.html"
+    assert str(page) in ask("report", read_only, "--page", page) and page.is_file()
+
+
+def test_a_held_lock_is_seen_with_a_descriptor_that_only_reads(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = take_lock(run_dir)
+    sign_lock(lock, os.getpid())
+    asked = []
+    opened = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, *rest: asked.append(flags) or opened(path, flags, *rest))
+    assert launch.attach(run_dir) == os.getpid()
+    assert asked and not any(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) for flags in asked)
+    os.close(lock)
