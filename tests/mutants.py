@@ -49,8 +49,9 @@ SUITES = {
 }
 OTHERS = {
     "config": ["tests/test_config.py"],
-    "health.run": ["tests/health/test_verdicts.py"],
-    "health.branches": ["tests/health/test_verdicts.py"],
+    "health.run": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
+    "health.branches": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
+    "health.record": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
     "health.twins": ["tests/health/test_verdicts.py"],
     "runs.events": ["tests/train/test_telemetry.py", "tests/health/test_verdicts.py"],
     "train.guard": ["tests/train/test_guard.py"],
@@ -532,8 +533,8 @@ MUTANTS = [
     Mutant(
         "health: guards looked for among the halts",
         "health.run",
-        'fired = [event for event in history.current("guard")',
-        'fired = [event for event in history.current("halt")',
+        '[e for e in history.current("guard") if',
+        '[e for e in history.current("halt") if',
     ),
     Mutant(
         "health: a loss that rises counts as one that fell",
@@ -565,12 +566,70 @@ MUTANTS = [
     Mutant(
         "health: a checkpoint that was due and missing",
         "health.run",
-        "missing = sorted(step for step in wanted - set(saved)",
+        "missing = sorted(step for step in wanted - saved - excused",
         "missing = sorted(step for step in wanted - wanted",
     ),
     Mutant(
-        "health: slow windows forgiven whatever their share", "health.run", "share <= limits.slow_share)", "share <= 1.0)"
+        "health: slow windows forgiven whatever their share",
+        "health.run",
+        "ok = share <= limits.slow_share or",
+        "ok = share <= 1.0 or",
     ),
+    Mutant(
+        "health: a slow half hides in the median", "health.run", "return max(float(np.median", "return min(float(np.median"
+    ),
+    Mutant(
+        "health: a checkpoint without its event was not saved",
+        "health.run",
+        "saved = resumed | _whole_on_disk(history) | set(recorded)",
+        "saved = set(recorded)",
+    ),
+    Mutant(
+        "health: a stall condemns a run for ever",
+        "health.run",
+        'found, overcome = _by_attempt(history, history.of_kind("stall"))',
+        'found, overcome = history.of_kind("stall"), []',
+    ),
+    Mutant("health: a run without preflight is not judged", "health.run", "False if trained else None", "None"),
+    Mutant("health: null that nobody listed passes", "health.run", "if entry is None or (", "if False and ("),
+    Mutant("health: a null rate follows the schedule", "health.run", "off[~np.isfinite(off)] = np.inf", "pass"),
+    Mutant(
+        "health: a loss that does not move passes", "health.run", "if still >= limits.equal_losses:", "if still > 10**9:"
+    ),
+    Mutant("health: no gradient passes", "health.run", "if (none := norms == 0).any():", "if (none := norms < 0).any():"),
+    Mutant(
+        "health: a gate that froze after a while passes",
+        "health.branches",
+        "if (row >= limits.gate_still).any():",
+        "if (row > 10**9).any():",
+    ),
+    Mutant(
+        "health: a gate that trembled passes",
+        "health.branches",
+        "if (stopped := recent < limits.gate_moved).any():",
+        "if (stopped := recent < 0).any():",
+    ),
+    Mutant(
+        "health: gates judged at the end alone",
+        "health.branches",
+        "if (wrong := now | often).any():",
+        "if (wrong := now).any():",
+    ),
+    Mutant(
+        "health: a branch that is silent passes",
+        "health.branches",
+        "(silent := values == 0).any()",
+        "(silent := values < 0).any()",
+    ),
+    Mutant("health: the status of another run", "health.record", "said == named[0], len", "True, len"),
+    Mutant("health: a clock that goes back", "health.record", "ok = back <= limits.clock_back_s", "ok = back >= 0"),
+    Mutant(
+        "health: a run without heartbeats",
+        "health.record",
+        "if beats.count(attempt.number) < wanted:",
+        "if beats.count(attempt.number) < 0:",
+    ),
+    Mutant("health: what is missing passes", "health.record", "missing = sorted(due - set(found))", "missing = []"),
     Mutant(
         "health: a gate of zeros passes",
         "health.branches",
@@ -586,8 +645,8 @@ MUTANTS = [
     Mutant(
         "health: a collapsed layer hides in the mean",
         "health.branches",
-        "if (collapsed := last < limits.gate_entropy).any():",
-        "if (collapsed := last < limits.gate_entropy).all():",
+        "if (wrong := now | often).any():",
+        "if (wrong := now | often).all():",
     ),
     Mutant(
         "health: one choice for all queries passes",

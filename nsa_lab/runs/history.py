@@ -75,6 +75,11 @@ class History:
         return max((event["step"] for event in self.current("step", "eval", "checkpoint")), default=0)
 
     @property
+    def last_attempt(self) -> int:
+        """The number of the newest attempt; 0 before the first."""
+        return max((event["attempt"] for event in self.events), default=0)
+
+    @property
     def done(self) -> bool:
         return self.status.get("status") == directory.DONE
 
