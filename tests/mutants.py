@@ -686,6 +686,13 @@ MUTANTS = [
         "if self._minimum and self._below >= self._patience:",
         "if self._minimum and self._below >= 1:",
     ),
+    Mutant(
+        "guard: the best pace is the latest",
+        "train.guard",
+        "self._best = max(self._best, statistics.median(self._recent))",
+        "self._best = statistics.median(self._recent)",
+    ),
+    Mutant("guard: half the speed is still fast", "train.guard", "SLOW_FACTOR = 0.6", "SLOW_FACTOR = 0.5"),
     Mutant("guard: a frozen gate is one that moves little", "train.guard", "value == 0.0)", "value < 1e-3)"),
     Mutant(
         "schedule: warm-up one step late",
