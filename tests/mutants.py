@@ -758,8 +758,26 @@ MUTANTS = [
     Mutant(
         "trainer: statistics of the step after",
         "train.trainer",
-        "self._log(step, self._to_log.pop(step))",
-        "self._log(step, self._to_log.pop(step) and None)",
+        "self._log(step, *self._to_log.pop(step))",
+        "self._log(step, self._to_log.pop(step)[0], None)",
+    ),
+    Mutant(
+        "trainer: the rate of the step before",
+        "train.trainer",
+        "learning_rate(step, self.train),\n                self._poll",
+        "learning_rate(max(step - 1, 1), self.train),\n                self._poll",
+    ),
+    Mutant(
+        "step: the rate is set after the update",
+        "train.step",
+        'for group in self._optimizer.param_groups:\n            group["lr"] = lr\n        self._step_unless(self._bad)',
+        'self._step_unless(self._bad)\n        for group in self._optimizer.param_groups:\n            group["lr"] = lr',
+    ),
+    Mutant(
+        "step: the rate that is told is the one asked for",
+        "train.step",
+        "        self._step_unless(self._bad)\n\n    def _note_rate",
+        "        self._step_unless(self._bad)\n        self.applied_lr = lr * 2\n\n    def _note_rate",
     ),
     Mutant("trainer: a bad step counts as done", "train.trainer", "self.done = step - 1", "self.done = step"),
     Mutant(

@@ -54,8 +54,8 @@ class Trainer:
         self._throughput = ThroughputRule(self.train.min_tokens_per_s)
         self._gates, self._movement = GateRule(), GateMovement(parts.model)
         self._latest: list[float] = []
-        # Steps that are to be logged when their result is here, and their statistics where they have any.
-        self._to_log: dict[int, Fetched | None] = {}
+        # Steps that are to be logged when their result is here: the rate they were taken with, and statistics, if any.
+        self._to_log: dict[int, tuple[float, Fetched | None]] = {}
         self._interval = _Interval(done)
         self._failed_saves = 0
         self._first = done + 1
@@ -142,7 +142,7 @@ class Trainer:
         evaluation = bool(train.eval_every) and (last or step % train.eval_every == 0)
         save = bool(train.save_every) and step % train.save_every == 0
         if log:
-            self._to_log[step] = self._statistics(inputs) if stats else None
+            self._to_log[step] = self.parts.stepper.applied_lr, self._statistics(inputs) if stats else None
         self._judge(everything=last or evaluation or save or step == self._first)
         if step == self._first:
             # Nothing made so far is garbage; scanning it again and again would cost a pause each time.
@@ -168,7 +168,7 @@ class Trainer:
                 self._throughput = ThroughputRule(self.train.min_tokens_per_s)
             self._act(self._spike.observe(step, result[LOSS]))
             if step in self._to_log:
-                self._log(step, self._to_log.pop(step))
+                self._log(step, *self._to_log.pop(step))
             if result[STOP] and not self._alone:
                 raise StopRequested(self.signals.requested or "another rank")
 
@@ -179,7 +179,7 @@ class Trainer:
         if finding.action == "halt":
             raise Halt(finding)
 
-    def _log(self, step: int, statistics: Fetched | None) -> None:
+    def _log(self, step: int, lr: float, statistics: Fetched | None) -> None:
         """Write down a step whose result was just read."""
         loss, norm = self._latest[LOSS], self._latest[GRAD_NORM]
         steps, dt_s, data_s = self._interval.close(step)
@@ -189,7 +189,7 @@ class Trainer:
             "loss": loss,
             "bpb": self._bits_per_byte(loss),
             **self._told_apart(),
-            "lr": learning_rate(step, self.train),
+            "lr": lr,
             "grad_norm": norm,
             "dt_s": dt_s,
             "data_s": data_s,

@@ -20,6 +20,7 @@ from torch import nn
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches, DataError
+from nsa_lab.health.run import expected_learning_rate
 from nsa_lab.runs import directory, events, launch
 from nsa_lab.runs.lock import take_lock
 from nsa_lab.train import guard
@@ -196,6 +197,27 @@ def test_resuming_on_another_trajectory_is_refused_by_name(new_run: Make, train:
     (key,) = change
     assert key in directory.read_status(run_dir)["reason"] or section == "model"
     assert kinds(run_dir, "error")[0]["type"] in ("ResumeRefused", "DataError")
+
+
+def test_the_rate_in_the_record_is_what_the_optimiser_held_when_it_stepped(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rates that torch saw at each update; and they are those that the configuration asks for."""
+    seen: list[float] = []
+    update = torch.optim.AdamW.step
+
+    def spy(self: torch.optim.AdamW, *rest: Any) -> Any:
+        seen.append(self.param_groups[0]["lr"])
+        return update(self, *rest)
+
+    run_dir = new_run(save_every=0, eval_every=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", spy)
+        assert train(run_dir) == 0
+    told = [event["lr"] for event in kinds(run_dir, "step")]
+    settings = RunConfig.from_yaml(run_dir / "config.yaml").train
+    assert told == seen[-12:]
+    assert told == pytest.approx([expected_learning_rate(step, settings) for step in range(1, 13)], rel=1e-12)
 
 
 @pytest.mark.slow
