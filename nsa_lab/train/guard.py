@@ -146,8 +146,8 @@ class ThroughputRule:
             tokens_per_s,
             limit,
             "warn",
-            f"step {step}: {tokens_per_s:,.0f} tokens/s, less than {SLOW_FACTOR:.0%} of the {self._best:,.0f} that this run "
-            "kept before",
+            f"step {step}: {tokens_per_s:,.0f} tokens/s, less than {SLOW_FACTOR:.0%} of the {self._best:,.0f} that this "
+            "run kept before",
         )
 
 

@@ -228,10 +228,17 @@ class Trainer:
             return Fetched(vectors)
 
     def _evaluate(self) -> None:
+        held_out = self.parts.evaluation_at(self.done)
         with self._outside_training("eval"), self._interruptible():
-            loss = evaluate(self.parts, self.parts.evaluation_at(self.done), self._poll)
-        seq_len = self.train.stage_at(self.done).seq_len
-        self.record.evaluation("validation", seq_len, loss, self._bits_per_byte(loss))
+            loss = evaluate(self.parts, held_out, self._poll)
+        told = {
+            "seq_len": self.train.stage_at(self.done).seq_len,
+            "windows": held_out.windows,
+            "text": held_out.identity,
+            "loss": loss,
+            "bpb": self._bits_per_byte(loss),
+        }
+        self.record.evaluation("validation", told)
 
     def _save(self) -> None:
         """Write a checkpoint of the state after `done` steps, once. Two failures in a row halt the run."""
