@@ -63,6 +63,8 @@ OTHERS = {
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
     "evaluate.interventions": ["tests/evaluate/test_interventions.py"],
     "train.trainer": ["tests/train/test_evaluation.py", "tests/train/test_run.py"],
+    "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
+    "runs.export": ["tests/runs/test_export.py"],
     "train.measure": ["tests/train/test_evaluation.py"],
     "data.batches": ["tests/data/test_batches.py"],
     "runs.history": ["tests/train/test_evaluation.py"],
@@ -502,6 +504,13 @@ MUTANTS = [
     Mutant("model: residual outputs not reduced", "model", "std *= into_residual", "std *= 1.0"),
     Mutant("model: no norm before the MLP", "model", "self.mlp(self.mlp_norm(x))", "self.mlp(x)"),
     Mutant("model: a constant of the rotation frozen at 10000", "model", "rate = theta ** (", "rate = 10000.0 ** ("),
+    Mutant(
+        "model: gate shares of compressed and selected swapped",
+        "model",
+        "for i, name in enumerate(BRANCHES)}",
+        "for i, name in zip((1, 0, 2), BRANCHES)}",
+    ),
+    Mutant("model: keys of all queries counted as one's", "model", "keys.sum(-1).float()", "keys.sum((1, -1)).float()"),
     Mutant("model: gate entropy in bits", "model", "share.clamp_min(1e-9).log()", "share.clamp_min(1e-9).log2()"),
     Mutant(
         "model: reuse measured against any block",
@@ -817,6 +826,30 @@ MUTANTS = [
         "runs.history",
         "for run in runs if run.evaluations}) > 1",
         "for run in runs if run.evaluations}) > 9",
+    ),
+    Mutant(
+        "trainer: waits of the interval before",
+        "train.trainer",
+        "self.excluded_s, self.waits_s = 0.0, []",
+        "self.excluded_s = 0.0",
+    ),
+    Mutant(
+        "telemetry: a percentile of nothing in order",
+        "train.telemetry.machine",
+        "return sorted(values)[",
+        "return list(values)[",
+    ),
+    Mutant(
+        "telemetry: numbers of elements for bytes",
+        "train.telemetry.machine",
+        "own.numel() * own.element_size()",
+        "own.numel()",
+    ),
+    Mutant(
+        "export: a step that was done again",
+        "runs.export",
+        "for event in history.steps:",
+        'for event in history.of_kind("step")[::-1]:',
     ),
     Mutant("trainer: a bad step counts as done", "train.trainer", "self.done = step - 1", "self.done = step"),
     Mutant(

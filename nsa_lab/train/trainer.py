@@ -31,7 +31,7 @@ from nsa_lab.train.parts import Parts
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
 from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, MARKED_TOKENS, STOP, TEXT_LOSS, Fetched, Readback
-from nsa_lab.train.telemetry.machine import memory_peak_bytes
+from nsa_lab.train.telemetry.machine import bytes_by_dtype, memory_peak_bytes, percentile
 from nsa_lab.train.telemetry.recorder import Recorder
 
 logger = logging.getLogger("nsa_lab.train")
@@ -107,7 +107,7 @@ class Trainer:
         if batch is None:
             self.signals.check()
         assert batch is not None, "no batch comes only where a stop was asked for, which check() raises"
-        self._interval.data_s += self.record.phases.last("data")
+        self._interval.waits_s.append(self.record.phases.last("data"))
         inputs, targets, weights = batch
         # The first step at a length compiles and tunes, for minutes, without a line of ours being run.
         first = step == self._first or step in self._begins
@@ -182,7 +182,7 @@ class Trainer:
     def _log(self, step: int, lr: float, statistics: Fetched | None) -> None:
         """Write down a step whose result was just read."""
         loss, norm = self._latest[LOSS], self._latest[GRAD_NORM]
-        steps, dt_s, data_s = self._interval.close(step)
+        steps, dt_s, waits_s = self._interval.close(step)
         tokens = self.train.tokens_by(step) - self.train.tokens_by(step - steps)
         speed = tokens / (steps * dt_s)
         numbers: dict[str, Any] = {
@@ -192,10 +192,16 @@ class Trainer:
             "lr": lr,
             "grad_norm": norm,
             "dt_s": dt_s,
-            "data_s": data_s,
+            "data_s": math.fsum(waits_s) / steps,
+            "data_s_p50": percentile(waits_s, 0.5),
+            "data_s_p95": percentile(waits_s, 0.95),
             "tokens_per_s": speed,
             "mem_peak_bytes": memory_peak_bytes(self.parts.device),
         }
+        if statistics or step in self._begins:
+            numbers["weight_bytes"] = bytes_by_dtype(self.parts.model.parameters())
+            moments = (value for state in self.parts.optimizer.state.values() for value in state.values())
+            numbers["optimizer_bytes"] = bytes_by_dtype(moments)
         if statistics:
             numbers |= {"grad_norm_layers": [], "gate_update": []} | statistics.take()
             # They were taken after clipping.
@@ -332,12 +338,13 @@ class _Interval:
 
     def __init__(self, step: int) -> None:
         self._step, self._begun = step, time.monotonic()
-        self.data_s = self.excluded_s = 0.0
+        self.excluded_s = 0.0
+        self.waits_s: list[float] = []
 
-    def close(self, step: int) -> tuple[int, float, float]:
-        """Steps since the last call, mean seconds per step, and mean seconds per step spent waiting for data."""
+    def close(self, step: int) -> tuple[int, float, list[float]]:
+        """Steps since the last call, mean seconds per step, and the seconds that each waited for data."""
         count, now = step - self._step, time.monotonic()
-        means = count, max(now - self._begun - self.excluded_s, 1e-9) / count, self.data_s / count
+        told = count, max(now - self._begun - self.excluded_s, 1e-9) / count, self.waits_s
         self._step, self._begun = step, now
-        self.data_s = self.excluded_s = 0.0
-        return means
+        self.excluded_s, self.waits_s = 0.0, []
+        return told

@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
+from nsa_lab.attention import geometry
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches, DataError
 from nsa_lab.health.run import expected_learning_rate
@@ -27,6 +28,7 @@ from nsa_lab.train import guard
 from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.parts import Builders, build_model
 from nsa_lab.train.step import Readback
+from nsa_lab.train.telemetry.phases import Phases
 
 Make, Train = Callable[..., Path], Callable[..., int]
 
@@ -218,6 +220,27 @@ def test_the_rate_in_the_record_is_what_the_optimiser_held_when_it_stepped(
     settings = RunConfig.from_yaml(run_dir / "config.yaml").train
     assert told == seen[-12:]
     assert told == pytest.approx([expected_learning_rate(step, settings) for step in range(1, 13)], rel=1e-12)
+
+
+def test_the_record_tells_waits_for_data_selected_keys_and_memory(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = iter([0.4] + [0.1] * 4 + [0.2] * 7)
+    last = Phases.last
+    monkeypatch.setattr(Phases, "last", lambda self, name: next(waited) if name == "data" else last(self, name))
+    run_dir = new_run(log_every=6, stats_every=6, save_every=0, eval_every=0)
+    assert train(run_dir) == 0
+    first, half, end = kinds(run_dir, "step")
+    assert [(e["data_s_p50"], e["data_s_p95"]) for e in (first, half, end)] == [(0.4, 0.4), (0.1, 0.2), (0.2, 0.2)]
+    assert [e["data_s"] for e in (first, half, end)] == pytest.approx([0.4, 0.12, 0.2])
+    config = RunConfig.from_yaml(run_dir / "config.yaml")
+    parameters = kinds(run_dir, "start")[0]["params"]
+    for event in (first, half, end):
+        assert event["weight_bytes"] == {"float32": 4 * parameters}
+        # Two moments per parameter, and a counter per tensor.
+        assert 8 * parameters < event["optimizer_bytes"]["float32"] < 8 * parameters + 4 * 100
+    keys = geometry.mean_selected_keys(config.train.seq_len, config.nsa)
+    assert half["sel_keys"] == pytest.approx([keys] * 2) and half["sel_keys_most"] == [24.0] * 2
 
 
 @pytest.mark.slow
