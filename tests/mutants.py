@@ -375,6 +375,12 @@ MUTANTS = [
         "top = _finite(s.amax(-1, keepdim=True))",
         "top = torch.zeros_like(s[..., :1])",
     ),
+    Mutant(
+        "reference: a value that is not finite is multiplied by zero",
+        "attention.reference",
+        "sound = k.isfinite().all(-1) & v.isfinite().all(-1)",
+        "sound = k.isfinite().all(-1)",
+    ),
     Mutant("torch: LSE in base 2", "attention.torch_backend", "(top + total.log())", "(top + total.log2())"),
     Mutant(
         "torch: heads of a group interleaved",
