@@ -232,6 +232,28 @@ def report(
 
 
 @app.command()
+def export(
+    run: Run,
+    csv: Annotated[bool, typer.Option("--csv", help="as comma-separated values, one row per logged step")] = False,
+    into: Annotated[Path | None, typer.Option("--into", metavar="FILE", help="where to [standard output]")] = None,
+    outputs: Outputs = None,
+) -> None:
+    """The numbers of a run as a table: losses, rates, speeds, statistics of every layer, evaluations."""
+    if not csv:
+        raise ConfigError("nsa-lab export: say in which form; there is one, --csv")
+    from nsa_lab.runs.export import write_csv
+    from nsa_lab.runs.history import History
+
+    history = History.read(names.find_run(run, names.outputs_folder(outputs)))
+    if into is None:
+        write_csv(history, sys.stdout)
+        return
+    with open(into, "w", encoding="utf-8", newline="") as file:
+        rows = write_csv(history, file)
+    typer.echo(f"{into}: {rows:,} rows")
+
+
+@app.command()
 def plan(
     name: Name,
     param: Overrides = None,

@@ -263,7 +263,7 @@ class TrainConfig(StageConfig):
     log_every: int = Field(default=10, ge=1, le=COUNT)
     stats_every: int = Field(default=100, ge=1, le=COUNT, description="steps between gate and selection statistics")
     eval_every: int = Field(default=100, ge=0, le=COUNT, description="0: never")
-    eval_batches: int = Field(default=8, ge=1, le=SIZE, description="forward passes of batch_size sequences")
+    eval_batches: int = Field(default=8, ge=1, le=SIZE, description="held-out text: this many times batch_size sequences")
     save_every: int = Field(default=100, ge=0, le=COUNT, description="0: never")
     keep_last: int = Field(default=3, ge=1, le=COUNT, description="checkpoints kept besides the permanent ones")
     keep_every: int = Field(default=0, ge=0, le=COUNT, description="steps between permanent checkpoints; 0: none")

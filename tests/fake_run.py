@@ -63,6 +63,8 @@ def step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
         "tokens_per_s": 8192.0 + step % 7,
         "mem_peak_bytes": 2 * 10**9,
     }
+    if step % train.stats_every == 0:
+        event |= {"grad_norm_layers": [0.2] * LAYERS}
     if step % train.stats_every == 0 and config.model.attention == "nsa":
         drift = step / train.steps / 10
         event |= {

@@ -48,7 +48,9 @@ def cases(file: str, *names: str) -> list[str]:
     return [f"tests/{file}::test_{name}" for name in names]
 
 
-MODEL = [f"tests/model/test_model_{name}.py" for name in ("definition", "numbers", "observe", "precision", "layer")]
+MODEL = [
+    f"tests/model/test_model_{name}.py" for name in ("definition", "recall", "numbers", "observe", "precision", "layer")
+]
 BAND = cases(
     "kernels/band/test_band.py",
     "the_gradient_of_lse_is_exact",
@@ -77,12 +79,18 @@ SUITES = {
     "attention.torch_backend": attention_tests("span", "definition", "gradcheck", "torch_parity"),
     "attention.checks": attention_tests("dispatch"),
     "attention.dispatch": attention_tests("launches", "dispatch"),
-    "model": MODEL,
+    "model.attention": [*MODEL, "tests/inference/test_decode.py"],
+    "model.initial": MODEL,
+    "model.layers": MODEL,
+    "model.statistics": MODEL,
+    "model.transformer": MODEL,
 }
 OTHERS = {
     "config": ["tests/test_config.py"],
-    "health.run": ["tests/health/test_verdicts.py"],
-    "health.branches": ["tests/health/test_verdicts.py"],
+    "attention.selection_loss": ["tests/attention/test_selection_loss.py"],
+    "health.run": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
+    "health.branches": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
+    "health.record": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
     "health.twins": ["tests/health/test_verdicts.py"],
     "runs.events": [
         "tests/train/test_telemetry.py",
@@ -116,12 +124,12 @@ OTHERS = {
     "data.sources.local": ["tests/data/test_sources.py"],
     "yaml_text": ["tests/test_config.py"],
     "report.inert": ["tests/report/test_inert.py"],
-    "data.staged": ["tests/train/test_stages.py"],
+    "data.staged": ["tests/train/test_stages.py", "tests/train/test_evaluation.py"],
     "data.recall.planting": ["tests/data/test_recall.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
     "evaluate.interventions": ["tests/evaluate/test_interventions.py"],
-    "train.trainer": ["tests/train/test_run.py"],
+    "train.trainer": ["tests/train/test_evaluation.py", "tests/train/test_run.py"],
     "train.checkpoint": ["tests/crash/test_full_disk.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
     "runs.checkpoints": ["tests/runs/test_damaged_records.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
     "runs.lock": [
@@ -146,6 +154,10 @@ OTHERS = {
     "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
     "train.telemetry.mirror": ["tests/crash/test_full_disk.py"],
     "train.telemetry.phases": ["tests/train/test_telemetry.py"],
+    "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
+    "runs.export": ["tests/runs/test_export.py"],
+    "train.measure": ["tests/train/test_evaluation.py"],
+    "runs.history": ["tests/train/test_evaluation.py"],
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
@@ -451,6 +463,12 @@ MUTANTS = [
         "top = _finite(s.amax(-1, keepdim=True))",
         "top = torch.zeros_like(s[..., :1])",
     ),
+    Mutant(
+        "reference: a value that is not finite is multiplied by zero",
+        "attention.reference",
+        "sound = k.isfinite().all(-1) & v.isfinite().all(-1)",
+        "sound = k.isfinite().all(-1)",
+    ),
     Mutant("torch: LSE in base 2", "attention.torch_backend", "(top + total.log())", "(top + total.log2())"),
     Mutant(
         "torch: heads of a group interleaved",
@@ -745,65 +763,130 @@ MUTANTS = [
     # The model.
     Mutant(
         "model: Q rotated before the head split",
-        "model",
-        ".split([H, G, G, G], dim=2)\n",
-        ".split([H, G, G, G], dim=2)\n"
-        "        whole = rotary_table(x.shape[1], H * c.d_k, c.rope_theta, x.device)\n"
-        "        q = rotate(roped[..., : H * c.d_k].unsqueeze(2), whole).squeeze(2).unflatten(-1, (H, c.d_k))\n",
+        "model.attention",
+        "n_kv_groups] * branches], dim=2)\n",
+        "n_kv_groups] * branches], dim=2)\n"
+        "    from nsa_lab.model.layers import rotary_table\n"
+        "    whole = rotary_table(qkv.shape[1], c.n_heads * c.d_k, c.rope_theta, qkv.device)\n"
+        "    q = rotate(qkv[..., : c.n_heads * c.d_k].unsqueeze(2), whole).squeeze(2).unflatten(-1, (c.n_heads, c.d_k))\n",
     ),
     Mutant(
         "model: K not rotated",
-        "model",
-        ".split([H, G, G, G], dim=2)\n",
-        ".split([H, G, G, G], dim=2)\n"
-        "        k_cmp, k_sel, k_win = roped.unflatten(-1, (H + 3 * G, c.d_k)).split([H, G, G, G], dim=2)[1:]\n",
+        "model.attention",
+        "n_kv_groups] * branches], dim=2)\n",
+        "n_kv_groups] * branches], dim=2)\n    turned = roped[:, :, c.n_heads :].split(c.n_kv_groups, dim=2)\n",
     ),
     Mutant(
         "model: compressed keys rotated by nothing",
-        "model",
-        ".split([H, G, G, G], dim=2)\n",
-        ".split([H, G, G, G], dim=2)\n        k_cmp = roped.unflatten(-1, (H + 3 * G, c.d_k))[:, :, H : H + G]\n",
+        "model.attention",
+        "n_kv_groups] * branches], dim=2)\n",
+        "n_kv_groups] * branches], dim=2)\n"
+        "    turned = [roped[:, :, c.n_heads : c.n_heads + c.n_kv_groups], *turned[1:]]\n",
     ),
     Mutant(
         "model: compressed values from the selected branch",
-        "model",
-        "compress(v_cmp, c.nsa, self.phi_v, ",
-        "compress(v_sel, c.nsa, self.phi_v, ",
+        "model.attention",
+        "compress(v_cmp, nsa, self.phi_v, ",
+        "compress(v_sel, nsa, self.phi_v, ",
     ),
     Mutant(
         "model: compressed branch cut off from its keys",
-        "model",
-        "compress(k_cmp, c.nsa, self.phi_k, ",
-        "compress(k_cmp.detach(), c.nsa, self.phi_k, ",
+        "model.attention",
+        "compress(k_cmp, nsa, self.phi_k, ",
+        "compress(k_cmp.detach(), nsa, self.phi_k, ",
     ),
     Mutant(
-        "model: window on the selected branch's keys", "model", "k_win, v_win, self.gates(x)", "k_sel, v_sel, self.gates(x)"
+        "model: window on the selected branch's keys",
+        "model.attention",
+        "k_win, v_win, self.gates(x)",
+        "k_sel, v_sel, self.gates(x)",
     ),
     Mutant(
         "model: gates by branch, then by head",
-        "model",
+        "model.attention",
         "self.gate(x).unflatten(-1, (self.config.n_heads, 3))",
         "self.gate(x).unflatten(-1, (3, self.config.n_heads)).mT",
     ),
-    Mutant("model: softmax gate over the heads", "model", "logits.softmax(-1)", "logits.softmax(-2)"),
+    Mutant("model: softmax gate over the heads", "model.attention", "logits.softmax(-1)", "logits.softmax(-2)"),
+    Mutant(
+        "model: late keys of every group",
+        "model.attention",
+        "_late(k[:, :, :, :1], span, before)\n        roped = torch.cat([q, torch.cat([late, k[:, :, :, 1:]], dim=3)",
+        "_late(k, span, before)\n        roped = torch.cat([q, torch.cat([late], dim=3)",
+    ),
+    Mutant(
+        "model: the late key of a document's first token is the last document's",
+        "model.attention",
+        "    if begins[1:]:\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "model: late keys are two tokens late", "model.attention", "[first, keys[:, :-1]]", "[first, first, keys[:, :-2]]"
+    ),
+    Mutant(
+        "model: decoding forgets the unread key", "model.attention", "if before is None else before", "if True else before"
+    ),
+    Mutant("model: the selection loss in evaluation too", "model.attention", "taught = self.training and ", "taught = "),
+    Mutant("model: the selection loss without its weight", "model.attention", "else taught * weight", "else taught"),
+    Mutant(
+        "model: matching heads of the second group",
+        "model.initial",
+        "[: c.matching_heads] = by_branch[0, 0]",
+        "[: c.matching_heads] = by_branch[0, -1]",
+    ),
+    Mutant("model: branches' keys start apart", "model.initial", "by_branch[1:] = by_branch[0]", "pass"),
     Mutant(
         "model: gates start at zero",
-        "model",
+        "model.initial",
         "std = (2.0 / (module.in_features + module.out_features)) ** 0.5",
         "std = 0.0",
     ),
-    Mutant("model: head starts as large as any other", "model", "std = 1.0 / module.in_features", "pass"),
-    Mutant("model: residual outputs not reduced", "model", "std *= into_residual", "std *= 1.0"),
-    Mutant("model: no norm before the MLP", "model", "self.mlp(self.mlp_norm(x))", "self.mlp(x)"),
-    Mutant("model: a constant of the rotation frozen at 10000", "model", "rate = theta ** (", "rate = 10000.0 ** ("),
-    Mutant("model: gate entropy in bits", "model", "share.clamp_min(1e-9).log()", "share.clamp_min(1e-9).log2()"),
+    Mutant("model: head starts as large as any other", "model.initial", "std = 1.0 / module.in_features", "pass"),
+    Mutant("model: residual outputs not reduced", "model.initial", "std *= into_residual", "std *= 1.0"),
+    Mutant("model: no norm before the MLP", "model.transformer", "self.mlp(self.mlp_norm(x))", "self.mlp(x)"),
+    Mutant("model: the first layer's selection loss alone", "model.transformer", "torch.stack(losses).sum()", "losses[0]"),
+    Mutant("model: a constant of the rotation frozen at 10000", "model.layers", "rate = theta ** (", "rate = 10000.0 ** ("),
+    Mutant(
+        "model: what is not turned is lost",
+        "model.layers",
+        "parts.append(still.to(wide))",
+        "parts.append(0 * still.to(wide))",
+    ),
+    Mutant(
+        "model: gate shares of compressed and selected swapped",
+        "model.statistics",
+        "for i, name in enumerate(BRANCHES)}",
+        "for i, name in zip((1, 0, 2), BRANCHES)}",
+    ),
+    Mutant(
+        "model: keys of all queries counted as one's",
+        "model.statistics",
+        "keys.sum(-1).float()",
+        "keys.sum((1, -1)).float()",
+    ),
+    Mutant(
+        "model: gate entropy in bits", "model.statistics", "share.clamp_min(1e-9).log()", "share.clamp_min(1e-9).log2()"
+    ),
     Mutant(
         "model: reuse measured against any block",
-        "model",
+        "model.statistics",
         "again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1])",
         "again = (bits[:, 1:, :, :-1])",
     ),
-    Mutant("model: FLOPs of the forward pass alone", "model", "BACKWARD_FLOPS = 2.0", "BACKWARD_FLOPS = 0.0"),
+    Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),
+    Mutant(
+        "selection loss: forced blocks count", "attention.selection_loss", " & ~geometry.forced_blocks(t, blocks, nsa)", ""
+    ),
+    Mutant("selection loss: the target sees the future", "attention.selection_loss", "<= t[:, None]", "<= S"),
+    Mutant(
+        "selection loss: documents ask from where the row begins",
+        "attention.selection_loss",
+        "index - document.queries.start + document.first",
+        "index - document.queries.start",
+    ),
+    Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
+    Mutant("selection loss: equal distances", "attention.selection_loss", "int(i * GOLDEN % 1 * (end - begin))", "0"),
+    Mutant("model: FLOPs of the forward pass alone", "model.transformer", "BACKWARD_FLOPS = 2.0", "BACKWARD_FLOPS = 0.0"),
     # The configuration.
     Mutant("config: unknown keys ignored", "config", 'extra="forbid"', 'extra="ignore"'),
     Mutant("config: a stride that does not divide the block", "config", "if length % self.d:", "if False:"),
@@ -830,8 +913,8 @@ MUTANTS = [
     Mutant(
         "health: guards looked for among the halts",
         "health.run",
-        'fired = [event for event in history.current("guard")',
-        'fired = [event for event in history.current("halt")',
+        '[e for e in history.current("guard") if',
+        '[e for e in history.current("halt") if',
     ),
     Mutant(
         "health: a loss that rises counts as one that fell",
@@ -863,12 +946,70 @@ MUTANTS = [
     Mutant(
         "health: a checkpoint that was due and missing",
         "health.run",
-        "missing = sorted(step for step in wanted - set(saved)",
+        "missing = sorted(step for step in wanted - saved - excused",
         "missing = sorted(step for step in wanted - wanted",
     ),
     Mutant(
-        "health: slow windows forgiven whatever their share", "health.run", "share <= limits.slow_share)", "share <= 1.0)"
+        "health: slow windows forgiven whatever their share",
+        "health.run",
+        "ok = share <= limits.slow_share or",
+        "ok = share <= 1.0 or",
     ),
+    Mutant(
+        "health: a slow half hides in the median", "health.run", "return max(float(np.median", "return min(float(np.median"
+    ),
+    Mutant(
+        "health: a checkpoint without its event was not saved",
+        "health.run",
+        "saved = resumed | _whole_on_disk(history) | set(recorded)",
+        "saved = set(recorded)",
+    ),
+    Mutant(
+        "health: a stall condemns a run for ever",
+        "health.run",
+        'found, overcome = _by_attempt(history, history.of_kind("stall"))',
+        'found, overcome = history.of_kind("stall"), []',
+    ),
+    Mutant("health: a run without preflight is not judged", "health.run", "False if trained else None", "None"),
+    Mutant("health: null that nobody listed passes", "health.run", "if entry is None or (", "if False and ("),
+    Mutant("health: a null rate follows the schedule", "health.run", "off[~np.isfinite(off)] = np.inf", "pass"),
+    Mutant(
+        "health: a loss that does not move passes", "health.run", "if still >= limits.equal_losses:", "if still > 10**9:"
+    ),
+    Mutant("health: no gradient passes", "health.run", "if (none := norms == 0).any():", "if (none := norms < 0).any():"),
+    Mutant(
+        "health: a gate that froze after a while passes",
+        "health.branches",
+        "if (row >= limits.gate_still).any():",
+        "if (row > 10**9).any():",
+    ),
+    Mutant(
+        "health: a gate that trembled passes",
+        "health.branches",
+        "if (stopped := recent < limits.gate_moved).any():",
+        "if (stopped := recent < 0).any():",
+    ),
+    Mutant(
+        "health: gates judged at the end alone",
+        "health.branches",
+        "if (wrong := now | often).any():",
+        "if (wrong := now).any():",
+    ),
+    Mutant(
+        "health: a branch that is silent passes",
+        "health.branches",
+        "(silent := values == 0).any()",
+        "(silent := values < 0).any()",
+    ),
+    Mutant("health: the status of another run", "health.record", "said == named[0], len", "True, len"),
+    Mutant("health: a clock that goes back", "health.record", "ok = back <= limits.clock_back_s", "ok = back >= 0"),
+    Mutant(
+        "health: a run without heartbeats",
+        "health.record",
+        "if beats.count(attempt.number) < wanted:",
+        "if beats.count(attempt.number) < 0:",
+    ),
+    Mutant("health: what is missing passes", "health.record", "missing = sorted(due - set(found))", "missing = []"),
     Mutant(
         "health: a gate of zeros passes",
         "health.branches",
@@ -884,8 +1025,8 @@ MUTANTS = [
     Mutant(
         "health: a collapsed layer hides in the mean",
         "health.branches",
-        "if (collapsed := last < limits.gate_entropy).any():",
-        "if (collapsed := last < limits.gate_entropy).all():",
+        "if (wrong := now | often).any():",
+        "if (wrong := now | often).all():",
     ),
     Mutant(
         "health: one choice for all queries passes",
@@ -925,6 +1066,13 @@ MUTANTS = [
         "if self._minimum and self._below >= self._patience:",
         "if self._minimum and self._below >= 1:",
     ),
+    Mutant(
+        "guard: the best pace is the latest",
+        "train.guard",
+        "self._best = max(self._best, statistics.median(self._recent))",
+        "self._best = statistics.median(self._recent)",
+    ),
+    Mutant("guard: half the speed is still fast", "train.guard", "SLOW_FACTOR = 0.6", "SLOW_FACTOR = 0.5"),
     Mutant("guard: a frozen gate is one that moves little", "train.guard", "value == 0.0)", "value < 1e-3)"),
     Mutant(
         "schedule: warm-up one step late",
@@ -990,8 +1138,86 @@ MUTANTS = [
     Mutant(
         "trainer: statistics of the step after",
         "train.trainer",
-        "self._log(step, self._to_log.pop(step))",
-        "self._log(step, self._to_log.pop(step) and None)",
+        "self._log(step, *self._to_log.pop(step))",
+        "self._log(step, self._to_log.pop(step)[0], None)",
+    ),
+    Mutant(
+        "trainer: the rate of the step before",
+        "train.trainer",
+        "learning_rate(step, self.train),\n                self._poll",
+        "learning_rate(max(step - 1, 1), self.train),\n                self._poll",
+    ),
+    Mutant(
+        "step: the rate is set after the update",
+        "train.step",
+        'for group in self._optimizer.param_groups:\n            group["lr"] = lr\n        self._step_unless(self._bad)',
+        'self._step_unless(self._bad)\n        for group in self._optimizer.param_groups:\n            group["lr"] = lr',
+    ),
+    Mutant(
+        "step: the rate that is told is the one asked for",
+        "train.step",
+        "        self._step_unless(self._bad)\n\n    def _note_rate",
+        "        self._step_unless(self._bad)\n        self.applied_lr = lr * 2\n\n    def _note_rate",
+    ),
+    Mutant(
+        "trainer: bits per token are called bits per byte",
+        "train.trainer",
+        "/ math.log(2) / self.parts.dataset.bytes_per_token",
+        "/ math.log(2)",
+    ),
+    Mutant(
+        "evaluation: the mean of the means of batches",
+        "train.measure",
+        "torch.stack([token_losses(logits, targets), total.new_tensor(float(targets.numel()))])",
+        "torch.stack([token_losses(logits, targets) / targets.numel(), total.new_tensor(1.0)])",
+    ),
+    Mutant(
+        "evaluation: the text depends on the micro-batch",
+        "data.staged",
+        "train.eval_batches * stage.batch_size,",
+        "train.eval_batches * stage.sequences_at_once,",
+    ),
+    Mutant(
+        "evaluation: the first windows, and none from further on",
+        "data.batches",
+        "return window * self._available // self.windows * self._seq_len",
+        "return window * self._seq_len",
+    ),
+    Mutant(
+        "evaluation: different texts have one name",
+        "data.batches",
+        "self._tokens.read(self._position(window), self._seq_len + 1)",
+        "self._tokens.read(0, 1)",
+    ),
+    Mutant(
+        "history: losses on different texts are compared",
+        "runs.history",
+        "for run in runs if run.evaluations}) > 1",
+        "for run in runs if run.evaluations}) > 9",
+    ),
+    Mutant(
+        "trainer: waits of the interval before",
+        "train.trainer",
+        "self.excluded_s, self.waits_s = 0.0, []",
+        "self.excluded_s = 0.0",
+    ),
+    Mutant(
+        "telemetry: a percentile of nothing in order",
+        "train.telemetry.machine",
+        "return sorted(values)[",
+        "return list(values)[",
+    ),
+    Mutant(
+        "telemetry: numbers of elements for bytes",
+        "train.telemetry.machine",
+        "own.numel() * own.element_size()",
+        "own.numel()",
+    ),
+    Mutant(
+        "export: a step that was done again",
+        "runs.export",
+        "for event in history.steps:",
+        'for event in history.of_kind("step")[::-1]:',
     ),
     Mutant("trainer: a bad step counts as done", "train.trainer", "self.done = step - 1", "self.done = step"),
     Mutant(

@@ -15,9 +15,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", 
     """q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv] -> [B, T, H, Dv].
 
     `torch` is scaled_dot_product_attention, which picks the device's best kernel; `flash` is flash-attn, which takes a full
-    span only. With `Span.chunk`, q and the result have its `length` rows, k and v positions 0 .. start+length-1; with
-    `Span.packed`, B is 1 and every document is attended alone. Raises ValueError for inputs that do not belong together,
-    NotImplementedError for what flash-attn does not take.
+    span only. Both share tiles of values between queries: causality holds for every finite value, and a NaN or an infinity
+    can reach earlier queries (zero times NaN is NaN). With `Span.chunk`, q and the result have its `length` rows, k and v
+    positions 0 .. start+length-1; with `Span.packed`, B is 1 and every document is attended alone. Raises ValueError for
+    inputs that do not belong together, NotImplementedError for what flash-attn does not take.
     """
     checks.check_raw(q, k, v, span)
     full = span is None or span.is_full

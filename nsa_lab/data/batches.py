@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 
@@ -88,9 +89,9 @@ class Batches:
             digest.update((self._planter(window, number)[0] if self._planter else window).astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
-    def eval_batches(self, n: int, batch_size: int) -> EvalBatches:
+    def eval_batches(self, windows: int, at_once: int) -> EvalBatches:
         """The same tokens as `EvalBatches`: fixed windows, in order, for validation."""
-        return EvalBatches(self._tokens, self.seq_len, n, batch_size)
+        return EvalBatches(self._tokens, self.seq_len, windows, at_once)
 
     def _window(self, sequence: int) -> np.ndarray:
         return self._tokens.read(self._position(sequence), self.seq_len + 1)
@@ -103,21 +104,34 @@ class Batches:
 
 
 class EvalBatches(Sequence):
-    """At most `n` batches of fixed, disjoint windows spread evenly over `tokens`; fewer if the tokens hold fewer.
+    """`windows` fixed, disjoint windows of `tokens`, fewer if the tokens hold fewer, `at_once` in a batch.
 
-    Item i is (inputs, targets), int64 `[<= batch_size, seq_len]`; only the last may be smaller, so weight by rows.
+    The tokens are cut into as many equal stretches, and the first window of each is taken: every document has a part in
+    proportion to its length. What is read depends on the tokens, `seq_len` and `windows` alone; `at_once` groups it.
+    Item i is (inputs, targets), int64 `[<= at_once, seq_len]`; only the last may be smaller, so weight by rows.
     """
 
-    def __init__(self, tokens: TokenStore, seq_len: int, n: int, batch_size: int) -> None:
+    def __init__(self, tokens: TokenStore, seq_len: int, windows: int, at_once: int) -> None:
         _check_length(tokens, seq_len)
         self._tokens = tokens
         self._seq_len = seq_len
-        self._batch_size = batch_size
+        self._at_once = at_once
         self._available = (len(tokens) - 1) // seq_len
-        self._windows = min(n * batch_size, self._available)
+        self.windows = min(windows, self._available)
 
     def __len__(self) -> int:
-        return -(-self._windows // self._batch_size)
+        return -(-self.windows // self._at_once)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Sixteen hex digits over the text: equal for equal tokens in equal windows, however they are grouped."""
+        digest = hashlib.sha256()
+        for window in range(self.windows):
+            digest.update(self._tokens.read(self._position(window), self._seq_len + 1).astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    def _position(self, window: int) -> int:
+        return window * self._available // self.windows * self._seq_len
 
     # One batch at a time: a slice of batches would hold them all in memory.
     def __getitem__(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -125,10 +139,9 @@ class EvalBatches(Sequence):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"evaluation batch {index} of {len(self)}")
-        first = index * self._batch_size
-        chosen = range(first, min(first + self._batch_size, self._windows))
-        positions = [window * self._available // self._windows * self._seq_len for window in chosen]
-        return _windows(self._tokens, positions, self._seq_len)
+        first = index * self._at_once
+        chosen = range(first, min(first + self._at_once, self.windows))
+        return _windows(self._tokens, [self._position(window) for window in chosen], self._seq_len)
 
 
 def permute(index: int, size: int, key: str) -> int:

@@ -65,8 +65,14 @@ class StagedBatches:
 
 
 def held_out(tokens: TokenStore, train: TrainConfig) -> tuple[EvalBatches, ...]:
-    """For every stage, held-out text in sequences of its length; raises `DataError` as `EvalBatches` does."""
-    return tuple(EvalBatches(tokens, stage.seq_len, train.eval_batches, stage.sequences_at_once) for stage in train.plan)
+    """For every stage, held-out text in sequences of its length; raises `DataError` as `EvalBatches` does.
+
+    As many as `eval_batches` batches of `batch_size` hold; how many a forward pass takes changes nothing of that.
+    """
+    return tuple(
+        EvalBatches(tokens, stage.seq_len, train.eval_batches * stage.batch_size, stage.sequences_at_once)
+        for stage in train.plan
+    )
 
 
 def _planter(data: DataConfig, seq_len: int, seed: int) -> Planter | None:

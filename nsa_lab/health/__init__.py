@@ -1,7 +1,8 @@
 """Was this run healthy? Verdicts on a run directory, each with a threshold that can fail. Reads files only.
 
 A verdict is True, False, or None where the run does not say. A run is healthy if no verdict is False; the first line
-names the first that is, causes before consequences. `verdict.Limits` holds every threshold.
+names the first that is, causes before consequences. What should have been recorded and was not is False; None is what was
+not due, or cannot be told from so short a run. `verdict.Limits` holds every threshold.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.health import branches, run
+from nsa_lab.health import branches, record, run
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.files import write_text
@@ -24,12 +25,19 @@ __all__ = ["CHECKS", "LIMITS", "Health", "Limits", "Verdict", "as_record", "exam
 # In the order of the report: causes before consequences.
 CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
     run.finished,
+    record.one_run,
     run.guards,
     run.finite,
     run.errors,
     run.stalls,
     run.preflight,
+    record.heartbeats,
+    record.clock,
+    record.evaluations,
+    record.statistics,
+    run.gradients,
     run.loss_fell,
+    run.training_loss,
     run.no_leak,
     run.loss_kept,
     run.generalises,
@@ -38,6 +46,7 @@ CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
     run.checkpoints,
     branches.gates_moved,
     branches.gates_alive,
+    branches.branch_outputs,
     branches.selection_chooses,
     branches.selection_reaches,
     branches.sink_share,

@@ -49,7 +49,7 @@ def choice_range(length: int, nsa: NSAConfig) -> ChoiceRange:
 
 
 def gates_moved(history: History, limits: Limits) -> Verdict | None:
-    """Not stuck at the start: weights that move, shares that change, an entropy that is not that of a zero gate."""
+    """Stuck at no time: weights that move, shares that change, an entropy that is not that of a zero gate."""
     if _dense(history):
         return None
     _, entropy = history.layers("gate_entropy")
@@ -70,13 +70,24 @@ def gates_moved(history: History, limits: Limits) -> Verdict | None:
         return Verdict("gates moved", False, 0.0, 0.0, f"the gate weights never moved in {_layers(still)}")
     if len(entropy) < 3:
         return Verdict("gates moved", None, None, limits.gate_moved, f"{len(entropy)} readings are too few to see movement")
-    readings = [entropy, *(history.layers(f"gate_share_{branch}")[1] for branch in BRANCHES)]
-    change = np.max([np.ptp(reading, axis=0) for reading in readings], axis=0)
+    readings = np.stack([values for values in (entropy, *_shares(history).values()) if len(values) == len(entropy)])
+    change = np.ptp(readings, axis=1).max(axis=0)
     frozen = change < limits.gate_moved
     if frozen.any():
         return Verdict(
             "gates moved", False, float(change.min()), limits.gate_moved, f"gate never moved in {_layers(frozen)}"
         )
+    same = (readings[:, 1:] == readings[:, :-1]).all(axis=0)
+    for stuck, what in ((same, "the gates are the same to the last bit"), (update == 0, "the gate weights stand still")):
+        row = _longest_row(stuck)
+        if (row >= limits.gate_still).any():
+            text = f"{what} in {row.max()} readings in a row in {_layers(row >= limits.gate_still)}"
+            return Verdict("gates moved", False, float(row.max()), limits.gate_still, text)
+    if (late := entropy.shape[0] // 2) >= limits.gate_still:
+        recent = np.ptp(readings[:, -late:], axis=1).max(axis=0)
+        if (stopped := recent < limits.gate_moved).any():
+            text = f"the gate no longer moved in the second half in {_layers(stopped)}"
+            return Verdict("gates moved", False, float(recent.min()), limits.gate_moved, text)
     return Verdict(
         "gates moved",
         True,
@@ -87,42 +98,52 @@ def gates_moved(history: History, limits: Limits) -> Verdict | None:
 
 
 def gates_alive(history: History, limits: Limits) -> Verdict | None:
-    """At the end: no layer collapsed onto one branch, no layer saturated, no branch unused."""
+    """No layer collapsed onto one branch, none saturated, none without a branch: at the end, and through the run."""
     if _dense(history):
         return None
     _, entropy = history.layers("gate_entropy")
     if not len(entropy):
         return Verdict("gates alive", None, None, limits.gate_entropy, "no gate statistics were recorded")
     _, saturation = history.layers("gate_saturation")
-    last = entropy[-1]
-    if (collapsed := last < limits.gate_entropy).any():
-        return Verdict(
-            "gates alive",
-            False,
-            float(last.min()),
+    shares = _shares(history)
+    ills = [
+        (
+            entropy,
+            entropy < limits.gate_entropy,
             limits.gate_entropy,
-            f"collapsed onto one branch in {_layers(collapsed)}, entropy {last.min():.3f} nats",
-        )
-    if len(saturation) and (stuck := saturation[-1] > limits.gate_saturation).any():
-        return Verdict(
-            "gates alive",
-            False,
-            float(saturation[-1].max()),
+            "collapsed onto one branch in {where}, entropy {value:.3f} nats",
+        ),
+        (
+            saturation,
+            saturation > limits.gate_saturation,
             limits.gate_saturation,
-            f"{saturation[-1].max():.0%} of the gate values are stuck at 0 or 1 in {_layers(stuck)}",
-        )
-    readings = {branch: history.layers(f"gate_share_{branch}")[1] for branch in BRANCHES}
-    shares = {branch: float(values[-1].mean()) for branch, values in readings.items() if len(values)}
-    if shares and min(shares.values()) < limits.gate_share:
-        unused = min(shares, key=shares.__getitem__)
-        return Verdict(
-            "gates alive",
-            False,
-            shares[unused],
-            limits.gate_share,
-            f"branch {unused} holds {shares[unused]:.1%} of the gates",
-        )
-    split = ", ".join(f"{branch} {share:.0%}" for branch, share in shares.items())
+            "{value:.0%} of the gate values are stuck at 0 or 1 in {where}",
+        ),
+        *(
+            (
+                share,
+                share < limits.gate_share,
+                limits.gate_share,
+                f"branch {branch} holds {{value:.1%}} of the gates in {{where}}",
+            )
+            for branch, share in shares.items()
+        ),
+    ]
+    for values, ill, limit, text in ills:
+        if not len(values):
+            continue
+        # A moment of it is training; the end of it, or much of it, is not.
+        often = ill.mean(axis=0) > limits.gate_readings
+        now = ill[-1]
+        if (wrong := now | often).any():
+            # The reading that is farthest on the wrong side, of the last ones where they show it.
+            shown = (ill[-1:] & wrong) if now.any() else (ill & wrong)
+            found = values[-len(shown) :][shown]
+            value = float(found[np.abs(found - limit).argmax()])
+            when = "" if now.any() else f", in {ill[:, wrong].mean(axis=0).max():.0%} of the readings"
+            return Verdict("gates alive", False, value, limit, text.format(value=value, where=_layers(wrong)) + when)
+    last = entropy[-1]
+    split = ", ".join(f"{branch} {values[-1].mean():.0%}" for branch, values in shares.items() if len(values))
     return Verdict(
         "gates alive",
         True,
@@ -130,6 +151,23 @@ def gates_alive(history: History, limits: Limits) -> Verdict | None:
         limits.gate_entropy,
         f"{split}; lowest entropy of a layer {last.min():.2f} of {EVEN:.2f} nats",
     )
+
+
+def branch_outputs(history: History, limits: Limits) -> Verdict | None:
+    """Every branch of every layer says something, at every reading."""
+    if _dense(history):
+        return None
+    norms = {branch: history.layers(f"norm_{branch}") for branch in BRANCHES}
+    for branch, (steps, values) in norms.items():
+        if len(values) and (silent := values == 0).any():
+            first = int(steps[silent.any(axis=1).argmax()])
+            text = f"branch {branch} is 0 in {_layers(silent.any(axis=0))}, first at step {first:,}"
+            return Verdict("branch outputs", False, 0.0, 0.0, text)
+    if not all(len(values) for _, values in norms.values()):
+        return Verdict("branch outputs", None, None, 0.0, "no norms were recorded")
+    last = {branch: values[-1].mean() for branch, (_, values) in norms.items()}
+    split = ", ".join(f"{branch} {value:.2f}" for branch, value in last.items())
+    return Verdict("branch outputs", True, float(min(last.values())), 0.0, f"root mean square {split}, over the layers")
 
 
 def selection_chooses(history: History, limits: Limits) -> Verdict | None:
@@ -241,6 +279,20 @@ def _selection(history: History, name: str, verdict: str) -> tuple[np.ndarray, C
     if not len(values):
         return Verdict(verdict, None, None, None, "no selection statistics were recorded")
     return values[-1], span
+
+
+def _shares(history: History) -> dict[str, np.ndarray]:
+    """Of each branch, its share of the gates `[readings, layers]`."""
+    return {branch: history.layers(f"gate_share_{branch}")[1] for branch in BRANCHES}
+
+
+def _longest_row(shows: np.ndarray) -> np.ndarray:
+    """How often in a row each column of `[n, layers]` shows, at most."""
+    longest = row = np.zeros(shows.shape[1], dtype=np.int64)
+    for each in shows:
+        row = np.where(each, row + 1, 0)
+        longest = np.maximum(longest, row)
+    return longest
 
 
 def _dense(history: History) -> bool:

@@ -1,5 +1,8 @@
 """Verdicts on the run as a whole: its end, its losses, its steps, its checkpoints, its pace.
 
+The last attempt is judged, and the whole record of steps. Troubles of an attempt that a later one got over are told, and
+no longer held against the run.
+
 What is judged here is written down independently of the trainer: the learning rate, the steps that must have been
 logged, the checkpoints that must exist.
 """
@@ -7,16 +10,23 @@ logged, the checkpoints that must exist.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nsa_lab.config import StageConfig, TrainConfig
 from nsa_lab.health.verdict import Limits, Verdict, one_line
 from nsa_lab.runs import directory
-from nsa_lab.runs.checkpoints import verify
+from nsa_lab.runs.checkpoints import folder_of, path_of, verify
+from nsa_lab.runs.checkpoints import steps as steps_on_disk
+from nsa_lab.runs.events import Event
 from nsa_lab.runs.history import Attempt, History
 
+# What every `step` event says, and every `eval` event.
+TOLD = {"step": ("loss", "bpb", "lr", "grad_norm", "dt_s", "tokens_per_s"), "eval": ("loss", "bpb")}
 UNIFORM_NOISE_BITS = math.log2(255)  # of the synthetic source: 255 equal bytes
 
 
@@ -67,78 +77,183 @@ def finished(history: History, limits: Limits) -> Verdict:
 
 
 def guards(history: History, limits: Limits) -> Verdict:
-    fired = [event for event in history.current("guard") if event.get("action") != "quarantined"]
+    fired, overcome = _by_attempt(history, [e for e in history.current("guard") if e.get("action") != "quarantined"])
     # A halt explains itself better than the warnings that came before it.
     fired.sort(key=lambda event: event.get("action") != "halt")
+
+    def told(event: Event) -> str:
+        text = event.get("text") or f"step {event['step']}: value {event.get('value')}, limit {event.get('limit')}"
+        return f"{event['rule']} ({event.get('action')}): {one_line(text)}"
+
     if not fired:
-        return Verdict("guards", True, 0, 0, "no guard fired")
-    first = fired[0]
-    text = first.get("text") or f"step {first['step']}: value {first.get('value')}, limit {first.get('limit')}"
+        return Verdict("guards", True, 0, 0, "no guard fired" + _got_over(overcome, told))
     more = f" (and {len(fired) - 1} more)" if len(fired) > 1 else ""
-    return Verdict("guards", False, len(fired), 0, f"{first['rule']} ({first.get('action')}): {one_line(text)}{more}")
+    return Verdict("guards", False, len(fired), 0, told(fired[0]) + more)
 
 
 def finite(history: History, limits: Limits) -> Verdict:
-    bad = [(event["step"], name) for event in history.current("step", "eval") for name in event.get("nonfinite", ())]
+    """Of what was written, and of what every event must say: null without a word about it is no number either."""
+    bad = [(event["step"], name) for event in history.current("step", "eval") for name in _not_numbers(event)]
+    if not bad and not history.current("step", "eval"):
+        return Verdict("finite numbers", None, 0, 0, "no number was recorded")
     if not bad:
         return Verdict("finite numbers", True, 0, 0, "every recorded number is finite")
     step, name = bad[0]
     return Verdict("finite numbers", False, len(bad), 0, f"{name} is not finite at step {step:,} ({len(bad)} such numbers)")
 
 
+def _not_numbers(event: Event) -> list[str]:
+    named = list(event.get("nonfinite", ()))
+    said = {name: value for name, value in event.items() if name != "nonfinite"}
+    said = dict.fromkeys(TOLD[event["kind"]]) | said
+    for name, value in said.items():
+        entries = enumerate(value) if isinstance(value, list) else [(None, value)]
+        for index, entry in entries:
+            if entry is None or (isinstance(entry, float) and not math.isfinite(entry)):
+                named.append(name if index is None else f"{name}[{index}]")
+    return list(dict.fromkeys(named))
+
+
 def errors(history: History, limits: Limits) -> Verdict:
-    """Errors of the last attempt; those that a later attempt got over are part of the attempts' story."""
-    last = max((event["attempt"] for event in history.events), default=0)
-    found = [event for event in history.of_kind("error") if event["attempt"] == last and event.get("where") != "save"]
+    found, overcome = _by_attempt(history, [e for e in history.of_kind("error") if e.get("where") != "save"])
+
+    def told(event: Event) -> str:
+        return f"{event.get('type', 'error')} at step {event['step']:,}: {one_line(event.get('message'))}"
+
     if not found:
-        return Verdict("errors", True, 0, 0, "none")
-    first = found[0]
-    text = f"{first.get('type', 'error')} at step {first['step']:,}: {one_line(first.get('message'))}"
-    return Verdict("errors", False, len(found), 0, text)
+        return Verdict("errors", True, 0, 0, "none" + _got_over(overcome, told))
+    return Verdict("errors", False, len(found), 0, told(found[0]))
 
 
 def stalls(history: History, limits: Limits) -> Verdict:
-    found = history.of_kind("stall")
+    found, overcome = _by_attempt(history, history.of_kind("stall"))
+
+    def told(event: Event) -> str:
+        age_s = event.get("phase_age_s") or 0
+        return f"in phase {event.get('phase')} at step {event['step']:,}, noticed after {age_s:.0f} s"
+
     if not found:
-        return Verdict("stalls", True, 0, 0, "none")
+        return Verdict("stalls", True, 0, 0, "none" + _got_over(overcome, told))
     worst = max(found, key=lambda event: event.get("phase_age_s") or 0)
-    text = (
-        f"{len(found)}; the longest in phase {worst.get('phase')} at step {worst['step']:,}, "
-        f"noticed after {worst.get('phase_age_s', 0):.0f} s"
-    )
-    return Verdict("stalls", False, len(found), 0, text)
+    return Verdict("stalls", False, len(found), 0, f"{len(found)}; the longest {told(worst)}")
 
 
 def preflight(history: History, limits: Limits) -> Verdict:
-    found = history.of_kind("preflight")
+    """Of the last attempt that began at step 0: the others go on from what that one checked."""
+    every = history.of_kind("preflight")
+    last = max((event["attempt"] for event in every), default=0)
+    found = [event for event in every if event["attempt"] == last]
     bad = [event for event in found if event.get("ok") is False]
+    unclear = [event for event in found if event.get("ok") not in (True, False)]
+
+    def told(event: Event) -> str:
+        return one_line(f"{event['name']}: {event.get('value')}, limit {event.get('limit')}")
+
     if not found:
-        return Verdict("preflight", None, None, None, "no check was recorded")
-    if not bad:
-        return Verdict("preflight", True, len(found), len(found), f"{len(found)} checks passed")
-    text = f"{bad[0]['name']}: {bad[0].get('value')}, limit {bad[0].get('limit')} ({len(bad)} of {len(found)} failed)"
-    return Verdict("preflight", False, len(found) - len(bad), len(found), one_line(text))
+        trained = history.reached > 0
+        text = "no check was recorded before the first step" if trained else "no check was recorded"
+        return Verdict("preflight", False if trained else None, 0, None, text)
+    if bad:
+        text = f"{told(bad[0])} ({len(bad)} of {len(found)} failed)"
+        return Verdict("preflight", False, len(found) - len(bad), len(found), text)
+    if unclear:
+        return Verdict("preflight", None, None, len(found), f"{told(unclear[0])}: it says neither passed nor failed")
+    overcome = [event for event in every if event["attempt"] != last and event.get("ok") is False]
+    return Verdict("preflight", True, len(found), len(found), f"{len(found)} checks passed" + _got_over(overcome, told))
+
+
+def _by_attempt(history: History, found: list[Event]) -> tuple[list[Event], list[Event]]:
+    """Those of the last attempt, and those that a later attempt got over."""
+    last = history.last_attempt
+    return [event for event in found if event["attempt"] == last], [event for event in found if event["attempt"] != last]
+
+
+def _got_over(found: list[Event], told: Callable[[Event], str]) -> str:
+    """Earlier troubles, for the end of a sentence; empty if there were none."""
+    if not found:
+        return ""
+    shown = "; ".join(f"attempt {event['attempt']}: {told(event)}" for event in found[:3])
+    return f" (got over: {shown}{' …' if len(found) > 3 else ''})"
 
 
 def loss_fell(history: History, limits: Limits) -> Verdict | None:
     if history.config.data.source == "synthetic":
         return None
-    steps, bpb = history.validation()
+    steps, bpb = _numbers_of(*history.validation())
     if len(bpb) < 2 or steps[-1] == 0:
         return Verdict("loss fell", None, None, None, "validation was not evaluated after training")
-    # What can be asked of a short run is less: the limit grows to its full height over the first hundred steps.
-    limit = limits.validation_fall * min(1.0, history.reached / 100)
+    limit = _asked_of(history, limits.validation_fall)
     fall = 1 - bpb[-1] / bpb[0]
     change = f"{abs(fall):.1%} {'below' if fall >= 0 else 'above'} the start"
     text = f"validation from {bpb[0]:.3f} to {bpb[-1]:.3f} bits per byte, {change} (at least {limit:.1%} below asked)"
     return Verdict("loss fell", bool(fall >= limit), float(fall), limit, text)
 
 
+def _asked_of(history: History, fall: float) -> float:
+    """What can be asked of a short run is less: the limit grows to its full height over the first hundred steps."""
+    return fall * min(1.0, history.reached / 100)
+
+
+def training_loss(history: History, limits: Limits) -> Verdict | None:
+    """The loss that is trained on moves, and falls."""
+    if history.config.data.source == "synthetic":
+        return None
+    limit = _asked_of(history, limits.training_fall)
+    falls: list[tuple[float, str]] = []
+    for name, unit in (("loss", "nats per token"), ("bpb", "bits per byte")):
+        steps, values = _numbers_of(*history.series(name))
+        if len(values) < 5:
+            return Verdict("training loss", None, None, limit, "too few readings to see it fall")
+        still, where = _longest_still(steps, values[:, None])
+        if still >= limits.equal_losses:
+            text = f"{name} is the same to the last bit in {still} readings in a row, up to step {where:,}"
+            return Verdict("training loss", False, still, limits.equal_losses, text)
+        last = float(np.mean(values[-max(1, min(50, len(values) // 10)) :]))
+        falls.append((1 - last / values[0], f"from {values[0]:.3f} to {last:.3f} {unit}"))
+    fall, text = min(falls)
+    return Verdict("training loss", bool(fall >= limit), fall, limit, f"{text} (at least {limit:.1%} below asked)")
+
+
+def _longest_still(steps: np.ndarray, values: np.ndarray) -> tuple[int, int]:
+    """The most readings `[n, ...]` in a row that are equal to the last bit, and the step of the last of them."""
+    longest, where, row = min(len(values), 1), int(steps[-1]) if len(steps) else 0, 1
+    for index in range(1, len(values)):
+        row = row + 1 if np.array_equal(values[index], values[index - 1]) else 1
+        if row > longest:
+            longest, where = row, int(steps[index])
+    return longest, where
+
+
+def _numbers_of(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Without the readings that are no numbers; `finite` speaks of those."""
+    known = np.isfinite(values)
+    return steps[known], values[known]
+
+
+def gradients(history: History, limits: Limits) -> Verdict:
+    """Every step has a gradient, in every layer, and none that clipping had to make a thousand times smaller."""
+    steps, norms = _numbers_of(*history.series("grad_norm"))
+    limit = limits.gradient_norm * max(1.0, history.config.train.grad_clip)
+    if not len(norms):
+        return Verdict("gradients", None, None, limit, "none was recorded")
+    if (none := norms == 0).any():
+        text = f"the gradient is 0 at {none.sum()} logged steps, the first {steps[none.argmax()]:,}"
+        return Verdict("gradients", False, 0.0, 0.0, text)
+    at, layers = history.layers("grad_norm_layers")
+    if len(layers) and (none := layers == 0).any():
+        reading, layer = np.argwhere(none)[0]
+        text = f"no gradient reaches layer {layer} at step {at[reading]:,} ({none.sum()} such readings)"
+        return Verdict("gradients", False, 0.0, 0.0, text)
+    largest = int(norms.argmax())
+    text = f"norm {norms.min():.3g} to {norms[largest]:.3g}, the largest at step {steps[largest]:,}"
+    return Verdict("gradients", bool(norms[largest] <= limit), float(norms[largest]), limit, text)
+
+
 def loss_kept(history: History, limits: Limits) -> Verdict:
-    steps, bpb = _at_the_last_length(history, *history.validation())
+    steps, bpb = _at_the_last_length(history, *_numbers_of(*history.validation()))
     if len(bpb) < 3:
         return Verdict("loss kept", None, None, limits.best_kept, "fewer than three evaluations")
-    best = int(np.nanargmin(bpb))
+    best = int(bpb.argmin())
     ratio = bpb[-1] / bpb[best]
     text = f"last validation {bpb[-1]:.3f} bits per byte, best {bpb[best]:.3f} at step {steps[best]:,}"
     return Verdict("loss kept", bool(ratio <= limits.best_kept), ratio, limits.best_kept, text)
@@ -170,11 +285,11 @@ def no_leak(history: History, limits: Limits) -> Verdict:
 
 
 def generalises(history: History, limits: Limits) -> Verdict:
-    _, train = _at_the_last_length(history, *history.series("bpb"))
-    _, held_out = _at_the_last_length(history, *history.validation())
+    _, train = _at_the_last_length(history, *_numbers_of(*history.series("bpb")))
+    _, held_out = _at_the_last_length(history, *_numbers_of(*history.validation()))
     if len(held_out) < 2 or len(train) < 5:
         return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
-    recent = float(np.nanmean(train[-max(5, len(train) // 10) :]))
+    recent = float(np.mean(train[-max(5, len(train) // 10) :]))
     ratio = held_out[-1] / recent
     text = f"validation {held_out[-1]:.3f} against training {recent:.3f} bits per byte, ratio {ratio:.3f}"
     return Verdict("generalises", bool(ratio <= limits.validation_gap), ratio, limits.validation_gap, text)
@@ -186,6 +301,8 @@ def learning_rate(history: History, limits: Limits) -> Verdict:
         return Verdict("learning rate", None, None, None, "none was recorded")
     wanted = np.array([expected_learning_rate(int(step), history.config.train) for step in steps])
     off = np.abs(rates - wanted) / max(stage.lr for stage in history.config.train.plan)
+    # A rate that is no number is as far off as any can be.
+    off[~np.isfinite(off)] = np.inf
     worst = int(np.argmax(off))
     schedule = " and ".join(dict.fromkeys(stage.lr_schedule for stage in history.config.train.plan))
     text = f"follows the configured {schedule} schedule at {len(steps)} logged steps"
@@ -219,74 +336,125 @@ def _story(attempts: list[Attempt]) -> str:
 
 
 def checkpoints(history: History, limits: Limits) -> Verdict:
+    """Each that was due is there. One that an attempt went on from, or that lies there whole, was saved, also if the
+    trainer was killed before it could say so."""
     train = history.config.train
-    saved = {event["step"]: event for event in history.current("checkpoint")}
-    failed = [event for event in history.of_kind("error") if event.get("where") == "save"]
-    quarantined = [event for event in history.of_kind("guard") if event.get("action") == "quarantined"]
-    wanted = set(range(train.save_every, history.reached + 1, train.save_every)) if train.save_every else set()
-    missing = sorted(step for step in wanted - set(saved) if step < history.reached or history.done)
-    for problem in (*failed, *quarantined):
-        text = problem.get("text") or f"a save failed at step {problem['step']:,}: {problem.get('message')}"
-        return Verdict("checkpoints", False, len(saved), len(wanted), one_line(text))
+    recorded = {event["step"]: event for event in history.current("checkpoint")}
+    failed, overcome = _by_attempt(history, [e for e in history.of_kind("error") if e.get("where") == "save"])
+    damaged, quarantined = _by_attempt(history, [e for e in history.of_kind("guard") if e.get("action") == "quarantined"])
+    resumed = {event["from_step"] for event in history.of_kind("resume") if event.get("from_step")}
+    saved = resumed | _whole_on_disk(history) | set(recorded)
+    wanted = set(range(train.save_every, history.reached + 1, train.save_every)) if train.save_every else set[int]()
+    excused = {event["step"] for event in overcome}
+    missing = sorted(step for step in wanted - saved - excused if step < history.reached or history.done)
+    for problem in (*failed, *damaged):
+        return Verdict("checkpoints", False, len(saved), len(wanted), _failed_save(problem))
     if missing:
         text = f"none was saved at step {missing[0]:,} ({len(missing)} missing)"
         return Verdict("checkpoints", False, len(saved), len(wanted), text)
     if not saved:
         return Verdict("checkpoints", None, 0, len(wanted), "none was due yet")
-    return _on_disk(history, saved, len(wanted))
+    told = _got_over([*overcome, *quarantined], _failed_save)
+    return _on_disk(history, saved, recorded, len(wanted), told)
 
 
-def _on_disk(history: History, saved: dict[int, dict], wanted: int) -> Verdict:
+def _failed_save(problem: Event) -> str:
+    said = problem.get("text") or f"a save failed at step {problem['step']:,}: {problem.get('message')}"
+    return one_line(said)
+
+
+def _whole_on_disk(history: History) -> set[int]:
+    """Steps of the run, up to the one it is at, whose checkpoint lies there whole; contents are not read."""
+    folder = folder_of(history.run_dir)
+    there = [step for step in steps_on_disk(folder) if step <= history.reached] if folder.is_dir() else []
+    return {step for step in there if not verify(path_of(folder, step), hashes=False)}
+
+
+def _on_disk(history: History, saved: set[int], recorded: dict[int, Event], wanted: int, told: str) -> Verdict:
     """The record decides; files that are there must be whole. A copy without them is judged as the run itself was."""
     folder = history.run_dir / directory.CHECKPOINTS
     if not folder.is_dir():
         text = f"{len(saved)} saved, each when it was due; their files are not kept with this copy"
-        return Verdict("checkpoints", True, len(saved), wanted, text)
+        return Verdict("checkpoints", True, len(saved), wanted, text + told)
     pruned = {name for event in history.of_kind("checkpoint") for name in event.get("pruned") or ()}
-    kept = sorted(step for step, event in saved.items() if Path(event["path"]).name not in pruned)
+    kept = sorted(step for step, event in recorded.items() if Path(event["path"]).name not in pruned)
     newest = kept[-1] if kept else None
     for step in kept:
-        problems = verify(history.run_dir / saved[step]["path"], hashes=step == newest)
+        problems = verify(history.run_dir / recorded[step]["path"], hashes=step == newest)
         if problems:
             return Verdict("checkpoints", False, len(saved), wanted, f"step {step:,}: {', '.join(problems)}")
     text = f"{len(saved)} saved, each when it was due; {len(kept)} kept, all whole"
-    return Verdict("checkpoints", True, len(saved), wanted, text)
+    return Verdict("checkpoints", True, len(saved), wanted, text + told)
 
 
 def throughput(history: History, limits: Limits) -> Verdict:
-    """Against the run's own median, stage by stage, without the first interval of each attempt, which holds compilation."""
-    paces = _paces(history, limits.pace_window_s)
-    if len(paces) < 5:
+    """Against the run's own best tenth, stage by stage. The first interval of each attempt, which holds compilation, is
+    left out.
+
+    The windows that are compared are equal in work: a half of the run that is ten times slower is half of them.
+    """
+    windows = _windows(history, limits.pace_window_s)
+    if len(windows) < 5:
         return Verdict("throughput", None, None, limits.slow_share, "too short to judge how steady it was")
-    stages, speed = np.array([stage for stage, _ in paces]), np.array([pace for _, pace in paces])
+    stages, speed, took_s = (np.array(column) for column in zip(*windows, strict=True))
     # A stage of longer texts is slower by its nature.
-    medians = {int(stage): float(np.median(speed[stages == stage])) for stage in np.unique(stages)}
-    slow = speed < limits.slow_factor * np.array([medians[stage] for stage, _ in paces])
-    share = float(slow.mean())
+    medians, best = ({int(n): of(speed[stages == n]) for n in np.unique(stages)} for of in (np.median, _best_tenth))
+    slow = speed < limits.slow_factor * np.array([best[stage] for stage in stages])
+    share, slow_s = float(slow.mean()), float(took_s[slow].sum())
     text = (
         f"median {', then '.join(f'{median:,.0f}' for median in medians.values())} tokens/s; "
-        f"{share:.1%} of the time windows below {limits.slow_factor:.0%} of it "
-        f"(slowest {speed.min():,.0f})"
+        f"{share:.1%} of the work below {limits.slow_factor:.0%} of the best tenth's pace, "
+        f"{', then '.join(f'{pace:,.0f}' for pace in best.values())} (slowest {speed.min():,.0f})"
     )
-    return Verdict("throughput", bool(slow.sum() <= 1 or share <= limits.slow_share), share, limits.slow_share, text)
+    ok = share <= limits.slow_share or slow_s < limits.slow_for_s
+    return Verdict("throughput", ok, share, limits.slow_share, text)
 
 
-def _paces(history: History, window_s: float) -> list[tuple[int, float]]:
-    """Stage, and tokens per second over windows of at least `window_s` of training time within it."""
-    paces: list[tuple[int, float]] = []
+def _best_tenth(speed: np.ndarray) -> float:
+    """The highest median among ten parts of the run, fewer where a part would have less than three windows."""
+    return max(float(np.median(part)) for part in np.array_split(speed, min(10, max(1, len(speed) // 3))))
+
+
+def _windows(history: History, window_s: float) -> list[tuple[int, float, float]]:
+    """Stage, tokens per second and seconds of stretches of training equal in work, within a stage and an attempt.
+
+    Each takes `window_s` at the median pace of its stage.
+    """
     train = history.config.train
-    stretch, before, steps, took_s = (0, 0), 0, 0, 0.0
+    intervals = _intervals(history)
+    windows: list[tuple[int, float, float]] = []
+    for stage, of_stage in ((n, [i for i in intervals if i[1] == n]) for n in range(len(train.plan))):
+        if not of_stage:
+            continue
+        enough = window_s / float(np.median([took_s / steps for *_, steps, took_s in of_stage]))
+        for _, stretch in groupby(of_stage, key=lambda interval: interval[0]):
+            steps, took_s = 0, 0.0
+            for *_, more_steps, more_s in stretch:
+                steps, took_s = steps + more_steps, took_s + more_s
+                if steps >= enough:
+                    windows.append((stage, steps * train.plan[stage].tokens_per_step / took_s, took_s))
+                    steps, took_s = 0, 0.0
+    return windows
+
+
+def _intervals(history: History) -> list[tuple[int, int, int, float]]:
+    """Attempt, stage, steps and seconds between one log point and the next, within a stage and an attempt."""
+    intervals: list[tuple[int, int, int, float]] = []
+    train = history.config.train
+    stretch, before = (0, 0), 0
     for event in history.steps:
         stage = train.at(event["step"])[0]
-        if (event["attempt"], stage) != stretch:
-            stretch, steps, took_s = (event["attempt"], stage), 0, 0.0
-        else:
-            steps, took_s = steps + event["step"] - before, took_s + (event["step"] - before) * event["dt_s"]
-        before = event["step"]
-        if took_s >= window_s:
-            paces.append((stage, steps * train.plan[stage].tokens_per_step / took_s))
-            steps, took_s = 0, 0.0
-    return paces
+        steps, tokens = event["step"] - before, train.plan[stage].tokens_per_step
+        took = [_positive(event.get("dt_s")), tokens / _positive(event.get("tokens_per_s"), math.inf)]
+        if (event["attempt"], stage) == stretch and max(took) > 0:
+            # The two say the same; where they do not, the slower is believed.
+            intervals.append((event["attempt"], stage, steps, steps * max(took)))
+        stretch, before = (event["attempt"], stage), event["step"]
+    return intervals
+
+
+def _positive(value: Any, otherwise: float = 0.0) -> float:
+    return value if isinstance(value, (int, float)) and math.isfinite(value) and value > 0 else otherwise
 
 
 def data_wait(history: History, limits: Limits) -> Verdict:

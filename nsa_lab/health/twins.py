@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
-from nsa_lab.runs.history import History, facts
+from nsa_lab.runs.history import History, evaluated_apart, facts
 
 # What twins may differ in: attention itself, and what is watched, saved and where.
 FREE = frozenset(
@@ -56,7 +56,10 @@ def same_training(nsa: History, dense: History) -> Verdict:
         {event["data_identity"] for event in run.of_kind("start", "resume") if "data_identity" in event}
         for run in (nsa, dense)
     ]
-    differ += ["the data"] if all(texts) and texts[0] != texts[1] else []
+    if all(texts) and texts[0] != texts[1]:
+        differ.append("the data")
+    elif evaluated_apart((nsa, dense)):
+        differ.append("the text that was evaluated")
     text = f"they differ in {', '.join(differ)}" if differ else "the same configuration but for attention"
     return Verdict("twins", not differ, len(differ), 0, text)
 
@@ -67,6 +70,9 @@ def as_good(nsa: History, dense: History, limits: Limits) -> Verdict:
     step = max((step for step in ours if step in theirs), default=0)
     if step == 0:
         return Verdict("as good as dense", None, None, limits.twin_gap, "no step was evaluated in both runs but the start")
+    if len({run.evaluated_text(event) for run in (nsa, dense) for event in run.evaluations if event["step"] == step}) > 1:
+        text = f"at step {step:,} they were evaluated on different texts, which cannot be compared"
+        return Verdict("as good as dense", None, None, limits.twin_gap, text)
     gap = ours[step] / theirs[step] - 1
     text = (
         f"validation {ours[step]:.4f} against {theirs[step]:.4f} bits per byte at step {step:,}: {gap:+.2%} "
@@ -76,12 +82,15 @@ def as_good(nsa: History, dense: History, limits: Limits) -> Verdict:
 
 
 def side_by_side(nsa: History, dense: History) -> list[tuple[str, float | None, float | None, float | None]]:
-    """Name, NSA, dense and NSA/dense of the numbers that a reader asks for; None where a run does not say."""
+    """Name, NSA, dense and NSA/dense of the numbers that a reader asks for; None where a run does not say, and for the
+    ratio of losses on different texts."""
     known = facts(nsa), facts(dense)
+    apart = evaluated_apart((nsa, dense))
     rows = []
     for name, (key, unit) in SHOWN.items():
         ours, theirs = (None if (value := getattr(one, key)) is None else value / unit for one in known)
-        rows.append((name, ours, theirs, ours / theirs if ours is not None and theirs else None))
+        unlike = apart and "validation" in key
+        rows.append((name, ours, theirs, ours / theirs if ours is not None and theirs and not unlike else None))
     return rows
 
 

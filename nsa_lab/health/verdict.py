@@ -16,16 +16,24 @@ class Limits:
     best_kept: float = 1.05  # last validation bpb over the best one
     validation_gap: float = 1.25  # validation bpb over training bpb at the end
     lr_error: float = 1e-6  # of the peak rate: the schedule is a formula, and only rounding may differ
+    training_fall: float = 0.25  # fall of the training loss from its first reading; smaller for runs under 100 steps
+    equal_losses: int = 5  # readings in a row that are equal to the last bit: every batch is another text
+    gradient_norm: float = 1e3  # times train.grad_clip, or times 1 if that is less: past that, clipping leaves only noise
     pace_window_s: float = 2.0  # readings are joined until they span this: single short steps say nothing on a busy machine
-    slow_factor: float = 0.5  # a window below this share of the median tokens/s is slow
-    slow_share: float = 0.10  # slow windows among all; a single one is forgiven
+    slow_factor: float = 0.6  # a window below this share of the run's best tenth is slow
+    slow_share: float = 0.10  # slow windows among all; they are equal in work, so that a slow half is half of them
+    slow_for_s: float = 30.0  # slow windows that take less time together are another program's burst
     data_wait: float = 0.10  # waiting for data, of the training time
     memory_growth: float = 1.5  # largest resident memory of the second half over that of the first
+    heartbeats: float = 0.5  # of those that were due in the time that the last attempt took
+    clock_back_s: float = 60.0  # that clocks of two hosts may differ, or one be set right
     gate_moved: float = 0.002  # smallest change of a layer's branch shares or entropy that counts as movement
     gate_pinned: float = 1e-4  # an entropy this close to ln 3 in every reading is a gate of zeros
     gate_entropy: float = 0.20  # a layer below this has collapsed onto one branch (ln 3 = 1.099 is even)
-    gate_share: float = 0.02  # a branch below this, averaged over the layers, is not used
+    gate_share: float = 0.02  # a branch below this in a layer is not used there
     gate_saturation: float = 0.50  # gate values within 0.01 of 0 or 1: these pass no gradient
+    gate_readings: float = 0.10  # readings, of all, in which a layer's gate may be collapsed, stuck or without a branch
+    gate_still: int = 3  # readings in a row in which nothing moves, to the last bit
     reuse_fixed: float = 0.9995  # neighbours share this much of their blocks: the choice does not depend on the query
     reuse_slack: float = 0.05  # below chance by more than this, neighbours avoid each other's blocks
     reach_margin: float = 0.02  # of the range between always the nearest and always the oldest: no choice by content

@@ -20,8 +20,8 @@ def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     gate_share_*: mean share of a branch in the gate's sum; gate_entropy: nats, of those shares, ln 3 at most;
     gate_saturation: share of gates within 0.01 of 0 or 1; sel_reuse: share of a query's blocks that the query before it
     chose too; sel_distance: mean distance of the chosen blocks, in blocks; sel_sink_share: attention that the first block
-    holds, over queries past it; sel_window_overlap: share of the selected keys that the window reads too; norm_*: root
-    mean square of a branch's output.
+    holds, over queries past it; sel_window_overlap: share of the selected keys that the window reads too; sel_keys and
+    sel_keys_most: selected keys of a query, mean and most; norm_*: root mean square of a branch's output.
     """
     nsa = config.nsa
     gates, blocks = seen["gates"].float(), seen["blocks"].long()
@@ -43,6 +43,8 @@ def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig) -> dict[s
 
     keys, near = geometry.keys_of_blocks(blocks, t, nsa)
     stats["sel_window_overlap"] = near.sum() / keys.sum()
+    per_query = keys.sum(-1).float()
+    stats["sel_keys"], stats["sel_keys_most"] = per_query.mean(), per_query.max()
     for name in BRANCHES:
         stats[f"norm_{name}"] = seen[f"out_{name}"].float().pow(2).mean().sqrt()
     return stats

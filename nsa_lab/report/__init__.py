@@ -36,7 +36,7 @@ from nsa_lab.report.index import INDEX, write_index
 from nsa_lab.report.inert import POLICY, external_loads, inert
 from nsa_lab.report.portable import make_portable, portable
 from nsa_lab.runs.files import write_text
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, evaluated_apart
 from nsa_lab.runs.summary import settings_of
 
 __all__ = ["INDEX", "NOTEBOOK", "compare", "export", "external_loads", "make_portable", "write_index", "write_report"]
@@ -118,7 +118,7 @@ def _write(
             "links": _links(page, histories),
             "overview_cell": _cell_of(prepared, "overview("),
             "runs": runs,
-            "beside": beside(runs) if len(runs) > 1 else None,
+            "beside": beside(runs, evaluated_apart(histories)) if len(runs) > 1 else None,
         },
     }
     text, _ = exporter.from_notebook_node(prepared, resources)

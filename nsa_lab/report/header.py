@@ -60,11 +60,15 @@ def run_summary(run: Any, *, picture: bool = True) -> dict[str, Any]:
     }
 
 
-def beside(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Facts of several runs as rows of a table: a name, and the value in each; a dash where a run does not say."""
+def beside(runs: list[dict[str, Any]], apart: bool = False) -> list[tuple[str, list[str]]]:
+    """Facts of several runs as rows of a table: a name, and the value in each; a dash where a run does not say.
+
+    `apart` says that they were evaluated on different texts, and so does the row.
+    """
     known = [{"verdict": run["headline"], **dict(run["facts"])} for run in runs]
     names = dict.fromkeys(name for facts in known for name in facts)
-    return [(name, [facts.get(name, "–") for facts in known]) for name in names]
+    note = " (of different texts: not to be compared)" if apart else ""
+    return [(name + note * name.startswith("validation"), [facts.get(name, "–") for facts in known]) for name in names]
 
 
 def evaluation_shown(history: History) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ reads the same. Every step counts once, in its latest attempt.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ class History:
         return max((event["step"] for event in self.current("step", "eval", "checkpoint")), default=0)
 
     @property
+    def last_attempt(self) -> int:
+        """The number of the newest attempt; 0 before the first."""
+        return max((event["attempt"] for event in self.events), default=0)
+
+    @property
     def done(self) -> bool:
         return self.status.get("status") == directory.DONE
 
@@ -110,6 +116,19 @@ class History:
             np.array([step for step, _ in seen], dtype=np.int64),
             np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64),
         )
+
+    def evaluated_text(self, evaluation: Event) -> str:
+        """Names the text that an evaluation read; two of one name may be compared.
+
+        Runs from before it was recorded read what their data, and the sequences of a forward pass, made of it.
+        """
+        if "text" in evaluation:
+            return evaluation["text"]
+        train = self.config.train
+        stage = train.stage_at(evaluation["step"])
+        data = {event.get("data_identity") for event in self.of_kind("start", "resume")}
+        windows = train.eval_batches * stage.sequences_at_once
+        return f"{windows} × {stage.seq_len} of {', '.join(sorted(map(str, data)))}"
 
     def attempts(self) -> list[Attempt]:
         """The attempts in order of their numbers."""
@@ -151,6 +170,11 @@ def _latest(values: np.ndarray) -> np.ndarray:
     """The readings that say where training stands; those that are not finite are left out."""
     latest = values[-max(1, min(LATEST_READINGS, len(values) // 10)) :]
     return latest[np.isfinite(latest)]
+
+
+def evaluated_apart(runs: Sequence[History]) -> bool:
+    """Whether the last evaluations of these runs read different texts, so that their losses say nothing of each other."""
+    return len({run.evaluated_text(run.evaluations[-1]) for run in runs if run.evaluations}) > 1
 
 
 @dataclass(frozen=True)

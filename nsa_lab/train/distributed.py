@@ -11,15 +11,15 @@ the ranks, and `full` and `like` go between a sharded tensor and a plain one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,6 +80,18 @@ class World:
             return model
         # Buffers are tables that every rank computes alike; gradients are averaged where they lie, not in copies.
         return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        """All weights of a sharded model on every rank, for calls that go around its own `forward`; every rank must ask."""
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in sharded:
+                module.reshard()
 
     def sync(self, forward: Callable[..., Any], *, when: bool) -> AbstractContextManager:
         """Copies exchange gradients in the last micro-batch only; shards in each, or they would have to be kept whole."""

@@ -6,7 +6,7 @@ diagnosis; `warn` is recorded and the run goes on. Limits are relative to the ru
     non_finite   a loss or gradient that is not finite     halt   (the update was skipped on the device)
     spike        a loss far above its recent window        halt   (train.spike_sigma; 0: off)
     throughput   below train.min_tokens_per_s, sustained   halt   (0: off)
-    slowdown     below half of the run's own median        warn
+    slowdown     well below the run's own best pace        warn
     saturated    gates of a layer stuck at 0 or 1          warn
     frozen       gate weights of a layer that never move   warn
 """
@@ -22,6 +22,10 @@ from dataclasses import dataclass
 SPIKE_WINDOW, SPIKE_MINIMUM = 128, 32
 # Seconds for which a run must be slow before it is said: another program's burst is not the run's fault.
 SLOW_FOR_S = 30.0
+# Of the best pace that the attempt kept: half the speed is below it, and so is, some day, one that creeps down.
+SLOW_FACTOR = 0.6
+# Log points over which a pace must be kept to count; the first judgement is after the fewer.
+PACE_WINDOW, PACE_MINIMUM = 20, 5
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,14 @@ class ThroughputRule:
     """Judges tokens per second at log points, after the first of an attempt (which holds compilation).
 
     Halts after `patience` log points in a row below `minimum` (0: off); warns once when `patience_slow` in a row, and
-    `SLOW_FOR_S` seconds, are below half of the run's own median.
+    `SLOW_FOR_S` seconds, are below `SLOW_FACTOR` of the best pace, the highest median of `PACE_WINDOW` log points in a row
+    so far. A slow decline does not lower that, as it would a median of the past.
     """
 
-    def __init__(self, minimum: float, *, patience: int = 10, patience_slow: int = 3, remembered: int = 200) -> None:
+    def __init__(self, minimum: float, *, patience: int = 10, patience_slow: int = 3) -> None:
         self._minimum, self._patience, self._patience_slow = minimum, patience, patience_slow
-        self._past: deque[float] = deque(maxlen=remembered)
+        self._recent: deque[float] = deque(maxlen=PACE_WINDOW)
+        self._best = 0.0
         self._below = self._slow = 0
         self._slow_s, self._warned = 0.0, False
 
@@ -120,13 +126,15 @@ class ThroughputRule:
                 f"step {step}: {tokens_per_s:,.0f} tokens/s, below train.min_tokens_per_s = "
                 f"{self._minimum:,.0f} at {self._below} log points in a row",
             )
-        return self._against_median(step, tokens_per_s, seconds)
+        return self._against_best(step, tokens_per_s, seconds)
 
-    def _against_median(self, step: int, tokens_per_s: float, seconds: float) -> Finding | None:
-        limit = 0.5 * statistics.median(self._past) if len(self._past) >= 5 else 0.0
+    def _against_best(self, step: int, tokens_per_s: float, seconds: float) -> Finding | None:
+        limit = SLOW_FACTOR * self._best
+        self._recent.append(tokens_per_s)
+        if len(self._recent) >= PACE_MINIMUM:
+            self._best = max(self._best, statistics.median(self._recent))
         if tokens_per_s >= limit:
             self._slow, self._slow_s, self._warned = 0, 0.0, False
-            self._past.append(tokens_per_s)
             return None
         self._slow, self._slow_s = self._slow + 1, self._slow_s + seconds
         if self._warned or self._slow < self._patience_slow or self._slow_s < SLOW_FOR_S:
@@ -138,7 +146,8 @@ class ThroughputRule:
             tokens_per_s,
             limit,
             "warn",
-            f"step {step}: {tokens_per_s:,.0f} tokens/s, less than half of this run's median {2 * limit:,.0f}",
+            f"step {step}: {tokens_per_s:,.0f} tokens/s, less than {SLOW_FACTOR:.0%} of the {self._best:,.0f} that this "
+            "run kept before",
         )
 
 

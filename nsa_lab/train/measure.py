@@ -56,14 +56,14 @@ def probe_logits(parts: Parts) -> Tensor:
 def branch_statistics(parts: Parts, inputs: Tensor) -> dict[str, Tensor]:
     """Gate and selection statistics of each layer on the first sequences of a batch.
 
-    Empty for a dense model, and for a sharded one: the branches are looked at from outside the blocks, where a rank holds
-    only its shard of the weights.
+    Empty for a dense model. Of this rank's sequences; every rank must ask, for the branches are looked at from outside the
+    blocks, and a sharded model is gathered for that.
     """
-    if parts.world.sharded:
+    if parts.config.model.attention == "dense":
         return {}
     parts.model.eval()
     try:
-        with torch.no_grad(), eager(), parts.stepper.autocast():
+        with torch.no_grad(), eager(), parts.stepper.autocast(), parts.world.whole(parts.model):
             return parts.model.statistics(inputs[:STATISTICS_SEQUENCES].to(parts.device, non_blocking=True))
     finally:
         parts.model.train()

@@ -59,7 +59,10 @@ def told_apart(losses: Tensor, weights: Tensor) -> Tensor:
 
 
 class Stepper:
-    """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters."""
+    """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters.
+
+    `applied_lr` is the rate that the optimiser held when it last stepped.
+    """
 
     def __init__(
         self,
@@ -78,6 +81,9 @@ class Stepper:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device, self._bf16, self._world = device, bf16, world
         self._bad = torch.zeros((), device=device)
+        self.applied_lr = 0.0
+        # Called by the optimiser itself when it steps: what a record says of the rate is what was held then.
+        optimizer.register_step_pre_hook(self._note_rate)
         self._graphed = GraphedGradients(self._gradients, self._parameters, device, self._make_moments) if graph else None
 
     def autocast(self) -> AbstractContextManager:
@@ -169,6 +175,9 @@ class Stepper:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._step_unless(self._bad)
+
+    def _note_rate(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        (self.applied_lr,) = {float(group["lr"]) for group in optimizer.param_groups}
 
     def _make_moments(self) -> None:
         """An update that is skipped, for what it allocates: the peak of memory is then reached during the capture.

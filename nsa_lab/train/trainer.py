@@ -31,7 +31,7 @@ from nsa_lab.train.parts import Parts
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
 from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, MARKED_TOKENS, STOP, TEXT_LOSS, Fetched, Readback
-from nsa_lab.train.telemetry.machine import memory_peak_bytes
+from nsa_lab.train.telemetry.machine import bytes_by_dtype, memory_peak_bytes, percentile
 from nsa_lab.train.telemetry.recorder import Recorder
 
 logger = logging.getLogger("nsa_lab.train")
@@ -54,8 +54,8 @@ class Trainer:
         self._throughput = ThroughputRule(self.train.min_tokens_per_s)
         self._gates, self._movement = GateRule(), GateMovement(parts.model)
         self._latest: list[float] = []
-        # Steps that are to be logged when their result is here, and their statistics where they have any.
-        self._to_log: dict[int, Fetched | None] = {}
+        # Steps that are to be logged when their result is here: the rate they were taken with, and statistics, if any.
+        self._to_log: dict[int, tuple[float, Fetched | None]] = {}
         self._interval = _Interval(done)
         self._failed_saves, self._why_unsaved = 0, "see the record of the first rank"
         self._first = done + 1
@@ -107,7 +107,7 @@ class Trainer:
         if batch is None:
             self.signals.check()
         assert batch is not None, "no batch comes only where a stop was asked for, which check() raises"
-        self._interval.data_s += self.record.phases.last("data")
+        self._interval.waits_s.append(self.record.phases.last("data"))
         inputs, targets, weights = batch
         # The first step at a length compiles and tunes, for minutes, without a line of ours being run.
         first = step == self._first or step in self._begins
@@ -143,7 +143,7 @@ class Trainer:
         evaluation = bool(train.eval_every) and (last or step % train.eval_every == 0)
         save = bool(train.save_every) and step % train.save_every == 0
         if log:
-            self._to_log[step] = self._statistics(inputs) if stats else None
+            self._to_log[step] = self.parts.stepper.applied_lr, self._statistics(inputs) if stats else None
         self._judge(everything=last or evaluation or save or step == self._first, phase=phase)
         if step == self._first:
             # Nothing made so far is garbage; scanning it again and again would cost a pause each time.
@@ -172,7 +172,7 @@ class Trainer:
                 self._throughput = ThroughputRule(self.train.min_tokens_per_s)
             self._act(self._spike.observe(step, result[LOSS]))
             if step in self._to_log:
-                self._log(step, self._to_log.pop(step))
+                self._log(step, *self._to_log.pop(step))
             if result[STOP] and not self._alone:
                 raise StopRequested(self.signals.requested or "another rank")
 
@@ -183,23 +183,29 @@ class Trainer:
         if finding.action == "halt":
             raise Halt(finding)
 
-    def _log(self, step: int, statistics: Fetched | None) -> None:
+    def _log(self, step: int, lr: float, statistics: Fetched | None) -> None:
         """Write down a step whose result was just read."""
         loss, norm = self._latest[LOSS], self._latest[GRAD_NORM]
-        steps, dt_s, data_s = self._interval.close(step)
+        steps, dt_s, waits_s = self._interval.close(step)
         tokens = self.train.tokens_by(step) - self.train.tokens_by(step - steps)
         speed = tokens / (steps * dt_s)
         numbers: dict[str, Any] = {
             "loss": loss,
             "bpb": self._bits_per_byte(loss),
             **self._told_apart(),
-            "lr": learning_rate(step, self.train),
+            "lr": lr,
             "grad_norm": norm,
             "dt_s": dt_s,
-            "data_s": data_s,
+            "data_s": math.fsum(waits_s) / steps,
+            "data_s_p50": percentile(waits_s, 0.5),
+            "data_s_p95": percentile(waits_s, 0.95),
             "tokens_per_s": speed,
             "mem_peak_bytes": memory_peak_bytes(self.parts.device),
         }
+        if statistics or step in self._begins:
+            numbers["weight_bytes"] = bytes_by_dtype(self.parts.model.parameters())
+            moments = (value for state in self.parts.optimizer.state.values() for value in state.values())
+            numbers["optimizer_bytes"] = bytes_by_dtype(moments)
         if statistics:
             numbers |= {"grad_norm_layers": [], "gate_update": []} | statistics.take()
             # They were taken after clipping.
@@ -232,10 +238,17 @@ class Trainer:
             return Fetched(vectors)
 
     def _evaluate(self) -> None:
+        held_out = self.parts.evaluation_at(self.done)
         with self._outside_training("eval"), self._interruptible():
-            loss = evaluate(self.parts, self.parts.evaluation_at(self.done), self._poll)
-        seq_len = self.train.stage_at(self.done).seq_len
-        self.record.evaluation("validation", seq_len, loss, self._bits_per_byte(loss))
+            loss = evaluate(self.parts, held_out, self._poll)
+        told = {
+            "seq_len": self.train.stage_at(self.done).seq_len,
+            "windows": held_out.windows,
+            "text": held_out.identity,
+            "loss": loss,
+            "bpb": self._bits_per_byte(loss),
+        }
+        self.record.evaluation("validation", told)
 
     def _save(self) -> None:
         """Write a checkpoint of the state after `done` steps, once. Two failures in a row halt the run."""
@@ -349,12 +362,13 @@ class _Interval:
 
     def __init__(self, step: int) -> None:
         self._step, self._begun = step, time.monotonic()
-        self.data_s = self.excluded_s = 0.0
+        self.excluded_s = 0.0
+        self.waits_s: list[float] = []
 
-    def close(self, step: int) -> tuple[int, float, float]:
-        """Steps since the last call, mean seconds per step, and mean seconds per step spent waiting for data."""
+    def close(self, step: int) -> tuple[int, float, list[float]]:
+        """Steps since the last call, mean seconds per step, and the seconds that each waited for data."""
         count, now = step - self._step, time.monotonic()
-        means = count, max(now - self._begun - self.excluded_s, 1e-9) / count, self.data_s / count
+        told = count, max(now - self._begun - self.excluded_s, 1e-9) / count, self.waits_s
         self._step, self._begun = step, now
-        self.data_s = self.excluded_s = 0.0
-        return means
+        self.excluded_s, self.waits_s = 0.0, []
+        return told

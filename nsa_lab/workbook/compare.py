@@ -16,7 +16,7 @@ from nsa_lab.figures import selection_by_layer
 from nsa_lab.figures.layers import STATISTICS
 from nsa_lab.figures.run_axes import BRANCH_NAMES, Run
 from nsa_lab.runs import checkpoints
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, evaluated_apart
 from nsa_lab.workbook.samples import observed_blocks
 
 NAMES_WIDTH = 36
@@ -24,12 +24,15 @@ NAMES_WIDTH = 36
 
 def numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
     """What each run said last at or before `step`, one column per run: loss, pace, gates and selection of one layer."""
-    columns = {(history := History.read(run)).run: _numbers(history, layer, step) for run in runs}
+    histories = [History.read(run) for run in runs]
+    columns = {history.run: _numbers(history, layer, step) for history in histories}
     lines = [" " * NAMES_WIDTH + "".join(f"  {run:>10}" for run in columns)]
     for name in next(iter(columns.values()), {}):
         lines.append(
             f"{name:<{NAMES_WIDTH}}" + "".join(f"  {column[name]:>{max(len(run), 10)}}" for run, column in columns.items())
         )
+    if evaluated_apart(histories):
+        lines.append("Validation is of different texts, and not to be compared.")
     return "\n".join(lines)
 
 

@@ -73,6 +73,43 @@ def test_the_future_changes_no_bit_of_the_past(shape: Shape, arm: str, dtype: to
             assert torch.equal(x[row, : last + 1], after[name][row, : last + 1]), f"{name} at <= {last}"
 
 
+NOT_FINITE = {
+    "NaN in v": (torch.nan, ("v_sel", "v_win")),
+    "inf in v": (torch.inf, ("v_sel", "v_win")),
+    "NaN in everything": (torch.nan, Inputs._fields),
+}
+
+
+@arms
+@shapes
+def test_a_future_that_is_not_finite_changes_no_bit_of_the_past(shape: Shape, arm: str) -> None:
+    """Masked away is not enough: zero times NaN is NaN."""
+    inputs = shape.inputs(torch.float32)
+    with running(arm) as backend:
+        before = everything(inputs, shape, backend)
+        for what, (poison, names) in NOT_FINITE.items():
+            for last in (shape.nsa.l_sel - 1, shape.T // 2):
+                # `everything` compresses k_sel and v_sel itself.
+                spoilt = {name: getattr(inputs, name).clone() for name in names}
+                for x in spoilt.values():
+                    x[:, last + 1 :] = poison
+                after = everything(inputs._replace(**spoilt), shape, backend)
+                for name, x in before.items():
+                    assert torch.equal(x[:, : last + 1], after[name][:, : last + 1]), f"{name} at <= {last}, {what}"
+                assert not after["mixed"][:, last + 1].isfinite().any(), "who reads it does not hide it"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dense_attention_is_causal_for_all_that_is_finite(dtype: torch.dtype) -> None:
+    inputs = Shape(nsa=NSAConfig(l=6, d=3, l_sel=6, n_sel=4, w=5), T=61).inputs(dtype)
+    before = attention.dense_attention(inputs.q, inputs.k_win, inputs.v_win)
+    for last in (0, 15, 30, 59):
+        v = inputs.v_win.clone()
+        v[:, last + 1 :] = torch.finfo(dtype).max
+        after = attention.dense_attention(inputs.q, inputs.k_win, v)
+        assert torch.equal(before[:, : last + 1], after[:, : last + 1])
+
+
 @arms
 @shapes
 def test_the_present_does_change(shape: Shape, arm: str) -> None:

@@ -111,15 +111,41 @@ def test_wrong_requests_are_refused(refuses) -> None:
 
 
 def test_evaluation_windows_are_fixed_disjoint_and_spread() -> None:
-    batches = EvalBatches(store(1000), seq_len=9, n=5, batch_size=4)
+    batches = EvalBatches(store(1000), seq_len=9, windows=20, at_once=4)
     assert len(batches) == 5
     starts = torch.cat([inputs[:, 0] for inputs, _ in batches])
     assert len(starts) == 20 and starts.diff().min() >= 9
     assert starts[0] == 0 and starts[-1] > 900
-    assert torch.equal(batches[3][0], EvalBatches(store(400, 600), 9, 5, 4)[3][0])
+    assert torch.equal(batches[3][0], EvalBatches(store(400, 600), 9, 20, 4)[3][0])
+
+
+@pytest.mark.parametrize("windows", [1, 7, 20, 110, 500])
+def test_what_is_evaluated_does_not_depend_on_how_it_is_grouped(windows: int) -> None:
+    def text(at_once: int) -> torch.Tensor:
+        batches = EvalBatches(store(300, 700), 9, windows, at_once)
+        assert sum(len(inputs) for inputs, _ in batches) == batches.windows == min(windows, 111)
+        return torch.cat([inputs for inputs, _ in batches])
+
+    assert all(torch.equal(text(at_once), text(1)) for at_once in (2, 3, 64))
+    identities = {EvalBatches(store(300, 700), 9, windows, at_once).identity for at_once in (1, 2, 64)}
+    assert len(identities) == 1
+    others = [EvalBatches(store(1000), 9, windows + 1, 2), EvalBatches(store(1000), 8, windows, 2)]
+    others.append(EvalBatches(TokenStore([np.arange(1, 1001, dtype=np.uint16)]), 9, windows, 2))
+    same = windows == 500  # all there is, either way
+    assert [batches.identity in identities for batches in others] == [same, False, False]
+
+
+def test_every_document_has_a_part_of_what_is_evaluated() -> None:
+    """One window of every equal stretch of the text: by length, as the text itself has them."""
+    lengths = [50, 400, 90, 1000, 60, 200, 700]
+    of_document = np.repeat(np.arange(len(lengths)), lengths)
+    batches = EvalBatches(store(*lengths), 10, 50, 4)
+    starts = torch.cat([inputs[:, 0] for inputs, _ in batches]).numpy()
+    counts = np.bincount(of_document[starts], minlength=len(lengths))
+    assert (np.abs(counts - 50 * np.array(lengths) / sum(lengths)) <= 1.01).all() and counts.min() >= 1
 
 
 def test_evaluation_uses_what_there_is() -> None:
-    batches = Batches(store(100), 9, 1, seed=0).eval_batches(n=10, batch_size=4)
+    batches = Batches(store(100), 9, 1, seed=0).eval_batches(windows=40, at_once=4)
     assert [len(inputs) for inputs, _ in batches] == [4, 4, 3]
     assert torch.cat([inputs.flatten() for inputs, _ in batches]).tolist() == list(range(99))

@@ -102,7 +102,27 @@ ERROR = {
     "fatal": True,
 }
 
+
+def flat_training(events: list[Event]) -> None:
+    for event in events:
+        if event["kind"] == "step":
+            event["loss"], event["bpb"] = 5.5 + event["step"] * 1e-6, 8.0 + event["step"] * 1e-6
+
+
+def back(events: list[Event]) -> None:
+    for index, event in enumerate(events):
+        event["t"] = 1000.0 + index - (100.0 if index > 30 else 0.0)
+
+
 FAILURES = {
+    "one run": (at(100, run="another"), "the events are of several runs: another, fake-"),
+    "heartbeats": (without(lambda e: e["kind"] != "heartbeat"), "0 in the "),
+    "clock": (back, "steps back by 99 s at step 120"),
+    "evaluations": (without(lambda e: not (e["kind"] == "eval" and e["step"] == 150)), "1 of 5 evaluations are missing"),
+    "statistics": (at(120, sel_reuse=[]), "1 of 10 readings of the layers are missing, the first at step 120"),
+    "gradients": (at(120, grad_norm=0.0), "the gradient is 0 at 1 logged steps, the first 120"),
+    "training loss": (flat_training, "at least 25.0% below asked"),
+    "branch outputs": (at(120, norm_sel=layers(0.5, 0.0, 0.5)), "branch sel is 0 in layer 1, first at step 120"),
     "guards": (append(GUARD), "frozen (warn): step 90: the gate weights of layer 1"),
     "finite numbers": (at(50, grad_norm=None, nonfinite=["grad_norm"]), "grad_norm is not finite at step 50"),
     "errors": (append(ERROR), "ValueError at step 60: boom more"),
@@ -120,7 +140,7 @@ FAILURES = {
     "selection chooses": (set_all(sel_reuse=layers(1.0, 0.93, 1.0)), "the same blocks in layers 0, 2"),
     "selection reaches": (set_all(sel_distance=layers(8.5, 8.5, 6.98)), "only the nearest blocks are chosen in layer 2"),
     "attention sink": (set_all(sel_sink_share=layers(0.1, 0.95, 0.1)), "95% of the selected attention in layer 1"),
-    "throughput": (slow_tail, "below 50% of it"),
+    "throughput": (slow_tail, "below 60% of the best tenth's pace"),
     "data wait": (set_all(data_s=0.2), "40.0% of the training time"),
     "memory": (growing, "in the second"),
 }
@@ -147,7 +167,7 @@ def test_a_spoilt_run_fails_the_verdict_and_says_so_first(name: str, tmp_path: P
         def spoil(events: list[Event]) -> None:
             for event in events:
                 if event["kind"] == "step" and event["step"] > 100:
-                    event["bpb"] = 1.2
+                    event["bpb"] = 1.2 + event["step"] * 1e-6
 
     health = examine(write_run(tmp_path, spoil=spoil))
     assert {v.name for v in health.failed} - CONSEQUENCES.get(name, set()) == {name}
@@ -255,6 +275,91 @@ def killed_and_resumed(events: list[Event]) -> list[Event]:
     second.append(saved(200, attempt=2))
     end = {"kind": "end", "attempt": 2, "step": 200, "status": directory.DONE, "exit_code": 0, "reason": "done"}
     return [*first, resume, *sorted(second, key=lambda e: e["step"]), end]
+
+
+def killed_before_the_event(events: list[Event]) -> list[Event]:
+    """Killed when the checkpoint of step 100 had got its name, and before the record said so; resumed from it."""
+    told = killed_and_resumed(events)
+    kept = [e for e in told if e["attempt"] > 1 or (e["step"] <= 100 and e["kind"] != "checkpoint")]
+    assert len(kept) < len(told)
+    return kept
+
+
+def test_a_checkpoint_whose_event_a_kill_prevented_was_saved(tmp_path: Path) -> None:
+    resumed = examine(write_run(tmp_path / "resumed", spoil=killed_before_the_event))
+    assert resumed.ok, resumed.headline
+    assert named(resumed.verdicts, "checkpoints").text.startswith("2 saved, each when it was due")
+    # Killed at its first step after it went on: what lies there is all that speaks for it.
+    spoil, _ = FAILURES["checkpoints"]
+    lies_there = write_run(tmp_path / "lies there", spoil=spoil)
+    assert named(verdicts(lies_there), "checkpoints").ok is False
+    folder = write_checkpoint(lies_there, 100)
+    write_checkpoint(lies_there, 200)
+    assert named(verdicts(lies_there), "checkpoints").ok is True
+    (folder / "model.safetensors").write_bytes(b"1")
+    assert named(verdicts(lies_there), "checkpoints").ok is False, "a part of one speaks for nothing"
+
+
+SLOWDOWN = {**GUARD, "rule": "slowdown", "text": "step 90: 10 tokens/s"}
+FAILED_SAVE = {**ERROR, "step": 100, "where": "save", "type": "OSError", "message": "the disk is full", "fatal": False}
+QUARANTINED = {
+    **GUARD,
+    "rule": "checkpoint",
+    "action": "quarantined",
+    "text": "the checkpoint of step 90 is damaged and was moved aside: truncated",
+}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "name", "text"),
+    [
+        (SLOWDOWN, "guards", "no guard fired (got over: attempt 1: slowdown (warn): step 90: 10 tokens/s)"),
+        (STALL, "stalls", "none (got over: attempt 1: in phase data at step 60, noticed after 130 s)"),
+        (ERROR, "errors", "none (got over: attempt 1: ValueError at step 60: boom more)"),
+        (FAILED_SAVE, "checkpoints", "(got over: attempt 1: a save failed at step 100: the disk is full)"),
+        (QUARANTINED, "checkpoints", "(got over: attempt 1: the checkpoint of step 90 is damaged"),
+    ],
+    ids=["guard", "stall", "error", "failed save", "quarantined checkpoint"],
+)
+def test_what_a_later_attempt_got_over_is_history_and_in_the_last_attempt_it_is_not(
+    trouble: Event, name: str, text: str, tmp_path: Path
+) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        told = killed_and_resumed(events)
+        return [*told[:3], trouble, *told[3:]]
+
+    health = examine(write_run(tmp_path / "earlier", spoil=spoil))
+    assert health.ok, health.headline
+    assert text in named(health.verdicts, name).text
+    last = examine(write_run(tmp_path / "last", spoil=append(trouble)))
+    assert [verdict.name for verdict in last.failed] == [name]
+
+
+@pytest.mark.parametrize("missing", [50, 150])
+def test_a_save_that_failed_in_an_earlier_attempt_excuses_its_own_step_and_no_other(missing: int, tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        told = [*killed_and_resumed(events), saved(150, attempt=2)]
+        told = [e for e in told if not (e["kind"] == "checkpoint" and e["step"] == missing)]
+        return [*told[:3], {**FAILED_SAVE, "step": 50}, *told[3:]]
+
+    verdict = named(verdicts(write_run(tmp_path, configuration(train__save_every=50), spoil)), "checkpoints")
+    assert verdict.ok is (missing == 50), verdict.text
+    assert missing == 50 or "none was saved at step 150" in verdict.text
+
+
+def test_a_preflight_that_failed_is_history_once_a_later_one_passed(tmp_path: Path) -> None:
+    """A full disk: the first attempt ends before its first step, and the second one begins anew."""
+
+    def spoil(events: list[Event]) -> list[Event]:
+        refused = [{**e, "ok": False} if e.get("name") == "data" else dict(e) for e in events[:3]]
+        guard = {**GUARD, "step": 0, "rule": "preflight", "action": "halt", "text": "preflight refuses this run: data"}
+        halt = {"kind": "halt", "attempt": 1, "step": 0, "status": "HALTED", "exit_code": 3, "reason": "preflight"}
+        return [*refused, guard, halt, *({**event, "attempt": 2} for event in events)]
+
+    health = examine(write_run(tmp_path, spoil=spoil))
+    assert health.ok, health.headline
+    assert "2 checks passed (got over: attempt 1: data: fine, limit fine)" in named(health.verdicts, "preflight").text
+    assert "got over: attempt 1: preflight (halt)" in named(health.verdicts, "guards").text
 
 
 def test_a_killed_and_resumed_run_counts_every_step_once_and_tells_its_story(tmp_path: Path) -> None:
@@ -532,7 +637,9 @@ def test_the_record_gives_what_was_printed_where_the_run_was_made(run: Path) -> 
     assert len(printed) == 2 and run.name in printed
     for name, lines in printed.items():
         now = {verdict.name: f"{verdict.mark} {verdict.text}" for verdict in verdicts(run.parent / name)}
-        assert now.keys() == lines.keys() and len(now) >= 15
-        # There the files of the checkpoints were verified, which a copy does not have.
-        assert {key for key in now if now[key] != lines[key]} <= {"checkpoints"}
+        # Some verdicts are younger than that notebook.
+        assert now.keys() >= lines.keys() and len(lines) >= 15
+        assert {key for key in lines if now[key].split()[0] != lines[key].split()[0]} == set()
+        # There the files of the checkpoints were verified, which a copy does not have; pace was judged by another rule.
+        assert {key for key in lines if now[key] != lines[key]} <= {"checkpoints", "throughput"}
         assert lines["checkpoints"].endswith("kept, all whole")

@@ -9,6 +9,7 @@ import torch
 from model_inputs import config_of, tokens_of
 
 from nsa_lab.attention import reference
+from nsa_lab.config import NSAConfig
 from nsa_lab.model import BRANCHES, NSATransformer
 
 T = 70
@@ -50,7 +51,7 @@ def test_statistics_of_the_choice_are_what_counting_gives(model: NSATransformer)
     tokens = tokens_of(model.config, T)
     stats, nsa = model.statistics(tokens), model.config.nsa
     for layer, seen in enumerate(model.observe(tokens)):
-        reuse, distance, near, keys = [], [], 0, 0
+        reuse, distance, near, keys, per_query = [], [], 0, 0, []
         for sequence in seen["blocks"].tolist():
             for t, groups in enumerate(sequence):
                 for g, row in enumerate(groups):
@@ -58,6 +59,7 @@ def test_statistics_of_the_choice_are_what_counting_gives(model: NSATransformer)
                     distance += [t // nsa.l_sel - j for j in chosen]
                     read = [s for j in chosen for s in range(j * nsa.l_sel, (j + 1) * nsa.l_sel) if s <= t]
                     keys += len(read)
+                    per_query.append(len(read))
                     near += sum(t - s < nsa.w for s in read)
                     if t:
                         before = {j for j in sequence[t - 1][g] if j >= 0}
@@ -65,6 +67,30 @@ def test_statistics_of_the_choice_are_what_counting_gives(model: NSATransformer)
         assert stats["sel_reuse"][layer].item() == pytest.approx(sum(reuse) / len(reuse), rel=1e-5)
         assert stats["sel_distance"][layer].item() == pytest.approx(sum(distance) / len(distance), rel=1e-5)
         assert stats["sel_window_overlap"][layer].item() == pytest.approx(near / keys, rel=1e-5)
+        assert stats["sel_keys"][layer].item() == pytest.approx(sum(per_query) / len(per_query), rel=1e-5)
+        assert stats["sel_keys_most"][layer].item() == max(per_query)
+
+
+def test_a_query_selects_752_5_keys_of_2048_on_average_and_1024_at_most() -> None:
+    """At the default geometry, whatever is chosen."""
+    config = config_of(nsa=NSAConfig().model_dump(exclude={"phi", "gate"}))
+    stats = NSATransformer(config, seed=0).statistics(tokens_of(config, 2048, batch=1))
+    assert stats["sel_keys"].tolist() == [752.5] * config.n_layers
+    assert stats["sel_keys_most"].tolist() == [1024.0] * config.n_layers
+
+
+def test_the_shares_are_those_of_the_branches_they_are_named_for(
+    model: NSATransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates in the order of the definition (`reference.combine`), each of another height."""
+    gates = torch.tensor([0.1, 0.3, 0.6])
+    monkeypatch.setattr(type(model.blocks[0].attention), "gates", lambda self, x: gates.expand(*x.shape[:2], 4, 3))
+    stats = model.statistics(tokens_of(model.config, T))
+    for name in ("cmp", "sel", "win"):
+        # The mix of outputs of which this branch's alone is 1 is its gate.
+        outs = {f"out_{branch}": torch.full((1, 1, 1, 1), float(branch == name)) for branch in ("cmp", "sel", "win")}
+        weight = reference.combine(**outs, gates=gates.view(1, 1, 1, 3)).item()
+        assert stats[f"gate_share_{name}"].tolist() == pytest.approx([weight] * 2)
 
 
 def test_the_share_of_the_sink_is_the_attention_that_the_first_block_holds(model: NSATransformer) -> None:

@@ -75,12 +75,32 @@ def test_throughput_is_silent_on_a_pause_and_without_a_gate() -> None:
     assert not any(rule.observe(step, 1.0) for step in range(40))
 
 
-def test_a_drop_below_half_of_the_own_median_warns_once() -> None:
+@pytest.mark.parametrize("pace", [500.0, 400.0, 50.0])
+def test_a_drop_to_half_of_the_own_pace_or_less_warns_once(pace: float) -> None:
     rule = ThroughputRule(0.0, patience_slow=3)
     for step in range(20):
         assert rule.observe(step, 1000.0) is None
-    verdicts = [rule.observe(step, 400.0) for step in range(20, 40)]
+    verdicts = [rule.observe(step, pace) for step in range(20, 400)]
     assert [v.rule for v in verdicts if v] == ["slowdown"] and verdicts[2].action == "warn"
+    assert "less than 60% of the 1,000 that this run kept" in verdicts[2].text
+
+
+@pytest.mark.parametrize("points", [60, 2000])
+def test_a_creep_down_to_a_twentieth_is_said_however_slow_it_is(points: int) -> None:
+    rule = ThroughputRule(0.0)
+    dice = random.Random(0)
+    told = [rule.observe(n, (1000.0 - 950.0 * n / points) * dice.uniform(0.95, 1.05), 20.0) for n in range(points)]
+    found = [finding for finding in told if finding]
+    assert found and {finding.rule for finding in found} == {"slowdown"}
+    # Soon after 60 %, and no longer again and again once it is well below.
+    assert 0.35 * points < found[0].step < 0.55 * points and found[-1].step < 0.55 * points
+
+
+def test_a_pace_that_wavers_is_no_slowdown() -> None:
+    rule, dice = ThroughputRule(0.0), random.Random(0)
+    assert not any(rule.observe(step, dice.uniform(750.0, 1000.0), 20.0) for step in range(2000))
+    rule = ThroughputRule(0.0)
+    assert not any(rule.observe(step, 3000.0 if step % 50 == 0 else 1000.0, 20.0) for step in range(2000)), "short bursts"
 
 
 def test_a_gradual_slowdown_above_half_is_silent() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from nsa_lab.config import RunConfig
+from nsa_lab.health.record import OF_ANY_MODEL, OF_BRANCHES
 from nsa_lab.runs import directory, events, launch
 from nsa_lab.runs.lock import lock_owner, process_start, sign_lock, take_lock
 from nsa_lab.train import ranks
@@ -59,6 +60,16 @@ def losses(run_dir: Path) -> list[float]:
     return [e["loss"] for e in (*events.steps(record), *events.evaluations(record))]
 
 
+def statistics_of(run_dir: Path) -> dict[int, dict[str, list[float]]]:
+    """By step and name, what was recorded layer by layer."""
+    record = events.steps(events.read_events(run_dir))
+    return {
+        event["step"]: {name: value for name, value in event.items() if isinstance(value, list)}
+        for event in record
+        if "gate_entropy" in event
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_same_global_batch_gives_the_same_losses(new_run: Make, train: Callable[..., int], count: int) -> None:
@@ -77,6 +88,16 @@ def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_anybodys(new_run
     assert train(alone) == 0
     assert run_with(shared, 2) == 0
     assert losses(shared) == pytest.approx(losses(alone), abs=1e-5)
+    # What the layers and branches do is recorded of them, too, and it is what one rank sees on the same sequences.
+    one, two = (statistics_of(run_dir) for run_dir in (alone, shared))
+    assert list(one) == list(two) == [4, 8, 12, 16, 20] and two[4].keys() == one[4].keys() >= set(
+        OF_ANY_MODEL + OF_BRANCHES
+    )
+    for step, told in one.items():
+        for name, values in told.items():
+            assert two[step][name] == pytest.approx(values, rel=1e-3, abs=1e-4), (step, name)
+    start, halves = (next(e for e in events.steps(events.read_events(run)) if e["step"] == 1) for run in (alone, shared))
+    assert 0 < halves["weight_bytes"]["float32"] < 0.7 * start["weight_bytes"]["float32"], "a rank holds its shard"
     shutil.rmtree(shared / "checkpoints/step-00000020")
     assert run_with(shared, 2) == 0, "sharded ranks resume"
     shutil.rmtree(shared / "checkpoints/step-00000020")

@@ -18,8 +18,10 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
+from nsa_lab.attention import geometry
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches, DataError, FillProgress, pace
+from nsa_lab.health.run import expected_learning_rate
 from nsa_lab.runs import directory, events, launch
 from nsa_lab.runs.live import RunView
 from nsa_lab.runs.lock import take_lock
@@ -195,6 +197,48 @@ def test_resuming_on_another_trajectory_is_refused_by_name(
     (key,) = change
     assert key in directory.read_status(run_dir)["reason"] or section == "model"
     assert kinds(run_dir, "error")[0]["type"] in ("ResumeRefused", "DataError")
+
+
+def test_the_rate_in_the_record_is_what_the_optimiser_held_when_it_stepped(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rates that torch saw at each update; and they are those that the configuration asks for."""
+    seen: list[float] = []
+    update = torch.optim.AdamW.step
+
+    def spy(self: torch.optim.AdamW, *rest: Any) -> Any:
+        seen.append(self.param_groups[0]["lr"])
+        return update(self, *rest)
+
+    run_dir = new_run(save_every=0, eval_every=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", spy)
+        assert train(run_dir) == 0
+    told = [event["lr"] for event in kinds(run_dir, "step")]
+    settings = RunConfig.from_yaml(run_dir / "config.yaml").train
+    assert told == seen[-12:]
+    assert told == pytest.approx([expected_learning_rate(step, settings) for step in range(1, 13)], rel=1e-12)
+
+
+def test_the_record_tells_waits_for_data_selected_keys_and_memory(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = iter([0.4] + [0.1] * 4 + [0.2] * 7)
+    last = Phases.last
+    monkeypatch.setattr(Phases, "last", lambda self, name: next(waited) if name == "data" else last(self, name))
+    run_dir = new_run(log_every=6, stats_every=6, save_every=0, eval_every=0)
+    assert train(run_dir) == 0
+    first, half, end = kinds(run_dir, "step")
+    assert [(e["data_s_p50"], e["data_s_p95"]) for e in (first, half, end)] == [(0.4, 0.4), (0.1, 0.2), (0.2, 0.2)]
+    assert [e["data_s"] for e in (first, half, end)] == pytest.approx([0.4, 0.12, 0.2])
+    config = RunConfig.from_yaml(run_dir / "config.yaml")
+    parameters = kinds(run_dir, "start")[0]["params"]
+    for event in (first, half, end):
+        assert event["weight_bytes"] == {"float32": 4 * parameters}
+        # Two moments per parameter, and a counter per tensor.
+        assert 8 * parameters < event["optimizer_bytes"]["float32"] < 8 * parameters + 4 * 100
+    keys = geometry.mean_selected_keys(config.train.seq_len, config.nsa)
+    assert half["sel_keys"] == pytest.approx([keys] * 2) and half["sel_keys_most"] == [24.0] * 2
 
 
 @pytest.mark.slow

@@ -70,6 +70,19 @@ def test_weight_decay_spares_vectors(tiny: Tiny) -> None:
     assert spared["weight_decay"] == 0.0 and all(p.ndim == 1 for p in spared["params"])
 
 
+def test_the_rate_that_is_told_is_the_one_that_moved_the_weights(tiny: Tiny) -> None:
+    """The first update of Adam is the rate itself, whatever the gradient; the later ones are at most a few times that."""
+    model, optimizer, step = stepper(tiny(weight_decay=0.0))
+    held: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: held.extend(group["lr"] for group in opt.param_groups))
+    for n, lr in enumerate((1e-3, 1e-5, 1e-4)):
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        step.step(*batch(n), lr, nothing)
+        moved = (nn.utils.parameters_to_vector(model.parameters()).detach() - before).abs().max().item()
+        assert held[-2:] == [lr, lr] and step.applied_lr == lr
+        assert 0.5 * lr < moved < (1.001 if n == 0 else 20) * lr + 1e-7
+
+
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     moments = [t for state in optimizer.state.values() for t in state.values()]
     return [t.detach().clone() for t in (*model.parameters(), *moments)]

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from nsa_lab.runs import events
 from nsa_lab.train.telemetry import heartbeat as heartbeats
 from nsa_lab.train.telemetry.event_log import EventLog
 from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
-from nsa_lab.train.telemetry.machine import resident_bytes
+from nsa_lab.train.telemetry.machine import bytes_by_dtype, percentile, resident_bytes
 from nsa_lab.train.telemetry.phases import Phases
 
 
@@ -157,6 +158,25 @@ def test_phases_nest_and_come_back() -> None:
             assert phases.current()[0] == "data"
         assert phases.current()[0] == "eval"
     assert phases.current()[0] == "start" and phases.last("eval") >= phases.last("data") > 0
+
+
+def test_percentiles_are_values_that_came() -> None:
+    values = [0.5, 0.1, 0.4, 0.2, 0.3]
+    assert [percentile(values, share) for share in (0.0, 0.2, 0.21, 0.5, 0.8, 0.95, 1.0)] == [
+        0.1,
+        0.1,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        0.5,
+    ]
+    assert percentile([7.0], 0.5) == 7.0 and percentile([], 0.95) == 0.0
+
+
+def test_bytes_are_told_by_dtype() -> None:
+    held = bytes_by_dtype([torch.zeros(3, 5), torch.zeros(2), torch.zeros(7, dtype=torch.bfloat16), 1.0, None])
+    assert held == {"float32": 68, "bfloat16": 14}
 
 
 def test_resident_memory_is_in_bytes() -> None:

@@ -6,6 +6,10 @@
     launch_table   tile sizes and how each kernel is compiled;  tiles, host: what kernels, or launchers, do alike
 
 Shapes are checked by the public functions (attention/dispatch.py); what the kernels do not take is refused here.
+
+Causality holds to the bit for every finite key and value, the largest included. One that is not finite can reach earlier
+queries: a tile of values is multiplied with the probabilities of all its queries, and zero times NaN is NaN. Taking such
+values out, as `reference` and `torch` do, would cost a pass over them. A choice of blocks that they reach stays causal.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""What the trainer takes of the machine: memory of the process and of the GPU, and how busy the GPU is."""
+"""What the trainer takes of the machine: memory of the process, of the GPU and of tensors, and how busy the GPU is."""
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def resident_bytes() -> int:
@@ -26,6 +29,22 @@ def memory_peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def bytes_by_dtype(tensors: Iterable[Any]) -> dict[str, int]:
+    """Bytes that tensors hold on this rank, by dtype (`float32`); a sharded one counts its shard. Other values are none."""
+    held: dict[str, int] = {}
+    for value in tensors:
+        if isinstance(value, torch.Tensor):
+            own = value.to_local() if isinstance(value, DTensor) else value
+            name = str(own.dtype).removeprefix("torch.")
+            held[name] = held.get(name, 0) + own.numel() * own.element_size()
+    return held
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of `values` that `share` of them do not exceed; 0 of none."""
+    return sorted(values)[max(math.ceil(share * len(values)), 1) - 1] if values else 0.0
 
 
 def gpu_utilisation(device: torch.device) -> tuple[Any, str | None]:

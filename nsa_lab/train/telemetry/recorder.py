@@ -80,12 +80,12 @@ class Recorder:
         if time.monotonic() - self._status_written > STATUS_EVERY_S:
             self.status(directory.RUNNING)
 
-    def evaluation(self, split: str, seq_len: int, loss: float, bpb: float) -> None:
+    def evaluation(self, split: str, numbers: dict[str, Any]) -> None:
+        """Of the step that the run is at; `numbers` hold `loss` and `bpb`, and say of which text."""
         if self._first:
-            seconds = self.phases.last("eval")
-            numbers = {"split": split, "seq_len": seq_len, "loss": loss, "bpb": bpb, "seconds": seconds}
-            self._write("eval", self.log.step, numbers)
-            logger.info("step %d  %s loss %.4f  %.4f bits per byte", self.log.step, split, loss, bpb)
+            self._write("eval", self.log.step, {"split": split, **numbers, "seconds": self.phases.last("eval")})
+            said = self.log.step, split, numbers["loss"], numbers["bpb"]
+            logger.info("step %d  %s loss %.4f  %.4f bits per byte", *said)
 
     def saved(self, saved: Saved) -> None:
         self.log.event(

@@ -1,0 +1,288 @@
+"""The record of a healthy production run, edited in one place as a fault would have left it: the verdict says so.
+
+Each edit fails for its own reason: the verdict that is named must fail, and only those beside it may fail too.
+The record is that of a run in outputs/, with fewer readings, so that an edit is judged in milliseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_lab.config import RunConfig
+from nsa_lab.health import Health, examine
+from nsa_lab.runs import events as record
+from nsa_lab.runs import names
+from nsa_lab.runs.history import History
+from nsa_lab.runs.summary import shown_facts
+
+Event = dict[str, Any]
+Edit = Callable[[list[Event]], list[Event] | None]
+
+EVERY = 500  # steps between the readings that are kept
+STEPS = 50_000
+
+
+def thinned() -> History:
+    """An NSA run of 50 000 steps, in two attempts, with the readings that carry statistics."""
+    for run in names.run_directories(names.root() / "outputs"):
+        config = RunConfig.from_yaml(run / "config.yaml")
+        if (config.model.attention, config.train.steps, config.train.stats_every) == ("nsa", STEPS, EVERY):
+            whole = History.read(run)
+            train = config.train.model_copy(update={"log_every": EVERY})
+            kept = [e for e in whole.events if e["kind"] != "step" or e["step"] == 1 or e["step"] % EVERY == 0]
+            return with_events(replace(whole, config=config.model_copy(update={"train": train})), kept)
+    raise AssertionError(f"outputs/ holds no NSA run of {STEPS} steps with statistics every {EVERY}")
+
+
+def with_events(history: History, edited: list[Event]) -> History:
+    return replace(history, events=edited, steps=record.steps(edited), evaluations=record.evaluations(edited))
+
+
+@pytest.fixture(scope="module")
+def healthy() -> History:
+    return thinned()
+
+
+def judged(history: History, edit: Edit) -> Health:
+    edited = copy.deepcopy(history.events)
+    return examine(with_events(history, edit(edited) or edited))
+
+
+def of(events: list[Event], kind: str, first: float = 0.0, last: float = 1.0) -> Iterator[Event]:
+    """Events of a kind between two shares of the run."""
+    return (e for e in events if e["kind"] == kind and first * STEPS < e["step"] <= last * STEPS)
+
+
+def readings(events: list[Event], first: float = 0.0, last: float = 1.0) -> Iterator[Event]:
+    return (event for event in of(events, "step", first, last) if "gate_entropy" in event)
+
+
+def slower(factor: float | Callable[[float], float], first: float = 0.5, what: str = "both") -> Edit:
+    def edit(events: list[Event]) -> None:
+        for event in of(events, "step", first):
+            by = factor(event["step"] / STEPS) if callable(factor) else factor
+            if what != "clock":
+                event["tokens_per_s"] *= by
+            if what != "speed":
+                event["dt_s"] /= by
+
+    return edit
+
+
+def put(first: float = 0.0, last: float = 1.0, **values: Any) -> Edit:
+    """These values into every `step` event that has the field."""
+
+    def edit(events: list[Event]) -> None:
+        for event in of(events, "step", first, last):
+            for name, value in values.items():
+                if name in event:
+                    event[name] = [value] * len(event[name]) if isinstance(event[name], list) else value
+
+    return edit
+
+
+def frozen(first: float, jitter: float = 0.0, names: tuple[str, ...] = ("gate_share_", "gate_entropy")) -> Edit:
+    def edit(events: list[Event]) -> None:
+        dice = random.Random(0)
+        held, *later = readings(events, first)
+        for event in later:
+            for name in [name for name in event if name.startswith(names)]:
+                event[name] = [value + dice.uniform(-jitter, jitter) for value in held[name]]
+
+    return edit
+
+
+def collapsed(first: float, last: float, layer: int | None = None) -> Edit:
+    def edit(events: list[Event]) -> None:
+        for event in readings(events, first, last):
+            event["gate_entropy"] = [
+                0.05 if layer in (None, index) else value for index, value in enumerate(event["gate_entropy"])
+            ]
+
+    return edit
+
+
+def unused(branch: str, layers: Callable[[int], bool], share: float = 0.0) -> Edit:
+    def edit(events: list[Event]) -> None:
+        for event in readings(events):
+            shares = event[f"gate_share_{branch}"]
+            event[f"gate_share_{branch}"] = [share if layers(index) else value for index, value in enumerate(shares)]
+
+    return edit
+
+
+def drop(kind: str, first: float = -1.0, last: float = 1.0) -> Edit:
+    return lambda events: [e for e in events if e["kind"] != kind or not first * STEPS < e["step"] <= last * STEPS]
+
+
+def drop_fields(*prefixes: str, first: float = 0.0) -> Edit:
+    def edit(events: list[Event]) -> None:
+        for event in of(events, "step", first):
+            for name in [name for name in event if name.startswith(prefixes)]:
+                del event[name]
+
+    return edit
+
+
+def null(kind: str, *names: str, where: Callable[[Event], bool] = lambda event: True, value: Any = None) -> Edit:
+    def edit(events: list[Event]) -> None:
+        for event in filter(where, of(events, kind, -1.0)):
+            event.update(dict.fromkeys(names, value))
+
+    return edit
+
+
+def flat(*names: str, first: float = -1.0) -> Edit:
+    def edit(events: list[Event]) -> None:
+        held, *later = of(events, "step", first)
+        for event in later:
+            event.update({name: held[name] for name in names})
+
+    return edit
+
+
+def flat_but_noisy(events: list[Event]) -> None:
+    dice = random.Random(0)
+    for event in of(events, "step"):
+        event["bpb"] = 1.0 + dice.gauss(0, 0.01)
+        event["loss"] = event["bpb"] * math.log(2)
+
+
+def shift_clock(seconds: float) -> Edit:
+    def edit(events: list[Event]) -> None:
+        for event in events[len(events) // 2 :]:
+            event["t"] += seconds
+
+    return edit
+
+
+def at_half(event: Event) -> bool:
+    return event["step"] == STEPS // 2
+
+
+# Name, edit, the verdict that must fail, a part of what it says, verdicts that may fail besides.
+EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
+    ("half the speed from half on", slower(0.5), "throughput", "50", set()),
+    ("a third of the speed from half on", slower(0.3), "throughput", "", set()),
+    ("a tenth of the speed from half on", slower(0.1), "throughput", "", set()),
+    ("a tenth of the speed from 15 % on", slower(0.1, 0.15), "throughput", "", set()),
+    ("half the speed by tokens_per_s alone", slower(0.5, what="speed"), "throughput", "", set()),
+    ("half the speed by dt_s alone", slower(0.5, what="clock"), "throughput", "", set()),
+    ("a creep down to 5 %", slower(lambda at: 1 - 0.95 * at, 0.0), "throughput", "", set()),
+    ("no gradient from half on", put(0.5, grad_norm=0.0), "gradients", "the first 25,500", set()),
+    ("no gradient in any layer", put(grad_norm_layers=0.0), "gradients", "layer 0 at step 500", set()),
+    ("a gradient norm of a million", put(grad_norm=1e6), "gradients", "1e+06", set()),
+    ("a gradient norm of a million, once", put(0.49, 0.5, grad_norm=1e6), "gradients", "step 25,000", set()),
+    (
+        "all branches silent",
+        put(norm_cmp=0.0, norm_sel=0.0, norm_win=0.0),
+        "branch outputs",
+        "branch cmp is 0 in every layer",
+        set(),
+    ),
+    ("one branch silent from 70 % on", put(0.7, norm_sel=0.0), "branch outputs", "first at step 35,500", set()),
+    ("gates frozen from 10 % on", frozen(0.1), "gates moved", "the same to the last bit", set()),
+    ("gates frozen from 10 % on but for rounding", frozen(0.1, 1e-4), "gates moved", "no longer moved", set()),
+    ("gate weights still from 10 % on", put(0.1, gate_update=0.0), "gates moved", "stand still", set()),
+    ("gates collapsed from 10 % to 90 %", collapsed(0.1, 0.9), "gates alive", "80% of the readings", set()),
+    ("one layer collapsed from 10 % to 90 %", collapsed(0.1, 0.9, layer=3), "gates alive", "in layer 3", set()),
+    ("no selection in all layers but one", unused("sel", lambda n: n != 4), "gates alive", "branch sel", set()),
+    ("no selection in one layer", unused("sel", lambda n: n == 4, 0.01), "gates alive", "in layer 4", set()),
+    ("gates at 0 or 1 from 10 % to 90 %", put(0.1, 0.9, gate_saturation=0.9), "gates alive", "90% of the gate", set()),
+    ("no evaluations", drop("eval"), "evaluations", "51 of 51", set()),
+    ("no evaluations in the second half", drop("eval", 0.5), "evaluations", "25 of 51", set()),
+    ("one evaluation lost", drop("eval", 0.49, 0.5), "evaluations", "the first at step 25,000", set()),
+    ("no statistics after 30 %", drop_fields("gate_", "sel_", "norm_", first=0.3), "statistics", "70 of 100", set()),
+    ("no gate statistics after 30 %", drop_fields("gate_", first=0.3), "statistics", "70 of 100", set()),
+    ("no statistics at all", drop_fields("gate_", "sel_", "norm_", "grad_norm_"), "statistics", "100 of 100", set()),
+    ("a flat training loss", flat("loss", "bpb"), "training loss", "the same to the last bit", {"generalises"}),
+    ("a flat training loss from 90 % on", flat("loss", "bpb", first=0.9), "training loss", "the same", set()),
+    ("a flat training loss, with noise", flat_but_noisy, "training loss", "at least 25.0% below", set()),
+    ("a clock that steps back a day", shift_clock(-86400.0), "clock", "steps back by 86,", set()),
+    ("no heartbeats", drop("heartbeat"), "heartbeats", "0 in the", set()),
+    ("no heartbeats in the second half", drop("heartbeat", 0.5), "heartbeats", "of attempt 2", set()),
+    ("no preflight", drop("preflight"), "preflight", "no check was recorded before the first step", set()),
+    ("null losses, none of them listed", null("step", "loss", "bpb"), "finite numbers", "loss is not finite", set()),
+    ("one null loss", null("step", "loss", where=at_half), "finite numbers", "at step 25,000 (1 such", set()),
+    ("a NaN loss", null("step", "loss", where=at_half, value=math.nan), "finite numbers", "at step 25,000", set()),
+    ("no loss at all", drop_fields("loss", "bpb"), "finite numbers", "loss is not finite at step 1 ", set()),
+    ("all evaluations null", null("eval", "loss", "bpb"), "finite numbers", "loss is not finite at step 0", set()),
+    (
+        "a null learning rate",
+        null("step", "lr", where=at_half),
+        "finite numbers",
+        "lr is not finite at step 25,000",
+        {"learning rate"},
+    ),
+    ("events of two runs", lambda events: [*events, {**events[-1], "run": "another"}], "one run", "several runs", set()),
+]
+
+
+def test_the_record_without_an_edit_is_healthy(healthy: History) -> None:
+    health = judged(healthy, lambda events: None)
+    assert [verdict.name for verdict in health.verdicts if verdict.ok is not True] == []
+    assert len(healthy.steps) == STEPS // EVERY + 1
+
+
+@pytest.mark.parametrize(("edit", "name", "text", "besides"), [e[1:] for e in EDITS], ids=[e[0] for e in EDITS])
+def test_an_edited_record_fails_for_its_own_reason(
+    healthy: History, edit: Edit, name: str, text: str, besides: set[str]
+) -> None:
+    health = judged(healthy, edit)
+    failed = {verdict.name: verdict for verdict in health.failed}
+    assert name in failed, health.headline
+    assert text in failed[name].text
+    assert failed.keys() <= {name} | besides
+    assert health.headline.startswith("NOT healthy: ")
+
+
+def test_the_status_of_another_run_is_noticed(healthy: History) -> None:
+    health = examine(replace(healthy, status={**healthy.status, "run": "another-20260101T000000Z-0000"}))
+    assert [verdict.name for verdict in health.failed] == ["one run"]
+    assert "the status is of another-20260101T000000Z-0000" in health.headline
+
+
+def test_a_null_learning_rate_is_not_told_as_a_success(healthy: History) -> None:
+    health = judged(healthy, null("step", "lr", where=at_half))
+    verdict = next(verdict for verdict in health.verdicts if verdict.name == "learning rate")
+    assert verdict.ok is False and verdict.text.startswith("nan at step 25,000, where the configuration says 0.000")
+
+
+def test_what_is_missing_is_never_ok(healthy: History) -> None:
+    """Without any kind of event, no verdict that would need it says ok."""
+    needs = {
+        "eval": {"evaluations", "loss fell", "loss kept", "generalises"},
+        "heartbeat": {"heartbeats", "memory"},
+        "preflight": {"preflight"},
+        "checkpoint": {"checkpoints"},
+        "step": {
+            *("training loss", "learning rate", "gradients", "statistics", "throughput", "data wait", "every step once"),
+            *("gates moved", "gates alive", "branch outputs"),
+        },
+    }
+    for kind, silent in needs.items():
+        health = judged(healthy, drop(kind))
+        assert not {verdict.name for verdict in health.verdicts if verdict.ok} & silent, kind
+
+
+def test_a_record_in_files_is_judged_alike(healthy: History, tmp_path: Path) -> None:
+    """NaN is what Python writes and reads as JSON, though it is none."""
+    from fake_run import write_run
+
+    def edit(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == "eval":
+                event["bpb"] = event["loss"] = math.nan
+
+    run_dir = write_run(tmp_path, spoil=edit)
+    health = examine(run_dir)
+    assert [verdict.name for verdict in health.failed] == ["finite numbers"]
+    assert "validation, bits per byte" not in dict(shown_facts(History.read(run_dir)))
