@@ -503,9 +503,13 @@ class RunConfig(_Section):
         """The sections as they stand in YAML; `from_dict` gives back an equal configuration."""
         sections = self.model_dump(mode="json")
         nsa = sections["model"].pop("nsa")
-        for name, section in (("train", self.train), ("data", self.data)):
-            left_out = section.unread | {key for key, first in _LATER_KEYS.items() if getattr(section, key, None) == first}
-            sections[name] = {key: value for key, value in sections[name].items() if key not in left_out}
+        for name, unread in (("model", frozenset[str]()), ("train", self.train.unread), ("data", self.data.unread)):
+            later = _LATER_KEYS.get(name, {})
+            sections[name] = {
+                key: value
+                for key, value in sections[name].items()
+                if key not in unread and not (key in later and value == later[key])
+            }
         return {
             "name": sections["name"],
             "model": sections["model"],
@@ -525,7 +529,10 @@ class RunConfig(_Section):
 
 # Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
 # configuration is what it was.
-_LATER_KEYS = {"stall_action": "record"}
+_LATER_KEYS: dict[str, dict[str, Any]] = {
+    "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0},
+    "train": {"stall_action": "record"},
+}
 
 
 def _read_yaml(text: str) -> Any:

@@ -697,12 +697,6 @@ MUTANTS = [
         "first = step * self.sequences_per_step",
     ),
     Mutant(
-        "data: evaluation reads the beginning alone",
-        "data.batches",
-        "window * self._available // self._windows * self._seq_len",
-        "window * self._seq_len",
-    ),
-    Mutant(
         "data: a permutation that repeats",
         "data.batches",
         "        if index < size:\n            return index",
