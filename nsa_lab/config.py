@@ -149,6 +149,11 @@ class ModelConfig(_Section):
         return self
 
     @property
+    def taught(self) -> bool:
+        """Whether the model adds a selection loss to what it is trained on."""
+        return self.attention == "nsa" and self.selection_loss > 0
+
+    @property
     def rotary_width(self) -> int:
         """Channels of a query or key head that rotary embedding turns."""
         return int(self.rotary_share * self.d_k)

@@ -108,7 +108,7 @@ class SparseAttention(nn.Module):
         q, k_cmp, _, k_sel, *_ = inputs
         backends = self.backends or self._resolve(q, span)
         mixed = nsa_attention(*inputs, self.config.nsa, backend=backends, span=span)
-        taught = self.training and self.config.selection_loss > 0
+        taught = self.training and self.config.taught
         return self.out(mixed.flatten(2)), selection_loss(q, k_cmp, k_sel, self.config.nsa, span=span) if taught else None
 
     def project(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> AttentionInputs:

@@ -65,7 +65,8 @@ def _replay(parts: Parts, inputs: Tensor, targets: Tensor) -> tuple[list[str], s
                 logits = parts.model(tokens.to(parts.device))
             loss = token_losses(logits, wanted.to(parts.device)) / wanted.numel()
             losses.append(repr(loss.item()))
-            (loss * wanted.numel() / parts.stepper.stage.tokens_per_step).backward()
+            share = loss * wanted.numel() / parts.stepper.stage.tokens_per_step
+            (share + parts.stepper.added(wanted.numel())).backward()
     return losses, first_bad[0] if first_bad else None
 
 

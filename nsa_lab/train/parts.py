@@ -104,6 +104,7 @@ def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dat
         bf16=config.runtime.precision == "bf16",
         world=world,
         graph=_graphed(config, world, device),
+        auxiliary=model.auxiliary_loss if config.model.taught else None,
     )
     return Parts(config, world, device, dataset, batches, evaluations, model, optimizer, stepper)
 

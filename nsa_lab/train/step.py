@@ -2,7 +2,7 @@
 
 Invariants
 * The loss of a step is the weighted mean over all its tokens (without weights: the mean), however they are grouped into
-  micro-batches and spread over ranks.
+  micro-batches and spread over ranks. So is what the model adds to it (`auxiliary`), which is told apart.
 * A loss or gradient norm that is not finite is noticed on the device and the update is skipped there: weights, moments and
   the optimiser's own counter stay as they were. The flag then sticks: nothing is applied until the host has seen it.
 * Nothing here waits for the device; results stay on it.
@@ -21,9 +21,9 @@ from nsa_lab.config import StageConfig, TrainConfig
 from nsa_lab.train.cuda_graph import GraphedGradients
 from nsa_lab.train.distributed import World
 
-LOSS, GRAD_NORM, BAD, STOP = range(4)
+LOSS, GRAD_NORM, BAD, STOP, AUXILIARY = range(5)
 # What a step with weights says besides: summed loss and number of the tokens that weigh 1 (text), and of all others.
-TEXT_LOSS, TEXT_TOKENS, MARKED_LOSS, MARKED_TOKENS = range(4, 8)
+TEXT_LOSS, TEXT_TOKENS, MARKED_LOSS, MARKED_TOKENS = range(5, 9)
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
@@ -61,6 +61,7 @@ def told_apart(losses: Tensor, weights: Tensor) -> Tensor:
 class Stepper:
     """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters.
 
+    `auxiliary` gives what is to be added to the loss of the last forward pass, a mean over its tokens; None: nothing.
     `applied_lr` is the rate that the optimiser held when it last stepped.
     """
 
@@ -75,8 +76,10 @@ class Stepper:
         bf16: bool,
         world: World,
         graph: bool = False,
+        auxiliary: Callable[[], Tensor] | None = None,
     ) -> None:
         self._forward, self._optimizer, self._train = forward, optimizer, train
+        self._auxiliary = auxiliary or (lambda: torch.zeros((), device=device))
         self.stage: StageConfig = train.plan[0]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device, self._bf16, self._world = device, bf16, world
@@ -107,7 +110,7 @@ class Stepper:
         stop: bool = False,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """Take one step on this rank's sequences `[n, T]`; device tensor of loss, gradient norm, bad flag, stop flag.
+        """Take one step on this rank's sequences `[n, T]`; device tensor, `LOSS` and on.
 
         The sequences are a share of a batch of `stage`. `weights`, float32 `[n, T]`, are those of the targets; with them
         the losses of text and of what is marked come back, too.
@@ -122,11 +125,11 @@ class Stepper:
         else:
             self._optimizer.zero_grad(set_to_none=True)
             told = self._gradients(inputs, targets, weights, poll, interruptible)
-        loss, stops, *apart = self._world.sum(torch.cat([told[:1], told.new_full((1,), float(stop)), told[1:]])).unbind()
+        stops, loss, *more = self._world.sum(torch.cat([told.new_full((1,), float(stop)), told])).unbind()
         norm = self._clip()
         self._bad = torch.maximum(self._bad, (~(torch.isfinite(loss) & torch.isfinite(norm))).float())
         self._update(lr)
-        return torch.stack([loss, norm.to(loss.dtype), self._bad, stops, *apart])
+        return torch.stack([loss, norm.to(loss.dtype), self._bad, stops, *more])
 
     def _gradients(
         self,
@@ -136,8 +139,8 @@ class Stepper:
         poll: Callable[[], None] = lambda: None,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """The loss of the step, and with weights what `told_apart` says: [1] or [5]. Gradients are added to `.grad`."""
-        told = torch.zeros(1 if weights is None else 5, device=self._device)
+        """Loss and auxiliary loss of the step, and with weights what `told_apart` says: [2] or [6]. `.grad` grows."""
+        told = torch.zeros(2 if weights is None else 6, device=self._device)
         whole = self._whole(weights)
         pairs = list(self.micro_batches(inputs, targets))
         weighed = [None] * len(pairs) if weights is None else weights.split(self.stage.sequences_at_once)
@@ -163,9 +166,14 @@ class Stepper:
             weights = weights.to(self._device, non_blocking=True)
             losses = each_token_loss(logits, targets)
             total, apart = (losses * weights).sum() / whole, [told_apart(losses, weights)]
+        added = self.added(targets.numel())
         # Data parallelism averages over ranks; the sum over ranks is what the mean over all tokens needs.
-        (total * self._world.size).backward()
-        return torch.cat([total.detach()[None], *apart])
+        ((total + added) * self._world.size).backward()
+        return torch.cat([total.detach()[None], added.detach()[None].to(total.dtype), *apart])
+
+    def added(self, tokens: int) -> Tensor:
+        """What the forward pass just done over `tokens` tokens adds to the loss of its step, 0-d."""
+        return self._auxiliary() * (tokens / self.stage.tokens_per_step)
 
     def _clip(self) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self._parameters, self._train.grad_clip)

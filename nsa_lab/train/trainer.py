@@ -30,7 +30,7 @@ from nsa_lab.train.measure import GateMovement, branch_statistics, evaluate, lay
 from nsa_lab.train.parts import Parts
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
-from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, MARKED_TOKENS, STOP, TEXT_LOSS, Fetched, Readback
+from nsa_lab.train.step import AUXILIARY, BAD, GRAD_NORM, LOSS, MARKED_TOKENS, STOP, TEXT_LOSS, Fetched, Readback
 from nsa_lab.train.telemetry.machine import bytes_by_dtype, memory_peak_bytes, percentile
 from nsa_lab.train.telemetry.recorder import Recorder
 
@@ -193,6 +193,7 @@ class Trainer:
             "loss": loss,
             "bpb": self._bits_per_byte(loss),
             **self._told_apart(),
+            **({"selection_loss": self._latest[AUXILIARY]} if self.parts.config.model.taught else {}),
             "lr": lr,
             "grad_norm": norm,
             "dt_s": dt_s,

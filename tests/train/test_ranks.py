@@ -35,6 +35,8 @@ CHANGES = {
     "save_every": 10,
     "eval_every": 10,
 }
+# Blocks of four, so that 32 tokens have some to choose from.
+RECALL = {"model": {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1}, "nsa": {"l_sel": 4}}
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +59,8 @@ def run_with(run_dir: Path, count: int, fault: str = "none") -> int:
 
 def losses(run_dir: Path) -> list[float]:
     record = events.read_events(run_dir)
-    return [e["loss"] for e in (*events.steps(record), *events.evaluations(record))]
+    added = [e["selection_loss"] for e in events.steps(record) if "selection_loss" in e]
+    return [e["loss"] for e in (*events.steps(record), *events.evaluations(record))] + added
 
 
 def statistics_of(run_dir: Path) -> dict[int, dict[str, list[float]]]:
@@ -84,9 +87,10 @@ def test_the_same_global_batch_gives_the_same_losses(new_run: Make, train: Calla
 
 @pytest.mark.slow
 def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_anybodys(new_run: Make, train: Callable[..., int]) -> None:
-    alone, shared = new_run(**CHANGES), new_run(**CHANGES, runtime={"parallel": "fsdp"})
+    alone, shared = new_run(**CHANGES, **RECALL), new_run(**CHANGES, **RECALL, runtime={"parallel": "fsdp"})
     assert train(alone) == 0
     assert run_with(shared, 2) == 0
+    assert len(losses(alone)) == 43 and losses(alone)[-1] > 0
     assert losses(shared) == pytest.approx(losses(alone), abs=1e-5)
     # What the layers and branches do is recorded of them, too, and it is what one rank sees on the same sequences.
     one, two = (statistics_of(run_dir) for run_dir in (alone, shared))

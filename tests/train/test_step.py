@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import build_model
-from nsa_lab.train.step import BAD, GRAD_NORM, LOSS, TEXT_LOSS, Readback, Stepper, make_optimizer
+from nsa_lab.train.step import AUXILIARY, BAD, GRAD_NORM, LOSS, TEXT_LOSS, Readback, Stepper, make_optimizer
 
 Tiny = Callable[..., RunConfig]
 CPU = torch.device("cpu")
@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 def stepper(config: RunConfig) -> tuple[nn.Module, torch.optim.Optimizer, Stepper]:
     model = build_model(config, CPU)
     optimizer = make_optimizer(model, config.train)
-    return model, optimizer, Stepper(model, model, optimizer, config.train, device=CPU, bf16=False, world=World())
+    auxiliary = model.auxiliary_loss if config.model.taught else None
+    settings = {"device": CPU, "bf16": False, "world": World(), "auxiliary": auxiliary}
+    return model, optimizer, Stepper(model, model, optimizer, config.train, **settings)
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -52,6 +54,24 @@ def test_the_loss_is_the_mean_over_tokens_and_the_norm_is_that_of_its_gradient(t
     norm = torch.cat([g.flatten() for g in gradients]).norm()
     result = step.step(inputs, targets, 1e-3, nothing)
     torch.testing.assert_close(result[LOSS], loss.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result[GRAD_NORM], norm, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_what_the_model_adds_is_trained_on_and_told_apart_however_the_batch_is_grouped(tiny: Tiny, micro: int) -> None:
+    taught = {"matching_heads": 1, "selection_loss": 0.3}
+    blocks = {"l_sel": 4}  # so that 32 tokens have some to choose from
+    grouped = {"batch_size": 4, "accumulate_grad_batches": 1, "micro_batch_size": micro}
+    model, _, step = stepper(tiny(**grouped, model=taught, nsa=blocks))
+    inputs, targets = batch()
+    loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    added = model.auxiliary_loss()
+    assert added > 0
+    gradients = torch.autograd.grad(loss + added, list(model.parameters()))
+    norm = torch.cat([g.flatten() for g in gradients]).norm()
+    result = step.step(inputs, targets, 1e-3, nothing)
+    torch.testing.assert_close(result[LOSS], loss.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result[AUXILIARY], added.detach(), rtol=1e-5, atol=0)
     torch.testing.assert_close(result[GRAD_NORM], norm, rtol=1e-4, atol=0)
 
 
