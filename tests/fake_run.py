@@ -122,6 +122,8 @@ def healthy_events(config: RunConfig) -> list[Event]:
             )
         if step % train.eval_every == 0:
             events.append(evaluation(step, 2.1 + 5.9 * math.exp(-step / 40)))
+            if config.model.attention == "nsa":
+                events.append(reach(step))
         if train.save_every and step % train.save_every == 0:
             events.append(saved(step))
     end = {"kind": "end", "attempt": 1, "step": train.steps, "status": directory.DONE, "exit_code": 0, "reason": "done"}
@@ -130,6 +132,14 @@ def healthy_events(config: RunConfig) -> list[Event]:
 
 def evaluation(step: int, bpb: float, attempt: int = 1) -> Event:
     return {"kind": "eval", "attempt": attempt, "step": step, "split": "validation", "loss": bpb * math.log(2), "bpb": bpb}
+
+
+def reach(step: int, attempt: int = 1, **losses: float | None) -> Event:
+    """What the choice is worth: a run that finds."""
+    loss = {"chosen": 0.2, "random": 3.1, "nearest": 3.5, "no_sel": 4.0, **losses}
+    right = {name: float(value is not None and value < 1.0) for name, value in loss.items()}
+    told = {"length": 2048, "sequences": 4, "answer_loss": loss, "accuracy": right}
+    return {"kind": "reach", "attempt": attempt, "step": step, **told}
 
 
 def saved(step: int, attempt: int = 1) -> Event:

@@ -128,6 +128,7 @@ OTHERS = {
     "data.recall.planting": ["tests/data/test_recall.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
+    "evaluate.reach": ["tests/evaluate/test_reach.py"],
     "evaluate.interventions": ["tests/evaluate/test_interventions.py"],
     "train.trainer": ["tests/train/test_evaluation.py", "tests/train/test_run.py"],
     "train.checkpoint": ["tests/crash/test_full_disk.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
@@ -867,6 +868,32 @@ MUTANTS = [
         "again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1])",
         "again = (bits[:, 1:, :, :-1])",
     ),
+    Mutant(
+        "reach: facts inside the window",
+        "evaluate.reach",
+        "nearest = length - max(nsa.w, 2 * nsa.l_sel) - longest",
+        "nearest = length - longest",
+    ),
+    Mutant("reach: facts in the first block", "evaluate.reach", "first, last = nsa.l_sel / body,", "first, last = 0.0,"),
+    Mutant(
+        "health: a choice as good as random ones is fine",
+        "health.branches",
+        'for change in ("random", "nearest", "no_sel")}',
+        'for change in ("nearest", "no_sel")}',
+    ),
+    Mutant(
+        "health: a choice as good as the nearest is fine",
+        "health.branches",
+        'for change in ("random", "nearest", "no_sel")}',
+        'for change in ("random", "no_sel")}',
+    ),
+    Mutant(
+        "health: a selected branch of zeros is fine",
+        "health.branches",
+        'for change in ("random", "nearest", "no_sel")}',
+        'for change in ("random", "nearest")}',
+    ),
+    Mutant("health: the first reading of the choice is judged", "health.branches", "last = asked[-1]", "last = asked[0]"),
     Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),
     Mutant(
         "selection loss: forced blocks count", "attention.selection_loss", " & ~geometry.forced_blocks(t, blocks, nsa)", ""

@@ -2,12 +2,14 @@
 
     evaluation = evaluate_run("outputs/smoke-...")          # writes evaluation.json into the run directory
 
-Every part works on a model by itself, on a CPU too: `retrieval`, `loss_by_position`, `intervene`, `choice_quality`.
+Every part works on a model by itself, on a CPU too: `retrieval`, `loss_by_position`, `intervene`, `choice_quality`,
+`reach`.
 """
 
 from nsa_lab.evaluate.choices import block_mass, choice_quality
 from nsa_lab.evaluate.interventions import INTERVENTIONS, Intervention, forward, intervene
 from nsa_lab.evaluate.positions import loss_by_position
+from nsa_lab.evaluate.reach import Reach, reach
 from nsa_lab.evaluate.record import evaluate_run
 from nsa_lab.evaluate.retrieval import TASKS, retrieval
 
@@ -15,11 +17,13 @@ __all__ = [
     "INTERVENTIONS",
     "TASKS",
     "Intervention",
+    "Reach",
     "block_mass",
     "choice_quality",
     "evaluate_run",
     "forward",
     "intervene",
     "loss_by_position",
+    "reach",
     "retrieval",
 ]

@@ -47,6 +47,7 @@ CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
     branches.gates_moved,
     branches.gates_alive,
     branches.branch_outputs,
+    branches.selection_finds,
     branches.selection_chooses,
     branches.selection_reaches,
     branches.sink_share,

@@ -11,7 +11,7 @@ QUESTIONS = {
     "Did it work?": ("finished", "loss fell"),
     "How fast?": ("throughput",),
     "Is the gate alive?": ("gates moved", "gates alive"),
-    "Is selection doing anything?": ("selection chooses", "selection reaches"),
+    "Is selection doing anything?": ("selection finds", "selection chooses", "selection reaches"),
 }
 BRANCH_QUESTIONS = ("Is the gate alive?", "Is selection doing anything?")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,6 +169,51 @@ def branch_outputs(history: History, limits: Limits) -> Verdict | None:
     last = {branch: values[-1].mean() for branch, (_, values) in norms.items()}
     split = ", ".join(f"{branch} {value:.2f}" for branch, value in last.items())
     return Verdict("branch outputs", True, float(min(last.values())), 0.0, f"root mean square {split}, over the layers")
+
+
+def selection_finds(history: History, limits: Limits) -> Verdict | None:
+    """Answers beyond the window cost more with random blocks, with the nearest, and without the selected branch.
+
+    The last reading that was asked is judged. A run on text without facts in it need not have learned to answer: there,
+    success is told and its absence says nothing.
+    """
+    if _dense(history):
+        return None
+    name, limit = "selection finds", limits.reach_loss
+    told = history.current("reach")
+    asked = [event for event in told if "answer_loss" in event]
+    if not asked:
+        why = f"not judged: {told[-1].get('why_not')}" if told else "no intervention on the choice was recorded"
+        return Verdict(name, None, None, limit, why)
+    last = asked[-1]
+    loss, right = last["answer_loss"], last["accuracy"]
+    gained = {change: _gain(loss, change) for change in ("random", "nearest", "no_sel")}
+    least, gain = min(gained.items(), key=lambda item: item[1])
+    shown = {name: f"{right[name]:.0%} right, {_nats(loss[name])} per byte" for name in ("chosen", "random")}
+    text = (
+        f"answers beyond the window, at {last['length']:,} tokens: {shown['chosen']} with the chosen blocks, "
+        f"{shown['random']} with random ones"
+    )
+    if gain >= limit:
+        return Verdict(name, True, gain, limit, text)
+    words = {"random": "random blocks are", "nearest": "the nearest blocks are", "no_sel": "no selected branch is"}
+    text += f"; {words[least]} as good, to {gain:+.2f} nats"
+    if history.config.data.source != "recall":
+        text += ". It was not trained on facts (data.source: recall), so that says little"
+        return Verdict(name, None, gain, limit, text)
+    if last["step"] < limits.reach_after * history.config.train.steps:
+        return Verdict(name, None, gain, limit, f"{text}. Not judged before {limits.reach_after:.0%} of the steps")
+    return Verdict(name, False, gain, limit, text)
+
+
+def _nats(value: float | None) -> str:
+    return "? nats" if value is None else f"{value:.2f} nats"
+
+
+def _gain(loss: Mapping[str, float | None], change: str) -> float:
+    """Nats per byte that the choice saves against `change`; minus infinity where either is not a number."""
+    chosen, other = loss.get("chosen"), loss.get(change)
+    return -math.inf if chosen is None or other is None else other - chosen
 
 
 def selection_chooses(history: History, limits: Limits) -> Verdict | None:

@@ -34,6 +34,8 @@ class Limits:
     gate_saturation: float = 0.50  # gate values within 0.01 of 0 or 1: these pass no gradient
     gate_readings: float = 0.10  # readings, of all, in which a layer's gate may be collapsed, stuck or without a branch
     gate_still: int = 3  # readings in a row in which nothing moves, to the last bit
+    reach_loss: float = 0.25  # nats per byte that answers beyond the window must cost more without the choice
+    reach_after: float = 0.5  # of the run's steps: before, copying may not have formed yet
     reuse_fixed: float = 0.9995  # neighbours share this much of their blocks: the choice does not depend on the query
     reuse_slack: float = 0.05  # below chance by more than this, neighbours avoid each other's blocks
     reach_margin: float = 0.02  # of the range between always the nearest and always the oldest: no choice by content

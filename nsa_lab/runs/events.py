@@ -23,7 +23,7 @@ __all__ = ["Tail", "evaluations", "follow", "read_events", "read_status", "steps
 
 Event = dict[str, Any]
 
-REDONE_KINDS = frozenset({"step", "eval", "checkpoint", "guard"})
+REDONE_KINDS = frozenset({"step", "eval", "reach", "checkpoint", "guard"})
 
 
 def read_events(run_dir: str | Path) -> list[Event]:

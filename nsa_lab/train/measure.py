@@ -8,12 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nsa_lab.config import BYTE_VOCABULARY
 from nsa_lab.data import EvalBatches
+from nsa_lab.evaluate.reach import Reach, reach
 from nsa_lab.train.parts import Parts, eager
 from nsa_lab.train.snapshot import probe_input
 from nsa_lab.train.step import token_losses
 
 STATISTICS_SEQUENCES = 2
+REACH_TEXT = 1 << 20  # tokens of held-out text that needles are drawn from
 
 
 @torch.no_grad()
@@ -65,6 +68,27 @@ def branch_statistics(parts: Parts, inputs: Tensor) -> dict[str, Tensor]:
     try:
         with torch.no_grad(), eager(), parts.stepper.autocast(), parts.world.whole(parts.model):
             return parts.model.statistics(inputs[:STATISTICS_SEQUENCES].to(parts.device, non_blocking=True))
+    finally:
+        parts.model.train()
+
+
+def selection_reach(parts: Parts, length: int) -> Reach | str | None:
+    """Whether selection finds, at `length` tokens of held-out text; a string if that cannot be asked; None: a dense model.
+
+    As training computes, autocast included. Every rank asks the same, for a sharded model is gathered for it.
+    """
+    model = parts.config.model
+    if model.attention == "dense":
+        return None
+    if parts.config.data.tokenizer != "byte" or model.vocab_size < BYTE_VOCABULARY:
+        return f"facts are bytes, and data.tokenizer = {parts.config.data.tokenizer}"
+    held_out = parts.dataset.validation
+    # Enough to draw needles from, and the same at every length.
+    text = held_out.read(0, min(len(held_out), REACH_TEXT))
+    parts.model.eval()
+    try:
+        with torch.no_grad(), eager(), parts.stepper.autocast(), parts.world.whole(parts.model):
+            return reach(parts.model, text, length, parts.config.data)
     finally:
         parts.model.train()
 

@@ -26,7 +26,7 @@ from nsa_lab.runs.directory import CHECKPOINTS
 from nsa_lab.train import diagnosis, snapshot
 from nsa_lab.train.checkpoint import CheckpointStore, Serialiser
 from nsa_lab.train.guard import Finding, GateRule, Halt, SpikeRule, ThroughputRule, non_finite
-from nsa_lab.train.measure import GateMovement, branch_statistics, evaluate, layer_norms, probe_logits
+from nsa_lab.train.measure import GateMovement, branch_statistics, evaluate, layer_norms, probe_logits, selection_reach
 from nsa_lab.train.parts import Parts
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
@@ -250,6 +250,11 @@ class Trainer:
             "bpb": self._bits_per_byte(loss),
         }
         self.record.evaluation("validation", told)
+        length = self.train.stage_at(self.done).seq_len
+        with self._outside_training("eval"), self._interruptible():
+            found = selection_reach(self.parts, length)
+        if found is not None:
+            self.record.reach(length, found)
 
     def _save(self) -> None:
         """Write a checkpoint of the state after `done` steps, once. Two failures in a row halt the run."""

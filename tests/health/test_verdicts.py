@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import LAYERS, Event, configuration, evaluation, saved, step_event, write_checkpoint, write_run
+from fake_run import LAYERS, Event, configuration, evaluation, reach, saved, step_event, write_checkpoint, write_run
 
 from nsa_lab.config import NSAConfig
 from nsa_lab.health import CHECKS, Verdict, as_record, examine, verdicts
@@ -114,10 +114,20 @@ def back(events: list[Event]) -> None:
         event["t"] = 1000.0 + index - (100.0 if index > 30 else 0.0)
 
 
+def blind(**losses: float | None) -> Callable[[list[Event]], None]:
+    """The last reading of what the choice is worth, with other losses."""
+
+    def spoil(events: list[Event]) -> None:
+        last = [event for event in events if event["kind"] == "reach"][-1]
+        last.update({key: value for key, value in reach(last["step"], **losses).items() if key != "attempt"})
+
+    return spoil
+
+
 FAILURES = {
     "one run": (at(100, run="another"), "the events are of several runs: another, fake-"),
     "heartbeats": (without(lambda e: e["kind"] != "heartbeat"), "0 in the "),
-    "clock": (back, "steps back by 99 s at step 120"),
+    "clock": (back, "steps back by 99 s at step 110"),
     "evaluations": (without(lambda e: not (e["kind"] == "eval" and e["step"] == 150)), "1 of 5 evaluations are missing"),
     "statistics": (at(120, sel_reuse=[]), "1 of 10 readings of the layers are missing, the first at step 120"),
     "gradients": (at(120, grad_norm=0.0), "the gradient is 0 at 1 logged steps, the first 120"),
@@ -137,6 +147,7 @@ FAILURES = {
     "checkpoints": (without(lambda e: not (e["kind"] == "checkpoint" and e["step"] == 100)), "none was saved at step 100"),
     "gates moved": (set_all(gate_entropy=[math.log(3)] * LAYERS), "pinned at ln 3"),
     "gates alive": (set_all(gate_entropy=layers(0.9, 0.1, 0.9)), "collapsed onto one branch in layer 1"),
+    "selection finds": (blind(random=0.3), "random blocks are as good, to +0.10 nats"),
     "selection chooses": (set_all(sel_reuse=layers(1.0, 0.93, 1.0)), "the same blocks in layers 0, 2"),
     "selection reaches": (set_all(sel_distance=layers(8.5, 8.5, 6.98)), "only the nearest blocks are chosen in layer 2"),
     "attention sink": (set_all(sel_sink_share=layers(0.1, 0.95, 0.1)), "95% of the selected attention in layer 1"),
@@ -169,7 +180,8 @@ def test_a_spoilt_run_fails_the_verdict_and_says_so_first(name: str, tmp_path: P
                 if event["kind"] == "step" and event["step"] > 100:
                     event["bpb"] = 1.2 + event["step"] * 1e-6
 
-    health = examine(write_run(tmp_path, spoil=spoil))
+    config = configuration(data__source="recall", data__path="texts") if name == "selection finds" else None
+    health = examine(write_run(tmp_path, config, spoil=spoil))
     assert {v.name for v in health.failed} - CONSEQUENCES.get(name, set()) == {name}
     assert health.headline.startswith(f"NOT healthy: {name}: ")
     assert text is None or text in health.headline
@@ -643,3 +655,43 @@ def test_the_record_gives_what_was_printed_where_the_run_was_made(run: Path) -> 
         # There the files of the checkpoints were verified, which a copy does not have; pace was judged by another rule.
         assert {key for key in lines if now[key] != lines[key]} <= {"checkpoints", "throughput"}
         assert lines["checkpoints"].endswith("kept, all whole")
+
+
+RECALL = {"data__source": "recall", "data__path": "texts"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ({"random": 0.2}, "random blocks are as good, to +0.00 nats"),
+        ({"nearest": 0.44}, "the nearest blocks are as good, to +0.24 nats"),
+        ({"no_sel": 0.2}, "no selected branch is as good"),
+        ({"chosen": 2.31, "random": 2.30, "nearest": 2.31, "no_sel": 2.31}, "0% right, 2.31 nats per byte"),
+    ],
+    ids=["a random choice", "the nearest blocks", "a branch of zeros", "copying never formed"],
+)
+def test_a_choice_that_could_as_well_be_another_finds_nothing(losses: dict[str, float], words: str, tmp_path: Path) -> None:
+    health = examine(write_run(tmp_path, configuration(**RECALL), spoil=blind(**losses)))
+    assert [v.name for v in health.failed] == ["selection finds"] and words in health.headline
+
+
+def test_a_choice_is_judged_where_it_can_be_and_not_before(tmp_path: Path) -> None:
+    def finds(folder: str, spoil: Callable, **settings: object) -> Verdict:
+        return named(verdicts(write_run(tmp_path / folder, configuration(**settings), spoil=spoil)), "selection finds")
+
+    random = {"random": 0.2}
+    text = finds("text", blind(**random))
+    assert text.ok is None and "not trained on facts" in text.text
+    early = finds("early", lambda events: blind(**random)(events) or [e for e in events if e["step"] <= 50], **RECALL)
+    assert early.ok is True, "what is found early is found"
+    early = finds(
+        "begun", lambda events: [e | reach(50, **random) if e["kind"] == "reach" else e for e in events], **RECALL
+    )
+    assert early.ok is None and "Not judged before 50% of the steps" in early.text
+    nothing = finds("nothing", without(lambda e: e["kind"] != "reach"), **RECALL)
+    assert nothing.ok is None and "no intervention" in nothing.text
+    small = [{"kind": "reach", "attempt": 1, "step": 200, "length": 64, "why_not": "all blocks are read"}]
+    told = finds("small", lambda events: [e for e in events if e["kind"] != "reach"] + small, **RECALL)
+    assert told.ok is None and told.text == "not judged: all blocks are read"
+    lost = finds("lost", blind(random=None), **RECALL)
+    assert lost.ok is False

@@ -4,8 +4,8 @@
 `tasks` makes the sequences that a trained model is asked with.
 """
 
-from nsa_lab.data.recall.facts import Fact, draw_facts
+from nsa_lab.data.recall.facts import Fact, draw_facts, fact_bytes
 from nsa_lab.data.recall.planting import planter
 from nsa_lab.data.recall.tasks import Asked, multi_key, multi_query, needle
 
-__all__ = ["Asked", "Fact", "draw_facts", "multi_key", "multi_query", "needle", "planter"]
+__all__ = ["Asked", "Fact", "draw_facts", "fact_bytes", "multi_key", "multi_query", "needle", "planter"]

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nsa_lab.evaluate.reach import Reach
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import step_of
 from nsa_lab.runs.summary import filling_text
@@ -86,6 +87,16 @@ class Recorder:
             self._write("eval", self.log.step, {"split": split, **numbers, "seconds": self.phases.last("eval")})
             said = self.log.step, split, numbers["loss"], numbers["bpb"]
             logger.info("step %d  %s loss %.4f  %.4f bits per byte", *said)
+
+    def reach(self, length: int, found: Reach | str) -> None:
+        """Whether selection finds, at the step that the run is at; a string says why that was not asked."""
+        if not self._first:
+            return
+        told = {"length": length, "why_not": found} if isinstance(found, str) else asdict(found)
+        self.log.event("reach", **told)
+        if not isinstance(found, str):
+            said = ", ".join(f"{name} {loss:.3f}" for name, loss in found.answer_loss.items())
+            logger.info("step %d  answers beyond the window, nats per byte: %s", self.log.step, said)
 
     def saved(self, saved: Saved) -> None:
         self.log.event(

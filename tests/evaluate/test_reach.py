@@ -1,0 +1,78 @@
+"""Whether selection finds: what is asked lies where nothing else looks, and a choice that is another has its loss."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+
+from nsa_lab.config import ModelConfig, NSAConfig, RecallConfig
+from nsa_lab.evaluate import Reach, choices, reach
+from nsa_lab.model import NSATransformer
+
+NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=11)
+RECALL = RecallConfig(statement="{name}={value}. ", question="{name}?", value_length=3)
+TEXT = np.random.default_rng(0).integers(97, 123, 5000)
+LENGTH = 203
+
+
+def model_of(**changes: object) -> NSATransformer:
+    sizes = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5, "nsa": NSA}
+    return NSATransformer(ModelConfig(**{**sizes, **changes}), seed=3, backend="torch", dtype=torch.float64).double().eval()
+
+
+def found(model: NSATransformer, length: int = LENGTH, **settings: int) -> Reach:
+    told = reach(model, TEXT, length, RECALL, **settings)
+    assert isinstance(told, Reach), told
+    return told
+
+
+@pytest.mark.parametrize("length", [100, 203, 1000])
+def test_facts_lie_where_neither_window_nor_forced_blocks_look(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    module = importlib.import_module("nsa_lab.evaluate.reach")  # its name in the package is that of its function
+    monkeypatch.setattr(module, "intervene", lambda model, tokens, places, **rest: asked.append((tokens, places)) or [])
+    reach(model_of(), TEXT, length, RECALL, sequences=7)
+    ((tokens, places),) = asked
+    assert tokens.shape == (7, length) and len({tuple(row) for row in places.flatten(1).tolist()}) == 1
+    begins = []
+    for row, place in zip(tokens.tolist(), places[:, 0].tolist(), strict=True):
+        answer = bytes(row[place[0] : place[-1] + 1])
+        said = bytes(row[: place[0]])
+        told = said.index(b"=" + answer + b".") + 1
+        begins.append(told)
+        assert told > NSA.l_sel
+        last = told + len(answer) - 1
+        assert last < place[0] - 1 - max(NSA.w, 2 * NSA.l_sel) + 1
+    assert max(begins) - min(begins) > 0.4 * (length - 60)
+
+
+def test_what_replaces_the_choice_has_its_loss_and_a_branch_of_zeros_is_no_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    usual = found(model)
+    assert set(usual.answer_loss) == set(usual.accuracy) == {"chosen", "random", "nearest", "no_sel"}
+    assert len(set(usual.answer_loss.values())) == 4 and usual.length == LENGTH and usual.sequences == 4
+    assert found(model).answer_loss == usual.answer_loss
+    with monkeypatch.context() as patch:
+        patch.setattr(choices, "chosen_blocks", lambda inputs, layer, backend: choices.nearest_blocks(inputs[0], 2, NSA))
+        near = found(model).answer_loss
+    assert near["chosen"] == near["nearest"] == usual.answer_loss["nearest"]
+    with torch.no_grad():
+        for block in model.blocks:
+            first = (4 + 3 * 2) * 6 + 2 * 5
+            block.attention.qkv.weight[first : first + 2 * 5] = 0  # the selected branch's values
+    silent = found(model).answer_loss
+    assert silent["chosen"] == pytest.approx(silent["no_sel"], abs=1e-12)
+    assert silent["chosen"] == pytest.approx(silent["random"], abs=1e-12)
+
+
+def test_says_why_it_cannot_be_asked() -> None:
+    model = model_of()
+    covered = reach(model, TEXT, 32, RECALL)
+    assert covered == "32 tokens are at most nsa.n_sel * nsa.l_sel = 32: all blocks are read"
+    assert "hold no place for a fact of" in str(reach(model, TEXT, 50, RECALL))
+    assert "has 5000 bytes, fewer than a sequence of 6000" in str(reach(model, TEXT, 6000, RECALL))
+    with pytest.raises(ValueError, match="a dense model chooses no blocks"):
+        reach(model_of(attention="dense"), TEXT, LENGTH, RECALL)
