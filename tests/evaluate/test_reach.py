@@ -34,16 +34,16 @@ def test_facts_lie_where_neither_window_nor_forced_blocks_look(length: int, monk
     asked = []
     module = importlib.import_module("nsa_lab.evaluate.reach")  # its name in the package is that of its function
     monkeypatch.setattr(module, "intervene", lambda model, tokens, places, **rest: asked.append((tokens, places)) or [])
-    reach(model_of(), TEXT, length, RECALL, sequences=7)
+    reach(model_of(), TEXT, length, RECALL, sequences=97)
     ((tokens, places),) = asked
-    assert tokens.shape == (7, length) and len({tuple(row) for row in places.flatten(1).tolist()}) == 1
+    assert tokens.shape == (97, length) and len({tuple(row) for row in places.flatten(1).tolist()}) == 1
     begins = []
     for row, place in zip(tokens.tolist(), places[:, 0].tolist(), strict=True):
         answer = bytes(row[place[0] : place[-1] + 1])
         said = bytes(row[: place[0]])
         told = said.index(b"=" + answer + b".") + 1
         begins.append(told)
-        assert told > NSA.l_sel
+        assert said.index(b" ") >= NSA.l_sel + 4  # between the two words of the name, of which the first has four letters
         last = told + len(answer) - 1
         assert last < place[0] - 1 - max(NSA.w, 2 * NSA.l_sel) + 1
     assert max(begins) - min(begins) > 0.4 * (length - 60)
@@ -73,6 +73,10 @@ def test_says_why_it_cannot_be_asked() -> None:
     covered = reach(model, TEXT, 32, RECALL)
     assert covered == "32 tokens are at most nsa.n_sel * nsa.l_sel = 32: all blocks are read"
     assert "hold no place for a fact of" in str(reach(model, TEXT, 50, RECALL))
+    forced = NSA.model_copy(update={"n_sel": 3})
+    assert (
+        reach(model_of(nsa=forced), TEXT, LENGTH, RECALL) == "nsa.n_sel = 3: the forced blocks are all, and none is chosen"
+    )
     assert "has 5000 bytes, fewer than a sequence of 6000" in str(reach(model, TEXT, 6000, RECALL))
     with pytest.raises(ValueError, match="a dense model chooses no blocks"):
         reach(model_of(attention="dense"), TEXT, LENGTH, RECALL)

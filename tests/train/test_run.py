@@ -242,7 +242,7 @@ def test_the_record_tells_waits_for_data_selected_keys_and_memory(
 
 
 def test_the_record_tells_whether_selection_finds_at_every_evaluation(new_run: Make, train: Train) -> None:
-    run_dir = new_run(steps=4, seq_len=256, eval_every=2, save_every=0)
+    run_dir = new_run(steps=4, seq_len=256, eval_every=2, save_every=0, nsa={"n_sel": 4})
     assert train(run_dir) == 0
     told = kinds(run_dir, "reach")
     assert [event["step"] for event in told] == [0, 2, 4]
@@ -250,10 +250,10 @@ def test_the_record_tells_whether_selection_finds_at_every_evaluation(new_run: M
         assert event["length"] == 256 and event["sequences"] == 4
         assert all(4.0 < loss < 8.0 for loss in event["answer_loss"].values()), "untrained, near ln 256"
         assert len(set(event["answer_loss"].values())) == 4
-    short = new_run(steps=2, eval_every=2, save_every=0)
+    short = new_run(steps=2, warmup_steps=0, eval_every=2, save_every=0)
     assert train(short) == 0
-    assert all("hold no place" in event["why_not"] and event["length"] == 32 for event in kinds(short, "reach"))
-    dense = new_run(steps=2, eval_every=2, save_every=0, model={"attention": "dense"})
+    assert all("none is chosen" in event["why_not"] and event["length"] == 32 for event in kinds(short, "reach"))
+    dense = new_run(steps=2, warmup_steps=0, eval_every=2, save_every=0, model={"attention": "dense"})
     assert train(dense) == 0 and not kinds(dense, "reach")
 
 
