@@ -86,7 +86,7 @@ SUITES = {
     "model.transformer": MODEL,
 }
 OTHERS = {
-    "config": ["tests/test_config.py"],
+    **{key: ["tests/test_config.py"] for key in ("config.section", "config.model", "config.training", "config.run")},
     "attention.selection_loss": ["tests/attention/test_selection_loss.py"],
     "health.run": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
     "health.branches": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
@@ -122,7 +122,7 @@ OTHERS = {
     "data.shards": ["tests/data/test_batches.py", *FILLING],
     "data.tokenizer": ["tests/data/test_tokenizer.py"],
     "data.sources.local": ["tests/data/test_sources.py"],
-    "yaml_text": ["tests/test_config.py"],
+    "config.yaml_text": ["tests/test_config.py"],
     "report.inert": ["tests/report/test_inert.py"],
     "data.staged": ["tests/train/test_stages.py", "tests/train/test_evaluation.py"],
     "data.recall.planting": ["tests/data/test_recall.py"],
@@ -747,10 +747,10 @@ MUTANTS = [
         "data: what a hidden folder holds is text", "data.sources.local", 'part.startswith(".") for part', "False for part"
     ),
     # What a user, or a stranger, gives.
-    Mutant("yaml: the last of two keys is taken", "yaml_text", "if key.value in seen:", "if False:"),
-    Mutant("yaml: minutes and seconds are a number", "yaml_text", "[-+]?(0|[1-9][\\d_]*|", "[-+]?(0|[1-9][\\d_:]*|"),
-    Mutant("yaml: keys of any kind", "yaml_text", 'if key.tag not in (f"{TAG}str", f"{TAG}merge"):', "if False:"),
-    Mutant("yaml: nesting without end", "yaml_text", "if self._depth == DEEPEST:", "if False:"),
+    Mutant("yaml: the last of two keys is taken", "config.yaml_text", "if key.value in seen:", "if False:"),
+    Mutant("yaml: minutes and seconds are a number", "config.yaml_text", "[-+]?(0|[1-9][\\d_]*|", "[-+]?(0|[1-9][\\d_:]*|"),
+    Mutant("yaml: keys of any kind", "config.yaml_text", 'if key.tag not in (f"{TAG}str", f"{TAG}merge"):', "if False:"),
+    Mutant("yaml: nesting without end", "config.yaml_text", "if self._depth == DEEPEST:", "if False:"),
     Mutant("page: addresses of any kind", "report.inert", "return value if LINK.match(value) else None", "return value"),
     Mutant("page: forms stay", "report.inert", '{"section", "tfoot"}', '{"section", "tfoot", "form"}'),
     Mutant("page: styles of any kind", "report.inert", "    filter_style_properties=set(STYLES),\n", ""),
@@ -909,12 +909,12 @@ MUTANTS = [
     Mutant("selection loss: equal distances", "attention.selection_loss", "int(i * GOLDEN % 1 * (end - begin))", "0"),
     Mutant("model: FLOPs of the forward pass alone", "model.transformer", "BACKWARD_FLOPS = 2.0", "BACKWARD_FLOPS = 0.0"),
     # The configuration.
-    Mutant("config: unknown keys ignored", "config", 'extra="forbid"', 'extra="ignore"'),
-    Mutant("config: a stride that does not divide the block", "config", "if length % self.d:", "if False:"),
-    Mutant("config: no room for the forced blocks", "config", "if self.n_sel < 3:", "if self.n_sel < 1:"),
+    Mutant("config: unknown keys ignored", "config.section", 'extra="forbid"', 'extra="ignore"'),
+    Mutant("config: a stride that does not divide the block", "config.model", "if length % self.d:", "if False:"),
+    Mutant("config: no room for the forced blocks", "config.model", "if self.n_sel < 3:", "if self.n_sel < 1:"),
     Mutant(
         "config: steps counted in forward passes",
-        "config",
+        "config.training",
         "return self.sequences_per_step * self.seq_len",
         "return self.batch_size * self.seq_len",
     ),

@@ -20,7 +20,7 @@ def test_the_project_above_the_working_directory_comes_first(tmp_path: Path, mon
 
 def test_an_installed_package_uses_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nsa_lab.config.__file__", str(tmp_path / "site-packages" / "config.py"))
+    monkeypatch.setattr("nsa_lab.config.project.__file__", str(tmp_path / "site-packages" / "config.py"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     assert project_root() is None
     assert names.outputs_folder() == tmp_path / "outputs"

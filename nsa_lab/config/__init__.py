@@ -1,0 +1,39 @@
+"""The configuration of a run: typed, frozen, validated, YAML in and out, hashed.
+
+Invariants
+* Five sections, `model`, `nsa`, `runtime`, `train`, `data`, with the key names of the NSA community's YAML files.
+* An unknown key, a wrong type or an impossible combination raises `ConfigError`: what was expected, what came, what to do.
+* Nothing reads the environment, and nothing changes after construction.
+* A step is an optimiser step; a batch is `train.batch_size * train.accumulate_grad_batches` sequences.
+* A run is a sequence of stages (`TrainConfig.plan`); without `train.stages` it is one, made of the section's own keys.
+* A key that the run does not read is not written, so that a new key changes nothing about the runs that do not use it.
+"""
+
+from nsa_lab.config.data import DataConfig, RecallConfig
+from nsa_lab.config.errors import RETIRED_KEYS, ConfigError, known_keys
+from nsa_lab.config.model import BYTE_VOCABULARY, ModelConfig, NSAConfig
+from nsa_lab.config.project import project_root
+from nsa_lab.config.run import RunConfig, apply_overrides, parse_override
+from nsa_lab.config.section import COUNT, SIZE
+from nsa_lab.config.training import Backend, RuntimeConfig, StageConfig, TrainConfig
+
+__all__ = [
+    "BYTE_VOCABULARY",
+    "COUNT",
+    "RETIRED_KEYS",
+    "SIZE",
+    "Backend",
+    "ConfigError",
+    "DataConfig",
+    "ModelConfig",
+    "NSAConfig",
+    "RecallConfig",
+    "RunConfig",
+    "RuntimeConfig",
+    "StageConfig",
+    "TrainConfig",
+    "apply_overrides",
+    "known_keys",
+    "parse_override",
+    "project_root",
+]

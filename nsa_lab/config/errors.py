@@ -1,0 +1,114 @@
+"""What is said of a configuration that cannot be used: key, value, remedy, one line per problem."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
+
+# Keys of older NSA configurations that did nothing, or no longer exist, and what takes their place.
+RETIRED_KEYS = {
+    "runtime.use_flash": "remove it; runtime.backend chooses the kernels (auto, reference, torch, triton, flash)",
+    "runtime.use_triton_sel": "remove it; runtime.backend: triton asks for the Triton kernels by name",
+    "runtime.sel_triton_min_L": "remove it; the kernels choose their own strategy by length",
+    "runtime.compile_cmp_win": "remove it; runtime.compile compiles the whole block",
+    "train.max_grad_norm": "use train.grad_clip",
+    "train.out_dir": "remove it; every run gets a directory of its own under outputs/",
+}
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message is one line per problem: key, value, remedy."""
+
+
+_PREFIX = {
+    "NSAConfig": "nsa",
+    "ModelConfig": "model",
+    "RuntimeConfig": "runtime",
+    "TrainConfig": "train",
+    "StageConfig": "train",
+    "RecallConfig": "data",
+    "DataConfig": "data",
+}
+
+
+# What an error repeats of a value: its beginning and end, and of lists in lists two levels.
+VALUES = reprlib.Repr()
+VALUES.maxlevel, VALUES.maxstring, VALUES.maxother, VALUES.maxlong = 2, 100, 100, 40
+
+
+def brief(text: str) -> str:
+    """`text` on one line, cut where it is longer than anyone would read."""
+    line = " ".join(text.split())
+    return line if len(line) <= 100 else f"{line[:97]}..."
+
+
+def explain(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) -> str:
+    lines = []
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"]]
+        if "nsa" in path:
+            path = path[path.index("nsa") :]
+        elif kind.__name__ in _PREFIX:
+            path = [_PREFIX[kind.__name__], *path]
+        lines.append(explain_one(".".join(path), problem))
+    return "\n".join(lines)
+
+
+def explain_one(key: str, problem: Mapping[str, Any]) -> str:
+    value = problem.get("input")
+    if problem["type"] == "extra_forbidden":
+        return f"{brief(key)} = {VALUES.repr(value)}: no such key; {_nearest(key)}"
+    if problem["type"] == "value_error":
+        said = str(problem["ctx"]["error"])
+        # A stage does not know which one it is.
+        return said.replace("train.", f"{key}.") if key.startswith("train.stages.") else said
+    reason = problem["msg"][0].lower() + problem["msg"][1:]
+    if isinstance(value, float) and not math.isfinite(value):
+        reason = "expected a finite number"
+    if key == "runtime.precision" and value == "fp16":
+        reason = "fp16 needs loss scaling and loses small updates; use bf16 (fp32 master weights) or fp32"
+    return f"{brief(key)} = {VALUES.repr(value)}: {reason}"
+
+
+def _nearest(key: str) -> str:
+    # Here, since a run is made of sections, and sections of what is above.
+    from nsa_lab.config.run import RunConfig
+
+    known = known_keys(RunConfig)
+    section = key.split(".")[0]
+    sections = sorted({k.split(".")[0] for k in known})
+    if section not in sections:
+        near = difflib.get_close_matches(section, sections, n=1, cutoff=0.6) or _same_leaf(key, known)
+        return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(sections)}"
+    own = [k for k in known if k.startswith(section + ".")]
+    moved = [k for k in known if k.split(".")[-1] == key.split(".")[-1]]
+    if moved:
+        return f"did you mean {moved[0]}?"
+    near = difflib.get_close_matches(key, own, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]}?"
+    elsewhere = _same_leaf(key, known)
+    return f"did you mean {elsewhere[0]}?" if elsewhere else f"{section} has {', '.join(k.split('.')[1] for k in own)}"
+
+
+def _same_leaf(key: str, known: list[str]) -> list[str]:
+    leaves = {k.split(".")[-1]: k for k in known}
+    near = difflib.get_close_matches(key.split(".")[-1], leaves, n=1, cutoff=0.75)
+    return [leaves[near[0]]] if near else []
+
+
+def known_keys(kind: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of the YAML form, for the nearest-key hint and the documentation."""
+    keys = []
+    for name, info in kind.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
+            keys += known_keys(inner, "nsa." if name == "nsa" else f"{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys

@@ -1,0 +1,121 @@
+"""The sections `model` and `nsa`: what is computed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from nsa_lab.config.section import COUNT, SIZE, Section
+
+BYTE_VOCABULARY = 256
+
+
+class NSAConfig(Section):
+    """Geometry and variants of Native Sparse Attention (arXiv 2502.11089, section 3.3).
+
+    Lengths are in tokens, `n_sel` in blocks.
+    """
+
+    l: int = Field(default=32, ge=1, le=COUNT, description="compression block length, tokens")
+    d: int = Field(default=16, ge=1, le=COUNT, description="stride between compression blocks, tokens")
+    l_sel: int = Field(default=64, ge=1, le=COUNT, description="selection block length, tokens")
+    n_sel: int = Field(default=16, le=COUNT, description="selection blocks read by a query, the forced ones included")
+    w: int = Field(default=512, ge=1, le=COUNT, description="sliding window, tokens, the query's own included")
+    phi: Literal["avg", "linear", "mlp"] = Field(default="avg", description="compression operator")
+    gate: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="gate over the three branches")
+
+    @model_validator(mode="after")
+    def _geometry(self) -> NSAConfig:
+        for name in ("l", "l_sel"):
+            length = getattr(self, name)
+            if length % self.d:
+                low = max(length // self.d, 1) * self.d
+                raise ValueError(
+                    f"nsa.{name} = {length} is not a multiple of nsa.d = {self.d}; "
+                    f"use nsa.{name} = {low} or {low + self.d}, or a stride that divides {length}"
+                )
+        if self.n_sel < 3:
+            raise ValueError(
+                f"nsa.n_sel = {self.n_sel} leaves no room for the three forced blocks "
+                "(the first, the current and the one before it); use nsa.n_sel >= 3"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer. `nsa` is read from the YAML section of that name."""
+
+    dim: int = Field(default=768, ge=1, le=SIZE, description="width of the residual stream")
+    n_layers: int = Field(default=12, ge=1, le=10_000)
+    n_heads: int = Field(default=12, ge=1, le=SIZE, description="query heads, H")
+    n_kv_groups: int = Field(default=2, ge=1, le=SIZE, description="key/value groups, G")
+    d_k: int = Field(default=64, ge=2, le=SIZE, description="width of a query or key head")
+    d_v: int = Field(default=64, ge=1, le=SIZE, description="width of a value head")
+    vocab_size: int = Field(default=BYTE_VOCABULARY, ge=2, le=2**24)
+    attention: Literal["nsa", "dense"] = "nsa"
+    mlp: Literal["plain", "gated"] = Field(default="plain", description="plain: SiLU; gated: SwiGLU")
+    mlp_hidden: int | None = Field(default=None, ge=1, le=SIZE, description="hidden width of the MLP; None: 4 * dim")
+    rope_theta: float = Field(default=10000.0, gt=0)
+    rotary_share: float = Field(default=1.0, gt=0, le=1, description="share of a head's width that rotary embedding turns")
+    matching_heads: int = Field(
+        default=0,
+        ge=0,
+        description="heads of the first group that start by looking for what came after the present token before; "
+        "with any, that group's keys are those of the token before",
+    )
+    selection_loss: float = Field(
+        default=0.0, ge=0, description="weight of the loss that teaches the choice where the selected branch would look"
+    )
+    norm_eps: float = Field(default=1e-5, gt=0)
+    nsa: NSAConfig = NSAConfig()
+
+    @model_validator(mode="after")
+    def _heads(self) -> ModelConfig:
+        if self.n_heads % self.n_kv_groups:
+            near = min(
+                (g for g in range(1, self.n_heads + 1) if self.n_heads % g == 0), key=lambda g: abs(g - self.n_kv_groups)
+            )
+            raise ValueError(
+                f"model.n_heads = {self.n_heads} is not a multiple of model.n_kv_groups = {self.n_kv_groups}; "
+                f"the nearest number of groups that divides it is {near}"
+            )
+        if self.d_k % 2:
+            raise ValueError(
+                f"model.d_k = {self.d_k} is odd, and rotary embedding turns pairs; use {self.d_k - 1} or {self.d_k + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recall(self) -> ModelConfig:
+        turned = self.rotary_share * self.d_k
+        if turned != int(turned) or int(turned) % 2 or turned < 2:
+            near = max(2, 2 * round(turned / 2))
+            raise ValueError(
+                f"model.rotary_share = {self.rotary_share} of model.d_k = {self.d_k} is {turned:g} channels, and rotary "
+                f"embedding turns pairs; use {near / self.d_k:g}"
+            )
+        if self.matching_heads > self.heads_per_group:
+            raise ValueError(
+                f"model.matching_heads = {self.matching_heads} is more than the {self.heads_per_group} heads of a group; "
+                f"use at most {self.heads_per_group}"
+            )
+        return self
+
+    @property
+    def taught(self) -> bool:
+        """Whether the model adds a selection loss to what it is trained on."""
+        return self.attention == "nsa" and self.selection_loss > 0
+
+    @property
+    def rotary_width(self) -> int:
+        """Channels of a query or key head that rotary embedding turns."""
+        return int(self.rotary_share * self.d_k)
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.n_heads // self.n_kv_groups
+
+    @property
+    def hidden(self) -> int:
+        return self.mlp_hidden or 4 * self.dim

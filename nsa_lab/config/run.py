@@ -1,0 +1,172 @@
+"""A run: all sections and a name; YAML in and out, overrides, hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from nsa_lab.config.data import DataConfig
+from nsa_lab.config.errors import RETIRED_KEYS, VALUES, ConfigError, brief
+from nsa_lab.config.model import ModelConfig, NSAConfig
+from nsa_lab.config.section import Section
+from nsa_lab.config.training import RuntimeConfig, TrainConfig
+
+
+class RunConfig(Section):
+    """One run: five sections and a name (the stem of its file in params/)."""
+
+    name: str = Field(default="run", max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: ModelConfig = ModelConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+
+    @model_validator(mode="after")
+    def _graphs_have_one_shape(self) -> RunConfig:
+        shapes = {(stage.sequences_per_step, stage.seq_len) for stage in self.train.plan}
+        if self.runtime.cuda_graph and len(shapes) > 1:
+            raise ValueError(
+                f"runtime.cuda_graph = True replays batches of one shape, and train.stages has {len(shapes)}; "
+                "set it to false"
+            )
+        return self
+
+    def __init__(self, /, **values: Any) -> None:
+        if "nsa" in values:
+            values["model"] = _with_nsa(values.get("model", {}), values["nsa"])
+            del values["nsa"]
+        super().__init__(**values)
+
+    @property
+    def nsa(self) -> NSAConfig:
+        return self.model.nsa
+
+    @classmethod
+    def from_dict(cls, sections: dict[str, Any]) -> RunConfig:
+        """Sections as they stand in YAML. Raises `ConfigError` naming every key that is wrong."""
+        if not isinstance(sections, dict):
+            raise ConfigError(f"a configuration is a mapping of sections, and this is {type(sections).__name__}")
+        if isinstance(sections.get("model"), dict) and "nsa" in sections["model"]:
+            raise ConfigError("model.nsa: the geometry has a section of its own; move these keys to nsa:")
+        retired = [
+            f"{section}.{key}"
+            for section, keys in sections.items()
+            if isinstance(keys, dict)
+            for key in keys
+            if f"{section}.{key}" in RETIRED_KEYS
+        ]
+        if retired:
+            raise ConfigError("\n".join(f"{key} is not a setting of this project: {RETIRED_KEYS[key]}" for key in retired))
+        return cls(**{key: value for key, value in sections.items() if value is not None})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
+        """The file at `path`, with dotted `overrides` (`{"train.steps": 10}`) laid over it."""
+        path = Path(path)
+        try:
+            sections = _read_yaml(path.read_bytes().decode("utf-8-sig")) or {}
+        except (FileNotFoundError, IsADirectoryError):
+            raise ConfigError(f"{path}: no such configuration file") from None
+        except UnicodeDecodeError as error:
+            line = 1 + error.object[: error.start].count(b"\n")
+            raise ConfigError(
+                f"{path}: line {line} has a byte {error.object[error.start]:#04x}, which is not UTF-8; save it as UTF-8"
+            ) from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{brief(str(path))!r}: cannot be read: {getattr(error, 'strerror', error)}") from None
+        if not isinstance(sections, dict):
+            raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
+        sections.setdefault("name", path.stem)
+        return cls.from_dict(apply_overrides(sections, overrides or {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sections as they stand in YAML; `from_dict` gives back an equal configuration."""
+        sections = self.model_dump(mode="json")
+        nsa = sections["model"].pop("nsa")
+        for name, unread in (("model", frozenset[str]()), ("train", self.train.unread), ("data", self.data.unread)):
+            later = _LATER_KEYS.get(name, {})
+            sections[name] = {
+                key: value
+                for key, value in sections[name].items()
+                if key not in unread and not (key in later and value == later[key])
+            }
+        return {
+            "name": sections["name"],
+            "model": sections["model"],
+            "nsa": nsa,
+            **{key: sections[key] for key in ("runtime", "train", "data")},
+        }
+
+    def to_yaml(self) -> str:
+        from nsa_lab.config import yaml_text
+
+        return yaml_text.write(self.to_dict())
+
+    def hash(self) -> str:
+        """Sixteen hex digits over every value: equal configurations, equal hash."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+# Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
+# configuration is what it was.
+_LATER_KEYS: dict[str, dict[str, Any]] = {
+    "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0},
+    "train": {"stall_action": "record"},
+}
+
+
+def _read_yaml(text: str) -> Any:
+    # Imported here, because a configuration that is built in Python needs no YAML.
+    from nsa_lab.config import yaml_text
+
+    try:
+        return yaml_text.read(text)
+    except yaml_text.YAMLTextError as error:
+        raise ConfigError(str(error)) from None
+
+
+def apply_overrides(sections: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `sections` with dotted keys set: `{"nsa.l": 16}`; a value may itself be a mapping, merged in."""
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in sections.items()}
+    for dotted, value in overrides.items():
+        section, _, key = dotted.partition(".")
+        if key:
+            if not isinstance(merged.setdefault(section, {}), dict):
+                raise ConfigError(f"{dotted}: {section} is a value, not a section")
+            merged[section][key] = value
+        elif isinstance(value, dict):
+            merged[section] = {**(merged.get(section) or {}), **value}
+        else:
+            merged[section] = value
+    return merged
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`"train.lr=1e-3"` -> `("train.lr", 0.001)`; the value is read as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"-p {brief(text)}: expected section.key=value, for example -p train.steps=100")
+    try:
+        return key.strip(), _read_yaml(value)
+    except ConfigError as error:
+        raise ConfigError(f"-p {brief(text)}: {error}") from None
+
+
+def _with_nsa(model: Any, nsa: Any) -> Any:
+    if isinstance(model, ModelConfig):
+        return model.model_copy(update={"nsa": nsa if isinstance(nsa, NSAConfig) else _section("nsa", NSAConfig, nsa)})
+    if isinstance(model, dict):
+        return {**model, "nsa": nsa}
+    return model
+
+
+def _section(name: str, kind: type[Section], values: Any) -> Section:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}: expected a mapping, found {VALUES.repr(values)}")
+    return kind(**values)

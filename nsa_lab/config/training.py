@@ -1,0 +1,197 @@
+"""The sections `runtime` and `train`: where it runs, and how it is trained."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from nsa_lab.config.section import COUNT, SIZE, Section
+
+Backend = Literal["auto", "reference", "torch", "triton", "flash"]
+
+
+class RuntimeConfig(Section):
+    """Where and how the run computes. Nothing here changes the mathematics beyond rounding."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if there is one")
+    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16: autocast over fp32 master weights")
+    backend: Backend = "auto"
+    compile: bool = Field(default=False, description="torch.compile the model")
+    gradient_checkpointing: bool = False
+    cuda_graph: bool = Field(
+        default=False, description="replay a step's gradients as one CUDA graph; worth it for small batches"
+    )
+    deterministic: bool = Field(default=False, description="bit-exact resume on a GPU too, at some cost in speed")
+    parallel: Literal["ddp", "fsdp"] = Field(
+        default="ddp",
+        description="several ranks: ddp copies the model to each, fsdp shards its weights and moments over them",
+    )
+    heartbeat_s: float = Field(default=10.0, gt=0, description="seconds between heartbeat events")
+    profile: Literal["smoke", "production"] = Field(
+        default="smoke", description="production: preflight refuses toy models, save_every 0 and synthetic data"
+    )
+
+    @model_validator(mode="after")
+    def _graphable(self) -> RuntimeConfig:
+        if self.cuda_graph and self.gradient_checkpointing:
+            raise ValueError(
+                "runtime.cuda_graph and runtime.gradient_checkpointing exclude each other: recomputation keeps random "
+                "state that a graph cannot hold; set one of them to false"
+            )
+        if self.cuda_graph and self.device == "cpu":
+            raise ValueError("runtime.cuda_graph = True needs runtime.device: cuda; set it to false on a CPU")
+        return self
+
+
+class StageConfig(Section):
+    """A stretch of training with one length, one batch and one schedule. Every count is in optimiser steps."""
+
+    steps: int = Field(default=200, ge=1, le=COUNT)
+    seq_len: int = Field(default=512, ge=2, le=COUNT, description="tokens per sequence")
+    batch_size: int = Field(default=4, ge=1, le=SIZE, description="sequences per forward pass")
+    accumulate_grad_batches: int = Field(default=1, ge=1, le=SIZE, description="forward passes per optimiser step")
+    micro_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=SIZE,
+        description="sequences a forward pass may hold on this device; regroups the batch, not its mathematics",
+    )
+    lr: float = Field(default=2e-4, gt=0, description="peak learning rate")
+    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
+    warmup_steps: int = Field(default=0, ge=0, le=COUNT)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.warmup_steps >= self.steps and self.warmup_steps:
+            raise ValueError(
+                f"train.warmup_steps = {self.warmup_steps} is not below train.steps = {self.steps}; "
+                f"use at most {self.steps - 1} (both count optimiser steps)"
+            )
+        if self.min_lr > self.lr:
+            raise ValueError(f"train.min_lr = {self.min_lr} is above train.lr = {self.lr}; swap or lower it")
+        if self.micro_batch_size and self.sequences_per_step % self.micro_batch_size:
+            near = max(m for m in range(1, self.micro_batch_size + 1) if self.sequences_per_step % m == 0)
+            raise ValueError(
+                f"train.micro_batch_size = {self.micro_batch_size} does not divide the "
+                f"{self.sequences_per_step} sequences of a step; use {near}"
+            )
+        return self
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.batch_size * self.accumulate_grad_batches
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_step * self.seq_len
+
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences of a forward pass, on one rank alone."""
+        return self.micro_batch_size or self.batch_size
+
+
+class TrainConfig(StageConfig):
+    """The optimisation. Every count is in optimiser steps unless its name says otherwise.
+
+    With `stages`, the keys of a stage stand there and not here; read from here they are those of the last stage, and
+    `steps` is the sum over all. What depends on the step asks `plan` and `at`.
+    """
+
+    stages: tuple[StageConfig, ...] = Field(
+        default=(), strict=False, description="stretches of training, one after another, each with its own seq_len, lr, ..."
+    )
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    grad_clip: float = Field(default=1.0, gt=0, description="limit of the global gradient norm")
+    seed: int = Field(default=1337, ge=0, lt=2**63)
+    log_every: int = Field(default=10, ge=1, le=COUNT)
+    stats_every: int = Field(default=100, ge=1, le=COUNT, description="steps between gate and selection statistics")
+    eval_every: int = Field(default=100, ge=0, le=COUNT, description="0: never")
+    eval_batches: int = Field(default=8, ge=1, le=SIZE, description="held-out text: this many times batch_size sequences")
+    save_every: int = Field(default=100, ge=0, le=COUNT, description="0: never")
+    keep_last: int = Field(default=3, ge=1, le=COUNT, description="checkpoints kept besides the permanent ones")
+    keep_every: int = Field(default=0, ge=0, le=COUNT, description="steps between permanent checkpoints; 0: none")
+    spike_sigma: float = Field(default=0.0, ge=0, description="halt on a loss this many deviations over its window; 0: off")
+    min_tokens_per_s: float = Field(default=0.0, ge=0, description="throughput gate; 0: off")
+    stall_action: Literal["record", "halt"] = Field(
+        default="record", description="halt: end a phase that lasts far longer than usual; save what can be, exit 3"
+    )
+
+    @model_validator(mode="after")
+    def _of_stages(self) -> TrainConfig:
+        if not self.stages:
+            return self
+        beside = sorted(self.model_fields_set & self.unread)
+        if beside:
+            raise ValueError(
+                f"train.stages beside {', '.join(f'train.{key}' for key in beside)}: every stage has its own; "
+                "move the keys into the stages, or remove train.stages"
+            )
+        for index, stage in enumerate(self.stages):
+            missing = [key for key in ("steps", "seq_len", "batch_size", "lr") if key not in stage.model_fields_set]
+            if missing:
+                raise ValueError(f"train.stages.{index} has no {', '.join(missing)}; every stage says its own")
+        # Frozen for everyone else; here it is still being made.
+        for key, value in (*self.stages[-1], ("steps", sum(stage.steps for stage in self.stages))):
+            object.__setattr__(self, key, value)
+        return self
+
+    @model_validator(mode="after")
+    def _countable(self) -> Self:
+        if self.tokens >= 2**63:
+            raise ValueError(
+                f"train.steps = {self.steps}: this run would take {self.tokens:.2g} tokens, more than 64 bits count; "
+                "lower the steps, seq_len or the batch"
+            )
+        return self
+
+    @property
+    def plan(self) -> tuple[StageConfig, ...]:
+        """The stages in their order; of a run without `stages`, the one that this section describes."""
+        return self.stages or (self,)
+
+    def at(self, step: int) -> tuple[int, int]:
+        """The stage of optimiser step `step`, as an index into `plan`, and the step's number in it, from 1.
+
+        Step 0, before all others, is of the first stage. Raises ValueError for a step that the run does not have.
+        """
+        within = step
+        for index, stage in enumerate(self.plan):
+            if 0 <= within <= stage.steps:
+                return index, within
+            within -= stage.steps
+        raise ValueError(f"step {step} is outside 0..{self.steps}, the optimiser steps of this run")
+
+    def stage_at(self, step: int) -> StageConfig:
+        return self.plan[self.at(step)[0]]
+
+    @property
+    def first_steps(self) -> list[int]:
+        """The first optimiser step of every stage."""
+        return [1 + sum(stage.steps for stage in self.plan[:index]) for index in range(len(self.plan))]
+
+    def tokens_by(self, step: int) -> int:
+        """Tokens that the first `step` optimiser steps take."""
+        index, within = self.at(step)
+        before = sum(stage.steps * stage.tokens_per_step for stage in self.plan[:index])
+        return before + within * self.plan[index].tokens_per_step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.tokens_by(self.steps)
+
+    @property
+    def longest(self) -> StageConfig:
+        """The stage with the longest sequences."""
+        return max(self.plan, key=lambda stage: stage.seq_len)
+
+    @property
+    def unread(self) -> set[str]:
+        """The keys that this run does not read."""
+        return set(StageConfig.model_fields) if self.stages else {"stages"}
