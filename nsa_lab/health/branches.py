@@ -197,7 +197,7 @@ def selection_finds(history: History, limits: Limits) -> Verdict | None:
     if gain >= limit:
         return Verdict(name, True, gain, limit, text)
     words = {"random": "random blocks are", "nearest": "the nearest blocks are", "no_sel": "no selected branch is"}
-    text += f"; {words[least]} as good, to {gain:+.2f} nats"
+    text += f"; {words[least]} as good: the choice saves {max(gain, 0):.2f} nats, and {limit:g} were asked"
     if history.config.data.source != "recall":
         text += ". It was not trained on facts (data.source: recall), so that says little"
         return Verdict(name, None, gain, limit, text)

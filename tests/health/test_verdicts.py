@@ -147,7 +147,7 @@ FAILURES = {
     "checkpoints": (without(lambda e: not (e["kind"] == "checkpoint" and e["step"] == 100)), "none was saved at step 100"),
     "gates moved": (set_all(gate_entropy=[math.log(3)] * LAYERS), "pinned at ln 3"),
     "gates alive": (set_all(gate_entropy=layers(0.9, 0.1, 0.9)), "collapsed onto one branch in layer 1"),
-    "selection finds": (blind(random=0.3), "random blocks are as good, to +0.10 nats"),
+    "selection finds": (blind(random=0.3), "random blocks are as good: the choice saves 0.10 nats"),
     "selection chooses": (set_all(sel_reuse=layers(1.0, 0.93, 1.0)), "the same blocks in layers 0, 2"),
     "selection reaches": (set_all(sel_distance=layers(8.5, 8.5, 6.98)), "only the nearest blocks are chosen in layer 2"),
     "attention sink": (set_all(sel_sink_share=layers(0.1, 0.95, 0.1)), "95% of the selected attention in layer 1"),
@@ -663,8 +663,8 @@ RECALL = {"data__source": "recall", "data__path": "texts"}
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
-        ({"random": 0.2}, "random blocks are as good, to +0.00 nats"),
-        ({"nearest": 0.44}, "the nearest blocks are as good, to +0.24 nats"),
+        ({"random": 0.2}, "random blocks are as good: the choice saves 0.00 nats"),
+        ({"nearest": 0.44}, "the nearest blocks are as good: the choice saves 0.24 nats"),
         ({"no_sel": 0.2}, "no selected branch is as good"),
         ({"chosen": 2.31, "random": 2.30, "nearest": 2.31, "no_sel": 2.31}, "0% right, 2.31 nats per byte"),
     ],
