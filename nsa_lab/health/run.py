@@ -86,9 +86,8 @@ def guards(history: History, limits: Limits) -> Verdict:
         return f"{event['rule']} ({event.get('action')}): {one_line(text)}"
 
     if not fired:
-        return Verdict("guards", True, 0, 0, "no guard fired" + _got_over(overcome, told))
-    more = f" (and {len(fired) - 1} more)" if len(fired) > 1 else ""
-    return Verdict("guards", False, len(fired), 0, told(fired[0]) + more)
+        return _silent("guards", history, "no guard fired" + _got_over(overcome, told))
+    return Verdict("guards", False, len(fired), 0, told(fired[0]) + _more(fired))
 
 
 def finite(history: History, limits: Limits) -> Verdict:
@@ -114,15 +113,43 @@ def _not_numbers(event: Event) -> list[str]:
     return list(dict.fromkeys(named))
 
 
+# Of errors that ended nothing: what failed beside training, and left the record whole.
+BESIDE = frozenset({"status", "tensorboard", "diagnosis"})
+
+
 def errors(history: History, limits: Limits) -> Verdict:
-    found, overcome = _by_attempt(history, [e for e in history.of_kind("error") if e.get("where") != "save"])
+    """An error that ended the run, or left a hole in its record, fails; what failed beside training is told.
+
+    Where several processes died of one cause, that one speaks; a failed save is a matter of `checkpoints`.
+    """
+    found, overcome = _by_attempt(history, [e for e in history.of_kind("error") if _fatal(e) or e.get("where") != "save"])
+    found.sort(key=lambda event: (event.get("cause") is not True, not _fatal(event)))
 
     def told(event: Event) -> str:
-        return f"{event.get('type', 'error')} at step {event['step']:,}: {one_line(event.get('message'))}"
+        kind = event.get("type", "error")
+        kind = kind if _fatal(event) else f"{kind} ({event.get('where', 'unknown')})"
+        return f"{kind} at step {event['step']:,}: {one_line(event.get('message'))}"
 
-    if not found:
-        return Verdict("errors", True, 0, 0, "none" + _got_over(overcome, told))
-    return Verdict("errors", False, len(found), 0, told(found[0]))
+    bad = [event for event in found if _fatal(event) or event.get("where") not in BESIDE]
+    if bad:
+        return Verdict("errors", False, len(bad), 0, told(bad[0]) + _more(bad))
+    if found:
+        text = f"none that ended the run; {told(found[0])}{_more(found)}"
+        return Verdict("errors", True, 0, 0, text + _got_over(overcome, told))
+    return _silent("errors", history, "none" + _got_over(overcome, told))
+
+
+def _fatal(event: Event) -> bool:
+    return event.get("fatal") is not False
+
+
+def _more(found: list[Event]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+
+
+def _silent(name: str, history: History, text: str) -> Verdict:
+    """Nothing was recorded against the run: good, unless nothing was recorded at all."""
+    return Verdict(name, True, 0, 0, text) if history.events else Verdict(name, None, 0, 0, "no event was written yet")
 
 
 def stalls(history: History, limits: Limits) -> Verdict:
@@ -133,7 +160,7 @@ def stalls(history: History, limits: Limits) -> Verdict:
         return f"in phase {event.get('phase')} at step {event['step']:,}, noticed after {age_s:.0f} s"
 
     if not found:
-        return Verdict("stalls", True, 0, 0, "none" + _got_over(overcome, told))
+        return _silent("stalls", history, "none" + _got_over(overcome, told))
     worst = max(found, key=lambda event: event.get("phase_age_s") or 0)
     return Verdict("stalls", False, len(found), 0, f"{len(found)}; the longest {told(worst)}")
 
@@ -320,6 +347,8 @@ def steps_counted_once(history: History, limits: Limits) -> Verdict:
     tokens_by = history.config.train.tokens_by
     miscounted = [event["step"] for event in logged if event["tokens"] != tokens_by(event["step"])]
     story = _story(history.attempts())
+    if not logged and not lost:
+        return Verdict("every step once", None, 0, 0, "no step was logged yet")
     for what, which in (("lost", lost), ("doubled", doubled), ("counted with wrong tokens", miscounted)):
         if which:
             shown = ", ".join(str(step) for step in which[:5]) + (" …" if len(which) > 5 else "")
