@@ -102,6 +102,7 @@ OTHERS = {
         "tests/health/test_verdicts.py",
     ],
     "train.guard": ["tests/train/test_guard.py"],
+    "train.plan": ["tests/train/test_plan.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
     "train.step": ["tests/train/test_step.py"],
     "attention.kernels.choice": cases(
@@ -1066,6 +1067,8 @@ MUTANTS = [
         "differ = []",
     ),
     # The trainer's promises.
+    Mutant("plan: a model larger than the machine is built", "train.plan", "if needed > there:", "if False:"),
+    Mutant("plan: shards are built as shards", "train.plan", "params * WEIGHT_BYTES)", "0)"),
     Mutant(
         "events: a step that was done again counts twice",
         "runs.events",
