@@ -120,7 +120,7 @@ def train(
 ) -> None:
     """Train without a notebook: a detached process, which outlives this terminal."""
     config = names.load_config(name, param or [])
-    _check_startable(config)
+    _check_startable(config, ranks)
     run_dir = launch.create_run(config, names.outputs_folder(outputs))
     if foreground:
         command = [sys.executable, "-m", "nsa_lab.train", str(run_dir)] + (["--ranks", str(ranks)] if ranks > 1 else [])
@@ -440,8 +440,8 @@ def _notebook_runner() -> ModuleType:
     return runner
 
 
-def _check_startable(config: RunConfig) -> None:
-    """Raise what is wrong with the data, the device or the backend, before anything is written."""
+def _check_startable(config: RunConfig, ranks: int = 1) -> None:
+    """Raise what is wrong with the data, the device, the model's size or the backend, before anything is written."""
     import torch
 
     from nsa_lab.attention import resolve_backend
@@ -451,7 +451,7 @@ def _check_startable(config: RunConfig) -> None:
 
     check(config.data, config.model.vocab_size)
     dtype = torch.bfloat16 if config.runtime.precision == "bf16" else torch.float32
-    resolve_backend(choose_device(config, World()), dtype, config.nsa, config.model, config.runtime.backend)
+    resolve_backend(choose_device(config, World(size=ranks)), dtype, config.nsa, config.model, config.runtime.backend)
 
 
 def _usage_errors() -> tuple[type[Exception], ...]:

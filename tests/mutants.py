@@ -90,7 +90,11 @@ OTHERS = {
     "attention.selection_loss": ["tests/attention/test_selection_loss.py"],
     "health.run": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
     "health.branches": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
-    "health.record": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
+    "health.record": [
+        "tests/health/test_attempts.py",
+        "tests/health/test_verdicts.py",
+        "tests/health/test_edited_records.py",
+    ],
     "health.twins": ["tests/health/test_verdicts.py"],
     "runs.events": [
         "tests/train/test_telemetry.py",
@@ -98,6 +102,7 @@ OTHERS = {
         "tests/health/test_verdicts.py",
     ],
     "train.guard": ["tests/train/test_guard.py"],
+    "train.plan": ["tests/train/test_plan.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
     "train.step": ["tests/train/test_step.py"],
     "attention.kernels.choice": cases(
@@ -158,7 +163,7 @@ OTHERS = {
     "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
     "runs.export": ["tests/runs/test_export.py"],
     "train.measure": ["tests/train/test_evaluation.py"],
-    "runs.history": ["tests/train/test_evaluation.py"],
+    "runs.history": ["tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
@@ -982,14 +987,34 @@ MUTANTS = [
     Mutant(
         "health: a checkpoint without its event was not saved",
         "health.run",
-        "saved = resumed | _whole_on_disk(history) | set(recorded)",
-        "saved = set(recorded)",
+        "saved = resumed | _whole_on_disk(history) | recorded",
+        "saved = recorded",
     ),
     Mutant(
         "health: a stall condemns a run for ever",
         "health.run",
         'found, overcome = _by_attempt(history, history.of_kind("stall"))',
         'found, overcome = history.of_kind("stall"), []',
+    ),
+    Mutant(
+        "health: the survivors of a killed rank speak for it",
+        "health.run",
+        'event.get("cause") is not True, not _fatal(event)',
+        "False, not _fatal(event)",
+    ),
+    Mutant("health: a mirror that failed condemns a run", "health.run", 'event.get("where") not in BESIDE', "True"),
+    Mutant("health: what was due is known of every attempt", "health.record", "    if not unknown:", "    if True:"),
+    Mutant(
+        "health: an attempt is judged by the settings of the latest",
+        "runs.history",
+        'return watched.applied(self.config, begin["settings"])',
+        "return self.config",
+    ),
+    Mutant(
+        "health: settings that nobody tells are those of config.yaml",
+        "runs.history",
+        'begin.get("config_hash", self.config.hash()) == self.config.hash()',
+        "True",
     ),
     Mutant("health: a run without preflight is not judged", "health.run", "False if trained else None", "None"),
     Mutant("health: null that nobody listed passes", "health.run", "if entry is None or (", "if False and ("),
@@ -1069,6 +1094,8 @@ MUTANTS = [
         "differ = []",
     ),
     # The trainer's promises.
+    Mutant("plan: a model larger than the machine is built", "train.plan", "if needed > there:", "if False:"),
+    Mutant("plan: shards are built as shards", "train.plan", "params * WEIGHT_BYTES)", "0)"),
     Mutant(
         "events: a step that was done again counts twice",
         "runs.events",

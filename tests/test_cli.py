@@ -229,6 +229,14 @@ def test_plan_says_what_a_run_takes(say, tiny: Path) -> None:
     assert "optimiser steps" in said.out
 
 
+@pytest.mark.parametrize("command", ["preflight", "train", "run"])
+def test_a_model_larger_than_the_machine_is_refused_before_anything_is_built(say, tiny: Path, command: str) -> None:
+    said = say(command, tiny, "-p", "model.dim=100000", "-p", "model.n_layers=8")
+    assert said.code == 2 and said.out == "" and len(said.err.splitlines()) == 1
+    assert said.err.startswith("nsa-lab: a model of ") and "Lower model.dim or model.n_layers" in said.err
+    assert not list(tiny.parent.glob("outputs/*"))
+
+
 def test_plan_reckons_with_a_recorded_speed_only_for_the_very_same_training(say) -> None:
     known = say("plan", "production_50k")
     assert "measured on one NVIDIA" in known.out and "not known" not in known.out

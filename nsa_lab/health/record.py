@@ -5,8 +5,10 @@ What is missing where it was due is a failure. Where nothing was due yet, nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
+from nsa_lab.config import TrainConfig
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import Attempt, History
 
@@ -21,7 +23,7 @@ OF_BRANCHES = (
 
 def one_run(history: History, limits: Limits) -> Verdict:
     """Status and events name the same run."""
-    named = sorted({event["run"] for event in history.events if "run" in event})
+    named = sorted({str(event["run"]) for event in history.events if "run" in event})
     said = history.status.get("run")
     if len(named) > 1:
         return Verdict("one run", False, len(named), 1, f"the events are of several runs: {', '.join(named[:3])}")
@@ -48,53 +50,70 @@ def clock(history: History, limits: Limits) -> Verdict:
 
 def heartbeats(history: History, limits: Limits) -> Verdict:
     """As many as the time of the last attempt asks for, and some in each earlier one that took long enough."""
-    every_s = history.config.runtime.heartbeat_s
     beats = [event["attempt"] for event in history.of_kind("heartbeat")]
+    asked = {a: config.runtime.heartbeat_s for a in history.attempts() if (config := history.config_of(a.number))}
 
     def due(attempt: Attempt) -> int:
-        return int((attempt.ended - attempt.began) / every_s)
+        return int((attempt.ended - attempt.began) / asked[attempt])
 
     # Below that, when the thread began and what a busy machine left it matter more than how many there are.
-    long = [attempt for attempt in history.attempts() if due(attempt) >= 3]
+    long = [attempt for attempt in asked if due(attempt) >= 3]
     for attempt in long:
         wanted = limits.heartbeats * due(attempt) if attempt.number == history.last_attempt else 1
         if beats.count(attempt.number) < wanted:
             text = (
                 f"{beats.count(attempt.number)} in the {attempt.ended - attempt.began:,.0f} s of attempt {attempt.number}, "
-                f"one every {every_s:g} s asked"
+                f"one every {asked[attempt]:g} s asked"
             )
             return Verdict("heartbeats", False, beats.count(attempt.number), wanted, text)
+    every = ", then ".join(dict.fromkeys(f"{every_s:g}" for every_s in asked.values()))
     if not long:
-        return Verdict("heartbeats", None, len(beats), None, f"too short for heartbeats every {every_s:g} s")
-    return Verdict("heartbeats", True, len(beats), None, f"{len(beats)}, one every {every_s:g} s")
+        every = every or f"{history.config.runtime.heartbeat_s:g}"
+        return Verdict("heartbeats", None, len(beats), None, f"too short for heartbeats every {every} s")
+    return if_told(history, Verdict("heartbeats", True, len(beats), None, f"{len(beats)}, one every {every} s"))
 
 
 def evaluations(history: History, limits: Limits) -> Verdict:
     """One before the first step, one at every `eval_every` steps and one at the end."""
-    train = history.config.train
     due = {0} if history.reached else set[int]()
-    if train.eval_every:
-        due |= set(range(train.eval_every, history.reached + 1, train.eval_every))
-        due |= {train.steps} if history.done else set()
+    due |= owed(history, lambda train: train.eval_every)
+    if history.done and (config := history.config_of(history.last_attempt)) and config.train.eval_every:
+        due.add(config.train.steps)
     # The step that the run is at may be evaluated next.
     due -= set() if history.done else {history.reached}
-    return _all_there("evaluations", due, {event["step"] for event in history.evaluations}, "evaluations")
+    return _all_there(history, "evaluations", due, {event["step"] for event in history.evaluations}, "evaluations")
 
 
 def statistics(history: History, limits: Limits) -> Verdict:
     """Every reading of the layers that was due, whole."""
-    train = history.config.train
     names = OF_ANY_MODEL + (OF_BRANCHES if history.config.model.attention == "nsa" else ())
-    due = set(range(train.stats_every, history.reached + 1, train.stats_every))
+    due = owed(history, lambda train: train.stats_every)
     whole = {event["step"] for event in history.steps if all(event.get(name) for name in names)}
-    return _all_there("statistics", due, whole, "readings of the layers")
+    return _all_there(history, "statistics", due, whole, "readings of the layers")
 
 
-def _all_there(name: str, due: set[int], found: Iterable[int], what: str) -> Verdict:
+def _all_there(history: History, name: str, due: set[int], found: Iterable[int], what: str) -> Verdict:
     missing = sorted(due - set(found))
-    if not due:
-        return Verdict(name, None, 0, 0, "none was due yet")
     if missing:
         text = f"{len(missing)} of {len(due)} {what} are missing, the first at step {missing[0]:,}"
         return Verdict(name, False, len(due) - len(missing), len(due), text)
-    return Verdict(name, True, len(due), len(due), f"{len(due)}, each when it was due")
+    if not due:
+        return if_told(history, Verdict(name, None, 0, 0, "none was due yet"))
+    return if_told(history, Verdict(name, True, len(due), len(due), f"{len(due)}, each when it was due"))
+
+
+def owed(history: History, every: Callable[[TrainConfig], int]) -> set[int]:
+    """The steps, up to the one that the run is at, that an attempt owed something for, `every` so many of its steps."""
+    return {
+        step for stretch in history.stretches() if stretch.config for step in stretch.multiples(every(stretch.config.train))
+    }
+
+
+def if_told(history: History, verdict: Verdict) -> Verdict:
+    """What was due is there, as far as it is known what was due: not for an attempt whose settings are not."""
+    unknown = [f"{stretch.attempt}" for stretch in history.stretches() if stretch.config is None]
+    if not unknown:
+        return verdict
+    who = f"attempt {unknown[0]}" if len(unknown) == 1 else f"attempts {', '.join(unknown)}"
+    text = f"what was due in {who} is not known: config.yaml has changed since, and the record does not tell what it said"
+    return replace(verdict, ok=None, text=f"{verdict.text}; {text}")

@@ -12,18 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nsa_lab.config import StageConfig, TrainConfig
+from nsa_lab.health.record import if_told, owed
 from nsa_lab.health.verdict import Limits, Verdict, one_line
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import folder_of, path_of, verify
 from nsa_lab.runs.checkpoints import steps as steps_on_disk
 from nsa_lab.runs.events import Event
 from nsa_lab.runs.history import Attempt, History
+from nsa_lab.runs.summary import guards_of
 
 # What every `step` event says, and every `eval` event.
 TOLD = {"step": ("loss", "bpb", "lr", "grad_norm", "dt_s", "tokens_per_s"), "eval": ("loss", "bpb")}
@@ -53,10 +54,11 @@ def _rate_within(step: int, train: StageConfig) -> float:
     return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(turn)) / 2
 
 
-def expected_log_steps(train: TrainConfig, reached: int) -> set[int]:
-    """The steps that a run which did `reached` steps must have written a `step` event for."""
-    regular = {step for every in (train.log_every, train.stats_every) for step in range(every, reached + 1, every)}
-    return regular | {step for step in (*train.first_steps, train.steps) if step <= reached}
+def expected_log_steps(history: History) -> set[int]:
+    """The steps that the run must have written a `step` event for."""
+    regular = owed(history, lambda train: train.log_every) | owed(history, lambda train: train.stats_every)
+    train = history.config.train
+    return regular | {step for step in (*train.first_steps, train.steps) if step <= history.reached}
 
 
 def finished(history: History, limits: Limits) -> Verdict:
@@ -83,12 +85,13 @@ def guards(history: History, limits: Limits) -> Verdict:
 
     def told(event: Event) -> str:
         text = event.get("text") or f"step {event['step']}: value {event.get('value')}, limit {event.get('limit')}"
-        return f"{event['rule']} ({event.get('action')}): {one_line(text)}"
+        return f"{event.get('rule', 'a rule')} ({event.get('action')}): {one_line(text)}"
 
     if not fired:
-        return Verdict("guards", True, 0, 0, "no guard fired" + _got_over(overcome, told))
-    more = f" (and {len(fired) - 1} more)" if len(fired) > 1 else ""
-    return Verdict("guards", False, len(fired), 0, told(fired[0]) + more)
+        config = history.config_of(history.last_attempt)
+        worth = guards_of(config.train) if config else "which of them were on is not known"
+        return _silent("guards", history, f"no guard fired; {worth}" + _got_over(overcome, told))
+    return Verdict("guards", False, len(fired), 0, told(fired[0]) + _more(fired))
 
 
 def finite(history: History, limits: Limits) -> Verdict:
@@ -103,7 +106,7 @@ def finite(history: History, limits: Limits) -> Verdict:
 
 
 def _not_numbers(event: Event) -> list[str]:
-    named = list(event.get("nonfinite", ()))
+    named = _names(event.get("nonfinite"))
     said = {name: value for name, value in event.items() if name != "nonfinite"}
     said = dict.fromkeys(TOLD[event["kind"]]) | said
     for name, value in said.items():
@@ -114,26 +117,55 @@ def _not_numbers(event: Event) -> list[str]:
     return list(dict.fromkeys(named))
 
 
+# Of errors that ended nothing: what failed beside training, and left the record whole.
+BESIDE = frozenset({"status", "tensorboard", "diagnosis"})
+
+
 def errors(history: History, limits: Limits) -> Verdict:
-    found, overcome = _by_attempt(history, [e for e in history.of_kind("error") if e.get("where") != "save"])
+    """An error that ended the run, or left a hole in its record, fails; what failed beside training is told.
+
+    Where several processes died of one cause, that one speaks; a failed save is a matter of `checkpoints`.
+    """
+    found, overcome = _by_attempt(history, [e for e in history.of_kind("error") if _fatal(e) or e.get("where") != "save"])
+    found.sort(key=lambda event: (event.get("cause") is not True, not _fatal(event)))
 
     def told(event: Event) -> str:
-        return f"{event.get('type', 'error')} at step {event['step']:,}: {one_line(event.get('message'))}"
+        kind = event.get("type", "error")
+        kind = kind if _fatal(event) else f"{kind} ({event.get('where', 'unknown')})"
+        return f"{kind} at step {event['step']:,}: {one_line(event.get('message'))}"
 
-    if not found:
-        return Verdict("errors", True, 0, 0, "none" + _got_over(overcome, told))
-    return Verdict("errors", False, len(found), 0, told(found[0]))
+    bad = [event for event in found if _fatal(event) or event.get("where") not in BESIDE]
+    if bad:
+        return Verdict("errors", False, len(bad), 0, told(bad[0]) + _more(bad))
+    if found:
+        text = f"none that ended the run; {told(found[0])}{_more(found)}"
+        return Verdict("errors", True, 0, 0, text + _got_over(overcome, told))
+    return _silent("errors", history, "none" + _got_over(overcome, told))
+
+
+def _fatal(event: Event) -> bool:
+    return event.get("fatal") is not False
+
+
+def _more(found: list[Event]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+
+
+def _silent(name: str, history: History, text: str) -> Verdict:
+    """Nothing was recorded against the run: good, unless nothing was recorded at all."""
+    return Verdict(name, True, 0, 0, text) if history.events else Verdict(name, None, 0, 0, "no event was written yet")
 
 
 def stalls(history: History, limits: Limits) -> Verdict:
     found, overcome = _by_attempt(history, history.of_kind("stall"))
 
     def told(event: Event) -> str:
-        age_s = event.get("phase_age_s") or 0
-        return f"in phase {event.get('phase')} at step {event['step']:,}, noticed after {age_s:.0f} s"
+        age_s = event.get("phase_age_s")
+        noticed = "noticed" if age_s is None else f"noticed after {age_s:.0f} s"
+        return f"in phase {event.get('phase')} at step {event['step']:,}, {noticed}"
 
     if not found:
-        return Verdict("stalls", True, 0, 0, "none" + _got_over(overcome, told))
+        return _silent("stalls", history, "none" + _got_over(overcome, told))
     worst = max(found, key=lambda event: event.get("phase_age_s") or 0)
     return Verdict("stalls", False, len(found), 0, f"{len(found)}; the longest {told(worst)}")
 
@@ -147,7 +179,7 @@ def preflight(history: History, limits: Limits) -> Verdict:
     unclear = [event for event in found if event.get("ok") not in (True, False)]
 
     def told(event: Event) -> str:
-        return one_line(f"{event['name']}: {event.get('value')}, limit {event.get('limit')}")
+        return one_line(f"{event.get('name', 'a check')}: {event.get('value')}, limit {event.get('limit')}")
 
     if not found:
         trained = history.reached > 0
@@ -315,16 +347,18 @@ def steps_counted_once(history: History, limits: Limits) -> Verdict:
     """No step lost, none doubled, and tokens that fit the steps, over all attempts."""
     logged = history.current("step")
     seen = [event["step"] for event in logged]
-    lost = sorted(expected_log_steps(history.config.train, history.reached) - set(seen))
+    lost = sorted(expected_log_steps(history) - set(seen))
     doubled = sorted({step for step in seen if seen.count(step) > 1}) if len(set(seen)) < len(seen) else []
     tokens_by = history.config.train.tokens_by
-    miscounted = [event["step"] for event in logged if event["tokens"] != tokens_by(event["step"])]
+    miscounted = [event["step"] for event in logged if event.get("tokens") != tokens_by(event["step"])]
     story = _story(history.attempts())
+    if not logged and not lost:
+        return Verdict("every step once", None, 0, 0, "no step was logged yet")
     for what, which in (("lost", lost), ("doubled", doubled), ("counted with wrong tokens", miscounted)):
         if which:
             shown = ", ".join(str(step) for step in which[:5]) + (" …" if len(which) > 5 else "")
             return Verdict("every step once", False, len(which), 0, f"steps {what}: {shown}; {story}")
-    return Verdict("every step once", True, 0, 0, f"none lost, none doubled; {story}")
+    return if_told(history, Verdict("every step once", True, 0, 0, f"none lost, none doubled; {story}"))
 
 
 def _story(attempts: list[Attempt]) -> str:
@@ -338,13 +372,12 @@ def _story(attempts: list[Attempt]) -> str:
 def checkpoints(history: History, limits: Limits) -> Verdict:
     """Each that was due is there. One that an attempt went on from, or that lies there whole, was saved, also if the
     trainer was killed before it could say so."""
-    train = history.config.train
-    recorded = {event["step"]: event for event in history.current("checkpoint")}
+    recorded = {event["step"] for event in history.current("checkpoint")}
     failed, overcome = _by_attempt(history, [e for e in history.of_kind("error") if e.get("where") == "save"])
     damaged, quarantined = _by_attempt(history, [e for e in history.of_kind("guard") if e.get("action") == "quarantined"])
     resumed = {event["from_step"] for event in history.of_kind("resume") if event.get("from_step")}
-    saved = resumed | _whole_on_disk(history) | set(recorded)
-    wanted = set(range(train.save_every, history.reached + 1, train.save_every)) if train.save_every else set[int]()
+    saved = resumed | _whole_on_disk(history) | recorded
+    wanted = owed(history, lambda train: train.save_every)
     excused = {event["step"] for event in overcome}
     missing = sorted(step for step in wanted - saved - excused if step < history.reached or history.done)
     for problem in (*failed, *damaged):
@@ -353,7 +386,7 @@ def checkpoints(history: History, limits: Limits) -> Verdict:
         text = f"none was saved at step {missing[0]:,} ({len(missing)} missing)"
         return Verdict("checkpoints", False, len(saved), len(wanted), text)
     if not saved:
-        return Verdict("checkpoints", None, 0, len(wanted), "none was due yet")
+        return if_told(history, Verdict("checkpoints", None, 0, len(wanted), "none was due yet"))
     told = _got_over([*overcome, *quarantined], _failed_save)
     return _on_disk(history, saved, recorded, len(wanted), told)
 
@@ -370,21 +403,25 @@ def _whole_on_disk(history: History) -> set[int]:
     return {step for step in there if not verify(path_of(folder, step), hashes=False)}
 
 
-def _on_disk(history: History, saved: set[int], recorded: dict[int, Event], wanted: int, told: str) -> Verdict:
+def _on_disk(history: History, saved: set[int], recorded: set[int], wanted: int, told: str) -> Verdict:
     """The record decides; files that are there must be whole. A copy without them is judged as the run itself was."""
-    folder = history.run_dir / directory.CHECKPOINTS
+    folder = folder_of(history.run_dir)
     if not folder.is_dir():
         text = f"{len(saved)} saved, each when it was due; their files are not kept with this copy"
-        return Verdict("checkpoints", True, len(saved), wanted, text + told)
-    pruned = {name for event in history.of_kind("checkpoint") for name in event.get("pruned") or ()}
-    kept = sorted(step for step, event in recorded.items() if Path(event["path"]).name not in pruned)
+        return if_told(history, Verdict("checkpoints", True, len(saved), wanted, text + told))
+    pruned = {name for event in history.of_kind("checkpoint") for name in _names(event.get("pruned"))}
+    kept = sorted(step for step in recorded if path_of(folder, step).name not in pruned)
     newest = kept[-1] if kept else None
     for step in kept:
-        problems = verify(history.run_dir / recorded[step]["path"], hashes=step == newest)
+        problems = verify(path_of(folder, step), hashes=step == newest)
         if problems:
             return Verdict("checkpoints", False, len(saved), wanted, f"step {step:,}: {', '.join(problems)}")
     text = f"{len(saved)} saved, each when it was due; {len(kept)} kept, all whole"
-    return Verdict("checkpoints", True, len(saved), wanted, text + told)
+    return if_told(history, Verdict("checkpoints", True, len(saved), wanted, text + told))
+
+
+def _names(value: Any) -> list[str]:
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
 
 def throughput(history: History, limits: Limits) -> Verdict:
@@ -458,24 +495,24 @@ def _positive(value: Any, otherwise: float = 0.0) -> float:
 
 
 def data_wait(history: History, limits: Limits) -> Verdict:
-    steps, waited = history.series("data_s")
-    _, took = history.series("dt_s")
-    if not len(steps) or len(took) != len(waited):
+    """Of the readings that say both, each a mean over the steps since the reading before."""
+    waited_s = took_s = 0.0
+    before = 0
+    for event in history.steps:
+        took, waited = _positive(event.get("dt_s")), event.get("data_s")
+        if took and waited is not None and math.isfinite(waited):
+            waited_s += (event["step"] - before) * waited
+            took_s += (event["step"] - before) * took
+        before = event["step"]
+    if not took_s:
         return Verdict("data wait", None, None, limits.data_wait, "not recorded")
-    # Both are means over the steps since the reading before.
-    weight = np.diff(steps, prepend=0)
-    share = float((waited * weight).sum() / (took * weight).sum())
-    return Verdict(
-        "data wait",
-        share <= limits.data_wait,
-        share,
-        limits.data_wait,
-        f"{share:.1%} of the training time was spent waiting for data",
-    )
+    share = waited_s / took_s
+    text = f"{share:.1%} of the training time was spent waiting for data"
+    return Verdict("data wait", share <= limits.data_wait, share, limits.data_wait, text)
 
 
 def memory(history: History, limits: Limits) -> Verdict:
-    resident = [event["rss_bytes"] for event in history.of_kind("heartbeat") if event.get("rss_bytes")]
+    resident = [held for event in history.of_kind("heartbeat") if (held := _positive(event.get("rss_bytes")))]
     if len(resident) < 8:
         return Verdict("memory", None, None, limits.memory_growth, "too few heartbeats to see growth")
     early, late = max(resident[: len(resident) // 2]), max(resident[len(resident) // 2 :])

@@ -23,6 +23,7 @@ FREE = frozenset(
         "train.keep_every",
         "train.spike_sigma",
         "train.min_tokens_per_s",
+        "train.stall_action",
     }
 )
 # Of `history.Facts`, and the unit to show each in.

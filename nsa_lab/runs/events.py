@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ def timeline(events: list[Event]) -> list[Event]:
     resumed_at: dict[int, int] = {}
     for event in events:
         if event["kind"] in ("start", "resume"):
-            resumed_at[event["attempt"]] = event.get("from_step", 0)
+            resumed_at[event["attempt"]] = event.get("from_step") or 0
     cut: dict[int, float] = {}
     lowest = float("inf")
     for attempt in sorted(resumed_at, reverse=True):
@@ -122,12 +123,13 @@ def _events(path: Path, block: bytes) -> list[Event]:
 
 # What readers reckon with, by the kind of value; a number that was not finite is null.
 _COUNTS = ("attempt", "step")
+_WHOLE = ("tokens", "from_step", "steps")
 _NUMBERS = (
-    *("t", "tokens", "from_step", "steps", "loss", "bpb", "lr", "grad_norm", "dt_s", "data_s", "tokens_per_s"),
+    *("loss", "bpb", "lr", "grad_norm", "dt_s", "data_s", "tokens_per_s"),
     *("mem_peak_bytes", "rss_bytes", "phase_age_s", "limit_s", "seconds"),
     *("documents", "bytes", "bytes_per_s", "left_s"),
 )
-_TEXTS = ("phase", "path", "rule", "split", "name", "doing")
+_TEXTS = ("phase", "path", "rule", "split", "name", "doing", "status", "text")
 
 
 def _parse(line: bytes) -> Event | None:
@@ -138,6 +140,8 @@ def _parse(line: bytes) -> Event | None:
     if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
         return None
     if any(type(event.get(name)) is not int for name in _COUNTS) or not isinstance(event.get("t"), int | float):
+        return None
+    if not math.isfinite(event["t"]) or any(not isinstance(event.get(name), int | None) for name in _WHOLE):
         return None
     if any(not isinstance(event.get(name), int | float | None) for name in _NUMBERS):
         return None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nsa_lab.config import RunConfig
-from nsa_lab.runs import directory, events
+from nsa_lab.runs import directory, events, watched
 from nsa_lab.runs.events import Event
 from nsa_lab.runs.files import read_json
 from nsa_lab.runs.lock import lock_owner
@@ -34,6 +34,23 @@ class Attempt:
     began: float
     ended: float
     ending: str
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The steps from `first` to `last` that count as those of one attempt: no later attempt did them again.
+
+    `config` is what it ran with, or None where that is not known.
+    """
+
+    attempt: int
+    first: int
+    last: int
+    config: RunConfig | None
+
+    def multiples(self, every: int) -> set[int]:
+        """Those of its steps that `every` divides; none for 0, which is never."""
+        return set(range(-(-self.first // every) * every, self.last + 1, every)) if every else set()
 
 
 @dataclass(frozen=True)
@@ -104,8 +121,12 @@ class History:
         )
 
     def layers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values `[readings, layers]` of a per-layer statistic; empty where the run has none."""
-        seen = [(event["step"], event[name]) for event in self.steps if event.get(name)]
+        """Steps and values `[readings, layers]` of a per-layer statistic; empty where the run has none.
+
+        What is no list of numbers, or of another number of layers than the first that is, is no reading.
+        """
+        seen = [(event["step"], event[name]) for event in self.steps if _numbers(event.get(name))]
+        seen = [(step, value) for step, value in seen if len(value) == len(seen[0][1])]
         values = np.array([value for _, value in seen], dtype=np.float64)
         return np.array([step for step, _ in seen], dtype=np.int64), values if seen else values.reshape(0, 0)
 
@@ -135,6 +156,28 @@ class History:
         begun = self.of_kind("start", "resume")
         return [self._attempt(event, is_last=index == len(begun) - 1) for index, event in enumerate(begun)]
 
+    def config_of(self, attempt: int) -> RunConfig | None:
+        """What an attempt ran with. A run's settings may change between attempts, and config.yaml holds the latest.
+
+        Its first event tells those that its record is judged by. Where it does not, as in runs from before that, they are
+        those of config.yaml if the hash is; else they are not known.
+        """
+        begin = next((e for e in reversed(self.of_kind("start", "resume")) if e["attempt"] == attempt), {})
+        if "settings" in begin:
+            return watched.applied(self.config, begin["settings"])
+        return self.config if begin.get("config_hash", self.config.hash()) == self.config.hash() else None
+
+    def stretches(self) -> list[Stretch]:
+        """The steps that were done, by the attempt whose record of them counts, in order."""
+        begun = {event["attempt"]: event.get("from_step") or 0 for event in self.of_kind("start", "resume")}
+        found, end = [], self.reached
+        for attempt, from_step in sorted(begun.items(), reverse=True):
+            if from_step < end:
+                found.append(Stretch(attempt, from_step + 1, end, self.config_of(attempt)))
+                end = from_step
+        # What nobody says to have begun is judged by what is known.
+        return [*([Stretch(0, 1, end, self.config)] if end > 0 else []), *reversed(found)]
+
     def _attempt(self, begin: Event, *, is_last: bool) -> Attempt:
         own = [event for event in self.events if event["attempt"] == begin["attempt"]]
         said = next(
@@ -144,12 +187,16 @@ class History:
         fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)
         return Attempt(
             number=begin["attempt"],
-            from_step=begin.get("from_step", begin["step"]),
+            from_step=begin["step"] if begin.get("from_step") is None else begin["from_step"],
             last_step=max(event["step"] for event in own),
             began=begin["t"],
             ended=own[-1]["t"],
             ending="failed" if fatal else said or silent,
         )
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, int | float | None) for entry in value)
 
 
 _ENDINGS = {

@@ -22,7 +22,7 @@ from nsa_lab.attention import BackendError
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import DataError, FillPace, FillProgress
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import directory, older_variables
+from nsa_lab.runs import directory, older_variables, watched
 from nsa_lab.runs.checkpoints import step_of
 from nsa_lab.runs.environment import code_identity, versions
 from nsa_lab.runs.events import read_events
@@ -219,7 +219,7 @@ class _Attempt:
                     f"{store.folder}: the record speaks of checkpoints and the folder holds none. "
                     "The run is not started over; restore a step-… folder, or create a new run"
                 )
-            self.record.begin(0, parts.facts)
+            self.record.begin(0, {**parts.facts, "settings": watched.told(self.config)})
             self._preflight(parts)
             return 0, []
         state = snapshot.read_state(path)
@@ -231,7 +231,8 @@ class _Attempt:
             exact=self._same_machinery(state, parts.facts),
             precision=self.config.runtime.precision,
         )
-        self.record.begin(state["step"], {**parts.facts, "checkpoint": path.name, "probe_difference": difference})
+        found = {"checkpoint": path.name, "probe_difference": difference}
+        self.record.begin(state["step"], {**parts.facts, "settings": watched.told(self.config), **found})
         return state["step"], state["guard"]["losses"]
 
     def _same_machinery(self, state: dict[str, Any], facts: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.config import RunConfig
+from nsa_lab.config import ModelConfig, RunConfig
 
 FILE = Path(__file__).with_name("measured.json")
 
@@ -22,7 +22,8 @@ def recorded() -> dict[str, Any]:
 def recorded_speed(config: RunConfig) -> tuple[float, str] | None:
     """Tokens per second that were measured for this very model and shape, and on which GPU; None for any other."""
     record, train, model = recorded(), config.train, config.model
-    if model.model_copy(update={"attention": "nsa"}).model_dump() != record["model"]:
+    # Settings that are younger than the record were off when it was made, as they are by default.
+    if model.model_copy(update={"attention": "nsa"}) != ModelConfig.model_validate(record["model"]):
         return None
     for row in record["rows"]:
         measured = row[model.attention]

@@ -17,6 +17,7 @@ from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import Dataset, EvalBatches, StagedBatches, held_out, prepare
 from nsa_lab.model import NSATransformer
 from nsa_lab.train.distributed import World
+from nsa_lab.train.plan import check_room
 from nsa_lab.train.step import Stepper, make_optimizer
 
 
@@ -64,7 +65,16 @@ class Parts:
 
 
 def choose_device(config: RunConfig, world: World) -> torch.device:
-    """`runtime.device`, with `auto` taking CUDA where there is one. Raises `ConfigError` for a GPU that is not there."""
+    """`runtime.device`, with `auto` taking CUDA where there is one.
+
+    Raises `ConfigError` for a GPU that is not there, and for a device that the model's state does not fit into.
+    """
+    device = _device(config, world)
+    check_room(config, device, world.size)
+    return device
+
+
+def _device(config: RunConfig, world: World) -> torch.device:
     wanted = config.runtime.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("runtime.device = 'cuda': torch sees no CUDA device; use auto or cpu, or install a CUDA build")

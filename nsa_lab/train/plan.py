@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from nsa_lab.config import ModelConfig, RunConfig, TrainConfig
+from nsa_lab.config import ConfigError, ModelConfig, RunConfig, TrainConfig
 from nsa_lab.model import NSATransformer
+from nsa_lab.train.telemetry.machine import memory_bytes
 
 # Per parameter: float32 weights and gradients and two float32 moments.
 STATE_BYTES = 16
+WEIGHT_BYTES = 4
 # A checkpoint holds weights and moments.
 CHECKPOINT_BYTES = 12
 # The smallest model that a production run may train.
@@ -107,6 +109,21 @@ def plan(config: RunConfig, tokens_per_s: float | None = None, ranks: int = 1) -
         tokens_per_s=speed,
         hours=hours(tokens, speed) if speed else None,
     )
+
+
+def check_room(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
+    """Raise `ConfigError` if the model's state alone is larger than the memory of the device of one rank."""
+    params, there = shape_of(config.model).parameter_count(), memory_bytes(device)
+    shards = ranks if config.runtime.parallel == "fsdp" else 1
+    # Every rank builds the model whole before it is sharded.
+    needed = max(params * STATE_BYTES // shards, params * WEIGHT_BYTES)
+    if needed > there:
+        raise ConfigError(
+            f"a model of {params:,} parameters: its float32 weights, gradients and moments take {needed:,} bytes "
+            f"({size_text(needed)}){f' on each of {ranks} ranks' if ranks > 1 else ''}, before any activation, and "
+            f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {there:,} ({size_text(there)}). "
+            "Lower model.dim or model.n_layers"
+        )
 
 
 def flops_per_token(model: NSATransformer, train: TrainConfig) -> dict[str, float]:

@@ -36,9 +36,11 @@ def thinned() -> History:
         config = RunConfig.from_yaml(run / "config.yaml")
         if (config.model.attention, config.train.steps, config.train.stats_every) == ("nsa", STEPS, EVERY):
             whole = History.read(run)
-            train = config.train.model_copy(update={"log_every": EVERY})
+            config = config.model_copy(update={"train": config.train.model_copy(update={"log_every": EVERY})})
             kept = [e for e in whole.events if e["kind"] != "step" or e["step"] == 1 or e["step"] % EVERY == 0]
-            return with_events(replace(whole, config=config.model_copy(update={"train": train})), kept)
+            # As if both attempts had run with that configuration.
+            kept = [e | ({"config_hash": config.hash()} if "config_hash" in e else {}) for e in kept]
+            return with_events(replace(whole, config=config), kept)
     raise AssertionError(f"outputs/ holds no NSA run of {STEPS} steps with statistics every {EVERY}")
 
 

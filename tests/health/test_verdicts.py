@@ -19,11 +19,12 @@ from nsa_lab.config import NSAConfig
 from nsa_lab.health import CHECKS, Verdict, as_record, examine, verdicts
 from nsa_lab.health.answers import QUESTIONS, answers
 from nsa_lab.health.branches import choice_range
-from nsa_lab.health.twins import beside_twin, side_by_side, twins
+from nsa_lab.health.twins import FREE, beside_twin, side_by_side, twins
 from nsa_lab.runs import directory, names
 from nsa_lab.runs.history import History, facts
 from nsa_lab.runs.lock import sign_lock, take_lock
 from nsa_lab.runs.summary import shown_facts
+from nsa_lab.train.snapshot import FREE_DATA_KEYS, FREE_TRAIN_KEYS
 
 
 def named(found: list[Verdict], name: str) -> Verdict:
@@ -325,7 +326,7 @@ QUARANTINED = {
 @pytest.mark.parametrize(
     ("trouble", "name", "text"),
     [
-        (SLOWDOWN, "guards", "no guard fired (got over: attempt 1: slowdown (warn): step 90: 10 tokens/s)"),
+        (SLOWDOWN, "guards", " (got over: attempt 1: slowdown (warn): step 90: 10 tokens/s)"),
         (STALL, "stalls", "none (got over: attempt 1: in phase data at step 60, noticed after 130 s)"),
         (ERROR, "errors", "none (got over: attempt 1: ValueError at step 60: boom more)"),
         (FAILED_SAVE, "checkpoints", "(got over: attempt 1: a save failed at step 100: the disk is full)"),
@@ -456,6 +457,11 @@ def test_twins_that_trained_differently_are_named(pair: Any) -> None:
     assert twins([nsa]) is None
 
 
+def test_what_a_resumed_run_may_change_makes_no_other_twin_but_how_much_is_evaluated() -> None:
+    free = {f"train.{name}" for name in FREE_TRAIN_KEYS} | {f"data.{name}" for name in FREE_DATA_KEYS}
+    assert free - {"train.eval_batches"} | {"model.attention"} == FREE
+
+
 def test_twins_on_other_texts_are_named(pair: Any) -> None:
     nsa, dense = pair(0.0)
     for run, text in ((nsa, "a"), (dense, "b")):
@@ -563,13 +569,51 @@ def test_noise_must_stay_at_its_entropy(tmp_path: Path) -> None:
     assert [v.name for v in examine(leaking).failed] == ["no leak"]
 
 
+LIBRARY = {**ERROR, "type": "RuntimeError", "message": "connection closed by peer", "where": "step"}
+KILLED = {**ERROR, "type": "SIGKILL", "message": "rank 1 was killed (signal 9)", "where": "rank 1", "cause": True}
+
+
+def trouble(where: str, step: int = 60) -> Event:
+    return {**ERROR, "where": where, "type": "OSError", "message": "the disk is full", "fatal": False, "step": step}
+
+
+def test_of_several_errors_the_cause_speaks(tmp_path: Path) -> None:
+    """What the survivors of a killed rank say came first, and explains nothing; what failed beside it, even less."""
+    spoil = append(trouble("tensorboard"), LIBRARY, KILLED)
+    verdict = named(verdicts(write_run(tmp_path / "killed", spoil=spoil)), "errors")
+    assert (verdict.ok, verdict.value) == (False, 2)
+    assert verdict.text == "SIGKILL at step 60: rank 1 was killed (signal 9) (and 1 more)"
+    verdict = named(verdicts(write_run(tmp_path / "broke", spoil=append(trouble("events"), LIBRARY))), "errors")
+    assert verdict.text == "RuntimeError at step 60: connection closed by peer (and 1 more)"
+
+
+@pytest.mark.parametrize("where", ["tensorboard", "status", "diagnosis"])
+def test_what_failed_beside_training_is_told_and_is_no_illness(where: str, tmp_path: Path) -> None:
+    health = examine(write_run(tmp_path, spoil=append(trouble(where), trouble(where, 70))))
+    assert health.ok, health.headline
+    text = f"none that ended the run; OSError ({where}) at step 60: the disk is full (and 1 more)"
+    assert named(health.verdicts, "errors").text == text
+
+
+def test_a_hole_in_the_record_is_an_illness(tmp_path: Path) -> None:
+    lost = {**trouble("events"), "message": "3 events before this one could not be written: no space"}
+    del lost["type"]
+    health = examine(write_run(tmp_path, spoil=append(lost)))
+    assert health.headline == f"NOT healthy: errors: error (events) at step 60: {lost['message']}"
+
+
+def test_a_bug_while_saving_is_an_error(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=append({**ERROR, "where": "save"}))), "errors")
+    assert verdict.ok is False and verdict.text == "ValueError at step 60: boom more"
+
+
 def test_a_run_that_wrote_nothing_yet_is_unknown_not_healthy_by_accident(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, status={"status": directory.PREEMPTED, "reason": "created, not started"})
     (run_dir / directory.EVENTS).write_text("")
     health = examine(run_dir)
     assert health.ok
     assert health.headline.startswith("healthy so far: step 0 of 200: created, not started")
-    assert not any(v.ok for v in health.verdicts if v.name in ("loss fell", "gates moved", "throughput", "learning rate"))
+    assert [v.name for v in health.verdicts if v.ok is not None] == []
 
 
 def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
@@ -653,7 +697,9 @@ def test_the_record_gives_what_was_printed_where_the_run_was_made(run: Path) -> 
         assert now.keys() >= lines.keys() and len(lines) >= 15
         assert {key for key in lines if now[key].split()[0] != lines[key].split()[0]} == set()
         # There the files of the checkpoints were verified, which a copy does not have; pace was judged by another rule.
-        assert {key for key in lines if now[key] != lines[key]} <= {"checkpoints", "throughput"}
+        # And it was not said which guards were on.
+        assert {key for key in lines if now[key] != lines[key]} <= {"checkpoints", "throughput", "guards"}
+        assert now["guards"].startswith(f"{lines['guards']}; halts on ")
         assert lines["checkpoints"].endswith("kept, all whole")
 
 

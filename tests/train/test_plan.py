@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from nsa_lab.config import ModelConfig, RunConfig
+from nsa_lab.config import ConfigError, ModelConfig, RunConfig
 from nsa_lab.model import NSATransformer
 from nsa_lab.train import measured
-from nsa_lab.train.plan import checkpoints_kept, compare, hours, plan
+from nsa_lab.train.plan import check_room, checkpoints_kept, compare, hours, plan
+from nsa_lab.train.telemetry import machine
 
 PRODUCTION = RunConfig.from_dict(
     {
@@ -73,6 +76,44 @@ def test_disk_is_what_retention_keeps_and_the_one_being_written() -> None:
     assert checkpoints_kept(PRODUCTION) == 3 + 5 + 1
     planned = plan(PRODUCTION)
     assert planned.disk_bytes == 9 * planned.checkpoint_bytes + 6_553_600_000
+
+
+CPU = torch.device("cpu")
+
+
+def allow(monkeypatch: pytest.MonkeyPatch, folder: Path, limit: int | str) -> None:
+    """This process may use so many bytes of the machine's memory."""
+    (folder / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(machine, "CGROUP_LIMIT", folder / "memory.max")
+
+
+def test_memory_is_that_of_the_machine_or_what_is_granted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "is not there")
+    installed = machine.memory_bytes(CPU)
+    assert installed > 2**28
+    for limit, there in (("max", installed), (2**20, 2**20), (2**60, installed)):
+        allow(monkeypatch, tmp_path, limit)
+        assert machine.memory_bytes(CPU) == there
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "state"), [("ddp", 1, 16), ("ddp", 4, 16), ("fsdp", 1, 16), ("fsdp", 2, 8), ("fsdp", 8, 4)]
+)
+def test_a_model_that_fits_to_the_byte_may_be_built_and_one_that_does_not_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: str, ranks: int, state: int
+) -> None:
+    """Sharding divides the state among the ranks, but each builds the weights whole."""
+    shape: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 16, "d_v": 16}
+    config = RunConfig.from_dict({"model": shape, "runtime": {"parallel": parallel}})
+    needed = NSATransformer(config.model).parameter_count() * state
+    allow(monkeypatch, tmp_path, needed)
+    check_room(config, CPU, ranks)
+    allow(monkeypatch, tmp_path, needed - 1)
+    with pytest.raises(ConfigError) as caught:
+        check_room(config, CPU, ranks)
+    said = str(caught.value)
+    assert f"take {needed:,} bytes" in said and f"this machine has {needed - 1:,} " in said
+    assert (f" on each of {ranks} ranks" in said) is (ranks > 1)
 
 
 def test_the_plan_reads_as_a_table_and_as_a_mapping() -> None:

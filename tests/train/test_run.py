@@ -21,8 +21,10 @@ from torch import nn
 from nsa_lab.attention import geometry
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches, DataError, FillProgress, pace
+from nsa_lab.health import examine
 from nsa_lab.health.run import expected_learning_rate
-from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs import directory, events, launch, watched
+from nsa_lab.runs.history import History
 from nsa_lab.runs.live import RunView
 from nsa_lab.runs.lock import take_lock
 from nsa_lab.train import attempt, guard
@@ -83,6 +85,7 @@ def test_a_run_records_what_the_contract_says(trained_once: Path) -> None:
     assert directory.read_status(run_dir)["status"] == "DONE" and launch.state(run_dir) == "DONE"
     (start,) = kinds(run_dir, "start")
     assert {"config_hash", "versions", "device", "backend", "params", "flops_per_token"} <= start.keys()
+    assert start["settings"] == watched.told(RunConfig.from_yaml(run_dir / "config.yaml"))
     assert start["backend"]["selected"] == {"backend": "torch", "reason": start["backend"]["selected"]["reason"]}
     steps = kinds(run_dir, "step")
     assert [(e["step"], e["tokens"]) for e in steps] == [(n, 128 * n) for n in range(1, 13)]
@@ -197,6 +200,19 @@ def test_resuming_on_another_trajectory_is_refused_by_name(
     (key,) = change
     assert key in directory.read_status(run_dir)["reason"] or section == "model"
     assert kinds(run_dir, "error")[0]["type"] in ("ResumeRefused", "DataError")
+
+
+def test_a_run_resumed_with_other_cadences_is_judged_by_what_each_attempt_ran_with(finished: Path, train: Train) -> None:
+    run_dir = finished
+    began = RunConfig.from_yaml(run_dir / "config.yaml")
+    rewind(run_dir, 5)
+    edit(run_dir, "train", log_every=5, stats_every=6, eval_every=5, save_every=7)
+    assert train(run_dir) == 0
+    history = History.read(run_dir)
+    assert history.config_of(1) == began and history.config_of(2) == history.config != began
+    assert [(stretch.first, stretch.last) for stretch in history.stretches()] == [(1, 5), (6, 12)]
+    found = {verdict.name: verdict for verdict in examine(history).verdicts}
+    assert all(found[name].ok for name in ("evaluations", "statistics", "every step once", "checkpoints")), found
 
 
 def test_the_rate_in_the_record_is_what_the_optimiser_held_when_it_stepped(

@@ -146,8 +146,8 @@ def test_a_run_that_goes_on_inside_or_between_stages_is_the_same_run(
     parted = new_staged_run(save_every=1)
     for cut in (3, 4, 5, 9):
 
-        def die(self: Trainer, step: int, inputs: torch.Tensor, cut: int = cut) -> None:
-            after(self, step, inputs)
+        def die(self: Trainer, step: int, inputs: torch.Tensor, phase: str, cut: int = cut) -> None:
+            after(self, step, inputs, phase)
             if step == cut:
                 raise Killed
 

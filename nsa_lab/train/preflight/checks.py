@@ -38,6 +38,7 @@ from nsa_lab.train.preflight.check import Check
 from nsa_lab.train.preflight.parity import worst_ratio
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.step import BAD, Readback, token_losses
+from nsa_lab.train.telemetry.machine import memory_bytes
 
 WARM_UP_STEPS, THROUGHPUT_STEPS = 3, 20
 
@@ -187,7 +188,7 @@ def memory(parts: Parts, planned: Plan) -> Check:
         return Check("memory", True, "the device is a CPU", f"{size_text(planned.memory_bytes)} planned for a GPU")
     moments = sum(2 * 4 * p.numel() for p in parts.model.parameters())
     peak = torch.cuda.max_memory_allocated(parts.device) + moments
-    capacity = torch.cuda.get_device_properties(parts.device).total_memory
+    capacity = memory_bytes(parts.device)
     return Check(
         "memory",
         peak < 0.95 * capacity,

@@ -22,7 +22,7 @@ def leave_last_words(folder: Path, *, where: str, kind: str, reason: str, exit_c
     last = max(record, key=lambda event: (event["attempt"], event["step"]), default=None)
     log = EventLog(folder, folder.name, last["attempt"] if last else 1)
     if last:
-        log.step, log.tokens = last["step"], last["tokens"]
+        log.step, log.tokens = last["step"], last.get("tokens") or 0
     log.event("error", where=where, type=kind, message=reason, fatal=True, cause=True)
     log.event("halt", status=directory.HALTED, exit_code=exit_code, reason=reason)
     log.close()

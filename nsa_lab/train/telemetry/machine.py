@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
 
 def resident_bytes() -> int:
     """Resident memory of this process now; its peak where /proc is not at hand."""
@@ -21,6 +23,19 @@ def resident_bytes() -> int:
     except FileNotFoundError:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All the memory of a GPU, or of this machine, less where a control group grants less."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        granted = CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        # Another system than Linux, or no limit of this kind.
+        return installed
+    return min(installed, int(granted)) if granted.isdecimal() else installed
 
 
 def memory_peak_bytes(device: torch.device) -> int:

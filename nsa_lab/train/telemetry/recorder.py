@@ -53,7 +53,7 @@ class Recorder:
             self.run_dir / directory.TENSORBOARD, from_step, lambda error: self.trouble("tensorboard", error)
         )
         kind = "resume" if from_step else "start"
-        # The settings stand in config.yaml; a checkpoint repeats them, an event need not.
+        # What decides where training goes stands in config.yaml for good; a checkpoint repeats it, an event need not.
         told = {name: value for name, value in fields.items() if name not in ("run", "trajectory")}
         self.log.event(kind, from_step=from_step, steps=self._steps, tensorboard=self._mirror.why_off or "on", **told)
         logger.info("%s of %s at step %d of %d", kind, self.log.run, from_step, self._steps)
