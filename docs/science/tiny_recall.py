@@ -27,6 +27,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "nsa_start_half": START,
     "nsa_recipe_005": {**START, "selection_loss": 0.05},
     "nsa_recipe_02": {**START, "selection_loss": 0.2},
+    "nsa_recipe_1": {**START, "selection_loss": 1.0},
 }
 
 
@@ -43,6 +44,7 @@ def run(name: str, seed: int, steps: int) -> dict[str, Any]:
         "seed": seed,
         "model": model.config.model_dump(),
         "task": asdict(task),
+        "steps": steps,
         "parameters": model.parameter_count(),
         "cpu_s": round(time.process_time() - began, 1),
         "curve": curve,

@@ -111,9 +111,10 @@ def learn(
     """Train `model` on the answers of `task`, selection loss included; a `Learned` each `every` steps.
 
     `asked`: how many fresh sequences it is then asked with, the same each time.
-    AdamW, constant rate, gradients clipped at 1. The sequences of a seed are the same for every model.
+    AdamW, a rate that falls from `lr` to 0 along a cosine, gradients clipped at 1. The sequences of a seed are the same for every model.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     fresh, questions = task.batch(0, asked, seed, ASKED)
     far = questions[:, -task.far :]
     for step in range(steps):
@@ -124,6 +125,7 @@ def learn(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
+        falling.step()
         if (step + 1) % every == 0:
             model.eval()
             right, losses, _ = teacher_forced(model, fresh, far)
