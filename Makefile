@@ -65,6 +65,8 @@ nbval: $(READY)
 	done
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p outputs $(CURDIR)/$(COPIES)/runs \
 	  notebooks/05_health_analysis.ipynb $(COPIES)/05_health_analysis.ipynb
+	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p asked 32 \
+	  notebooks/06_does_selection_find.ipynb $(COPIES)/06_does_selection_find.ipynb
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
 	  notebooks/00_start_here.ipynb notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)/*.ipynb
 

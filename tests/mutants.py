@@ -135,6 +135,12 @@ OTHERS = {
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
     "evaluate.reach": ["tests/evaluate/test_reach.py"],
     "evaluate.interventions": ["tests/evaluate/test_interventions.py"],
+    "evaluate.tiny_recall": cases(
+        "evaluate/test_tiny_recall.py",
+        "every_question_repeats_a_pair_that_was_told_once",
+        "training_adds_the_selection_loss_and_repeats_itself",
+        "what_is_told_is_that_of_the_far_questions_of_fresh_sequences",
+    ),
     "train.trainer": ["tests/train/test_evaluation.py", "tests/train/test_run.py"],
     "train.checkpoint": ["tests/crash/test_full_disk.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
     "runs.checkpoints": ["tests/runs/test_damaged_records.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
@@ -1182,6 +1188,15 @@ MUTANTS = [
         "evaluate.interventions",
         "torch.zeros_like(out) if name",
         "0.5 * out if name",
+    ),
+    Mutant("tiny recall: the selection loss is left out", "evaluate.tiny_recall", " + model.auxiliary_loss()", ""),
+    Mutant("tiny recall: asked with what it was trained on", "evaluate.tiny_recall", "asked, seed, ASKED)", "asked, seed)"),
+    Mutant("tiny recall: near questions count too", "evaluate.tiny_recall", "questions[:, -task.far :]", "questions"),
+    Mutant(
+        "tiny recall: a far pair is told where another is",
+        "evaluate.tiny_recall",
+        "places[:, :far], last]",
+        "places[:, -far:], last]",
     ),
     Mutant(
         "trainer: statistics of the step after",

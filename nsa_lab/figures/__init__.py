@@ -24,18 +24,21 @@ from nsa_lab.figures.run_axes import Run
 from nsa_lab.figures.selection import importance_map, selection_by_layer
 from nsa_lab.figures.speeds import time_by_length
 from nsa_lab.figures.step_time import step_by_part
+from nsa_lab.figures.tiny_recall import accuracy_curves, intervention_bars
 from nsa_lab.figures.whole_run import overview, progress
 
 __all__ = [
     "BRANCH_PICTURES",
     "RUN_PICTURES",
     "Run",
+    "accuracy_curves",
     "block_geometry",
     "branch_norms",
     "gate_layers",
     "gate_shares",
     "gates_of_layer",
     "importance_map",
+    "intervention_bars",
     "learning_rate",
     "loss_by_position",
     "loss_curves",

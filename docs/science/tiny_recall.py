@@ -1,0 +1,77 @@
+"""The runs of tiny_recall.md: every row of its table, on a CPU, one thread. `python docs/science/tiny_recall.py --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa_lab.evaluate import choice_quality, intervene
+from nsa_lab.evaluate.tiny_recall import ASKED, TinyRecall, learn, tiny_model
+
+START = {"rotary_share": 0.5, "matching_heads": 1}
+ROWS: dict[str, dict[str, Any]] = {
+    "dense": {"attention": "dense"},
+    "nsa_avg": {},
+    "nsa_half": {"rotary_share": 0.5},
+    "nsa_start": {"matching_heads": 1},
+    "nsa_taught_001": {"selection_loss": 0.01},
+    "nsa_taught_005": {"selection_loss": 0.05},
+    "nsa_taught_02": {"selection_loss": 0.2},
+    "dense_start_half": {"attention": "dense", **START},
+    "nsa_start_half": START,
+    "nsa_recipe_005": {**START, "selection_loss": 0.05},
+    "nsa_recipe_02": {**START, "selection_loss": 0.2},
+    "nsa_recipe_1": {**START, "selection_loss": 1.0},
+}
+
+
+def run(name: str, seed: int, steps: int) -> dict[str, Any]:
+    """Train one row and ask it; a record."""
+    task = TinyRecall()
+    model = tiny_model(task, seed=seed, **ROWS[name])
+    began, curve = time.process_time(), []
+    for point in learn(model, task, steps=steps, seed=seed):
+        curve.append(asdict(point))
+        print(f"{name} seed {seed} step {point.step}: {point.accuracy:.3f}, {point.loss:.3f} nats", flush=True)
+    record = {
+        "name": name,
+        "seed": seed,
+        "model": model.config.model_dump(),
+        "task": asdict(task),
+        "steps": steps,
+        "parameters": model.parameter_count(),
+        "cpu_s": round(time.process_time() - began, 1),
+        "curve": curve,
+    }
+    if model.config.attention == "nsa":
+        tokens, places = task.batch(1, 256, seed, ASKED)
+        effects = intervene(model, tokens, places[:, -task.far :], seed=seed, sequences_at_once=64)
+        record["interventions"] = {effect.name: effect.accuracy for effect in effects}
+        record["choice_quality"] = choice_quality(model, tokens, seed)
+    return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "records" / "tiny_recall.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    records = json.loads(options.out.read_text()) if options.out.is_file() else []
+    for seed in options.seeds:
+        for name in options.rows:
+            if not any(record["name"] == name and record["seed"] == seed for record in records):
+                records.append(run(name, seed, options.steps))
+                options.out.write_text(json.dumps(records) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The explorer of notebook 06: a question of the tiny recall task, what it chose to read, and where its answer stood.
+
+Without a front end no widget is created, and the pictures are drawn once.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from string import ascii_lowercase, ascii_uppercase
+from typing import cast
+
+import ipywidgets as widgets
+import torch
+from IPython.display import display
+from matplotlib.figure import Figure
+
+from nsa_lab.config import NSAConfig
+from nsa_lab.evaluate.tiny_recall import ASKED, TinyRecall
+from nsa_lab.figures import query_reads
+from nsa_lab.figures.style import png
+from nsa_lab.model import Block, NSATransformer, SparseAttention, rotary_table
+from nsa_lab.workbook.examples import Example
+from nsa_lab.workbook.reads import describe, reads_of
+from nsa_lab.workbook.show import has_front_end, show
+
+
+def letters(task: TinyRecall, tokens: torch.Tensor) -> str:
+    """Tokens [T] as text, one character each: keys are a, b, c ..., and values A, B, C ...
+
+    Raises ValueError for a task of more symbols than there are letters.
+    """
+    if task.symbols > len(ascii_lowercase):
+        raise ValueError(f"symbols = {task.symbols}: the explorer writes letters; use at most {len(ascii_lowercase)}")
+    alphabet = ascii_lowercase[: task.symbols] + ascii_uppercase[: task.symbols]
+    return "".join(alphabet[token] for token in tokens.tolist())
+
+
+@torch.no_grad()
+def layer_example(model: NSATransformer, task: TinyRecall, tokens: torch.Tensor, layer: int) -> Example:
+    """What attention is given in one layer of `model` on tokens int64 [1, T].
+
+    Raises ValueError for a dense model, and for a `phi` with weights: pictures are drawn with the mean.
+    """
+    if model.config.attention != "nsa" or model.config.nsa.phi != "avg":
+        raise ValueError(
+            f"attention = {model.config.attention}, nsa.phi = {model.config.nsa.phi}: the explorer shows NSA with phi avg"
+        )
+    x = model.embedding(tokens)
+    rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
+    blocks = cast("list[Block]", list(model.blocks))
+    for block in blocks[:layer]:
+        x, _ = block(x, rotary)
+    heads = cast(SparseAttention, blocks[layer].attention).heads(blocks[layer].attention_norm(x), rotary)
+    (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = heads.keys, heads.values
+    about = f"tiny recall, layer {layer}"
+    return Example(about, letters(task, tokens[0]), heads.q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+
+
+def hidden_question(task: TinyRecall, nsa: NSAConfig, seed: int = 0) -> tuple[int, int]:
+    """The first sequence, and its question, whose answer stands where neither forced blocks nor the window reach.
+
+    Raises ValueError where a hundred sequences have none.
+    """
+    for sequence in range(100):
+        for question in range(task.far):
+            _, query, told = _asked(task, sequence, question, seed)
+            own, block = query // nsa.l_sel, told // nsa.l_sel
+            if block not in (0, own - 1, own) and told <= query - nsa.w:
+                return sequence, question
+    raise ValueError(f"{task} with window w = {nsa.w}: no question is out of reach; use a longer task or a shorter window")
+
+
+def _asked(task: TinyRecall, sequence: int, question: int, seed: int) -> tuple[torch.Tensor, int, int]:
+    """Tokens [1, T], the query that is asked, and where its answer stood before."""
+    tokens, places = task.batch(sequence, 1, seed, ASKED)
+    query = int(places[0, -task.far :].flatten().sort().values[question]) - 1
+    row = tokens[0].tolist()
+    return tokens, query, row.index(row[query]) + 1
+
+
+def picture_of(
+    model: NSATransformer, name: str, task: TinyRecall, sequence: int, question: int, layer: int, group: int, seed: int = 0
+) -> tuple[Figure, str]:
+    """The reads of one far question of one fresh sequence, the answer's place marked; and the same in words."""
+    tokens, query, told = _asked(task, sequence, question, seed)
+    example = layer_example(model, task, tokens, layer)
+    reads = reads_of(example, model.config.nsa, query, group)
+    with torch.no_grad():
+        said = letters(task, model(tokens[:, : query + 1])[0, -1:].argmax(-1))
+    right, block = example.text[query + 1], told // model.config.nsa.l_sel
+    where = "read" if block in reads.blocks else "not read"
+    about = (
+        f"{name}, {example.about}: asked for {example.text[query]!r}, the answer {right!r} stands at token {told} "
+        f"in block {block}, {where} here; the model says {said!r}"
+    )
+    figure = query_reads(reads, about)
+    for axes in figure.axes:
+        axes.axvline(told + 0.5, color="#CC79A7", linewidth=1.5, linestyle="--")
+    return figure, f"{about}\n{describe(reads, example.text)}"
+
+
+def explore_choices(
+    models: Mapping[str, NSATransformer],
+    task: TinyRecall,
+    *,
+    layer: int = 1,
+    group: int = 0,
+    seed: int = 0,
+    with_widgets: bool | None = None,
+) -> None:
+    """Show the explorer on trained models by name. `with_widgets`: yes, no, or (None) only where a front end is open."""
+    if has_front_end() if with_widgets is None else with_widgets:
+        display(choice_explorer(models, task, layer=layer, group=group, seed=seed))
+        return
+    for name, model in models.items():
+        sequence, question = hidden_question(task, model.config.nsa, seed)
+        figure, words = picture_of(model, name, task, sequence, question, layer, group, seed)
+        show(figure)
+        print(words)
+
+
+def choice_explorer(
+    models: Mapping[str, NSATransformer], task: TinyRecall, *, layer: int = 1, group: int = 0, seed: int = 0
+) -> widgets.VBox:
+    """The controls and the picture as one widget."""
+    config = next(iter(models.values())).config
+    first, hidden = hidden_question(task, config.nsa, seed)
+    which = widgets.Dropdown(options=list(models), description="model")
+    sequence = widgets.BoundedIntText(value=first, min=0, max=10_000, description="sequence")
+    question = widgets.IntSlider(value=hidden, min=0, max=task.far - 1, description="question", continuous_update=False)
+    depth = widgets.Dropdown(options=list(range(config.n_layers)), value=layer, description="layer")
+    heads = widgets.Dropdown(options=list(range(config.n_kv_groups)), value=group, description="head group")
+    controls = (which, sequence, question, depth, heads)
+    picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", height="auto", align_self="flex-start"))
+    text = widgets.HTML()
+
+    def redraw(_change: object = None) -> None:
+        name, at_layer, at_group = which.value, depth.value, heads.value
+        assert name is not None and at_layer is not None and at_group is not None, "the controls were made with values"
+        figure, words = picture_of(models[name], name, task, sequence.value, question.value, at_layer, at_group, seed)
+        picture.value = png(figure)
+        text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(words)}</pre>"
+
+    for control in controls:
+        control.observe(redraw, names="value")
+    redraw()
+    return widgets.VBox([widgets.HBox(list(controls[:3])), widgets.HBox(list(controls[3:])), picture, text])

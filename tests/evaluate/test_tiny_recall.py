@@ -1,0 +1,102 @@
+"""The tiny recall task: its sequences ask what they told, and the recipe learns to find where plain NSA does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_lab.evaluate import intervene
+from nsa_lab.evaluate.answers import teacher_forced
+from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TRAINED, TinyRecall, learn, tiny_model
+
+TASK = TinyRecall()
+RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.2}
+
+
+def test_every_question_repeats_a_pair_that_was_told_once() -> None:
+    tokens, places = TASK.batch(3, 40)
+    assert tokens.shape == (40, 64) and places.shape == (40, 16, 1) and tokens.dtype == torch.int64
+    for row, asked in zip(tokens.tolist(), places.flatten(1).tolist(), strict=True):
+        pairs = list(zip(row[::2], row[1::2], strict=True))
+        assert all(key < 16 <= value < 32 for key, value in pairs)
+        assert len(set(pairs)) == len({key for key, _ in pairs}) == 16
+        again = [2 * i + 1 for i, pair in enumerate(pairs) if pair in pairs[:i]]
+        assert sorted(asked) == again, "asked is what stands for the second time"
+        assert sorted(asked[-TASK.far :]) == list(range(53, 64, 2)), "the far ones are asked last"
+
+
+def test_the_choice_matters() -> None:
+    """Most of what the far questions ask for stands in blocks that are not forced, before the window."""
+    tokens, places = TASK.batch(0, 200)
+    assert TASK.length > GEOMETRY.n_sel * GEOMETRY.l_sel
+    hidden = total = 0
+    for row, asked in zip(tokens.tolist(), places.flatten(1).tolist(), strict=True):
+        for place in asked[-TASK.far :]:
+            query, told = place - 1, row.index(row[place - 1]) + 1
+            own, block = query // GEOMETRY.l_sel, told // GEOMETRY.l_sel
+            hidden += block not in (0, own - 1, own) and told <= query - GEOMETRY.w
+            total += 1
+    assert hidden / total > 0.5
+
+
+def test_sequences_are_a_function_of_seed_stream_and_step() -> None:
+    one = TASK.batch(7, 8, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(one, TASK.batch(7, 8, seed=1), strict=True))
+    for other in (TASK.batch(8, 8, seed=1), TASK.batch(7, 8, seed=2), TASK.batch(7, 8, seed=1, stream=ASKED)):
+        assert not torch.equal(one[0], other[0])
+    assert TRAINED != ASKED
+
+
+@pytest.mark.parametrize("sizes", [{"length": 62}, {"far": 0}, {"far": 17}, {"symbols": 15}])
+def test_sizes_that_do_not_go_together_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"length = .*, far = .*, symbols = .*: expected"):
+        TinyRecall(**sizes)
+
+
+def test_training_adds_the_selection_loss_and_repeats_itself() -> None:
+    """The loss moves the first step's weights; a second run gives the same numbers."""
+    task = TinyRecall(length=40, far=3)
+
+    def after_a_step(**changes: float) -> tuple[list[object], torch.Tensor]:
+        model = tiny_model(task, **changes)
+        curve = list(learn(model, task, steps=1, every=1, batch_size=2, asked=4))
+        return curve, model.blocks[0].attention.qkv.weight.detach()  # pyright: ignore
+
+    (plain, weights), (again, same), (_, taught) = after_a_step(), after_a_step(), after_a_step(selection_loss=1.0)
+    assert plain == again and torch.equal(weights, same)
+    assert not torch.equal(weights, taught)
+
+
+@pytest.mark.parametrize("changes", [{"attention": "dense"}, RECIPE])
+def test_a_step_is_a_step_of_any_attention(changes: dict[str, object]) -> None:
+    points = list(learn(tiny_model(**changes), steps=2, every=1, batch_size=2, asked=4))
+    assert [point.step for point in points] == [1, 2]
+    # Untrained: the answer is one of 32 tokens.
+    assert points[0].loss == pytest.approx(3.4, abs=0.3)
+
+
+def test_what_is_told_is_that_of_the_far_questions_of_fresh_sequences() -> None:
+    model = tiny_model(seed=4)
+    (point,) = learn(model, steps=1, every=1, batch_size=2, asked=6, seed=4)
+    tokens, places = TASK.batch(0, 6, 4, ASKED)
+    right, losses, _ = teacher_forced(model.eval(), tokens, places[:, -6:])
+    assert point.accuracy == pytest.approx(right.float().mean().item(), abs=1e-7)
+    assert point.loss == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+@pytest.mark.slow  # about a minute of one core
+def test_the_recipe_finds_long_before_plain_nsa_copies() -> None:
+    """docs/science/tiny_recall.md has the whole curves: after 100 steps .83 against .13."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        models = tiny_model(TASK, **RECIPE), tiny_model(TASK)
+        recipe, plain = (list(learn(model, TASK, steps=100))[-1].accuracy for model in models)
+    finally:
+        torch.set_num_threads(threads)
+    assert recipe > 0.75 and plain < 0.3
+    tokens, places = TASK.batch(1, 256, 0, ASKED)
+    effects = intervene(models[0].eval(), tokens, places[:, -TASK.far :], sequences_at_once=64)
+    change = {effect.name: effect.d_accuracy for effect in effects}
+    assert change["random"] < -0.1, "it is the choice that finds"
+    assert change["no_sel"] < -0.2, "and the selected branch that reads"

@@ -1,0 +1,81 @@
+"""The explorer of notebook 06 says what the model read: by its own choice, with the answer's place as the task has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_lab.evaluate.choices import chosen_blocks
+from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TinyRecall, tiny_model
+from nsa_lab.model import rotary_table
+from nsa_lab.workbook.choice_explorer import (
+    choice_explorer,
+    explore_choices,
+    hidden_question,
+    layer_example,
+    letters,
+    picture_of,
+)
+from nsa_lab.workbook.reads import reads_of
+
+TASK = TinyRecall()
+
+
+def model_of(**changes: object):
+    return tiny_model(TASK, seed=1, rotary_share=0.5, matching_heads=1, **changes).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_reads_what_the_model_chooses(layer: int) -> None:
+    model, (tokens, _) = model_of(), TASK.batch(0, 1)
+    example = layer_example(model, TASK, tokens, layer)
+    x, rotary = model.embedding(tokens), rotary_table(64, 8, model.config.rope_theta, tokens.device)
+    for block in model.blocks[:layer]:
+        x, _ = block(x, rotary)
+    inner = model.blocks[layer].attention
+    backend = {part: choice.backend for part, choice in model.backends.items()}
+    chosen = chosen_blocks(inner.project(model.blocks[layer].attention_norm(x), rotary), inner, backend)
+    for t in (20, 52, 63):
+        for group in (0, 1):
+            assert reads_of(example, GEOMETRY, t, group).blocks == [b for b in chosen[0, t, group].tolist() if b >= 0]
+
+
+def test_the_first_question_shown_is_out_of_reach_and_its_answer_is_named() -> None:
+    sequence, question = hidden_question(TASK, GEOMETRY)
+    figure, words = picture_of(model_of(), "NSA", TASK, sequence, question, layer=1, group=0)
+    text = letters(TASK, TASK.batch(sequence, 1, 0, ASKED)[0][0])
+    key = text[52 + 2 * question]
+    told = text.index(key) + 1
+    assert f"asked for {key!r}, the answer {text[told]!r} stands at token {told} in block {told // 8}" in words
+    assert told <= 52 + 2 * question - 16 and told >= 8
+    assert {told + 0.5} <= {line.get_xdata()[0] for line in figure.axes[0].lines}
+
+
+def test_the_explorer_moves() -> None:
+    box = choice_explorer(
+        {"one": model_of(), "two": model_of(nsa=GEOMETRY.__class__(**{**GEOMETRY.model_dump(), "w": 4}))}, TASK
+    )
+    (which, sequence, question), (layer, group), picture, text = (
+        *(row.children for row in box.children[:2]),
+        *box.children[2:],
+    )
+    for control, value in ((which, "two"), (sequence, 9), (question, 4), (layer, 0), (group, 1)):
+        before = text.value, picture.value
+        control.value = value
+        assert (text.value, picture.value) != before, control.description
+    assert "two, tiny recall, layer 0" in text.value and "group 1" in text.value
+
+
+def test_without_a_front_end_one_question_of_each_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    explore_choices({"one": model_of()}, TASK, with_widgets=False)
+    assert "one, tiny recall, layer 1" in capsys.readouterr().out
+
+
+def test_what_it_cannot_show_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention = dense"):
+        layer_example(tiny_model(TASK, attention="dense"), TASK, TASK.batch(0, 1)[0], 0)
+    with pytest.raises(ValueError, match=r"symbols = 27: .* at most 26"):
+        letters(TinyRecall(symbols=27), torch.tensor([0]))
+    with pytest.raises(ValueError, match="no question is out of reach"):
+        hidden_question(TASK, GEOMETRY.__class__(w=64))
