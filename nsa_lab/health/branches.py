@@ -181,7 +181,7 @@ def selection_finds(history: History, limits: Limits) -> Verdict | None:
         return None
     name, limit = "selection finds", limits.reach_loss
     told = history.current("reach")
-    asked = [event for event in told if "answer_loss" in event]
+    asked = [event for event in told if {"length", "answer_loss", "accuracy"} <= event.keys()]
     if not asked:
         why = f"not judged: {told[-1].get('why_not')}" if told else "no intervention on the choice was recorded"
         return Verdict(name, None, None, limit, why)
@@ -189,7 +189,9 @@ def selection_finds(history: History, limits: Limits) -> Verdict | None:
     loss, right = last["answer_loss"], last["accuracy"]
     gained = {change: _gain(loss, change) for change in ("random", "nearest", "no_sel")}
     least, gain = min(gained.items(), key=lambda item: item[1])
-    shown = {name: f"{right[name]:.0%} right, {_nats(loss[name])} per byte" for name in ("chosen", "random")}
+    shown = {
+        name: f"{right.get(name, math.nan):.0%} right, {_nats(loss.get(name))} per byte" for name in ("chosen", "random")
+    }
     text = (
         f"answers beyond the window, at {last['length']:,} tokens: {shown['chosen']} with the chosen blocks, "
         f"{shown['random']} with random ones"
