@@ -181,7 +181,8 @@ def selection_finds(history: History, limits: Limits) -> Verdict | None:
         return None
     name, limit = "selection finds", limits.reach_loss
     told = history.current("reach")
-    asked = [event for event in told if {"length", "answer_loss", "accuracy"} <= event.keys()]
+    parts = {"length": int, "answer_loss": dict, "accuracy": dict}
+    asked = [event for event in told if all(isinstance(event.get(key), kind) for key, kind in parts.items())]
     if not asked:
         why = f"not judged: {told[-1].get('why_not')}" if told else "no intervention on the choice was recorded"
         return Verdict(name, None, None, limit, why)
