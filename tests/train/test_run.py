@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from nsa_lab.runs import directory, events, launch, watched
 from nsa_lab.runs.history import History
 from nsa_lab.runs.live import RunView
 from nsa_lab.runs.lock import take_lock
-from nsa_lab.train import attempt, guard
+from nsa_lab.train import attempt, trainer
 from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.parts import Builders, build_model
 from nsa_lab.train.step import Readback
@@ -358,11 +359,18 @@ def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -
 
 @pytest.mark.slow
 def test_a_throughput_drop_is_named(new_run: Make, train: Train, hooked: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "SLOW_FOR_S", 0.5)
+    """By a clock that goes on with every forward pass, whatever else this machine does."""
+    now = [0.0]
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow_down(model: nn.Module) -> None:
         calls = []
-        model.register_forward_pre_hook(lambda *_: calls.append(1) or (time.sleep(0.08) if len(calls) > 50 else None))
+
+        def pass_time(*_: Any) -> None:
+            calls.append(1)
+            now[0] += 8.0 if len(calls) > 50 else 1.0
+
+        model.register_forward_pre_hook(pass_time)
 
     run_dir = new_run(steps=30, log_every=2, stats_every=100, eval_every=0, save_every=0)
     assert train(run_dir, builders=hooked(slow_down)) == 0
