@@ -30,7 +30,7 @@ def test_reading_notebooks_draw_and_never_make_a_widget(stem, least, execute):
 def test_tiny_models_train_and_their_choice_is_replaced(execute):
     notebook = execute("06_does_selection_find", cwd=ROOT / "notebooks", steps=4, asked=8)
     said = printed(notebook)
-    assert said.count("of the far questions right after 4 steps") == 3
+    assert said.count("of the far questions right after 4 steps") == 4
     assert "chosen   random  nearest   oracle      all   no_cmp   no_sel   no_win" in said
     assert "NSA, recipe, tiny recall, layer 1: asked for" in said
     assert len(pictures(notebook)) == 4
