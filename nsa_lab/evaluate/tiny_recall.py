@@ -111,7 +111,8 @@ def learn(
     """Train `model` on the answers of `task`, selection loss included; a `Learned` each `every` steps.
 
     `asked`: how many fresh sequences it is then asked with, the same each time.
-    AdamW, a rate that falls from `lr` to 0 along a cosine, gradients clipped at 1. The sequences of a seed are the same for every model.
+    AdamW, a rate that falls from `lr` to 0 along a cosine, gradients clipped at 1. The sequences of a seed are the same for
+    every model.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
