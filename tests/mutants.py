@@ -880,6 +880,12 @@ MUTANTS = [
         "again = (bits[:, 1:, :, :-1])",
     ),
     Mutant(
+        "trainer: an evaluation that a stop cut off is lost",
+        "train.trainer",
+        " or (self._evaluation_due(self.done) and not self._evaluated)",
+        "",
+    ),
+    Mutant(
         "reach: facts inside the window",
         "evaluate.reach",
         "nearest = length - max(nsa.w, 2 * nsa.l_sel) - longest",

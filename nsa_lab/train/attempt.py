@@ -157,7 +157,8 @@ class _Attempt:
             parts.facts["gpu_util"] = why_none or "on"
             with self.record.phases("restore"):
                 done, losses = self._resume(parts)
-            trainer = Trainer(self.folder, parts, self.record, self.signals, done=done, losses=losses)
+            evaluated = any(event["kind"] == "eval" and event["step"] == done for event in self.events)
+            trainer = Trainer(self.folder, parts, self.record, self.signals, done=done, losses=losses, evaluated=evaluated)
             trainer.run()
         finally:
             heartbeat.stop()

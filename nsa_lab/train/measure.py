@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -22,7 +23,8 @@ REACH_TEXT = 1 << 20  # tokens of held-out text that needles are drawn from
 @torch.no_grad()
 def evaluate(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> float:
     """Mean loss in nats per token over fixed held-out batches. `poll` is called before each batch and may raise."""
-    total = torch.zeros(2, device=parts.device)
+    # A place for each batch: added up in their order, whichever rank computed them.
+    found = torch.zeros(len(held_out), 2, device=parts.device)
     parts.model.eval()
     try:
         for index, weight in _share_of_batches(len(held_out), parts):
@@ -30,10 +32,10 @@ def evaluate(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> f
             inputs, targets = (t.to(parts.device) for t in held_out[index])
             with parts.stepper.autocast():
                 logits = parts.model(inputs)
-            total += weight * torch.stack([token_losses(logits, targets), total.new_tensor(float(targets.numel()))])
+            found[index] += weight * torch.stack([token_losses(logits, targets), found.new_tensor(float(targets.numel()))])
     finally:
         parts.model.train()
-    loss, tokens = parts.world.sum(total).tolist()
+    loss, tokens = functools.reduce(torch.add, parts.world.sum(found)).tolist()
     return loss / tokens
 
 

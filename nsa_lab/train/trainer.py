@@ -38,14 +38,27 @@ logger = logging.getLogger("nsa_lab.train")
 
 
 class Trainer:
-    """Takes a run from `done` steps to all of them. `parts` are built and restored already."""
+    """Takes a run from `done` steps to all of them. `parts` are built and restored already.
+
+    `evaluated`: whether the record has an evaluation of the state after `done` steps; one that was due there, and was
+    stopped before it was over, is made up for.
+    """
 
     def __init__(
-        self, run_dir: Path, parts: Parts, record: Recorder, signals: StopSignals, *, done: int, losses: list[float]
+        self,
+        run_dir: Path,
+        parts: Parts,
+        record: Recorder,
+        signals: StopSignals,
+        *,
+        done: int,
+        losses: list[float],
+        evaluated: bool = True,
     ) -> None:
         self.run_dir, self.parts, self.record, self.signals = run_dir, parts, record, signals
         self.train = parts.config.train
         self.done, self._saved = done, done
+        self._evaluated = evaluated
         self.store = CheckpointStore(
             run_dir / CHECKPOINTS, keep_last=self.train.keep_last, keep_every=self.train.keep_every
         )
@@ -73,7 +86,7 @@ class Trainer:
 
     def _run(self) -> None:
         try:
-            if self.done == 0:
+            if self.done == 0 or (self._evaluation_due(self.done) and not self._evaluated):
                 self._evaluate()
             self._steps()
         except StopRequested:
@@ -140,7 +153,7 @@ class Trainer:
         train, last = self.train, step == self.train.steps
         stats = step % train.stats_every == 0
         log = stats or last or step in self._begins or step % train.log_every == 0
-        evaluation = bool(train.eval_every) and (last or step % train.eval_every == 0)
+        evaluation = self._evaluation_due(step)
         save = bool(train.save_every) and step % train.save_every == 0
         if log:
             self._to_log[step] = self.parts.stepper.applied_lr, self._statistics(inputs) if stats else None
@@ -153,6 +166,10 @@ class Trainer:
             self._evaluate()
         if save:
             self._save()
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self.train.eval_every
+        return bool(every) and (step == self.train.steps or step % every == 0)
 
     def _judge(self, *, everything: bool, phase: str = "step") -> None:
         # On a GPU the step itself only queues work, and it is here that it is waited for.

@@ -31,6 +31,7 @@ from nsa_lab.runs.lock import take_lock
 from nsa_lab.train import attempt, trainer
 from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.parts import Builders, build_model
+from nsa_lab.train.signals import StopRequested
 from nsa_lab.train.step import Readback
 from nsa_lab.train.telemetry.phases import Phases
 
@@ -256,6 +257,29 @@ def test_the_record_tells_waits_for_data_selected_keys_and_memory(
         assert 8 * parameters < event["optimizer_bytes"]["float32"] < 8 * parameters + 4 * 100
     keys = geometry.mean_selected_keys(config.train.seq_len, config.nsa)
     assert half["sel_keys"] == pytest.approx([keys] * 2) and half["sel_keys_most"] == [24.0] * 2
+
+
+def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, usual = new_run(), new_run()
+    assert train(usual) == 0
+    real, asked = trainer.evaluate, []
+
+    def stopped(*arguments: Any) -> float:
+        asked.append(1)
+        if len(asked) == 2:
+            raise StopRequested("SIGTERM")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "evaluate", stopped)
+        assert train(run_dir) == directory.EXIT_STOPPED
+    assert [event["step"] for event in kinds(run_dir, "eval")] == [0]
+    assert train(run_dir) == 0
+    told, expected = ([(e["step"], e["loss"]) for e in kinds(run, "eval")] for run in (run_dir, usual))
+    assert told == expected and [step for step, _ in told] == [0, 6, 12]
+    assert train(run_dir) == 0 and len(kinds(run_dir, "eval")) == 3, "what is there is not done again"
 
 
 def test_the_record_tells_whether_selection_finds_at_every_evaluation(new_run: Make, train: Train) -> None:
