@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -p no:nbval
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test static fast-tests all-tests mutants format lint types notebooks check-notebooks nbval lab lock clean
+.PHONY: help run check test static fast-tests all-tests soak mutants format lint types notebooks check-notebooks nbval lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -28,18 +28,21 @@ run: $(READY)  ## Train PARAMS (default: smoke) in a notebook, headlessly; ends 
 check: $(READY)  ## Format, lint, types, notebook pairs, the fast tests
 	@$(MAKE) --no-print-directory -j 2 fast-tests static
 
-test: $(READY)  ## All of check, every test, the notebooks under nbval
+test: $(READY)  ## All of check, every test but those of soak, the notebooks under nbval
 	@$(MAKE) --no-print-directory -j 2 all-tests static nbval
 
 static: format lint check-notebooks types
 
 fast-tests: $(READY)
 	@echo "==> the fast tests, in two processes"
-	$(PYTEST) tests -m "not slow and not gpu and not browser" -n 2 --dist worksteal -q
+	$(PYTEST) tests -m "not slow and not soak and not gpu and not browser" -n 2 --dist worksteal -q
 
 all-tests: $(READY)
 	@echo "==> tests, in two processes"
-	$(PYTEST) tests -n 2 --dist worksteal
+	$(PYTEST) tests -m "not soak" -n 2 --dist worksteal
+
+soak: $(READY)  ## The tests that take minutes: long chains of kills over two ranks, kernels compiled for shapes nobody tuned
+	$(PYTEST) tests -m soak -n 2 --dist worksteal
 
 mutants: $(READY)  ## Plant faults in the library, one by one; the tests must catch every one
 	@$(BIN)/python tests/mutants.py

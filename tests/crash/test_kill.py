@@ -76,7 +76,9 @@ def trainers() -> Iterator[Trainers]:
     trainers.close()
 
 
-@pytest.fixture(scope="module", params=PLANS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(plan, marks=pytest.mark.soak) if plan == "ranks" else plan for plan in PLANS]
+)
 def config(request: pytest.FixtureRequest) -> RunConfig:
     return RunConfig.from_dict(
         {

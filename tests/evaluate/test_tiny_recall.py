@@ -84,6 +84,7 @@ def test_what_is_told_is_that_of_the_far_questions_of_fresh_sequences() -> None:
     assert point.loss == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
+@pytest.mark.soak
 @pytest.mark.slow  # about a minute of one core
 def test_the_recipe_finds_long_before_plain_nsa_copies() -> None:
     """docs/science/tiny_recall.md has whole curves: after 100 steps of 700, .83 against .13."""

@@ -33,6 +33,7 @@ def test_every_kernel_compiles_and_fits(architecture, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_shapes_that_no_kernel_is_tuned_for_compile_and_fit(tmp_path):
     """On the GPU with the least memory for a block; the interpreter proves what they compute, and not that they compile."""
     used = compiled(86, tmp_path, "shapes")
