@@ -1237,8 +1237,8 @@ MUTANTS = [
     Mutant(
         "evaluation: the mean of the means of batches",
         "train.measure",
-        "torch.stack([token_losses(logits, targets), total.new_tensor(float(targets.numel()))])",
-        "torch.stack([token_losses(logits, targets) / targets.numel(), total.new_tensor(1.0)])",
+        "torch.stack([token_losses(logits, targets), found.new_tensor(float(targets.numel()))])",
+        "torch.stack([token_losses(logits, targets) / targets.numel(), found.new_tensor(1.0)])",
     ),
     Mutant(
         "evaluation: the text depends on the micro-batch",
