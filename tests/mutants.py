@@ -61,7 +61,7 @@ SELECTED = cases(
     "kernels/selected/test_selected.py",
     "a_block_that_has_not_begun_counts_as_none",
     "later_tokens_change_nothing",
-    *(f"matches_the_definition[{way}-2x77x6x2x64x32x3x16-random-torch.float32]" for way in ("union", "gather")),
+    *(f"matches_the_definition[2x77x6x2x64x32x3x16-random-torch.float32-{way}]" for way in ("union", "gather")),
 )
 # A fork of this script may start no process, as a filling that is killed needs.
 FILLING = cases(

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, ROOT
+from mutants import MUTANTS, ROOT, SUITES
 
 SCRIPT = Path(__file__).with_name("mutants.py")
 HANDFUL = (
@@ -28,6 +28,15 @@ def test_every_mutant_still_applies() -> None:
 
 def test_the_readme_counts_them() -> None:
     assert f"`make mutants` plants {len(MUTANTS)} faults" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_every_test_that_a_mutant_is_held_to_exists() -> None:
+    """A case that was renamed would leave its mutants to nobody."""
+    named = sorted({name for names in SUITES.values() for name in names if "::" in name})
+    command = [sys.executable, "-m", "pytest", "-p", "no:nbval", "--collect-only", "-q", *named]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
