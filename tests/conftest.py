@@ -26,6 +26,8 @@ sys.modules["rfc3987_syntax"] = None
 # The brute force serves the tests of attention and of the model; the planted faults are a script of their own.
 sys.path[:0] = [str(Path(__file__).parent / "attention"), str(Path(__file__).parent)]
 
+from interpreter import keep_what_it_repeats
+
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=25)
@@ -41,5 +43,6 @@ hypothesis.settings.load_profile("repeatable")
 
 def pytest_collection_finish() -> None:
     """What is imported and collected by now stays to the end; looking through it for garbage again and again takes long."""
+    keep_what_it_repeats()
     gc.collect()
     gc.freeze()

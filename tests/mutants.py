@@ -928,7 +928,7 @@ MUTANTS = [
     # The configuration.
     Mutant("config: unknown keys ignored", "config.section", 'extra="forbid"', 'extra="ignore"'),
     Mutant("config: a stride that does not divide the block", "config.model", "if length % self.d:", "if False:"),
-    Mutant("config: no room for the forced blocks", "config.model", "if self.n_sel < 3:", "if self.n_sel < 1:"),
+    Mutant("config: no room for the forced blocks", "config.model", "if self.n_sel < FORCED_BLOCKS:", "if self.n_sel < 1:"),
     Mutant(
         "config: steps counted in forward passes",
         "config.training",

@@ -10,6 +10,9 @@ from nsa_lab.config.section import COUNT, SIZE, Section
 
 BYTE_VOCABULARY = 256
 
+# Every query reads the first block, the one that holds it and the one before that, whatever their scores.
+FORCED_BLOCKS = 3
+
 
 class NSAConfig(Section):
     """Geometry and variants of Native Sparse Attention (arXiv 2502.11089, section 3.3).
@@ -35,10 +38,10 @@ class NSAConfig(Section):
                     f"nsa.{name} = {length} is not a multiple of nsa.d = {self.d}; "
                     f"use nsa.{name} = {low} or {low + self.d}, or a stride that divides {length}"
                 )
-        if self.n_sel < 3:
+        if self.n_sel < FORCED_BLOCKS:
             raise ValueError(
                 f"nsa.n_sel = {self.n_sel} leaves no room for the three forced blocks "
-                "(the first, the current and the one before it); use nsa.n_sel >= 3"
+                f"(the first, the current and the one before it); use nsa.n_sel >= {FORCED_BLOCKS}"
             )
         return self
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nsa_lab.config import NSAConfig, RecallConfig
+from nsa_lab.config.model import FORCED_BLOCKS
 from nsa_lab.data.recall import fact_bytes, needle
 from nsa_lab.evaluate.answers import stacked
 from nsa_lab.evaluate.choices import check_sparse
@@ -19,7 +20,6 @@ from nsa_lab.model import NSATransformer
 
 CHANGES = ("random", "nearest", "no_sel")
 TOKENS_AT_ONCE = 1 << 16
-FORCED = 3  # the first block, the query's own and the one before it
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _depths(length: int, nsa: NSAConfig, recall: RecallConfig, count: int) -> li
     """Shares of the text before the question, over where neither window nor forced blocks look; or why there are none."""
     if length <= nsa.n_sel * nsa.l_sel:
         return f"{length} tokens are at most nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}: all blocks are read"
-    if nsa.n_sel <= FORCED:
+    if nsa.n_sel <= FORCED_BLOCKS:
         return f"nsa.n_sel = {nsa.n_sel}: the forced blocks are all, and none is chosen"
     longest = fact_bytes(recall)
     body = length - longest  # at least what precedes the question
