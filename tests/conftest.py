@@ -26,7 +26,7 @@ sys.modules["rfc3987_syntax"] = None
 # The brute force serves the tests of attention and of the model; the planted faults are a script of their own.
 sys.path[:0] = [str(Path(__file__).parent / "attention"), str(Path(__file__).parent)]
 
-from interpreter import keep_what_it_repeats
+from interpreter import keep_what_it_repeats  # noqa: E402 (it lies beside this file)
 
 torch.set_num_threads(1)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 def keep_what_it_repeats() -> None:
     """Once the tests are collected; nothing where no test has imported Triton, or it is a version with other insides."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or not all(hasattr(interpreter, name) for name in ("_patch_lang", "_get_np_dtype")):
         return
     if interpreter._patch_lang.__module__ == __name__:
