@@ -21,6 +21,10 @@ RETIRED_KEYS = {
 }
 
 
+# Every key there is, for hints; a run, which is made of all sections, writes them here once it is defined.
+KNOWN_KEYS: list[str] = []
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used. The message is one line per problem: key, value, remedy."""
 
@@ -76,10 +80,7 @@ def explain_one(key: str, problem: Mapping[str, Any]) -> str:
 
 
 def _nearest(key: str) -> str:
-    # Here, since a run is made of sections, and sections of what is above.
-    from nsa_lab.config.run import RunConfig
-
-    known = known_keys(RunConfig)
+    known = KNOWN_KEYS
     section = key.split(".")[0]
     sections = sorted({k.split(".")[0] for k in known})
     if section not in sections:

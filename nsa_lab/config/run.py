@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from nsa_lab.config.data import DataConfig
-from nsa_lab.config.errors import RETIRED_KEYS, VALUES, ConfigError, brief
+from nsa_lab.config.errors import KNOWN_KEYS, RETIRED_KEYS, VALUES, ConfigError, brief, known_keys
 from nsa_lab.config.model import ModelConfig, NSAConfig
 from nsa_lab.config.section import Section
 from nsa_lab.config.training import RuntimeConfig, TrainConfig
@@ -112,6 +112,8 @@ class RunConfig(Section):
         """Sixteen hex digits over every value: equal configurations, equal hash."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
+
+KNOWN_KEYS += known_keys(RunConfig)
 
 # Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
 # configuration is what it was.
