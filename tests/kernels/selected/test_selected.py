@@ -194,11 +194,11 @@ def test_strides_do_not_matter(strategy, device):
 def test_a_small_workspace_gives_the_same(device, monkeypatch):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     nsa = config(3, 16)
-    x = inputs(2, 90, 6, 2, 32, 32, torch.float32, device)
-    blocks = choice(2, 90, 2, nsa, device)
+    x = inputs(2, 55, 6, 2, 32, 32, torch.float32, device)
+    blocks = choice(2, 55, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     whole = run(attend, x)
-    sizes = pieces.Sizes(2, 90, 6, 2, 3, 16, 32, 32)
+    sizes = pieces.Sizes(2, 55, 6, 2, 3, 16, 32, 32)
     need = pieces.backward_need(sizes, 4)
     group = sizes.T * sizes.heads * need.row + need.group
     for size, number in ((4 * group, 1), (2 * group, 2), (group, 4), (group // 2, 8)):
