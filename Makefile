@@ -41,7 +41,7 @@ all-tests: $(READY)
 	@echo "==> tests, in two processes"
 	$(PYTEST) tests -m "not soak" -n 2 --dist worksteal
 
-soak: $(READY)  ## The tests that take minutes: long chains of kills over two ranks, kernels compiled for shapes nobody tuned
+soak: $(READY)  ## The tests that take minutes: long chains of kills over two ranks, kernels compiled for every architecture
 	$(PYTEST) tests -m soak -n 2 --dist worksteal
 
 mutants: $(READY)  ## Plant faults in the library, one by one; the tests must catch every one

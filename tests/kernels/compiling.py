@@ -1,5 +1,5 @@
-"""Compiles every kernel for a GPU that is not there: `python compiling.py 80`; or, with `shapes` behind that, for the
-corners of what kernels take instead of the shapes that they are tuned for.
+"""Compiles kernels for a GPU that is not there: `python compiling.py 80 narrow wide`. `narrow` and `wide` are heads of 64
+and of 128, the shapes that kernels are tuned for, and together every kernel; `corners`, the ends of what they take.
 
 Prints the bytes of shared memory of each kernel, as JSON.
 
@@ -82,15 +82,26 @@ JITFunction.__getitem__ = compile_only
 launch_table.is_hopper = lambda device: ARCHITECTURE == 90
 launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90)
 
-if sys.argv[2:] == ["shapes"]:
-    # Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes.
-    attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
-else:
+
+def narrow() -> None:
     attend(T=300, H=6, G=1, D=64)
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)
+
+
+def wide() -> None:
+    selected.UNION_TOKENS = 0
     pieces.ORDERED_BYTES = 0
     attend(T=320, H=32, G=2, D=128)  # a length that fills its tiles
     pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
     attend(T=300, H=32, G=2, D=128)
+
+
+def corners() -> None:
+    """Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes."""
+    attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
+
+
+for shapes in sys.argv[2:]:
+    {"narrow": narrow, "wide": wide, "corners": corners}[shapes]()
 print(json.dumps(shared_memory))
