@@ -82,12 +82,18 @@ def test_profiling_a_step_does_not_warn_of_dropped_events(monkeypatch: pytest.Mo
     assert any(event.name == "aten::sum" for event in recorded.events())
 
 
+COMPILED = curves.Execution("torch, compiled", "torch", compile=True)  # by a compiler of C++, which takes its time
+
+
 @pytest.mark.slow
-def test_executions_of_one_configuration_stay_within_the_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executions = (*curves.CPU_EXECUTIONS, curves.Execution("torch, compiled", "torch", compile=True))
+@pytest.mark.parametrize("more", [(), pytest.param((COMPILED,), marks=pytest.mark.soak)], ids=["eager", "compiled"])
+def test_executions_of_one_configuration_stay_within_the_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[curves.Execution, ...]
+) -> None:
+    executions = (*curves.CPU_EXECUTIONS, *more)
     monkeypatch.setattr(curves, "CPU_EXECUTIONS", executions)
     report = curves.run_curves(30, tmp_path / "curves.json", tmp_path / "curves.png", model=SMALL, seq_len=64, batch=2)
-    assert list(report["curves"]) == ["reference, eager", "torch, eager", "torch, compiled"]
+    assert list(report["curves"]) == [execution.name for execution in executions]
     assert report["ok"] and max(report["apart_nats"].values()) < 1e-3, "float32 rounding, and nothing more"
     assert report["curves"]["torch, eager"][-1] < report["curves"]["torch, eager"][0]
     assert json.loads((tmp_path / "curves.json").read_text())["ok"] and (tmp_path / "curves.png").stat().st_size > 0

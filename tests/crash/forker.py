@@ -9,7 +9,11 @@ from __future__ import annotations
 import os
 import sys
 
+# What torch would import in every trainer anew: the first call of a function that its compiler leaves alone, and the
+# first tensor without data.
 import torch
+import torch._dynamo
+import torch._refs
 
 from nsa_lab.train.attempt import run
 

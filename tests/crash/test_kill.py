@@ -18,7 +18,7 @@ import pytest
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, launch
 
-STEPS, KILLS = 200, 20
+STEPS, KILLS = 150, 20
 
 # The same steps as one stage, and as three of different lengths, batches and rates; and steps that one process and two
 # ranks compute alike to the bit: two sequences, forward and backward one by one, so that there is one sum and one order.
@@ -26,9 +26,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "one": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
     "stages": {
         "stages": [
-            {"steps": 70, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
-            {"steps": 50, "seq_len": 48, "batch_size": 2, "lr": 5e-3, "warmup_steps": 10},
-            {"steps": 80, "seq_len": 77, "batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
+            {"steps": 50, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
+            {"steps": 40, "seq_len": 48, "batch_size": 2, "lr": 5e-3, "warmup_steps": 10},
+            {"steps": 60, "seq_len": 77, "batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
         ]
     },
     "ranks": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "micro_batch_size": 1, "lr": 1e-2},
