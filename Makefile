@@ -70,7 +70,7 @@ nbval: $(READY)
 	  notebooks/05_health_analysis.ipynb $(COPIES)/05_health_analysis.ipynb
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p asked 32 \
 	  notebooks/06_does_selection_find.ipynb $(COPIES)/06_does_selection_find.ipynb
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -p nbval_outputs -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
 	  notebooks/00_start_here.ipynb notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)/*.ipynb
 
 notebooks: $(READY)  ## Build every .ipynb from its .py source

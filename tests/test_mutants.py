@@ -11,9 +11,10 @@ from mutants import MUTANTS, ROOT, SUITES
 
 SCRIPT = Path(__file__).with_name("mutants.py")
 HANDFUL = (
-    "indices from 0",
-    "window of w + 1",
-    "backward without delta",
+    "torch: eq. 9 read",
+    "torch: backward without delta",
+    "reference: window of w + 1",
+    "band kernel: window of w + 1",
     "gates start at zero",
     "unknown keys ignored",
     "health: a loss that rises",

@@ -1,4 +1,4 @@
-"""Every notebook through papermill with params/ci.yaml; training ones also again, killed, and with mistakes."""
+"""Notebooks that train, through papermill with params/ci.yaml: again, killed, with mistakes. The others: `make nbval`."""
 
 import os
 import signal
@@ -14,27 +14,6 @@ from nsa_lab.config import RunConfig
 from nsa_lab.runs import launch
 
 from .conftest import CELL_TIMEOUT_S, CI, ROOT, pictures, printed, status
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stem, least", [("01_branch_derivations", 9), ("02_kernel_parity", 3)])
-def test_reading_notebooks_draw_and_never_make_a_widget(stem, least, execute):
-    notebook = execute(stem, cwd=ROOT / "notebooks", **CI)
-    assert len(pictures(notebook)) >= least
-    assert all(output["metadata"]["image/png"]["alt"] for output in pictures(notebook))
-    assert "widgets" not in notebook.metadata
-    assert "widget-view" not in str(notebook.cells)
-
-
-@pytest.mark.slow
-def test_tiny_models_train_and_their_choice_is_replaced(execute):
-    notebook = execute("06_does_selection_find", cwd=ROOT / "notebooks", steps=4, asked=8)
-    said = printed(notebook)
-    assert said.count("of the far questions right after 4 steps") == 4
-    assert "chosen   random  nearest   oracle      all   no_cmp   no_sel   no_win" in said
-    assert "NSA, recipe, tiny recall, layer 1: asked for" in said
-    assert len(pictures(notebook)) == 4
-    assert "widget-view" not in str(notebook.cells)
 
 
 @pytest.mark.slow

@@ -208,19 +208,32 @@ def test_a_small_workspace_gives_the_same(device, monkeypatch):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_what_several_groups_leave_makes_one_piece(device, monkeypatch, poisoned):
+@pytest.fixture
+def room_for_one_group(monkeypatch) -> pieces.Sizes:
+    """Workspace for 256 queries of one of two groups."""
+    sizes = pieces.Sizes(1, 340, 12, 2, 3, 16, 32, 32)
+    row, group = map(max, pieces.forward_need(sizes, 4), pieces.backward_need(sizes, 4))
+    size = 256 * sizes.heads * row + group + sizes.G * sizes.n_blocks * pieces.item_bytes(sizes)
+    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
+    return sizes
+
+
+def test_what_several_groups_leave_makes_one_piece(room_for_one_group):
+    cut = pieces.cut(room_for_one_group, 4)
+    assert [(p.g0, p.g1, p.t0, p.t1) for p in cut] == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
+
+
+@pytest.mark.soak
+def test_a_piece_of_several_groups_gives_the_same(device, monkeypatch, poisoned, room_for_one_group):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     nsa = config(3, 16)
     x = inputs(1, 340, 12, 2, 32, 32, torch.float32, device)
     blocks = choice(1, 340, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
+    got_in_pieces = run(attend, x)
+    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", 2**30)
     whole = run(attend, x)
-    sizes = pieces.Sizes(1, 340, 12, 2, 3, 16, 32, 32)
-    row, group = map(max, pieces.forward_need(sizes, 4), pieces.backward_need(sizes, 4))
-    size = 256 * sizes.heads * row + group + sizes.G * sizes.n_blocks * pieces.item_bytes(sizes)
-    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
-    assert [(p.g0, p.g1, p.t0, p.t1) for p in pieces.cut(sizes, 4)] == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
-    for got, want in zip(run(attend, x), whole, strict=True):
+    for got, want in zip(got_in_pieces, whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
