@@ -137,6 +137,7 @@ def test_an_optional_package_is_imported_in_one_place(package: str) -> None:
     assert all(place.startswith(allowed) for place in places), places
 
 
+@pytest.mark.slow
 def test_the_library_loads_without_any_optional_package() -> None:
     names = ["config", "attention", "model", "data", "train.attempt", "health", "runs.history", "runs.launch", "cli"]
     code = (

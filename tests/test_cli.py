@@ -274,6 +274,7 @@ print(launch.state(run_dir))
 """
 
 
+@pytest.mark.slow
 def test_run_executes_a_notebook_and_prints_the_report_last(say, tiny: Path, tmp_path: Path) -> None:
     said = say("run", tiny, "--notebook", notebook(tmp_path, TRAIN_CELL))
     assert said.code == 0, said.err

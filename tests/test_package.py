@@ -131,6 +131,7 @@ def test_importing_the_package_loads_nothing() -> None:
     assert loaded == "['nsa_lab']"
 
 
+@pytest.mark.slow
 def test_a_name_loads_only_what_it_needs() -> None:
     code = "import sys, nsa_lab\nfor name in ('NSAttention', 'NSATransformer', 'generate'):\n    getattr(nsa_lab, name)\n"
     assert fresh(f"{code}    print(name, [n for n in {HEAVY!r} if n in sys.modules])").splitlines() == [
@@ -197,6 +198,7 @@ def pinned(text: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_the_lock_and_the_conda_environment_hold_every_package() -> None:
     """requirements.lock has each of [dev], and environment.yml the same with flash-attn, under conda's names."""
     wanted = names(PROJECT["dependencies"]) | names(EXTRAS["dev"])

@@ -31,6 +31,7 @@ def test_the_readme_has_what_these_tests_look_for() -> None:
     assert len(LINKS) > 5
 
 
+@pytest.mark.slow
 def test_each_snippet_runs_as_pasted() -> None:
     """Each with names of its own, in one interpreter: what it costs is importing torch."""
     pasted = f"for snippet in {SNIPPETS!r}: exec(snippet, {{'__name__': '__main__'}})"

@@ -36,6 +36,7 @@ def as_bytes(tokens: np.ndarray) -> bytes:
     return tokens.astype(np.uint8).tobytes()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(recall=recalls, length=st.integers(700, 4001), seed=st.integers(0, 2**64 - 1), sequence=st.integers(0, 10**6))
 def test_every_answer_stands_earlier_exactly_once(recall: RecallConfig, length: int, seed: int, sequence: int) -> None:

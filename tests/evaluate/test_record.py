@@ -124,6 +124,7 @@ def test_where_all_blocks_are_read_nothing_is_judged(run_dir: Path, place: Path,
     write_evaluation(run_dir, evaluation)
 
 
+@pytest.mark.slow
 def test_the_report_shows_it(evaluation: dict[str, Any], run_dir: Path) -> None:
     page = write_report(run_dir).read_text(encoding="utf-8")
     section = page[page.index("What it finds in long texts") :]

@@ -66,6 +66,7 @@ def test_what_the_model_writes_is_compared_with_the_whole_answer(model: NSATrans
     assert generated(model, [own]) == [False]
 
 
+@pytest.mark.slow
 def test_everyone_is_asked_the_same(model: NSATransformer) -> None:
     settings = {"per_depth": 3, "recall": RecallConfig(value_length=3), "seed": 5}
     cells = list(retrieval(model, TEXT, [700, 611], depths=(0.0, 0.5), **settings))

@@ -150,6 +150,7 @@ NEEDS: dict[tuple[str, str], list[str]] = {
 }
 
 
+@pytest.mark.slow
 def test_no_field_that_is_missing_null_or_of_another_kind_stops_a_verdict(tmp_path: Path) -> None:
     """Of every kind of event, in both attempts: readers are sure of its kind, time, attempt and step alone."""
     run_dir = write_run(tmp_path, AFTER, lambda events: [*TROUBLES, *told(BEFORE, AFTER)(events)])

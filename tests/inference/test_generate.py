@@ -62,6 +62,7 @@ def test_a_list_is_its_prompts_one_by_one(model: NSATransformer, temperature: fl
         assert torch.equal(new, generate(model, [prompt], max_new_tokens=9, temperature=temperature, seed=4)[0])
 
 
+@pytest.mark.slow
 def test_a_result_is_a_function_of_its_seed() -> None:
     model, prompts = built(tiny()), prompts_of()
 

@@ -215,6 +215,7 @@ def read_only(run_dir: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
+@pytest.mark.slow
 def test_reading_needs_no_right_to_write(read_only: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(OSError):
         (read_only / "new").write_text("")

@@ -259,6 +259,7 @@ def test_the_record_tells_waits_for_data_selected_keys_and_memory(
     assert half["sel_keys"] == pytest.approx([keys] * 2) and half["sel_keys_most"] == [24.0] * 2
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +283,7 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
     assert train(run_dir) == 0 and len(kinds(run_dir, "eval")) == 3, "what is there is not done again"
 
 
+@pytest.mark.slow
 def test_the_record_tells_whether_selection_finds_at_every_evaluation(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=4, seq_len=256, eval_every=2, save_every=0, nsa={"n_sel": 4})
     assert train(run_dir) == 0
@@ -525,6 +527,7 @@ def test_a_run_resumes_without_its_source_where_the_cache_holds_it_all(new_run: 
         launch.create_run(fresh, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_filling_is_told_as_it_goes_and_is_no_stall(
     new_run: Make, train: Train, builders: Builders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_batches_of_a_stage_are_its_own(tiny: Callable[..., RunConfig], builders
             batches.batch(step)
 
 
+@pytest.mark.slow
 def test_the_record_speaks_of_the_whole_run(whole: Path) -> None:
     run_dir = whole
     assert directory.read_status(run_dir)["tokens"] == sum(TOKENS)

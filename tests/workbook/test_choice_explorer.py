@@ -52,6 +52,7 @@ def test_the_first_question_shown_is_out_of_reach_and_its_answer_is_named() -> N
     assert {told + 0.5} <= {line.get_xdata()[0] for line in figure.axes[0].lines}
 
 
+@pytest.mark.slow
 def test_the_explorer_moves() -> None:
     box = choice_explorer(
         {"one": model_of(), "two": model_of(nsa=GEOMETRY.__class__(**{**GEOMETRY.model_dump(), "w": 4}))}, TASK
