@@ -21,6 +21,7 @@ import os
 import torch
 from torch import Tensor
 
+from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
 
 HEAD_WIDTHS = (32, 64, 96, 128)
@@ -104,13 +105,24 @@ def _refuse(function: str, reason: str | None) -> None:
         raise NotImplementedError(f"{function}, backend = 'triton': {reason}; backend = 'torch' takes it as it is")
 
 
+def _documents(span: Span | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int]:
+    """Where a span's documents begin, and how long they are at most; of a full span, which needs neither, None and 0."""
+    if span is None:
+        return None, 0
+    # A power of two, so that few lengths are compiled for; with a capacity, what depends on the total alone.
+    most = span.queries if span.capacity is not None else 1 << (span.longest - 1).bit_length()
+    return span.row_bounds(nsa, q.device), min(most, span.queries)
+
+
 # Each raises NotImplementedError past the limits of its own kernels. The caller has checked that shapes fit together.
-def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, span: Span | None = None
+) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
     _refuse("compressed_attention", _width_limit(q.shape[3], v_cmp.shape[3]))
-    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0)
+    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_documents(span, nsa, q))
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
@@ -129,12 +141,12 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSA
     return launch.selected_attention(q, k, v, blocks, nsa.l_sel)
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.window_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
     _refuse("window_attention", _width_limit(q.shape[3], v.shape[3]))
-    return launch.band_attention(q, k, v, 1, 1, nsa.w)
+    return launch.band_attention(q, k, v, 1, 1, nsa.w, *_documents(span, nsa, q))
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:

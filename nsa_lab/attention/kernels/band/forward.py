@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.band.bounds import SIZES, in_band, key_range, key_tile, named_by_branch, row_tile
+from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
 from nsa_lab.attention.kernels.tiles import LN2, last_tile_first, load_consecutive, load_rows, row_offsets
 
 
@@ -55,15 +56,26 @@ def _attend(
 
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("forward"))
 def nsa_band_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    T, N, B, G, scale_log2,
+    T, N, B, G, documents, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """out and lse of one row tile, contiguous."""
     tile, b, g = last_tile_first(B, G)
+    if q_bounds_ptr is not None:
+        document, tile = document_of_tile(q_bounds_ptr, documents, tile, HEADS, ROWS)
+        first, T = document_rows(q_bounds_ptr, document)
+        if tile * ROWS >= T * HEADS:
+            return
+        q_ptr += first * stride_qt
+        out_ptr += first * (G * HEADS * DV)
+        lse_ptr += first * (G * HEADS)
+        first, N = document_rows(k_bounds_ptr, document)
+        k_ptr += first * stride_kn
+        v_ptr += first * stride_vn
     t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
     q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
     q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, True), tl.arange(0, DK_PAD), DK, DK_PAD)
