@@ -25,7 +25,8 @@ from nsa_lab.config import ModelConfig, NSAConfig
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
 BACKENDS = ("auto", "reference", "torch", "triton", "flash")
-TAKE_SPANS = ("reference", "torch")  # chunks and packed documents; all backends take a full span
+# Who takes other than full spans, which all take. Of the fast ones, `auto` prefers the first that can run.
+TAKE = {"chunk": ("torch", "reference"), "packed": ("triton", "torch", "reference")}
 
 
 class BackendError(RuntimeError):
@@ -62,7 +63,7 @@ def resolve_backend(
         flash.check_widths(model.d_k, model.d_v)
     if model is not None and model.attention == "dense":
         return {"dense": _resolve_dense(device, dtype, backend)}
-    if backend == "auto" and span is not None and not span.is_full:
+    if backend == "auto" and not _takes(span, "triton"):
         return dict.fromkeys(PARTS, Choice("torch", f"the one fast backend that takes {span}"))
     if backend in ("reference", "torch"):
         return dict.fromkeys(PARTS, Choice(backend, "asked for by name"))
@@ -168,9 +169,9 @@ def nsa_attention(
     named = isinstance(backend, str)
     choices = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if named else backend
     run = {part: _MODULES[_taking(span, part, choices[part].backend)] for part in PARTS}
-    if all(module is kernels for module in run.values()):
-        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)
     where = _unless_full(span)
+    if all(module is kernels for module in run.values()):
+        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, **where)
     out_cmp, lse = run["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **where)
     blocks = run["selection"].select_blocks(q, k_cmp, lse, nsa, **where)
     out_sel, _ = run["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **where)
@@ -204,12 +205,17 @@ def _implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Sp
 
 def _taking(span: Span | None, part: str, backend: str) -> str:
     """`backend`, if it takes the span."""
-    if span is not None and not span.is_full and backend not in TAKE_SPANS:
+    if not _takes(span, backend):
+        kinds = " and ".join(["full", *(kind for kind, backends in TAKE.items() if backend in backends)])
         raise NotImplementedError(
-            f"backend = {backend!r} ({part}) takes a full span only, not {span}; use backend='torch', or span=None for "
+            f"backend = {backend!r} ({part}) takes {kinds} spans only, not {span}; use backend='torch', or span=None for "
             "queries that are all the keys of one document"
         )
     return backend
+
+
+def _takes(span: Span | None, backend: str) -> bool:
+    return span is None or span.is_full or backend in TAKE[span.kind]
 
 
 def _unless_full(span: Span | None) -> dict[str, Span]:

@@ -155,7 +155,7 @@ class Span:
         return self._copies[device]
 
     def row_bounds(self, nsa: NSAConfig, device: torch.device) -> Tensor:
-        """`bounds`, and below them `compressed_bounds`: int32 [2, documents + 1] on `device`, copied there once per l and d.
+        """`bounds` above `compressed_bounds`: int32 [2, documents + 1] on `device`, copied there once per l and d.
 
         With a capacity, documents that are missing are empty and stand at the end; so do those that, with or without one,
         make rows a multiple of four, 16 bytes, long.

@@ -125,20 +125,22 @@ def compressed_attention(
     return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_documents(span, nsa, q))
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """As `reference.select_blocks`."""
     from nsa_lab.attention.kernels import choice
 
     _refuse("select_blocks", _width_limit(q.shape[3], None) or _choice_limit(nsa))
-    return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel)
+    return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_documents(span, nsa, q))
 
 
-def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | None = None
+) -> tuple[Tensor, Tensor]:
     """As `reference.selected_attention`."""
     from nsa_lab.attention.kernels.selected import launch
 
     _refuse("selected_attention", _width_limit(q.shape[3], v.shape[3]) or _selected_limit(nsa))
-    return launch.selected_attention(q, k, v, blocks, nsa.l_sel)
+    return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_documents(span, nsa, q))
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
@@ -159,11 +161,11 @@ def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) ->
 # fmt: off
 def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    nsa: NSAConfig,
+    nsa: NSAConfig, *, span: Span | None = None,
 ) -> Tensor:
     """As `dispatch.nsa_attention`, every part on Triton."""
     from nsa_lab.attention.kernels import operator
 
     _refuse("nsa_attention", unsupported(nsa, q.shape[3], v_cmp.shape[3]))
-    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)
+    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, *_documents(span, nsa, q))
 # fmt: on

@@ -61,26 +61,29 @@ def document_rows(bounds_ptr, document):
 
 
 class Bounds(NamedTuple):
-    """First rows of all documents, and the end of the last: int32 [documents + 1] on the device. All None: no documents.
+    """First rows of all documents, and the end of the last: int32 [documents + 1] on the device; None where there are none.
 
     `longest`: tokens that no document exceeds.
     """
 
     q: Tensor | None
     k: Tensor | None
-    documents: int
+    documents: int | None
     longest: int
 
     def tiles(self, rows: int, tile: int) -> int:
         """Programs for all tiles of `tile` of so many rows."""
-        return ceil_div(rows, tile) if self.q is None else rows // tile + self.documents
+        return ceil_div(rows, tile) if self.documents is None else rows // tile + self.documents
+
+
+ONE_DOCUMENT = Bounds(None, None, None, 0)
 
 
 def raw_bounds(table: Tensor | None, longest: int, T: int) -> Bounds:
-    """Of queries, and of keys of which there is one per token; `table` as `Span.row_bounds` gives it, None: no documents."""
-    return Bounds(None, None, 0, T) if table is None else Bounds(table[0], table[0], table.shape[1] - 1, longest)
+    """Of queries, and of keys of which each token has one; `table` as `Span.row_bounds` gives it, None: no documents."""
+    return Bounds(None, None, None, T) if table is None else Bounds(table[0], table[0], table.shape[1] - 1, longest)
 
 
 def compressed_bounds(table: Tensor | None, longest: int, T: int) -> Bounds:
     """Of queries, and of compressed keys."""
-    return Bounds(None, None, 0, T) if table is None else Bounds(table[0], table[1], table.shape[1] - 1, longest)
+    return Bounds(None, None, None, T) if table is None else Bounds(table[0], table[1], table.shape[1] - 1, longest)

@@ -143,7 +143,7 @@ def backward_keys(
         q, k, v, do, stats, *sums, bounds.q, bounds.k,
         *strides(q, k, v, do), stats.stride(2),
         T, N, B, G, bounds.documents, chunk_steps, scale * LOG2E, scale,
-        **constants, TAIL=bounds.documents > 0 or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.options(),
+        **constants, TAIL=bounds.documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.options(),
     )
     if chunks > 1:
         slice_keys = launch_table.SUM_CHUNKS_KEYS

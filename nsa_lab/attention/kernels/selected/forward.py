@@ -17,10 +17,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.selected.inverted_index import first_entry_of, load_choice
+from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
+from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
 from nsa_lab.attention.kernels.tiles import LN2, load_rows, load_rows_inside, row_offsets
 
-PIECE_SIZES = ("G", "G_all", "first_query")  # differ from piece to piece; compiling for each value would gain nothing
+PIECE_SIZES = (
+    "G",
+    "G_all",
+    "first_query",
+    "documents",
+)  # differ from piece to piece; compiling for each value would gain nothing
 
 
 # fmt: off
@@ -112,8 +118,8 @@ def _gather_rows(
 
 @triton.jit(do_not_specialize=PIECE_SIZES)
 def nsa_selected_gather(
-    q_ptr, k_ptr, v_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr, pair_out_ptr, pair_lse_ptr,
-    T, N, G, n_blocks, first_query,
+    q_ptr, k_ptr, v_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr, pair_out_ptr, pair_lse_ptr, bounds_ptr,
+    T, N, G, n_blocks, first_query, documents,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     scale_log2,
     WIDE: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
@@ -132,9 +138,10 @@ def nsa_selected_gather(
         return
     b = (index_row // n_blocks // G).to(tl.int64)
     g = index_row // n_blocks % G
-    key = index_row % n_blocks * BLOCK + tl.arange(0, BLOCK_PAD)
+    first_key, stop_key = block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
+    key = first_key + tl.arange(0, BLOCK_PAD)
     inside_block = tl.arange(0, BLOCK_PAD) < BLOCK
-    inside = inside_block & (key < N)
+    inside = inside_block & (key < stop_key)
     n = key.to(tl.int64)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     k = load_rows_inside(k_base, n * stride_kn, tl.arange(0, DK_PAD), inside, DK, DK_PAD)
@@ -266,10 +273,10 @@ def _union_blocks(
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("documents",))
 def nsa_selected_union(
-    q_ptr, k_ptr, v_ptr, blocks_ptr, unions_ptr, out_ptr, lse_ptr,
-    T, G, n_blocks,
+    q_ptr, k_ptr, v_ptr, blocks_ptr, unions_ptr, out_ptr, lse_ptr, bounds_ptr,
+    T, G, n_blocks, documents,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_outb, stride_outt, stride_lseb, stride_lset,
     scale_log2, tiles,
@@ -287,6 +294,18 @@ def nsa_selected_union(
     bg = (tl.program_id(0) // tiles).to(tl.int64)
     b = bg // G
     g = bg % G
+    union_place = bg * tiles + tile
+    if bounds_ptr is not None:
+        document, tile = document_of_tile(bounds_ptr, documents, tile, HEADS, ROWS)
+        first, T = document_rows(bounds_ptr, document)
+        if tile * ROWS >= T * HEADS:
+            return
+        q_ptr += first * stride_qt
+        k_ptr += first * stride_kn
+        v_ptr += first * stride_vn
+        blocks_ptr += first * (G * N_SEL)
+        out_ptr += first * stride_outt
+        lse_ptr += first * stride_lset
     row = tile * ROWS + tl.arange(0, ROWS)
     t = row // HEADS
     query_head = g * HEADS + row % HEADS
@@ -305,7 +324,7 @@ def nsa_selected_union(
     block = tl.arange(0, BLOCKS_PAD)
     used = (tl.histogram(places, BLOCKS_PAD) > 0) & (block < n_blocks)
     place = tl.cumsum(used.to(tl.int32), 0) - 1
-    union = unions_ptr + (bg * tiles + tile) * n_blocks
+    union = unions_ptr + union_place * n_blocks
     tl.store(union + place, block, mask=used)
     count = tl.sum(used.to(tl.int32), 0)
     before_diagonal = tl.sum((used & ((block + 1) * BLOCK <= first_t + 1)).to(tl.int32), 0)

@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
     block: int
     dk: int
     dv: int
+    documents: int | None = None  # in one row, if there are any; none of their blocks has tokens of two
 
     @property
     def heads(self) -> int:
@@ -38,7 +39,7 @@ class Sizes(NamedTuple):
 
     @property
     def n_blocks(self) -> int:
-        return ceil_div(self.T, self.block)
+        return ceil_div(self.T, self.block) if self.documents is None else self.T // self.block + self.documents
 
     @property
     def scale(self) -> float:
