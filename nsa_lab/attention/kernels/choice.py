@@ -11,7 +11,7 @@ far. Nothing larger than that tile exists at once, nothing is left to the order 
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 # Nor are torch.library's decorators annotated.
 # pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations

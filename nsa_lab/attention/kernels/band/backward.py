@@ -2,7 +2,7 @@
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
 
 import triton
@@ -293,7 +293,7 @@ def nsa_band_sum_chunks(
     """dk, dv of SLICE keys from their chunks: [chunks, B, N, G, D] float32 -> [B, N, G, D]."""
     b, g = batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
-    chunk_rows = B * N * G
+    N_all = N
     if q_bounds_ptr is not None:
         document, tile = document_of_tile(k_bounds_ptr, documents, tile, 1, SLICE)
         first, N = document_rows(k_bounds_ptr, document)
@@ -313,6 +313,6 @@ def nsa_band_sum_chunks(
     chunks = tl.cdiv(stop, chunk_steps)
     i = i_slice + tl.arange(0, SLICE)
     row = (b * N + i) * G + g
-    _sum_slice(chunk_dk_ptr, dk_ptr, first_chunk, chunks, chunk_rows, row, i < N, DK, DK_PAD, AT_ONCE)
-    _sum_slice(chunk_dv_ptr, dv_ptr, first_chunk, chunks, chunk_rows, row, i < N, DV, DV_PAD, AT_ONCE)
+    _sum_slice(chunk_dk_ptr, dk_ptr, first_chunk, chunks, B * N_all * G, row, i < N, DK, DK_PAD, AT_ONCE)
+    _sum_slice(chunk_dv_ptr, dv_ptr, first_chunk, chunks, B * N_all * G, row, i < N, DV, DV_PAD, AT_ONCE)
 # fmt: on

@@ -11,7 +11,7 @@ query did not. No workspace, but every row pays for the tile's union: right when
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
 
 import triton
@@ -294,7 +294,7 @@ def nsa_selected_union(
     bg = (tl.program_id(0) // tiles).to(tl.int64)
     b = bg // G
     g = bg % G
-    union_place = bg * tiles + tile
+    number = tile
     if bounds_ptr is not None:
         document, tile = document_of_tile(bounds_ptr, documents, tile, HEADS, ROWS)
         first, T = document_rows(bounds_ptr, document)
@@ -324,7 +324,7 @@ def nsa_selected_union(
     block = tl.arange(0, BLOCKS_PAD)
     used = (tl.histogram(places, BLOCKS_PAD) > 0) & (block < n_blocks)
     place = tl.cumsum(used.to(tl.int32), 0) - 1
-    union = unions_ptr + union_place * n_blocks
+    union = unions_ptr + (bg * tiles + number) * n_blocks
     tl.store(union + place, block, mask=used)
     count = tl.sum(used.to(tl.int32), 0)
     before_diagonal = tl.sum((used & ((block + 1) * BLOCK <= first_t + 1)).to(tl.int32), 0)

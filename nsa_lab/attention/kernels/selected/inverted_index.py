@@ -17,7 +17,7 @@ Words used here and by the kernels that read the index:
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
 
 from typing import NamedTuple
