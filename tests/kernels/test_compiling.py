@@ -38,3 +38,12 @@ def test_shapes_that_no_kernel_is_tuned_for_compile_and_fit(tmp_path):
     """On the GPU with the least memory for a block; the interpreter proves what they compute, and not that they compile."""
     used = compiled(86, tmp_path, "shapes")
     assert used and {name: size for name, size in used.items() if size > SHARED_KB[86] * 1024} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_every_kernel_compiles_for_documents_and_fits(architecture, tmp_path):
+    used = compiled(architecture, tmp_path, "packed")
+    assert set(used) == launched_names() - {"nsa_selected_index_first_query"}
+    assert {name: size for name, size in used.items() if size > SHARED_KB[architecture] * 1024} == {}

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from attention_inputs import Inputs
 from span_cases import Case, error, truth, weights_of
 from span_cases import computed as computed_by_parts
 
@@ -20,7 +21,7 @@ from nsa_lab.config import NSAConfig
 CUDA = torch.cuda.is_available()
 NSA = NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
 # None, one token, fewer than a compressed block, and past the edge of a block, where a tile of queries has 32 rows.
-LENGTHS = (0, 18, 1, 7)
+LENGTHS = (1, 17, 0, 5)
 
 
 def bounds(*lengths: int) -> torch.Tensor:
@@ -44,7 +45,7 @@ def _find(bounds_ptr, found_ptr, row_ptr, documents, EACH: tl.constexpr, TILE: t
         tl.store(row_ptr + tile, document_of_row(bounds_ptr, documents, tile))
 
 
-@pytest.mark.parametrize(("each", "tile"), [(1, 4), (3, 4), (5, 2), (1, 1)])
+@pytest.mark.parametrize(("each", "tile"), [(1, 4), (3, 2)])
 def test_every_tile_of_every_document_has_one_program(each: int, tile: int, device: torch.device) -> None:
     lengths = (0, 5, 0, 0, 1, 8, 3, 4, 0)
     span = Span.packed(bounds(*lengths))
@@ -87,13 +88,18 @@ def computed(case: Case, x, weights):
     return {"mixed": out.detach()}, x._make(torch.autograd.grad((out * weights["mixed"]).sum(), x))
 
 
+# Scores of the poisoned neighbour overflow, which the interpreter says.
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize("strategy", ["union", "gather"])
-def test_equals_brute_force(strategy: str, poisoned, monkeypatch) -> None:
-    """Forward, and every gradient; rows of padding get a gradient of zero. Part by part, and the whole on its own."""
+def test_equals_brute_force_and_a_neighbour_changes_no_bit(strategy: str, poisoned, monkeypatch) -> None:
+    """Forward, and every gradient, part by part and the whole on its own; rows of padding get a gradient of zero.
+
+    Large finite values in all rows of a document then leave outputs and gradients of those on both sides as they are.
+    """
     if strategy == "gather":
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
-    case = case_of(LENGTHS, 4 if strategy == "gather" else None, h=3)
+    case = case_of(LENGTHS, 4 if strategy == "gather" else None, h=2)
     exact = case.inputs()
     x = exact.map(torch.Tensor.float)
     weights = weights_of(case, exact)
@@ -112,50 +118,41 @@ def test_equals_brute_force(strategy: str, poisoned, monkeypatch) -> None:
         true = gradients[name]
         assert (grad[:, true.shape[1] :] == 0).all(), name
         assert error(grad[:, : true.shape[1]].double(), true) < 1e-5, name
+    if not by_parts:
+        assert_no_bit_changes(case, x, weights["mixed"].float(), mine["mixed"], grads)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-def test_a_neighbour_changes_no_bit(poisoned, monkeypatch) -> None:
-    """Large finite values in all rows of a document; outputs and gradients of those on both sides stay as they are."""
-    monkeypatch.setattr(selected, "UNION_TOKENS", 0)
-    case = case_of((9, 17, 9), None, h=2)
-    x = case.inputs(torch.float32)
+def assert_no_bit_changes(case: Case, x: Inputs, weight: torch.Tensor, out: torch.Tensor, grads: Inputs) -> None:
+    rows = {
+        name: (case.span.compressed_rows(NSA)[1] if name.endswith("_cmp") else case.span.documents[1].queries)
+        for name in ("mixed", *x._fields)
+    }
     spoilt = x.map(torch.clone)
     for name, y in spoilt._asdict().items():
-        if name != "gates":
-            y[
-                :,
-                (case.span.compressed_rows(NSA) if name.endswith("_cmp") else [d.queries for d in case.span.documents])[1],
-            ] = 1e18
-    weights = {"mixed": torch.ones(1, case.span.queries, 2, 32)}
-    (before, grads), (after, new) = computed(case, x, weights), computed(case, spoilt, weights)
-    for name, y, z in [("mixed", before["mixed"], after["mixed"]), *zip(x._fields, grads, new, strict=True)]:
-        mine = case.span.compressed_rows(NSA)[1] if name.endswith("_cmp") else case.span.documents[1].queries
+        y[:, rows[name]] = 0.5 if name == "gates" else 1e18
+    after, new = computed(case, spoilt, {"mixed": weight})
+    for name, y, z in [("mixed", out, after["mixed"]), *zip(x._fields, grads, new, strict=True)]:
         others = torch.ones(y.shape[1], dtype=torch.bool)
-        others[mine] = False
+        others[rows[name]] = False
         assert torch.equal(y[:, others], z[:, others]), name
-        assert not torch.equal(y[:, mine], z[:, mine]), name
+        assert not torch.equal(y[:, rows[name]], z[:, rows[name]]), name
 
 
 @pytest.mark.slow
 def test_in_pieces_as_in_one(device, monkeypatch, poisoned) -> None:
     """A piece of one group's queries ends inside a document, and that of the rest of all groups' goes on with it."""
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
-    case = case_of((21, 0, 12), None, h=1, G=2)
+    case = case_of((10, 0, 7), None, h=1, G=2)
     x = case.inputs(torch.float32).map(lambda y: y.to(device).requires_grad_())
     table, longest = kernels._documents(case.span, NSA, x.q)
-    blocks = torch.tensor([0, 1, -1, -1], dtype=torch.int32, device=device).expand(1, 33, 2, 4)
-    blocks = torch.where(
-        case.span.positions(device)[None, :, None, None] < 16, blocks.clamp_max(0).where(blocks != 1, -1), blocks
-    )
+    blocks = torch.tensor([0, -1, -1, -1], dtype=torch.int32, device=device).expand(1, 17, 2, 4)
 
     def run():
         out, lse = selected.selected_attention(x.q, x.k_sel, x.v_sel, blocks, NSA.l_sel, table, longest)
         return out, lse, *torch.autograd.grad((out, lse), (x.q, x.k_sel, x.v_sel), (out.detach(), lse.detach()))
 
     whole = run()
-    cut = [pieces.Piece(0, 1, 0, 1, 0, 14), pieces.Piece(0, 1, 1, 2, 0, 14), pieces.Piece(0, 1, 0, 2, 14, 33)]
+    cut = [pieces.Piece(0, 1, 0, 1, 0, 6), pieces.Piece(0, 1, 1, 2, 0, 6), pieces.Piece(0, 1, 0, 2, 6, 17)]
     monkeypatch.setattr(selected, "cut", lambda *_: cut)
     monkeypatch.setattr(selected, "is_ordered", lambda *_: True)
     for a, b in zip(whole, run(), strict=True):
