@@ -10,9 +10,11 @@ import triton.language as tl
 from attention_inputs import Inputs
 from span_cases import Case, error, truth, weights_of
 from span_cases import computed as computed_by_parts
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa_lab import attention
 from nsa_lab.attention import Span, kernels
+from nsa_lab.attention.kernels.band.launch import band_attention
 from nsa_lab.attention.kernels.documents import Bounds, document_of_row, document_of_tile, document_rows
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import pieces
@@ -157,6 +159,22 @@ def test_in_pieces_as_in_one(device, monkeypatch, poisoned) -> None:
     monkeypatch.setattr(selected, "is_ordered", lambda *_: True)
     for a, b in zip(whole, run(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_one_compiled_graph_serves_all_documents(device) -> None:
+    """With a capacity nothing but the table changes, and that is an input: no break, no second compilation."""
+    x = case_of((17,), None, h=1).inputs(torch.float32).map(lambda y: y.to(device))
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(table: torch.Tensor) -> torch.Tensor:
+        return band_attention(x.q, x.k_win, x.v_win, 1, 1, NSA.w, table, 17)[0]
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for lengths in ((12, 5), (2, 0, 15)):
+        table = Span.packed(bounds(*lengths), capacity=3).row_bounds(NSA, device)
+        assert torch.equal(compiled(table), attend(table))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
     vocabulary     the words that all of it uses, and the names that its kernels have in a profile
     operator       all of NSA as one operator;  gating: the gated sum;  choice: the block choice
     band/          the compressed and the window branch;  selected/: the selected branch
+    documents      several documents in one row: which of them a program works on, and where its rows begin
     launch_table   tile sizes and how each kernel is compiled;  tiles, host: what kernels, or launchers, do alike
 
 Shapes are checked by the public functions (attention/dispatch.py); what the kernels do not take is refused here.
