@@ -25,8 +25,7 @@ from nsa_lab.config import ModelConfig, NSAConfig
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
 BACKENDS = ("auto", "reference", "torch", "triton", "flash")
-# Who takes other than full spans, which all take. Of the fast ones, `auto` prefers the first that can run.
-TAKE = {"chunk": ("torch", "reference"), "packed": ("triton", "torch", "reference")}
+TAKE_SPANS = ("reference", "torch", "triton")  # chunks and packed documents; all backends take a full span
 
 
 class BackendError(RuntimeError):
@@ -63,8 +62,8 @@ def resolve_backend(
         flash.check_widths(model.d_k, model.d_v)
     if model is not None and model.attention == "dense":
         return {"dense": _resolve_dense(device, dtype, backend)}
-    if backend == "auto" and not _takes(span, "triton"):
-        return dict.fromkeys(PARTS, Choice("torch", f"the one fast backend that takes {span}"))
+    if backend == "auto" and span is not None and span.kind == "chunk" and not span.is_full:
+        return dict.fromkeys(PARTS, Choice("torch", f"the one fast backend that has gradients of {span}"))
     if backend in ("reference", "torch"):
         return dict.fromkeys(PARTS, Choice(backend, "asked for by name"))
     unusable = kernels.unusable(device, dtype)
@@ -205,17 +204,12 @@ def _implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Sp
 
 def _taking(span: Span | None, part: str, backend: str) -> str:
     """`backend`, if it takes the span."""
-    if not _takes(span, backend):
-        kinds = " and ".join(["full", *(kind for kind, backends in TAKE.items() if backend in backends)])
+    if span is not None and not span.is_full and backend not in TAKE_SPANS:
         raise NotImplementedError(
-            f"backend = {backend!r} ({part}) takes {kinds} spans only, not {span}; use backend='torch', or span=None for "
+            f"backend = {backend!r} ({part}) takes a full span only, not {span}; use backend='torch', or span=None for "
             "queries that are all the keys of one document"
         )
     return backend
-
-
-def _takes(span: Span | None, backend: str) -> bool:
-    return span is None or span.is_full or backend in TAKE[span.kind]
 
 
 def _unless_full(span: Span | None) -> dict[str, Span]:

@@ -37,7 +37,7 @@ SHORTEST = 64  # length of a batched call
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RowSizes:
     """`documents` of `length` tokens for even, and a corpus of `corpus` tokens, one document of which has `longest`."""
 
     documents: int
@@ -49,7 +49,7 @@ class Sizes:
     D: int = 64
 
 
-GPU_SIZES, CPU_SIZES = Sizes(16, 2048, 131072, 65536), Sizes(3, 24, 96, 48, 2, 1, 32)
+GPU_SIZES, CPU_SIZES = RowSizes(16, 2048, 131072, 65536), RowSizes(3, 24, 96, 48, 2, 1, 32)
 
 
 @dataclass
@@ -75,7 +75,7 @@ def run_packed_bench(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
     nsa: NSAConfig | None = None,
-    sizes: Sizes | None = None,
+    sizes: RowSizes | None = None,
     console: Console | None = None,
 ) -> list[Line]:
     """Measure each packing; print a table, and write JSON where asked. Defaults: the GPU and bf16, or a CPU and float32.
@@ -113,7 +113,7 @@ def run_packed_bench(
     return lines
 
 
-def corpus_lengths(sizes: Sizes, seed: int = 0) -> list[int]:
+def corpus_lengths(sizes: RowSizes, seed: int = 0) -> list[int]:
     """Tokens of documents, `sizes.corpus` in all, one of them `longest` and somewhere in the middle."""
     draw = random.Random(seed)
     lengths: list[int] = []
@@ -140,7 +140,7 @@ class _Bench:
     """What all lines share."""
 
     def __init__(
-        self, sizes: Sizes, nsa: NSAConfig, choices: Mapping[str, Choice], device: torch.device, dtype: torch.dtype
+        self, sizes: RowSizes, nsa: NSAConfig, choices: Mapping[str, Choice], device: torch.device, dtype: torch.dtype
     ) -> None:
         self.sizes, self.nsa, self.choices, self.device, self.dtype = sizes, nsa, choices, device, dtype
         self.batched: dict[int, float] = {}

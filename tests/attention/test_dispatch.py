@@ -241,40 +241,34 @@ def test_compress_takes_all_keys_of_the_span(span: attention.Span, message: str)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["triton", "flash"])
 @pytest.mark.parametrize("span", [attention.Span.chunk(0, 21), attention.Span.chunk(4, 17), PACKED], ids=repr)
-def test_a_backend_that_takes_no_span_says_what_does(
-    backend: str, span: attention.Span, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asked for by name, or within a table of choices. A full span in disguise is refused by none, and documents are not
-    refused by the kernels."""
+def test_the_kernels_take_every_span(span: attention.Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is full in disguise as a full one."""
     monkeypatch.setattr(kernels, "unusable", lambda *_: None)
     monkeypatch.setattr(kernels, "unsupported", lambda *_: None)
-    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
     ran = []
     monkeypatch.setattr(kernels, "nsa_attention", lambda *x, **where: ran.append((x, where)))
     x = Shape(T=span.queries).inputs()
     keys = [y.new_zeros(1, span.keys, *y.shape[2:]) for y in (x.k_win, x.v_win)]
-    calls = {
-        "triton": lambda: attention.window_attention(x.q, *keys, NSA, backend=backend, span=span),
-        "flash": lambda: attention.dense_attention(x.q, *keys, backend=backend, span=span),
-    }
-    if span.is_full or (backend, span.kind) == ("triton", "packed"):
-        cmp = [y[:, : span.num_compressed(NSA)] for y in (x.k_cmp, x.v_cmp)]
-        attention.nsa_attention(x.q, *cmp, *x[3:], NSA, backend="triton", span=span)
-        ((given, where),) = ran
-        assert len(given) == 9 and where == ({} if span.is_full else {"span": span})
-        return
-    with pytest.raises(NotImplementedError) as caught:
-        calls[backend]()
-    assert repr(span) in str(caught.value) and "backend='torch'" in str(caught.value)
-    choices = {part: dispatch.Choice("torch", "") for part in dispatch.PARTS} | {"window": dispatch.Choice(backend, "")}
     cmp = [y.new_zeros(1, span.num_compressed(NSA), *y.shape[2:]) for y in (x.k_cmp, x.v_cmp)]
-    with pytest.raises(
-        NotImplementedError, match=rf"\(window\) takes {'full and packed' if backend == 'triton' else 'full'} spans only"
-    ):
+    attention.nsa_attention(x.q, *cmp, *keys, *keys, x.gates, NSA, backend="triton", span=span)
+    ((given, where),) = ran
+    assert len(given) == 9 and where == ({} if span.is_full else {"span": span})
+
+
+@pytest.mark.parametrize("span", [attention.Span.chunk(4, 17), PACKED], ids=repr)
+def test_a_backend_that_takes_no_span_says_what_does(span: attention.Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name, or within a table of choices."""
+    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
+    x = Shape(T=span.queries).inputs()
+    keys = [y.new_zeros(1, span.keys, *y.shape[2:]) for y in (x.k_win, x.v_win)]
+    with pytest.raises(NotImplementedError) as caught:
+        attention.dense_attention(x.q, *keys, backend="flash", span=span)
+    assert repr(span) in str(caught.value) and "backend='torch'" in str(caught.value)
+    choices = {part: dispatch.Choice("torch", "") for part in dispatch.PARTS} | {"window": dispatch.Choice("flash", "")}
+    cmp = [y.new_zeros(1, span.num_compressed(NSA), *y.shape[2:]) for y in (x.k_cmp, x.v_cmp)]
+    with pytest.raises(NotImplementedError, match=r"\(window\) takes a full span only"):
         attention.nsa_attention(x.q, *cmp, *keys, *keys, x.gates, NSA, backend=choices, span=span)
-    assert not ran
 
 
 def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +280,7 @@ def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytes
     for span in (None, PACKED):
         assert {choice.backend for choice in of[span].values()} == {"triton"}
     assert {choice.backend for choice in of[chunk].values()} == {"torch"}
-    assert "takes Span.chunk(4, 17)" in of[chunk]["window"].reason
+    assert "has gradients of Span.chunk(4, 17)" in of[chunk]["window"].reason
 
 
 def test_flash_attn_names_the_widths_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Documents one after another in a row: each is computed as if it were alone, and nothing of it reaches another."""
+"""Documents one after another in a row: each is computed as if it were alone, and nothing of it reaches another. Chunks."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_what_launches_need_is_counted_on_the_cpu() -> None:
     assert alone.tolist() == [[0, 9, 9, 30], [0, 1, 1, 5]]
     # What is compiled for follows the total with a capacity, and else the longest document's power of two.
     q = torch.empty(1)
-    assert [kernels._documents(s, NSA, q)[1] for s in (span, Span.packed(bounds(9, 0, 21)))] == [30, 30]
-    assert kernels._documents(Span.packed(bounds(40, 9, 21)), NSA, q)[1] == 64
+    assert [kernels._where(s, NSA, q)[1] for s in (span, Span.packed(bounds(9, 0, 21)))] == [30, 30]
+    assert kernels._where(Span.packed(bounds(40, 9, 21)), NSA, q)[1] == 64
 
 
 # Interpreted, kernel by kernel.
@@ -146,7 +146,7 @@ def test_in_pieces_as_in_one(device, monkeypatch, poisoned) -> None:
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     case = case_of((10, 0, 7), None, h=1, G=2)
     x = case.inputs(torch.float32).map(lambda y: y.to(device).requires_grad_())
-    table, longest = kernels._documents(case.span, NSA, x.q)
+    table, longest, _ = kernels._where(case.span, NSA, x.q)
     blocks = torch.tensor([0, -1, -1, -1], dtype=torch.int32, device=device).expand(1, 17, 2, 4)
 
     def run():
@@ -159,6 +159,21 @@ def test_in_pieces_as_in_one(device, monkeypatch, poisoned) -> None:
     monkeypatch.setattr(selected, "is_ordered", lambda *_: True)
     for a, b in zip(whole, run(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "start", "length"), [("union", 41, 9), ("gather", 60, 1)])
+def test_a_chunk_is_computed_forward(strategy: str, start: int, length: int, poisoned, monkeypatch) -> None:
+    if strategy == "gather":
+        monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    case = Case(NSA, Span.chunk(start, length), (start,), (length,), 2, G=1, h=2, d_k=32, d_v=32, seed=5)
+    x = case.inputs(torch.float32)
+    out = attention.nsa_attention(*x, NSA, backend="triton", span=case.span)
+    exact = attention.reference.nsa_attention(*x.map(torch.Tensor.double), NSA, span=case.span)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    x.q.requires_grad_()
+    with pytest.raises(NotImplementedError, match=rf"no gradients of Span.chunk\({start}, \.\.\.\); use backend='torch'"):
+        attention.window_attention(x.q, x.k_win, x.v_win, NSA, backend="triton", span=case.span)[0].sum().backward()
 
 
 @pytest.mark.slow

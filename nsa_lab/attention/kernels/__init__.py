@@ -106,13 +106,13 @@ def _refuse(function: str, reason: str | None) -> None:
         raise NotImplementedError(f"{function}, backend = 'triton': {reason}; backend = 'torch' takes it as it is")
 
 
-def _documents(span: Span | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int]:
-    """Where a span's documents begin, and how long they are at most; of a full span, which needs neither, None and 0."""
-    if span is None:
-        return None, 0
+def _where(span: Span | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int, int]:
+    """Where a span's documents begin, how long they are at most, and the position of the first query; else None and 0."""
+    if span is None or span.kind != "packed":
+        return None, 0, 0 if span is None else span.start
     # A power of two, so that few lengths are compiled for; with a capacity, what depends on the total alone.
     most = span.queries if span.capacity is not None else 1 << (span.longest - 1).bit_length()
-    return span.row_bounds(nsa, q.device), min(most, span.queries)
+    return span.row_bounds(nsa, q.device), min(most, span.queries), 0
 
 
 # Each raises NotImplementedError past the limits of its own kernels. The caller has checked that shapes fit together.
@@ -123,7 +123,7 @@ def compressed_attention(
     from nsa_lab.attention.kernels.band import launch
 
     _refuse("compressed_attention", _width_limit(q.shape[3], v_cmp.shape[3]))
-    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_documents(span, nsa, q))
+    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_where(span, nsa, q))
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
@@ -131,7 +131,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span
     from nsa_lab.attention.kernels import choice
 
     _refuse("select_blocks", _width_limit(q.shape[3], None) or _choice_limit(nsa))
-    return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_documents(span, nsa, q))
+    return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_where(span, nsa, q))
 
 
 def selected_attention(
@@ -141,7 +141,7 @@ def selected_attention(
     from nsa_lab.attention.kernels.selected import launch
 
     _refuse("selected_attention", _width_limit(q.shape[3], v.shape[3]) or _selected_limit(nsa))
-    return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_documents(span, nsa, q))
+    return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_where(span, nsa, q))
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     from nsa_lab.attention.kernels.band import launch
 
     _refuse("window_attention", _width_limit(q.shape[3], v.shape[3]))
-    return launch.band_attention(q, k, v, 1, 1, nsa.w, *_documents(span, nsa, q))
+    return launch.band_attention(q, k, v, 1, 1, nsa.w, *_where(span, nsa, q))
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
@@ -168,5 +168,5 @@ def nsa_attention(
     from nsa_lab.attention.kernels import operator
 
     _refuse("nsa_attention", unsupported(nsa, q.shape[3], v_cmp.shape[3]))
-    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, *_documents(span, nsa, q))
+    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, *_where(span, nsa, q))
 # fmt: on

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels import choice, gating
 from nsa_lab.attention.kernels.band import launch as band
-from nsa_lab.attention.kernels.host import beside, with_short_rows
+from nsa_lab.attention.kernels.host import beside, refuse_chunk_gradients, with_short_rows
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected.inverted_index import IndexSizes, InvertedIndex
 from nsa_lab.config import NSAConfig
@@ -28,17 +28,17 @@ from nsa_lab.config import NSAConfig
 # fmt: off
 def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    nsa: NSAConfig, documents: Tensor | None = None, longest: int = 0,
+    nsa: NSAConfig, documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> Tensor:
     """q [B, T, H, Dk]; k_cmp, v_cmp [B, N, G, .]; the other keys and values [B, T, G, .]; gates [B, T, H, 3] in the order
     cmp, sel, win -> [B, T, H, Dv]. With `documents` (`Span.row_bounds`; B = 1), none of more than `longest` tokens, each is
-    computed as if alone.
+    computed as if alone. Query 0 stands at `first`, and keys from 0 on; other than 0, there are no gradients.
 
     NotImplementedError past the selected branch's limit on pairs.
     """
     selected.check_pairs(q, k_sel, nsa.n_sel, nsa.l_sel)
     geometry = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
-    return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *geometry, documents, longest)[0]
+    return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *geometry, documents, longest, first)[0]
 # fmt: on
 
 
@@ -51,7 +51,7 @@ _DOCUMENTS = "Tensor? documents=None, int longest=0"
 # Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
     "nsa_lab::nsa_fwd",
-    f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w, {_DOCUMENTS}) -> ({', '.join(['Tensor'] * 12)})",
+    f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w, {_DOCUMENTS}, int first=0) -> ({', '.join(['Tensor'] * 12)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
@@ -90,14 +90,15 @@ _nsa_bwd = torch.ops.nsa_lab.nsa_bwd.default
 def _(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
     l: int, d: int, l_sel: int, n_sel: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    first: int = 0,
 ) -> tuple[Tensor, ...]:
     with torch.cuda.device_of(q):
-        out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, documents, longest)
-        blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, documents, longest)
-        strategy = selected.forward_strategy(longest or q.shape[1], l_sel)
-        out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, documents, longest)
+        out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, documents, longest, first)
+        blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, documents, longest, first)
+        strategy = selected.forward_strategy(longest or k_sel.shape[1], l_sel)
+        out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, documents, longest, first)
         index = _joined(indices, blocks)
-        out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, documents, longest)
+        out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, documents, longest, first)
         out = gating.forward(out_cmp, out_sel, out_win, gates)
     return out, out_cmp, lse_cmp, blocks, out_sel, lse_sel, *index, out_win, lse_win
 
@@ -106,11 +107,12 @@ def _(
 def _(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
     l: int, d: int, l_sel: int, n_sel: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    first: int = 0,
 ) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:3], v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     blocks = q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
-    strategy = selected.forward_strategy(longest or q.shape[1], l_sel)
-    sizes = selected.kept_sizes(q, v_sel, n_sel, l_sel, strategy, documents)
+    strategy = selected.forward_strategy(longest or k_sel.shape[1], l_sel)
+    sizes = selected.kept_sizes(q, v_sel, n_sel, l_sel, strategy, documents, first)
     index = [blocks.new_empty(sum(s[i] for s in sizes), dtype=dtype) for i, dtype in enumerate(_INDEX_DTYPES)]
     like = torch.empty_like
     return out, like(out), lse, blocks, like(out), like(lse), *index, like(out), like(lse)
@@ -157,7 +159,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, l, d, l_sel, _, w, documents, longest = inputs
+    *tensors, l, d, l_sel, _, w, documents, longest, ctx.first = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:], documents)
     ctx.geometry, ctx.longest = (l, d, l_sel, w), longest
@@ -165,9 +167,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 15
+        return (None,) * 16
+    refuse_chunk_gradients(ctx.first)
     *kept, documents = ctx.saved_tensors
-    return *_nsa_bwd(do, *kept, *ctx.geometry, documents, ctx.longest), *(None,) * 7
+    return *_nsa_bwd(do, *kept, *ctx.geometry, documents, ctx.longest), *(None,) * 8
 
 
 torch.library.register_autograd("nsa_lab::nsa_fwd", _differentiate, setup_context=_keep)

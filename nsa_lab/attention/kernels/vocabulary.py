@@ -32,6 +32,7 @@ Partial results, which a later kernel sums in a fixed order: no floating-point a
     item_x       one per work item of the inverted index (selected/inverted_index.py)
     chunk_x      one per chunk of the queries that see a key tile (band/)
 Bounds and masks
+    first_query  the position of query 0, where keys came before; None: 0
     start, stop  a half-open range;  first, last: both inside it
     inside       whether a row exists in its tensor: what loads and stores are masked by
     seen         whether a query may attend to a key: what scores are masked by

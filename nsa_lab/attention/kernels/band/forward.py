@@ -58,7 +58,7 @@ def _attend(
 def nsa_band_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    T, N, B, G, documents, scale_log2,
+    T, N, B, G, documents, first_query, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -81,6 +81,11 @@ def nsa_band_forward(
     q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, True), tl.arange(0, DK_PAD), DK, DK_PAD)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
+    position = t
+    if first_query is not None:
+        position += first_query
+        t_first += first_query
+        t_last += first_query
     start, left, full, stop = key_range(t_first, t_last, L, STRIDE, W, KEYS)
 
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
@@ -89,7 +94,7 @@ def nsa_band_forward(
     total = tl.zeros([ROWS], tl.float32)
     for MASKED in tl.static_range(2):  # first the tiles that need no mask
         acc, peak, total = _attend(
-            acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, t, start, left, full, stop, N, scale_log2,
+            acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, position, start, left, full, stop, N, scale_log2,
             L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, MASKED == 1,
         )
 

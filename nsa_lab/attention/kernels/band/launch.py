@@ -13,13 +13,14 @@ from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.band.backward import nsa_band_dkv, nsa_band_dq, nsa_band_sum_chunks
 from nsa_lab.attention.kernels.band.forward import nsa_band_forward
 from nsa_lab.attention.kernels.documents import Bounds, compressed_bounds, raw_bounds
-from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
+from nsa_lab.attention.kernels.host import ceil_div, padded_width, refuse_chunk_gradients, strides, with_short_rows
 from nsa_lab.attention.kernels.vocabulary import LOG2E
 
 # Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
     "nsa_lab::band_attention",
-    "(Tensor q, Tensor k, Tensor v, int l, int d, int w, Tensor? documents=None, int longest=0) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, int l, int d, int w, Tensor? documents=None, int longest=0, int first=0)"
+    " -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
@@ -34,20 +35,23 @@ _band_attention_backward = torch.ops.nsa_lab.band_attention_backward.default
 
 # fmt: off
 def band_attention(
-    q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0
+    q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """q [B, T, H, Dk], k [B, N, G, Dk], v [B, N, G, Dv] -> out [B, T, H, Dv] as q, lse float32 [B, T, H], natural log.
 
     Query t sees key i iff i*d + l - 1 <= t and (w = 0 or i > t - w). A query that sees none gets out 0, lse -inf and zero
     gradients. Both results are differentiable. With `documents` (`Span.row_bounds`; B = 1), none of more than `longest`
-    tokens, each is computed as if alone. NotImplementedError for a window with l or d other than 1.
+    tokens, each is computed as if alone. Query 0 stands at `first`, and keys from 0 on; with `first` there
+    are no gradients. NotImplementedError for a window with l or d other than 1.
     """
-    out, lse = _band_attention(q, k, v, l, d, w, documents, longest)
+    out, lse = _band_attention(q, k, v, l, d, w, documents, longest, first)
     return out, lse
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0
+    q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`band_attention` itself, past PyTorch's dispatcher."""
     if w and (l, d) != (1, 1):
@@ -64,7 +68,7 @@ def forward(
     nsa_band_forward[(bounds.tiles(T * (H // G), tile.rows) * B * G,)](
         q, k, v, out, lse, bounds.q, bounds.k,
         *strides(q, k, v),
-        T, N, B, G, bounds.documents, Dk**-0.5 * LOG2E,
+        T, N, B, G, bounds.documents, first or None, Dk**-0.5 * LOG2E,
         **_constants(q, k, v, l, d, w, tile), **tile.options(),
     )
     return out, lse
@@ -189,17 +193,18 @@ def _chunks(T: int, N: int, groups: int, heads: int, w: int, tile: launch_table.
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.l, ctx.d, ctx.w, documents, ctx.longest = inputs
+    q, k, v, ctx.l, ctx.d, ctx.w, documents, ctx.longest, ctx.first = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, documents)
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_chunk_gradients(ctx.first)
     q, k, v, out, lse, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
     dq, dk, dv = _band_attention_backward(do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w, documents, ctx.longest)
-    return dq, dk, dv, None, None, None, None, None
+    return dq, dk, dv, *(None,) * 6
 
 
 torch.library.register_autograd("nsa_lab::band_attention", _backward, setup_context=_setup_context)

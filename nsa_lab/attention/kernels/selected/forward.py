@@ -273,10 +273,10 @@ def _union_blocks(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=("documents",))
+@triton.jit(do_not_specialize=("documents", "first_query"))
 def nsa_selected_union(
     q_ptr, k_ptr, v_ptr, blocks_ptr, unions_ptr, out_ptr, lse_ptr, bounds_ptr,
-    T, G, n_blocks, documents,
+    T, G, n_blocks, documents, first_query,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_outb, stride_outt, stride_lseb, stride_lset,
     scale_log2, tiles,
@@ -315,6 +315,16 @@ def nsa_selected_union(
 
     first_t = tile * ROWS // HEADS
     last_t = tl.minimum((tile * ROWS + ROWS - 1) // HEADS, T - 1)
+    N = T
+    if first_query is not None:
+        t += first_query
+        first_t += first_query
+        last_t += first_query
+        N = T + first_query
+        q_ptr -= tl.cast(first_query, tl.int64) * stride_qt
+        slots_base -= tl.cast(first_query, tl.int64) * (G * N_SEL)
+        out_ptr -= tl.cast(first_query, tl.int64) * stride_outt
+        lse_ptr -= tl.cast(first_query, tl.int64) * stride_lset
     queries = first_t + tl.arange(0, QUERIES_PAD)
     slots_inside = (queries <= last_t)[:, None] & (slots < N_SEL)[None, :]
     slot_pointers = slots_base + queries.to(tl.int64)[:, None] * G * N_SEL + slots[None, :]
@@ -350,11 +360,11 @@ def nsa_selected_union(
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc, peak, total = _union_blocks(
-        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, 0, before_diagonal, T, scale_log2,
+        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, 0, before_diagonal, N, scale_log2,
         stride_kn, stride_vn, False, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS, WIDE,
     )
     acc, peak, total = _union_blocks(
-        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, before_diagonal, count, T, scale_log2,
+        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, before_diagonal, count, N, scale_log2,
         stride_kn, stride_vn, True, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS, WIDE,
     )
     _store_rows(

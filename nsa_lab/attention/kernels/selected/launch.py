@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.documents import Bounds, raw_bounds
-from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
+from nsa_lab.attention.kernels.host import ceil_div, padded_width, refuse_chunk_gradients, strides, with_short_rows
 from nsa_lab.attention.kernels.selected.backward import nsa_selected_backward, nsa_selected_delta, nsa_selected_sum
 from nsa_lab.attention.kernels.selected.forward import nsa_selected_gather, nsa_selected_merge, nsa_selected_union
 from nsa_lab.attention.kernels.selected.inverted_index import (
@@ -35,7 +35,14 @@ UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than t
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, documents: Tensor | None = None, longest: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    l_sel: int,
+    documents: Tensor | None = None,
+    longest: int = 0,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention to the selected blocks.
 
@@ -48,6 +55,7 @@ def selected_attention(
         l_sel: tokens of a block.
         documents: `Span.row_bounds`, B being 1: each is computed as if alone, and block numbers are its own.
         longest: tokens that none of the documents exceeds.
+        first: position of query 0; keys stand from 0 on. Other than 0, there are no gradients.
 
     Returns:
         out [B, T, H, Dv] in q's dtype and lse float32 [B, T, H] (natural log). A query without blocks gets 0,
@@ -57,8 +65,8 @@ def selected_attention(
         NotImplementedError: more (query, block, head) triples than the kernels number.
     """
     check_pairs(q, k, blocks.shape[3], l_sel)
-    strategy = forward_strategy(longest or q.shape[1], l_sel)
-    out, lse = _selected_fwd(q, k, v, blocks, l_sel, strategy, documents, longest)
+    strategy = forward_strategy(longest or k.shape[1], l_sel)
+    out, lse = _selected_fwd(q, k, v, blocks, l_sel, strategy, documents, longest, first)
     return out, lse
 
 
@@ -100,27 +108,29 @@ def _split_blocks(blocks: Tensor, l_sel: int) -> tuple[Tensor, int]:
     return split.flatten(-2).contiguous(), size
 
 
-def _sizes(q: Tensor, v: Tensor, n_sel: int, block: int, documents: int | None = None) -> Sizes:
+def _sizes(q: Tensor, v: Tensor, n_sel: int, block: int, documents: int | None = None, first: int = 0) -> Sizes:
     B, T, H, dk = q.shape
-    return Sizes(B, T, H, v.shape[2], n_sel, block, dk, v.shape[3], documents)
+    return Sizes(B, T, H, v.shape[2], n_sel, block, dk, v.shape[3], documents, first)
 
 
 def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, width: int, bounds: Bounds) -> InvertedIndex:
     """The index of a piece's part of the choice."""
     ordered = is_ordered(sizes, blocks.shape[1], width)
     entries = item_entries(sizes, width)
-    return build_inverted_index(blocks, sizes.block, entries, sizes.n_blocks, piece.t0, ordered=ordered, bounds=bounds)
+    return build_inverted_index(
+        blocks, sizes.block, entries, sizes.n_blocks, sizes.first + piece.t0, ordered=ordered, bounds=bounds
+    )
 
 
 def kept_sizes(
-    q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str, documents: Tensor | None = None
+    q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str, documents: Tensor | None = None, first: int = 0
 ) -> list[IndexSizes]:
     """Sizes of the indices that `forward` gives to be kept for `backward`, one per piece; the union needs none."""
     if strategy == "union":
         return []
     block = _kernel_block(l_sel)
     number = raw_bounds(documents, 0, 0).documents
-    sizes, width = _sizes(q, v, n_sel * (l_sel // block), block, number), q.element_size()
+    sizes, width = _sizes(q, v, n_sel * (l_sel // block), block, number, first), q.element_size()
     kept: list[IndexSizes] = []
     for piece in cut(sizes, width):
         rows, queries = (piece.b1 - piece.b0) * (piece.g1 - piece.g0), piece.t1 - piece.t0
@@ -131,7 +141,7 @@ def kept_sizes(
 
 def is_wide(sizes: Sizes, queries: int, width: int, *tensors: Tensor) -> bool:
     """Whether offsets inside one sequence of `tensors`, or of one group's pairs of `width` elements, pass 32 bits."""
-    rows = max((sizes.T - 1) * abs(x.stride(1)) + sizes.H * abs(x.stride(2)) for x in tensors)
+    rows = max((sizes.keys - 1) * abs(x.stride(1)) + sizes.H * abs(x.stride(2)) for x in tensors)
     return max(rows, queries * sizes.n_sel * sizes.heads * width) >= 2**31 - 2**10
 
 
@@ -145,8 +155,8 @@ def _split_scale(scale: float) -> tuple[float, float]:
 # much as these kernels take on the device at 2048 tokens.
 torch.library.define(
     "nsa_lab::selected_fwd",
-    "(Tensor q, Tensor k, Tensor v, Tensor blocks, int l_sel, str strategy, Tensor? documents=None, int longest=0)"
-    " -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor blocks, int l_sel, str strategy, Tensor? documents=None, int longest=0,"
+    " int first=0) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
@@ -162,13 +172,13 @@ _selected_bwd = torch.ops.nsa_lab.selected_bwd.default
 # fmt: off
 def forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str,
-    documents: Tensor | None = None, longest: int = 0,
+    documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor, list[InvertedIndex]]:
     """`selected_attention` itself, past PyTorch's dispatcher, and the indices that `backward` can use."""
     q, k, v = map(with_short_rows, (q, k, v))
     blocks, block = _split_blocks(blocks, l_sel)
-    bounds = raw_bounds(documents, longest, q.shape[1])
-    sizes = _sizes(q, v, blocks.shape[3], block, bounds.documents)
+    bounds = raw_bounds(documents, longest, k.shape[1])
+    sizes = _sizes(q, v, blocks.shape[3], block, bounds.documents, first)
     out = q.new_empty(sizes.B, sizes.T, sizes.H, sizes.dv)
     lse = q.new_empty(sizes.B, sizes.T, sizes.H, dtype=torch.float32)
     with torch.cuda.device_of(q):
@@ -187,9 +197,9 @@ def _numbered(blocks: Tensor, block: int, bounds: Bounds) -> Tensor:
 @torch.library.impl("nsa_lab::selected_fwd", ("cpu", "cuda"))
 def _(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str,
-    documents: Tensor | None = None, longest: int = 0,
+    documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, blocks, l_sel, strategy, documents, longest)[:2]
+    return forward(q, k, v, blocks, l_sel, strategy, documents, longest, first)[:2]
 # fmt: on
 
 
@@ -210,7 +220,7 @@ def _forward_union(
     queries = (tile.rows + sizes.heads - 2) // sizes.heads + 1
     nsa_selected_union[(tiles * sizes.B * sizes.G,)](
         q, k, v, blocks, unions, out, lse, bounds.q,
-        sizes.T, sizes.G, n_blocks, bounds.documents,
+        sizes.T, sizes.G, n_blocks, bounds.documents, sizes.first or None,
         *strides(q, k, v), *out.stride()[:2], *lse.stride()[:2],
         sizes.scale * LOG2E, tiles,
         N_SEL_PAD=padded_width(sizes.n_sel), QUERIES_PAD=padded_width(queries), BLOCKS_PAD=padded_width(n_blocks + 1),
@@ -237,7 +247,7 @@ def _forward_gather(
         pair_lse = q.new_empty(pairs, dtype=torch.float32)
         nsa_selected_gather[(index.work.numel(),)](
             part_q, piece.keys(k), piece.keys(v), *index, pair_out, pair_lse, bounds.q,
-            T, sizes.T, G, sizes.n_blocks, piece.t0, bounds.documents,
+            T, sizes.keys, G, sizes.n_blocks, sizes.first + piece.t0, bounds.documents,
             *strides(q, k, v),
             sizes.scale * LOG2E,
             WIDE=is_wide(sizes, T, sizes.dv, q), ITEM_ENTRIES=item_entries(sizes, q.element_size()),
@@ -246,7 +256,7 @@ def _forward_gather(
         tiles = ceil_div(T * sizes.heads, merge_rows)
         nsa_selected_merge[(tiles * B * G,)](
             pair_out, pair_lse, part_blocks, part_out, part_lse,
-            T, G, piece.t0,
+            T, G, sizes.first + piece.t0,
             *out.stride()[:2], *lse.stride()[:2],
             tiles,
             HEADS=sizes.heads, N_SEL=sizes.n_sel, BLOCK=sizes.block if bounds.documents is None else 0,
@@ -364,7 +374,7 @@ def _sums(q: Tensor, sizes: Sizes, pieces: list[Piece]) -> Tensor | None:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, blocks, l_sel, _, documents, longest = inputs
+    q, k, v, blocks, l_sel, _, documents, longest, ctx.first = inputs
     out, lse = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, blocks, documents)
@@ -372,11 +382,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_chunk_gradients(ctx.first)
     q, k, v, out, lse, blocks, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
     grads = _selected_bwd(do, dlse, q, k, v, out, lse, blocks, ctx.l_sel, documents, ctx.longest)
-    return *grads, None, None, None, None, None
+    return *grads, *(None,) * 6
 
 
 torch.library.register_autograd("nsa_lab::selected_fwd", _differentiate, setup_context=_keep)

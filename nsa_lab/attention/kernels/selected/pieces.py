@@ -32,6 +32,11 @@ class Sizes(NamedTuple):
     dk: int
     dv: int
     documents: int | None = None  # in one row, if there are any; none of their blocks has tokens of two
+    first: int = 0  # position of the first query
+
+    @property
+    def keys(self) -> int:
+        return self.first + self.T
 
     @property
     def heads(self) -> int:
@@ -39,7 +44,7 @@ class Sizes(NamedTuple):
 
     @property
     def n_blocks(self) -> int:
-        return ceil_div(self.T, self.block) if self.documents is None else self.T // self.block + self.documents
+        return ceil_div(self.keys, self.block) if self.documents is None else self.T // self.block + self.documents
 
     @property
     def scale(self) -> float:
