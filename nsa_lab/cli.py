@@ -367,10 +367,20 @@ def bench_attention(
     shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxSEQS", help="one shape, e.g. 2048x8; repeat")] = None,
     picture: Picture = None,
     backend: Annotated[str, typer.Option(help="auto, reference, torch, triton or flash")] = "auto",
+    packed: Annotated[bool, typer.Option("--packed", help="documents in one row instead, beside batched calls")] = False,
 ) -> None:
     """Time and memory of every part of NSA, forward and backward, against dense attention; parity first."""
     from nsa_lab.bench.attention import parse_shape, run_attention_bench
 
+    if packed:
+        if shape or picture:
+            raise typer.BadParameter(
+                "it has shapes of its own and draws no picture; leave --shape and --picture out", param_hint="--packed"
+            )
+        from nsa_lab.bench.packed import run_packed_bench
+
+        run_packed_bench(json_file, backend=backend)
+        return
     run_attention_bench(_shapes(parse_shape, shape), json_file, backend=backend, picture=picture)
 
 

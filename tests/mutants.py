@@ -51,6 +51,11 @@ def cases(file: str, *names: str) -> list[str]:
 MODEL = [
     f"tests/model/test_model_{name}.py" for name in ("definition", "recall", "numbers", "observe", "precision", "layer")
 ]
+PACKED = cases(
+    "kernels/test_packed.py",
+    "every_tile_of_every_document_has_one_program",
+    "equals_brute_force_and_a_neighbour_changes_no_bit[gather]",
+)
 BAND = cases(
     "kernels/band/test_band.py",
     "the_gradient_of_lse_is_exact",
@@ -113,7 +118,9 @@ OTHERS = {
     ),
     "attention.kernels.band.forward": BAND,
     "attention.kernels.band.bounds": BAND,
-    "attention.kernels.band.backward": BAND,
+    "attention.kernels.band.backward": [*BAND, *PACKED],
+    "attention.kernels.documents": PACKED,
+    "attention.kernels.selected.inverted_index": PACKED,
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
@@ -534,7 +541,7 @@ MUTANTS = [
     Mutant(
         "dispatch: the whole operator of triton is computed by torch",
         "attention.dispatch",
-        "        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)",
+        "        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, **where)",
         "        run = dict.fromkeys(PARTS, torch_backend)",
     ),
     Mutant(
@@ -631,6 +638,24 @@ MUTANTS = [
         "attention.kernels.selected.backward",
         "p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)",
         "p = p",
+    ),
+    Mutant(
+        "documents: a document's first tile is the last of the one before",
+        "attention.kernels.documents",
+        "begun = first_tile(bounds_ptr, middle, EACH, TILE) <= tile",
+        "begun = first_tile(bounds_ptr, middle, EACH, TILE) < tile",
+    ),
+    Mutant(
+        "band kernel: what two documents leave for dK lies in the same place",
+        "attention.kernels.band.backward",
+        "return (first // 16 + document) * 16",
+        "return first // 16 * 16",
+    ),
+    Mutant(
+        "inverted index: blocks of all documents have the numbers of the first's",
+        "attention.kernels.selected.inverted_index",
+        "number = (block + first_tile(bounds_ptr, document, 1, BLOCK)).to(tl.int32)",
+        "number = block.to(tl.int32)",
     ),
     Mutant(
         "gate kernel: the selected branch by the window's gate",

@@ -25,7 +25,7 @@ from nsa_lab.config import ModelConfig, NSAConfig
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
 BACKENDS = ("auto", "reference", "torch", "triton", "flash")
-TAKE_SPANS = ("reference", "torch")  # chunks and packed documents; all backends take a full span
+TAKE_SPANS = ("reference", "torch", "triton")  # chunks and packed documents; all backends take a full span
 
 
 class BackendError(RuntimeError):
@@ -62,8 +62,8 @@ def resolve_backend(
         flash.check_widths(model.d_k, model.d_v)
     if model is not None and model.attention == "dense":
         return {"dense": _resolve_dense(device, dtype, backend)}
-    if backend == "auto" and span is not None and not span.is_full:
-        return dict.fromkeys(PARTS, Choice("torch", f"the one fast backend that takes {span}"))
+    if backend == "auto" and span is not None and span.kind == "chunk" and not span.is_full:
+        return dict.fromkeys(PARTS, Choice("torch", f"the one fast backend that has gradients of {span}"))
     if backend in ("reference", "torch"):
         return dict.fromkeys(PARTS, Choice(backend, "asked for by name"))
     unusable = kernels.unusable(device, dtype)
@@ -168,9 +168,9 @@ def nsa_attention(
     named = isinstance(backend, str)
     choices = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if named else backend
     run = {part: _MODULES[_taking(span, part, choices[part].backend)] for part in PARTS}
-    if all(module is kernels for module in run.values()):
-        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)
     where = _unless_full(span)
+    if all(module is kernels for module in run.values()):
+        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, **where)
     out_cmp, lse = run["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **where)
     blocks = run["selection"].select_blocks(q, k_cmp, lse, nsa, **where)
     out_sel, _ = run["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **where)

@@ -5,7 +5,7 @@ decoding. Packed: documents one after another in one row, each computed as if it
 
 Invariants
 * Immutable, hashable and equal by value; what is malformed raises ValueError when it is built, never later.
-* Everything is counted on the CPU. A device sees one tensor, the copy of the documents' bounds, made once per device.
+* Everything is counted on the CPU. A device sees copies of the documents' bounds alone, made once per device.
 * With a `capacity`, every tensor shape depends on the total number of tokens alone, whatever the documents are.
 """
 
@@ -50,7 +50,7 @@ class Span:
     """Position of the first query in its document; not 0 for a chunk alone."""
     capacity: int | None = None
     """Documents that shapes are laid out for; None: shapes follow the documents."""
-    _copies: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor], init=False, compare=False)
+    _copies: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor], init=False, compare=False)
 
     @classmethod
     def full(cls, length: int) -> Span:
@@ -151,10 +151,24 @@ class Span:
         With a capacity, [capacity + 1]: documents that are missing are empty and stand at the end.
         """
         if device not in self._copies:
-            missing = 0 if self.capacity is None else self.capacity + 1 - len(self.bounds)
-            bounds = self.bounds + self.bounds[-1:] * missing
-            self._copies[device] = torch.tensor(bounds, dtype=torch.int32).to(device)
+            self._copies[device] = torch.tensor(self._padded(self.bounds, 1), dtype=torch.int32).to(device)
         return self._copies[device]
+
+    def row_bounds(self, nsa: NSAConfig, device: torch.device) -> Tensor:
+        """`bounds` above `compressed_bounds`: int32 [2, documents + 1] on `device`, copied there once per l and d.
+
+        With a capacity, documents that are missing are empty and stand at the end; so do those that, with or without one,
+        make rows a multiple of four, 16 bytes, long.
+        """
+        key = device, nsa.l, nsa.d
+        if key not in self._copies:
+            rows = [self._padded(bounds, 4) for bounds in (self.bounds, self.compressed_bounds(nsa))]
+            self._copies[key] = torch.tensor(rows, dtype=torch.int32).to(device)
+        return self._copies[key]
+
+    def _padded(self, bounds: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+        documents = len(self.bounds) - 1 if self.capacity is None else self.capacity
+        return bounds + bounds[-1:] * (-(-(documents + 1) // multiple) * multiple - len(bounds))
 
     def _lengths(self) -> Tensor:
         return torch.tensor(self.bounds).diff()

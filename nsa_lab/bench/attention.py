@@ -112,7 +112,7 @@ def run_attention_bench(
     if json_path:
         record = {
             "when": datetime.datetime.now(datetime.UTC).isoformat(),
-            "machine": _machine(device),
+            "machine": machine(device),
             "dtype": str(dtype),
             "nsa": nsa.model_dump(),
             "backend": {part: asdict(c) for part, c in choices.items()},
@@ -202,7 +202,7 @@ def _flops_of(parts: list[Part], name: str) -> float:
     return next((p.useful_flops for p in parts if p.name == name), 0.0)
 
 
-def _machine(device: torch.device) -> dict[str, str]:
+def machine(device: torch.device) -> dict[str, str]:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     try:
         import triton
@@ -243,17 +243,17 @@ def _table(rows: list[Row]) -> Table:
             row.part,
             row.by,
             checked,
-            row.note or _number(row.forward_ms),
-            _number(row.backward_ms),
-            _number(row.tflops_forward),
-            _number(row.tflops_backward),
-            _number(row.peak_mib),
-            _number(row.share),
-            _number(row.bar),
+            row.note or number(row.forward_ms),
+            number(row.backward_ms),
+            number(row.tflops_forward),
+            number(row.tflops_backward),
+            number(row.peak_mib),
+            number(row.share),
+            number(row.bar),
             style="bold" if row.part == "whole" else None,
         )
     return table
 
 
-def _number(x: float | None) -> str:
+def number(x: float | None) -> str:
     return "" if x is None else f"{x:.3f}" if x < 10 else f"{x:.1f}"

@@ -241,45 +241,46 @@ def test_compress_takes_all_keys_of_the_span(span: attention.Span, message: str)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["triton", "flash"])
 @pytest.mark.parametrize("span", [attention.Span.chunk(0, 21), attention.Span.chunk(4, 17), PACKED], ids=repr)
-def test_a_backend_that_takes_no_span_says_what_does(
-    backend: str, span: attention.Span, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asked for by name, or within a table of choices. A full span in disguise is refused by none."""
+def test_the_kernels_take_every_span(span: attention.Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is full in disguise as a full one."""
     monkeypatch.setattr(kernels, "unusable", lambda *_: None)
     monkeypatch.setattr(kernels, "unsupported", lambda *_: None)
-    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
     ran = []
-    monkeypatch.setattr(kernels, "nsa_attention", lambda *x: ran.append(x))
+    monkeypatch.setattr(kernels, "nsa_attention", lambda *x, **where: ran.append((x, where)))
     x = Shape(T=span.queries).inputs()
     keys = [y.new_zeros(1, span.keys, *y.shape[2:]) for y in (x.k_win, x.v_win)]
-    calls = {
-        "triton": lambda: attention.window_attention(x.q, *keys, NSA, backend=backend, span=span),
-        "flash": lambda: attention.dense_attention(x.q, *keys, backend=backend, span=span),
-    }
-    if span.is_full:
-        attention.nsa_attention(*x, NSA, backend="triton", span=span)
-        assert len(ran) == 1 and len(ran[0]) == 9
-        return
+    cmp = [y.new_zeros(1, span.num_compressed(NSA), *y.shape[2:]) for y in (x.k_cmp, x.v_cmp)]
+    attention.nsa_attention(x.q, *cmp, *keys, *keys, x.gates, NSA, backend="triton", span=span)
+    ((given, where),) = ran
+    assert len(given) == 9 and where == ({} if span.is_full else {"span": span})
+
+
+@pytest.mark.parametrize("span", [attention.Span.chunk(4, 17), PACKED], ids=repr)
+def test_a_backend_that_takes_no_span_says_what_does(span: attention.Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name, or within a table of choices."""
+    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
+    x = Shape(T=span.queries).inputs()
+    keys = [y.new_zeros(1, span.keys, *y.shape[2:]) for y in (x.k_win, x.v_win)]
     with pytest.raises(NotImplementedError) as caught:
-        calls[backend]()
+        attention.dense_attention(x.q, *keys, backend="flash", span=span)
     assert repr(span) in str(caught.value) and "backend='torch'" in str(caught.value)
-    choices = {part: dispatch.Choice("torch", "") for part in dispatch.PARTS} | {"window": dispatch.Choice(backend, "")}
+    choices = {part: dispatch.Choice("torch", "") for part in dispatch.PARTS} | {"window": dispatch.Choice("flash", "")}
     cmp = [y.new_zeros(1, span.num_compressed(NSA), *y.shape[2:]) for y in (x.k_cmp, x.v_cmp)]
     with pytest.raises(NotImplementedError, match=r"\(window\) takes a full span only"):
         attention.nsa_attention(x.q, *cmp, *keys, *keys, x.gates, NSA, backend=choices, span=span)
-    assert not ran
 
 
 def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "unusable", lambda *_: None)
     monkeypatch.setattr(kernels, "unsupported", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a device")
-    of = {span: attention.resolve_backend("cuda", torch.float32, NSA, span=span) for span in (None, PACKED)}
-    assert {choice.backend for choice in of[None].values()} == {"triton"}
-    assert {choice.backend for choice in of[PACKED].values()} == {"torch"}
-    assert "takes Span.packed(2 documents, 21 tokens)" in of[PACKED]["window"].reason
+    chunk = attention.Span.chunk(4, 17)
+    of = {span: attention.resolve_backend("cuda", torch.float32, NSA, span=span) for span in (None, PACKED, chunk)}
+    for span in (None, PACKED):
+        assert {choice.backend for choice in of[span].values()} == {"triton"}
+    assert {choice.backend for choice in of[chunk].values()} == {"torch"}
+    assert "has gradients of Span.chunk(4, 17)" in of[chunk]["window"].reason
 
 
 def test_flash_attn_names_the_widths_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

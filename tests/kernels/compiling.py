@@ -1,5 +1,6 @@
 """Compiles kernels for a GPU that is not there: `python compiling.py 80 narrow wide`. `narrow` and `wide` are heads of 64
-and of 128, the shapes that kernels are tuned for, and together every kernel; `corners`, the ends of what they take.
+and of 128, the shapes that kernels are tuned for, and together every kernel; `corners`, the ends of what
+they take; `documents`, packed rows.
 
 Prints the bytes of shared memory of each kernel, as JSON.
 
@@ -18,10 +19,13 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa_lab.attention import kernels
+from nsa_lab.attention import Span, kernels
+from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.documents import raw_bounds
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import pieces
+from nsa_lab.attention.kernels.selected.inverted_index import number_blocks
 from nsa_lab.config import NSAConfig
 
 ARCHITECTURE = int(sys.argv[1])
@@ -58,23 +62,31 @@ def compile_only(kernel: JITFunction, grid):
 
 
 def attend(
-    T: int, H: int, G: int, D: int, Dv: int | None = None, nsa: NSAConfig | None = None, dtype: torch.dtype = torch.bfloat16
+    T: int,
+    H: int,
+    G: int,
+    D: int,
+    Dv: int | None = None,
+    nsa: NSAConfig | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    span: Span | None = None,
 ) -> None:
     """The whole operator and the selected branch on its own, forward and backward."""
     nsa = nsa or NSAConfig()
+    compressed = num_compressed(T, nsa) if span is None else span.num_compressed(nsa)
     widths = (D, Dv or D)
     q, *kv = (
         torch.zeros(1, length, heads, width, dtype=dtype, requires_grad=True)
         for length, heads, width in (
             (T, H, D),
-            *(((T - nsa.l) // nsa.d + 1, G, width) for width in widths),
+            *((compressed, G, width) for width in widths),
             *((T, G, width) for width in widths * 2),
         )
     )
     gates = torch.zeros(1, T, H, 3, dtype=dtype, requires_grad=True)
-    kernels.nsa_attention(q, *kv, gates, nsa).sum().backward()
+    kernels.nsa_attention(q, *kv, gates, nsa, span=span).sum().backward()
     blocks = torch.zeros(1, T, G, nsa.n_sel, dtype=torch.int32)
-    kernels.selected_attention(q, *kv[2:4], blocks, nsa)[0].sum().backward()
+    kernels.selected_attention(q, *kv[2:4], blocks, nsa, span=span)[0].sum().backward()
 
 
 driver.set_active(AbsentDevice())
@@ -84,6 +96,9 @@ launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90)
 
 
 def narrow() -> None:
+    # What documents alone need; the others they share with what has none.
+    table = Span.packed(torch.tensor([0, 9, 20], dtype=torch.int32)).row_bounds(NSAConfig(), torch.device("cpu"))
+    number_blocks(torch.zeros(1, 20, 1, 16, dtype=torch.int32), 64, raw_bounds(table, 16, 20))
     attend(T=300, H=6, G=1, D=64)
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)
@@ -102,6 +117,14 @@ def corners() -> None:
     attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
 
 
+def documents() -> None:
+    span = Span.packed(torch.tensor([0, 1, 170, 170, 300], dtype=torch.int32))
+    attend(T=300, H=6, G=1, D=64, span=span)
+    selected.UNION_TOKENS = 0
+    attend(T=300, H=32, G=2, D=128, span=span)
+    attend(300, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, span)
+
+
 for shapes in sys.argv[2:]:
-    {"narrow": narrow, "wide": wide, "corners": corners}[shapes]()
+    {"narrow": narrow, "wide": wide, "corners": corners, "documents": documents}[shapes]()
 print(json.dumps(shared_memory))

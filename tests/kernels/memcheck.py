@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from nsa_lab.attention import Span
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import nsa_attention
 from nsa_lab.attention.kernels.selected import launch as selected
@@ -28,6 +29,11 @@ class Case(NamedTuple):
     ordered: bool = False  # work items in the order of their queries
     in_pieces: bool = False
     nsa: NSAConfig = NSAConfig()
+    documents: tuple[int, ...] = ()  # their lengths, if they stand in one row
+
+    @property
+    def span(self) -> Span | None:
+        return Span.packed(torch.tensor([0, *self.documents]).cumsum(0).int()) if self.documents else None
 
 
 CASES = [
@@ -39,6 +45,9 @@ CASES = [
     Case((1, 333, 5, 1, 96, 32), torch.float32),
     Case((2, 257, 6, 2, 32, 96), torch.float16, in_pieces=True, nsa=NSAConfig(l=16, d=8, l_sel=48, n_sel=5, w=100)),
     Case((2, 1, 4, 2, 64, 128), torch.float16, union=True),  # nothing is compressed yet
+    Case((1, 1111, 6, 1, 64, 64), torch.bfloat16, union=True, documents=(1, 0, 800, 31, 279)),
+    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, ordered=True, in_pieces=True, documents=(279, 31, 800, 0, 1)),
+    Case((1, 60, 3, 1, 32, 32), torch.float16, nsa=NSAConfig(l=64, d=4, l_sel=16, n_sel=3), documents=(29, 31)),
 ]
 
 
@@ -62,11 +71,11 @@ def path(case: Case) -> tuple[bool, bool, bool]:
 def run(case: Case) -> None:
     """Forward and backward; AssertionError where a gradient is not finite."""
     B, T, H, G, Dk, Dv = case.sizes
-    N = num_compressed(T, case.nsa)
+    N = num_compressed(T, case.nsa) if case.span is None else case.span.num_compressed(case.nsa)
     shapes = [(B, T, H, Dk), (B, N, G, Dk), (B, N, G, Dv), *[(B, T, G, Dk), (B, T, G, Dv)] * 2]
     inputs = [torch.randn(s, dtype=case.dtype, device="cuda", requires_grad=True) for s in shapes]
     gates = torch.rand(B, T, H, 3, dtype=torch.float32, device="cuda", requires_grad=True)
-    nsa_attention(*inputs, gates, case.nsa).float().square().sum().backward()
+    nsa_attention(*inputs, gates, case.nsa, span=case.span).float().square().sum().backward()
     torch.cuda.synchronize()
     assert all(torch.isfinite(x.grad).all() for x in (*inputs, gates))
 
@@ -82,6 +91,7 @@ if __name__ == "__main__":
             "union" if case.union else "gather",
             "ordered" * case.ordered,
             "in pieces" * case.in_pieces,
+            f"{len(case.documents)} documents" * bool(case.documents),
             "ok",
             flush=True,
         )

@@ -49,3 +49,11 @@ def test_every_kernel_compiles_and_fits_on_every_architecture(architecture, tmp_
 def test_shapes_that_no_kernel_is_tuned_for_compile_and_fit(tmp_path):
     """On the GPU with the least memory for a block; the interpreter proves what they compute, and not that they compile."""
     assert_they_fit(compiled(86, tmp_path, "corners"), 86)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_every_kernel_compiles_for_documents_and_fits(architecture, tmp_path):
+    used = compiled(architecture, tmp_path, "documents")
+    assert set(used) == launched_names() - {"nsa_selected_index_first_query"}
+    assert_they_fit(used, architecture)

@@ -3,6 +3,7 @@
     vocabulary     the words that all of it uses, and the names that its kernels have in a profile
     operator       all of NSA as one operator;  gating: the gated sum;  choice: the block choice
     band/          the compressed and the window branch;  selected/: the selected branch
+    documents      several documents in one row: which of them a program works on, and where its rows begin
     launch_table   tile sizes and how each kernel is compiled;  tiles, host: what kernels, or launchers, do alike
 
 Shapes are checked by the public functions (attention/dispatch.py); what the kernels do not take is refused here.
@@ -21,6 +22,7 @@ import os
 import torch
 from torch import Tensor
 
+from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
 
 HEAD_WIDTHS = (32, 64, 96, 128)
@@ -104,37 +106,50 @@ def _refuse(function: str, reason: str | None) -> None:
         raise NotImplementedError(f"{function}, backend = 'triton': {reason}; backend = 'torch' takes it as it is")
 
 
+def _where(span: Span | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int, int]:
+    """Where a span's documents begin, how long they are at most, and the position of the first query; else None and 0."""
+    if span is None or span.kind != "packed":
+        return None, 0, 0 if span is None else span.start
+    # A power of two, so that few lengths are compiled for; with a capacity, what depends on the total alone.
+    most = span.queries if span.capacity is not None else 1 << (span.longest - 1).bit_length()
+    return span.row_bounds(nsa, q.device), min(most, span.queries), 0
+
+
 # Each raises NotImplementedError past the limits of its own kernels. The caller has checked that shapes fit together.
-def compressed_attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, span: Span | None = None
+) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
     _refuse("compressed_attention", _width_limit(q.shape[3], v_cmp.shape[3]))
-    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0)
+    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_where(span, nsa, q))
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """As `reference.select_blocks`."""
     from nsa_lab.attention.kernels import choice
 
     _refuse("select_blocks", _width_limit(q.shape[3], None) or _choice_limit(nsa))
-    return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel)
+    return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_where(span, nsa, q))
 
 
-def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | None = None
+) -> tuple[Tensor, Tensor]:
     """As `reference.selected_attention`."""
     from nsa_lab.attention.kernels.selected import launch
 
     _refuse("selected_attention", _width_limit(q.shape[3], v.shape[3]) or _selected_limit(nsa))
-    return launch.selected_attention(q, k, v, blocks, nsa.l_sel)
+    return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_where(span, nsa, q))
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.window_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
     _refuse("window_attention", _width_limit(q.shape[3], v.shape[3]))
-    return launch.band_attention(q, k, v, 1, 1, nsa.w)
+    return launch.band_attention(q, k, v, 1, 1, nsa.w, *_where(span, nsa, q))
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
@@ -147,11 +162,11 @@ def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) ->
 # fmt: off
 def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    nsa: NSAConfig,
+    nsa: NSAConfig, *, span: Span | None = None,
 ) -> Tensor:
     """As `dispatch.nsa_attention`, every part on Triton."""
     from nsa_lab.attention.kernels import operator
 
     _refuse("nsa_attention", unsupported(nsa, q.shape[3], v_cmp.shape[3]))
-    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa)
+    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, *_where(span, nsa, q))
 # fmt: on

@@ -11,10 +11,12 @@ far. Nothing larger than that tile exists at once, nothing is left to the order 
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 # Nor are torch.library's decorators annotated.
 # pyright: reportUntypedFunctionDecorator=false
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table, vocabulary
+from nsa_lab.attention.kernels.documents import compressed_bounds, document_of_tile, document_rows
 from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
 from nsa_lab.attention.kernels.tiles import LOG2E, last_tile_first, load_at, load_rows
 
@@ -120,11 +123,11 @@ def _merge(best, score, j0, N_FREE: tl.constexpr, BLOCKS: tl.constexpr):
     return best
 
 
-@triton.jit(do_not_specialize=("T", "N", "B", "G"))
+@triton.jit(do_not_specialize=("T", "N", "B", "G", "documents", "first_query"))
 def nsa_choice(
-    q_ptr, k_ptr, lse_ptr, blocks_ptr,
+    q_ptr, k_ptr, lse_ptr, blocks_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
-    T, N, B, G, scale_log2,
+    T, N, B, G, documents, first_query, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr, REACH: tl.constexpr, SPILL: tl.constexpr, N_SEL_PAD: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr,
@@ -135,7 +138,24 @@ def nsa_choice(
     that it begins in into SPILL further ones.
     """
     tile, b, g = last_tile_first(B, G)
+    if q_bounds_ptr is not None:
+        document, tile = document_of_tile(q_bounds_ptr, documents, tile, 1, QUERIES)
+        first, T = document_rows(q_bounds_ptr, document)
+        if tile * QUERIES >= T:
+            return
+        q_ptr += first * stride_qt
+        lse_ptr += first * (G * HEADS)
+        blocks_ptr += first * (G * N_SEL)
+        first, own_keys = document_rows(k_bounds_ptr, document)
+        # Of a document without any, some row that exists is read; its queries see nothing of it.
+        k_ptr += tl.minimum(first, N - 1) * stride_kn
+        N = tl.maximum(own_keys, 1)
     t = tl.minimum(tile * QUERIES + tl.arange(0, QUERIES), T - 1)
+    if first_query is not None:
+        t += first_query
+        q_ptr -= tl.cast(first_query, tl.int64) * stride_qt
+        lse_ptr -= tl.cast(first_query, tl.int64) * (G * HEADS)
+        blocks_ptr -= tl.cast(first_query, tl.int64) * (G * N_SEL)
     own = t // L_SEL
     N_FREE: tl.constexpr = N_SEL - 3
     place = tl.arange(0, N_SEL_PAD)
@@ -144,7 +164,10 @@ def nsa_choice(
     empty = (tl.full([N_SEL_PAD], -1.0, tl.float32).to(tl.int32, bitcast=True).to(tl.int64) << 32) | place.to(tl.int64)
     best = tl.where(place < N_FREE, empty, 0x7FFFFFFFFFFFFFFF)
     best = tl.broadcast_to(best[None, :], [QUERIES, N_SEL_PAD])
-    stop = tl.minimum(tile * QUERIES + QUERIES - 1, T - 1) // L_SEL - 1
+    last_t = tl.minimum(tile * QUERIES + QUERIES - 1, T - 1)
+    if first_query is not None:
+        last_t += first_query
+    stop = last_t // L_SEL - 1
     if (stop - 1 > N_FREE) & (N_FREE > 0):
         column = tl.arange(0, BLOCKS)
         q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
@@ -179,47 +202,61 @@ def nsa_choice(
 # Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
     "nsa_lab::select_blocks",
-    "(Tensor q, Tensor k_cmp, Tensor lse, int l, int d, int l_sel, int n_sel) -> Tensor",
+    "(Tensor q, Tensor k_cmp, Tensor lse, int l, int d, int l_sel, int n_sel, Tensor? documents=None, int longest=0,"
+    " int first=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _select_blocks = torch.ops.nsa_lab.select_blocks.default
 
 
-def forward(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:
+# fmt: off
+def forward(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int,
+    documents: Tensor | None = None, longest: int = 0, first: int = 0,
+) -> Tensor:
     """`select_blocks` itself, past PyTorch's dispatcher."""
     B, T, H, Dk = q.shape
+    if k_cmp.shape[1] == 0:  # a row to read, of which no query sees anything
+        k_cmp = k_cmp.new_zeros(B, 1, *k_cmp.shape[2:])
     N, G = k_cmp.shape[1:3]
     q, k_cmp = with_short_rows(q), with_short_rows(k_cmp)
     blocks = q.new_empty(B, T, G, n_sel, dtype=torch.int32)
     n_strides, reach = l_sel // d, l // d
     spill = ceil_div(reach - 1, n_strides)
-    tile = launch_table.choice(q.dtype, Dk, n_strides, spill, ceil_div(T, l_sel))
-    # fmt: off
-    nsa_choice[(ceil_div(T, tile.rows) * B * G,)](
-        q, k_cmp, lse.contiguous(), blocks,
+    bounds = compressed_bounds(documents, longest, T + first)
+    tile = launch_table.choice(q.dtype, Dk, n_strides, spill, ceil_div(bounds.longest, l_sel))
+    nsa_choice[(bounds.tiles(T, tile.rows) * B * G,)](
+        q, k_cmp, lse.contiguous(), blocks, bounds.q, bounds.k,
         *strides(q, k_cmp),
-        T, N, B, G, Dk**-0.5 * vocabulary.LOG2E,
+        T, N, B, G, bounds.documents, first or None, Dk**-0.5 * vocabulary.LOG2E,
         HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel,
         STRIDES=n_strides, STRIDES_PAD=padded_width(n_strides), REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(n_sel),
         DK=Dk, DK_PAD=padded_width(Dk), QUERIES=tile.rows, BLOCKS=tile.keys, TF32=COMPILES_TF32_MOVES, **tile.options(),
     )
-    # fmt: on
     return blocks
+# fmt: on
 
 
 torch.library.impl("nsa_lab::select_blocks", ("cpu", "cuda"), forward)
 
 
 @torch.library.register_fake("nsa_lab::select_blocks")
-def _(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:
+def _(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int, *_: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int) -> Tensor:
+# fmt: off
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int,
+    documents: Tensor | None = None, longest: int = 0, first: int = 0,
+) -> Tensor:
     """The n_sel blocks that each query and group reads: int32 [B, T, G, n_sel], ascending, distinct, then -1.
 
     q [B, T, H, Dk], k_cmp [B, N, G, Dk], lse float32 [B, T, H] of the compressed branch. Block 0, the query's own and the
     one before it are always in; the rest by importance in float32, ties to the lower index. Carries no gradient.
+    With `documents` (`Span.row_bounds`; B = 1), none of more than `longest` tokens, block numbers are each document's own.
+    Query 0 stands at `first`, and keys from 0 on.
     """
     with torch.no_grad():
-        return _select_blocks(q.detach(), k_cmp.detach(), lse.detach(), l, d, l_sel, n_sel)
+        return _select_blocks(q.detach(), k_cmp.detach(), lse.detach(), l, d, l_sel, n_sel, documents, longest, first)
+# fmt: on

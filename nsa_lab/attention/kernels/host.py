@@ -28,6 +28,14 @@ def with_short_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(1) < 2**23 else x.contiguous()
 
 
+def refuse_chunk_gradients(first: int) -> None:
+    """Raise NotImplementedError where queries did not begin with the first key."""
+    if first:
+        raise NotImplementedError(
+            f"backend = 'triton' has no gradients of Span.chunk({first}, ...); use backend='torch', or torch.no_grad()"
+        )
+
+
 def strides(*tensors: Tensor) -> tuple[int, ...]:
     """All strides but the last of each tensor, one after another: how a launch passes them."""
     return tuple(stride for x in tensors for stride in x.stride()[:-1])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels import choice, gating
 from nsa_lab.attention.kernels.band import launch as band
-from nsa_lab.attention.kernels.host import beside, with_short_rows
+from nsa_lab.attention.kernels.host import beside, refuse_chunk_gradients, with_short_rows
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected.inverted_index import IndexSizes, InvertedIndex
 from nsa_lab.config import NSAConfig
@@ -28,15 +28,17 @@ from nsa_lab.config import NSAConfig
 # fmt: off
 def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    nsa: NSAConfig,
+    nsa: NSAConfig, documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> Tensor:
     """q [B, T, H, Dk]; k_cmp, v_cmp [B, N, G, .]; the other keys and values [B, T, G, .]; gates [B, T, H, 3] in the order
-    cmp, sel, win -> [B, T, H, Dv].
+    cmp, sel, win -> [B, T, H, Dv]. With `documents` (`Span.row_bounds`; B = 1), none of more than `longest` tokens, each is
+    computed as if alone. Query 0 stands at `first`, and keys from 0 on; other than 0, there are no gradients.
 
     NotImplementedError past the selected branch's limit on pairs.
     """
     selected.check_pairs(q, k_sel, nsa.n_sel, nsa.l_sel)
-    return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w)[0]
+    geometry = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
+    return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *geometry, documents, longest, first)[0]
 # fmt: on
 
 
@@ -45,15 +47,16 @@ _KEPT = (
     "Tensor out_cmp, Tensor lse_cmp, Tensor blocks, Tensor out_sel, Tensor lse_sel, Tensor entries, Tensor starts, "
     "Tensor work, Tensor order, Tensor out_win, Tensor lse_win"
 )
+_DOCUMENTS = "Tensor? documents=None, int longest=0"
 # Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
     "nsa_lab::nsa_fwd",
-    f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w) -> ({', '.join(['Tensor'] * 12)})",
+    f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w, {_DOCUMENTS}, int first=0) -> ({', '.join(['Tensor'] * 12)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     "nsa_lab::nsa_bwd",
-    f"(Tensor do, {_INPUTS}, {_KEPT}, int l, int d, int l_sel, int w) -> ({', '.join(['Tensor'] * 8)})",
+    f"(Tensor do, {_INPUTS}, {_KEPT}, int l, int d, int l_sel, int w, {_DOCUMENTS}) -> ({', '.join(['Tensor'] * 8)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # An operator always has the same number of results, so the indices of all pieces are joined, field by field.
@@ -86,15 +89,16 @@ _nsa_bwd = torch.ops.nsa_lab.nsa_bwd.default
 @torch.library.impl("nsa_lab::nsa_fwd", ("cpu", "cuda"))
 def _(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    l: int, d: int, l_sel: int, n_sel: int, w: int,
+    l: int, d: int, l_sel: int, n_sel: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    first: int = 0,
 ) -> tuple[Tensor, ...]:
     with torch.cuda.device_of(q):
-        out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0)
-        blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel)
-        strategy = selected.forward_strategy(q.shape[1], l_sel)
-        out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy)
+        out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, documents, longest, first)
+        blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, documents, longest, first)
+        strategy = selected.forward_strategy(longest or k_sel.shape[1], l_sel)
+        out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, documents, longest, first)
         index = _joined(indices, blocks)
-        out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w)
+        out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, documents, longest, first)
         out = gating.forward(out_cmp, out_sel, out_win, gates)
     return out, out_cmp, lse_cmp, blocks, out_sel, lse_sel, *index, out_win, lse_win
 
@@ -102,11 +106,13 @@ def _(
 @torch.library.register_fake("nsa_lab::nsa_fwd")
 def _(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    l: int, d: int, l_sel: int, n_sel: int, w: int,
+    l: int, d: int, l_sel: int, n_sel: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    first: int = 0,
 ) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:3], v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     blocks = q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
-    sizes = selected.kept_sizes(q, v_sel, n_sel, l_sel, selected.forward_strategy(q.shape[1], l_sel))
+    strategy = selected.forward_strategy(longest or k_sel.shape[1], l_sel)
+    sizes = selected.kept_sizes(q, v_sel, n_sel, l_sel, strategy, documents, first)
     index = [blocks.new_empty(sum(s[i] for s in sizes), dtype=dtype) for i, dtype in enumerate(_INDEX_DTYPES)]
     like = torch.empty_like
     return out, like(out), lse, blocks, like(out), like(lse), *index, like(out), like(lse)
@@ -118,23 +124,26 @@ def _(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
     out_cmp: Tensor, lse_cmp: Tensor, blocks: Tensor, out_sel: Tensor, lse_sel: Tensor,
     entries: Tensor, starts: Tensor, work: Tensor, order: Tensor, out_win: Tensor, lse_win: Tensor,
-    l: int, d: int, l_sel: int, w: int,
+    l: int, d: int, l_sel: int, w: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, ...]:
     with torch.cuda.device_of(q):
         deltas = q.new_empty(3, *q.shape[:3], dtype=torch.float32)
         d_cmp, d_sel, d_win, dgates = gating.backward(do, out_cmp, out_sel, out_win, gates, deltas)
         dq = q.new_empty(q.shape)
         q, k_cmp, v_cmp, k_win, v_win = map(with_short_rows, (q, k_cmp, v_cmp, k_win, v_win))
-        stats_cmp = band.backward_queries(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, l, d, 0, delta=deltas[0])
-        stats_win = band.backward_queries(d_win, q, k_win, v_win, lse_win, dq, 1, 1, w, delta=deltas[2], add=True)
+        cmp, win = (l, d, 0, documents, longest), (1, 1, w, documents, longest)
+        stats_cmp = band.backward_queries(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, *cmp, delta=deltas[0])
+        stats_win = band.backward_queries(d_win, q, k_win, v_win, lse_win, dq, *win, delta=deltas[2], add=True)
         # Beside the selected branch, whose sums wait for memory; each also fills what the other's last programs leave idle.
         with beside(q.device) as join:
-            dkv_cmp = band.backward_keys(d_cmp, q, k_cmp, v_cmp, stats_cmp, l, d, 0)
-            dkv_win = band.backward_keys(d_win, q, k_win, v_win, stats_win, 1, 1, w)
-        strategy = selected.forward_strategy(q.shape[1], l_sel)
-        sizes = selected.kept_sizes(q, v_sel, blocks.shape[3], l_sel, strategy)
+            dkv_cmp = band.backward_keys(d_cmp, q, k_cmp, v_cmp, stats_cmp, *cmp)
+            dkv_win = band.backward_keys(d_win, q, k_win, v_win, stats_win, *win)
+        strategy = selected.forward_strategy(longest or q.shape[1], l_sel)
+        sizes = selected.kept_sizes(q, v_sel, blocks.shape[3], l_sel, strategy, documents)
         kept = _split((entries, starts, work, order), sizes)
-        dkv_sel = selected.backward(d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, add=True, indices=kept)
+        dkv_sel = selected.backward(
+            d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, documents, longest, add=True, indices=kept
+        )
         join()
     return dq, *dkv_cmp, *dkv_sel, *dkv_win, dgates
 
@@ -150,16 +159,18 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, l, d, l_sel, _, w = inputs
+    *tensors, l, d, l_sel, _, w, documents, longest, ctx.first = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.geometry = l, d, l_sel, w
+    ctx.save_for_backward(*tensors, *output[1:], documents)
+    ctx.geometry, ctx.longest = (l, d, l_sel, w), longest
 
 
 def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 13
-    return *_nsa_bwd(do, *ctx.saved_tensors, *ctx.geometry), None, None, None, None, None
+        return (None,) * 16
+    refuse_chunk_gradients(ctx.first)
+    *kept, documents = ctx.saved_tensors
+    return *_nsa_bwd(do, *kept, *ctx.geometry, documents, ctx.longest), *(None,) * 8
 
 
 torch.library.register_autograd("nsa_lab::nsa_fwd", _differentiate, setup_context=_keep)

@@ -9,6 +9,10 @@ Axes and sizes
     L, STRIDE, W, L_SEL, N_SEL    the geometry: l, d, w, l_sel, n_sel of `NSAConfig`
     BLOCK        tokens of a kv block as the selected branch's kernels work in it: l_sel, or a divisor of a longer one
     X_PAD        X rounded up to a power of two, which a tile needs: `padded_width(X)`
+Documents, where one row holds several: B is then 1, T and N count all of them, and pointers are moved to a document's rows
+    documents    how many there are;  document: the index of one, in the order of rows
+    q_bounds k_bounds    first rows of all documents in q and in k, and the end of the last; None: no documents
+    first        the first row of one;  own: what it has of N, or which of its own tiles a program works on
 Tiles
     ROWS         (query, head) rows per tile, row = t * HEADS + head: a tile is full whatever the number of heads, and the
                  heads that share a key read it once. QUERIES, KEYS, BLOCKS: queries, keys, selection blocks per tile
@@ -28,6 +32,7 @@ Partial results, which a later kernel sums in a fixed order: no floating-point a
     item_x       one per work item of the inverted index (selected/inverted_index.py)
     chunk_x      one per chunk of the queries that see a key tile (band/)
 Bounds and masks
+    first_query  the position of query 0, where keys came before; None: 0
     start, stop  a half-open range;  first, last: both inside it
     inside       whether a row exists in its tensor: what loads and stores are masked by
     seen         whether a query may attend to a key: what scores are masked by

@@ -2,7 +2,7 @@
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
 
 import triton
@@ -18,6 +18,7 @@ from nsa_lab.attention.kernels.band.bounds import (
     step_range,
 )
 from nsa_lab.attention.kernels.band.forward import scores_of_tile
+from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
 from nsa_lab.attention.kernels.tiles import (
     LOG2E,
     batch_and_group,
@@ -48,12 +49,19 @@ def _dq_steps(
     return dq
 
 
+@triton.jit
+def first_stat(first, document):
+    """Where the stats of a document begin that begins at row `first`: a multiple of 16, past those of the one before."""
+    return (first // 16 + document) * 16
+
+
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dq"))
 def nsa_band_dq(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr, stats_ptr,
+    q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_dob, stride_dot, stride_doh, stride_stats,
-    T, N, B, G, scale_log2, scale,
+    T, N, B, G, documents, scale_log2, scale,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -65,6 +73,25 @@ def nsa_band_dq(
     HAS_DELTA: delta is given, and out and dlse are not read. ADD: add to what dq holds. ONE_LOOP: see `launch_table.Tile`.
     """
     tile, b, g = last_tile_first(B, G)
+    if q_bounds_ptr is not None:
+        document, tile = document_of_tile(q_bounds_ptr, documents, tile, HEADS, ROWS)
+        first, T = document_rows(q_bounds_ptr, document)
+        if tile * ROWS >= T * HEADS:
+            return
+        q_ptr += first * stride_qt
+        do_ptr += first * stride_dot
+        dq_ptr += first * (G * HEADS * DK)
+        lse_ptr += first * (G * HEADS)
+        stats_ptr += first_stat(first, document)
+        if HAS_DELTA:
+            delta_ptr += first * (G * HEADS)
+        else:
+            out_ptr += first * (G * HEADS * DV)
+            if HAS_DLSE:
+                dlse_ptr += first * (G * HEADS)
+        first, N = document_rows(k_bounds_ptr, document)
+        k_ptr += first * stride_kn
+        v_ptr += first * stride_vn
     t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
     inside = tile * ROWS + tl.arange(0, ROWS) < T * HEADS
     place = (b * T + t) * (G * HEADS) + g * HEADS + head
@@ -154,10 +181,10 @@ def _dkv_steps(
 
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dkv"))
 def nsa_band_dkv(
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_dob, stride_dot, stride_doh, stride_stats,
-    T, N, B, G, chunk_steps, scale_log2, scale,
+    T, N, B, G, documents, chunk_steps, scale_log2, scale,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
@@ -171,7 +198,22 @@ def nsa_band_dkv(
     """
     chunk = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries are seen by most keys
     b, g = batch_and_group(B, G)
-    i_first = tl.program_id(0) // (B * G) * KEYS
+    tile = tl.program_id(0) // (B * G)
+    N_all = N
+    if q_bounds_ptr is not None:
+        document, tile = document_of_tile(k_bounds_ptr, documents, tile, 1, KEYS)
+        first, N = document_rows(k_bounds_ptr, document)
+        if tile * KEYS >= N:
+            return
+        k_ptr += first * stride_kn
+        v_ptr += first * stride_vn
+        dk_ptr += first * (G * DK)
+        dv_ptr += first * (G * DV)
+        first, T = document_rows(q_bounds_ptr, document)
+        q_ptr += first * stride_qt
+        do_ptr += first * stride_dot
+        stats_ptr += first_stat(first, document)
+    i_first = tile * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1
     t_start, t_full, t_full_stop, t_stop = query_range(i_first, i_last, T, L, STRIDE, W)
     t_origin, all_start, all_stop = step_range(t_start, t_stop, W, HEADS, ROWS)
@@ -212,7 +254,7 @@ def nsa_band_dkv(
             )
             start = loop_stop
 
-        place = ((chunk * B + b) * N + i) * G + g  # int64: b is
+        place = ((chunk * B + b) * N_all + i) * G + g  # int64: b is
         columns_k = tl.arange(0, DK_PAD)
         columns_v = tl.arange(0, DV_PAD)
         inside = (i < N)[:, None]
@@ -242,15 +284,27 @@ def _sum_slice(
 
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("sum_chunks"))
 def nsa_band_sum_chunks(
-    chunk_dk_ptr, chunk_dv_ptr, dk_ptr, dv_ptr,
-    T, N, B, G, chunk_steps,
+    chunk_dk_ptr, chunk_dv_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,
+    T, N, B, G, documents, chunk_steps,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLICE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """dk, dv of SLICE keys from their chunks: [chunks, B, N, G, D] float32 -> [B, N, G, D]."""
     b, g = batch_and_group(B, G)
-    i_slice = tl.program_id(0) // (B * G) * SLICE
+    tile = tl.program_id(0) // (B * G)
+    N_all = N
+    if q_bounds_ptr is not None:
+        document, tile = document_of_tile(k_bounds_ptr, documents, tile, 1, SLICE)
+        first, N = document_rows(k_bounds_ptr, document)
+        if tile * SLICE >= N:
+            return
+        chunk_dk_ptr += first * (G * DK)
+        chunk_dv_ptr += first * (G * DV)
+        dk_ptr += first * (G * DK)
+        dv_ptr += first * (G * DV)
+        _, T = document_rows(q_bounds_ptr, document)
+    i_slice = tile * SLICE
     i_first = i_slice // KEYS * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1
     t_start, _, _, t_stop = query_range(i_first, i_last, T, L, STRIDE, W)
@@ -259,6 +313,6 @@ def nsa_band_sum_chunks(
     chunks = tl.cdiv(stop, chunk_steps)
     i = i_slice + tl.arange(0, SLICE)
     row = (b * N + i) * G + g
-    _sum_slice(chunk_dk_ptr, dk_ptr, first_chunk, chunks, B * N * G, row, i < N, DK, DK_PAD, AT_ONCE)
-    _sum_slice(chunk_dv_ptr, dv_ptr, first_chunk, chunks, B * N * G, row, i < N, DV, DV_PAD, AT_ONCE)
+    _sum_slice(chunk_dk_ptr, dk_ptr, first_chunk, chunks, B * N_all * G, row, i < N, DK, DK_PAD, AT_ONCE)
+    _sum_slice(chunk_dv_ptr, dv_ptr, first_chunk, chunks, B * N_all * G, row, i < N, DV, DV_PAD, AT_ONCE)
 # fmt: on

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 # Their values do not shape the code; specialising on them would only compile the same kernel again.
-SIZES = ("T", "N", "B", "G", "chunk_steps")
+SIZES = ("T", "N", "B", "G", "documents", "first_query", "chunk_steps")
 
 
 class Specialization(Protocol):

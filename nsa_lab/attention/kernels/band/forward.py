@@ -2,13 +2,14 @@
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.band.bounds import SIZES, in_band, key_range, key_tile, named_by_branch, row_tile
+from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
 from nsa_lab.attention.kernels.tiles import LN2, last_tile_first, load_consecutive, load_rows, row_offsets
 
 
@@ -55,20 +56,36 @@ def _attend(
 
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("forward"))
 def nsa_band_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    T, N, B, G, scale_log2,
+    T, N, B, G, documents, first_query, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """out and lse of one row tile, contiguous."""
     tile, b, g = last_tile_first(B, G)
+    if q_bounds_ptr is not None:
+        document, tile = document_of_tile(q_bounds_ptr, documents, tile, HEADS, ROWS)
+        first, T = document_rows(q_bounds_ptr, document)
+        if tile * ROWS >= T * HEADS:
+            return
+        q_ptr += first * stride_qt
+        out_ptr += first * (G * HEADS * DV)
+        lse_ptr += first * (G * HEADS)
+        first, N = document_rows(k_bounds_ptr, document)
+        k_ptr += first * stride_kn
+        v_ptr += first * stride_vn
     t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
     q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
     q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, True), tl.arange(0, DK_PAD), DK, DK_PAD)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
+    position = t
+    if first_query is not None:
+        position += first_query
+        t_first += first_query
+        t_last += first_query
     start, left, full, stop = key_range(t_first, t_last, L, STRIDE, W, KEYS)
 
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
@@ -77,7 +94,7 @@ def nsa_band_forward(
     total = tl.zeros([ROWS], tl.float32)
     for MASKED in tl.static_range(2):  # first the tiles that need no mask
         acc, peak, total = _attend(
-            acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, t, start, left, full, stop, N, scale_log2,
+            acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, position, start, left, full, stop, N, scale_log2,
             L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, MASKED == 1,
         )
 

@@ -12,36 +12,47 @@ from torch import Tensor
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.band.backward import nsa_band_dkv, nsa_band_dq, nsa_band_sum_chunks
 from nsa_lab.attention.kernels.band.forward import nsa_band_forward
-from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
+from nsa_lab.attention.kernels.documents import Bounds, compressed_bounds, raw_bounds
+from nsa_lab.attention.kernels.host import ceil_div, padded_width, refuse_chunk_gradients, strides, with_short_rows
 from nsa_lab.attention.kernels.vocabulary import LOG2E
 
 # Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
     "nsa_lab::band_attention",
-    "(Tensor q, Tensor k, Tensor v, int l, int d, int w) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, int l, int d, int w, Tensor? documents=None, int longest=0, int first=0)"
+    " -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     "nsa_lab::band_attention_backward",
-    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int l, int d, int w)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int l, int d, int w,"
+    " Tensor? documents=None, int longest=0) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _band_attention = torch.ops.nsa_lab.band_attention.default
 _band_attention_backward = torch.ops.nsa_lab.band_attention_backward.default
 
 
-def band_attention(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Tensor, Tensor]:
+# fmt: off
+def band_attention(
+    q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
     """q [B, T, H, Dk], k [B, N, G, Dk], v [B, N, G, Dv] -> out [B, T, H, Dv] as q, lse float32 [B, T, H], natural log.
 
     Query t sees key i iff i*d + l - 1 <= t and (w = 0 or i > t - w). A query that sees none gets out 0, lse -inf and zero
-    gradients. Both results are differentiable. NotImplementedError for a window with l or d other than 1.
+    gradients. Both results are differentiable. With `documents` (`Span.row_bounds`; B = 1), none of more than `longest`
+    tokens, each is computed as if alone. Query 0 stands at `first`, and keys from 0 on; with `first` there
+    are no gradients. NotImplementedError for a window with l or d other than 1.
     """
-    out, lse = _band_attention(q, k, v, l, d, w)
+    out, lse = _band_attention(q, k, v, l, d, w, documents, longest, first)
     return out, lse
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
     """`band_attention` itself, past PyTorch's dispatcher."""
     if w and (l, d) != (1, 1):
         raise NotImplementedError(f"band_attention: a window needs l = d = 1, got l, d, w = {l}, {d}, {w}")
@@ -52,23 +63,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Te
     q, k, v = map(with_short_rows, (q, k, v))
     out = q.new_empty(B, T, H, Dv)
     lse = q.new_empty(B, T, H, dtype=torch.float32)
+    bounds = _bounds(documents, longest, T, w)
     tile = launch_table.band_forward(q.dtype, max(Dk, Dv), w > 0, q.device)
-    # fmt: off
-    nsa_band_forward[(ceil_div(T * (H // G), tile.rows) * B * G,)](
-        q, k, v, out, lse,
+    nsa_band_forward[(bounds.tiles(T * (H // G), tile.rows) * B * G,)](
+        q, k, v, out, lse, bounds.q, bounds.k,
         *strides(q, k, v),
-        T, N, B, G, Dk**-0.5 * LOG2E,
+        T, N, B, G, bounds.documents, first or None, Dk**-0.5 * LOG2E,
         **_constants(q, k, v, l, d, w, tile), **tile.options(),
     )
-    # fmt: on
     return out, lse
+# fmt: on
 
 
 torch.library.impl("nsa_lab::band_attention", ("cpu", "cuda"), forward)
 
 
 @torch.library.register_fake("nsa_lab::band_attention")
-def _(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -76,18 +87,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int) -> tuple[Tensor, 
 @torch.library.impl("nsa_lab::band_attention_backward", ("cpu", "cuda"))
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    l: int, d: int, w: int,
+    l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `band_attention`, contiguous, given the gradients of out and, if it was used, of lse."""
     do, q, k, v = map(with_short_rows, (do, q, k, v))
     dq = q.new_empty(q.shape)
-    stats = backward_queries(do, q, k, v, lse, dq, l, d, w, out=out, dlse=dlse)
-    return dq, *backward_keys(do, q, k, v, stats, l, d, w)
+    stats = backward_queries(do, q, k, v, lse, dq, l, d, w, documents, longest, out=out, dlse=dlse)
+    return dq, *backward_keys(do, q, k, v, stats, l, d, w, documents, longest)
 
 
 def backward_queries(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dq: Tensor,
-    l: int, d: int, w: int, *,
+    l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0, *,
     out: Tensor | None = None, dlse: Tensor | None = None, delta: Tensor | None = None, add: bool = False,
 ) -> Tensor:
     """Writes the gradient of q to `dq`, which is contiguous, or adds it to what is there. Gives what `backward_keys` needs.
@@ -97,17 +108,18 @@ def backward_queries(
     """
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
-    stats = q.new_empty(B, H, 2, ceil_div(T, 16) * 16, dtype=torch.float32)
+    bounds = _bounds(documents, longest, T, w)
+    stats = q.new_empty(B, H, 2, bounds.tiles(T, 16) * 16, dtype=torch.float32)
     if N == 0:
         if not add:
             dq.zero_()
         return stats
     scale = Dk**-0.5
     tile = launch_table.band_dq(q.dtype, max(Dk, v.shape[3]), w > 0, q.device)
-    nsa_band_dq[(ceil_div(T * (H // G), tile.rows) * B * G,)](
-        q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats,
+    nsa_band_dq[(bounds.tiles(T * (H // G), tile.rows) * B * G,)](
+        q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, bounds.q, bounds.k,
         *strides(q, k, v, do), stats.stride(2),
-        T, N, B, G, scale * LOG2E, scale,
+        T, N, B, G, bounds.documents, scale * LOG2E, scale,
         **_constants(q, k, v, l, d, w, tile), HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add,
         ONE_LOOP=tile.one_loop, **tile.options(),
     )
@@ -116,30 +128,32 @@ def backward_queries(
 
 def backward_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor,
-    l: int, d: int, w: int,
+    l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv, after `backward_queries` and of the same tensors."""
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    bounds = _bounds(documents, longest, T, w)
+    # Compressed keys past the last document's belong to no tile: a gradient of zero.
+    dk, dv = (x.new_zeros(x.shape) if w == 0 and bounds.documents else x.new_empty(x.shape) for x in (k, v))
     if N == 0:
         return dk, dv
     scale = Dk**-0.5
     tile = launch_table.band_dkv(q.dtype, max(Dk, v.shape[3]), q.device)
     constants = _constants(q, k, v, l, d, w, tile)
-    chunks, chunk_steps = _chunks(T, N, B * G, H // G, w, tile)
+    chunks, chunk_steps = _chunks(bounds.longest, N, B * G, H // G, w, tile)
     sums = (dk, dv) if chunks == 1 else tuple(x.new_empty(chunks, *x.shape, dtype=torch.float32) for x in (k, v))
-    nsa_band_dkv[(ceil_div(N, tile.keys) * B * G, chunks)](
-        q, k, v, do, stats, *sums,
+    nsa_band_dkv[(bounds.tiles(N, tile.keys) * B * G, chunks)](
+        q, k, v, do, stats, *sums, bounds.q, bounds.k,
         *strides(q, k, v, do), stats.stride(2),
-        T, N, B, G, chunk_steps, scale * LOG2E, scale,
-        **constants, TAIL=T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.options(),
+        T, N, B, G, bounds.documents, chunk_steps, scale * LOG2E, scale,
+        **constants, TAIL=bounds.documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.options(),
     )
     if chunks > 1:
         slice_keys = launch_table.SUM_CHUNKS_KEYS
-        nsa_band_sum_chunks[(ceil_div(N, slice_keys) * B * G,)](
-            *sums, dk, dv,
-            T, N, B, G, chunk_steps,
+        nsa_band_sum_chunks[(bounds.tiles(N, slice_keys) * B * G,)](
+            *sums, dk, dv, bounds.q, bounds.k,
+            T, N, B, G, bounds.documents, chunk_steps,
             **constants, SLICE=slice_keys, AT_ONCE=launch_table.SUM_CHUNKS_AT_ONCE, num_warps=launch_table.STREAMING_WARPS,
         )
     return dk, dv
@@ -149,6 +163,10 @@ def backward_keys(
 @torch.library.register_fake("nsa_lab::band_attention_backward")
 def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _bounds(documents: Tensor | None, longest: int, T: int, w: int) -> Bounds:
+    return (raw_bounds if w else compressed_bounds)(documents, longest, T)
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, tile: launch_table.Tile) -> dict[str, int]:
@@ -175,17 +193,18 @@ def _chunks(T: int, N: int, groups: int, heads: int, w: int, tile: launch_table.
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.l, ctx.d, ctx.w = inputs
+    q, k, v, ctx.l, ctx.d, ctx.w, documents, ctx.longest, ctx.first = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, documents)
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
+    refuse_chunk_gradients(ctx.first)
+    q, k, v, out, lse, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
-    dq, dk, dv = _band_attention_backward(do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w)
-    return dq, dk, dv, None, None, None
+    dq, dk, dv = _band_attention_backward(do, dlse, q, k, v, out, lse, ctx.l, ctx.d, ctx.w, documents, ctx.longest)
+    return dq, dk, dv, *(None,) * 6
 
 
 torch.library.register_autograd("nsa_lab::band_attention", _backward, setup_context=_setup_context)

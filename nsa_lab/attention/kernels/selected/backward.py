@@ -24,7 +24,7 @@ from nsa_lab.attention.kernels.selected.forward import (
     row_numbers,
     row_pairs,
 )
-from nsa_lab.attention.kernels.selected.inverted_index import first_entry_of, load_choice
+from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
 from nsa_lab.attention.kernels.tiles import LOG2E, load_rows, load_rows_inside, row_offsets
 
 _CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)  # from Triton 3.5 on
@@ -224,8 +224,8 @@ def _backward_rows(
 @triton.jit(do_not_specialize=PIECE_SIZES)
 def nsa_selected_backward(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr,
-    pair_dq_ptr, item_dkv_ptr, dk_ptr, dv_ptr,
-    T, N, G, G_all, n_blocks, first_query,
+    pair_dq_ptr, item_dkv_ptr, dk_ptr, dv_ptr, bounds_ptr,
+    T, N, G, G_all, n_blocks, first_query, documents,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_dob, stride_dot, stride_doh, stride_lseb, stride_lset,
     scale_ds, scale_dk, scale_log2,
@@ -256,9 +256,10 @@ def nsa_selected_backward(
     b = (index_row // n_blocks // G).to(tl.int64)
     g = index_row // n_blocks % G
     local = tl.arange(0, BLOCK_PAD)
-    key = index_row % n_blocks * BLOCK + local
+    first_key, stop_key = block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
+    key = first_key + local
     inside_block = local < BLOCK
-    inside = inside_block & (key < N)
+    inside = inside_block & (key < stop_key)
     n = key.to(tl.int64)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
@@ -305,8 +306,8 @@ def nsa_selected_backward(
 
 @triton.jit(do_not_specialize=PIECE_SIZES)
 def nsa_selected_sum(
-    pair_dq_ptr, blocks_ptr, dq_ptr, item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr,
-    T, N, G, G_all, n_blocks, first_query,
+    pair_dq_ptr, blocks_ptr, dq_ptr, item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr,
+    T, N, G, G_all, n_blocks, first_query, documents,
     stride_dqb, stride_dqt,
     scale_dq, tiles, reductions, parts,
     FIRST: tl.constexpr, LAST: tl.constexpr, ADD: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
@@ -318,20 +319,21 @@ def nsa_selected_sum(
     program = tl.program_id(0)
     if program < reductions:
         _sum_items(
-            item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, N, G, G_all, n_blocks, program // parts, program % parts,
+            item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr,
+            N, G, G_all, n_blocks, documents, program // parts, program % parts,
             FIRST, LAST, ITEM_ENTRIES, BLOCK, DK, DV, ELEMENTS, AT_ONCE,
         )
     else:
         _sum_pairs(
             pair_dq_ptr, blocks_ptr, dq_ptr, T, G, first_query, stride_dqb, stride_dqt, scale_dq,
             (program - reductions) // tiles, (program - reductions) % tiles,
-            ADD, HEADS, N_SEL, BLOCK, DK, DK_PAD, ROWS,
+            ADD, HEADS, N_SEL, BLOCK if bounds_ptr is None else 0, DK, DK_PAD, ROWS,
         )
 
 
 @triton.jit
 def _sum_items(
-    item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, N, G, G_all, n_blocks, index_row, part,
+    item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr, N, G, G_all, n_blocks, documents, index_row, part,
     FIRST: tl.constexpr, LAST: tl.constexpr, ITEM_ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, ELEMENTS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
@@ -357,16 +359,16 @@ def _sum_items(
             total += tl.load(sums_ptr + at_sum, mask=element < ITEM, other=0.0)
         if LAST:
             first_row = (index_row // n_blocks // G).to(tl.int64) * N * G_all + index_row // n_blocks % G
-            first_key = index_row % n_blocks * BLOCK
+            first_key, stop_key = block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
             of_k = element < BLOCK * DK
             key = first_key + element // DK
             at = (first_row + key.to(tl.int64) * G_all) * DK + element % DK
-            tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=of_k & (key < N))
+            tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=of_k & (key < stop_key))
             element_v = element - BLOCK * DK
             key = first_key + element_v // DV
             at = (first_row + key.to(tl.int64) * G_all) * DV + element_v % DV
             of_v = (element_v >= 0) & (element < ITEM)
-            tl.store(dv_ptr + at, total.to(dv_ptr.dtype.element_ty), mask=of_v & (key < N))
+            tl.store(dv_ptr + at, total.to(dv_ptr.dtype.element_ty), mask=of_v & (key < stop_key))
         else:
             tl.store(sums_ptr + at_sum, total, mask=element < ITEM)
 

@@ -11,16 +11,22 @@ query did not. No workspace, but every row pays for the tile's union: right when
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.selected.inverted_index import first_entry_of, load_choice
+from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
+from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
 from nsa_lab.attention.kernels.tiles import LN2, load_rows, load_rows_inside, row_offsets
 
-PIECE_SIZES = ("G", "G_all", "first_query")  # differ from piece to piece; compiling for each value would gain nothing
+PIECE_SIZES = (
+    "G",
+    "G_all",
+    "first_query",
+    "documents",
+)  # differ from piece to piece; compiling for each value would gain nothing
 
 
 # fmt: off
@@ -112,8 +118,8 @@ def _gather_rows(
 
 @triton.jit(do_not_specialize=PIECE_SIZES)
 def nsa_selected_gather(
-    q_ptr, k_ptr, v_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr, pair_out_ptr, pair_lse_ptr,
-    T, N, G, n_blocks, first_query,
+    q_ptr, k_ptr, v_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr, pair_out_ptr, pair_lse_ptr, bounds_ptr,
+    T, N, G, n_blocks, first_query, documents,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     scale_log2,
     WIDE: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
@@ -132,9 +138,10 @@ def nsa_selected_gather(
         return
     b = (index_row // n_blocks // G).to(tl.int64)
     g = index_row // n_blocks % G
-    key = index_row % n_blocks * BLOCK + tl.arange(0, BLOCK_PAD)
+    first_key, stop_key = block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
+    key = first_key + tl.arange(0, BLOCK_PAD)
     inside_block = tl.arange(0, BLOCK_PAD) < BLOCK
-    inside = inside_block & (key < N)
+    inside = inside_block & (key < stop_key)
     n = key.to(tl.int64)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     k = load_rows_inside(k_base, n * stride_kn, tl.arange(0, DK_PAD), inside, DK, DK_PAD)
@@ -266,10 +273,10 @@ def _union_blocks(
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("documents", "first_query"))
 def nsa_selected_union(
-    q_ptr, k_ptr, v_ptr, blocks_ptr, unions_ptr, out_ptr, lse_ptr,
-    T, G, n_blocks,
+    q_ptr, k_ptr, v_ptr, blocks_ptr, unions_ptr, out_ptr, lse_ptr, bounds_ptr,
+    T, G, n_blocks, documents, first_query,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_outb, stride_outt, stride_lseb, stride_lset,
     scale_log2, tiles,
@@ -287,6 +294,18 @@ def nsa_selected_union(
     bg = (tl.program_id(0) // tiles).to(tl.int64)
     b = bg // G
     g = bg % G
+    number = tile
+    if bounds_ptr is not None:
+        document, tile = document_of_tile(bounds_ptr, documents, tile, HEADS, ROWS)
+        first, T = document_rows(bounds_ptr, document)
+        if tile * ROWS >= T * HEADS:
+            return
+        q_ptr += first * stride_qt
+        k_ptr += first * stride_kn
+        v_ptr += first * stride_vn
+        blocks_ptr += first * (G * N_SEL)
+        out_ptr += first * stride_outt
+        lse_ptr += first * stride_lset
     row = tile * ROWS + tl.arange(0, ROWS)
     t = row // HEADS
     query_head = g * HEADS + row % HEADS
@@ -296,6 +315,16 @@ def nsa_selected_union(
 
     first_t = tile * ROWS // HEADS
     last_t = tl.minimum((tile * ROWS + ROWS - 1) // HEADS, T - 1)
+    N = T
+    if first_query is not None:
+        t += first_query
+        first_t += first_query
+        last_t += first_query
+        N = T + first_query
+        q_ptr -= tl.cast(first_query, tl.int64) * stride_qt
+        slots_base -= tl.cast(first_query, tl.int64) * (G * N_SEL)
+        out_ptr -= tl.cast(first_query, tl.int64) * stride_outt
+        lse_ptr -= tl.cast(first_query, tl.int64) * stride_lset
     queries = first_t + tl.arange(0, QUERIES_PAD)
     slots_inside = (queries <= last_t)[:, None] & (slots < N_SEL)[None, :]
     slot_pointers = slots_base + queries.to(tl.int64)[:, None] * G * N_SEL + slots[None, :]
@@ -305,7 +334,7 @@ def nsa_selected_union(
     block = tl.arange(0, BLOCKS_PAD)
     used = (tl.histogram(places, BLOCKS_PAD) > 0) & (block < n_blocks)
     place = tl.cumsum(used.to(tl.int32), 0) - 1
-    union = unions_ptr + (bg * tiles + tile) * n_blocks
+    union = unions_ptr + (bg * tiles + number) * n_blocks
     tl.store(union + place, block, mask=used)
     count = tl.sum(used.to(tl.int32), 0)
     before_diagonal = tl.sum((used & ((block + 1) * BLOCK <= first_t + 1)).to(tl.int32), 0)
@@ -331,11 +360,11 @@ def nsa_selected_union(
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc, peak, total = _union_blocks(
-        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, 0, before_diagonal, T, scale_log2,
+        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, 0, before_diagonal, N, scale_log2,
         stride_kn, stride_vn, False, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS, WIDE,
     )
     acc, peak, total = _union_blocks(
-        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, before_diagonal, count, T, scale_log2,
+        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, before_diagonal, count, N, scale_log2,
         stride_kn, stride_vn, True, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS, WIDE,
     )
     _store_rows(

@@ -17,7 +17,7 @@ Words used here and by the kernels that read the index:
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -28,6 +28,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.documents import (
+    ONE_DOCUMENT,
+    Bounds,
+    document_of_row,
+    document_of_tile,
+    document_rows,
+    first_tile,
+)
 from nsa_lab.attention.kernels.host import ceil_div, padded_width
 
 QUERIES_PER_SPAN = 256  # a span's bitmap has one bit per query and block; spans are counted independently
@@ -67,7 +75,10 @@ def _population_count(word):
 # fmt: off
 @triton.jit
 def load_choice(pointers, inside, first_query, t, BLOCK: tl.constexpr):
-    """(block, live) of slots of query t, which stands at first_query + t: the block that each holds, -1 outside."""
+    """(block, live) of slots of query t, which stands at first_query + t: the block that each holds, -1 outside.
+
+    BLOCK = 0: blocks have numbers in a row of documents, and what is not live is -1 already.
+    """
     block = tl.load(pointers, mask=inside, other=-1)
     return block, (block >= 0) & (block.to(tl.int64) * BLOCK <= first_query + t)
 
@@ -80,9 +91,38 @@ def first_entry_of(item, start, index_row, ITEM_ENTRIES: tl.constexpr):
 
 
 @triton.jit
+def block_keys(block, N, bounds_ptr, documents, BLOCK: tl.constexpr):
+    """(first, stop): kv block number `block` holds keys first .. first+BLOCK-1, as far as they are less than stop."""
+    first = block * BLOCK
+    if bounds_ptr is not None:
+        document, place = document_of_tile(bounds_ptr, documents, block, 1, BLOCK)
+        start, tokens = document_rows(bounds_ptr, document)
+        first = start.to(tl.int32) + place * BLOCK
+        N = start.to(tl.int32) + tokens
+    return first, N
+
+
+@triton.jit(do_not_specialize=("documents",))
+def nsa_selected_number_blocks(
+    blocks_ptr, numbers_ptr, bounds_ptr,
+    documents,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+):
+    """Documents' own block numbers -> numbers in the row of all documents, -1 where not live. A token has SLOTS slots."""
+    document, tile = document_of_tile(bounds_ptr, documents, tl.program_id(0), SLOTS, ENTRIES)
+    first, T = document_rows(bounds_ptr, document)
+    place = tile.to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    inside = place < T.to(tl.int64) * SLOTS
+    at = first * SLOTS + place
+    block, live = load_choice(blocks_ptr + at, inside, 0, place // SLOTS, BLOCK)
+    number = (block + first_tile(bounds_ptr, document, 1, BLOCK)).to(tl.int32)
+    tl.store(numbers_ptr + at, tl.where(live, number, -1), mask=inside)
+
+
+@triton.jit(do_not_specialize=("documents",))
 def nsa_selected_index_count(
-    blocks_ptr, bitmap_ptr, below_ptr, counts_ptr,
-    T, G, first_query, n_blocks, n_spans, first_span, pass_spans,
+    blocks_ptr, bitmap_ptr, below_ptr, counts_ptr, bounds_ptr,
+    T, G, first_query, n_blocks, n_spans, first_span, pass_spans, documents,
     N_SEL: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """One span of queries: which query chose which block (bits), and how many of the span's earlier words did."""
@@ -96,27 +136,42 @@ def nsa_selected_index_count(
     g = bg % G
     region = (bg * pass_spans + local_span) * WORDS * n_blocks
     offsets = tl.arange(0, ENTRIES)
-    for i in range(0, WORDS * n_blocks, ENTRIES):
-        tl.store(bitmap_ptr + region + i + offsets, 0, mask=i + offsets < WORDS * n_blocks)
+    first_block = 0
+    stop_block = n_blocks
+    if bounds_ptr is None:
+        for i in range(0, WORDS * n_blocks, ENTRIES):
+            tl.store(bitmap_ptr + region + i + offsets, 0, mask=i + offsets < WORDS * n_blocks)
+    else:
+        # Queries choose blocks of their own documents; what there is of others in the bitmap is neither written nor read.
+        first_t = first_query + span * SPAN
+        last_t = first_query + tl.minimum(span * SPAN + SPAN, T) - 1
+        document = document_of_row(bounds_ptr, documents, first_t)
+        first_block = first_tile(bounds_ptr, document, 1, BLOCK).to(tl.int32)
+        document = document_of_row(bounds_ptr, documents, last_t)
+        stop_block = first_tile(bounds_ptr, document + 1, 1, BLOCK).to(tl.int32)
+        for j in range(first_block, stop_block, COLUMNS):
+            column = j + tl.arange(0, COLUMNS)[None, :]
+            word = tl.arange(0, WORDS)[:, None].to(tl.int64)
+            tl.store(bitmap_ptr + region + word * n_blocks + column, 0, mask=column < stop_block)
     tl.debug_barrier()
     for i in range(0, SPAN * N_SEL, ENTRIES):
         local = (i + offsets) // N_SEL
         t = span * SPAN + local
         inside = (t < T) & (i + offsets < SPAN * N_SEL)
         slots = blocks_ptr + ((b * T + t) * G + g) * N_SEL + (i + offsets) % N_SEL
-        block, live = load_choice(slots, inside, first_query, t, BLOCK)
+        block, live = load_choice(slots, inside, first_query, t, BLOCK if bounds_ptr is None else 0)
         bit = tl.full([ENTRIES], 1, tl.int32) << (local % 32)
         tl.atomic_or(bitmap_ptr + region + (local // 32).to(tl.int64) * n_blocks + block, bit, mask=live, sem="relaxed")
     tl.debug_barrier()
     words = tl.arange(0, WORDS)[:, None]
-    for j in range(0, n_blocks, COLUMNS):
+    for j in range(first_block, stop_block, COLUMNS):
         column = j + tl.arange(0, COLUMNS)
-        inside = (words >= 0) & (column < n_blocks)[None, :]
+        inside = (words >= 0) & (column < stop_block)[None, :]
         at = region + words.to(tl.int64) * n_blocks + column[None, :]
         # Read past L1: the bits were set by atomics, which work in L2.
         ones = _population_count(tl.load(bitmap_ptr + at, mask=inside, other=0, cache_modifier=".cg"))
         tl.store(below_ptr + at, tl.cumsum(ones, 0) - ones, mask=inside)
-        tl.store(counts_ptr + (bg * n_blocks + column) * n_spans + span, tl.sum(ones, 0), mask=column < n_blocks)
+        tl.store(counts_ptr + (bg * n_blocks + column) * n_spans + span, tl.sum(ones, 0), mask=column < stop_block)
 
 
 @triton.jit
@@ -202,8 +257,32 @@ def index_sizes(rows: int, T: int, n_blocks: int, n_sel: int, item_entries: int,
     return IndexSizes(*(ceil_div(n, 4) * 4 for n in (entries, rows * n_blocks + 1, work, work if ordered else 0)))
 
 
+def number_blocks(blocks: Tensor, block_tokens: int, bounds: Bounds) -> Tensor:
+    """A choice [1, T, G, n_sel] in numbers of blocks in the row of all documents, which `bounds` says; -1 where not live.
+
+    Block j of a document that begins at row r is number r // block_tokens + document + j.
+    """
+    numbers = torch.empty_like(blocks)
+    slots, entries = blocks.shape[2] * blocks.shape[3], launch_table.SCATTER_ENTRIES
+    # fmt: off
+    nsa_selected_number_blocks[(bounds.tiles(blocks.numel(), entries),)](
+        blocks, numbers, bounds.q,
+        bounds.documents,
+        SLOTS=slots, BLOCK=block_tokens, ENTRIES=entries, num_warps=launch_table.STREAMING_WARPS,
+    )
+    # fmt: on
+    return numbers
+
+
 def build_inverted_index(
-    blocks: Tensor, block_tokens: int, item_entries: int, n_blocks: int, first_query: int = 0, *, ordered: bool = False
+    blocks: Tensor,
+    block_tokens: int,
+    item_entries: int,
+    n_blocks: int,
+    first_query: int = 0,
+    *,
+    ordered: bool = False,
+    bounds: Bounds = ONE_DOCUMENT,
 ) -> InvertedIndex:
     """Sorts a block choice by block.
 
@@ -215,6 +294,7 @@ def build_inverted_index(
         n_blocks: kv blocks there are.
         first_query: position in the sequence of query 0, when `blocks` is a part of the choice.
         ordered: whether to work out `order`.
+        bounds: of documents, whose blocks `number_blocks` has numbered; T is then the row's queries, or a part of them.
     """
     B, T, G, n_sel = blocks.shape
     rows = B * G
@@ -224,7 +304,8 @@ def build_inverted_index(
     passes = range(0, n_spans, pass_spans)
     bitmap = blocks.new_empty(rows * pass_spans * words * n_blocks)
     below = torch.empty_like(bitmap)
-    counts = blocks.new_empty(rows * n_blocks * n_spans)
+    # A span of queries counts in the blocks of its own documents.
+    counts = (blocks.new_empty if bounds.q is None else blocks.new_zeros)(rows * n_blocks * n_spans)
     sizes = index_sizes(rows, T, n_blocks, n_sel, item_entries, ordered=ordered)
     entries = blocks.new_empty(sizes.entries)
     starts = blocks.new_empty(sizes.starts, dtype=torch.int64)
@@ -235,8 +316,8 @@ def build_inverted_index(
     # fmt: off
     def count(first_span: int) -> None:
         nsa_selected_index_count[(rows * pass_spans,)](
-            blocks, bitmap, below, counts,
-            T, G, first_query, n_blocks, n_spans, first_span, pass_spans,
+            blocks, bitmap, below, counts, bounds.q,
+            T, G, first_query, n_blocks, n_spans, first_span, pass_spans, bounds.documents,
             N_SEL=n_sel, BLOCK=block_tokens, SPAN=QUERIES_PER_SPAN,
             ENTRIES=launch_table.COUNT_ENTRIES, COLUMNS=launch_table.COUNT_COLUMNS, num_warps=launch_table.COUNT_WARPS,
         )
@@ -250,7 +331,7 @@ def build_inverted_index(
         nsa_selected_index_scatter[(rows * row_programs,)](
             blocks, bitmap, below, ends, entries, starts, work,
             T, G, first_query, n_blocks, n_spans, first_span, pass_spans, row_programs, rows * n_blocks, work.numel(),
-            N_SEL=n_sel, BLOCK=block_tokens, SPAN=QUERIES_PER_SPAN, QUERIES=queries,
+            N_SEL=n_sel, BLOCK=block_tokens if bounds.q is None else 0, SPAN=QUERIES_PER_SPAN, QUERIES=queries,
             ENTRIES=padded_width(queries * n_sel), ITEM_ENTRIES=item_entries, num_warps=launch_table.STREAMING_WARPS,
         )
     # fmt: on

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
-from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
+from nsa_lab.attention.kernels.documents import Bounds, raw_bounds
+from nsa_lab.attention.kernels.host import ceil_div, padded_width, refuse_chunk_gradients, strides, with_short_rows
 from nsa_lab.attention.kernels.selected.backward import nsa_selected_backward, nsa_selected_delta, nsa_selected_sum
 from nsa_lab.attention.kernels.selected.forward import nsa_selected_gather, nsa_selected_merge, nsa_selected_union
 from nsa_lab.attention.kernels.selected.inverted_index import (
@@ -24,6 +25,7 @@ from nsa_lab.attention.kernels.selected.inverted_index import (
     InvertedIndex,
     build_inverted_index,
     index_sizes,
+    number_blocks,
 )
 from nsa_lab.attention.kernels.selected.pieces import Piece, Sizes, cut, is_ordered, item_entries
 from nsa_lab.attention.kernels.vocabulary import LOG2E
@@ -32,7 +34,16 @@ UNION_BLOCKS = 128  # the union kernel holds a query's choice in two 64-bit word
 UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than the traffic of partial outputs
 
 
-def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int) -> tuple[Tensor, Tensor]:
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    l_sel: int,
+    documents: Tensor | None = None,
+    longest: int = 0,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Attention to the selected blocks.
 
     Args:
@@ -42,6 +53,9 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: i
         blocks: int32 [B, T, G, n_sel], ascending and distinct along n_sel, padded with −1. A block that starts after
             its query counts as −1.
         l_sel: tokens of a block.
+        documents: `Span.row_bounds`, B being 1: each is computed as if alone, and block numbers are its own.
+        longest: tokens that none of the documents exceeds.
+        first: position of query 0; keys stand from 0 on. Other than 0, there are no gradients.
 
     Returns:
         out [B, T, H, Dv] in q's dtype and lse float32 [B, T, H] (natural log). A query without blocks gets 0,
@@ -51,7 +65,8 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: i
         NotImplementedError: more (query, block, head) triples than the kernels number.
     """
     check_pairs(q, k, blocks.shape[3], l_sel)
-    out, lse = _selected_fwd(q, k, v, blocks, l_sel, forward_strategy(q.shape[1], l_sel))
+    strategy = forward_strategy(longest or k.shape[1], l_sel)
+    out, lse = _selected_fwd(q, k, v, blocks, l_sel, strategy, documents, longest, first)
     return out, lse
 
 
@@ -93,24 +108,29 @@ def _split_blocks(blocks: Tensor, l_sel: int) -> tuple[Tensor, int]:
     return split.flatten(-2).contiguous(), size
 
 
-def _sizes(q: Tensor, v: Tensor, n_sel: int, block: int) -> Sizes:
+def _sizes(q: Tensor, v: Tensor, n_sel: int, block: int, documents: int | None = None, first: int = 0) -> Sizes:
     B, T, H, dk = q.shape
-    return Sizes(B, T, H, v.shape[2], n_sel, block, dk, v.shape[3])
+    return Sizes(B, T, H, v.shape[2], n_sel, block, dk, v.shape[3], documents, first)
 
 
-def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, width: int) -> InvertedIndex:
+def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, width: int, bounds: Bounds) -> InvertedIndex:
     """The index of a piece's part of the choice."""
     ordered = is_ordered(sizes, blocks.shape[1], width)
     entries = item_entries(sizes, width)
-    return build_inverted_index(blocks, sizes.block, entries, sizes.n_blocks, piece.t0, ordered=ordered)
+    return build_inverted_index(
+        blocks, sizes.block, entries, sizes.n_blocks, sizes.first + piece.t0, ordered=ordered, bounds=bounds
+    )
 
 
-def kept_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> list[IndexSizes]:
+def kept_sizes(
+    q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str, documents: Tensor | None = None, first: int = 0
+) -> list[IndexSizes]:
     """Sizes of the indices that `forward` gives to be kept for `backward`, one per piece; the union needs none."""
     if strategy == "union":
         return []
     block = _kernel_block(l_sel)
-    sizes, width = _sizes(q, v, n_sel * (l_sel // block), block), q.element_size()
+    number = raw_bounds(documents, 0, 0).documents
+    sizes, width = _sizes(q, v, n_sel * (l_sel // block), block, number, first), q.element_size()
     kept: list[IndexSizes] = []
     for piece in cut(sizes, width):
         rows, queries = (piece.b1 - piece.b0) * (piece.g1 - piece.g0), piece.t1 - piece.t0
@@ -121,7 +141,7 @@ def kept_sizes(q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str) -> l
 
 def is_wide(sizes: Sizes, queries: int, width: int, *tensors: Tensor) -> bool:
     """Whether offsets inside one sequence of `tensors`, or of one group's pairs of `width` elements, pass 32 bits."""
-    rows = max((sizes.T - 1) * abs(x.stride(1)) + sizes.H * abs(x.stride(2)) for x in tensors)
+    rows = max((sizes.keys - 1) * abs(x.stride(1)) + sizes.H * abs(x.stride(2)) for x in tensors)
     return max(rows, queries * sizes.n_sel * sizes.heads * width) >= 2**31 - 2**10
 
 
@@ -135,68 +155,84 @@ def _split_scale(scale: float) -> tuple[float, float]:
 # much as these kernels take on the device at 2048 tokens.
 torch.library.define(
     "nsa_lab::selected_fwd",
-    "(Tensor q, Tensor k, Tensor v, Tensor blocks, int l_sel, str strategy) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor blocks, int l_sel, str strategy, Tensor? documents=None, int longest=0,"
+    " int first=0) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     "nsa_lab::selected_bwd",
-    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor blocks, int l_sel)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor blocks, int l_sel,"
+    " Tensor? documents=None, int longest=0) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _selected_fwd = torch.ops.nsa_lab.selected_fwd.default
 _selected_bwd = torch.ops.nsa_lab.selected_bwd.default
 
 
+# fmt: off
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str,
+    documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor, list[InvertedIndex]]:
     """`selected_attention` itself, past PyTorch's dispatcher, and the indices that `backward` can use."""
     q, k, v = map(with_short_rows, (q, k, v))
     blocks, block = _split_blocks(blocks, l_sel)
-    sizes = _sizes(q, v, blocks.shape[3], block)
+    bounds = raw_bounds(documents, longest, k.shape[1])
+    sizes = _sizes(q, v, blocks.shape[3], block, bounds.documents, first)
     out = q.new_empty(sizes.B, sizes.T, sizes.H, sizes.dv)
     lse = q.new_empty(sizes.B, sizes.T, sizes.H, dtype=torch.float32)
     with torch.cuda.device_of(q):
         if strategy == "union":
-            _forward_union(q, k, v, blocks, out, lse, sizes)
+            _forward_union(q, k, v, blocks, out, lse, sizes, bounds)
             return out, lse, []
-        return out, lse, _forward_gather(q, k, v, blocks, out, lse, sizes)
+        blocks = _numbered(blocks, block, bounds)
+        return out, lse, _forward_gather(q, k, v, blocks, out, lse, sizes, bounds)
+
+
+def _numbered(blocks: Tensor, block: int, bounds: Bounds) -> Tensor:
+    """The choice as the inverted index takes it."""
+    return blocks if bounds.documents is None else number_blocks(blocks, block, bounds)
 
 
 @torch.library.impl("nsa_lab::selected_fwd", ("cpu", "cuda"))
-def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, blocks, l_sel, strategy)[:2]
+def _(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str,
+    documents: Tensor | None = None, longest: int = 0, first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, blocks, l_sel, strategy, documents, longest, first)[:2]
+# fmt: on
 
 
 @torch.library.register_fake("nsa_lab::selected_fwd")
-def _(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, l_sel: int, strategy: str) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = q.shape
-    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, T, H, dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 # fmt: off
-def _forward_union(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes) -> None:
+def _forward_union(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: Bounds
+) -> None:
     tile = launch_table.selected_union(q.dtype, max(sizes.dk, sizes.dv))
-    tiles = ceil_div(sizes.T * sizes.heads, tile.rows)
-    unions = blocks.new_empty(sizes.B * sizes.G * tiles * sizes.n_blocks)
+    tiles = bounds.tiles(sizes.T * sizes.heads, tile.rows)
+    n_blocks = ceil_div(bounds.longest, sizes.block)  # that a query can choose from
+    unions = blocks.new_empty(sizes.B * sizes.G * tiles * n_blocks)
     # A tile of consecutive rows touches one query more than it holds, when it starts inside one.
     queries = (tile.rows + sizes.heads - 2) // sizes.heads + 1
     nsa_selected_union[(tiles * sizes.B * sizes.G,)](
-        q, k, v, blocks, unions, out, lse,
-        sizes.T, sizes.G, sizes.n_blocks,
+        q, k, v, blocks, unions, out, lse, bounds.q,
+        sizes.T, sizes.G, n_blocks, bounds.documents, sizes.first or None,
         *strides(q, k, v), *out.stride()[:2], *lse.stride()[:2],
         sizes.scale * LOG2E, tiles,
-        N_SEL_PAD=padded_width(sizes.n_sel), QUERIES_PAD=padded_width(queries), BLOCKS_PAD=padded_width(sizes.n_blocks + 1),
-        WORDS=ceil_div(sizes.n_blocks, 64), BITS=32 if sizes.n_blocks <= 32 else 64, WIDE=is_wide(sizes, 0, 0, k, v),
+        N_SEL_PAD=padded_width(sizes.n_sel), QUERIES_PAD=padded_width(queries), BLOCKS_PAD=padded_width(n_blocks + 1),
+        WORDS=ceil_div(n_blocks, 64), BITS=32 if n_blocks <= 32 else 64, WIDE=is_wide(sizes, 0, 0, k, v),
         ROWS=tile.rows, **sizes.constants(), **tile.options(),
     )
 
 
 def _forward_gather(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: Bounds
 ) -> list[InvertedIndex]:
-    """Fills out and lse; the index of every piece."""
+    """Fills out and lse; the index of every piece. `blocks` are `_numbered`."""
     tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), q.device)
     merge_rows = launch_table.streaming_rows(sizes.dv)
     indices: list[InvertedIndex] = []
@@ -204,14 +240,14 @@ def _forward_gather(
         part_q, part_out, part_lse = (piece.of(x, sizes.heads) for x in (q, out, lse))
         part_blocks = piece.of(blocks).contiguous()
         B, T, G = part_blocks.shape[:3]
-        index = _build_index(part_blocks, sizes, piece, q.element_size())
+        index = _build_index(part_blocks, sizes, piece, q.element_size(), bounds)
         indices.append(index)
         pairs = B * G * T * sizes.n_sel * sizes.heads
         pair_out = q.new_empty(pairs * sizes.dv)
         pair_lse = q.new_empty(pairs, dtype=torch.float32)
         nsa_selected_gather[(index.work.numel(),)](
-            part_q, piece.keys(k), piece.keys(v), *index, pair_out, pair_lse,
-            T, sizes.T, G, sizes.n_blocks, piece.t0,
+            part_q, piece.keys(k), piece.keys(v), *index, pair_out, pair_lse, bounds.q,
+            T, sizes.keys, G, sizes.n_blocks, sizes.first + piece.t0, bounds.documents,
             *strides(q, k, v),
             sizes.scale * LOG2E,
             WIDE=is_wide(sizes, T, sizes.dv, q), ITEM_ENTRIES=item_entries(sizes, q.element_size()),
@@ -220,10 +256,11 @@ def _forward_gather(
         tiles = ceil_div(T * sizes.heads, merge_rows)
         nsa_selected_merge[(tiles * B * G,)](
             pair_out, pair_lse, part_blocks, part_out, part_lse,
-            T, G, piece.t0,
+            T, G, sizes.first + piece.t0,
             *out.stride()[:2], *lse.stride()[:2],
             tiles,
-            HEADS=sizes.heads, N_SEL=sizes.n_sel, BLOCK=sizes.block, DV=sizes.dv, DV_PAD=padded_width(sizes.dv),
+            HEADS=sizes.heads, N_SEL=sizes.n_sel, BLOCK=sizes.block if bounds.documents is None else 0,
+            DV=sizes.dv, DV_PAD=padded_width(sizes.dv),
             ROWS=merge_rows, num_warps=launch_table.STREAMING_WARPS,
         )
     return indices
@@ -232,26 +269,29 @@ def _forward_gather(
 @torch.library.impl("nsa_lab::selected_bwd", ("cpu", "cuda"))
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor,
-    l_sel: int,
+    l_sel: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.cuda.device_of(q):
         do = with_short_rows(do)
         dq = q.new_empty(q.shape)
-        return dq, *backward(do, _delta(out, do, dlse), q, k, v, lse, blocks, l_sel, dq, add=False)
+        delta = _delta(out, do, dlse)
+        return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, longest, add=False)
 
 
 def backward(
-    do: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, blocks: Tensor, l_sel: int, dq: Tensor, *,
-    add: bool, indices: Sequence[InvertedIndex] = (),
+    do: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, blocks: Tensor, l_sel: int, dq: Tensor,
+    documents: Tensor | None = None, longest: int = 0, *, add: bool, indices: Sequence[InvertedIndex] = (),
 ) -> tuple[Tensor, Tensor]:
     """dk and dv; the gradient of q is written to the contiguous `dq`, or added to what is there.
 
     `delta` is sum(out * do) - dlse, float32 [B, T, H]; `indices` what `forward` gave, if at hand.
     """
     q, k, v, do = map(with_short_rows, (q, k, v, do))
+    bounds = raw_bounds(documents, longest, q.shape[1])
     blocks, block = _split_blocks(blocks, l_sel)
+    blocks = _numbered(blocks, block, bounds)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    _backward(q, k, v, do, lse.contiguous(), delta, blocks, dq, dk, dv, block, add, indices)
+    _backward(q, k, v, do, lse.contiguous(), delta, blocks, dq, dk, dv, block, add, indices, bounds)
     return dk, dv
 
 
@@ -277,8 +317,9 @@ def _delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, block: int, add: bool, indices: Sequence[InvertedIndex],
+    bounds: Bounds,
 ) -> None:
-    sizes, width = _sizes(q, v, blocks.shape[3], block), q.element_size()
+    sizes, width = _sizes(q, v, blocks.shape[3], block, bounds.documents), q.element_size()
     tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), q.device)
     sum_rows, sum_elements = launch_table.streaming_rows(sizes.dk), launch_table.SUM_ITEMS_ELEMENTS
     item = sizes.block * (sizes.dk + sizes.dv)
@@ -296,12 +337,12 @@ def _backward(
         B, T, G = part_blocks.shape[:3]
         first, last = piece.t0 == 0, piece.t1 == sizes.T
         sums = None if all_sums is None else all_sums[piece.g0 % all_sums.shape[0] :]
-        index = indices[number] if indices else _build_index(part_blocks, sizes, piece, width)
+        index = indices[number] if indices else _build_index(part_blocks, sizes, piece, width, bounds)
         pair_dq = q.new_empty(B * G * T * sizes.n_sel * sizes.heads * sizes.dk)
         item_dkv = q.new_empty(index.work.numel() * item, dtype=torch.float32)
         nsa_selected_backward[(index.work.numel(),)](
-            part_q, part_k, part_v, part_do, part_lse, part_delta, *index, pair_dq, item_dkv, part_dk, part_dv,
-            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0,
+            part_q, part_k, part_v, part_do, part_lse, part_delta, *index, pair_dq, item_dkv, part_dk, part_dv, bounds.q,
+            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.documents,
             *strides(q, k, v, do), *lse.stride()[:2],
             scale_ds, scale_dk, sizes.scale * LOG2E,
             ONE_PIECE=first and last, WIDE=is_wide(sizes, T, sizes.dk, q, do), SCALED_V=scaled_v, ITEM_ENTRIES=entries,
@@ -310,8 +351,8 @@ def _backward(
         tiles = ceil_div(T * sizes.heads, sum_rows)
         reductions = B * G * sizes.n_blocks * parts
         nsa_selected_sum[(reductions + tiles * B * G,)](
-            pair_dq, part_blocks, part_dq, item_dkv, index.starts, sums, part_dk, part_dv,
-            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0,
+            pair_dq, part_blocks, part_dq, item_dkv, index.starts, sums, part_dk, part_dv, bounds.q,
+            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.documents,
             *dq.stride()[:2],
             scale_dk if scaled_v else 1.0, tiles, reductions, parts,
             FIRST=first, LAST=last, ADD=add, ITEM_ENTRIES=entries, ROWS=sum_rows, ELEMENTS=sum_elements,
@@ -333,18 +374,20 @@ def _sums(q: Tensor, sizes: Sizes, pieces: list[Piece]) -> Tensor | None:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, blocks, l_sel, _ = inputs
+    q, k, v, blocks, l_sel, _, documents, longest, ctx.first = inputs
     out, lse = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, blocks)
-    ctx.l_sel = l_sel
+    ctx.save_for_backward(q, k, v, out, lse, blocks, documents)
+    ctx.l_sel, ctx.longest = l_sel, longest
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, blocks = ctx.saved_tensors
+    refuse_chunk_gradients(ctx.first)
+    q, k, v, out, lse, blocks, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
-    return *_selected_bwd(do, dlse, q, k, v, out, lse, blocks, ctx.l_sel), None, None, None
+    grads = _selected_bwd(do, dlse, q, k, v, out, lse, blocks, ctx.l_sel, documents, ctx.longest)
+    return *grads, *(None,) * 6
 
 
 torch.library.register_autograd("nsa_lab::selected_fwd", _differentiate, setup_context=_keep)

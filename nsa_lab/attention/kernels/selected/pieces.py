@@ -31,6 +31,12 @@ class Sizes(NamedTuple):
     block: int
     dk: int
     dv: int
+    documents: int | None = None  # in one row, if there are any; none of their blocks has tokens of two
+    first: int = 0  # position of the first query
+
+    @property
+    def keys(self) -> int:
+        return self.first + self.T
 
     @property
     def heads(self) -> int:
@@ -38,7 +44,7 @@ class Sizes(NamedTuple):
 
     @property
     def n_blocks(self) -> int:
-        return ceil_div(self.T, self.block)
+        return ceil_div(self.keys, self.block) if self.documents is None else self.T // self.block + self.documents
 
     @property
     def scale(self) -> float:

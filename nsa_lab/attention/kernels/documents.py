@@ -1,0 +1,89 @@
+"""Documents one after another in a row: how a program finds the one it works on, and the tiles of them all are counted.
+
+A document is a sequence whose pointers are moved to its first row: past that, a kernel works on it as on one of a batch.
+So no tile spans two documents, and none sees another's rows. The tables of first rows say all: tile n of a document that
+begins at row r is number r // TILE + document + n, which leaves room for every tile of every document, whatever their
+lengths, without a count of the tiles before. Grids follow from the total and the number of documents alone; the few
+programs whose tile holds nothing return at once.
+"""
+
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_lab.attention.kernels.host import ceil_div
+
+
+@triton.jit
+def first_tile(bounds_ptr, document, EACH: tl.constexpr, TILE: tl.constexpr):
+    """The number of a document's first tile, where a token has EACH rows and a tile TILE of them."""
+    return tl.load(bounds_ptr + document).to(tl.int64) * EACH // TILE + document
+
+
+@triton.jit
+def document_of_tile(bounds_ptr, documents, tile, EACH: tl.constexpr, TILE: tl.constexpr):
+    """The document that tile number `tile` belongs to, and which of the document's tiles it is, from 0."""
+    document = tile * 0
+    stop = document + documents
+    while stop - document > 1:
+        middle = (document + stop) // 2
+        begun = first_tile(bounds_ptr, middle, EACH, TILE) <= tile
+        document = tl.where(begun, middle, document)
+        stop = tl.where(begun, stop, middle)
+    return document, (tile - first_tile(bounds_ptr, document, EACH, TILE)).to(tl.int32)
+
+
+@triton.jit
+def document_of_row(bounds_ptr, documents, row):
+    """The document that holds row `row` of the table's rows."""
+    document = tl.cast(row, tl.int32) * 0
+    stop = document + documents
+    while stop - document > 1:
+        middle = (document + stop) // 2
+        begun = tl.load(bounds_ptr + middle) <= row
+        document = tl.where(begun, middle, document)
+        stop = tl.where(begun, stop, middle)
+    return document
+
+
+@triton.jit
+def document_rows(bounds_ptr, document):
+    """A document's first row (int64), and how many it has."""
+    first = tl.load(bounds_ptr + document)
+    return first.to(tl.int64), tl.load(bounds_ptr + document + 1) - first
+
+
+class Bounds(NamedTuple):
+    """First rows of all documents, and the end of the last: int32 [documents + 1] on the device; None where there are none.
+
+    `longest`: tokens that no document exceeds.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    documents: int | None
+    longest: int
+
+    def tiles(self, rows: int, tile: int) -> int:
+        """Programs for all tiles of `tile` of so many rows."""
+        return ceil_div(rows, tile) if self.documents is None else rows // tile + self.documents
+
+
+ONE_DOCUMENT = Bounds(None, None, None, 0)
+
+
+def raw_bounds(table: Tensor | None, longest: int, T: int) -> Bounds:
+    """Of queries, and of keys of which each token has one; `table` as `Span.row_bounds` gives it, None: no documents."""
+    return Bounds(None, None, None, T) if table is None else Bounds(table[0], table[0], table.shape[1] - 1, longest)
+
+
+def compressed_bounds(table: Tensor | None, longest: int, T: int) -> Bounds:
+    """Of queries, and of compressed keys."""
+    return Bounds(None, None, None, T) if table is None else Bounds(table[0], table[1], table.shape[1] - 1, longest)

@@ -1,0 +1,202 @@
+"""Documents one after another in a row: each is computed as if it were alone, and nothing of it reaches another. Chunks."""
+
+from __future__ import annotations
+
+import packings
+import pytest
+import torch
+import triton
+import triton.language as tl
+from attention_inputs import Inputs
+from span_cases import Case, error, truth, weights_of
+from span_cases import computed as computed_by_parts
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nsa_lab import attention
+from nsa_lab.attention import Span, kernels
+from nsa_lab.attention.kernels.band.launch import band_attention
+from nsa_lab.attention.kernels.documents import Bounds, document_of_row, document_of_tile, document_rows
+from nsa_lab.attention.kernels.selected import launch as selected
+from nsa_lab.attention.kernels.selected import pieces
+from nsa_lab.config import NSAConfig
+
+CUDA = torch.cuda.is_available()
+NSA = NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
+# None, one token, fewer than a compressed block, and past the edge of a block, where a tile of queries has 32 rows.
+LENGTHS = (1, 17, 0, 5)
+
+
+def bounds(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def case_of(lengths: tuple[int, ...], capacity: int | None, h: int, G: int = 1) -> Case:
+    span = Span.packed(bounds(*lengths), capacity)
+    return Case(NSA, span, (0,) * len(lengths), lengths, 1, G=G, h=h, d_k=32, d_v=32, seed=5)
+
+
+@triton.jit
+def _find(bounds_ptr, found_ptr, row_ptr, documents, EACH: tl.constexpr, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    document, own = document_of_tile(bounds_ptr, documents, tile, EACH, TILE)
+    first, tokens = document_rows(bounds_ptr, document)
+    if own * TILE < tokens * EACH:
+        tl.store(found_ptr + tile * 2, document)
+        tl.store(found_ptr + tile * 2 + 1, first * EACH + own * TILE)
+    if tile < tl.load(bounds_ptr + documents):
+        tl.store(row_ptr + tile, document_of_row(bounds_ptr, documents, tile))
+
+
+@pytest.mark.parametrize(("each", "tile"), [(1, 4), (3, 2)])
+def test_every_tile_of_every_document_has_one_program(each: int, tile: int, device: torch.device) -> None:
+    lengths = (0, 5, 0, 0, 1, 8, 3, 4, 0)
+    span = Span.packed(bounds(*lengths))
+    table = span.row_bounds(NSA, device)
+    rows = Bounds(table[0], table[0], table.shape[1] - 1, 0)
+    programs = max(rows.tiles(span.queries * each, tile), span.queries)
+    found = torch.full((programs, 2), -1, dtype=torch.int64, device=device)
+    owners = torch.full((span.queries,), -1, dtype=torch.int64, device=device)
+    _find[(programs,)](table[0], found, owners, rows.documents, EACH=each, TILE=tile)
+    expected = [
+        [number, row]
+        for number, document in enumerate(span.documents)
+        for row in range(document.queries.start * each, document.queries.stop * each, tile)
+    ]
+    assert [pair for pair in found.tolist() if pair[0] >= 0] == expected
+    assert owners.tolist() == span.query_documents().tolist()
+
+
+def test_what_launches_need_is_counted_on_the_cpu() -> None:
+    """Rows of documents, and of their compressed keys, each row of the table 16 bytes or a multiple."""
+    span = Span.packed(bounds(9, 0, 21), capacity=6)
+    table = span.row_bounds(NSA, torch.device("cpu"))
+    assert table.tolist() == [[0, 9, 9, 30, 30, 30, 30, 30], [0, 1, 1, 5, 5, 5, 5, 5]] and table.dtype == torch.int32
+    assert span.row_bounds(NSA, torch.device("cpu")) is table
+    alone = Span.packed(bounds(9, 0, 21)).row_bounds(NSA, torch.device("cpu"))
+    assert alone.tolist() == [[0, 9, 9, 30], [0, 1, 1, 5]]
+    # What is compiled for follows the total with a capacity, and else the longest document's power of two.
+    q = torch.empty(1)
+    assert [kernels._where(s, NSA, q)[1] for s in (span, Span.packed(bounds(9, 0, 21)))] == [30, 30]
+    assert kernels._where(Span.packed(bounds(40, 9, 21)), NSA, q)[1] == 64
+
+
+# Interpreted, kernel by kernel.
+
+
+def computed(case: Case, x, weights):
+    """The whole operator alone: what `span_cases.computed` gives of it."""
+    x = x.map(lambda y: y.detach().requires_grad_())
+    out = attention.nsa_attention(*x, case.nsa, backend="triton", span=case.span)
+    return {"mixed": out.detach()}, x._make(torch.autograd.grad((out * weights["mixed"]).sum(), x))
+
+
+# Scores of the poisoned neighbour overflow, which the interpreter says.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize("strategy", ["union", "gather"])
+def test_equals_brute_force_and_a_neighbour_changes_no_bit(strategy: str, poisoned, monkeypatch) -> None:
+    """Forward, and every gradient, part by part and the whole on its own; rows of padding get a gradient of zero.
+
+    Large finite values in all rows of a document then leave outputs and gradients of those on both sides as they are.
+    """
+    if strategy == "gather":
+        monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    case = case_of(LENGTHS, 4 if strategy == "gather" else None, h=2)
+    exact = case.inputs()
+    x = exact.map(torch.Tensor.float)
+    weights = weights_of(case, exact)
+    by_parts = strategy == "union"
+    if not by_parts:
+        weights = {name: y if name == "mixed" else torch.zeros_like(y) for name, y in weights.items()}
+    results, blocks, gradients = truth(case, x.map(torch.Tensor.double), weights)
+    if by_parts:
+        mine, chosen, grads = computed_by_parts(case, x, {name: y.float() for name, y in weights.items()}, "triton")
+        assert [[[j for j in row if j >= 0] for row in g] for g in chosen[0].tolist()] == blocks[0]
+    else:
+        mine, grads = computed(case, x, {name: y.float() for name, y in weights.items()})
+    for name, y in mine.items():
+        assert error(y.double(), results[name]) < 1e-5, name
+    for name, grad in grads._asdict().items():
+        true = gradients[name]
+        assert (grad[:, true.shape[1] :] == 0).all(), name
+        assert error(grad[:, : true.shape[1]].double(), true) < 1e-5, name
+    if not by_parts:
+        assert_no_bit_changes(case, x, weights["mixed"].float(), mine["mixed"], grads)
+
+
+def assert_no_bit_changes(case: Case, x: Inputs, weight: torch.Tensor, out: torch.Tensor, grads: Inputs) -> None:
+    rows = {
+        name: (case.span.compressed_rows(NSA)[1] if name.endswith("_cmp") else case.span.documents[1].queries)
+        for name in ("mixed", *x._fields)
+    }
+    spoilt = x.map(torch.clone)
+    for name, y in spoilt._asdict().items():
+        y[:, rows[name]] = 0.5 if name == "gates" else 1e18
+    after, new = computed(case, spoilt, {"mixed": weight})
+    for name, y, z in [("mixed", out, after["mixed"]), *zip(x._fields, grads, new, strict=True)]:
+        others = torch.ones(y.shape[1], dtype=torch.bool)
+        others[rows[name]] = False
+        assert torch.equal(y[:, others], z[:, others]), name
+        assert not torch.equal(y[:, rows[name]], z[:, rows[name]]), name
+
+
+@pytest.mark.slow
+def test_in_pieces_as_in_one(device, monkeypatch, poisoned) -> None:
+    """A piece of one group's queries ends inside a document, and that of the rest of all groups' goes on with it."""
+    monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    case = case_of((10, 0, 7), None, h=1, G=2)
+    x = case.inputs(torch.float32).map(lambda y: y.to(device).requires_grad_())
+    table, longest, _ = kernels._where(case.span, NSA, x.q)
+    blocks = torch.tensor([0, -1, -1, -1], dtype=torch.int32, device=device).expand(1, 17, 2, 4)
+
+    def run():
+        out, lse = selected.selected_attention(x.q, x.k_sel, x.v_sel, blocks, NSA.l_sel, table, longest)
+        return out, lse, *torch.autograd.grad((out, lse), (x.q, x.k_sel, x.v_sel), (out.detach(), lse.detach()))
+
+    whole = run()
+    cut = [pieces.Piece(0, 1, 0, 1, 0, 6), pieces.Piece(0, 1, 1, 2, 0, 6), pieces.Piece(0, 1, 0, 2, 6, 17)]
+    monkeypatch.setattr(selected, "cut", lambda *_: cut)
+    monkeypatch.setattr(selected, "is_ordered", lambda *_: True)
+    for a, b in zip(whole, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "start", "length"), [("union", 41, 9), ("gather", 60, 1)])
+def test_a_chunk_is_computed_forward(strategy: str, start: int, length: int, poisoned, monkeypatch) -> None:
+    if strategy == "gather":
+        monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    case = Case(NSA, Span.chunk(start, length), (start,), (length,), 2, G=1, h=2, d_k=32, d_v=32, seed=5)
+    x = case.inputs(torch.float32)
+    out = attention.nsa_attention(*x, NSA, backend="triton", span=case.span)
+    exact = attention.reference.nsa_attention(*x.map(torch.Tensor.double), NSA, span=case.span)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    x.q.requires_grad_()
+    with pytest.raises(NotImplementedError, match=rf"no gradients of Span.chunk\({start}, \.\.\.\); use backend='torch'"):
+        attention.window_attention(x.q, x.k_win, x.v_win, NSA, backend="triton", span=case.span)[0].sum().backward()
+
+
+@pytest.mark.slow
+def test_one_compiled_graph_serves_all_documents(device) -> None:
+    """With a capacity nothing but the table changes, and that is an input: no break, no second compilation."""
+    x = case_of((17,), None, h=1).inputs(torch.float32).map(lambda y: y.to(device))
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(table: torch.Tensor) -> torch.Tensor:
+        return band_attention(x.q, x.k_win, x.v_win, 1, 1, NSA.w, table, 17)[0]
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for lengths in ((12, 5), (2, 0, 15)):
+        table = Span.packed(bounds(*lengths), capacity=3).row_bounds(NSA, device)
+        assert torch.equal(compiled(table), attend(table))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device; packings.py runs a few under the interpreter")
+@pytest.mark.parametrize("c", packings.CONFIGURATIONS, ids=str)
+def test_random_packings_are_documents_alone(c: packings.Configuration) -> None:
+    """More: python tests/kernels/packings.py 1000."""
+    for seed in range(2):
+        found = packings.check(seed, c, packings.MOST_DOCUMENTS, packings.MOST_TOKENS)
+        assert all(error <= 1 for error in found.values()), found
