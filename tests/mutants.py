@@ -131,6 +131,7 @@ OTHERS = {
     "data.sources.local": ["tests/data/test_sources.py"],
     "config.yaml_text": ["tests/test_config.py"],
     "report.inert": ["tests/report/test_inert.py"],
+    "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "data.staged": ["tests/train/test_stages.py", "tests/train/test_evaluation.py"],
     "data.recall.planting": ["tests/data/test_recall.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
@@ -1041,6 +1042,19 @@ MUTANTS = [
     ),
     Mutant(
         "health: no gradient passes", "health.learning", "if (none := norms == 0).any():", "if (none := norms < 0).any():"
+    ),
+    Mutant(
+        "health: shares of gates told by their entropy",
+        "health.branches",
+        'by_share = f"shares moved by {_least_to_most(np.max(moved, axis=0))}, of 1"',
+        'by_share = "shares moved by 0.251 to 0.393, of 1"',
+    ),
+    Mutant("health: a layer that stayed even is not named", "health.branches", "< limits.gate_even if away", "< 0 if away"),
+    Mutant(
+        "notebook: every run is called resumed",
+        "workbook.notebook",
+        'if not any(event["kind"] in ("start", "resume")',
+        'if False and not any(event["kind"] in ("start", "resume")',
     ),
     Mutant(
         "health: a gate that froze after a while passes",

@@ -58,8 +58,30 @@ def gates_moved(history: History, limits: Limits) -> Verdict | None:
         True,
         float(change.min()),
         limits.gate_moved,
-        f"every layer's shares changed; the least by {change.min():.3f}, the most by {change.max():.3f}",
+        f"{_movement(entropy, _shares(history))}; {_never_specialised(_shares(history), limits)}",
     )
+
+
+def _movement(entropy: np.ndarray, shares: dict[str, np.ndarray]) -> str:
+    """By how much the gates of the layers moved: shares and entropies apart, for they have units of their own."""
+    moved = [np.ptp(values, axis=0) for values in shares.values() if len(values)]
+    by_share = f"shares moved by {_least_to_most(np.max(moved, axis=0))}, of 1" if moved else "no shares were recorded"
+    return f"{by_share}; entropy by {_least_to_most(np.ptp(entropy, axis=0))}, nats"
+
+
+def _least_to_most(change: np.ndarray) -> str:
+    least, most = int(change.argmin()), int(change.argmax())
+    return f"{change[least]:.3f} (layer {least}) to {change[most]:.3f} (layer {most})"
+
+
+def _never_specialised(shares: dict[str, np.ndarray], limits: Limits) -> str:
+    """Names the layers that never came to prefer a branch. Their gates may differ from token to token all the same."""
+    away = [np.abs(values - 1 / 3).max(axis=0) for values in shares.values() if len(values)]
+    even = np.max(away, axis=0) < limits.gate_even if away else np.zeros(0, bool)
+    if not even.any():
+        return "every layer left even shares" if len(even) else "which layers specialised is not known"
+    told = f"within {np.max(away, axis=0)[even].max():.3f} of 1/3"
+    return f"never specialised, every share {told} throughout: {layers_named(even)}"
 
 
 def gates_alive(history: History, limits: Limits) -> Verdict | None:

@@ -43,7 +43,8 @@ def _story(attempts: list[Attempt]) -> str:
         return "one attempt"
     parts = [f"attempt {a.number} {a.ending} at step {a.last_step:,}" for a in attempts[:-1]]
     last = attempts[-1]
-    return f"{len(attempts)} attempts: {', '.join(parts)}, attempt {last.number} went on from step {last.from_step:,}"
+    way = f"went on from step {last.from_step:,}" if last.from_step else "began anew"
+    return f"{len(attempts)} attempts: {', '.join(parts)}, attempt {last.number} {way}"
 
 
 def checkpoints(history: History, limits: Limits) -> Verdict:

@@ -28,6 +28,7 @@ class Limits:
     heartbeats: float = 0.5  # of those that were due in the time that the last attempt took
     clock_back_s: float = 60.0  # that clocks of two hosts may differ, or one be set right
     gate_moved: float = 0.002  # smallest change of a layer's branch shares or entropy that counts as movement
+    gate_even: float = 0.05  # shares that never strayed farther from 1/3 than this are of a layer that did not specialise
     gate_pinned: float = 1e-4  # an entropy this close to ln 3 in every reading is a gate of zeros
     gate_entropy: float = 0.20  # a layer below this has collapsed onto one branch (ln 3 = 1.099 is even)
     gate_share: float = 0.02  # a branch below this in a layer is not used there

@@ -207,6 +207,28 @@ def test_a_gate_that_does_not_move_is_named(spoil: Any, text: str, tmp_path: Pat
     assert text in named(verdicts(write_run(tmp_path, spoil=spoil)), "gates moved").text
 
 
+def even_in_layer_1(events: list[Event]) -> None:
+    """Its tokens differ, its means do not: the entropy falls, and the shares stay at a third."""
+    for event in events:
+        if "gate_entropy" in event:
+            for branch, off in (("cmp", -0.01), ("sel", 0.02), ("win", -0.01)):
+                event[f"gate_share_{branch}"][1] = 1 / 3 + off * event["step"] / 200
+            event["gate_entropy"][1] = 1.0 - event["step"] / 400
+
+
+def test_shares_and_entropy_of_gates_are_told_apart_and_a_layer_that_stayed_even_is_named(tmp_path: Path) -> None:
+    """A range of the entropy was once told as one of the shares, of a layer that stood at a third for the whole run."""
+    found = named(verdicts(write_run(tmp_path, spoil=even_in_layer_1)), "gates moved")
+    assert found.ok
+    assert found.text == (
+        "shares moved by 0.018 (layer 1) to 0.090 (layer 0), of 1; entropy by 0.090 (layer 0) to 0.450 (layer 1), nats; "
+        "never specialised, every share within 0.020 of 1/3 throughout: layer 1"
+    )
+    shipped = named(verdicts(names.root() / "outputs/production_50k-20261121T141448Z-afd3"), "gates moved")
+    assert "shares moved by 0.035 (layer 0)" in shipped.text and "entropy by 0.251 (layer 0)" in shipped.text
+    assert shipped.text.endswith("within 0.023 of 1/3 throughout: layer 0")
+
+
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
