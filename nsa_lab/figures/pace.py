@@ -12,7 +12,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from nsa_lab.figures.run_axes import RUN_COLOURS, STEP, Run, histories_of, mark_resumes, mark_stalls, over_steps, rows
 from nsa_lab.figures.style import legend
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, median_speeds
 
 
 def throughput(runs: Run | Sequence[Run]) -> Figure:
@@ -40,9 +40,9 @@ def draw_speed(axes: Axes, history: History, colour: str) -> None:
     over_steps(axes)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
     axes.plot(steps, speed, color=colour, linewidth=1, marker="." if len(steps) < 80 else None, label=history.run)
-    if len(speed):
-        median = float(np.median(speed))
+    for median in median_speeds(history):
         axes.axhline(median, color=colour, linestyle=":", linewidth=1, label=f"median {median:,.0f}")
-        axes.set_ylim(0, 1.25 * float(speed.max()))
+    if np.isfinite(speed).any():
+        axes.set_ylim(0, 1.25 * float(np.nanmax(speed)))
     legend(axes)
     mark_resumes(axes, history)

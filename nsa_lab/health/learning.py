@@ -11,7 +11,7 @@ import numpy as np
 
 from nsa_lab.config import StageConfig, TrainConfig
 from nsa_lab.health.verdict import Limits, Verdict
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, training_now
 
 UNIFORM_NOISE_BITS = math.log2(255)  # of the synthetic source: 255 equal bytes
 
@@ -71,7 +71,7 @@ def training_loss(history: History, limits: Limits) -> Verdict | None:
         if still >= limits.equal_losses:
             text = f"{name} is the same to the last bit in {still} readings in a row, up to step {where:,}"
             return Verdict("training loss", False, still, limits.equal_losses, text)
-        last = float(np.mean(values[-max(1, min(50, len(values) // 10)) :]))
+        last = float(np.mean(training_now(history, name)))
         falls.append((1 - last / values[0], f"from {values[0]:.3f} to {last:.3f} {unit}"))
     fall, text = min(falls)
     return Verdict("training loss", bool(fall >= limit), fall, limit, f"{text} (at least {limit:.1%} below asked)")
@@ -113,21 +113,13 @@ def gradients(history: History, limits: Limits) -> Verdict:
 
 
 def loss_kept(history: History, limits: Limits) -> Verdict:
-    steps, bpb = _at_the_last_length(history, *_numbers_of(*history.validation()))
+    steps, bpb = history.at_the_last_length(*_numbers_of(*history.validation()))
     if len(bpb) < 3:
         return Verdict("loss kept", None, None, limits.best_kept, "fewer than three evaluations")
     best = int(bpb.argmin())
     ratio = bpb[-1] / bpb[best]
     text = f"last validation {bpb[-1]:.3f} bits per byte, best {bpb[best]:.3f} at step {steps[best]:,}"
     return Verdict("loss kept", bool(ratio <= limits.best_kept), ratio, limits.best_kept, text)
-
-
-def _at_the_last_length(history: History, steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The readings of stages that are as long as the one the run is in: a longer past makes text easier to predict."""
-    train = history.config.train
-    length = train.stage_at(history.reached).seq_len
-    same = np.array([train.stage_at(int(step)).seq_len == length for step in steps], dtype=bool)
-    return steps[same], values[same]
 
 
 def no_leak(history: History, limits: Limits) -> Verdict:
@@ -148,11 +140,11 @@ def no_leak(history: History, limits: Limits) -> Verdict:
 
 
 def generalises(history: History, limits: Limits) -> Verdict:
-    _, train = _at_the_last_length(history, *_numbers_of(*history.series("bpb")))
-    _, held_out = _at_the_last_length(history, *_numbers_of(*history.validation()))
+    _, train = history.at_the_last_length(*_numbers_of(*history.series("bpb")))
+    _, held_out = history.at_the_last_length(*_numbers_of(*history.validation()))
     if len(held_out) < 2 or len(train) < 5:
         return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
-    recent = float(np.mean(train[-max(5, len(train) // 10) :]))
+    recent = float(np.mean(training_now(history)))
     ratio = held_out[-1] / recent
     text = f"validation {held_out[-1]:.3f} against training {recent:.3f} bits per byte, ratio {ratio:.3f}"
     return Verdict("generalises", bool(ratio <= limits.validation_gap), ratio, limits.validation_gap, text)

@@ -10,6 +10,7 @@ import numpy as np
 
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
+from nsa_lab.runs.summary import size_text, speed_of
 
 
 def throughput(history: History, limits: Limits) -> Verdict:
@@ -23,11 +24,11 @@ def throughput(history: History, limits: Limits) -> Verdict:
         return Verdict("throughput", None, None, limits.slow_share, "too short to judge how steady it was")
     stages, speed, took_s = (np.array(column) for column in zip(*windows, strict=True))
     # A stage of longer texts is slower by its nature.
-    medians, best = ({int(n): of(speed[stages == n]) for n in np.unique(stages)} for of in (np.median, _best_tenth))
+    best = {int(n): _best_tenth(speed[stages == n]) for n in np.unique(stages)}
     slow = speed < limits.slow_factor * np.array([best[stage] for stage in stages])
     share, slow_s = float(slow.mean()), float(took_s[slow].sum())
     text = (
-        f"median {', then '.join(f'{median:,.0f}' for median in medians.values())} tokens/s; "
+        f"median {speed_of(history)} tokens/s; "
         f"{share:.1%} of the work below {limits.slow_factor:.0%} of the best tenth's pace, "
         f"{', then '.join(f'{pace:,.0f}' for pace in best.values())} (slowest {speed.min():,.0f})"
     )
@@ -109,5 +110,5 @@ def memory(history: History, limits: Limits) -> Verdict:
         late / early <= limits.memory_growth,
         late / early,
         limits.memory_growth,
-        f"resident memory at most {early / 1e9:.2f} GB in the first half, {late / 1e9:.2f} GB in the second",
+        f"resident memory at most {size_text(early)} in the first half, {size_text(late)} in the second",
     )

@@ -115,15 +115,8 @@ def notebook_error(notebook: Any) -> dict[str, str] | None:
     return None
 
 
-def state_of(history: History) -> str | None:
-    """What the run's status says; DEAD where it says RUNNING and no trainer is alive."""
-    state = history.status.get("status")
-    return "DEAD" if state == directory.RUNNING and not history.alive else state
-
-
 def _advice(history: History) -> str | None:
-    state = state_of(history)
-    return ADVICE[state].format(run=history.run, step=history.reached) if state in ADVICE else None
+    return ADVICE[history.state].format(run=history.run, step=history.reached) if history.state in ADVICE else None
 
 
 def _counts(health: Health) -> str:

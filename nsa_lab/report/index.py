@@ -12,7 +12,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from nsa_lab.config import ConfigError
-from nsa_lab.report.header import state_of
 from nsa_lab.report.inert import POLICY
 from nsa_lab.runs import directory, names
 from nsa_lab.runs.directory import RunDirectoryError
@@ -45,7 +44,7 @@ def _row(run_dir: Path) -> dict[str, Any]:
     except (ConfigError, RunDirectoryError, ValueError) as error:
         return row | {"problem": " ".join(str(error).split())[:300]}
     first, last = known.first_validation_bpb, known.last_validation_bpb
-    state = state_of(history)
+    state = history.state
     return row | {
         "state": state,
         "mood": "open" if state is None else MOODS.get(state, "open"),

@@ -24,7 +24,8 @@ def history(pace: list[float], train_bpb: list[float], held_out: dict[int, float
     """Forty steps that took what `pace` (tokens per second) says, and some evaluations."""
     config = RunConfig.from_dict({"train": train or {"stages": STAGES}})
     steps = [
-        {"kind": "step", "attempt": 1, "step": n, "dt_s": 512 / pace[n - 1], "bpb": train_bpb[n - 1]} for n in range(1, 41)
+        {"kind": "step", "attempt": 1, "step": n, "dt_s": 512 / speed, "tokens_per_s": speed, "bpb": bpb}
+        for n, (speed, bpb) in enumerate(zip(pace, train_bpb, strict=True), 1)
     ]
     evaluations = [{"kind": "eval", "attempt": 1, "step": n, "bpb": bpb} for n, bpb in held_out.items()]
     return History(Path(), config, {}, {}, [*steps, *evaluations], steps, evaluations)
