@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,23 +25,20 @@ app = typer.Typer()
 
 
 @app.command()
-def status(run: Annotated[str | None, typer.Argument(metavar="[RUN]")] = None, outputs: Outputs = None) -> None:
-    """What one run is doing, or a line for each run there is."""
-    folder = names.outputs_folder(outputs)
-    if run is None:
-        Console().print(*_runs_view(folder))
-        return
-    from nsa_lab.runs.history import History
-    from nsa_lab.runs.summary import shown_facts
+def status(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]")] = None,
+    outputs: Outputs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON: an object, or a list of one for each run")] = False,
+) -> None:
+    """What one run is doing, or a line for each run there is: how far, loss, speed, verdict."""
+    from nsa_lab.cli import states
 
-    history = History.read(names.find_run(run, folder))
-    table = Table("", history.run, show_header=True, box=None)
-    for name, value in [("state", launch.state(history.run_dir)), *shown_facts(history), ("folder", str(history.run_dir))]:
-        table.add_row(name, value)
-    for attempt in history.attempts():
-        told = f"steps {attempt.from_step:,} to {attempt.last_step:,}, {attempt.ending}"
-        table.add_row(f"attempt {attempt.number}", told)
-    Console().print(table)
+    folder = names.outputs_folder(outputs)
+    if as_json:
+        told = states.told(names.find_run(run, folder)) if run else states.every(folder)
+        typer.echo(json.dumps(told, indent=1, ensure_ascii=False))
+        return
+    Console().print(*(states.of_run(names.find_run(run, folder)) if run else states.of_all(folder)))
 
 
 @app.command()
@@ -128,18 +126,3 @@ def _health_view(found: Health) -> Iterator[Any]:
     for verdict in found.verdicts:
         table.add_row(verdict.name, Text(verdict.mark, style=styles[verdict.ok]), Text(verdict.text, overflow="fold"))
     yield table
-
-
-def _runs_view(folder: Path) -> Iterator[Any]:
-    table, problems = Table("run", "state", "step", "tokens", box=None), []
-    for run_dir in names.run_directories(folder):
-        try:
-            state = launch.state(run_dir)
-        except (RunDirectoryError, OSError) as error:
-            table.add_row(run_dir.name, "?", "", "")
-            problems.append(Text(str(error), style="yellow", overflow="fold"))
-            continue
-        said = directory.read_status(run_dir)
-        table.add_row(run_dir.name, state, f"{said.get('step', 0):,}", f"{said.get('tokens', 0):,}")
-    yield table if table.row_count else f"no runs in {folder}; nsa-lab run smoke makes one"
-    yield from problems

@@ -114,17 +114,41 @@ def plan(
 
     # A measurement of this very shape says more than the gate, which is the slowest that a run accepts.
     known = recorded_speed(config) if not tokens_per_s and ranks == 1 else None
-    typer.echo(plan_of(config, known[0] if known else tokens_per_s, ranks))
     if known:
-        typer.echo(f"  (that speed was measured on one {known[1]}; for another GPU give --tokens-per-s)")
-    elif config.train.min_tokens_per_s and not tokens_per_s:
-        typer.echo("  (that speed is train.min_tokens_per_s, the slowest that the run accepts; give --tokens-per-s)")
+        speed, whence = known[0], f"measured on one {known[1]}; for another GPU give --tokens-per-s"
+    elif not tokens_per_s and (run_before := _run_of(config, names.outputs_folder(outputs))):
+        speed, whence = run_before[1], f"that of {run_before[0]}, a run of this very configuration"
+    else:
+        speed, whence = tokens_per_s, None if tokens_per_s else _speed_unknown(config)
+    typer.echo(plan_of(config, speed, ranks))
+    if whence:
+        typer.echo(f"  (the speed: {whence})")
     if run_dir:
         from nsa_lab.runs.history import History
         from nsa_lab.workbook.planned import outcome
 
         typer.echo(f"\n{run_dir.name}, planned with the speed that its preflight measured:")
         typer.echo(outcome(History.read(run_dir), tokens_per_s))
+
+
+def _run_of(config: RunConfig, folder: Path) -> tuple[str, float] | None:
+    """The newest run of exactly this configuration in the folder that recorded a speed: its name, tokens per second."""
+    from nsa_lab.runs.history import History, median_speeds
+
+    for run_dir in reversed(names.run_directories(folder)):
+        try:
+            history = History.read(run_dir)
+        except (ConfigError, RunDirectoryError):
+            continue  # the list of runs names it; a plan does without
+        if history.config.hash() == config.hash() and (speeds := median_speeds(history)):
+            return history.run, speeds[-1]
+    return None
+
+
+def _speed_unknown(config: RunConfig) -> str:
+    if config.train.min_tokens_per_s:
+        return "train.min_tokens_per_s, the slowest that the run accepts; give --tokens-per-s"
+    return f"not known before one was measured: nsa-lab preflight {config.name} does, or give --tokens-per-s"
 
 
 @app.command()

@@ -45,6 +45,11 @@ class Limits:
     twin_gap: float = 0.01  # validation bpb over that of the dense twin, at most, as a share
     plan_memory: float = 0.15  # peak memory off the plan, either way
     plan_time: float = 0.25  # time off the plan, either way
+    trial_steps: int = 100  # a shorter run is a trial: what is asked of it has not grown to its full height
+    trial_tokens: float = 1.0  # tokens per parameter; with less, a model has hardly seen as much as it can hold
+    diverged_loss: float = 1.5  # last loss over the lowest one, of a run that was halted
+    diverged_gradient: float = 10.0  # last norm of the gradient over the least one
+    rash_rate: float = 0.03  # weights begin at a few hundredths, and AdamW moves each by about the rate in a step
     decode_error: float = 1e-6  # difference of logits over the largest, cached decoding against one full pass, in float64
 
 

@@ -3,6 +3,7 @@
 Invariants
 * Formulas are MathML, pictures are embedded and carry alt text, code is folded away but there.
 * The verdict comes from the run's own files, never from what papermill says about the notebook.
+* What the header says of its run, the notebook below it does not say again.
 * No path of the machine that it ran on: neither on the page nor in the executed notebook of a run directory.
 * A table drawn with box characters keeps its lines, however long; any other output wraps.
 * A notebook that failed gives a page of what it did, with the error on top.
@@ -31,9 +32,10 @@ from nsa_lab import figures
 from nsa_lab.figures.style import png, title
 from nsa_lab.health import write_verdict
 from nsa_lab.report.formulas import Formulas
-from nsa_lab.report.header import beside, notebook_error, run_summary
+from nsa_lab.report.header import beside, notebook_error, run_summary, unlike
 from nsa_lab.report.index import INDEX, write_index
 from nsa_lab.report.inert import POLICY, external_loads, inert
+from nsa_lab.report.once import once
 from nsa_lab.report.portable import make_portable, portable
 from nsa_lab.runs.files import write_text
 from nsa_lab.runs.history import History, evaluated_apart
@@ -53,9 +55,9 @@ END = "\n</main>\n</body>\n</html>\n"
 ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 
-def write_report(run_dir: str | Path, page: str | Path | None = None) -> Path:
-    """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none; and the
-    verdict beside it. With `page` that file alone is written, and nothing into the run directory.
+def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_alone: bool = False) -> Path:
+    """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none, and with
+    `record_alone`; and the verdict beside it. With `page` that file alone is written, and nothing into the run directory.
 
     Raises `RunDirectoryError` if the folder is not a run directory.
     """
@@ -66,7 +68,7 @@ def write_report(run_dir: str | Path, page: str | Path | None = None) -> Path:
         if notebook.is_file():
             make_portable(notebook)
     written = Path(page or history.run_dir / PAGE)
-    if notebook.is_file():
+    if notebook.is_file() and not record_alone:
         return export(notebook, written, run_dir=history.run_dir)
     return _write(_notebook_of([history]), written, [history], title=history.run)
 
@@ -103,10 +105,14 @@ def _write(
 ) -> Path:
     formulas = Formulas()
     error = notebook_error(notebook)
-    prepared = _prepare(notebook, formulas)
-    exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
-    subtitle = f"{histories[0].run}: {settings_of(histories[0].config)}" if len(histories) == 1 else None
     runs = [run_summary(history, picture=pictures) for history in histories]
+    prepared = _prepare(notebook, formulas)
+    for run, own in zip(runs, unlike(histories), strict=True):
+        run["unlike"] = own
+    for run in runs[:1] if pictures else []:
+        once(prepared, run["said"])
+    exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
+    subtitle = histories[0].run if len(histories) == 1 and histories[0].run != title else None
     resources = {
         "metadata": {"path": str(folder or page.parent), "name": page.stem},
         "page": {
@@ -116,7 +122,6 @@ def _write(
             "style": _style(),
             "error": error,
             "links": _links(page, histories),
-            "overview_cell": _cell_of(prepared, "overview("),
             "runs": runs,
             "beside": beside(runs, evaluated_apart(histories)) if len(runs) > 1 else None,
         },
@@ -189,11 +194,12 @@ def _notebook_of(histories: list[History]) -> NotebookNode:
         cells += [new_markdown_cell("# Side by side")]
         cells += [_picture(draw, histories) for draw in (figures.loss_curves, figures.learning_rate, figures.throughput)]
     for history in histories:
-        cells += [new_markdown_cell(f"# {history.run}"), new_markdown_cell(settings_of(history.config))]
+        if len(histories) > 1:
+            cells += [new_markdown_cell(f"# {history.run}"), new_markdown_cell(settings_of(history.config))]
         if not history.steps:
             cells.append(new_markdown_cell("Nothing was recorded yet."))
             continue
-        drawn = [figures.loss_curves, *figures.RUN_PICTURES[1:]] if len(histories) == 1 else []
+        drawn = [*figures.RUN_PICTURES] if len(histories) == 1 else []
         drawn += figures.BRANCH_PICTURES if history.config.model.attention == "nsa" else ()
         cells += [_picture(draw, history) for draw in drawn]
     return new_notebook(cells=cells)
@@ -215,11 +221,6 @@ def _title(notebook: NotebookNode) -> str | None:
 def _last_heading(markdown: str) -> str | None:
     found = re.findall(r"^#{1,4}\s+(.+)$", markdown, re.MULTILINE)
     return found[-1].strip() if found else None
-
-
-def _cell_of(notebook: NotebookNode, call: str) -> str | None:
-    """The id of the first code cell that makes this call."""
-    return next((cell.get("id") for cell in notebook.cells if cell.cell_type == "code" and call in cell.source), None)
 
 
 def _contents(body: str) -> str:

@@ -57,6 +57,42 @@ def _over(readings: int) -> str:
     return f" (mean of the last {readings} readings)" if readings > 1 else ""
 
 
+# Of `Facts`, under the names that `shown_facts` gives them.
+COMPARED = {
+    "steps": "step",
+    "tokens": "tokens",
+    "validation, bits per byte": "last_validation_bpb",
+    "training, bits per byte": "last_train_bpb",
+    "tokens per second, median": "tokens_per_s",
+    "training time": "wall_s",
+    "peak memory": "memory_peak_bytes",
+    "parameters": "parameters",
+}
+
+
+def differences(one: Facts, other: Facts) -> dict[str, str]:
+    """By name, how much more `other` has than `one`, in percent, and of losses in bits per byte too."""
+    told = {}
+    for name, field in COMPARED.items():
+        before, after = getattr(one, field), getattr(other, field)
+        if before and after is not None:
+            share = f"{after / before - 1:+.1%}"
+            told[name] = f"{after - before:+.4f} ({share})" if name.endswith("bits per byte") else share
+    return told
+
+
+def unlike_settings(one: RunConfig, other: RunConfig) -> list[tuple[str, object, object]]:
+    """Dotted keys of the settings in which two configurations differ, and both values."""
+    ours, theirs = one.to_dict(), other.to_dict()
+    sections = [name for name, values in ours.items() if isinstance(values, dict)]
+    return [
+        (f"{section}.{key}", value, theirs[section].get(key))
+        for section in sections
+        for key, value in ours[section].items()
+        if value != theirs[section].get(key)
+    ]
+
+
 def speed_of(history: History) -> str | None:
     """`424,276`, or `424,276, then 339,000` where stages differ: tokens per second, each a median of readings."""
     return ", then ".join(f"{speed:,.0f}" for speed in median_speeds(history)) or None

@@ -168,7 +168,7 @@ def test_a_healthy_run_passes_every_verdict(tmp_path: Path) -> None:
     health = examine(run_dir)
     assert [v.name for v in health.verdicts if v.ok is not True] == []
     assert len(health.verdicts) == len(CHECKS)
-    assert health.headline == "healthy"
+    assert health.headline == f"healthy: {len(CHECKS)} of {len(CHECKS)} hold"
 
 
 @pytest.mark.parametrize("name", FAILURES)
