@@ -131,6 +131,10 @@ OTHERS = {
     "data.sources.local": ["tests/data/test_sources.py"],
     "config.yaml_text": ["tests/test_config.py"],
     "report.inert": ["tests/report/test_inert.py"],
+    "health.worth": ["tests/health/test_worth.py"],
+    "health.suspect": ["tests/health/test_worth.py"],
+    "health": ["tests/health/test_worth.py"],
+    "report.once": ["tests/report/test_one_number.py"],
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "data.staged": ["tests/train/test_stages.py", "tests/train/test_evaluation.py"],
     "data.recall.planting": ["tests/data/test_recall.py"],
@@ -172,7 +176,7 @@ OTHERS = {
     "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
     "runs.export": ["tests/runs/test_export.py"],
     "train.measure": ["tests/train/test_evaluation.py"],
-    "runs.history": ["tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
+    "runs.history": ["tests/report/test_one_number.py", "tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
@@ -1043,6 +1047,28 @@ MUTANTS = [
     Mutant(
         "health: no gradient passes", "health.learning", "if (none := norms == 0).any():", "if (none := norms < 0).any():"
     ),
+    Mutant("health: a trial is called healthy", "health.worth", "if steps < limits.trial_steps:", "if steps < 0:"),
+    Mutant(
+        "health: tokens for parameters are not counted",
+        "health.worth",
+        "if known.parameters and tokens <",
+        "if tokens < 0 *",
+    ),
+    Mutant("health: any dense run is a twin", "health.worth", "and same_training(history, other).ok is True", ""),
+    Mutant(
+        "health: a rash rate is no suspect", "health.suspect", "rash = _peak(history) > limits.rash_rate", "rash = False"
+    ),
+    Mutant(
+        "health: a verdict stays when the run goes on", "health", "return told if current else None", "return told or None"
+    ),
+    Mutant(
+        "report: another median of the speed",
+        "runs.history",
+        "float(np.median(speeds)) for speeds",
+        "float(np.mean(speeds)) for speeds",
+    ),
+    Mutant("report: training told by the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
+    Mutant("report: what the header says is said again", "report.once", "not in said]", "not in ()]"),
     Mutant(
         "health: shares of gates told by their entropy",
         "health.branches",

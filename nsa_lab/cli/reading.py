@@ -77,6 +77,7 @@ def report(
     page: Annotated[
         Path | None, typer.Option("--page", metavar="FILE", help="write there, and nothing into a run's folder")
     ] = None,
+    record: Annotated[bool, typer.Option("--record", help="from the record, not from the executed notebook")] = False,
 ) -> None:
     """Write report.html of a run again, or one page that compares several, and the list of runs; prints the page's path.
 
@@ -87,7 +88,12 @@ def report(
     folder = names.outputs_folder(outputs)
     found = [names.find_run(run, folder) for run in runs]
     try:
-        written = write_report(found[0], page) if len(found) == 1 else compare(found, page or folder / "comparison.html")
+        alone = len(found) == 1
+        written = (
+            write_report(found[0], page, record_alone=record)
+            if alone
+            else compare(found, page or folder / "comparison.html")
+        )
         if folder.is_dir() and page is None:
             write_index(folder)
     except OSError as error:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nsa_lab.figures.run_axes import BRANCH_NAMES, STEP, Run, draw_band, draw_layers, layer_ticks, mark_level
-from nsa_lab.figures.style import BRANCH_COLOURS, legend, panel, say_nothing
+from nsa_lab.figures.style import BRANCH_COLOURS, legend, legend_below, panel, say_nothing
 from nsa_lab.health.selection import choice_range
 from nsa_lab.runs.history import History
 
@@ -48,10 +48,8 @@ def gate_layers(run: Run) -> Figure:
             _stack_shares(axes, history, which)
         else:
             say_nothing(axes)
+        legend_below(axes)
     panels[0].set_ylabel("share of the gates")
-    if len(steps):
-        handles = panels[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     return figure
 
 

@@ -10,6 +10,7 @@ from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
 
 BRANCHES = ("cmp", "sel", "win")
+WORDS = {"cmp": "compressed", "sel": "selected", "win": "window"}
 EVEN = math.log(3)
 
 
@@ -130,7 +131,7 @@ def gates_alive(history: History, limits: Limits) -> Verdict | None:
             when = "" if now.any() else f", in {ill[:, wrong].mean(axis=0).max():.0%} of the readings"
             return Verdict("gates alive", False, value, limit, text.format(value=value, where=layers_named(wrong)) + when)
     last = entropy[-1]
-    split = ", ".join(f"{branch} {values[-1].mean():.0%}" for branch, values in shares.items() if len(values))
+    split = ", ".join(f"{WORDS[branch]} {values[-1].mean():.0%}" for branch, values in shares.items() if len(values))
     return Verdict(
         "gates alive",
         True,
@@ -153,7 +154,7 @@ def branch_outputs(history: History, limits: Limits) -> Verdict | None:
     if not all(len(values) for _, values in norms.values()):
         return Verdict("branch outputs", None, None, 0.0, "no norms were recorded")
     last = {branch: values[-1].mean() for branch, (_, values) in norms.items()}
-    split = ", ".join(f"{branch} {value:.2f}" for branch, value in last.items())
+    split = ", ".join(f"{WORDS[branch]} {value:.2f}" for branch, value in last.items())
     return Verdict("branch outputs", True, float(min(last.values())), 0.0, f"root mean square {split}, over the layers")
 
 

@@ -187,7 +187,7 @@ def sink_share(history: History, limits: Limits) -> Verdict | None:
         True,
         float(last.max()),
         limits.sink_share,
-        f"the first block holds {_span(last)} of the selected attention, by layer",
+        f"the first block, where attention goes that nothing asks for, holds {_span(last)} of the selected, by layer",
     )
 
 

@@ -29,6 +29,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from pygments.formatters import HtmlFormatter
 
 from nsa_lab import figures
+from nsa_lab.figures.panels import cut, panel_boxes
 from nsa_lab.figures.style import png, title
 from nsa_lab.health import write_verdict
 from nsa_lab.report.formulas import Formulas
@@ -178,7 +179,19 @@ def _prepare_output(output: NotebookNode, formulas: Formulas, heading: str) -> b
     for kind in ("image/png", "image/jpeg"):
         if kind in data and not output.metadata.get(kind, {}).get("alt"):
             output.metadata.setdefault(kind, {})["alt"] = f"Figure of the section “{heading}”"
+    if panels := output.metadata.get("image/png", {}).get("panels"):
+        data["text/html"] = _in_panels(data.pop("image/png"), panels, output.metadata["image/png"]["alt"])
     return bool(data)
+
+
+def _in_panels(picture: str, boxes: list[list[float]], alt: str) -> str:
+    """A picture of several columns, cut so that its panels stand below each other on a narrow page."""
+    pieces = [base64.b64encode(piece).decode() for piece in cut(base64.b64decode(picture), boxes)]
+    named = html.escape(alt)
+    shown = "".join(
+        f'<img alt="{named}, panel {number}" src="data:image/png;base64,{piece}">' for number, piece in enumerate(pieces, 1)
+    )
+    return f'<figure class="panels"><figcaption>{named}</figcaption>{shown}</figure>'
 
 
 def _unwrapped(found: re.Match[str]) -> str:
@@ -208,7 +221,8 @@ def _notebook_of(histories: list[History]) -> NotebookNode:
 def _picture(draw: Callable[..., Figure], of: History | list[History]) -> NotebookNode:
     figure = draw(of)
     data = {"image/png": base64.b64encode(png(figure)).decode()}
-    output = new_output("display_data", data=data, metadata={"image/png": {"alt": title(figure)}})
+    shown = {"alt": title(figure), "panels": panel_boxes(figure)}
+    output = new_output("display_data", data=data, metadata={"image/png": shown})
     return new_code_cell(f"figures.{draw.__name__}(run)", outputs=[output])
 
 

@@ -23,7 +23,16 @@ from nsa_lab.health.worth import Reference, references
 from nsa_lab.runs import directory
 from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import Facts, History, facts
-from nsa_lab.runs.summary import differences, settings_of, shown_facts, speed_of, steps_of, time_of, unlike_settings
+from nsa_lab.runs.summary import (
+    SOURCES,
+    differences,
+    settings_of,
+    shown_facts,
+    speed_of,
+    steps_of,
+    time_of,
+    unlike_settings,
+)
 
 MOODS = {True: "ok", False: "bad", None: "open"}
 
@@ -55,13 +64,14 @@ def run_summary(run: Any, *, picture: bool = True) -> dict[str, Any]:
     """The header of one run, ready for the template."""
     history = History.read(run)
     health, known, others = examine(history), facts(history), references(history) if picture else []
+    untrained = not any(event["step"] for event in history.evaluations)
     return {
         "name": history.run,
         "settings": settings_of(history.config),
         "trained": trained(known, history),
-        "figures": _figures(known, history, others),
+        "figures": _figures(known, history, [] if untrained else others),
         "headline": health.headline,
-        "worth": worth(known, others),
+        "worth": worth(known, others, untrained),
         "mood": mood(health, history),
         "advice": advice(history),
         "cards": [_row(card) for card in _cards(health, history)],
@@ -84,13 +94,13 @@ def trained(known: Facts, history: History) -> str:
     config, size = history.config, f"{known.parameters:,} parameters, " if known.parameters else ""
     model = f"{KINDS[known.attention]}, {size}{config.model.n_layers} layers of width {config.model.dim}"
     where = f"{config.runtime.precision}{f' on {known.device}' if known.device else ''}"
-    return f"{model}: {steps_of(config.train)} tokens of {known.source} text, {where}"
+    return f"{model}: {steps_of(config.train)} tokens, {SOURCES[known.source]}, {where}"
 
 
-def worth(known: Facts, others: Sequence[Reference]) -> str:
-    """`0.922 bits per byte; dense twin 0.925`, or nothing where no loss is known."""
-    if known.last_validation_bpb is None:
-        return ""
+def worth(known: Facts, others: Sequence[Reference], untrained: bool = False) -> str:
+    """`0.922 bits per byte; dense twin 0.925`, or that there is no loss of the model that was trained."""
+    if known.last_validation_bpb is None or untrained:
+        return "not evaluated since training began"
     return "; ".join([f"{known.last_validation_bpb:.3f} bits per byte", ", ".join(map(str, others))]).rstrip("; ")
 
 
@@ -104,8 +114,11 @@ def mood(health: Health, history: History) -> str:
 def _figures(known: Facts, history: History, others: Sequence[Reference]) -> list[dict[str, Any]]:
     """The numbers that a reader asks for first: value, unit, and what to hold it against."""
     first, last = known.first_validation_bpb, known.last_validation_bpb
+    at = history.evaluations[-1]["step"] if history.evaluations else 0
+    before = [f"untrained {first or 0:.3f}"] if at else []
+    what = "bits per byte on held-out text" + ("" if at else ", untrained")
     shown = [
-        (last, f"{last or 0:.3f}", "bits per byte on held-out text", [f"untrained {first or 0:.3f}", *_told(others)]),
+        (last, f"{last or 0:.3f}", what, [*before, *_told(others)]),
         (known.tokens_per_s, speed_of(history), "tokens per second, median", []),
         (known.wall_s, *_time(known)),
     ]

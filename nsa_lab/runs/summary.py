@@ -8,6 +8,15 @@ from typing import Any
 from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs.history import Facts, History, facts, median_speeds
 
+# What `data.source` means.
+SOURCES = {
+    "stdlib": "the text that comes with Python",
+    "local": "files of one's own",
+    "fineweb_edu": "FineWeb-Edu",
+    "synthetic": "random bytes",
+    "recall": "text with facts to look up",
+}
+
 
 def settings_of(config: RunConfig) -> str:
     """The configuration in one line, for a heading."""
@@ -46,7 +55,8 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "parameters": _format(known.parameters, "{:,}"),
         "device": known.device,
         "backend": backend_of(history, known),
-        "text": f"{known.source}, {lengths_of(history.config.train)} tokens per sequence",
+        "text": f"{SOURCES[known.source]} (data.source: {known.source}), "
+        f"{lengths_of(history.config.train)} tokens per sequence",
         "guards": guards_of(history.config.train),
         "configuration": known.config_hash,
     }

@@ -26,12 +26,12 @@ NAMES_WIDTH = 36
 def numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
     """What each run said last at or before `step`, one column per run: loss, pace, gates and selection of one layer."""
     histories = [History.read(run) for run in runs]
-    columns = {history.run: _numbers(history, layer, step) for history in histories}
-    lines = [" " * NAMES_WIDTH + "".join(f"  {run:>10}" for run in columns)]
-    for name in next(iter(columns.values()), {}):
-        lines.append(
-            f"{name:<{NAMES_WIDTH}}" + "".join(f"  {column[name]:>{max(len(run), 10)}}" for run, column in columns.items())
-        )
+    columns = [_numbers(history, layer, step) for history in histories]
+    # Names of runs are wider than a page has room for columns.
+    lines = [f"[{number}] {history.run}" for number, history in enumerate(histories, 1)]
+    lines += [" " * NAMES_WIDTH + "".join(f"{f'[{number}]':>12}" for number in range(1, len(columns) + 1))]
+    for name in columns[0] if columns else {}:
+        lines.append(f"{name:<{NAMES_WIDTH}}" + "".join(f"{column[name]:>12}" for column in columns))
     if evaluated_apart(histories):
         lines.append("Validation is of different texts, and not to be compared.")
     return "\n".join(lines)

@@ -11,8 +11,9 @@ from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig, parse_override
 from nsa_lab.data import DataError
-from nsa_lab.health import examine
+from nsa_lab.health import LIMITS, examine
 from nsa_lab.health.answers import answers
+from nsa_lab.health.suspect import suspect
 from nsa_lab.runs import checkpoints, directory, launch, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import code_identity
@@ -83,7 +84,7 @@ def start(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: b
     did = {
         directory.RUNNING: "attached to the run that is under way",
         directory.DONE: "this run is finished and is shown below; set new_run = True to train again",
-        directory.HALTED: f"this run was halted; read why below, then: nsa-lab resume {run.name}",
+        directory.HALTED: "this run was halted; why, and what to do, stands below",
     }
     print(f"{did.get(before, way)}: {run}")
     return run
@@ -129,7 +130,9 @@ def verdict(run: Path) -> None:
     state = launch.state(run)
     if state in (directory.HALTED, "DEAD"):
         reason = directory.read_status(run).get("reason") if state == directory.HALTED else "its trainer was killed"
-        raise Stop(f"the run is {state}: {reason}; go on with: nsa-lab resume {run.name}")
+        found = suspect(History.read(run), LIMITS)
+        remedy = found.change if found else f"go on with: nsa-lab resume {run.name}"
+        raise Stop(f"the run is {state}: {reason}; {remedy}")
 
 
 def log_tail(run: Path) -> str:

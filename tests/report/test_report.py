@@ -170,11 +170,17 @@ def test_code_is_folded_but_there(reported: str) -> None:
 def test_the_first_screen_says_what_happened(reported: str) -> None:
     head = reported.partition("<main>")[0]
     assert "<h1>Training a model</h1>" in head
-    assert '<p class="banner ok">healthy</p>' in head
+    assert '<div class="banner ok">\n<p>healthy: ' in head and "2.140 bits per byte" in head
     asked = re.search(r'<dl class="answers">(.*?)</dl>', head, re.DOTALL)
     assert asked
     assert re.findall(r"<dt>(.*?) <b>(.*?)</b>", asked[1]) == [(question, "ok") for question in QUESTIONS]
-    for answer in ("8.000 → 2.140", "8,195", "neighbouring queries share 93%", "cmp 40%, sel 35%, win 25%", "n_layers: 3"):
+    for answer in (
+        "8.000 → 2.140",
+        "8,195",
+        "neighbouring queries share 93%",
+        "compressed 40%, selected 35%, window 25%",
+        "n_layers: 3",
+    ):
         assert answer in head
 
 
@@ -187,7 +193,7 @@ def test_a_notebook_that_failed_says_so_on_top_and_the_run_keeps_its_own_verdict
     assert_self_contained(text)
     head = text.partition("<main>")[0]
     assert "The notebook stopped in code cell 2 of 2: ZeroDivisionError: division by &lt;zero&gt;" in head
-    assert head.index("The notebook stopped") < head.index('<p class="banner ok">healthy</p>')
+    assert head.index("The notebook stopped") < head.index("<p>healthy: ")
     assert "An Exception was encountered" not in text
 
 
@@ -220,7 +226,8 @@ def test_a_run_without_a_notebook_gets_a_report_of_its_record(changes: dict, tmp
     run_dir = write_run(tmp_path, configuration(**changes))
     text = write_report(run_dir).read_text(encoding="utf-8")
     page = assert_self_contained(text)
-    assert len(page.pictures) == (4 if changes else 8)
+    # The first screen's, the run's and the branches'; those of several columns are cut into their panels.
+    assert len(page.pictures) == (3 if changes else 2 + 2 + (4 + 2 + 4 + 1))
     assert len(text) < 5_000_000
 
 
@@ -236,13 +243,15 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
     text = compare(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert_self_contained(text)
     assert "2 runs compared" in text
-    assert text.count('class="banner ok"') == 2
+    assert text.count('class="banner ok"') == 2 and "model.attention" in text
     head = text.partition("<main>")[0]
     rows = {
         name: re.findall(r"<td>(.*?)</td>", cells)
         for name, cells in re.findall(r'<tr><th scope="row">(.*?)</th>(<td>.*?)</tr>', head.partition("</table>")[0])
     }
-    assert rows["verdict"] == ["healthy"] * 2 and rows["attention"] == ["nsa", "dense"]
+    assert rows["verdict"] == ["healthy", "healthy", "–"] and rows["attention"] == ["nsa", "dense", "–"]
+    assert rows["tokens"][-1] == "+0.0%" and rows["model.attention"] == ["nsa", "dense", "–"]
+    assert rows["validation, bits per byte"][-1] == "+0.0000 (+0.0%)"
     for number, run in enumerate(map(History.read, runs), 1):
         assert f'<a href="#run-{number}">{run.run}</a>' in head and f'<h2 id="run-{number}">{run.run}</h2>' in head
 
@@ -339,7 +348,7 @@ def full_and_empty(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_run(folder / "full"), write_run(folder / "empty", spoil=lambda events: events[:1])]
 
 
-@pytest.mark.parametrize("draw", [*figures.RUN_PICTURES, *figures.BRANCH_PICTURES, figures.loss_curves])
+@pytest.mark.parametrize("draw", [figures.overview, *figures.RUN_PICTURES, *figures.BRANCH_PICTURES, figures.loss_curves])
 def test_every_picture_has_a_title_axes_with_names_and_takes_a_run_without_statistics(
     draw, full_and_empty: list[Path]
 ) -> None:
