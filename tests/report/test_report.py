@@ -11,11 +11,14 @@ from pathlib import Path
 import nbformat
 import pytest
 from fake_run import configuration, write_run
+from matplotlib.image import imread
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from rich.console import Console
 from rich.table import Table
 
 from nsa_lab import figures
+from nsa_lab.figures.panels import cut, panel_boxes
+from nsa_lab.figures.style import png
 from nsa_lab.health.answers import QUESTIONS
 from nsa_lab.report import compare, export, external_loads, write_index, write_report
 from nsa_lab.report.formulas import Formulas, mathml
@@ -340,6 +343,19 @@ def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -
         notes = [(text, panel) for panel in figure.axes for text in panel.texts if "the beginning" in text.get_text()]
         assert len(notes) == axes
         assert all(text.get_window_extent().y0 >= panel.bbox.y1 for text, panel in notes)
+
+
+def test_a_figure_of_several_columns_is_cut_between_its_panels(full_and_empty: list[Path]) -> None:
+    drawn = figures.gate_layers(full_and_empty[0])
+    (l0, t0, r0, b0), (l1, t1, r1, b1) = panel_boxes(drawn)
+    assert 0 <= l0 < r0 <= l1 < r1 <= 1 and all(0 < top < bottom <= 1 for top, bottom in ((t0, b0), (t1, b1)))
+    whole = imread(io.BytesIO(png(drawn)))
+    pieces = [imread(io.BytesIO(piece)) for piece in cut(png(drawn), [(l0, t0, r0, b0), (l1, t1, r1, b1)])]
+    assert sum(piece.shape[1] for piece in pieces) <= whole.shape[1] and all((piece < 1).any() for piece in pieces)
+    pace = figures.throughput(full_and_empty[0])
+    assert panel_boxes(pace) == []
+    memory = pace.axes[-1]
+    assert memory.get_ylim()[1] > 1.1 * max(memory.lines[0].get_ydata()), "a level line lies inside, not on the frame"
 
 
 @pytest.fixture(scope="module")
