@@ -179,7 +179,7 @@ def test_health_exits_0_or_3_and_names_the_first_failure(say, tmp_path: Path) ->
     )
     said = say("health", good)
     assert said.code == 0
-    assert f"{good.name}: healthy\n" in said.out
+    assert f"{good.name}: healthy: 30 of 30 hold\n" in said.out
     said = say("health", good, bad)
     assert said.code == 3
     assert "NOT healthy: finished: HALTED at step 100 of 200" in " ".join(said.out.split())

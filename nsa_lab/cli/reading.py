@@ -38,7 +38,12 @@ def status(
         told = states.told(names.find_run(run, folder)) if run else states.every(folder)
         typer.echo(json.dumps(told, indent=1, ensure_ascii=False))
         return
-    Console().print(*(states.of_run(names.find_run(run, folder)) if run else states.of_all(folder)))
+    console = Console()
+    if run:
+        console.print(*states.of_run(names.find_run(run, folder)))
+        return
+    console.width = max(console.width, states.LIST_WIDTH)
+    console.print(*states.of_all(folder))
 
 
 @app.command()

@@ -20,6 +20,7 @@ from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.history import History, facts
 from nsa_lab.runs.summary import shown_facts, speed_of
 
+LIST_WIDTH = 120  # names of runs are to be copied whole; a narrower terminal wraps the line
 UNREADABLE = (RunDirectoryError, ConfigError, OSError)
 
 
