@@ -141,10 +141,11 @@ def no_leak(history: History, limits: Limits) -> Verdict:
 
 def generalises(history: History, limits: Limits) -> Verdict:
     _, train = history.at_the_last_length(*_numbers_of(*history.series("bpb")))
-    _, held_out = history.at_the_last_length(*_numbers_of(*history.validation()))
+    evaluated, held_out = history.at_the_last_length(*_numbers_of(*history.validation()))
     if len(held_out) < 2 or len(train) < 5:
         return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
-    recent = float(np.mean(training_now(history)))
+    # A run that ended between evaluations has trained on since the last.
+    recent = float(np.mean(training_now(history.upto(int(evaluated[-1])))))
     ratio = held_out[-1] / recent
     text = f"validation {held_out[-1]:.3f} against training {recent:.3f} bits per byte, ratio {ratio:.3f}"
     return Verdict("generalises", bool(ratio <= limits.validation_gap), ratio, limits.validation_gap, text)
