@@ -93,8 +93,10 @@ SUITES = {
 OTHERS = {
     **{key: ["tests/test_config.py"] for key in ("config.section", "config.model", "config.training", "config.run")},
     "attention.selection_loss": ["tests/attention/test_selection_loss.py"],
-    "health.run": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
-    "health.branches": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
+    **{
+        f"health.{part}": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"]
+        for part in ("run", "learning", "steps", "pace", "branches", "selection")
+    },
     "health.record": [
         "tests/health/test_attempts.py",
         "tests/health/test_verdicts.py",
@@ -136,6 +138,11 @@ OTHERS = {
     "data.sources.local": ["tests/data/test_sources.py"],
     "config.yaml_text": ["tests/test_config.py"],
     "report.inert": ["tests/report/test_inert.py"],
+    "health.worth": ["tests/health/test_worth.py"],
+    "health.suspect": ["tests/health/test_worth.py"],
+    "health": ["tests/health/test_worth.py"],
+    "report.once": ["tests/report/test_one_number.py"],
+    "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "data.staged": ["tests/train/test_stages.py", "tests/train/test_evaluation.py"],
     "data.recall.planting": ["tests/data/test_recall.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
@@ -176,7 +183,7 @@ OTHERS = {
     "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
     "runs.export": ["tests/runs/test_export.py"],
     "train.measure": ["tests/train/test_evaluation.py"],
-    "runs.history": ["tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
+    "runs.history": ["tests/report/test_one_number.py", "tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
@@ -919,23 +926,23 @@ MUTANTS = [
     Mutant("reach: facts in the first block", "evaluate.reach", "first, last = nsa.l_sel / body,", "first, last = 0.0,"),
     Mutant(
         "health: a choice as good as random ones is fine",
-        "health.branches",
+        "health.selection",
         'for change in ("random", "nearest", "no_sel")}',
         'for change in ("nearest", "no_sel")}',
     ),
     Mutant(
         "health: a choice as good as the nearest is fine",
-        "health.branches",
+        "health.selection",
         'for change in ("random", "nearest", "no_sel")}',
         'for change in ("random", "no_sel")}',
     ),
     Mutant(
         "health: a selected branch of zeros is fine",
-        "health.branches",
+        "health.selection",
         'for change in ("random", "nearest", "no_sel")}',
         'for change in ("random", "nearest")}',
     ),
-    Mutant("health: the first reading of the choice is judged", "health.branches", "last = asked[-1]", "last = asked[0]"),
+    Mutant("health: the first reading of the choice is judged", "health.selection", "last = asked[-1]", "last = asked[0]"),
     Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),
     Mutant(
         "selection loss: forced blocks count", "attention.selection_loss", " & ~geometry.forced_blocks(t, blocks, nsa)", ""
@@ -981,56 +988,56 @@ MUTANTS = [
     ),
     Mutant(
         "health: a loss that rises counts as one that fell",
-        "health.run",
+        "health.learning",
         "fall = 1 - bpb[-1] / bpb[0]",
         "fall = abs(1 - bpb[-1] / bpb[0])",
     ),
     Mutant(
         "health: the best validation instead of the last",
-        "health.run",
+        "health.learning",
         "ratio = bpb[-1] / bpb[best]",
         "ratio = bpb[best] / bpb[best]",
     ),
     Mutant(
         "health: a leak in validation alone goes unseen",
-        "health.run",
+        "health.learning",
         "np.concatenate([bpb, held_out])",
         "np.concatenate([bpb, held_out + 8])",
     ),
     Mutant(
         "health: half of the warm-up passes",
-        "health.run",
+        "health.learning",
         "return train.lr * step / peak",
         "return train.lr * step / peak / 2",
     ),
     Mutant(
-        "health: doubled steps not looked for", "health.run", "if len(set(seen)) < len(seen) else []", "if False else []"
+        "health: doubled steps not looked for", "health.steps", "if len(set(seen)) < len(seen) else []", "if False else []"
     ),
     Mutant(
         "health: a checkpoint that was due and missing",
-        "health.run",
+        "health.steps",
         "missing = sorted(step for step in wanted - saved - excused",
         "missing = sorted(step for step in wanted - wanted",
     ),
     Mutant(
         "health: slow windows forgiven whatever their share",
-        "health.run",
+        "health.pace",
         "ok = share <= limits.slow_share or",
         "ok = share <= 1.0 or",
     ),
     Mutant(
-        "health: a slow half hides in the median", "health.run", "return max(float(np.median", "return min(float(np.median"
+        "health: a slow half hides in the median", "health.pace", "return max(float(np.median", "return min(float(np.median"
     ),
     Mutant(
         "health: a checkpoint without its event was not saved",
-        "health.run",
+        "health.steps",
         "saved = resumed | _whole_on_disk(history) | recorded",
         "saved = recorded",
     ),
     Mutant(
         "health: a stall condemns a run for ever",
         "health.run",
-        'found, overcome = _by_attempt(history, history.of_kind("stall"))',
+        'found, overcome = by_attempt(history, history.of_kind("stall"))',
         'found, overcome = history.of_kind("stall"), []',
     ),
     Mutant(
@@ -1055,11 +1062,51 @@ MUTANTS = [
     ),
     Mutant("health: a run without preflight is not judged", "health.run", "False if trained else None", "None"),
     Mutant("health: null that nobody listed passes", "health.run", "if entry is None or (", "if False and ("),
-    Mutant("health: a null rate follows the schedule", "health.run", "off[~np.isfinite(off)] = np.inf", "pass"),
+    Mutant("health: a null rate follows the schedule", "health.learning", "off[~np.isfinite(off)] = np.inf", "pass"),
     Mutant(
-        "health: a loss that does not move passes", "health.run", "if still >= limits.equal_losses:", "if still > 10**9:"
+        "health: a loss that does not move passes",
+        "health.learning",
+        "if still >= limits.equal_losses:",
+        "if still > 10**9:",
     ),
-    Mutant("health: no gradient passes", "health.run", "if (none := norms == 0).any():", "if (none := norms < 0).any():"),
+    Mutant(
+        "health: no gradient passes", "health.learning", "if (none := norms == 0).any():", "if (none := norms < 0).any():"
+    ),
+    Mutant("health: a trial is called healthy", "health.worth", "if steps < limits.trial_steps:", "if steps < 0:"),
+    Mutant(
+        "health: tokens for parameters are not counted",
+        "health.worth",
+        "if known.parameters and tokens <",
+        "if tokens < 0 *",
+    ),
+    Mutant("health: any dense run is a twin", "health.worth", "and same_training(history, other).ok is True", ""),
+    Mutant(
+        "health: a rash rate is no suspect", "health.suspect", "rash = _peak(history) > limits.rash_rate", "rash = False"
+    ),
+    Mutant(
+        "health: a verdict stays when the run goes on", "health", "return told if current else None", "return told or None"
+    ),
+    Mutant(
+        "report: another median of the speed",
+        "runs.history",
+        "float(np.median(speeds)) for speeds",
+        "float(np.mean(speeds)) for speeds",
+    ),
+    Mutant("report: training told by the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
+    Mutant("report: what the header says is said again", "report.once", "not in said]", "not in ()]"),
+    Mutant(
+        "health: shares of gates told by their entropy",
+        "health.branches",
+        'by_share = f"shares moved by {_least_to_most(np.max(moved, axis=0))}, of 1"',
+        'by_share = "shares moved by 0.251 to 0.393, of 1"',
+    ),
+    Mutant("health: a layer that stayed even is not named", "health.branches", "< limits.gate_even if away", "< 0 if away"),
+    Mutant(
+        "notebook: every run is called resumed",
+        "workbook.notebook",
+        'if not any(event["kind"] in ("start", "resume")',
+        'if False and not any(event["kind"] in ("start", "resume")',
+    ),
     Mutant(
         "health: a gate that froze after a while passes",
         "health.branches",
@@ -1113,13 +1160,13 @@ MUTANTS = [
     ),
     Mutant(
         "health: one choice for all queries passes",
-        "health.branches",
+        "health.selection",
         "if (fixed := reuse > limits.reuse_fixed).any():",
         "if (fixed := reuse > 2).any():",
     ),
     Mutant(
         "health: a wider window passes for a selection",
-        "health.branches",
+        "health.selection",
         "if (close := distance < near).any():",
         "if (close := distance < 0).any():",
     ),

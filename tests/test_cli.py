@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ from fake_run import write_run
 from nbformat.v4 import new_code_cell, new_notebook
 
 from nsa_lab import cli
-from nsa_lab.runs import directory, launch
+from nsa_lab.config import RunConfig
+from nsa_lab.health import write_verdict
+from nsa_lab.runs import directory, launch, names
 from nsa_lab.runs.live import RunView, note, watch
 from nsa_lab.runs.names import find_run, notebook_file, params_file
 
@@ -155,7 +158,7 @@ def test_a_bug_is_not_dressed_up_as_a_wrong_usage(say, monkeypatch: pytest.Monke
     def broken(*_: object) -> None:
         raise AttributeError("a bug")
 
-    monkeypatch.setattr(cli.names, "find_run", broken)
+    monkeypatch.setattr(names, "find_run", broken)
     monkeypatch.setattr(sys, "argv", ["nsa-lab", "health", "latest"])
     with pytest.raises(AttributeError, match="a bug"):
         cli.main()
@@ -176,10 +179,24 @@ def test_health_exits_0_or_3_and_names_the_first_failure(say, tmp_path: Path) ->
     )
     said = say("health", good)
     assert said.code == 0
-    assert f"{good.name}: healthy\n" in said.out
+    assert f"{good.name}: healthy: 30 of 30 hold\n" in said.out
     said = say("health", good, bad)
     assert said.code == 3
     assert "NOT healthy: finished: HALTED at step 100 of 200" in " ".join(said.out.split())
+
+
+def test_status_tells_loss_and_verdict_and_the_state_once(say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run_dir = write_run(tmp_path / "outputs")
+    (line,) = [line for line in say("status").out.splitlines() if run_dir.name in line]
+    assert line.split()[:5] == [run_dir.name, "DONE", "200", "2.140", "8,195"] and line.strip().endswith("not judged yet")
+    write_verdict(run_dir)
+    assert say("status").out.splitlines()[1].split()[-1] == "healthy"
+    shown = say("status", "latest").out
+    assert shown.count("DONE") == 1 and "healthy: " in shown and "16 min" not in shown
+    told = json.loads(say("status", "--json").out)
+    assert told == [json.loads(say("status", "latest", "--json").out)]
+    assert told[0]["last_validation_bpb"] == pytest.approx(2.14, abs=1e-3) and told[0]["verdict"]["ok"] is True
 
 
 def test_runs_are_found_by_path_id_beginning_and_latest(tmp_path: Path) -> None:
@@ -223,10 +240,14 @@ def test_status_follow_and_report_read_a_finished_run(say, tmp_path: Path) -> No
     assert f'href="{run_dir.name}/report.html"' in (tmp_path / "outputs" / "index.html").read_text(encoding="utf-8")
 
 
-def test_plan_says_what_a_run_takes(say, tiny: Path) -> None:
+def test_plan_says_what_a_run_takes(say, tiny: Path, tmp_path: Path) -> None:
     said = say("plan", tiny)
     assert said.code == 0
     assert "optimiser steps" in said.out
+    assert "not known before one was measured: nsa-lab preflight tiny" in said.out
+    before = write_run(tmp_path / "outputs", RunConfig.from_yaml(tiny))
+    said = say("plan", tiny)
+    assert "8,195 tokens/s" in said.out and f"that of {before.name}, a run of this very configuration" in said.out
 
 
 @pytest.mark.parametrize("command", ["preflight", "train", "run"])
@@ -245,7 +266,7 @@ def test_plan_reckons_with_a_recorded_speed_only_for_the_very_same_training(say)
         assert said.code == 0 and said.out.count("not known") == 2 and "measured on" not in said.out
     gated = say("plan", "production_50k", "-p", "model.dim=384")
     assert "20,000 tokens/s" in gated.out and "the slowest that the run accepts" in gated.out
-    assert "2.28 h" in say("plan", "production_50k", "--tokens-per-s", "50000").out
+    assert "2 h 16 min" in say("plan", "production_50k", "--tokens-per-s", "50000").out
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from nsa_lab.figures.selection import importance_map, selection_by_layer
 from nsa_lab.figures.speeds import time_by_length
 from nsa_lab.figures.step_time import step_by_part
 from nsa_lab.figures.tiny_recall import accuracy_curves, intervention_bars
-from nsa_lab.figures.whole_run import overview, progress
+from nsa_lab.figures.whole_run import first_screen, overview, progress
 
 __all__ = [
     "BRANCH_PICTURES",
@@ -34,6 +34,7 @@ __all__ = [
     "accuracy_curves",
     "block_geometry",
     "branch_norms",
+    "first_screen",
     "gate_layers",
     "gate_shares",
     "gates_of_layer",
@@ -60,5 +61,5 @@ __all__ = [
 ]
 
 # What a report without a notebook shows, in this order.
-RUN_PICTURES: tuple[Callable[[Run], Figure], ...] = (overview, learning_rate, throughput)
+RUN_PICTURES: tuple[Callable[[Run], Figure], ...] = (learning_rate, throughput)
 BRANCH_PICTURES: tuple[Callable[[Run], Figure], ...] = (gate_shares, gate_layers, selection_statistics, branch_norms)

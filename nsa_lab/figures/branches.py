@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nsa_lab.figures.run_axes import BRANCH_NAMES, STEP, Run, draw_band, draw_layers, layer_ticks, mark_level
-from nsa_lab.figures.style import BRANCH_COLOURS, legend, panel, say_nothing
-from nsa_lab.health.branches import choice_range
+from nsa_lab.figures.style import BRANCH_COLOURS, legend, legend_below, panel, say_nothing
+from nsa_lab.health.selection import choice_range
 from nsa_lab.runs.history import History
 
 
@@ -20,8 +21,8 @@ def gate_shares(run: Run) -> Figure:
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     figure.suptitle(f"Gates of {history.run}, by layer", fontsize=11)
     panels = figure.subplots(2, 2, sharex=True).flatten()
-    for index, (axes, branch) in enumerate(zip(panels, BRANCH_NAMES, strict=False)):
-        draw_layers(figure if index % 2 else None, axes, history, f"gate_share_{branch}")
+    for axes, branch in zip(panels, BRANCH_NAMES, strict=False):
+        draw_layers(figure, axes, history, f"gate_share_{branch}")
         axes.set_title(f"share of the {BRANCH_NAMES[branch]} branch", fontsize=9, color=BRANCH_COLOURS[branch])
         axes.axhline(1 / 3, color="black", linestyle=":", linewidth=1)
         axes.set(ylabel="share of the gates", ylim=(0, 1))
@@ -29,8 +30,7 @@ def gate_shares(run: Run) -> Figure:
     mark_level(panels[3], math.log(3), "ln 3: all branches alike")
     panels[3].set_title("entropy", fontsize=9)
     panels[3].set(ylabel="nats", ylim=(0, 1.25))
-    for axes in panels[2:]:
-        axes.set_xlabel(STEP)
+    _each_for_itself(panels)
     return figure
 
 
@@ -48,11 +48,17 @@ def gate_layers(run: Run) -> Figure:
             _stack_shares(axes, history, which)
         else:
             say_nothing(axes)
+        axes.tick_params(labelleft=True)
+        legend_below(axes)
     panels[0].set_ylabel("share of the gates")
-    if len(steps):
-        handles = panels[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", frameon=False, fontsize=8, ncols=3)
     return figure
+
+
+def _each_for_itself(panels: Iterable[Axes]) -> None:
+    """Steps below every panel: a page may cut them apart, and set them below each other."""
+    for axes in panels:
+        axes.tick_params(labelbottom=True)
+        axes.set_xlabel(STEP)
 
 
 def selection_statistics(run: Run) -> Figure:
@@ -72,13 +78,12 @@ def selection_statistics(run: Run) -> Figure:
         "sel_sink_share": ("attention on the first block, share", {}),
         "sel_window_overlap": ("selected keys also in the window, share", {}),
     }
-    for index, (axes, (name, (label, marks))) in enumerate(zip(panels, named.items(), strict=True)):
-        draw_layers(figure if index % 2 else None, axes, history, name)
+    for axes, (name, (label, marks)) in zip(panels, named.items(), strict=True):
+        draw_layers(figure, axes, history, name)
         axes.set_title(label, fontsize=9)
         for text, value in marks.items():
             mark_level(axes, value, text)
-    for axes in panels[2:]:
-        axes.set_xlabel(STEP)
+    _each_for_itself(panels)
     return figure
 
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from nsa_lab.figures.run_axes import RUN_COLOURS, STEP, Run, histories_of, mark_resumes, mark_stalls, over_steps, rows
 from nsa_lab.figures.style import legend
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, median_speeds
 
 
 def throughput(runs: Run | Sequence[Run]) -> Figure:
@@ -27,12 +27,18 @@ def throughput(runs: Run | Sequence[Run]) -> Figure:
         steps, peak = history.series("mem_peak_bytes")
         over_steps(memory)
         memory.plot(steps, peak / 1e9, color=colour, linewidth=1.5)
-    memory.margins(y=0.12)
+    _from_zero(memory)
     speed.set_ylabel("tokens per second")
     wait.set_ylabel("data wait, %")
-    memory.set(ylabel="peak memory, GB", xlabel=STEP, ylim=(0, None))
+    memory.set(ylabel="peak memory, GB", xlabel=STEP)
     speed.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _from_zero(axes: Axes) -> None:
+    """From 0 to well above the highest line, so that a level one does not lie on the frame."""
+    known = [value for line in axes.lines for value in np.asarray(line.get_ydata(), dtype=float) if np.isfinite(value)]
+    axes.set_ylim(0, 1.25 * (max(known, default=0.0) or 1.0))
 
 
 def draw_speed(axes: Axes, history: History, colour: str) -> None:
@@ -40,9 +46,8 @@ def draw_speed(axes: Axes, history: History, colour: str) -> None:
     over_steps(axes)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
     axes.plot(steps, speed, color=colour, linewidth=1, marker="." if len(steps) < 80 else None, label=history.run)
-    if len(speed):
-        median = float(np.median(speed))
+    for median in median_speeds(history):
         axes.axhline(median, color=colour, linestyle=":", linewidth=1, label=f"median {median:,.0f}")
-        axes.set_ylim(0, 1.25 * float(speed.max()))
+    _from_zero(axes)
     legend(axes)
     mark_resumes(axes, history)

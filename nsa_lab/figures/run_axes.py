@@ -46,8 +46,8 @@ def over_steps(axes: Axes) -> None:
     axes.grid(alpha=0.25, linewidth=0.5)
 
 
-def draw_layers(figure: Figure | None, axes: Axes, history: History, name: str) -> None:
-    """One line per layer; with `figure` a colour bar that says which is which."""
+def draw_layers(figure: Figure, axes: Axes, history: History, name: str) -> None:
+    """One line per layer, and a colour bar that says which is which."""
     steps, values = history.layers(name)
     if not len(values):
         say_nothing(axes)
@@ -58,8 +58,7 @@ def draw_layers(figure: Figure | None, axes: Axes, history: History, name: str) 
             steps, line, color=colours.to_rgba(np.asarray(layer)), linewidth=1.2, marker="." if len(steps) < 30 else None
         )
     over_steps(axes)
-    if figure is not None:
-        figure.colorbar(colours, ax=axes, label="layer", ticks=layer_ticks(values.shape[1]))
+    figure.colorbar(colours, ax=axes, label="layer", ticks=layer_ticks(values.shape[1]))
 
 
 def draw_band(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:

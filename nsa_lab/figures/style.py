@@ -42,6 +42,12 @@ def legend(axes: Axes, columns: int = 1) -> None:
         axes.legend(frameon=False, fontsize=8, ncols=columns)
 
 
+def legend_below(axes: Axes, columns: int = 3) -> None:
+    """A legend of the panel's own, below it, where what is drawn leaves no room inside."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+
+
 def say_nothing(axes: Axes, why: str = "not recorded") -> None:
     """Say in an empty panel why it is empty."""
     axes.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=DENSE)

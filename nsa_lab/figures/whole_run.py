@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nsa_lab.figures.branches import draw_gates
 from nsa_lab.figures.loss import close_to_the_end, draw_loss
 from nsa_lab.figures.pace import draw_speed
 from nsa_lab.figures.run_axes import RUN_COLOURS, STEP, Run, draw_layers, over_steps
-from nsa_lab.figures.style import say_nothing
+from nsa_lab.figures.style import legend, panel, say_nothing
+from nsa_lab.health.worth import Reference
 from nsa_lab.runs.history import History
 
 
+def first_screen(run: Run, references: Sequence[Reference] = ()) -> list[Figure]:
+    """The first screen of a report, a figure for each panel so that they can stand below each other: loss, and gates.
+
+    `references` are drawn as levels where the loss comes near them.
+    """
+    history = History.read(run)
+    loss, axes = panel(6.2, 3.6, "Bits per byte")
+    draw_loss(axes, [history], smooth=10)
+    close_to_the_end([(axes, "bpb")], [history])
+    _draw_references(axes, references)
+    if history.config.model.attention == "dense":
+        return [loss]
+    gates, axes = panel(6.2, 3.6, "Gate shares, mean and range over layers")
+    draw_gates(axes, history)
+    axes.set_xlabel(STEP)
+    return [loss, gates]
+
+
+def _draw_references(axes: Axes, references: Sequence[Reference]) -> None:
+    low, high = axes.get_ylim()
+    for reference, line in zip(references, ("--", ":"), strict=False):
+        if low - 0.3 * (high - low) < reference.bpb < high:
+            axes.axhline(reference.bpb, color="black", linestyle=line, linewidth=1, label=str(reference))
+    legend(axes)
+
+
 def overview(run: Run) -> Figure:
-    """The first screen of a report: loss, gates, selection and pace."""
+    """A run that is over: loss, gates, selection and pace."""
     history = History.read(run)
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     figure.suptitle(history.run, fontsize=11)

@@ -14,13 +14,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.health import branches, record, run
+from nsa_lab.health import branches, learning, pace, record, run, selection, steps
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
+from nsa_lab.health.worth import trial
 from nsa_lab.runs import directory
-from nsa_lab.runs.files import write_text
+from nsa_lab.runs.files import read_json, write_text
 from nsa_lab.runs.history import History
 
-__all__ = ["CHECKS", "LIMITS", "Health", "Limits", "Verdict", "as_record", "examine", "verdicts", "write_verdict"]
+__all__ = [
+    "CHECKS",
+    "LIMITS",
+    "Health",
+    "Limits",
+    "Verdict",
+    "as_record",
+    "examine",
+    "read_verdict",
+    "verdicts",
+    "write_verdict",
+]
 
 # In the order of the report: causes before consequences.
 CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
@@ -35,25 +47,25 @@ CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
     record.clock,
     record.evaluations,
     record.statistics,
-    run.gradients,
-    run.loss_fell,
-    run.training_loss,
-    run.no_leak,
-    run.loss_kept,
-    run.generalises,
-    run.steps_counted_once,
-    run.learning_rate,
-    run.checkpoints,
+    learning.gradients,
+    learning.loss_fell,
+    learning.training_loss,
+    learning.no_leak,
+    learning.loss_kept,
+    learning.generalises,
+    steps.steps_counted_once,
+    learning.learning_rate,
+    steps.checkpoints,
     branches.gates_moved,
     branches.gates_alive,
     branches.branch_outputs,
-    branches.selection_finds,
-    branches.selection_chooses,
-    branches.selection_reaches,
-    branches.sink_share,
-    run.throughput,
-    run.data_wait,
-    run.memory,
+    selection.selection_finds,
+    selection.selection_chooses,
+    selection.selection_reaches,
+    selection.sink_share,
+    pace.throughput,
+    pace.data_wait,
+    pace.memory,
 )
 
 
@@ -64,6 +76,7 @@ class Health:
     run: str
     state: str
     verdicts: list[Verdict]
+    trial: str | None = None  # why the run is too short to say what its model can do
 
     @property
     def ok(self) -> bool:
@@ -74,11 +87,22 @@ class Health:
         return [verdict for verdict in self.verdicts if verdict.ok is False]
 
     @property
+    def counts(self) -> str:
+        """`28 of 30 hold, 2 not judged`: what a verdict is worth."""
+        held, failed, unknown = (sum(v.ok is answer for v in self.verdicts) for answer in (True, False, None))
+        rest = [f"{failed} fail"] * bool(failed) + [f"{unknown} not judged"] * bool(unknown)
+        return ", ".join([f"{held} of {len(self.verdicts)} hold", *rest])
+
+    @property
     def headline(self) -> str:
-        """One line: healthy, healthy so far, or NOT healthy and the first thing that fails."""
+        """One line: healthy, no fault found in a trial, healthy so far, or NOT healthy and the first thing that fails."""
         if self.failed:
             return f"NOT healthy: {self.failed[0].name}: {self.failed[0].text}"
-        return "healthy" if self.state == directory.DONE else f"healthy so far: {self.verdicts[0].text}"
+        if self.state != directory.DONE:
+            return f"healthy so far: {self.verdicts[0].text}"
+        if self.trial:
+            return f"a trial, and no fault in it: {self.counts}. Too short to say what the model can do: {self.trial}"
+        return f"healthy: {self.counts}"
 
 
 def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
@@ -90,7 +114,7 @@ def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
     causes = [verdict for verdict in found if verdict is not finished]
     if finished.ok is False and any(verdict.ok is False for verdict in causes):
         found = [*causes, finished]
-    return Health(history.run, history.status.get("status", "unknown"), found)
+    return Health(history.run, history.status.get("status", "unknown"), found, trial(history, limits))
 
 
 def as_record(health: Health) -> dict[str, Any]:
@@ -107,6 +131,7 @@ def as_record(health: Health) -> dict[str, Any]:
         "state": health.state,
         "ok": health.ok,
         "headline": health.headline,
+        **({"trial": health.trial} if health.trial else {}),
         "verdicts": [plain(verdict) for verdict in health.verdicts],
     }
 
@@ -117,6 +142,15 @@ def write_verdict(run_dir: str | Path | History) -> Path:
     file = history.run_dir / directory.VERDICT
     write_text(file, json.dumps(as_record(examine(history)), indent=1, ensure_ascii=False) + "\n")
     return file
+
+
+def read_verdict(run: str | Path | History) -> dict[str, Any] | None:
+    """What `write_verdict` wrote of the run as it stands; None where it was never judged, or has gone on since."""
+    history = History.read(run)
+    told = read_json(history.run_dir / directory.VERDICT)
+    finished = next((v for v in told.get("verdicts", []) if v.get("name") == "finished"), {})
+    current = told.get("state") == history.status.get("status") and finished.get("value") == history.reached
+    return told if current else None
 
 
 def verdicts(run_dir: str | Path | History, limits: Limits = LIMITS) -> list[Verdict]:

@@ -28,6 +28,7 @@ class Limits:
     heartbeats: float = 0.5  # of those that were due in the time that the last attempt took
     clock_back_s: float = 60.0  # that clocks of two hosts may differ, or one be set right
     gate_moved: float = 0.002  # smallest change of a layer's branch shares or entropy that counts as movement
+    gate_even: float = 0.05  # shares that never strayed farther from 1/3 than this are of a layer that did not specialise
     gate_pinned: float = 1e-4  # an entropy this close to ln 3 in every reading is a gate of zeros
     gate_entropy: float = 0.20  # a layer below this has collapsed onto one branch (ln 3 = 1.099 is even)
     gate_share: float = 0.02  # a branch below this in a layer is not used there
@@ -44,6 +45,11 @@ class Limits:
     twin_gap: float = 0.01  # validation bpb over that of the dense twin, at most, as a share
     plan_memory: float = 0.15  # peak memory off the plan, either way
     plan_time: float = 0.25  # time off the plan, either way
+    trial_steps: int = 100  # a shorter run is a trial: what is asked of it has not grown to its full height
+    trial_tokens: float = 1.0  # tokens per parameter; with less, a model has hardly seen as much as it can hold
+    diverged_loss: float = 1.5  # last loss over the lowest one, of a run that was halted
+    diverged_gradient: float = 10.0  # last norm of the gradient over the least one
+    rash_rate: float = 0.03  # weights begin at a few hundredths, and AdamW moves each by about the rate in a step
     decode_error: float = 1e-6  # difference of logits over the largest, cached decoding against one full pass, in float64
 
 
@@ -71,3 +77,8 @@ class Verdict:
 def one_line(text: Any) -> str:
     """The text without line breaks; empty for None."""
     return " ".join(str(text).split()) if text is not None else ""
+
+
+def names_in(value: Any) -> list[str]:
+    """The texts in a list that an event holds; none where it holds something else."""
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []

@@ -3,6 +3,7 @@
 Invariants
 * Formulas are MathML, pictures are embedded and carry alt text, code is folded away but there.
 * The verdict comes from the run's own files, never from what papermill says about the notebook.
+* What the header says of its run, the notebook below it does not say again.
 * No path of the machine that it ran on: neither on the page nor in the executed notebook of a run directory.
 * A table drawn with box characters keeps its lines, however long; any other output wraps.
 * A notebook that failed gives a page of what it did, with the error on top.
@@ -28,12 +29,14 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from pygments.formatters import HtmlFormatter
 
 from nsa_lab import figures
+from nsa_lab.figures.panels import cut, panel_boxes
 from nsa_lab.figures.style import png, title
 from nsa_lab.health import write_verdict
 from nsa_lab.report.formulas import Formulas
-from nsa_lab.report.header import beside, notebook_error, run_summary
+from nsa_lab.report.header import beside, notebook_error, run_summary, unlike
 from nsa_lab.report.index import INDEX, write_index
 from nsa_lab.report.inert import POLICY, external_loads, inert
+from nsa_lab.report.once import once
 from nsa_lab.report.portable import make_portable, portable
 from nsa_lab.runs.files import write_text
 from nsa_lab.runs.history import History, evaluated_apart
@@ -53,9 +56,9 @@ END = "\n</main>\n</body>\n</html>\n"
 ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 
-def write_report(run_dir: str | Path, page: str | Path | None = None) -> Path:
-    """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none; and the
-    verdict beside it. With `page` that file alone is written, and nothing into the run directory.
+def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_alone: bool = False) -> Path:
+    """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none, and with
+    `record_alone`; and the verdict beside it. With `page` that file alone is written, and nothing into the run directory.
 
     Raises `RunDirectoryError` if the folder is not a run directory.
     """
@@ -66,7 +69,7 @@ def write_report(run_dir: str | Path, page: str | Path | None = None) -> Path:
         if notebook.is_file():
             make_portable(notebook)
     written = Path(page or history.run_dir / PAGE)
-    if notebook.is_file():
+    if notebook.is_file() and not record_alone:
         return export(notebook, written, run_dir=history.run_dir)
     return _write(_notebook_of([history]), written, [history], title=history.run)
 
@@ -103,10 +106,14 @@ def _write(
 ) -> Path:
     formulas = Formulas()
     error = notebook_error(notebook)
-    prepared = _prepare(notebook, formulas)
-    exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
-    subtitle = f"{histories[0].run}: {settings_of(histories[0].config)}" if len(histories) == 1 else None
     runs = [run_summary(history, picture=pictures) for history in histories]
+    prepared = _prepare(notebook, formulas)
+    for run, own in zip(runs, unlike(histories), strict=True):
+        run["unlike"] = own
+    for run in runs[:1] if pictures else []:
+        once(prepared, run["said"])
+    exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
+    subtitle = histories[0].run if len(histories) == 1 and histories[0].run != title else None
     resources = {
         "metadata": {"path": str(folder or page.parent), "name": page.stem},
         "page": {
@@ -116,7 +123,6 @@ def _write(
             "style": _style(),
             "error": error,
             "links": _links(page, histories),
-            "overview_cell": _cell_of(prepared, "overview("),
             "runs": runs,
             "beside": beside(runs, evaluated_apart(histories)) if len(runs) > 1 else None,
         },
@@ -173,7 +179,19 @@ def _prepare_output(output: NotebookNode, formulas: Formulas, heading: str) -> b
     for kind in ("image/png", "image/jpeg"):
         if kind in data and not output.metadata.get(kind, {}).get("alt"):
             output.metadata.setdefault(kind, {})["alt"] = f"Figure of the section “{heading}”"
+    if panels := output.metadata.get("image/png", {}).get("panels"):
+        data["text/html"] = _in_panels(data.pop("image/png"), panels, output.metadata["image/png"]["alt"])
     return bool(data)
+
+
+def _in_panels(picture: str, boxes: list[list[float]], alt: str) -> str:
+    """A picture of several columns, cut so that its panels stand below each other on a narrow page."""
+    pieces = [base64.b64encode(piece).decode() for piece in cut(base64.b64decode(picture), boxes)]
+    named = html.escape(alt)
+    shown = "".join(
+        f'<img alt="{named}, panel {number}" src="data:image/png;base64,{piece}">' for number, piece in enumerate(pieces, 1)
+    )
+    return f'<figure class="panels"><figcaption>{named}</figcaption>{shown}</figure>'
 
 
 def _unwrapped(found: re.Match[str]) -> str:
@@ -189,11 +207,12 @@ def _notebook_of(histories: list[History]) -> NotebookNode:
         cells += [new_markdown_cell("# Side by side")]
         cells += [_picture(draw, histories) for draw in (figures.loss_curves, figures.learning_rate, figures.throughput)]
     for history in histories:
-        cells += [new_markdown_cell(f"# {history.run}"), new_markdown_cell(settings_of(history.config))]
+        if len(histories) > 1:
+            cells += [new_markdown_cell(f"# {history.run}"), new_markdown_cell(settings_of(history.config))]
         if not history.steps:
             cells.append(new_markdown_cell("Nothing was recorded yet."))
             continue
-        drawn = [figures.loss_curves, *figures.RUN_PICTURES[1:]] if len(histories) == 1 else []
+        drawn = [*figures.RUN_PICTURES] if len(histories) == 1 else []
         drawn += figures.BRANCH_PICTURES if history.config.model.attention == "nsa" else ()
         cells += [_picture(draw, history) for draw in drawn]
     return new_notebook(cells=cells)
@@ -202,7 +221,8 @@ def _notebook_of(histories: list[History]) -> NotebookNode:
 def _picture(draw: Callable[..., Figure], of: History | list[History]) -> NotebookNode:
     figure = draw(of)
     data = {"image/png": base64.b64encode(png(figure)).decode()}
-    output = new_output("display_data", data=data, metadata={"image/png": {"alt": title(figure)}})
+    shown = {"alt": title(figure), "panels": panel_boxes(figure)}
+    output = new_output("display_data", data=data, metadata={"image/png": shown})
     return new_code_cell(f"figures.{draw.__name__}(run)", outputs=[output])
 
 
@@ -215,11 +235,6 @@ def _title(notebook: NotebookNode) -> str | None:
 def _last_heading(markdown: str) -> str | None:
     found = re.findall(r"^#{1,4}\s+(.+)$", markdown, re.MULTILINE)
     return found[-1].strip() if found else None
-
-
-def _cell_of(notebook: NotebookNode, call: str) -> str | None:
-    """The id of the first code cell that makes this call."""
-    return next((cell.get("id") for cell in notebook.cells if cell.cell_type == "code" and call in cell.source), None)
 
 
 def _contents(body: str) -> str:

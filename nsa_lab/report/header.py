@@ -1,32 +1,54 @@
-"""What stands at the top of a report: the verdict, the numbers that a reader asks for first, and what went wrong."""
+"""What stands at the top of a report: what was trained, what came out against what, the verdict, and what went wrong.
+
+Every verdict stands there once: the first that fails in the banner, those that answer a reader's questions in the cards,
+and the others in a table.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from nsa_lab.figures import loss_by_position, overview, retrieval_map
+from matplotlib.figure import Figure
+
+from nsa_lab.figures import first_screen, loss_by_position, retrieval_map
 from nsa_lab.figures.style import png, title
-from nsa_lab.health import Health, examine
-from nsa_lab.health.answers import BRANCH_QUESTIONS, answers
+from nsa_lab.health import LIMITS, Health, examine
+from nsa_lab.health.answers import BRANCH_QUESTIONS, QUESTIONS, answers
+from nsa_lab.health.suspect import suspect
 from nsa_lab.health.verdict import Verdict, one_line
+from nsa_lab.health.worth import Reference, references
 from nsa_lab.runs import directory
 from nsa_lab.runs.evaluation import read_evaluation
-from nsa_lab.runs.history import History
-from nsa_lab.runs.summary import settings_of, shown_facts
+from nsa_lab.runs.history import Facts, History, facts
+from nsa_lab.runs.summary import (
+    SOURCES,
+    differences,
+    settings_of,
+    shown_facts,
+    speed_of,
+    steps_of,
+    time_of,
+    unlike_settings,
+)
 
 MOODS = {True: "ok", False: "bad", None: "open"}
 
 ADVICE = {
-    directory.HALTED: "The weights are those of step {step:,}, the last good one. The newest halt-… folder of the run "
-    "holds the diagnosis. If the cause lies outside, in data or machine, mend it and go on: nsa-lab resume {run}. "
-    "If it is a value of the configuration, train anew with another: nsa-lab run NAME -p section.key=value",
+    directory.HALTED: "The newest halt-… folder of the run holds the diagnosis. If the cause is a value of the "
+    "configuration, train anew with another: nsa-lab run NAME -p section.key=value. The weights are those of step "
+    "{step:,}, the last good one. If the cause lies outside, in data or machine, mend it and go on from them: "
+    "nsa-lab resume {run}",
     directory.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
     directory.RUNNING: "This page shows the run as it was when the page was made: nsa-lab follow {run} shows it live.",
     "DEAD": "The trainer was killed; the last recorded step is {step:,}. nsa-lab resume {run} goes on from the newest "
     "checkpoint.",
 }
+KINDS = {"nsa": "NSA", "dense": "Dense attention"}
+# Stand above the table of facts, in figures of their own.
+ON_TOP = frozenset({"tokens per second, median", "training time"})
 
 # The exception by which a notebook says that it cannot go on (`workbook.notebook.Stop`), as an executed one names it.
 STOP = "Stop"
@@ -41,34 +63,101 @@ NOTEBOOK_ADVICE = {
 def run_summary(run: Any, *, picture: bool = True) -> dict[str, Any]:
     """The header of one run, ready for the template."""
     history = History.read(run)
-    health = examine(history)
+    health, known, others = examine(history), facts(history), references(history) if picture else []
+    untrained = not any(event["step"] for event in history.evaluations)
     return {
         "name": history.run,
         "settings": settings_of(history.config),
+        "trained": trained(known, history),
+        "figures": _figures(known, history, [] if untrained else others),
         "headline": health.headline,
-        "mood": "bad" if health.failed else "ok" if history.done else "open",
-        "advice": _advice(history),
-        "answers": [_row(answer) for answer in answers(health.verdicts) if not _beside_the_point(answer, history)],
+        "worth": worth(known, others, untrained),
+        "mood": mood(health, history),
+        "advice": advice(history),
+        "cards": [_row(card) for card in _cards(health, history)],
         "facts": shown_facts(history),
-        "picture": base64.b64encode(png(overview(history))).decode() if picture and history.steps else None,
-        "picture_alt": f"Loss, gates, selection and throughput of {history.run} over its steps",
+        "numbers": known,
+        "unlike": {},
+        "other_facts": [(name, value) for name, value in shown_facts(history) if name not in ON_TOP],
+        "pictures": _embedded(first_screen(history, others)) if picture and history.steps else [],
         "evaluation": evaluation_shown(history) if picture else None,
-        "counts": _counts(health),
-        "verdicts": [_row(verdict) for verdict in health.verdicts],
+        "counts": health.counts,
+        "verdicts": [_row(verdict) for verdict in _others(health)],
+        "said": _said(health, history),
         "config": history.config.to_yaml(),
         "environment": json.dumps(history.environment, indent=1),
     }
 
 
-def beside(runs: list[dict[str, Any]], apart: bool = False) -> list[tuple[str, list[str]]]:
-    """Facts of several runs as rows of a table: a name, and the value in each; a dash where a run does not say.
+def trained(known: Facts, history: History) -> str:
+    """What was trained, on what, in a line."""
+    config, size = history.config, f"{known.parameters:,} parameters, " if known.parameters else ""
+    model = f"{KINDS[known.attention]}, {size}{config.model.n_layers} layers of width {config.model.dim}"
+    where = f"{config.runtime.precision}{f' on {known.device}' if known.device else ''}"
+    return f"{model}: {steps_of(config.train)} tokens, {SOURCES[known.source]}, {where}"
 
-    `apart` says that they were evaluated on different texts, and so does the row.
+
+def worth(known: Facts, others: Sequence[Reference], untrained: bool = False) -> str:
+    """`0.922 bits per byte; dense twin 0.925`, or that there is no loss of the model that was trained."""
+    if known.last_validation_bpb is None or untrained:
+        return "not evaluated since training began"
+    return "; ".join([f"{known.last_validation_bpb:.3f} bits per byte", ", ".join(map(str, others))]).rstrip("; ")
+
+
+def mood(health: Health, history: History) -> str:
+    """A run that is not over, and a trial, are neither good nor bad."""
+    if health.failed:
+        return "bad"
+    return "ok" if history.done and not health.trial else "open"
+
+
+def _figures(known: Facts, history: History, others: Sequence[Reference]) -> list[dict[str, Any]]:
+    """The numbers that a reader asks for first: value, unit, and what to hold it against."""
+    first, last = known.first_validation_bpb, known.last_validation_bpb
+    at = history.evaluations[-1]["step"] if history.evaluations else 0
+    before = [f"untrained {first or 0:.3f}"] if at else []
+    what = "bits per byte on held-out text" + ("" if at else ", untrained")
+    shown = [
+        (last, f"{last or 0:.3f}", what, [*before, *_told(others)]),
+        (known.tokens_per_s, speed_of(history), "tokens per second, median", []),
+        (known.wall_s, *_time(known)),
+    ]
+    return [{"value": value, "unit": unit, "notes": notes} for there, value, unit, notes in shown if there is not None]
+
+
+def _time(known: Facts) -> tuple[str, str, list[str]]:
+    took, _, rest = (time_of(known) or "").partition("; ")
+    value, _, attempts = took.partition(" over ")
+    return value, f"training time{f', {attempts}' if attempts else ''}", [rest] if rest else []
+
+
+def _told(others: Sequence[Reference]) -> list[str]:
+    return [f"{other} ({other.note})" for other in others]
+
+
+def _embedded(drawn: Sequence[Figure]) -> list[tuple[str, str]]:
+    return [(base64.b64encode(png(figure)).decode(), title(figure)) for figure in drawn]
+
+
+def beside(runs: list[dict[str, Any]], apart: bool = False) -> list[tuple[str, list[str]]]:
+    """Facts of several runs as rows of a table: a name, the value in each, how each differs from the first.
+
+    A dash where a run does not say. `apart` says that they were evaluated on different texts, and so does the row.
     """
-    known = [{"verdict": run["headline"], **dict(run["facts"])} for run in runs]
+    known = [{"verdict": run["headline"].partition(":")[0], **dict(run["facts"]), **run["unlike"]} for run in runs]
+    known += [differences(runs[0]["numbers"], run["numbers"]) for run in runs[1:]]
     names = dict.fromkeys(name for facts in known for name in facts)
     note = " (of different texts: not to be compared)" if apart else ""
     return [(name + note * name.startswith("validation"), [facts.get(name, "–") for facts in known]) for name in names]
+
+
+def unlike(runs: Sequence[History]) -> list[dict[str, str]]:
+    """Of each run, the settings in which one of the runs differs from the first, as rows of `beside`."""
+    keys = {key for run in runs[1:] for key, *_ in unlike_settings(runs[0].config, run.config)}
+    return [
+        {key: str(run.config.to_dict()[key.partition(".")[0]].get(key.partition(".")[2])) for key in sorted(keys)}
+        for run in runs
+    ]
 
 
 def evaluation_shown(history: History) -> dict[str, Any] | None:
@@ -76,11 +165,10 @@ def evaluation_shown(history: History) -> dict[str, Any] | None:
     found = read_evaluation(history.run_dir)
     if found is None:
         return None
-    drawn = [draw(found) for draw in (retrieval_map, loss_by_position)]
     return {
         "told": f"Checkpoint of step {found['step']:,}, seed {found['seed']}, {found['device']}, {found['dtype']}; "
         "text that was held out of training.",
-        "pictures": [(base64.b64encode(png(figure)).decode(), title(figure)) for figure in drawn],
+        "pictures": _embedded([draw(found) for draw in (retrieval_map, loss_by_position)]),
         "interventions": [
             (f"{part['length']:,}", effect["name"], f"{effect['accuracy']:.0%}", f"{effect['d_loss']:+.4f}")
             for part in found["selection"]
@@ -92,6 +180,36 @@ def evaluation_shown(history: History) -> dict[str, Any] | None:
 
 def _row(verdict: Verdict) -> dict[str, str]:
     return {"name": verdict.name, "mood": MOODS[verdict.ok], "mark": verdict.mark, "text": verdict.text}
+
+
+def _cards(health: Health, history: History) -> list[Verdict]:
+    """A reader's questions. What fails is told in the banner and in the table, and here by its name alone."""
+    asked = [answer for answer in answers(health.verdicts) if not _beside_the_point(answer, history)]
+    return [answer if answer.ok is not False else _by_name(answer, health) for answer in asked]
+
+
+def _by_name(answer: Verdict, health: Health) -> Verdict:
+    names = [verdict.name for verdict in health.failed if _first(answer) or verdict.name in QUESTIONS[answer.name]]
+    return Verdict(answer.name, False, None, None, f"{', '.join(names)}: see the verdict")
+
+
+def _first(answer: Verdict) -> bool:
+    """Whether it is the question that every verdict answers."""
+    return answer.name == next(iter(QUESTIONS))
+
+
+def _others(health: Health) -> list[Verdict]:
+    """The verdicts that neither the banner nor a card tells."""
+    in_cards = {name for answer in answers(health.verdicts) if answer.ok is not False for name in QUESTIONS[answer.name]}
+    return [verdict for verdict in health.verdicts if verdict.name not in in_cards and verdict not in health.failed[:1]]
+
+
+def _said(health: Health, history: History) -> set[str]:
+    """Lines that a notebook may print and that the header says already, with single spaces."""
+    lines = [str(verdict) for verdict in health.verdicts]
+    lines += [f"{answer.mark} {answer.name} {answer.text}" for answer in answers(health.verdicts)]
+    lines += [f"{name} {value}" for name, value in shown_facts(history)]
+    return {" ".join(line.split()) for line in [*lines, health.headline]}
 
 
 def _beside_the_point(answer: Verdict, history: History) -> bool:
@@ -115,17 +233,10 @@ def notebook_error(notebook: Any) -> dict[str, str] | None:
     return None
 
 
-def state_of(history: History) -> str | None:
-    """What the run's status says; DEAD where it says RUNNING and no trainer is alive."""
-    state = history.status.get("status")
-    return "DEAD" if state == directory.RUNNING and not history.alive else state
-
-
-def _advice(history: History) -> str | None:
-    state = state_of(history)
-    return ADVICE[state].format(run=history.run, step=history.reached) if state in ADVICE else None
-
-
-def _counts(health: Health) -> str:
-    passed, unknown = (sum(v.ok is value for v in health.verdicts) for value in (True, None))
-    return f"{passed} hold, {len(health.failed)} fail, {unknown} not known"
+def advice(history: History) -> list[str]:
+    """What to do about a run that is not done, a line each: of one that diverged the suspect first, and resuming last."""
+    found = suspect(history, LIMITS)
+    if found:
+        return found.lines
+    told = ADVICE.get(history.state or "")
+    return [told.format(run=history.run, step=history.reached)] if told else []

@@ -1,6 +1,6 @@
 """`index.html` of an outputs folder: every run in it, newest first, with its report. One file, nothing is fetched.
 
-Verdicts are not made anew here, since they read whole checkpoints; a run's report has them.
+Verdicts are those that a report wrote last: they read whole checkpoints, and are not made anew here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from nsa_lab.config import ConfigError
-from nsa_lab.report.header import state_of
+from nsa_lab.health import read_verdict
 from nsa_lab.report.inert import POLICY
 from nsa_lab.runs import directory, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.files import write_text
 from nsa_lab.runs.history import History, facts
-from nsa_lab.runs.summary import duration, settings_of
+from nsa_lab.runs.summary import duration, settings_of, speed_of
 
 INDEX = "index.html"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -45,15 +45,19 @@ def _row(run_dir: Path) -> dict[str, Any]:
     except (ConfigError, RunDirectoryError, ValueError) as error:
         return row | {"problem": " ".join(str(error).split())[:300]}
     first, last = known.first_validation_bpb, known.last_validation_bpb
-    state = state_of(history)
+    state = history.state
+    verdict = read_verdict(history) or {}
     return row | {
         "state": state,
+        "verdict": verdict.get("headline", "not judged yet").partition(":")[0],
+        "judged": "open" if verdict.get("trial") else {"True": "ok", "False": "bad"}.get(str(verdict.get("ok")), "open"),
+        "model": f"{known.attention}{f', {known.parameters:,} parameters' if known.parameters else ''}",
         "mood": "open" if state is None else MOODS.get(state, "open"),
         "settings": settings_of(history.config),
         "began": _date(history),
         "steps": f"{known.step:,} of {known.steps:,}",
         "validation": "" if last is None else f"{first:.3f} → {last:.3f}",
-        "speed": "" if known.tokens_per_s is None else f"{known.tokens_per_s:,.0f}",
+        "speed": speed_of(history) or "",
         "time": "" if known.wall_s is None else duration(known.wall_s),
     }
 

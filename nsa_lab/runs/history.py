@@ -6,9 +6,8 @@ reads the same. Every step counts once, in its latest attempt.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +100,12 @@ class History:
         return self.status.get("status") == directory.DONE
 
     @property
+    def state(self) -> str | None:
+        """What the run's status says; DEAD where it says RUNNING and no trainer is alive, None where it says nothing."""
+        said = self.status.get("status")
+        return "DEAD" if said == directory.RUNNING and not self.alive else said
+
+    @property
     def alive(self) -> bool:
         """Whether a trainer holds this directory now."""
         return lock_owner(self.run_dir) is not None
@@ -137,6 +142,20 @@ class History:
             np.array([step for step, _ in seen], dtype=np.int64),
             np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64),
         )
+
+    def upto(self, step: int) -> History:
+        """The record as it was when `step` was done."""
+        events, steps, evaluations = (
+            [event for event in record if event["step"] <= step] for record in (self.events, self.steps, self.evaluations)
+        )
+        return replace(self, events=events, steps=steps, evaluations=evaluations)
+
+    def at_the_last_length(self, steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The readings of stages that are as long as the one the run is in."""
+        train = self.config.train
+        length = train.stage_at(self.reached).seq_len
+        same = np.array([train.stage_at(int(step)).seq_len == length for step in steps], dtype=bool)
+        return steps[same], values[same]
 
     def evaluated_text(self, evaluation: Event) -> str:
         """Names the text that an evaluation read; two of one name may be compared.
@@ -213,10 +232,27 @@ _ENDINGS = {
 LATEST_READINGS = 50
 
 
-def _latest(values: np.ndarray) -> np.ndarray:
-    """The readings that say where training stands; those that are not finite are left out."""
-    latest = values[-max(1, min(LATEST_READINGS, len(values) // 10)) :]
-    return latest[np.isfinite(latest)]
+def latest(values: np.ndarray) -> np.ndarray:
+    """Of readings of training, those whose mean says where it stands. What is no number is no reading."""
+    finite = values[np.isfinite(values)]
+    return finite[-max(1, min(LATEST_READINGS, len(finite) // 10)) :]
+
+
+def training_now(history: History, name: str = "bpb") -> np.ndarray:
+    """The readings of `loss` or `bpb` whose mean says where training stands: the one place that chooses them.
+
+    Of the stage lengths, the last alone: a longer past makes text easier to predict.
+    """
+    return latest(history.at_the_last_length(*history.series(name))[1])
+
+
+def median_speeds(history: History) -> list[float]:
+    """Tokens per second, the median of the readings, of each stage that has any: the one place that works it out."""
+    by_stage: dict[int, list[float]] = {}
+    for step, speed in zip(*history.series("tokens_per_s"), strict=True):
+        by_stage.setdefault(history.config.train.at(int(step))[0], []).append(float(speed))
+    finite = [np.array(speeds)[np.isfinite(speeds)] for _, speeds in sorted(by_stage.items())]
+    return [float(np.median(speeds)) for speeds in finite if len(speeds)]
 
 
 def evaluated_apart(runs: Sequence[History]) -> bool:
@@ -228,9 +264,11 @@ def evaluated_apart(runs: Sequence[History]) -> bool:
 class Facts:
     """The numbers a reader asks for first; None where the run does not say.
 
-    `tokens` are those of the steps done, `wall_s` the seconds of all attempts, `tokens_per_s` the median of the readings;
-    validation is on held-out text; `last_train_bpb` is the mean of the last `last_train_readings` readings. `backend` says
-    of each part of attention what computes it and why. `seq_len` is the longest of the run.
+    `tokens` are those of the steps done; `wall_s` are the seconds of all attempts together, in which the trainer ran, and
+    `elapsed_s` those from the first event to the last, pauses between attempts included. `tokens_per_s` is the median of
+    the readings of the last stage (`median_speeds`); validation is on held-out text; `last_train_bpb` is the mean of the
+    last `last_train_readings` readings. `backend` says of each part of attention what computes it and why. `seq_len` is
+    the longest of the run.
     """
 
     run: str
@@ -239,6 +277,7 @@ class Facts:
     steps: int
     tokens: int
     wall_s: float | None
+    elapsed_s: float | None
     attempts: int
     attention: str
     parameters: int | None
@@ -262,9 +301,9 @@ def facts(run: str | Path | History) -> Facts:
     begin = next(iter(reversed(history.of_kind("start", "resume"))), {})
     attempts = history.attempts()
     _, validation = history.validation()
-    _, speed = history.series("tokens_per_s")
+    speeds = median_speeds(history)
     _, memory = history.series("mem_peak_bytes")
-    latest = _latest(history.series("bpb")[1])
+    recent = training_now(history)
     tokens = history.config.train.tokens_by(history.reached)
     return Facts(
         run=history.run,
@@ -273,18 +312,19 @@ def facts(run: str | Path | History) -> Facts:
         steps=history.config.train.steps,
         tokens=tokens,
         wall_s=sum(a.ended - a.began for a in attempts) or None,
+        elapsed_s=attempts[-1].ended - attempts[0].began if attempts else None,
         attempts=len(attempts),
         attention=history.config.model.attention,
         parameters=begin.get("params"),
         device=begin.get("device"),
         backend=begin.get("backend"),
-        tokens_per_s=statistics.median(speed.tolist()) if len(speed) else None,
+        tokens_per_s=speeds[-1] if speeds else None,
         memory_peak_bytes=float(np.nanmax(memory)) if len(memory) else None,
         first_validation_bpb=float(validation[0]) if len(validation) else None,
         last_validation_bpb=float(validation[-1]) if len(validation) else None,
         best_validation_bpb=float(np.nanmin(validation)) if np.isfinite(validation).any() else None,
-        last_train_bpb=float(np.mean(latest)) if len(latest) else None,
-        last_train_readings=len(latest),
+        last_train_bpb=float(np.mean(recent)) if len(recent) else None,
+        last_train_readings=len(recent),
         source=history.config.data.source,
         seq_len=history.config.train.longest.seq_len,
         config_hash=history.config.hash(),

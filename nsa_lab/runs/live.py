@@ -5,12 +5,14 @@ On a terminal the view is redrawn in place; anywhere else a compact line is prin
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -21,11 +23,12 @@ from rich.text import Text
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory
 from nsa_lab.runs.events import Event, Tail
+from nsa_lab.runs.history import latest
 from nsa_lab.runs.summary import filling_text
 
 REDRAW_S, LINE_EVERY_S = 1.0, 10.0
 BRANCHES = ("cmp", "sel", "win")
-NUMBERS = ("bpb", "lr", "tokens_per_s", "grad_norm")
+NUMBERS = ("lr", "tokens_per_s", "grad_norm")
 NOTED = ("start", "resume", "guard", "stall", "error", "halt", "signal", "checkpoint", "end")
 
 
@@ -37,6 +40,7 @@ class RunView:
         self.config = RunConfig.from_yaml(run_dir / directory.CONFIG)
         self.step = 0
         self._latest: dict[str, float] = {}
+        self._bpb: dict[int, float] = {}
         self._layers: dict[str, list[float]] = {}
         self._phase, self._phase_age_s, self._heard = "starting", 0.0, 0.0
         self._filling: str | None = None
@@ -51,8 +55,12 @@ class RunView:
         kind = event["kind"]
         if kind in ("start", "resume", "step", "eval"):
             self.step = event["step"]
+        if kind in ("start", "resume"):
+            # What lies behind the checkpoint is done again.
+            self._bpb = {step: bpb for step, bpb in self._bpb.items() if step <= self.step}
         if kind == "step":
             self._latest |= {name: event[name] for name in NUMBERS if event.get(name) is not None}
+            self._bpb[self.step] = math.nan if event.get("bpb") is None else event["bpb"]
             self._layers |= {name: value for name, value in event.items() if isinstance(value, list) and value}
             self._seconds += [event["dt_s"]] if event.get("dt_s") is not None else []
             self._phase, self._phase_age_s, self._heard = "step", 0.0, event["t"]
@@ -87,12 +95,20 @@ class RunView:
     def line(self) -> str:
         """One line for a log."""
         parts = [f"step {self.step:,}/{self.config.train.steps:,}"]
-        parts += [f"{name} {self._latest[name]:.3f}" for name in ("bpb", "validation") if name in self._latest]
-        if "tokens_per_s" in self._latest:
-            parts.append(f"{self._latest['tokens_per_s']:,.0f} tokens/s")
+        losses = {"bpb": self.training_bpb, "validation": self._latest.get("validation")}
+        parts += [f"{name} {value:.3f}" for name, value in losses.items() if value is not None]
         if self.step < self.config.train.steps:
+            parts += [f"{self._latest['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in self._latest else []
             parts.append(f"{clock(self.eta_s)} left" if self.eta_s else self._doing)
         return "  ".join(parts)
+
+    @property
+    def training_bpb(self) -> float | None:
+        """Bits per byte of training as `history.training_now` has them: a mean of readings, since one is noise."""
+        known, stage_at = list(self._bpb.items()), self.config.train.stage_at
+        same = [bpb for step, bpb in known if stage_at(step).seq_len == stage_at(self.step).seq_len]
+        readings = latest(np.array(same))
+        return float(readings.mean()) if len(readings) else None
 
     def panel(self) -> Panel:
         done = TextColumn("{task.completed:,.0f} of {task.total:,.0f}")
@@ -111,11 +127,11 @@ class RunView:
         age = self._phase_age_s + max(time.time() - self._heard, 0.0) if self._heard else 0.0
         shares = {branch: self._mean(f"gate_share_{branch}") for branch in BRANCHES}
         return {
-            "bits per byte, training": self._number("bpb", "{:.4f}"),
-            "bits per byte, validation": self._number("validation", "{:.4f}"),
+            "bits per byte, training": "–" if (training := self.training_bpb) is None else f"{training:.3f}",
+            "bits per byte, validation": self._number("validation", "{:.3f}"),
             "learning rate": self._number("lr", "{:.3g}"),
             "gradient norm": self._number("grad_norm", "{:.3g}"),
-            "tokens per second": self._number("tokens_per_s", "{:,.0f}"),
+            "tokens per second, now": self._number("tokens_per_s", "{:,.0f}"),
             "time left": clock(self.eta_s),
             "phase": f"{self._doing}, {age:.0f} s",
             "gates": "  ".join(f"{branch} {share:.0%}" for branch, share in shares.items() if share is not None) or "–",

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nsa_lab.config import RunConfig, TrainConfig
-from nsa_lab.runs.history import History, facts
+from nsa_lab.runs.history import Facts, History, facts, median_speeds
+
+# What `data.source` means.
+SOURCES = {
+    "stdlib": "the text that comes with Python",
+    "local": "files of one's own",
+    "fineweb_edu": "FineWeb-Edu",
+    "synthetic": "random bytes",
+    "recall": "text with facts to look up",
+}
 
 
 def settings_of(config: RunConfig) -> str:
@@ -33,20 +42,21 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
     known = facts(history)
     first, last, best = known.first_validation_bpb, known.last_validation_bpb, known.best_validation_bpb
     shown = {
-        "status": known.status,
+        "state": history.state,
         "steps": f"{known.step:,} of {known.steps:,}",
         "tokens": f"{known.tokens:,}",
         "validation, bits per byte": f"{first:.3f} → {last:.3f} (best {best:.3f})" if best is not None else None,
         "training, bits per byte": _format(known.last_train_bpb, "{:.3f}" + _over(known.last_train_readings)),
-        "tokens per second, median": _format(known.tokens_per_s, "{:,.0f}"),
-        "time": _format(known.wall_s, duration),
-        "peak memory": _format(known.memory_peak_bytes, lambda value: f"{value / 1e9:.2f} GB"),
+        "tokens per second, median": speed_of(history),
+        "training time": time_of(known),
+        "peak memory": _format(known.memory_peak_bytes, size_text),
         "attempts": attempts_of(history),
         "attention": known.attention,
         "parameters": _format(known.parameters, "{:,}"),
         "device": known.device,
-        "backend": backends(known.backend),
-        "text": f"{known.source}, {lengths_of(history.config.train)} tokens per sequence",
+        "backend": backend_of(history, known),
+        "text": f"{SOURCES[known.source]} (data.source: {known.source}), "
+        f"{lengths_of(history.config.train)} tokens per sequence",
         "guards": guards_of(history.config.train),
         "configuration": known.config_hash,
     }
@@ -55,6 +65,67 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
 
 def _over(readings: int) -> str:
     return f" (mean of the last {readings} readings)" if readings > 1 else ""
+
+
+# Of `Facts`, under the names that `shown_facts` gives them.
+COMPARED = {
+    "steps": "step",
+    "tokens": "tokens",
+    "validation, bits per byte": "last_validation_bpb",
+    "training, bits per byte": "last_train_bpb",
+    "tokens per second, median": "tokens_per_s",
+    "training time": "wall_s",
+    "peak memory": "memory_peak_bytes",
+    "parameters": "parameters",
+}
+
+
+def differences(one: Facts, other: Facts) -> dict[str, str]:
+    """By name, how much more `other` has than `one`, in percent, and of losses in bits per byte too."""
+    told = {}
+    for name, field in COMPARED.items():
+        before, after = getattr(one, field), getattr(other, field)
+        if before and after is not None:
+            share = f"{after / before - 1:+.1%}"
+            told[name] = f"{after - before:+.4f} ({share})" if name.endswith("bits per byte") else share
+    return told
+
+
+def unlike_settings(one: RunConfig, other: RunConfig) -> list[tuple[str, object, object]]:
+    """Dotted keys of the settings in which two configurations differ, and both values."""
+    ours, theirs = one.to_dict(), other.to_dict()
+    sections = [name for name, values in ours.items() if isinstance(values, dict)]
+    return [
+        (f"{section}.{key}", value, theirs[section].get(key))
+        for section in sections
+        for key, value in ours[section].items()
+        if value != theirs[section].get(key)
+    ]
+
+
+def speed_of(history: History) -> str | None:
+    """`424,276`, or `424,276, then 339,000` where stages differ: tokens per second, each a median of readings."""
+    return ", then ".join(f"{speed:,.0f}" for speed in median_speeds(history)) or None
+
+
+def time_of(known: Facts) -> str | None:
+    """`17 min 37 s`: how long a trainer ran. Of several attempts also how long it was from the first start to the end."""
+    if known.wall_s is None or known.elapsed_s is None:
+        return None
+    if known.attempts < 2:
+        return duration(known.wall_s)
+    return f"{duration(known.wall_s)} over {known.attempts} attempts; {duration(known.elapsed_s)} from start to end"
+
+
+def size_text(size_bytes: float) -> str:
+    """`4.76 GB` or `45.6 MB`: 10^9 and 10^6 bytes, here as everywhere."""
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 5e8 else f"{size_bytes / 1e6:.2f} MB"
+
+
+def backend_of(history: History, known: Facts) -> str | None:
+    """`triton (asked for: auto)`."""
+    used = backends(known.backend)
+    return used and f"{used} (asked for: {history.config.runtime.backend})"
 
 
 def attempts_of(history: History) -> str:

@@ -31,7 +31,7 @@ from nsa_lab.train import snapshot
 from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
 from nsa_lab.train.distributed import World
 from nsa_lab.train.guard import Finding, Halt
-from nsa_lab.train.measure import probe_logits
+from nsa_lab.train.measure import compressed, probe_logits
 from nsa_lab.train.parts import Builders, Parts, assemble, choose_device, set_determinism
 from nsa_lab.train.plan import flops_per_token
 from nsa_lab.train.preflight.checks import preflight
@@ -221,6 +221,7 @@ class _Attempt:
                     "The run is not started over; restore a step-… folder, or create a new run"
                 )
             self.record.begin(0, {**parts.facts, "settings": watched.told(self.config)})
+            self.record.reference(compressed(parts))
             self._preflight(parts)
             return 0, []
         state = snapshot.read_state(path)

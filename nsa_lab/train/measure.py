@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import lzma
 import re
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +21,7 @@ from nsa_lab.train.step import token_losses
 
 STATISTICS_SEQUENCES = 2
 REACH_TEXT = 1 << 20  # tokens of held-out text that needles are drawn from
+XZ_TEXT = 1 << 20  # bytes of held-out text that are compressed: a third of a second
 
 
 @torch.no_grad()
@@ -93,6 +97,15 @@ def selection_reach(parts: Parts, length: int) -> Reach | str | None:
             return reach(parts.model, text, length, parts.config.data)
     finally:
         parts.model.train()
+
+
+def compressed(parts: Parts) -> dict[str, Any] | None:
+    """What xz makes of the held-out text, in bits per byte, to hold a loss against. None unless tokens are bytes."""
+    if parts.config.data.tokenizer != "byte":
+        return None
+    held_out = parts.dataset.validation
+    text = np.asarray(held_out.read(0, min(len(held_out), XZ_TEXT)), dtype=np.uint8).tobytes()
+    return {"name": "xz", "bytes": len(text), "bpb": 8 * len(lzma.compress(text)) / len(text)}
 
 
 def layer_of(name: str) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from nsa_lab.config import ConfigError, ModelConfig, RunConfig, TrainConfig
 from nsa_lab.model import NSATransformer
+from nsa_lab.runs.summary import duration, size_text
 from nsa_lab.train.telemetry.machine import memory_bytes
 
 # Per parameter: float32 weights and gradients and two float32 moments.
@@ -69,7 +70,7 @@ class Plan:
                 f"{size_text(self.checkpoint_bytes)}, shards {size_text(self.shard_bytes)})",
             ),
             ("speed", speed),
-            ("time", "not known" if self.hours is None else f"{self.hours:.2f} h"),
+            ("time", "not known" if self.hours is None else duration(3600 * self.hours)),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,7 +191,3 @@ def compare(planned: Plan, steps: Iterable[dict[str, Any]]) -> list[tuple[str, f
     if planned.hours:
         rows.append(("hours", planned.hours, hours(planned.tokens, speed)))
     return [(name, expected, found, found / expected) for name, expected, found in rows]
-
-
-def size_text(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**29 else f"{size_bytes / 2**20:.2f} MiB"

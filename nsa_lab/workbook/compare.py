@@ -16,7 +16,8 @@ from nsa_lab.figures import selection_by_layer
 from nsa_lab.figures.layers import STATISTICS
 from nsa_lab.figures.run_axes import BRANCH_NAMES, Run
 from nsa_lab.runs import checkpoints
-from nsa_lab.runs.history import History, evaluated_apart
+from nsa_lab.runs.history import History, evaluated_apart, training_now
+from nsa_lab.runs.summary import speed_of
 from nsa_lab.workbook.samples import observed_blocks
 
 NAMES_WIDTH = 36
@@ -25,12 +26,12 @@ NAMES_WIDTH = 36
 def numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
     """What each run said last at or before `step`, one column per run: loss, pace, gates and selection of one layer."""
     histories = [History.read(run) for run in runs]
-    columns = {history.run: _numbers(history, layer, step) for history in histories}
-    lines = [" " * NAMES_WIDTH + "".join(f"  {run:>10}" for run in columns)]
-    for name in next(iter(columns.values()), {}):
-        lines.append(
-            f"{name:<{NAMES_WIDTH}}" + "".join(f"  {column[name]:>{max(len(run), 10)}}" for run, column in columns.items())
-        )
+    columns = [_numbers(history, layer, step) for history in histories]
+    # Names of runs are wider than a page has room for columns.
+    lines = [f"[{number}] {history.run}" for number, history in enumerate(histories, 1)]
+    lines += [" " * NAMES_WIDTH + "".join(f"{f'[{number}]':>12}" for number in range(1, len(columns) + 1))]
+    for name in columns[0] if columns else {}:
+        lines.append(f"{name:<{NAMES_WIDTH}}" + "".join(f"{column[name]:>12}" for column in columns))
     if evaluated_apart(histories):
         lines.append("Validation is of different texts, and not to be compared.")
     return "\n".join(lines)
@@ -64,24 +65,27 @@ def checkpoint_steps(run: Run) -> list[int]:
 
 
 def _numbers(history: History, layer: int, step: int) -> dict[str, str]:
-    at, bpb = _last(*history.series("bpb"), step)
+    history = history.upto(step)
     numbers = {
-        "step": "–" if at is None else f"{at:,}",
-        "training batch, bits per byte": _text(bpb),
-        "validation, bits per byte": _text(_last(*history.validation(), step)[1]),
-        "tokens per second": _text(_last(*history.series("tokens_per_s"), step)[1], "{:,.0f}"),
+        "step": "–" if not history.steps else f"{history.steps[-1]['step']:,}",
+        "training, bits per byte": _text(_mean(training_now(history))),
+        "validation, bits per byte": _text(_last(history.validation()[1])),
+        "tokens per second, median": speed_of(history) or "–",
     }
     named = {f"gate_share_{branch}": f"gate share, {label}" for branch, label in BRANCH_NAMES.items()} | STATISTICS
     for name, label in named.items():
         steps, values = history.layers(name)
         known = values[:, layer] if values.shape[1] > layer else np.full(len(steps), np.nan)
-        numbers[label] = _text(_last(steps, known, step)[1])
+        numbers[label] = _text(_last(known))
     return numbers
 
 
-def _last(steps: np.ndarray, values: np.ndarray, step: int) -> tuple[int | None, float]:
-    upto = np.flatnonzero(steps <= step)
-    return (int(steps[upto[-1]]), float(values[upto[-1]])) if len(upto) else (None, math.nan)
+def _mean(readings: np.ndarray) -> float:
+    return float(readings.mean()) if len(readings) else math.nan
+
+
+def _last(values: np.ndarray) -> float:
+    return float(values[-1]) if len(values) else math.nan
 
 
 def _text(value: float, form: str = "{:.3f}") -> str:

@@ -15,7 +15,7 @@ from nsa_lab.health.twins import side_by_side, twins
 from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.events import Event
 from nsa_lab.runs.history import History, facts
-from nsa_lab.runs.summary import backends, duration
+from nsa_lab.runs.summary import backends, size_text, speed_of, time_of
 from nsa_lab.workbook.samples import selected_keys
 
 REPORTS = {
@@ -64,7 +64,7 @@ def _steps_done(run: History, _: History | None) -> str:
 def _speed(run: History, _: History | None) -> str | None:
     speed = run.series("tokens_per_s")[1]
     device = facts(run).device
-    return f"{np.median(speed):,.0f} median, {speed.max():,.0f} peak, on {device}" if len(speed) else None
+    return f"{speed_of(run)} median, {speed.max():,.0f} peak, on {device}" if len(speed) else None
 
 
 def _speed_without_checkpointing(run: History, twin: History | None) -> str | None:
@@ -80,7 +80,7 @@ def _step_seconds(run: History, _: History | None) -> str | None:
 
 def _time(run: History, _: History | None) -> str | None:
     known = facts(run)
-    return f"{duration(known.wall_s)} for {known.step:,} steps, {known.tokens:,} tokens" if known.wall_s else None
+    return f"{time_of(known)}: {known.step:,} steps, {known.tokens:,} tokens" if known.wall_s else None
 
 
 def _finite(run: History, _: History | None) -> str | None:
@@ -116,7 +116,7 @@ def _memory(run: History, _: History | None) -> str | None:
     if not peak:
         return None
     at_once = run.config.train.micro_batch_size or run.config.train.batch_size
-    return f"{peak / 2**20:,.0f} MiB at the peak, {at_once} sequences at once"
+    return f"{size_text(peak)} at the peak, {at_once} sequences at once"
 
 
 def _data_wait(run: History, _: History | None) -> str | None:

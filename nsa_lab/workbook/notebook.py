@@ -11,11 +11,13 @@ from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig, parse_override
 from nsa_lab.data import DataError
-from nsa_lab.health import examine
+from nsa_lab.health import LIMITS, examine
 from nsa_lab.health.answers import answers
-from nsa_lab.runs import directory, launch, names
+from nsa_lab.health.suspect import suspect
+from nsa_lab.runs import checkpoints, directory, launch, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import code_identity
+from nsa_lab.runs.events import read_events
 from nsa_lab.runs.files import read_json
 from nsa_lab.runs.history import History
 
@@ -75,17 +77,25 @@ def start(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: b
             run = launch.ensure(config, folder, new=True)
             print(f"new run: {run}")
             return run
-        before = launch.state(found)
+        before, way = launch.state(found), _way_in(found)
         run = launch.ensure(found)
     except (ConfigError, DataError, RunDirectoryError) as error:
         raise Stop(f"{type(error).__name__}: {error}") from None
     did = {
         directory.RUNNING: "attached to the run that is under way",
         directory.DONE: "this run is finished and is shown below; set new_run = True to train again",
-        directory.HALTED: f"this run was halted; read why below, then: nsa-lab resume {run.name}",
+        directory.HALTED: "this run was halted; why, and what to do, stands below",
     }
-    print(f"{did.get(before, 'resumed from its newest checkpoint')}: {run}")
+    print(f"{did.get(before, way)}: {run}")
     return run
+
+
+def _way_in(run: Path) -> str:
+    """How a trainer that is started now gets into the run: its record and its checkpoints tell, not its state."""
+    if not any(event["kind"] in ("start", "resume") for event in read_events(run)):
+        return "started"
+    saved = checkpoints.steps(checkpoints.folder_of(run))
+    return f"resumed from its checkpoint of step {saved[-1]:,}" if saved else "started anew, for it has saved no checkpoint"
 
 
 def print_verdicts(run: str | Path | History) -> None:
@@ -120,7 +130,9 @@ def verdict(run: Path) -> None:
     state = launch.state(run)
     if state in (directory.HALTED, "DEAD"):
         reason = directory.read_status(run).get("reason") if state == directory.HALTED else "its trainer was killed"
-        raise Stop(f"the run is {state}: {reason}; go on with: nsa-lab resume {run.name}")
+        found = suspect(History.read(run), LIMITS)
+        remedy = found.change if found else f"go on with: nsa-lab resume {run.name}"
+        raise Stop(f"the run is {state}: {reason}; {remedy}")
 
 
 def log_tail(run: Path) -> str:

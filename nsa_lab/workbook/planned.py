@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 from nsa_lab.health import LIMITS, Limits, Verdict
 from nsa_lab.runs.history import History, facts
-from nsa_lab.train.plan import Plan, compare, plan, size_text
+from nsa_lab.runs.summary import duration, size_text, time_of
+from nsa_lab.train.plan import Plan, compare, plan
 
-SHOWN = {"memory_bytes": ("memory at the peak", size_text), "hours": ("hours at the median speed", "{:.3f}".format)}
+SHOWN = {
+    "memory_bytes": ("memory at the peak", size_text),
+    "hours": ("time of the steps alone, at the median speed", lambda hours: duration(3600 * hours)),
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ def _memory(planned: Plan, peak: float | None, device: str | None, limits: Limit
 
 def _time(planned: Plan, history: History, limits: Limits) -> Verdict:
     """All attempts on the clock: evaluation, saves, compilation and steps done twice are part of what a run takes."""
-    took_s = facts(history).wall_s
+    known = facts(history)
+    took_s = known.wall_s
     if planned.hours is None or took_s is None or not history.done:
         why = (
             "not recorded"
@@ -82,6 +87,6 @@ def _time(planned: Plan, history: History, limits: Limits) -> Verdict:
         abs(off) <= limits.plan_time,
         off,
         limits.plan_time,
-        f"{took_s / 3600:.3f} h on the clock, {planned.hours:.3f} h planned at {planned.tokens_per_s:,.0f} "
-        f"tokens/s: {off:+.1%} (within {limits.plan_time:.0%} asked)",
+        f"{time_of(known)}; {duration(3600 * planned.hours)} planned at {planned.tokens_per_s:,.0f} tokens/s: "
+        f"{off:+.1%} (within {limits.plan_time:.0%} asked)",
     )

@@ -20,7 +20,9 @@ from rich.console import Console
 
 from nsa_lab.health import examine
 from nsa_lab.report import INDEX, NOTEBOOK, write_index, write_report
+from nsa_lab.report.header import advice
 from nsa_lab.runs import directory, launch, names
+from nsa_lab.runs.history import History
 from nsa_lab.runs.live import watch
 
 AUTOSAVE_S = 10
@@ -74,7 +76,9 @@ def _what_next(run_dir: Path, state: str) -> str:
         )
     if state == directory.DONE:
         return examine(run_dir).headline
-    return f"the run is {state}: {directory.read_status(run_dir).get('reason')}; go on with nsa-lab resume {run}"
+    return "\n".join(
+        [f"the run is {state}: {directory.read_status(run_dir).get('reason')}", *advice(History.read(run_dir))]
+    )
 
 
 def _execute(notebook: Path, run_dir: Path) -> None:

@@ -7,6 +7,7 @@ import os
 from IPython.display import Image, display
 from matplotlib.figure import Figure
 
+from nsa_lab.figures.panels import panel_boxes
 from nsa_lab.figures.style import png, title
 
 
@@ -17,7 +18,7 @@ def show(figure: Figure, alt: str | None = None) -> None:
 
 def image(figure: Figure, alt: str | None = None) -> Image:
     """The figure as a displayable image with alt text."""
-    return Image(data=png(figure), format="png", alt=alt or title(figure))
+    return Image(data=png(figure), format="png", alt=alt or title(figure), metadata={"panels": panel_boxes(figure)})
 
 
 def has_front_end() -> bool:

@@ -47,7 +47,8 @@ class Training:
     def describe(self) -> None:
         """Print the shape of the untrained model, and what a step and all steps are in tokens."""
         train = self.config.train
-        print(samples.untrained(self.config).describe(train.longest.seq_len))
+        # This copy stands on the CPU to be asked; what the trainer's own runs on, and why, is in the run's record.
+        print(samples.untrained(self.config).describe(train.longest.seq_len).partition("; backends")[0])
         print(f"{steps_of(train)} tokens: {train.tokens:,} tokens in all")
 
     def sample_before(self) -> None:
@@ -69,8 +70,7 @@ class Training:
         show(figures.overview(self.history))
 
     def curves(self) -> None:
-        """Show the losses, and the optimiser's learning rate and gradient norm."""
-        show(figures.loss_curves(self.history))
+        """Show the optimiser's learning rate and gradient norm; the losses are in the overview."""
         show(figures.learning_rate(self.history))
 
     def branches(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nsa_lab.config import RunConfig, StageConfig
-from nsa_lab.health.run import expected_learning_rate, generalises, loss_kept, throughput
+from nsa_lab.health.learning import expected_learning_rate, generalises, loss_kept
+from nsa_lab.health.pace import throughput
 from nsa_lab.health.verdict import LIMITS
 from nsa_lab.runs.history import History
 from nsa_lab.train.schedule import learning_rate
@@ -23,7 +24,8 @@ def history(pace: list[float], train_bpb: list[float], held_out: dict[int, float
     """Forty steps that took what `pace` (tokens per second) says, and some evaluations."""
     config = RunConfig.from_dict({"train": train or {"stages": STAGES}})
     steps = [
-        {"kind": "step", "attempt": 1, "step": n, "dt_s": 512 / pace[n - 1], "bpb": train_bpb[n - 1]} for n in range(1, 41)
+        {"kind": "step", "attempt": 1, "step": n, "dt_s": 512 / speed, "tokens_per_s": speed, "bpb": bpb}
+        for n, (speed, bpb) in enumerate(zip(pace, train_bpb, strict=True), 1)
     ]
     evaluations = [{"kind": "eval", "attempt": 1, "step": n, "bpb": bpb} for n, bpb in held_out.items()]
     return History(Path(), config, {}, {}, [*steps, *evaluations], steps, evaluations)

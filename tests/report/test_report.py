@@ -11,11 +11,14 @@ from pathlib import Path
 import nbformat
 import pytest
 from fake_run import configuration, write_run
+from matplotlib.image import imread
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from rich.console import Console
 from rich.table import Table
 
 from nsa_lab import figures
+from nsa_lab.figures.panels import cut, panel_boxes
+from nsa_lab.figures.style import png
 from nsa_lab.health.answers import QUESTIONS
 from nsa_lab.report import compare, export, external_loads, write_index, write_report
 from nsa_lab.report.formulas import Formulas, mathml
@@ -170,11 +173,17 @@ def test_code_is_folded_but_there(reported: str) -> None:
 def test_the_first_screen_says_what_happened(reported: str) -> None:
     head = reported.partition("<main>")[0]
     assert "<h1>Training a model</h1>" in head
-    assert '<p class="banner ok">healthy</p>' in head
+    assert '<div class="banner ok">\n<p>healthy: ' in head and "2.140 bits per byte" in head
     asked = re.search(r'<dl class="answers">(.*?)</dl>', head, re.DOTALL)
     assert asked
     assert re.findall(r"<dt>(.*?) <b>(.*?)</b>", asked[1]) == [(question, "ok") for question in QUESTIONS]
-    for answer in ("8.000 → 2.140", "8,195", "neighbouring queries share 93%", "cmp 40%, sel 35%, win 25%", "n_layers: 3"):
+    for answer in (
+        "8.000 → 2.140",
+        "8,195",
+        "neighbouring queries share 93%",
+        "compressed 40%, selected 35%, window 25%",
+        "n_layers: 3",
+    ):
         assert answer in head
 
 
@@ -187,7 +196,7 @@ def test_a_notebook_that_failed_says_so_on_top_and_the_run_keeps_its_own_verdict
     assert_self_contained(text)
     head = text.partition("<main>")[0]
     assert "The notebook stopped in code cell 2 of 2: ZeroDivisionError: division by &lt;zero&gt;" in head
-    assert head.index("The notebook stopped") < head.index('<p class="banner ok">healthy</p>')
+    assert head.index("The notebook stopped") < head.index("<p>healthy: ")
     assert "An Exception was encountered" not in text
 
 
@@ -220,7 +229,8 @@ def test_a_run_without_a_notebook_gets_a_report_of_its_record(changes: dict, tmp
     run_dir = write_run(tmp_path, configuration(**changes))
     text = write_report(run_dir).read_text(encoding="utf-8")
     page = assert_self_contained(text)
-    assert len(page.pictures) == (4 if changes else 8)
+    # The first screen's, the run's and the branches'; those of several columns are cut into their panels.
+    assert len(page.pictures) == (3 if changes else 2 + 2 + (4 + 2 + 4 + 1))
     assert len(text) < 5_000_000
 
 
@@ -236,13 +246,15 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
     text = compare(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert_self_contained(text)
     assert "2 runs compared" in text
-    assert text.count('class="banner ok"') == 2
+    assert text.count('class="banner ok"') == 2 and "model.attention" in text
     head = text.partition("<main>")[0]
     rows = {
         name: re.findall(r"<td>(.*?)</td>", cells)
         for name, cells in re.findall(r'<tr><th scope="row">(.*?)</th>(<td>.*?)</tr>', head.partition("</table>")[0])
     }
-    assert rows["verdict"] == ["healthy"] * 2 and rows["attention"] == ["nsa", "dense"]
+    assert rows["verdict"] == ["healthy", "healthy", "–"] and rows["attention"] == ["nsa", "dense", "–"]
+    assert rows["tokens"][-1] == "+0.0%" and rows["model.attention"] == ["nsa", "dense", "–"]
+    assert rows["validation, bits per byte"][-1] == "+0.0000 (+0.0%)"
     for number, run in enumerate(map(History.read, runs), 1):
         assert f'<a href="#run-{number}">{run.run}</a>' in head and f'<h2 id="run-{number}">{run.run}</h2>' in head
 
@@ -333,13 +345,26 @@ def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -
         assert all(text.get_window_extent().y0 >= panel.bbox.y1 for text, panel in notes)
 
 
+def test_a_figure_of_several_columns_is_cut_between_its_panels(full_and_empty: list[Path]) -> None:
+    drawn = figures.gate_layers(full_and_empty[0])
+    (l0, t0, r0, b0), (l1, t1, r1, b1) = panel_boxes(drawn)
+    assert 0 <= l0 < r0 <= l1 < r1 <= 1 and all(0 < top < bottom <= 1 for top, bottom in ((t0, b0), (t1, b1)))
+    whole = imread(io.BytesIO(png(drawn)))
+    pieces = [imread(io.BytesIO(piece)) for piece in cut(png(drawn), [(l0, t0, r0, b0), (l1, t1, r1, b1)])]
+    assert sum(piece.shape[1] for piece in pieces) <= whole.shape[1] and all((piece < 1).any() for piece in pieces)
+    pace = figures.throughput(full_and_empty[0])
+    assert panel_boxes(pace) == []
+    memory = pace.axes[-1]
+    assert memory.get_ylim()[1] > 1.1 * max(memory.lines[0].get_ydata()), "a level line lies inside, not on the frame"
+
+
 @pytest.fixture(scope="module")
 def full_and_empty(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("drawn")
     return [write_run(folder / "full"), write_run(folder / "empty", spoil=lambda events: events[:1])]
 
 
-@pytest.mark.parametrize("draw", [*figures.RUN_PICTURES, *figures.BRANCH_PICTURES, figures.loss_curves])
+@pytest.mark.parametrize("draw", [figures.overview, *figures.RUN_PICTURES, *figures.BRANCH_PICTURES, figures.loss_curves])
 def test_every_picture_has_a_title_axes_with_names_and_takes_a_run_without_statistics(
     draw, full_and_empty: list[Path]
 ) -> None:

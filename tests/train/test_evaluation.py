@@ -17,7 +17,7 @@ from nsa_lab.data import Dataset, TokenStore
 from nsa_lab.health.twins import beside_twin, side_by_side
 from nsa_lab.report.header import beside
 from nsa_lab.runs import events
-from nsa_lab.runs.history import History, evaluated_apart
+from nsa_lab.runs.history import History, evaluated_apart, facts
 from nsa_lab.train.distributed import World
 from nsa_lab.train.measure import evaluate
 from nsa_lab.train.parts import Builders, Parts, assemble
@@ -116,8 +116,8 @@ def test_the_record_says_what_was_evaluated_and_different_texts_are_not_compared
     ratios = {name: ratio for name, *_, ratio in side_by_side(nsa, other)}
     assert ratios["validation, bits per byte"] is None and ratios["parameters"] is not None
     assert "not to be compared" in numbers_at([nsa, other], 0, 2) and "not to be" not in numbers_at([nsa, twin], 0, 2)
-    facts = [{"headline": "healthy", "facts": [("validation, bits per byte", "1.0")]}] * 2
-    assert [name for name, _ in beside(facts, evaluated_apart([nsa, other]))][1].endswith("not to be compared)")
+    told = {"headline": "healthy", "facts": [("validation, bits per byte", "1.0")], "unlike": {}, "numbers": facts(nsa)}
+    assert [name for name, _ in beside([told] * 2, evaluated_apart([nsa, other]))][1].endswith("not to be compared)")
 
 
 def test_a_record_from_before_texts_were_named_is_compared_with_its_like_only(new_run: Make) -> None:

@@ -118,7 +118,7 @@ def test_a_model_that_fits_to_the_byte_may_be_built_and_one_that_does_not_is_ref
 
 def test_the_plan_reads_as_a_table_and_as_a_mapping() -> None:
     text = str(plan(PRODUCTION, 120_000))
-    assert "78,6" in text and "15.17 h" in text and "GiB" in text and "dense" in text
+    assert "78,6" in text and "15 h 10 min" in text and "GB" in text and "dense" in text
     assert plan(PRODUCTION).to_dict()["steps"] == 50_000
 
 

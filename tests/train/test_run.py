@@ -23,7 +23,7 @@ from nsa_lab.attention import geometry
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches, DataError, FillProgress, pace
 from nsa_lab.health import examine
-from nsa_lab.health.run import expected_learning_rate
+from nsa_lab.health.learning import expected_learning_rate
 from nsa_lab.runs import directory, events, launch, watched
 from nsa_lab.runs.history import History
 from nsa_lab.runs.live import RunView
@@ -287,6 +287,8 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
 def test_the_record_tells_whether_selection_finds_at_every_evaluation(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=4, seq_len=256, eval_every=2, save_every=0, nsa={"n_sel": 4})
     assert train(run_dir) == 0
+    (xz,) = kinds(run_dir, "reference")
+    assert xz["name"] == "xz" and xz["bytes"] > 0 and 0 < xz["bpb"] < 16, "once, before the first step"
     told = kinds(run_dir, "reach")
     assert [event["step"] for event in told] == [0, 2, 4]
     for event in told:

@@ -64,10 +64,26 @@ def make(config, folder, status, **code):
     return run
 
 
-def test_an_unfinished_run_of_this_configuration_is_resumed(config, started, tmp_path, capsys):
+BEGUN = {"kind": "start", "t": 1.0, "attempt": 1, "step": 0, "from_step": 0}
+
+
+@pytest.mark.parametrize(
+    ("events", "saved", "told"),
+    [
+        ([], [], "started: "),
+        ([BEGUN], [], "started anew, for it has saved no checkpoint: "),
+        ([BEGUN], [100, 200], "resumed from its checkpoint of step 200: "),
+    ],
+    ids=["made before", "killed early", "killed late"],
+)
+def test_only_a_run_that_goes_on_is_called_resumed(config, started, tmp_path, capsys, events, saved, told):
+    """The command line makes the run before the notebook starts it."""
     run = make(config, tmp_path, directory.PREEMPTED)
+    (run / directory.EVENTS).write_text("".join(json.dumps(event) + "\n" for event in events))
+    for step in saved:
+        (run / directory.CHECKPOINTS / f"step-{step:08d}").mkdir(parents=True)
     assert notebook.start(config, outputs=str(tmp_path)) == run and started == [run.name]
-    assert "resumed" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"{told}{run}\n"
 
 
 def test_a_finished_run_is_shown(config, started, tmp_path, capsys):

@@ -28,12 +28,13 @@ import torch
 from nsa_lab.config import RunConfig
 from nsa_lab.data import DataError, FillProgress
 from nsa_lab.runs import names
+from nsa_lab.runs.summary import size_text
 from nsa_lab.train import snapshot
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.distributed import World
 from nsa_lab.train.measure import probe_logits
 from nsa_lab.train.parts import Builders, Parts, assemble, choose_device, eager, set_determinism
-from nsa_lab.train.plan import PRODUCTION_PARAMS, Plan, checkpoints_kept, hours, plan, size_text
+from nsa_lab.train.plan import PRODUCTION_PARAMS, Plan, checkpoints_kept, hours, plan
 from nsa_lab.train.preflight.check import Check
 from nsa_lab.train.preflight.parity import worst_ratio
 from nsa_lab.train.schedule import learning_rate

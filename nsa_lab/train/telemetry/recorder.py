@@ -88,6 +88,12 @@ class Recorder:
             said = self.log.step, split, numbers["loss"], numbers["bpb"]
             logger.info("step %d  %s loss %.4f  %.4f bits per byte", *said)
 
+    def reference(self, found: dict[str, Any] | None) -> None:
+        """What something other than the model makes of the held-out text: its `name`, `bytes` of text, and `bpb`."""
+        if self._first and found:
+            self.log.event("reference", **found)
+            logger.info("%s of the held-out text: %.4f bits per byte", found["name"], found["bpb"])
+
     def reach(self, length: int, found: Reach | str) -> None:
         """Whether selection finds, at the step that the run is at; a string says why that was not asked."""
         if not self._first:

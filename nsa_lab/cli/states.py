@@ -1,0 +1,81 @@
+"""How runs stand, for `nsa-lab status`: one run, all runs, as text or as JSON.
+
+The verdict is the one that a report wrote last; a run that went on since counts as not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from nsa_lab.config import ConfigError
+from nsa_lab.health import read_verdict
+from nsa_lab.runs import launch, names
+from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.history import History, facts
+from nsa_lab.runs.summary import shown_facts, speed_of
+
+LIST_WIDTH = 120  # names of runs are to be copied whole; a narrower terminal wraps the line
+UNREADABLE = (RunDirectoryError, ConfigError, OSError)
+
+
+def told(run_dir: Path) -> dict[str, Any]:
+    """`history.Facts` of a run, its state, its folder, and its verdict or None. Seconds, bytes, bits per byte."""
+    history = History.read(run_dir)
+    verdict = read_verdict(history)
+    judged = verdict and {"ok": verdict.get("ok"), "headline": verdict.get("headline")}
+    return {**asdict(facts(history)), "state": launch.state(run_dir), "verdict": judged, "folder": str(run_dir)}
+
+
+def every(folder: Path) -> list[dict[str, Any]]:
+    """`told` of each run in the folder, oldest first; of one that cannot be read its folder and the problem."""
+    found = []
+    for run_dir in names.run_directories(folder):
+        try:
+            found.append(told(run_dir))
+        except UNREADABLE as error:
+            found.append({"run": run_dir.name, "folder": str(run_dir), "problem": str(error)})
+    return found
+
+
+def of_run(run_dir: Path) -> Iterator[Any]:
+    """One run: its facts, its verdict and its folder."""
+    launch.state(run_dir)  # refuses a status that belongs to another run
+    history = History.read(run_dir)
+    table = Table("", history.run, show_header=True, box=None)
+    rows = [("verdict", judged(history)), *shown_facts(history), ("folder", str(run_dir))]
+    for name, value in rows:
+        table.add_row(name, Text(value, overflow="fold"))
+    yield table
+
+
+def of_all(folder: Path) -> Iterator[Any]:
+    """A line for each run, then what is wrong with those that cannot be read."""
+    table, problems = Table("run", "state", "step", "bits per byte", "tokens/s", "verdict", box=None), []
+    for run_dir in names.run_directories(folder):
+        try:
+            table.add_row(run_dir.name, *_line(run_dir))
+        except UNREADABLE as error:
+            table.add_row(run_dir.name, "?")
+            problems.append(Text(str(error), style="yellow", overflow="fold"))
+    yield table if table.row_count else f"no runs in {folder}; nsa-lab run smoke makes one"
+    yield from problems
+
+
+def _line(run_dir: Path) -> list[str]:
+    state, history = launch.state(run_dir), History.read(run_dir)
+    bpb = facts(history).last_validation_bpb
+    loss = "–" if bpb is None else f"{bpb:.3f}"
+    short = judged(history).partition(":")[0]
+    return [state, f"{history.reached:,}", loss, speed_of(history) or "–", short]
+
+
+def judged(history: History) -> str:
+    """The headline of the verdict, or what to do for one."""
+    verdict = read_verdict(history)
+    return verdict["headline"] if verdict else f"not judged yet: nsa-lab report {history.run}"

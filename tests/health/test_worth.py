@@ -1,0 +1,124 @@
+"""What verdicts and results are worth: trials are called so, references come from records, divergence is explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_run import Event, configuration, write_run
+
+from nsa_lab.health import LIMITS, examine, read_verdict, write_verdict
+from nsa_lab.health.suspect import suspect
+from nsa_lab.health.worth import references
+from nsa_lab.report.header import advice, mood, worth
+from nsa_lab.runs import directory
+from nsa_lab.runs.history import History, facts
+
+
+def written(folder: Path, name: str, **changes: Any) -> History:
+    """A run of that name in the folder."""
+    spoil, status = changes.pop("spoil", None), changes.pop("status", None)
+    made = write_run(folder / "being made", configuration(**changes), spoil, status)
+    run_dir = made.rename(folder / name)
+    (folder / "being made").rmdir()
+    return History.read(run_dir)
+
+
+def of_size(params: int):
+    def spoil(events: list[Event]) -> None:
+        events[0]["params"] = params
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"train__steps": 50}, "50 steps, and under 100 say little"),
+        ({"spoil": of_size(900_000)}, "200 steps, and 819,200 tokens for 900,000 parameters"),
+        ({"spoil": of_size(800_000)}, None),
+    ],
+)
+def test_a_run_too_short_to_judge_has_another_banner(changes: dict, why: str | None, tmp_path: Path) -> None:
+    history = written(tmp_path, "a-1", **changes)
+    health = examine(history)
+    assert health.ok and health.trial == why
+    assert mood(health, history) == ("open" if why else "ok")
+    assert health.headline.startswith("a trial, and no fault in it: " if why else "healthy: ")
+    assert health.counts in health.headline and " hold" in health.counts
+
+
+def test_the_counts_are_of_all_verdicts(tmp_path: Path) -> None:
+    health = examine(written(tmp_path, "a-1", spoil=lambda events: [e for e in events if e["kind"] != "reach"]))
+    held = sum(v.ok is True for v in health.verdicts)
+    assert health.counts == f"{held} of {len(health.verdicts)} hold, 1 not judged" and held == len(health.verdicts) - 1
+
+
+def test_references_are_the_twin_and_the_compressor_that_the_record_tells(tmp_path: Path) -> None:
+    xz = {"kind": "reference", "attempt": 1, "step": 0, "name": "xz", "bytes": 2_000_000, "bpb": 2.3}
+    nsa = written(tmp_path, "nsa-1", spoil=lambda events: [*events[:1], xz, *events[1:]])
+    assert [str(found) for found in references(nsa)] == ["xz of the same text 2.300"]
+    assert worth(facts(nsa), references(nsa)) == "2.140 bits per byte; xz of the same text 2.300"
+    written(tmp_path, "other-1", model__attention="dense", train__lr=2e-3)
+    written(tmp_path, "shorter-1", model__attention="dense", train__steps=150)
+    assert len(references(nsa)) == 1, "another rate, another length: no twins"
+    written(tmp_path, "dense-1", model__attention="dense")
+    twin, _ = references(nsa)
+    assert twin.name == "dense twin" and twin.note == "dense-1: 123,456 parameters, one run of each"
+
+
+def test_without_a_twin_the_run_before_is_the_reference(tmp_path: Path) -> None:
+    def later(events: list[Event]) -> None:
+        events[0]["t"] = 2000.0
+
+    before = written(tmp_path, "fake-1")
+    after = written(tmp_path, "fake-2", spoil=later)
+    assert [found.note for found in references(after)] == ["fake-1"] and references(before) == []
+
+
+def diverged(events: list[Event]) -> list[Event]:
+    """Rises from step 50 on, and is no number at step 71."""
+    for event in events:
+        if event["kind"] == "step" and event["step"] > 50:
+            event |= {"bpb": 10.0 * 3 ** (event["step"] // 10 - 5), "grad_norm": 0.8 * 9 ** (event["step"] // 10 - 5)}
+    halt = {"kind": "guard", "attempt": 1, "step": 71, "rule": "non_finite", "action": "halt", "text": "the loss is nan"}
+    return [event for event in events if event["step"] <= 70 and event["kind"] != "end"] + [halt]
+
+
+HALTED = {"status": directory.HALTED, "reason": "step 71: the loss is nan"}
+
+
+def test_of_a_diverged_run_the_suspect_comes_first_and_resuming_last(tmp_path: Path) -> None:
+    history = written(tmp_path, "fake-1", train__lr=0.5, spoil=diverged, status=HALTED)
+    found = suspect(history, LIMITS)
+    assert found is not None
+    assert "30.000 at step 60, 90.000 at step 70" in found.seen[0]
+    assert found.seen[1].endswith("its peak, train.lr, is 0.5.")
+    assert found.seen[2].startswith("The gradient's norm grew from 0.8 at step 1 to 64.8 at step 70")
+    assert found.change.startswith("Suspect: the learning rate.") and found.change.endswith(
+        "nsa-lab run fake -p train.lr=0.001"
+    )
+    told = advice(history)
+    assert [("resume" in line) for line in told] == [False] * (len(told) - 1) + [True]
+    assert "The weights are those of step 70, the last good one." in told[-1]
+
+
+def test_a_run_that_broke_without_a_warning_is_not_laid_on_the_rate(tmp_path: Path) -> None:
+    def broke(events: list[Event]) -> list[Event]:
+        return [event for event in events if event["step"] <= 70 and event["kind"] != "end"] + diverged([])
+
+    found = suspect(written(tmp_path, "fake-1", spoil=broke, status=HALTED), LIMITS)
+    assert found is not None and "not the first suspect" in found.change and len(found.seen) == 2
+    rash = suspect(written(tmp_path, "fake-2", train__lr=100.0, spoil=broke, status=HALTED), LIMITS)
+    assert rash is not None and rash.change.startswith("Suspect: the learning rate.")
+    assert suspect(written(tmp_path, "fake-3"), LIMITS) is None
+
+
+def test_a_verdict_that_the_run_has_left_behind_is_none(tmp_path: Path) -> None:
+    history = written(tmp_path, "fake-1")
+    assert read_verdict(history) is None
+    told = json.loads(write_verdict(history).read_text(encoding="utf-8"))
+    assert read_verdict(history) == told
+    assert read_verdict(history.upto(100)) is None

@@ -1,0 +1,119 @@
+"""One number, one unit: whatever is said of the shipped production run, on its page or in a terminal, says the same."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+from rich.console import Console
+from typer.testing import CliRunner
+
+from nsa_lab import cli, report
+from nsa_lab.health import examine
+from nsa_lab.report import header, write_index
+from nsa_lab.report.once import once
+from nsa_lab.runs import names
+from nsa_lab.runs.events import read_events
+from nsa_lab.runs.history import History
+from nsa_lab.runs.live import RunView
+from nsa_lab.workbook import compare, planned
+
+SHIPPED = names.root() / "outputs/production_50k-20261121T141448Z-afd3"
+PIXEL = (
+    b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x06\x00\x00\x00\x1f\x15\xc4\x89\x00\x00\x00\rIDATx"
+    b"\x9cc\xf8\xcf\xc0\xf0\x1f\x00\x05\x00\x01\xff\x89\x99=\x1d\x00\x00\x00\x00IEND\xaeB`\x82"
+)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All that is told of the run, as text. Its pictures are not asked, so they are not painted."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (report, header):
+            patch.setattr(module, "png", lambda figure: PIXEL)
+        patch.setattr(report, "panel_boxes", lambda figure: [])
+        page = report.write_report(SHIPPED, tmp_path_factory.mktemp("page") / "page.html", record_alone=True)
+    texts = [_visible(page), *_in_a_terminal(), *_in_notebooks()]
+    return "\n".join(" ".join(text.split()) for text in texts)
+
+
+def _visible(page: Path) -> str:
+    body = re.sub(r"<style>.*?</style>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]+>", " ", body))
+
+
+def _in_a_terminal() -> Iterator[str]:
+    for arguments in (["status"], ["status", str(SHIPPED)]):
+        yield CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "300"}).output
+    view = RunView(SHIPPED)
+    view.take(read_events(SHIPPED))
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115 - of the whole process
+    console.print(*examine(SHIPPED).verdicts, view.line(), sep="\n")
+    yield console.export_text()
+
+
+def _in_notebooks() -> Iterator[str]:
+    history = History.read(SHIPPED)
+    yield str(planned.outcome(history))
+    yield compare.numbers_at([history], 0, history.reached)
+
+
+def test_the_speed(said: str) -> None:
+    # The best tenth, the slowest stretch and the speed that preflight measured are other quantities, and are called so.
+    told = re.findall(r"(?<!\d)(?<!at )(?<!pace, )(?<!speed )(?<!slowest )(42\d,\d{3})", said)
+    assert len(told) >= 5 and set(told) == {"424,276"}
+
+
+def test_the_training_loss(said: str) -> None:
+    told = re.findall(r"(?:training,? (?:bits per byte )?|bpb |from 7\.987 to )(\d\.\d{3})", said)
+    assert len(told) >= 5 and set(told) == {"0.965"}
+
+
+def test_the_memory(said: str) -> None:
+    told = set(re.findall(r"(\d+\.\d+) (?=[GM]i?B)", said)) & {"4.76", "4.75", "4.71", "4.43", "4.44"}
+    assert told == {"4.76"} and "GiB" not in said and "MiB" not in said
+
+
+def test_the_time(said: str) -> None:
+    told = set(re.findall(r"1[78] min \d\d s", said))
+    assert told == {"17 min 37 s", "18 min 23 s"} and not re.findall(r"\d\.\d+ h\b", said)
+    assert "17 min 37 s over 2 attempts; 18 min 23 s from start to end" in said
+
+
+def test_the_backend(said: str) -> None:
+    assert "triton (asked for: auto)" in said
+    assert set(re.findall(r"backend:? (triton|torch)", said)) == {"triton"}
+
+
+def test_each_verdict_stands_once_on_the_page(said: str) -> None:
+    page = said.partition("\n")[0]
+    for verdict in examine(SHIPPED).verdicts:
+        if len(verdict.text) > 20:
+            assert page.count(" ".join(verdict.text.split())) == 1, verdict
+
+
+def test_what_the_header_says_a_notebook_below_it_does_not(tmp_path: Path) -> None:
+    verdicts = "\n".join(map(str, examine(SHIPPED).verdicts))
+    printed = [
+        new_output("stream", name="stdout", text=text) for text in (verdicts, f"{verdicts}\nand more\n", "of its own")
+    ]
+    notebook = new_notebook(cells=[new_code_cell("verdict(run)", outputs=printed)])
+    once(notebook, {" ".join(line.split()) for line in verdicts.splitlines()})
+    moved, partly, own = notebook.cells[0].outputs
+    assert "at the top of this page" in moved.data["text/html"]
+    assert partly.text == "and more" and own.text == "of its own"
+    assert isinstance(notebook, nbformat.NotebookNode)
+
+
+def test_the_list_of_runs_says_verdict_loss_speed_and_model(tmp_path: Path) -> None:
+    (tmp_path / SHIPPED.name).mkdir()
+    for name in ("config.yaml", "events.jsonl", "status.json", "verdict.json"):
+        (tmp_path / SHIPPED.name / name).write_bytes((SHIPPED / name).read_bytes())
+    shown = " ".join(_visible(write_index(tmp_path)).split())
+    for told in ("healthy", "7.991 → 0.922", "424,276", "nsa, 78,600,960 parameters", "17 min 37 s"):
+        assert told in shown
