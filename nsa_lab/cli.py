@@ -261,6 +261,7 @@ def plan(
     tokens_per_s: Annotated[float | None, typer.Option(help="the speed to plan with, all ranks together")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="a run to compare the plan with")] = None,
     outputs: Outputs = None,
+    twin: Annotated[bool, typer.Option("--twin", help="the dense twin with as many parameters, and what differs")] = False,
 ) -> None:
     """What a run will take: parameters, tokens, FLOPs, memory, disk, hours; with --run, beside what that run took."""
     config = names.load_config(name, param or [])
@@ -268,6 +269,7 @@ def plan(
 
     from nsa_lab.train.measured import recorded_speed
     from nsa_lab.train.plan import plan as plan_of
+    from nsa_lab.train.twin import twin_of
 
     # A measurement of this very shape says more than the gate, which is the slowest that a run accepts.
     known = recorded_speed(config) if not tokens_per_s and ranks == 1 else None
@@ -276,6 +278,8 @@ def plan(
         typer.echo(f"  (that speed was measured on one {known[1]}; for another GPU give --tokens-per-s)")
     elif config.train.min_tokens_per_s and not tokens_per_s:
         typer.echo("  (that speed is train.min_tokens_per_s, the slowest that the run accepts; give --tokens-per-s)")
+    if twin:
+        typer.echo(f"\n{twin_of(config)}")
     if run_dir:
         from nsa_lab.runs.history import History
         from nsa_lab.workbook.planned import outcome

@@ -96,6 +96,8 @@ OTHERS = {
         "tests/health/test_edited_records.py",
     ],
     "health.twins": ["tests/health/test_verdicts.py"],
+    "health.paired": ["tests/health/test_paired.py"],
+    "train.twin": ["tests/train/test_twin.py"],
     "runs.events": [
         "tests/train/test_telemetry.py",
         "tests/runs/test_damaged_records.py",
@@ -1098,6 +1100,10 @@ MUTANTS = [
         "if (close := distance < near).any():",
         "if (close := distance < 0).any():",
     ),
+    Mutant("paired: neighbours count as independent", "health.paired", "min(len(apart), STRETCHES)", "len(apart)"),
+    Mutant("paired: other batches make pairs", "health.paired", "if _batches(first) != _batches(second):", "if False:"),
+    Mutant("twin: a width beside the best", "train.twin", "return 1 + round(", "return round("),
+    Mutant("evaluation: windows of a batch change places", "train.measure", ".mean(1)", ".mean(1).flip(0)"),
     Mutant("health: worse than dense passes", "health.twins", "bool(gap <= limits.twin_gap)", "bool(abs(gap) >= 0)"),
     Mutant(
         "health: twins of other settings",
