@@ -417,6 +417,20 @@ def bench_trainer(
     run_trainer_bench(json_file, ranks=ranks, steps=steps)
 
 
+@bench.command("stands")
+def bench_stands(
+    record: Annotated[list[Path], typer.Argument(metavar="FILE...", help="records that --json wrote")],
+) -> None:
+    """Of which code records are, and whether that is still this code; exit code 3 if one is not known to be."""
+    from nsa_lab.bench import records
+
+    read = {file: records.read(file) for file in record}
+    for file, found in read.items():
+        typer.echo(f"{file.name}: {records.standing(found)} ({records.code_text(found)})")
+    stand = all(records.standing(found) == records.STANDS for found in read.values())
+    raise typer.Exit(directory.EXIT_DONE if stand else directory.EXIT_HALTED)
+
+
 def _shapes(parse: Callable[[str], Any], texts: list[str] | None) -> tuple[Any, ...] | None:
     try:
         return tuple(parse(text) for text in texts or []) or None

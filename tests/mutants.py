@@ -96,6 +96,8 @@ OTHERS = {
         "tests/health/test_edited_records.py",
     ],
     "health.twins": ["tests/health/test_verdicts.py"],
+    "bench.records": ["tests/bench/test_records.py"],
+    "bench.attention": ["tests/bench/test_records.py"],
     "health.paired": ["tests/health/test_paired.py"],
     "train.twin": ["tests/train/test_twin.py"],
     "runs.events": [
@@ -1100,6 +1102,8 @@ MUTANTS = [
         "if (close := distance < near).any():",
         "if (close := distance < 0).any():",
     ),
+    Mutant("bench: other code passes for what stands", "bench.records", "!= now[part]]", "!= then.get(part)]"),
+    Mutant("bench: shares of the slowest dense attention", "bench.attention", "/ min(dense", "/ max(dense"),
     Mutant("paired: neighbours count as independent", "health.paired", "min(len(apart), STRETCHES)", "len(apart)"),
     Mutant("paired: other batches make pairs", "health.paired", "if _batches(first) != _batches(second):", "if False:"),
     Mutant("twin: a width beside the best", "train.twin", "return 1 + round(", "return round("),
