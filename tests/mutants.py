@@ -88,8 +88,10 @@ SUITES = {
 OTHERS = {
     **{key: ["tests/test_config.py"] for key in ("config.section", "config.model", "config.training", "config.run")},
     "attention.selection_loss": ["tests/attention/test_selection_loss.py"],
-    "health.run": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
-    "health.branches": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
+    **{
+        f"health.{part}": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"]
+        for part in ("run", "learning", "steps", "pace", "branches", "selection")
+    },
     "health.record": [
         "tests/health/test_attempts.py",
         "tests/health/test_verdicts.py",
@@ -898,23 +900,23 @@ MUTANTS = [
     Mutant("reach: facts in the first block", "evaluate.reach", "first, last = nsa.l_sel / body,", "first, last = 0.0,"),
     Mutant(
         "health: a choice as good as random ones is fine",
-        "health.branches",
+        "health.selection",
         'for change in ("random", "nearest", "no_sel")}',
         'for change in ("nearest", "no_sel")}',
     ),
     Mutant(
         "health: a choice as good as the nearest is fine",
-        "health.branches",
+        "health.selection",
         'for change in ("random", "nearest", "no_sel")}',
         'for change in ("random", "no_sel")}',
     ),
     Mutant(
         "health: a selected branch of zeros is fine",
-        "health.branches",
+        "health.selection",
         'for change in ("random", "nearest", "no_sel")}',
         'for change in ("random", "nearest")}',
     ),
-    Mutant("health: the first reading of the choice is judged", "health.branches", "last = asked[-1]", "last = asked[0]"),
+    Mutant("health: the first reading of the choice is judged", "health.selection", "last = asked[-1]", "last = asked[0]"),
     Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),
     Mutant(
         "selection loss: forced blocks count", "attention.selection_loss", " & ~geometry.forced_blocks(t, blocks, nsa)", ""
@@ -960,56 +962,56 @@ MUTANTS = [
     ),
     Mutant(
         "health: a loss that rises counts as one that fell",
-        "health.run",
+        "health.learning",
         "fall = 1 - bpb[-1] / bpb[0]",
         "fall = abs(1 - bpb[-1] / bpb[0])",
     ),
     Mutant(
         "health: the best validation instead of the last",
-        "health.run",
+        "health.learning",
         "ratio = bpb[-1] / bpb[best]",
         "ratio = bpb[best] / bpb[best]",
     ),
     Mutant(
         "health: a leak in validation alone goes unseen",
-        "health.run",
+        "health.learning",
         "np.concatenate([bpb, held_out])",
         "np.concatenate([bpb, held_out + 8])",
     ),
     Mutant(
         "health: half of the warm-up passes",
-        "health.run",
+        "health.learning",
         "return train.lr * step / peak",
         "return train.lr * step / peak / 2",
     ),
     Mutant(
-        "health: doubled steps not looked for", "health.run", "if len(set(seen)) < len(seen) else []", "if False else []"
+        "health: doubled steps not looked for", "health.steps", "if len(set(seen)) < len(seen) else []", "if False else []"
     ),
     Mutant(
         "health: a checkpoint that was due and missing",
-        "health.run",
+        "health.steps",
         "missing = sorted(step for step in wanted - saved - excused",
         "missing = sorted(step for step in wanted - wanted",
     ),
     Mutant(
         "health: slow windows forgiven whatever their share",
-        "health.run",
+        "health.pace",
         "ok = share <= limits.slow_share or",
         "ok = share <= 1.0 or",
     ),
     Mutant(
-        "health: a slow half hides in the median", "health.run", "return max(float(np.median", "return min(float(np.median"
+        "health: a slow half hides in the median", "health.pace", "return max(float(np.median", "return min(float(np.median"
     ),
     Mutant(
         "health: a checkpoint without its event was not saved",
-        "health.run",
+        "health.steps",
         "saved = resumed | _whole_on_disk(history) | recorded",
         "saved = recorded",
     ),
     Mutant(
         "health: a stall condemns a run for ever",
         "health.run",
-        'found, overcome = _by_attempt(history, history.of_kind("stall"))',
+        'found, overcome = by_attempt(history, history.of_kind("stall"))',
         'found, overcome = history.of_kind("stall"), []',
     ),
     Mutant(
@@ -1034,11 +1036,16 @@ MUTANTS = [
     ),
     Mutant("health: a run without preflight is not judged", "health.run", "False if trained else None", "None"),
     Mutant("health: null that nobody listed passes", "health.run", "if entry is None or (", "if False and ("),
-    Mutant("health: a null rate follows the schedule", "health.run", "off[~np.isfinite(off)] = np.inf", "pass"),
+    Mutant("health: a null rate follows the schedule", "health.learning", "off[~np.isfinite(off)] = np.inf", "pass"),
     Mutant(
-        "health: a loss that does not move passes", "health.run", "if still >= limits.equal_losses:", "if still > 10**9:"
+        "health: a loss that does not move passes",
+        "health.learning",
+        "if still >= limits.equal_losses:",
+        "if still > 10**9:",
     ),
-    Mutant("health: no gradient passes", "health.run", "if (none := norms == 0).any():", "if (none := norms < 0).any():"),
+    Mutant(
+        "health: no gradient passes", "health.learning", "if (none := norms == 0).any():", "if (none := norms < 0).any():"
+    ),
     Mutant(
         "health: a gate that froze after a while passes",
         "health.branches",
@@ -1092,13 +1099,13 @@ MUTANTS = [
     ),
     Mutant(
         "health: one choice for all queries passes",
-        "health.branches",
+        "health.selection",
         "if (fixed := reuse > limits.reuse_fixed).any():",
         "if (fixed := reuse > 2).any():",
     ),
     Mutant(
         "health: a wider window passes for a selection",
-        "health.branches",
+        "health.selection",
         "if (close := distance < near).any():",
         "if (close := distance < 0).any():",
     ),

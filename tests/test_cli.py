@@ -16,7 +16,7 @@ from fake_run import write_run
 from nbformat.v4 import new_code_cell, new_notebook
 
 from nsa_lab import cli
-from nsa_lab.runs import directory, launch
+from nsa_lab.runs import directory, launch, names
 from nsa_lab.runs.live import RunView, note, watch
 from nsa_lab.runs.names import find_run, notebook_file, params_file
 
@@ -155,7 +155,7 @@ def test_a_bug_is_not_dressed_up_as_a_wrong_usage(say, monkeypatch: pytest.Monke
     def broken(*_: object) -> None:
         raise AttributeError("a bug")
 
-    monkeypatch.setattr(cli.names, "find_run", broken)
+    monkeypatch.setattr(names, "find_run", broken)
     monkeypatch.setattr(sys, "argv", ["nsa-lab", "health", "latest"])
     with pytest.raises(AttributeError, match="a bug"):
         cli.main()

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from nsa_lab.figures.run_axes import BRANCH_NAMES, STEP, Run, draw_band, draw_layers, layer_ticks, mark_level
 from nsa_lab.figures.style import BRANCH_COLOURS, legend, panel, say_nothing
-from nsa_lab.health.branches import choice_range
+from nsa_lab.health.selection import choice_range
 from nsa_lab.runs.history import History
 
 

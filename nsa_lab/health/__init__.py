@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.health import branches, record, run
+from nsa_lab.health import branches, learning, pace, record, run, selection, steps
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs import directory
 from nsa_lab.runs.files import write_text
@@ -35,25 +35,25 @@ CHECKS: tuple[Callable[[History, Limits], Verdict | None], ...] = (
     record.clock,
     record.evaluations,
     record.statistics,
-    run.gradients,
-    run.loss_fell,
-    run.training_loss,
-    run.no_leak,
-    run.loss_kept,
-    run.generalises,
-    run.steps_counted_once,
-    run.learning_rate,
-    run.checkpoints,
+    learning.gradients,
+    learning.loss_fell,
+    learning.training_loss,
+    learning.no_leak,
+    learning.loss_kept,
+    learning.generalises,
+    steps.steps_counted_once,
+    learning.learning_rate,
+    steps.checkpoints,
     branches.gates_moved,
     branches.gates_alive,
     branches.branch_outputs,
-    branches.selection_finds,
-    branches.selection_chooses,
-    branches.selection_reaches,
-    branches.sink_share,
-    run.throughput,
-    run.data_wait,
-    run.memory,
+    selection.selection_finds,
+    selection.selection_chooses,
+    selection.selection_reaches,
+    selection.sink_share,
+    pace.throughput,
+    pace.data_wait,
+    pace.memory,
 )
 
 

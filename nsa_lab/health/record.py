@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from nsa_lab.config import TrainConfig
 from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.runs.events import Event
 from nsa_lab.runs.history import Attempt, History
 
 # What a reading of statistics holds, layer by layer.
@@ -117,3 +118,17 @@ def if_told(history: History, verdict: Verdict) -> Verdict:
     who = f"attempt {unknown[0]}" if len(unknown) == 1 else f"attempts {', '.join(unknown)}"
     text = f"what was due in {who} is not known: config.yaml has changed since, and the record does not tell what it said"
     return replace(verdict, ok=None, text=f"{verdict.text}; {text}")
+
+
+def by_attempt(history: History, found: list[Event]) -> tuple[list[Event], list[Event]]:
+    """Those of the last attempt, and those that a later attempt got over."""
+    last = history.last_attempt
+    return [event for event in found if event["attempt"] == last], [event for event in found if event["attempt"] != last]
+
+
+def got_over(found: list[Event], told: Callable[[Event], str]) -> str:
+    """Earlier troubles, for the end of a sentence; empty if there were none."""
+    if not found:
+        return ""
+    shown = "; ".join(f"attempt {event['attempt']}: {told(event)}" for event in found[:3])
+    return f" (got over: {shown}{' …' if len(found) > 3 else ''})"

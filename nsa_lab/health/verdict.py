@@ -71,3 +71,8 @@ class Verdict:
 def one_line(text: Any) -> str:
     """The text without line breaks; empty for None."""
     return " ".join(str(text).split()) if text is not None else ""
+
+
+def names_in(value: Any) -> list[str]:
+    """The texts in a list that an event holds; none where it holds something else."""
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nsa_lab.config import RunConfig, StageConfig
-from nsa_lab.health.run import expected_learning_rate, generalises, loss_kept, throughput
+from nsa_lab.health.learning import expected_learning_rate, generalises, loss_kept
+from nsa_lab.health.pace import throughput
 from nsa_lab.health.verdict import LIMITS
 from nsa_lab.runs.history import History
 from nsa_lab.train.schedule import learning_rate

@@ -18,7 +18,7 @@ from fake_run import LAYERS, Event, configuration, evaluation, reach, saved, ste
 from nsa_lab.config import NSAConfig
 from nsa_lab.health import CHECKS, Verdict, as_record, examine, verdicts
 from nsa_lab.health.answers import QUESTIONS, answers
-from nsa_lab.health.branches import choice_range
+from nsa_lab.health.selection import choice_range
 from nsa_lab.health.twins import FREE, beside_twin, side_by_side, twins
 from nsa_lab.runs import directory, names
 from nsa_lab.runs.history import History, facts

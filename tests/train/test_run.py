@@ -23,7 +23,7 @@ from nsa_lab.attention import geometry
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches, DataError, FillProgress, pace
 from nsa_lab.health import examine
-from nsa_lab.health.run import expected_learning_rate
+from nsa_lab.health.learning import expected_learning_rate
 from nsa_lab.runs import directory, events, launch, watched
 from nsa_lab.runs.history import History
 from nsa_lab.runs.live import RunView

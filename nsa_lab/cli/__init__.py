@@ -1,0 +1,74 @@
+"""The command line. Every command is a few lines around a function of the library.
+
+Invariants
+* Exit codes: 0 done, 3 halted by a guard (or not healthy), 75 stopped on request, 2 wrong usage, 1 a bug.
+* A wrong setting, path or file is one line on stderr with the remedy, found before anything is written.
+* Starting is quick: torch, papermill and matplotlib are imported by the commands that need them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from nsa_lab import __version__
+from nsa_lab.cli import benches, models, reading, training
+from nsa_lab.cli.common import exit_code, refuse
+from nsa_lab.config import ConfigError
+from nsa_lab.extras import MissingPackage
+from nsa_lab.runs.directory import RunDirectoryError
+
+__all__ = ["app", "exit_code", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Native Sparse Attention: train, follow, judge and report runs.",
+)
+for commands in (training, reading, models):  # in the order of the help
+    app.add_typer(commands.app)
+app.add_typer(benches.app, name="bench")
+
+
+def main() -> None:
+    """The console script: what a user did wrong is one line and exit code 2."""
+    # Read by OpenMP when torch is loaded, here and in the processes that we start. Threads that spin while they wait make
+    # a step up to sixteen times slower where the cores are shared with others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        app()
+    except (ConfigError, RunDirectoryError, MissingPackage) as error:
+        refuse(error)
+    except Exception as error:
+        if isinstance(error, _usage_errors()):
+            refuse(error)
+        raise
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"nsa-lab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="say which version this is, and end")
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
+def _usage_errors() -> tuple[type[Exception], ...]:
+    """Errors that the user can put right; imported once one has happened, since their packages are slow to import."""
+    from nsa_lab.attention import BackendError
+    from nsa_lab.data import DataError
+    from nsa_lab.inference import NoCheckpoint
+
+    return DataError, BackendError, NotImplementedError, NoCheckpoint

@@ -1,0 +1,90 @@
+"""Commands that measure: bench attention, bench train, bench curves, bench trainer; and bench stands, of records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nsa_lab.cli.common import Ranks
+from nsa_lab.config import ConfigError
+from nsa_lab.runs import directory
+
+app = typer.Typer(no_args_is_help=True, help="Measure kernels, or training steps, against dense attention.")
+Picture = Annotated[Path | None, typer.Option("--picture", metavar="FILE", help="draw the result there")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the numbers there")]
+
+
+@app.command("attention")
+def bench_attention(
+    json_file: JsonFile = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxSEQS", help="one shape, e.g. 2048x8; repeat")] = None,
+    picture: Picture = None,
+    backend: Annotated[str, typer.Option(help="auto, reference, torch, triton or flash")] = "auto",
+) -> None:
+    """Time and memory of every part of NSA, forward and backward, against dense attention; parity first."""
+    from nsa_lab.bench.attention import parse_shape, run_attention_bench
+
+    run_attention_bench(_shapes(parse_shape, shape), json_file, backend=backend, picture=picture)
+
+
+@app.command("train")
+def bench_train(
+    json_file: JsonFile = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxMICRO", help="one shape, e.g. 2048x32; repeat")] = None,
+    picture: Picture = None,
+) -> None:
+    """Tokens per second of NSA and of its dense twin, training, at each length."""
+    from nsa_lab.bench.train import parse_shape, run_train_bench
+
+    run_train_bench(_shapes(parse_shape, shape), json_file, picture=picture)
+
+
+@app.command("curves")
+def bench_curves(
+    json_file: JsonFile = None,
+    picture: Picture = None,
+    steps: Annotated[int, typer.Option(min=10, help="optimiser steps of each curve")] = 300,
+) -> None:
+    """Loss curves of one configuration, computed in every way this machine has; exit code 3 if they are not one curve."""
+    from nsa_lab.bench.curves import run_curves
+
+    found = run_curves(steps, json_file, picture, say=typer.echo)
+    for name, apart in found["apart_nats"].items():
+        typer.echo(f"{name:<26} {apart:.4f} nats from the first at most (allowed {found['band_nats']:g})")
+    raise typer.Exit(directory.EXIT_DONE if found["ok"] else directory.EXIT_HALTED)
+
+
+@app.command("trainer")
+def bench_trainer(
+    json_file: JsonFile = None,
+    ranks: Ranks = 1,
+    steps: Annotated[int | None, typer.Option(min=2, help="length of a timed stretch, optimiser steps")] = None,
+) -> None:
+    """What telemetry, a save and a resume take; with --ranks, tokens per second of that many GPUs against one's."""
+    from nsa_lab.bench.trainer import run_trainer_bench
+
+    run_trainer_bench(json_file, ranks=ranks, steps=steps)
+
+
+@app.command("stands")
+def bench_stands(
+    record: Annotated[list[Path], typer.Argument(metavar="FILE...", help="records that --json wrote")],
+) -> None:
+    """Of which code records are, and whether that is still this code; exit code 3 if one is not known to be."""
+    from nsa_lab.bench import records
+
+    found = {file: records.read(file) for file in record}
+    for file, one in found.items():
+        typer.echo(f"{file.name}: {records.standing(one)} ({records.code_text(one)})")
+    stand = all(records.standing(one) == records.STANDS for one in found.values())
+    raise typer.Exit(directory.EXIT_DONE if stand else directory.EXIT_HALTED)
+
+
+def _shapes(parse: Callable[[str], Any], texts: list[str] | None) -> tuple[Any, ...] | None:
+    try:
+        return tuple(parse(text) for text in texts or []) or None
+    except ValueError as error:
+        raise ConfigError(f"--shape: {error}") from None

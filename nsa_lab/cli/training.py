@@ -1,0 +1,186 @@
+"""Commands that train: run, train, resume, stop, and what to ask before: plan, preflight."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nsa_lab.cli.common import Name, Outputs, Overrides, Ranks, Run, exit_code
+from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.extras import MissingPackage, require
+from nsa_lab.runs import directory, launch, names
+from nsa_lab.runs.directory import RunDirectoryError
+
+app = typer.Typer()
+
+
+@app.command()
+def run(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="a file of params/, or a YAML path")] = None,
+    param: Overrides = None,
+    outputs: Outputs = None,
+    notebook: Annotated[str | None, typer.Option(help="03_smoke_training, 04_production_run, or a path")] = None,
+    into: Annotated[str | None, typer.Option(metavar="RUN", help="execute the notebook again on a run that exists")] = None,
+) -> None:
+    """Train in a notebook, headlessly; ends with the path of the run's report.html."""
+    folder = names.outputs_folder(outputs)
+    if name is not None and into is None:
+        config = names.load_config(name, param or [])
+        source = names.notebook_file(notebook, config)
+        _check_startable(config)
+        runner = _notebook_runner()
+        run_dir = launch.create_run(config, folder)
+    elif into is not None and name is None:
+        run_dir = names.find_run(into, folder)
+        if param:
+            raise ConfigError("nsa-lab run --into takes no -p: a run keeps its configuration; start a new one to change it")
+        source = names.notebook_file(notebook, RunConfig.from_yaml(run_dir / directory.CONFIG))
+        runner = _notebook_runner()
+    else:
+        raise ConfigError("nsa-lab run: give the NAME of a params file, for example smoke, or --into RUN, one of the two")
+    console = Console(stderr=True)
+    console.print(f"{source.stem} on {run_dir}", highlight=False, soft_wrap=True)
+    problem = runner.execute(source, run_dir, console)
+    runner.report_on(run_dir, problem, console)
+    raise typer.Exit(exit_code(run_dir, problem))
+
+
+@app.command()
+def train(
+    name: Name,
+    param: Overrides = None,
+    outputs: Outputs = None,
+    ranks: Ranks = 1,
+    foreground: Annotated[bool, typer.Option("--foreground", help="train in this process")] = False,
+) -> None:
+    """Train without a notebook: a detached process, which outlives this terminal."""
+    config = names.load_config(name, param or [])
+    _check_startable(config, ranks)
+    run_dir = launch.create_run(config, names.outputs_folder(outputs))
+    if foreground:
+        command = [sys.executable, "-m", "nsa_lab.train", str(run_dir)] + (["--ranks", str(ranks)] if ranks > 1 else [])
+        # The trainer takes this process's place, so that signals reach it and its exit code is ours.
+        os.execv(sys.executable, command)
+    _say_started(run_dir, launch.start(run_dir, ranks=ranks))
+
+
+@app.command()
+def resume(run: Run, outputs: Outputs = None, ranks: Ranks = 1) -> None:
+    """Go on with a run from its newest checkpoint, detached."""
+    run_dir = names.find_run(run, names.outputs_folder(outputs))
+    _say_started(run_dir, launch.resume(run_dir, ranks=ranks))
+
+
+@app.command()
+def stop(
+    run: Run,
+    outputs: Outputs = None,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for the trainer to save and exit")] = 120.0,
+) -> None:
+    """Ask a trainer to save and exit, and wait for it."""
+    run_dir = names.find_run(run, names.outputs_folder(outputs))
+    try:
+        state = launch.stop(run_dir, timeout)
+    except TimeoutError as error:
+        raise RunDirectoryError(str(error)) from None
+    typer.echo(
+        f"{run_dir.name} is {state}; nsa-lab resume {run_dir.name} goes on"
+        if state != directory.DONE
+        else f"{run_dir.name} is DONE"
+    )
+
+
+@app.command()
+def plan(
+    name: Name,
+    param: Overrides = None,
+    ranks: Ranks = 1,
+    tokens_per_s: Annotated[float | None, typer.Option(help="the speed to plan with, all ranks together")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="a run to compare the plan with")] = None,
+    outputs: Outputs = None,
+    twin: Annotated[bool, typer.Option("--twin", help="the dense twin with as many parameters, and what differs")] = False,
+) -> None:
+    """What a run will take: parameters, tokens, FLOPs, memory, disk, hours; with --run, beside what that run took."""
+    config = names.load_config(name, param or [])
+    run_dir = names.find_run(run, names.outputs_folder(outputs)) if run else None
+
+    from nsa_lab.train.measured import recorded_speed
+    from nsa_lab.train.plan import plan as plan_of
+    from nsa_lab.train.twin import twin_of
+
+    # A measurement of this very shape says more than the gate, which is the slowest that a run accepts.
+    known = recorded_speed(config) if not tokens_per_s and ranks == 1 else None
+    typer.echo(plan_of(config, known[0] if known else tokens_per_s, ranks))
+    if known:
+        typer.echo(f"  (that speed was measured on one {known[1]}; for another GPU give --tokens-per-s)")
+    elif config.train.min_tokens_per_s and not tokens_per_s:
+        typer.echo("  (that speed is train.min_tokens_per_s, the slowest that the run accepts; give --tokens-per-s)")
+    if twin:
+        typer.echo(f"\n{twin_of(config)}")
+    if run_dir:
+        from nsa_lab.runs.history import History
+        from nsa_lab.workbook.planned import outcome
+
+        typer.echo(f"\n{run_dir.name}, planned with the speed that its preflight measured:")
+        typer.echo(outcome(History.read(run_dir), tokens_per_s))
+
+
+@app.command()
+def preflight(name: Name, param: Overrides = None, outputs: Outputs = None) -> None:
+    """Every check before a run, one line each, without a run; exit code 3 if one fails."""
+    config = names.load_config(name, param or [])
+    _check_startable(config)
+
+    from nsa_lab.data import FillPace, FillProgress
+    from nsa_lab.runs.summary import filling_text
+    from nsa_lab.train.preflight.checks import preflight_alone
+
+    pace = FillPace()
+
+    def filling(progress: FillProgress) -> None:
+        pace.observe(progress)
+        if told := pace.due():
+            typer.echo(filling_text(told), err=True)
+
+    failed = 0
+    for check in preflight_alone(config, names.outputs_folder(outputs), progress=filling):
+        failed += not check.ok
+        mark = typer.style("ok  ", fg="green") if check.ok else typer.style("FAIL", fg="red")
+        typer.echo(f"{mark} {check.name:14} {check.value}  [limit: {check.limit}]  {check.seconds:.1f} s")
+    raise typer.Exit(directory.EXIT_HALTED if failed else directory.EXIT_DONE)
+
+
+def _notebook_runner() -> ModuleType:
+    try:
+        require("papermill", "nbclient", "nbconvert")
+    except MissingPackage as error:
+        raise ConfigError(f"nsa-lab run: {error}, or use nsa-lab train, which needs no notebook") from None
+    from nsa_lab.workbook import runner
+
+    return runner
+
+
+def _check_startable(config: RunConfig, ranks: int = 1) -> None:
+    """Raise what is wrong with the data, the device, the model's size or the backend, before anything is written."""
+    import torch
+
+    from nsa_lab.attention import resolve_backend
+    from nsa_lab.data import check
+    from nsa_lab.train.distributed import World
+    from nsa_lab.train.parts import choose_device
+
+    check(config.data, config.model.vocab_size)
+    dtype = torch.bfloat16 if config.runtime.precision == "bf16" else torch.float32
+    resolve_backend(choose_device(config, World(size=ranks)), dtype, config.nsa, config.model, config.runtime.backend)
+
+
+def _say_started(run_dir: Path, pid: int) -> None:
+    run = run_dir.name
+    typer.echo(f"process {pid} trains {run}; nsa-lab follow {run} shows it, nsa-lab stop {run} ends it")
+    typer.echo(run_dir)

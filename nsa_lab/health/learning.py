@@ -1,0 +1,174 @@
+"""Verdicts on what was learnt: losses, gradients and the learning rate.
+
+The learning rate is written down here independently of the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from nsa_lab.config import StageConfig, TrainConfig
+from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.runs.history import History
+
+UNIFORM_NOISE_BITS = math.log2(255)  # of the synthetic source: 255 equal bytes
+
+
+def expected_learning_rate(step: int, train: TrainConfig) -> float:
+    """What the configuration promises for optimiser step `step`, counted from 1.
+
+    In every stage anew: linear to `lr` at step `warmup_steps` (step 1 without warm-up), then half a cosine down to `min_lr`
+    at the last step.
+    """
+    for stage in train.stages[:-1]:
+        if step <= stage.steps:
+            return _rate_within(step, stage)
+        step -= stage.steps
+    return _rate_within(step, train.plan[-1])
+
+
+def _rate_within(step: int, train: StageConfig) -> float:
+    peak = max(train.warmup_steps, 1)
+    if step <= peak:
+        return train.lr * step / peak
+    if train.lr_schedule == "constant":
+        return train.lr
+    turn = math.pi * (step - peak) / (train.steps - peak)
+    return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(turn)) / 2
+
+
+def loss_fell(history: History, limits: Limits) -> Verdict | None:
+    if history.config.data.source == "synthetic":
+        return None
+    steps, bpb = _numbers_of(*history.validation())
+    if len(bpb) < 2 or steps[-1] == 0:
+        return Verdict("loss fell", None, None, None, "validation was not evaluated after training")
+    limit = _asked_of(history, limits.validation_fall)
+    fall = 1 - bpb[-1] / bpb[0]
+    change = f"{abs(fall):.1%} {'below' if fall >= 0 else 'above'} the start"
+    text = f"validation from {bpb[0]:.3f} to {bpb[-1]:.3f} bits per byte, {change} (at least {limit:.1%} below asked)"
+    return Verdict("loss fell", bool(fall >= limit), float(fall), limit, text)
+
+
+def _asked_of(history: History, fall: float) -> float:
+    """What can be asked of a short run is less: the limit grows to its full height over the first hundred steps."""
+    return fall * min(1.0, history.reached / 100)
+
+
+def training_loss(history: History, limits: Limits) -> Verdict | None:
+    """The loss that is trained on moves, and falls."""
+    if history.config.data.source == "synthetic":
+        return None
+    limit = _asked_of(history, limits.training_fall)
+    falls: list[tuple[float, str]] = []
+    for name, unit in (("loss", "nats per token"), ("bpb", "bits per byte")):
+        steps, values = _numbers_of(*history.series(name))
+        if len(values) < 5:
+            return Verdict("training loss", None, None, limit, "too few readings to see it fall")
+        still, where = _longest_still(steps, values[:, None])
+        if still >= limits.equal_losses:
+            text = f"{name} is the same to the last bit in {still} readings in a row, up to step {where:,}"
+            return Verdict("training loss", False, still, limits.equal_losses, text)
+        last = float(np.mean(values[-max(1, min(50, len(values) // 10)) :]))
+        falls.append((1 - last / values[0], f"from {values[0]:.3f} to {last:.3f} {unit}"))
+    fall, text = min(falls)
+    return Verdict("training loss", bool(fall >= limit), fall, limit, f"{text} (at least {limit:.1%} below asked)")
+
+
+def _longest_still(steps: np.ndarray, values: np.ndarray) -> tuple[int, int]:
+    """The most readings `[n, ...]` in a row that are equal to the last bit, and the step of the last of them."""
+    longest, where, row = min(len(values), 1), int(steps[-1]) if len(steps) else 0, 1
+    for index in range(1, len(values)):
+        row = row + 1 if np.array_equal(values[index], values[index - 1]) else 1
+        if row > longest:
+            longest, where = row, int(steps[index])
+    return longest, where
+
+
+def _numbers_of(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Without the readings that are no numbers; `finite` speaks of those."""
+    known = np.isfinite(values)
+    return steps[known], values[known]
+
+
+def gradients(history: History, limits: Limits) -> Verdict:
+    """Every step has a gradient, in every layer, and none that clipping had to make a thousand times smaller."""
+    steps, norms = _numbers_of(*history.series("grad_norm"))
+    limit = limits.gradient_norm * max(1.0, history.config.train.grad_clip)
+    if not len(norms):
+        return Verdict("gradients", None, None, limit, "none was recorded")
+    if (none := norms == 0).any():
+        text = f"the gradient is 0 at {none.sum()} logged steps, the first {steps[none.argmax()]:,}"
+        return Verdict("gradients", False, 0.0, 0.0, text)
+    at, layers = history.layers("grad_norm_layers")
+    if len(layers) and (none := layers == 0).any():
+        reading, layer = np.argwhere(none)[0]
+        text = f"no gradient reaches layer {layer} at step {at[reading]:,} ({none.sum()} such readings)"
+        return Verdict("gradients", False, 0.0, 0.0, text)
+    largest = int(norms.argmax())
+    text = f"norm {norms.min():.3g} to {norms[largest]:.3g}, the largest at step {steps[largest]:,}"
+    return Verdict("gradients", bool(norms[largest] <= limit), float(norms[largest]), limit, text)
+
+
+def loss_kept(history: History, limits: Limits) -> Verdict:
+    steps, bpb = _at_the_last_length(history, *_numbers_of(*history.validation()))
+    if len(bpb) < 3:
+        return Verdict("loss kept", None, None, limits.best_kept, "fewer than three evaluations")
+    best = int(bpb.argmin())
+    ratio = bpb[-1] / bpb[best]
+    text = f"last validation {bpb[-1]:.3f} bits per byte, best {bpb[best]:.3f} at step {steps[best]:,}"
+    return Verdict("loss kept", bool(ratio <= limits.best_kept), ratio, limits.best_kept, text)
+
+
+def _at_the_last_length(history: History, steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The readings of stages that are as long as the one the run is in: a longer past makes text easier to predict."""
+    train = history.config.train
+    length = train.stage_at(history.reached).seq_len
+    same = np.array([train.stage_at(int(step)).seq_len == length for step in steps], dtype=bool)
+    return steps[same], values[same]
+
+
+def no_leak(history: History, limits: Limits) -> Verdict:
+    """A loss below what the text can give means that the model sees what it is asked to predict."""
+    noise = history.config.data.source == "synthetic"
+    limit = UNIFORM_NOISE_BITS - limits.noise_slack_bits if noise else limits.floor_bpb
+    steps, bpb = history.series("bpb")
+    eval_steps, held_out = history.validation()
+    steps, bpb = np.concatenate([steps, eval_steps]), np.concatenate([bpb, held_out])
+    if not np.isfinite(bpb).any():
+        return Verdict("no leak", None, None, limit, "no loss was recorded")
+    lowest = int(np.nanargmin(bpb))
+    where = "noise cannot be predicted" if noise else "text is not that predictable"
+    text = (
+        f"lowest {bpb[lowest]:.3f} bits per byte, at step {steps[lowest]:,}; below {limit:.2f} it would be a leak: {where}"
+    )
+    return Verdict("no leak", bool(bpb[lowest] >= limit), float(bpb[lowest]), limit, text)
+
+
+def generalises(history: History, limits: Limits) -> Verdict:
+    _, train = _at_the_last_length(history, *_numbers_of(*history.series("bpb")))
+    _, held_out = _at_the_last_length(history, *_numbers_of(*history.validation()))
+    if len(held_out) < 2 or len(train) < 5:
+        return Verdict("generalises", None, None, limits.validation_gap, "too few losses to compare")
+    recent = float(np.mean(train[-max(5, len(train) // 10) :]))
+    ratio = held_out[-1] / recent
+    text = f"validation {held_out[-1]:.3f} against training {recent:.3f} bits per byte, ratio {ratio:.3f}"
+    return Verdict("generalises", bool(ratio <= limits.validation_gap), ratio, limits.validation_gap, text)
+
+
+def learning_rate(history: History, limits: Limits) -> Verdict:
+    steps, rates = history.series("lr")
+    if not len(steps):
+        return Verdict("learning rate", None, None, None, "none was recorded")
+    wanted = np.array([expected_learning_rate(int(step), history.config.train) for step in steps])
+    off = np.abs(rates - wanted) / max(stage.lr for stage in history.config.train.plan)
+    # A rate that is no number is as far off as any can be.
+    off[~np.isfinite(off)] = np.inf
+    worst = int(np.argmax(off))
+    schedule = " and ".join(dict.fromkeys(stage.lr_schedule for stage in history.config.train.plan))
+    text = f"follows the configured {schedule} schedule at {len(steps)} logged steps"
+    if off[worst] > limits.lr_error:
+        text = f"{rates[worst]:.4g} at step {steps[worst]:,}, where the configuration says {wanted[worst]:.4g}"
+    return Verdict("learning rate", bool(off[worst] <= limits.lr_error), float(off[worst]), limits.lr_error, text)

@@ -1,0 +1,113 @@
+"""Verdicts on the pace: throughput, waiting for data, and memory that grows."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.runs.history import History
+
+
+def throughput(history: History, limits: Limits) -> Verdict:
+    """Against the run's own best tenth, stage by stage. The first interval of each attempt, which holds compilation, is
+    left out.
+
+    The windows that are compared are equal in work: a half of the run that is ten times slower is half of them.
+    """
+    windows = _windows(history, limits.pace_window_s)
+    if len(windows) < 5:
+        return Verdict("throughput", None, None, limits.slow_share, "too short to judge how steady it was")
+    stages, speed, took_s = (np.array(column) for column in zip(*windows, strict=True))
+    # A stage of longer texts is slower by its nature.
+    medians, best = ({int(n): of(speed[stages == n]) for n in np.unique(stages)} for of in (np.median, _best_tenth))
+    slow = speed < limits.slow_factor * np.array([best[stage] for stage in stages])
+    share, slow_s = float(slow.mean()), float(took_s[slow].sum())
+    text = (
+        f"median {', then '.join(f'{median:,.0f}' for median in medians.values())} tokens/s; "
+        f"{share:.1%} of the work below {limits.slow_factor:.0%} of the best tenth's pace, "
+        f"{', then '.join(f'{pace:,.0f}' for pace in best.values())} (slowest {speed.min():,.0f})"
+    )
+    ok = share <= limits.slow_share or slow_s < limits.slow_for_s
+    return Verdict("throughput", ok, share, limits.slow_share, text)
+
+
+def _best_tenth(speed: np.ndarray) -> float:
+    """The highest median among ten parts of the run, fewer where a part would have less than three windows."""
+    return max(float(np.median(part)) for part in np.array_split(speed, min(10, max(1, len(speed) // 3))))
+
+
+def _windows(history: History, window_s: float) -> list[tuple[int, float, float]]:
+    """Stage, tokens per second and seconds of stretches of training equal in work, within a stage and an attempt.
+
+    Each takes `window_s` at the median pace of its stage.
+    """
+    train = history.config.train
+    intervals = _intervals(history)
+    windows: list[tuple[int, float, float]] = []
+    for stage, of_stage in ((n, [i for i in intervals if i[1] == n]) for n in range(len(train.plan))):
+        if not of_stage:
+            continue
+        enough = window_s / float(np.median([took_s / steps for *_, steps, took_s in of_stage]))
+        for _, stretch in groupby(of_stage, key=lambda interval: interval[0]):
+            steps, took_s = 0, 0.0
+            for *_, more_steps, more_s in stretch:
+                steps, took_s = steps + more_steps, took_s + more_s
+                if steps >= enough:
+                    windows.append((stage, steps * train.plan[stage].tokens_per_step / took_s, took_s))
+                    steps, took_s = 0, 0.0
+    return windows
+
+
+def _intervals(history: History) -> list[tuple[int, int, int, float]]:
+    """Attempt, stage, steps and seconds between one log point and the next, within a stage and an attempt."""
+    intervals: list[tuple[int, int, int, float]] = []
+    train = history.config.train
+    stretch, before = (0, 0), 0
+    for event in history.steps:
+        stage = train.at(event["step"])[0]
+        steps, tokens = event["step"] - before, train.plan[stage].tokens_per_step
+        took = [_positive(event.get("dt_s")), tokens / _positive(event.get("tokens_per_s"), math.inf)]
+        if (event["attempt"], stage) == stretch and max(took) > 0:
+            # The two say the same; where they do not, the slower is believed.
+            intervals.append((event["attempt"], stage, steps, steps * max(took)))
+        stretch, before = (event["attempt"], stage), event["step"]
+    return intervals
+
+
+def _positive(value: Any, otherwise: float = 0.0) -> float:
+    return value if isinstance(value, (int, float)) and math.isfinite(value) and value > 0 else otherwise
+
+
+def data_wait(history: History, limits: Limits) -> Verdict:
+    """Of the readings that say both, each a mean over the steps since the reading before."""
+    waited_s = took_s = 0.0
+    before = 0
+    for event in history.steps:
+        took, waited = _positive(event.get("dt_s")), event.get("data_s")
+        if took and waited is not None and math.isfinite(waited):
+            waited_s += (event["step"] - before) * waited
+            took_s += (event["step"] - before) * took
+        before = event["step"]
+    if not took_s:
+        return Verdict("data wait", None, None, limits.data_wait, "not recorded")
+    share = waited_s / took_s
+    text = f"{share:.1%} of the training time was spent waiting for data"
+    return Verdict("data wait", share <= limits.data_wait, share, limits.data_wait, text)
+
+
+def memory(history: History, limits: Limits) -> Verdict:
+    resident = [held for event in history.of_kind("heartbeat") if (held := _positive(event.get("rss_bytes")))]
+    if len(resident) < 8:
+        return Verdict("memory", None, None, limits.memory_growth, "too few heartbeats to see growth")
+    early, late = max(resident[: len(resident) // 2]), max(resident[len(resident) // 2 :])
+    return Verdict(
+        "memory",
+        late / early <= limits.memory_growth,
+        late / early,
+        limits.memory_growth,
+        f"resident memory at most {early / 1e9:.2f} GB in the first half, {late / 1e9:.2f} GB in the second",
+    )
