@@ -100,6 +100,7 @@ OTHERS = {
     "health.twins": ["tests/health/test_verdicts.py"],
     "bench.records": ["tests/bench/test_records.py"],
     "bench.attention": ["tests/bench/test_records.py"],
+    "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
     "health.paired": ["tests/health/test_paired.py"],
     "train.twin": ["tests/train/test_twin.py"],
     "runs.events": [
@@ -1111,6 +1112,12 @@ MUTANTS = [
     ),
     Mutant("bench: other code passes for what stands", "bench.records", "!= now[part]]", "!= then.get(part)]"),
     Mutant("bench: shares of the slowest dense attention", "bench.attention", "/ min(dense", "/ max(dense"),
+    Mutant(
+        "explorer: steps of runs that are not chosen",
+        "workbook.run_explorer",
+        "fit([known[name] for name in which.value], *fitted)",
+        "fit(list(known.values()), *fitted)",
+    ),
     Mutant("paired: neighbours count as independent", "health.paired", "min(len(apart), STRETCHES)", "len(apart)"),
     Mutant("paired: other batches make pairs", "health.paired", "if _batches(first) != _batches(second):", "if False:"),
     Mutant("twin: a width beside the best", "train.twin", "return 1 + round(", "return round("),
