@@ -72,10 +72,15 @@ def over_training(first: History, second: History) -> Difference | str:
     of = "training, batch by batch, later half"
     if _batches(first) != _batches(second):
         return f"{of}: they were trained on different batches, which make no pairs"
-    losses = [dict(zip(*(values.tolist() for values in run.series("bpb")), strict=True)) for run in (first, second)]
-    steps = sorted(losses[0].keys() & losses[1].keys())
-    later = [step for step in steps if step > COMPARED * steps[-1]]
-    return difference(of, *(np.array([one[step] for step in later]) for one in losses))
+    steps, losses = paired_losses(first, second)
+    return difference(of, *losses[:, steps > COMPARED * steps.max(initial=0)])
+
+
+def paired_losses(first: History, second: History) -> tuple[np.ndarray, np.ndarray]:
+    """The steps that both logged, ascending, and the bits per byte of their batches, [2, steps]."""
+    told = [dict(zip(*(values.tolist() for values in run.series("bpb")), strict=True)) for run in (first, second)]
+    steps = sorted(told[0].keys() & told[1].keys())
+    return np.array(steps), np.array([[one[step] for step in steps] for one in told]).reshape(2, -1)
 
 
 def over_seeds(runs: Sequence[History]) -> list[Difference | str]:
