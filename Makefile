@@ -21,7 +21,7 @@ COUNT_PACKAGES := { n=0; all=$$(grep -c == requirements.lock); while read -r wor
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test static fast-tests all-tests soak mutants format lint types notebooks check-notebooks nbval lab lock clean
+.PHONY: help run check test static fast-tests all-tests soak mutants format lint types notebooks check-notebooks nbval pages lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -85,6 +85,9 @@ notebooks: $(READY)  ## Build every .ipynb from its .py source
 check-notebooks: $(READY)
 	@echo "==> notebook pairs in step"
 	@$(BIN)/python notebooks/build.py --check
+
+pages: $(READY)  ## Execute the notebooks, and write them as self-contained pages and a gallery into docs/pages; STEMS picks some
+	@$(BIN)/python notebooks/pages.py $(STEMS)
 
 lab: $(READY)  ## Open JupyterLab on the notebooks; LAB holds further options, e.g. LAB=--no-browser
 	@JUPYTER_CONFIG_PATH=$(CURDIR)/notebooks/jupyter JUPYTER_PREFER_ENV_PATH=1 \

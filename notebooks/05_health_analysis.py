@@ -54,8 +54,8 @@ pair = twins(runs)
 print(history.run)
 notebook.print_answers(history)
 
-for key, value in shown_facts(history):
-    print(f"     {key:<26} {value}")
+# %%
+Markdown("\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in shown_facts(history))]))
 
 # %% [markdown]
 # # One run

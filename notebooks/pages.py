@@ -23,10 +23,15 @@ import papermill
 from nbformat import NotebookNode
 from PIL import Image
 
+from nsa_lab import figures
+from nsa_lab.config import NSAConfig
+from nsa_lab.figures.style import png
 from nsa_lab.report import export
+from nsa_lab.workbook.examples import standard_library_text, text_example
+from nsa_lab.workbook.reads import reads_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ROOT / "docs" / "pages"
+PAGES, PICTURES = ROOT / "docs" / "pages", ROOT / "docs" / "pictures"
 WORK = ROOT / ".cache" / "pages"
 NSA, DENSE = "production_50k-20261121T141448Z-afd3", "production_50k_dense-20261121T141448Z-bac4"
 COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
@@ -64,6 +69,7 @@ GALLERY = (
         "Health of a run",
         "the production run beside its dense twin",
         {"run_dir": f"outputs/{NSA}", "other_run": f"outputs/{DENSE}"},
+        picture=8,
     ),
     Page("06_does_selection_find", "Does selection find?", "tiny models learn to recall; their choice is replaced"),
 )
@@ -80,6 +86,7 @@ def main() -> int:
     PAGES.mkdir(parents=True, exist_ok=True)
     large = [page.stem for page in GALLERY if (not wanted or page.stem in wanted) and make(page) > LIMIT_BYTES]
     (PAGES / "index.html").write_text(gallery(), encoding="utf-8")
+    readme_pictures()
     if large:
         print(
             f"larger than {LIMIT_BYTES:,} bytes: {', '.join(large)}; show fewer pictures, or smaller ones", file=sys.stderr
@@ -129,13 +136,29 @@ def pictures(notebook: NotebookNode) -> list[str]:
 
 
 def few_colours(notebook: NotebookNode) -> None:
-    """Store every picture with a palette of `COLOURS`, in place."""
+    """Store every picture with a palette, in place."""
     for data in outputs(notebook):
         if "image/png" in data:
-            drawn = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB")
-            buffer = io.BytesIO()
-            drawn.quantize(COLOURS, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
-            data["image/png"] = base64.b64encode(buffer.getvalue()).decode()
+            data["image/png"] = base64.b64encode(with_palette(base64.b64decode(data["image/png"]))).decode()
+
+
+def with_palette(drawn: bytes) -> bytes:
+    """A PNG with `COLOURS` colours, a third of the size."""
+    buffer = io.BytesIO()
+    image = Image.open(io.BytesIO(drawn)).convert("RGB")
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def readme_pictures() -> None:
+    """The two pictures of the README: the explorer of notebook 01 on a real text, and the production run less its twin."""
+    text = text_example(standard_library_text(2048))
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, figure in (
+        ("explorer.png", figures.query_reads(reads_of(text, NSAConfig(), 1885, 1), text.about)),
+        ("nsa_less_dense.png", figures.loss_difference(ROOT / "outputs" / NSA, ROOT / "outputs" / DENSE)),
+    ):
+        (PICTURES / name).write_bytes(with_palette(png(figure)))
 
 
 def thumbnail(png: bytes) -> Image.Image:
@@ -156,6 +179,7 @@ def gallery() -> str:
 :root {{ color-scheme: light dark }}
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
 main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(18rem, 100%), 1fr)); gap: 1.2rem }}
+h1 + p {{ margin-bottom: 1.5rem }}
 a {{ color: inherit; text-decoration: none; border: 1px solid #8885; border-radius: 8px; padding: .8rem; display: block }}
 a:hover {{ border-color: #0072b2 }}
 img {{ width: 100%; height: 11rem; object-fit: contain; background: white; border-radius: 4px }}
