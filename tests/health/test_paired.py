@@ -21,10 +21,12 @@ from nsa_lab.health.paired import (
     over_windows,
     twin_pairs,
 )
+from nsa_lab.health.twins import same_training
 from nsa_lab.runs.history import History
 from tests.fake_run import Event, configuration, write_run
 
 Make = Callable[..., History]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -110,3 +112,17 @@ def test_seeds_are_compared_twin_by_twin(run: Make) -> None:
     assert "3 seeds (1, 2, 3)" in str(found)
     other = [run(0.5, train__seed=1, train__lr=2e-3), run(train__seed=1, train__lr=2e-3, model__attention="dense")]
     assert len(over_seeds([*runs, *twins, *other])) == 2, "another configuration is another question"
+
+
+def test_the_readme_says_of_the_production_run_what_its_record_says() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    nsa, dense = (
+        History.read(next((ROOT / "outputs").glob(f"{name}-*"))) for name in ("production_50k", "production_50k_dense")
+    )
+    found = over_training(nsa, dense)
+    assert isinstance(found, Difference) and found.beyond_noise and found.mean > 0
+    mean, half = (f"{value:.4f}".removeprefix("0") for value in (found.mean, found.half))
+    assert f"*worse*, by {mean} ± {half} bits per byte" in text
+    told = same_training(nsa, dense).text
+    assert "+6.9%" in told and "+10.2%" in told and "6.9 % more parameters and 10 % more FLOPs" in text
+    assert "1 seed (1337): 1 pair, so no interval" in compared([nsa, dense])[-1] and "it is one seed" in text

@@ -48,6 +48,13 @@ def test_what_the_gallery_shows_is_there():
     assert {path.stem for path in WRITTEN} - {"index"} <= {page.stem for page in pages.GALLERY}
 
 
+@pytest.mark.parametrize("path", [path for path in WRITTEN if path.stem != "index"], ids=lambda path: path.stem)
+def test_the_readme_leads_to_each_page_by_its_picture(path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"docs/pages/{path.name}" in text
+    assert not path.with_suffix(".webp").is_file() or f'src="docs/pages/{path.stem}.webp"' in text
+
+
 def test_a_picture_keeps_its_size_and_loses_bytes():
     buffer = io.BytesIO()
     Image.effect_noise((300, 200), 60).convert("RGB").save(buffer, "PNG")
