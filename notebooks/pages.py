@@ -39,7 +39,8 @@ COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
 
 @dataclass(frozen=True)
 class Page:
-    """A notebook of the gallery: what it shows, its parameters, and which of its pictures stands for it, from 0.
+    """A notebook of the gallery: what it shows, its parameters, and which of its pictures stands for it, from 0; -1 is
+    the last.
 
     `instead` is the page that there is already, from docs/pages.
     """
@@ -55,7 +56,7 @@ class Page:
 RUNS = {"outputs": str(WORK / "runs")}
 GALLERY = (
     Page("00_start_here", "Start here", "what to open for what, and the runs there are"),
-    Page("01_branch_derivations", "The three branches", "equation, code and picture of each step", picture=4),
+    Page("01_branch_derivations", "The three branches", "equation, code and picture of each step", picture=-1),
     Page("02_kernel_parity", "Kernel parity", "every backend against the definition, in float64"),
     Page("03_smoke_training", "Training, small", "a small model learns real text on a CPU", RUNS),
     Page(

@@ -63,7 +63,7 @@ def over_windows(first: History, second: History) -> Difference | str:
         return f"{of}: they were evaluated on different texts, which cannot be compared"
     losses = [_window_bits(run) for run in (first, second)]
     if not all(len(one) for one in losses) or len(losses[0]) != len(losses[1]):
-        return f"{of}: not recorded by both; runs record it at their last evaluation since windows are told apart"
+        return f"{of}: not recorded by both; the last evaluation of a run records it, in older runs it did not"
     return difference(of, *losses)
 
 
