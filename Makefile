@@ -11,11 +11,17 @@ PARAMS ?= smoke
 COPIES := .cache/nbval
 # The tests do without nbval, which loads Jupyter into every process; it has a target of its own.
 PYTEST := $(BIN)/python -m pytest -p no:nbval
+# What pip says goes there: a terminal sees one line that counts packages, and a failure shows the end of it.
+INSTALL_LOG := .cache/install.log
+COUNT_PACKAGES := { n=0; all=$$(grep -c == requirements.lock); while read -r word name rest; do \
+  case "$$word" in Collecting|Requirement) n=$$((n+1));; Installing) name="installing";; *) continue;; esac; \
+  if [ -t 1 ]; then printf '\r\033[K    %s of %s: %s' "$$n" "$$all" "$$name"; fi; done; \
+  if [ -t 1 ]; then printf '\r\033[K'; fi; }
 # What JupyterLab shows.
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test static fast-tests all-tests soak mutants format lint types notebooks check-notebooks nbval lab lock clean
+.PHONY: help run check test static fast-tests all-tests soak mutants format lint types notebooks check-notebooks nbval pages lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -80,6 +86,9 @@ check-notebooks: $(READY)
 	@echo "==> notebook pairs in step"
 	@$(BIN)/python notebooks/build.py --check
 
+pages: $(READY)  ## Execute the notebooks, and write them as self-contained pages and a gallery into docs/pages; STEMS picks some
+	@$(BIN)/python notebooks/pages.py $(STEMS)
+
 lab: $(READY)  ## Open JupyterLab on the notebooks; LAB holds further options, e.g. LAB=--no-browser
 	@JUPYTER_CONFIG_PATH=$(CURDIR)/notebooks/jupyter JUPYTER_PREFER_ENV_PATH=1 \
 	  $(BIN)/jupyter lab --ServerApp.root_dir=$(LAB_FOLDER) $(LAB)
@@ -98,7 +107,11 @@ $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, and $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@echo "==> installing into $(VENV) (once; about 2 minutes, more where pip fetches CUDA)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -r requirements.lock
-	@$(BIN)/python -m pip check
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@mkdir -p $(dir $(INSTALL_LOG))
+	@{ PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -r requirements.lock \
+	  && $(BIN)/python -m pip check \
+	  && $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e . \
+	  && echo "installed"; } 2>&1 | tee $(INSTALL_LOG) | $(COUNT_PACKAGES)
+	@tail -n 1 $(INSTALL_LOG) | grep -qx installed || { tail -n 40 $(INSTALL_LOG) >&2; \
+	  echo "==> pip failed; $(INSTALL_LOG) has all that it said" >&2; exit 1; }
 	@touch $@

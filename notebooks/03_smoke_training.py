@@ -1,7 +1,9 @@
 # ---
 # jupyter:
 #   jupytext:
+#     cell_metadata_filter: tags,-all
 #     formats: ipynb,py:percent
+#     notebook_metadata_filter: kernelspec,-jupytext.text_representation.jupytext_version,-language_info,-widgets
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -15,14 +17,14 @@
 # %% [markdown]
 # # Training, small
 #
-# A small NSA model learns real text: the source code and documentation that come with Python, byte by byte. An
-# untrained model needs 8 bits per byte; watch validation fall from there. On two CPU cores this takes a few minutes.
+# A small NSA model learns real text: the source code and documentation that come with Python (`data.source: stdlib`;
+# `local` with a `path` takes texts of your own), byte by byte. An untrained model needs 8 bits per byte; watch
+# validation fall from there. On two CPU cores this takes a few minutes.
 #
 # The trainer is a process of its own. This notebook starts it, or attaches to it, and reads its event file: killing
 # the kernel or closing the page does not hurt the run, and running the notebook again attaches to it, resumes it
 # where it stopped, or shows the finished one. Parameters that belong to `params/smoke.yaml` can be changed below, or
-# from outside:
-# `papermill notebooks/03_smoke_training.ipynb out.ipynb -y '{train: {steps: 50}}'`.
+# from outside: `papermill notebooks/03_smoke_training.ipynb out.ipynb -y '{train: {steps: 50}}'`.
 
 # %% tags=["parameters"]
 name: str = "smoke"  # which params/NAME.yaml is the base
@@ -35,7 +37,7 @@ run_dir: str = ""  # run directory to attach to; empty: the latest of this confi
 new_run: bool = False  # start a new run even where one of this configuration exists
 outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
 prompt: str = "def main("  # what the samples go on from
-sample_tokens: int = 160  # length of each sample, tokens
+sample_tokens: int = 400  # length of each sample, tokens
 
 # %%
 from nsa_lab.workbook.training import configure
@@ -51,13 +53,12 @@ training = configure(
 )
 
 # %% [markdown]
-# ## The model, before
+# ## The model
+#
+# Before a step is done: how large it is, what computes each part of its attention, and how much it will read.
 
 # %%
 training.describe()
-
-# %%
-training.sample_before()
 
 # %% [markdown]
 # ## The run
@@ -72,24 +73,87 @@ await training.follow()
 
 # %% [markdown]
 # ## What happened
+#
+# The run at a glance. *What to notice:* does the loss still fall at the end, and do the speed and the gates stay
+# where they are? Each is drawn larger below.
 
 # %%
 training.overview()
 
+# %% [markdown]
+# ### The loss
+#
+# Left, nats per byte of the training batches; right, bits per byte, with the held-out text dashed (loss / ln 2: 8
+# bits is a model that knows nothing). Thin is as recorded, thick a running mean. *What to notice:* the first fall is
+# the frequencies of single bytes and pairs; where the curve bends, words and indentation have come.
+
 # %%
 training.curves()
 
+# %% [markdown]
+# ### The optimiser
+#
+# The rate that was asked for, and the length of the gradient before it is clipped. *What to notice:* it is large
+# while the rate still rises, and settles. Single spikes are batches unlike the others (a table, a file of data);
+# clipping bounds what they do. A norm that keeps growing is the way in which runs diverge.
+
 # %%
-training.branches()
+training.optimiser()
+
+# %% [markdown]
+# ### The gates
+#
+# Every query weighs three branches: compressed (`cmp` in the records; a coarse view of everything), selected (`sel`;
+# a few blocks, read in full) and window (`win`; the latest tokens). Shares are of the three gates' sum; one line per
+# layer, dotted where all three are alike. *What to notice:* they start at a third each and part early; a layer that
+# stays at a third has not specialised.
+
+# %%
+training.gates()
+
+# %% [markdown]
+# The same by layer, at the first reading and at the last. *What to notice:* layers come to divide their work: a
+# branch that one layer hardly uses may be another's largest.
+
+# %%
+training.gates_by_layer()
+
+# %% [markdown]
+# ### The selection
+#
+# What the chosen blocks are like: shared with the query before, how far back, the first block's share (attention that
+# is parked at the beginning of the text, an *attention sink*), and how much of them the window reads as well. *What
+# to notice:* by chance, neighbouring queries would share as many blocks as the dotted line says; a choice by content
+# lies above it.
+
+# %%
+training.selection()
+
+# %% [markdown]
+# How large each branch's output is, mean and range over layers. *What to notice:* a branch whose output shrinks
+# towards zero is being given up, whatever its gate says.
+
+# %%
+training.sizes()
+
+# %% [markdown]
+# ### The pace
+#
+# Tokens per second with their median, the share of the time spent waiting for data, and memory. *What to notice:* the
+# first reading holds the start-up. Dips on a laptop are other programs; a creep downwards is a fault.
 
 # %%
 training.pace()
 
 # %% [markdown]
-# ## The model, after
+# ## What it writes
+#
+# Left, text of the kind it learned from, which training never read; then what the model makes of the prompt `def
+# main(` (or whatever `prompt` says above), before the first step and after the last. *What to notice:* the untrained
+# model writes any byte. After some minutes there are words, indentation and names of Python, and no sense.
 
 # %%
-training.sample_after()
+training.samples()
 
 # %% [markdown]
 # ## Was the run healthy?
@@ -100,5 +164,13 @@ training.sample_after()
 training.verdict()
 
 # %% [markdown]
-# **Next:** `04_production_run` is the same code with `params/production_50k.yaml`; `05_health_analysis` looks closer at
-# any run.
+# ## The configuration
+#
+# Every value that the run was made with; `config.yaml` in its directory holds the same.
+
+# %%
+training.configuration()
+
+# %% [markdown]
+# **Next:** `04_production_run` is the same code with `params/production_50k.yaml`; `05_health_analysis` looks closer
+# at any run.

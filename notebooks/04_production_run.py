@@ -1,7 +1,9 @@
 # ---
 # jupyter:
 #   jupytext:
+#     cell_metadata_filter: tags,-all
 #     formats: ipynb,py:percent
+#     notebook_metadata_filter: kernelspec,-jupytext.text_representation.jupytext_version,-language_info,-widgets
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -15,10 +17,10 @@
 # %% [markdown]
 # # The production run
 #
-# 50 000 optimiser steps of 4 × 2048 bytes through a model of 78 million parameters: the run that the reports behind
-# this project set out to do. The code is that of `03_smoke_training`; what differs is `params/production_50k.yaml`.
-# It needs a CUDA device and takes well under an hour on a recent one; with `-f params/ci.yaml` the same notebook does
-# 20 steps on a CPU in seconds.
+# 50 000 optimiser steps of 4 × 2048 bytes through a model of 78 million parameters: the run that the reports that
+# this project began from (five, on an earlier code for NSA) set out to do. The code is that of `03_smoke_training`;
+# what differs is `params/production_50k.yaml`. It needs a CUDA device and takes well under an hour on a recent one;
+# with `-f params/ci.yaml` the same notebook does 20 steps on a CPU in seconds.
 #
 # The trainer is a process of its own, so this notebook may be closed, killed and run again at any time: it attaches,
 # resumes, or shows the finished run. From a terminal: `nsa-lab run production_50k`, `nsa-lab follow`, `nsa-lab stop`,
@@ -35,7 +37,7 @@ run_dir: str = ""  # run directory to attach to; empty: the latest of this confi
 new_run: bool = False  # start a new run even where one of this configuration exists
 outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
 prompt: str = "def main("  # what the samples go on from
-sample_tokens: int = 160  # length of each sample, tokens
+sample_tokens: int = 400  # length of each sample, tokens
 
 # %%
 from nsa_lab.workbook.training import configure
@@ -51,13 +53,12 @@ training = configure(
 )
 
 # %% [markdown]
-# ## The model, before
+# ## The model
+#
+# Before a step is done: how large it is, what computes each part of its attention, and how much it will read.
 
 # %%
 training.describe()
-
-# %%
-training.sample_before()
 
 # %% [markdown]
 # ## The run
@@ -72,24 +73,89 @@ await training.follow()
 
 # %% [markdown]
 # ## What happened
+#
+# The run at a glance. *What to notice:* does the loss still fall at the end, and do the speed and the gates stay
+# where they are? Each is drawn larger below.
 
 # %%
 training.overview()
 
+# %% [markdown]
+# ### The loss
+#
+# Left, nats per byte of the training batches; right, bits per byte, with the held-out text dashed (loss / ln 2: 8
+# bits is a model that knows nothing). Thin is as recorded, thick a running mean. *What to notice:* nearly all of the
+# fall is in the first tenth, which the axes leave out for a long run. A step downwards within some hundred steps is
+# something learned at once (copying from earlier in the text); which seed or architecture gets there first says
+# little.
+
 # %%
 training.curves()
 
+# %% [markdown]
+# ### The optimiser
+#
+# The rate that was asked for, and the length of the gradient before it is clipped. *What to notice:* it is large
+# while the rate still rises, and settles. Single spikes are batches unlike the others (a table, a file of data);
+# clipping bounds what they do. A norm that keeps growing is the way in which runs diverge.
+
 # %%
-training.branches()
+training.optimiser()
+
+# %% [markdown]
+# ### The gates
+#
+# Every query weighs three branches: compressed (`cmp` in the records; a coarse view of everything), selected (`sel`;
+# a few blocks, read in full) and window (`win`; the latest tokens). Shares are of the three gates' sum; one line per
+# layer, dotted where all three are alike. *What to notice:* they start at a third each and part early; a layer that
+# stays at a third has not specialised.
+
+# %%
+training.gates()
+
+# %% [markdown]
+# The same by layer, at the first reading and at the last. *What to notice:* layers come to divide their work: a
+# branch that one layer hardly uses may be another's largest.
+
+# %%
+training.gates_by_layer()
+
+# %% [markdown]
+# ### The selection
+#
+# What the chosen blocks are like: shared with the query before, how far back, the first block's share (attention that
+# is parked at the beginning of the text, an *attention sink*), and how much of them the window reads as well. *What
+# to notice:* by chance, neighbouring queries would share as many blocks as the dotted line says; a choice by content
+# lies above it.
+
+# %%
+training.selection()
+
+# %% [markdown]
+# How large each branch's output is, mean and range over layers. *What to notice:* a branch whose output shrinks
+# towards zero is being given up, whatever its gate says.
+
+# %%
+training.sizes()
+
+# %% [markdown]
+# ### The pace
+#
+# Tokens per second with their median, the share of the time spent waiting for data, and memory. *What to notice:* on
+# a GPU of its own the speed is flat; the dips are evaluations and saves.
 
 # %%
 training.pace()
 
 # %% [markdown]
-# ## The model, after
+# ## What it writes
+#
+# Left, text of the kind it learned from, which training never read; then what the model makes of the prompt `def
+# main(` (or whatever `prompt` says above), before the first step and after the last. *What to notice:* words, markup
+# and the layout of the text beside it are right, and the sense is not. With `params/ci.yaml` (20 steps) expect noise.
 
 # %%
-training.sample_after()
+training.samples()
 
 # %% [markdown]
 # ## Was the run healthy?
@@ -98,6 +164,14 @@ training.sample_after()
 
 # %%
 training.verdict()
+
+# %% [markdown]
+# ## The configuration
+#
+# Every value that the run was made with; `config.yaml` in its directory holds the same.
+
+# %%
+training.configuration()
 
 # %% [markdown]
 # **Next:** `05_health_analysis` compares runs and shows where selection looks.

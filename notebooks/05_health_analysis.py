@@ -1,7 +1,9 @@
 # ---
 # jupyter:
 #   jupytext:
+#     cell_metadata_filter: tags,-all
 #     formats: ipynb,py:percent
+#     notebook_metadata_filter: kernelspec,-jupytext.text_representation.jupytext_version,-language_info,-widgets
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -15,9 +17,13 @@
 # %% [markdown]
 # # Health of a run
 #
-# Reads a run directory, any run directory, also one copied from another machine without its checkpoints. Every
-# picture is a function of `nsa_lab.figures`, every verdict one of `nsa_lab.health`: `nsa-lab health RUN` prints
-# the same lines. `?` means that the run does not say.
+# One run, two runs, many runs, each with what a reader asks, in that order: did it learn, is it stable, what do the
+# branches do, does selection find anything, how does it compare. It reads run directories, also those copied from
+# another machine without their checkpoints. Every picture is a function of `nsa_lab.figures`, every verdict one of
+# `nsa_lab.health`: `nsa-lab health RUN` prints the same lines. `?` means that the run does not say.
+#
+# In the records, the branches are called `cmp` (compressed: a coarse view of everything), `sel` (selected: a few
+# blocks that matter, read in full) and `win` (window: the latest tokens).
 
 # %% tags=["parameters"]
 run_dir: str = ""  # run directory, by path, id or the beginning of an id; empty: the latest finished run
@@ -26,13 +32,14 @@ layer: int = 0  # layer that the explorer begins with
 group: int = 0  # head group that the explorer begins with
 planned_tokens_per_s: float = 0.0  # speed that the plan reckoned with; 0: what preflight measured, or the gate
 prompt: str = "def main("  # what the sample goes on from
-sample_tokens: int = 160  # length of the sample, tokens
+sample_tokens: int = 400  # length of the sample, tokens
 outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
 
 # %%
 from IPython.display import Markdown, display
 
 from nsa_lab import figures
+from nsa_lab.health.paired import compared
 from nsa_lab.health.twins import beside_twin, side_by_side, twins
 from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.history import History
@@ -47,55 +54,74 @@ pair = twins(runs)
 print(history.run)
 notebook.print_answers(history)
 
-for key, value in shown_facts(history):
-    print(f"     {key:<26} {value}")
+# %%
+Markdown("\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in shown_facts(history))]))
 
 # %% [markdown]
-# ## Verdicts
+# # One run
+#
+# ## Did it learn?
+#
+# Bits per byte: loss / ln 2 for bytes. 8 is a model that knows nothing, and text compressors of the zip family reach
+# 2 to 3 on such text. *What to notice:* held-out text (dashed) beside training, and whether both still fall at the
+# end.
 
 # %%
+show(figures.loss_curves(history))
+
+# %% [markdown]
+# What it writes: the newest checkpoint, by prefill and then token by token through the caches. The line below holds
+# that against one pass over the whole text.
+
+# %%
+print(samples.sample_after(history.run_dir, prompt, sample_tokens))
+
+# %%
+print(samples.decode_check(history.run_dir))
+
+# %% [markdown]
+# ## Is it stable?
+#
+# *What to notice:* a gradient norm (before clipping) that settles. Single spikes are batches unlike the others, and
+# clipping bounds what they do; a norm that keeps growing is the way in which runs diverge.
+
+# %%
+show(figures.learning_rate(history))
+
+# %% [markdown]
+# Every verdict on the run: a number, a limit, and what was found.
+
+# %%
+notebook.print_verdicts(history)
+
+# %% [markdown]
+# The pace, and what each attempt did. *What to notice:* a speed that stays. Dips are evaluations, saves and other
+# programs; dashed lines are where the run was stopped or killed and went on.
+
+# %%
+show(figures.throughput(history))
 for each in runs:
     print(each.run)
-    notebook.print_verdicts(each)
+    for attempt in each.attempts():
+        print(
+            f"  attempt {attempt.number}: steps {attempt.from_step:,} to {attempt.last_step:,}, "
+            f"{attempt.ended - attempt.began:,.0f} s, {attempt.ending}"
+        )
 
 # %% [markdown]
-# ## As good as dense?
-#
-# The dense twin is the same training in everything but attention. NSA is asked to stay within 1 % of its bits per byte on
-# held-out text.
-
-# %%
-if pair:
-    notebook.print_columns(("", "NSA", "dense", "NSA / dense"), side_by_side(*pair))
-    print(*beside_twin(*pair), sep="\n")
-    show(figures.validation_gap(*pair))
-else:
-    print("no dense twin was given: other_run names one")
-
-# %% [markdown]
-# ## As planned?
-#
-# The plan follows from the configuration and, for its time, from the speed that preflight measured on a GPU before the
-# first step. Memory, a GPU's, is asked to come out within 15 %, the time on the clock within 25 %.
+# Did it go as planned? The plan follows from the configuration and, for its time, from the speed that preflight
+# measured on a GPU before the first step. Memory, a GPU's, is asked to come out within 15 %, the time on the clock
+# within 25 %.
 
 # %%
 print(planned.outcome(history, planned_tokens_per_s or None))
 
 # %% [markdown]
-# ## Loss
+# ## What do the branches do?
 #
-# Bits per byte: loss / ln 2 for bytes. 8 is an untrained model, and text compressors of the zip family reach 2 to 3 on
-# such text.
-
-# %%
-show(figures.loss_curves(runs))
-show(figures.learning_rate(runs))
-
-# %% [markdown]
-# ## Gates
-#
-# A gate that stays at ln 3 = 1.0986 of entropy never learnt anything; one that collapses has lost a branch. Both are
-# looked for.
+# Gates weigh the three branches, for every query and head anew. *What to notice:* shares that leave a third (dotted).
+# An entropy that stays at ln 3 = 1.0986 is a gate that never learned anything; one near 0 is a layer that lost two
+# branches. Both are looked for.
 
 # %%
 has_branches = history.config.model.attention == "nsa"
@@ -107,11 +133,12 @@ else:
     print("a dense model: no gates")
 
 # %% [markdown]
-# ## Selection
+# ## Does selection find?
 #
-# Reuse: share of a query's blocks that the query before it chose too. Distance: how far back, in blocks. Sink: the
-# share of selected attention that the first block holds. Overlap: the share of selected keys that the window reads as
-# well.
+# First, what the choice is like. *Reuse*: the share of a query's blocks that the query before it chose too.
+# *Distance*: how far back, in blocks. *First block's share*: of the selected attention; trained models park attention
+# that they have no use for at the beginning of a text, which is called an *attention sink*. *Overlap*: the share of
+# selected keys that the window reads as well. Dotted: what chance would give.
 
 # %%
 if has_branches:
@@ -127,44 +154,76 @@ if has_branches:
         print(f"no map of the selection: {error}")
 
 # %% [markdown]
-# ## What it writes
-#
-# The newest checkpoint, by prefill and then token by token through the caches; the last line holds that against one pass
-# over the whole text.
+# None of that says that the choice is worth anything. So every evaluation plants facts further back than the window
+# reaches, asks for them, and replaces the blocks that were chosen. *What to notice:* if the answers cost as much with
+# random blocks, with the nearest ones, or with no selected branch at all, selection finds nothing, however busy it
+# looks above.
 
 # %%
-print(samples.sample_after(history.run_dir, prompt, sample_tokens))
-
-# %%
-print(samples.decode_check(history.run_dir))
+if has_branches:
+    show(figures.reach_losses(history))
+else:
+    print("a dense model: nothing is selected")
 
 # %% [markdown]
-# ## Speed, memory, attempts
+# # Two runs
+#
+# ## As good as dense?
+#
+# The dense twin is the same training in everything but attention (and, for as many parameters, the width of its MLP:
+# `nsa-lab plan NAME --twin`). NSA is asked to stay within 1 % of its bits per byte on held-out text. Beside the
+# verdict stands what differs besides attention, and each difference with its 95 % interval: over windows of the
+# held-out text, over training batches, over seeds. An interval that holds 0 is no difference. One over windows or
+# batches says nothing of other seeds.
 
 # %%
-show(figures.throughput(runs))
-for each in runs:
+if len(runs) < 2:
+    print("no second run was given: other_run names one")
+elif not pair:
+    print("not a run of NSA and its dense twin")
+else:
+    print(*beside_twin(*pair), sep="\n")
+print(*compared(pair or runs), sep="\n")
+
+# %% [markdown]
+# *What to notice:* two loss curves over each other hide what is asked. Below is their difference, on the same
+# batches, and on held-out text. A large one at the beginning is mostly a delay: a model that learns to copy from
+# earlier in its text some hundred steps after the other is far behind for just so long (the production run was 16 %
+# behind its twin at step 2 000, and level at 4 000).
+
+# %%
+if len(runs) == 2:
+    show(figures.loss_difference(*(pair or runs), named="NSA less dense" if pair else "first less second"))
+if pair:
+    notebook.print_columns(("", "NSA", "dense", "NSA / dense"), side_by_side(*pair))
+    show(figures.validation_gap(*pair))
+
+# %% [markdown]
+# The second run's own verdicts.
+
+# %%
+for each in runs[1:]:
     print(each.run)
-    for attempt in each.attempts():
-        print(
-            f"  attempt {attempt.number}: steps {attempt.from_step:,} to {attempt.last_step:,}, "
-            f"{attempt.ended - attempt.began:,.0f} s, {attempt.ending}"
-        )
+    notebook.print_verdicts(each)
 
 # %% [markdown]
-# ## Beside the reports that this project began from
+# # Many runs
 #
-# Five reports on an earlier code base: what they said, what a reading of that code found it to mean, and what this run
-# recorded.
-
-# %%
-display(Markdown(earlier_reports.table(*(pair or runs[:1]))))
-
-# %% [markdown]
 # ## Explorer
 #
-# Choose runs, a view, a layer, a head group and a step. Without a front end, the gates and the selection of one layer.
-# The same views are functions of `nsa_lab.workbook.compare`.
+# Choose runs, a view, a layer, a head group and a step; layers and steps are those of the runs that are chosen.
+# Without a front end, the gates and the selection of one layer. The same views are functions of
+# `nsa_lab.workbook.compare`; `nsa-lab report RUN RUN ...` writes a page that compares runs, with intervals over seeds
+# where there are several.
 
 # %%
 run_explorer.explore_runs(runs, notebook.other_runs(runs, outputs), layer=layer, group=group)
+
+# %% [markdown]
+# ## Beside the reports of an earlier code base
+#
+# This project began from five reports on an earlier implementation of NSA, which trained on one A100: what they said,
+# what a reading of that code found it to mean, and what this run recorded.
+
+# %%
+display(Markdown(earlier_reports.table(*(pair or runs[:1]))))

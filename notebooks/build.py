@@ -1,5 +1,8 @@
 """Builds every notebook from its .py source, or with --check says which pairs are out of step.
 
+A pair is in step when its cells are: a notebook that was opened, executed and saved in JupyterLab has outputs, and metadata
+of its own, and is in step all the same.
+
 The .ipynb is committed without outputs, with one exception: a cell marked NBVAL_CHECK_OUTPUT keeps its text output, which
 nbval compares with what it computes. Such outputs are made here, by executing the notebook, when its code has changed;
 --execute makes them all anew.
@@ -38,7 +41,11 @@ def main() -> int:
         if not complete and not options.check:
             print(f"{target.name}: executing, for the outputs of its checked cells", flush=True)
             execute(built)
-        if not complete or not target.exists() or target.read_text(encoding="utf-8") != text_of(built):
+        if options.check:
+            current = complete and target.exists() and cells_of(nbformat.read(target, as_version=4)) == cells_of(built)
+        else:
+            current = target.exists() and target.read_text(encoding="utf-8") == text_of(built)
+        if not current:
             stale.append(target.name)
             if not options.check:
                 target.write_text(text_of(built), encoding="utf-8")
@@ -59,9 +66,8 @@ def build(source: Path, target: Path, *, fresh: bool = False) -> tuple[NotebookN
         fresh = fresh or code_of(earlier) != code_of(notebook)
         notebook = combine_inputs_with_outputs(notebook, earlier)
     notebook.metadata["kernelspec"] = KERNEL
-    # What jupytext.toml says for all pairs is not repeated in each.
-    for setting in ("cell_metadata_filter", "notebook_metadata_filter", "text_representation"):
-        notebook.metadata["jupytext"].pop(setting, None)
+    # As JupyterLab leaves it: the representation is a matter of the .py.
+    notebook.metadata["jupytext"].pop("text_representation", None)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     complete, counted = True, 0
     for number, cell in enumerate(notebook.cells):
@@ -104,6 +110,11 @@ def execute(notebook: NotebookNode) -> None:
 
 def code_of(notebook: NotebookNode) -> list[str]:
     return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def cells_of(notebook: NotebookNode) -> list[tuple[str, str, list[str]]]:
+    """Of each cell, what a reader of the .py sees: its kind, source and tags."""
+    return [(cell.cell_type, cell.source, list(cell.metadata.get("tags", []))) for cell in notebook.cells]
 
 
 def text_of(notebook: NotebookNode) -> str:

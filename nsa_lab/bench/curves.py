@@ -5,19 +5,17 @@ Same seed, same batches: the curves may differ by rounding alone. `BAND` says ho
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from nsa_lab.bench import records
 from nsa_lab.config import Backend, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import prepare
-from nsa_lab.runs.environment import versions
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, assemble
 from nsa_lab.train.schedule import learning_rate
@@ -100,9 +98,7 @@ def run_curves(
     first = next(iter(tenths.values()))
     apart = {name: (means - first).abs().max().item() for name, means in tenths.items()}
     report = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "versions": versions(),
+        **records.origin(records.device_name()),
         "steps": steps,
         "seq_len": seq_len,
         "batch": batch,
@@ -112,9 +108,10 @@ def run_curves(
         "curves": curves,
     }
     if json_path:
-        json_path.write_text(json.dumps(report) + "\n", encoding="utf-8")
+        records.write(json_path, report, indent=None)
     if picture:
         draw(report, picture)
+    say(records.code_text(report))
     return report
 
 

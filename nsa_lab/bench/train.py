@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import re
 import statistics
 import sys
@@ -16,7 +15,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,9 @@ from rich.table import Table
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from nsa_lab.attention.kernels.vocabulary import part_of_kernel
+from nsa_lab.bench import records
 from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import prepare
-from nsa_lab.runs.environment import versions
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, Parts, assemble
 
@@ -91,9 +89,7 @@ def run_train_bench(
     console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     report: dict[str, Any] = {
         "what": "training step, NSA and its dense twin",
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "versions": versions(),
+        **records.origin(records.device_name()),
         "gemm_flops_per_s": gemm_rate() if cuda else None,
         "model": base.model_dump(),
         "rows": [],
@@ -112,9 +108,9 @@ def run_train_bench(
             f"T = {seq_len} x {micro}: NSA {row['nsa']['tokens_per_s']:,.0f}, "
             f"dense {row['dense']['tokens_per_s']:,.0f} tokens/s, ratio {row['ratio']:.3f}"
         )
-    console.print(_speeds(report), _breakdowns(report))
+    console.print(_speeds(report), _breakdowns(report), records.code_text(report))
     if json_path:
-        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        records.write(json_path, report)
     if picture:
         draw(report, picture)
     return report

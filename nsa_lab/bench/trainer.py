@@ -6,24 +6,22 @@ Everything is the production code: `Trainer`, the checkpoint store, the detached
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from nsa_lab.bench import records
 from nsa_lab.config import ConfigError, DataConfig, RunConfig
 from nsa_lab.data import prepare
 from nsa_lab.runs import directory, launch, names
-from nsa_lab.runs.environment import versions
 from nsa_lab.runs.events import read_events
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.distributed import World
@@ -56,9 +54,7 @@ def run_trainer_bench(
         raise ConfigError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     report: dict[str, Any] = {
         "what": "the trainer besides training",
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "versions": versions(),
+        **records.origin(records.device_name()),
     }
 
     def say(line: str) -> None:
@@ -69,10 +65,10 @@ def run_trainer_bench(
             report |= overheads(_production(cuda), Path(folder), steps or (1000 if cuda else 20), say)
         else:
             report["ranks"] = scaling(_wide(cuda), Path(folder), ranks, steps or (120 if cuda else 10), say)
-    for line in _lines(report):
+    for line in [*_lines(report), records.code_text(report)]:
         say(line)
     if json_path:
-        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        records.write(json_path, report)
     return report
 
 

@@ -1,4 +1,4 @@
-"""Commands that measure: bench attention, bench train, bench curves, bench trainer."""
+"""Commands that measure: bench attention, bench train, bench curves, bench trainer; and bench stands, of records."""
 
 from __future__ import annotations
 
@@ -77,6 +77,20 @@ def bench_trainer(
     from nsa_lab.bench.trainer import run_trainer_bench
 
     run_trainer_bench(json_file, ranks=ranks, steps=steps)
+
+
+@app.command("stands")
+def bench_stands(
+    record: Annotated[list[Path], typer.Argument(metavar="FILE...", help="records that --json wrote")],
+) -> None:
+    """Of which code records are, and whether that is still this code; exit code 3 if one is not known to be."""
+    from nsa_lab.bench import records
+
+    found = {file: records.read(file) for file in record}
+    for file, one in found.items():
+        typer.echo(f"{file.name}: {records.standing(one)} ({records.code_text(one)})")
+    stand = all(records.standing(one) == records.STANDS for one in found.values())
+    raise typer.Exit(directory.EXIT_DONE if stand else directory.EXIT_HALTED)
 
 
 def _shapes(parse: Callable[[str], Any], texts: list[str] | None) -> tuple[Any, ...] | None:

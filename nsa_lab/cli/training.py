@@ -104,6 +104,7 @@ def plan(
     tokens_per_s: Annotated[float | None, typer.Option(help="the speed to plan with, all ranks together")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="a run to compare the plan with")] = None,
     outputs: Outputs = None,
+    twin: Annotated[bool, typer.Option("--twin", help="the dense twin with as many parameters, and what differs")] = False,
 ) -> None:
     """What a run will take: parameters, tokens, FLOPs, memory, disk, hours; with --run, beside what that run took."""
     config = names.load_config(name, param or [])
@@ -111,6 +112,7 @@ def plan(
 
     from nsa_lab.train.measured import recorded_speed
     from nsa_lab.train.plan import plan as plan_of
+    from nsa_lab.train.twin import twin_of
 
     # A measurement of this very shape says more than the gate, which is the slowest that a run accepts.
     known = recorded_speed(config) if not tokens_per_s and ranks == 1 else None
@@ -123,6 +125,8 @@ def plan(
     typer.echo(plan_of(config, speed, ranks))
     if whence:
         typer.echo(f"  (the speed: {whence})")
+    if twin:
+        typer.echo(f"\n{twin_of(config)}")
     if run_dir:
         from nsa_lab.runs.history import History
         from nsa_lab.workbook.planned import outcome

@@ -139,9 +139,12 @@ class EvalBatches(Sequence):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"evaluation batch {index} of {len(self)}")
+        return _windows(self._tokens, [self._position(window) for window in self.of_batch(index)], self._seq_len)
+
+    def of_batch(self, index: int) -> range:
+        """The windows of a batch, numbered from 0 in the order in which they stand in the text."""
         first = index * self._at_once
-        chosen = range(first, min(first + self._at_once, self.windows))
-        return _windows(self._tokens, [self._position(window) for window in chosen], self._seq_len)
+        return range(first, min(first + self._at_once, self.windows))
 
 
 def permute(index: int, size: int, key: str) -> int:

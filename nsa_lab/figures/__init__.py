@@ -14,11 +14,13 @@ from matplotlib.figure import Figure
 
 from nsa_lab.figures.blocks import block_geometry, overlap_weights, reads_by_length, visible_blocks
 from nsa_lab.figures.branches import branch_norms, gate_layers, gate_shares, selection_statistics
+from nsa_lab.figures.differences import loss_difference
 from nsa_lab.figures.layers import gates_of_layer, statistic_of_layer
 from nsa_lab.figures.loss import learning_rate, loss_curves, validation_gap
 from nsa_lab.figures.pace import throughput
 from nsa_lab.figures.parity import shares_of_allowed
 from nsa_lab.figures.query import query_reads
+from nsa_lab.figures.reach import reach_losses
 from nsa_lab.figures.retrieval import loss_by_position, retrieval_map
 from nsa_lab.figures.run_axes import Run
 from nsa_lab.figures.selection import importance_map, selection_by_layer
@@ -43,10 +45,12 @@ __all__ = [
     "learning_rate",
     "loss_by_position",
     "loss_curves",
+    "loss_difference",
     "overlap_weights",
     "overview",
     "progress",
     "query_reads",
+    "reach_losses",
     "reads_by_length",
     "retrieval_map",
     "selection_by_layer",

@@ -8,10 +8,12 @@ from nsa_lab.config import RunConfig
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs.history import History, evaluated_apart, facts
 
-# What twins may differ in: attention itself, and what is watched, saved and where.
+# What twins may differ in: attention itself, the width that gives a dense twin as many parameters, and what is watched,
+# saved and where.
 FREE = frozenset(
     {
         "model.attention",
+        "model.mlp_hidden",
         "data.path",
         "data.timeout_s",
         "train.micro_batch_size",
@@ -61,8 +63,28 @@ def same_training(nsa: History, dense: History) -> Verdict:
         differ.append("the data")
     elif evaluated_apart((nsa, dense)):
         differ.append("the text that was evaluated")
-    text = f"they differ in {', '.join(differ)}" if differ else "the same configuration but for attention"
+    alike = "; ".join(["the same configuration but for attention", *_unequal(nsa, dense)])
+    text = f"they differ in {', '.join(differ)}" if differ else alike
     return Verdict("twins", not differ, len(differ), 0, text)
+
+
+def _unequal(nsa: History, dense: History) -> list[str]:
+    """What twins cannot have in common, or need not: width of the MLP, parameters and FLOPs; what a run does not say is
+    left out."""
+    widths = [run.config.model.hidden for run in (nsa, dense)]
+    lines = [] if widths[0] == widths[1] else [f"an MLP of {widths[0]:,} against {widths[1]:,}"]
+    counts = [facts(run).parameters for run in (nsa, dense)]
+    flops = [_flops(run) for run in (nsa, dense)]
+    for name, (ours, theirs), form in (("parameters", counts, "{:,}"), ("MFLOPs per token", flops, "{:,.4g}")):
+        if ours and theirs:
+            lines.append(f"{name} {form.format(ours)} against {form.format(theirs)}, {ours / theirs - 1:+.1%}")
+    return lines
+
+
+def _flops(run: History) -> float | None:
+    begun = next(iter(run.of_kind("start", "resume")), {})
+    flops = begun.get("flops_per_token", {}).get(run.config.model.attention)
+    return flops and flops / 1e6
 
 
 def as_good(nsa: History, dense: History, limits: Limits) -> Verdict:

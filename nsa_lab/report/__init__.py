@@ -32,6 +32,7 @@ from nsa_lab import figures
 from nsa_lab.figures.panels import cut, panel_boxes
 from nsa_lab.figures.style import png, title
 from nsa_lab.health import write_verdict
+from nsa_lab.health.paired import compared
 from nsa_lab.report.formulas import Formulas
 from nsa_lab.report.header import beside, notebook_error, run_summary, unlike
 from nsa_lab.report.index import INDEX, write_index
@@ -204,7 +205,7 @@ def _notebook_of(histories: list[History]) -> NotebookNode:
     """The pictures of runs as an executed notebook, for runs that were trained without one."""
     cells = []
     if len(histories) > 1:
-        cells += [new_markdown_cell("# Side by side")]
+        cells += [new_markdown_cell("\n".join(["# Side by side", *(f"* {line}" for line in compared(histories))]))]
         cells += [_picture(draw, histories) for draw in (figures.loss_curves, figures.learning_rate, figures.throughput)]
     for history in histories:
         if len(histories) > 1:

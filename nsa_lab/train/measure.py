@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import lzma
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from nsa_lab.data import EvalBatches
 from nsa_lab.evaluate.reach import Reach, reach
 from nsa_lab.train.parts import Parts, eager
 from nsa_lab.train.snapshot import probe_input
-from nsa_lab.train.step import token_losses
+from nsa_lab.train.step import each_token_loss, token_losses
 
 STATISTICS_SEQUENCES = 2
 REACH_TEXT = 1 << 20  # tokens of held-out text that needles are drawn from
@@ -29,18 +30,42 @@ def evaluate(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> f
     """Mean loss in nats per token over fixed held-out batches. `poll` is called before each batch and may raise."""
     # A place for each batch: added up in their order, whichever rank computed them.
     found = torch.zeros(len(held_out), 2, device=parts.device)
-    parts.model.eval()
-    try:
-        for index, weight in _share_of_batches(len(held_out), parts):
-            poll()
-            inputs, targets = (t.to(parts.device) for t in held_out[index])
-            with parts.stepper.autocast():
-                logits = parts.model(inputs)
-            found[index] += weight * torch.stack([token_losses(logits, targets), found.new_tensor(float(targets.numel()))])
-    finally:
-        parts.model.train()
+    with _evaluating(parts.model):
+        for index, weight, logits, targets in _read(parts, held_out, poll):
+            told = torch.stack([token_losses(logits, targets), found.new_tensor(float(targets.numel()))])
+            found[index] += weight * told
     loss, tokens = functools.reduce(torch.add, parts.world.sum(found)).tolist()
     return loss / tokens
+
+
+@torch.no_grad()
+def window_losses(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> list[float]:
+    """Mean loss of each held-out window in nats per token, to six digits: what runs are compared by, window by window."""
+    found = torch.zeros(held_out.windows, device=parts.device)
+    with _evaluating(parts.model):
+        for index, weight, logits, targets in _read(parts, held_out, poll):
+            own = held_out.of_batch(index)
+            found[own.start : own.stop] += weight * each_token_loss(logits, targets).mean(1)
+    return [round(loss, 6) for loss in parts.world.sum(found).tolist()]
+
+
+def _read(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> Iterator[tuple[int, float, Tensor, Tensor]]:
+    """Number, weight, logits and targets of this rank's batches, computed as in training."""
+    for index, weight in _share_of_batches(len(held_out), parts):
+        poll()
+        inputs, targets = (t.to(parts.device) for t in held_out[index])
+        with parts.stepper.autocast():
+            logits = parts.model(inputs)
+        yield index, weight, logits, targets
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 def _share_of_batches(count: int, parts: Parts) -> list[tuple[int, float]]:

@@ -26,7 +26,15 @@ from nsa_lab.runs.directory import CHECKPOINTS
 from nsa_lab.train import diagnosis, snapshot
 from nsa_lab.train.checkpoint import CheckpointStore, Serialiser
 from nsa_lab.train.guard import Finding, GateRule, Halt, SpikeRule, ThroughputRule, non_finite
-from nsa_lab.train.measure import GateMovement, branch_statistics, evaluate, layer_norms, probe_logits, selection_reach
+from nsa_lab.train.measure import (
+    GateMovement,
+    branch_statistics,
+    evaluate,
+    layer_norms,
+    probe_logits,
+    selection_reach,
+    window_losses,
+)
 from nsa_lab.train.parts import Parts
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
@@ -259,12 +267,15 @@ class Trainer:
         held_out = self.parts.evaluation_at(self.done)
         with self._outside_training("eval"), self._interruptible():
             loss = evaluate(self.parts, held_out, self._poll)
+            last = self.done == self.train.steps
+            windows = {"window_losses": window_losses(self.parts, held_out, self._poll)} if last else {}
         told = {
             "seq_len": self.train.stage_at(self.done).seq_len,
             "windows": held_out.windows,
             "text": held_out.identity,
             "loss": loss,
             "bpb": self._bits_per_byte(loss),
+            **windows,
         }
         self.record.evaluation("validation", told)
         length = self.train.stage_at(self.done).seq_len

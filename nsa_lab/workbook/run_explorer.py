@@ -82,9 +82,6 @@ def run_explorer(
 ) -> widgets.VBox:
     """The controls and the pictures as one widget."""
     known = _named([*chosen, *others])
-    layers = max(history.config.model.n_layers for history in known.values())
-    groups = max(history.config.model.n_kv_groups for history in known.values())
-    end = last_step(list(known.values()))
     which = widgets.SelectMultiple(
         options=list(known),
         value=list(_named(chosen)),
@@ -93,20 +90,9 @@ def run_explorer(
         layout=widgets.Layout(width="60%"),
     )
     view = widgets.Dropdown(options=[(STATISTICS.get(name, name), name) for name in VIEWS], value=GATES, description="view")
-    depth = widgets.Dropdown(
-        options=list(range(layers)), value=layer, description="layer", layout=widgets.Layout(width="11em")
-    )
-    heads = widgets.Dropdown(
-        options=list(range(groups)), value=group, description="head group", layout=widgets.Layout(width="11em")
-    )
-    at = widgets.IntSlider(
-        value=end if step is None else step,
-        min=0,
-        max=end,
-        description="step",
-        continuous_update=False,
-        layout=widgets.Layout(width="60%"),
-    )
+    depth = widgets.Dropdown(description="layer", layout=widgets.Layout(width="11em"))
+    heads = widgets.Dropdown(description="head group", layout=widgets.Layout(width="11em"))
+    at = widgets.IntSlider(description="step", continuous_update=False, layout=widgets.Layout(width="60%"))
     pictures, text = widgets.VBox(), widgets.HTML()
 
     def redraw(_change: object = None) -> None:
@@ -120,7 +106,45 @@ def run_explorer(
         told = "\n".join([compare.numbers_at(runs, layer, at.value), *problems])
         text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(told)}</pre>"
 
-    for control in (which, view, depth, heads, at):
+    def choose(_change: object = None) -> None:
+        # Three controls change, and one picture follows.
+        for control in fitted:
+            control.unobserve(redraw, names="value")
+        fit([known[name] for name in which.value], *fitted)
+        for control in fitted:
+            control.observe(redraw, names="value")
+        redraw()
+
+    fitted = depth, heads, at
+    fit([known[name] for name in which.value] or list(known.values()), *fitted, wanted=(layer, group, step))
+    for control in (view, *fitted):
         control.observe(redraw, names="value")
+    which.observe(choose, names="value")
     redraw()
     return widgets.VBox([which, widgets.HBox([view, depth, heads]), at, pictures, text])
+
+
+def fit(
+    runs: Sequence[History],
+    depth: widgets.Dropdown,
+    heads: widgets.Dropdown,
+    at: widgets.IntSlider,
+    wanted: tuple[int, int, int | None] | None = None,
+) -> None:
+    """Have the controls offer what these runs have: their layers, head groups and steps; without runs, what they offered.
+
+    A value stays if it is still offered, or becomes the nearest one; a step that was the last one stays the last one.
+    `wanted` are the first values, of layer, group and step (None: the last).
+    """
+    if not runs:
+        return
+    layer, group, step = wanted or (depth.value, heads.value, None if at.value == at.max else at.value)
+    end = last_step(runs)
+    for control, value, count in (
+        (depth, layer, max(history.config.model.n_layers for history in runs)),
+        (heads, group, max(history.config.model.n_kv_groups for history in runs)),
+    ):
+        control.options = list(range(count))
+        control.value = min(value or 0, count - 1)
+    at.max = end
+    at.value = end if step is None else min(step, end)

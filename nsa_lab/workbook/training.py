@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from IPython.display import display
+from matplotlib.figure import Figure
+
 from nsa_lab import figures
 from nsa_lab.config import RunConfig
 from nsa_lab.runs.history import History
-from nsa_lab.runs.summary import steps_of
-from nsa_lab.workbook import follow, notebook, samples
+from nsa_lab.runs.summary import settings_of, steps_of
+from nsa_lab.workbook import beside, follow, notebook, samples
 from nsa_lab.workbook.show import show
 
 
@@ -45,15 +49,12 @@ class Training:
         return self._history
 
     def describe(self) -> None:
-        """Print the shape of the untrained model, and what a step and all steps are in tokens."""
+        """Print the settings, the shape of the untrained model, and what a step and all steps are in tokens."""
         train = self.config.train
+        print(f"{self.config.name}: {settings_of(self.config)}")
         # This copy stands on the CPU to be asked; what the trainer's own runs on, and why, is in the run's record.
         print(samples.untrained(self.config).describe(train.longest.seq_len).partition("; backends")[0])
         print(f"{steps_of(train)} tokens: {train.tokens:,} tokens in all")
-
-    def sample_before(self) -> None:
-        """Print what the untrained model makes of the prompt."""
-        print(samples.sample_before(self.config, samples.untrained(self.config), self.prompt, self.sample_tokens))
 
     def start(self) -> None:
         """Start the trainer, attach to it, resume it, or say that the run is finished (see `notebook.start`)."""
@@ -70,22 +71,52 @@ class Training:
         show(figures.overview(self.history))
 
     def curves(self) -> None:
-        """Show the optimiser's learning rate and gradient norm; the losses are in the overview."""
+        """Show the losses over steps."""
+        show(figures.loss_curves(self.history))
+
+    def optimiser(self) -> None:
+        """Show learning rate and gradient norm over steps."""
         show(figures.learning_rate(self.history))
 
-    def branches(self) -> None:
-        """Show gates and selection by layer; a dense model has neither."""
+    def gates(self) -> None:
+        """Show each branch's share of the gates, and their entropy, over steps."""
+        self._of_branches(figures.gate_shares)
+
+    def gates_by_layer(self) -> None:
+        """Show how each layer divides its gates, at the first reading and at the last."""
+        self._of_branches(figures.gate_layers)
+
+    def selection(self) -> None:
+        """Show what the chosen blocks are like, over steps."""
+        self._of_branches(figures.selection_statistics)
+
+    def sizes(self) -> None:
+        """Show how large each branch's output is, over steps."""
+        self._of_branches(figures.branch_norms)
+
+    def _of_branches(self, draw: Callable[[History], Figure]) -> None:
         if self.config.model.attention == "nsa":
-            for draw in figures.BRANCH_PICTURES:
-                show(draw(self.history))
+            show(draw(self.history))
+        else:
+            print("a dense model has no branches")
 
     def pace(self) -> None:
         """Show tokens per second, waiting for data, and memory."""
         show(figures.throughput(self.history))
 
-    def sample_after(self) -> None:
-        """Print what the newest checkpoint makes of the prompt, or why there is none."""
-        print(samples.sample_after(self.run, self.prompt, self.sample_tokens))
+    def samples(self) -> None:
+        """Show held-out text beside what the model makes of the prompt, untrained and by its newest checkpoint."""
+        untrained = samples.untrained(self.config)
+        texts = {
+            "text it never saw": beside.held_out_text(self.history, self.sample_tokens),
+            "untrained": samples.sample_before(self.config, untrained, self.prompt, self.sample_tokens),
+            f"after {self.history.reached:,} steps": samples.sample_after(self.run, self.prompt, self.sample_tokens),
+        }
+        display(beside.Columns(texts))
+
+    def configuration(self) -> None:
+        """Print every value of the configuration."""
+        print(self.config.to_yaml())
 
     def verdict(self) -> None:
         """Print the verdicts on the run. Raises `Stop` if it ended badly, so that the notebook says so too."""
@@ -102,11 +133,10 @@ def configure(
     prompt: str,
     sample_tokens: int,
 ) -> Training:
-    """The parameters of a training notebook as a `Training`; prints the whole configuration. Raises `Stop`.
+    """The parameters of a training notebook as a `Training`. Raises `Stop`.
 
     `sections` are laid over `params/<name>.yaml`; with `run_dir`, the configuration is what that run was made with. The
     parameters mean what the notebook says of them.
     """
     config = notebook.configuration(name, sections, run_dir)
-    print(config.to_yaml())
     return Training(config, run_dir, outputs, new_run, prompt, sample_tokens)

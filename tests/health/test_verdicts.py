@@ -479,9 +479,18 @@ def test_twins_that_trained_differently_are_named(pair: Any) -> None:
     assert twins([nsa]) is None
 
 
+def test_a_twin_may_have_a_wider_mlp_and_what_differs_is_said(pair: Any) -> None:
+    nsa, dense = pair(0.0, model__mlp_hidden=160)
+    nsa.of_kind("start")[0]["params"] = 131_928
+    same = beside_twin(nsa, dense)[0]
+    assert same.ok is True
+    assert "an MLP of 128 against 160; parameters 131,928 against 123,456, +6.9%" in same.text
+    assert "MFLOPs per token 1 against 0.9, +11.1%" in same.text
+
+
 def test_what_a_resumed_run_may_change_makes_no_other_twin_but_how_much_is_evaluated() -> None:
     free = {f"train.{name}" for name in FREE_TRAIN_KEYS} | {f"data.{name}" for name in FREE_DATA_KEYS}
-    assert free - {"train.eval_batches"} | {"model.attention"} == FREE
+    assert free - {"train.eval_batches"} | {"model.attention", "model.mlp_hidden"} == FREE
 
 
 def test_twins_on_other_texts_are_named(pair: Any) -> None:

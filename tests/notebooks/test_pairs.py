@@ -1,12 +1,18 @@
 """The committed notebooks: in step with their sources, free of outputs, parameters typed and explained."""
 
+import importlib.util
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import papermill
 import pytest
+from jupytext import TextFileContentsManager
 from jupytext.cli import jupytext
+from nbformat import NotebookNode
+from nbformat.v4 import new_output
 
 from .conftest import NOTEBOOKS, ROOT
 
@@ -21,6 +27,62 @@ def test_build_has_nothing_to_do():
     assert done.returncode == 0, done.stderr
 
 
+def committed(path: Path) -> NotebookNode:
+    """The notebook that git has: one that is open in JupyterLab may hold outputs, and is not what others get."""
+    name = f"HEAD:{path.relative_to(ROOT).as_posix()}"
+    found = subprocess.run(["git", "-C", str(ROOT), "show", name], capture_output=True, text=True, check=False)
+    return nbformat.reads(found.stdout if found.returncode == 0 else path.read_text(encoding="utf-8"), as_version=4)
+
+
+@pytest.fixture
+def pairs(tmp_path, monkeypatch):
+    """A copy of the notebooks' folder, what checks it, and how JupyterLab saves a notebook in it that it opened and ran."""
+    folder = shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    spec = importlib.util.spec_from_file_location("build", folder / "build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    monkeypatch.setattr(sys, "argv", ["build.py", "--check"])
+    manager = TextFileContentsManager(root_dir=str(tmp_path))
+
+    def save_in_lab(name: str) -> None:
+        notebook = manager.get(f"notebooks/{name}")["content"]
+        notebook.metadata["language_info"] = {"name": "python", "version": "3.11.0", "file_extension": ".py"}
+        for number, cell in enumerate(cell for cell in notebook.cells if cell.cell_type == "code"):
+            cell.execution_count = number + 1
+            cell.outputs = cell.outputs or [new_output("stream", text="ran\n")]
+            cell.metadata["execution"] = {"iopub.status.busy": "2026-01-01T00:00:00Z"}
+        manager.save({"type": "notebook", "format": "json", "content": notebook}, f"notebooks/{name}")
+
+    return folder, build.main, save_in_lab
+
+
+def test_what_jupyterlab_saves_leaves_every_pair_in_step(pairs, capsys):
+    folder, check, save_in_lab = pairs
+    for path in NOTEBOOKS:
+        before = path.with_suffix(".py").read_bytes()
+        save_in_lab(path.name)
+        assert (folder / path.name).read_bytes() != path.read_bytes(), "outputs were saved"
+        assert (folder / path.with_suffix(".py").name).read_bytes() == before, path.stem
+    assert check() == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["source", "tags", "cells"])
+def test_a_notebook_that_says_something_else_is_out_of_step(pairs, capsys, what):
+    folder, check, _ = pairs
+    path = folder / NOTEBOOKS[3].name
+    notebook = nbformat.read(path, as_version=4)
+    cell = next(cell for cell in notebook.cells if cell.metadata.get("tags"))
+    if what == "source":
+        cell.source += "\nmore = 1"
+    elif what == "tags":
+        cell.metadata["tags"] = []
+    else:
+        notebook.cells.pop()
+    nbformat.write(notebook, path)
+    assert check() == 1
+    assert f"out of step with their .py: {path.name};" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 class TestEachNotebook:
     def test_jupytext_sees_no_difference(self, path, capsys):
@@ -28,7 +90,7 @@ class TestEachNotebook:
         assert capsys.readouterr().out == ""  # its exit code is 0 even when they differ
 
     def test_only_checked_cells_keep_an_output(self, path):
-        for cell in nbformat.read(path, as_version=4).cells:
+        for cell in committed(path).cells:
             if cell.cell_type == "code":
                 checked = "NBVAL_CHECK_OUTPUT" in cell.source
                 assert bool(cell.outputs) == checked, cell.source

@@ -14,12 +14,13 @@ import torch
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Dataset, TokenStore
+from nsa_lab.health.paired import Difference, over_windows
 from nsa_lab.health.twins import beside_twin, side_by_side
 from nsa_lab.report.header import beside
 from nsa_lab.runs import events
 from nsa_lab.runs.history import History, evaluated_apart, facts
 from nsa_lab.train.distributed import World
-from nsa_lab.train.measure import evaluate
+from nsa_lab.train.measure import evaluate, window_losses
 from nsa_lab.train.parts import Builders, Parts, assemble
 from nsa_lab.train.trainer import Trainer
 from nsa_lab.workbook.compare import numbers_at
@@ -61,7 +62,7 @@ def test_the_loss_is_the_mean_over_tokens_also_with_a_short_last_batch(
     """Five windows, two at a time: the mean of the means of three batches is another number."""
     config = tiny(eval_batches=5, batch_size=1, accumulate_grad_batches=2, micro_batch_size=2)
     parts = parts_of(config, builders)
-    sizes, total, means = [], 0.0, []
+    sizes, total, means, by_window = [], 0.0, [], []
     with torch.no_grad():
         # A model that knows some tokens, so that windows differ.
         parts.model.head.weight[:40] += 0.5
@@ -70,9 +71,11 @@ def test_the_loss_is_the_mean_over_tokens_also_with_a_short_last_batch(
             sizes.append(len(inputs))
             total -= told.sum().item()
             means.append(-told.mean().item())
+            by_window += (-told.mean((1, 2))).tolist()
     assert sizes == [2, 2, 1]
     loss = evaluate(parts, parts.evaluation_at(0), lambda: None)
     assert loss == pytest.approx(total / (5 * 32), rel=1e-6)
+    assert window_losses(parts, parts.evaluation_at(0), lambda: None) == pytest.approx(by_window, abs=2e-6)
     assert abs(np.mean(means) / loss - 1) > 1e-4, "the test can tell"
 
 
@@ -107,6 +110,12 @@ def test_the_record_says_what_was_evaluated_and_different_texts_are_not_compared
     texts = [{event["text"] for event in history.evaluations} for history in (nsa, twin, other)]
     assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[2].isdisjoint(texts[0])
     assert [history.evaluations[0]["windows"] for history in (nsa, twin, other)] == [4, 4, 6]
+    for history in (nsa, twin, other):
+        first, last = history.evaluations[0], history.evaluations[-1]
+        assert "window_losses" not in first, "it is the last evaluation that is compared"
+        assert len(last["window_losses"]) == last["windows"] and len(set(last["window_losses"])) > 1
+        assert np.mean(last["window_losses"]) == pytest.approx(last["loss"], abs=2e-6)
+    assert isinstance(over_windows(nsa, twin), Difference) and "different texts" in str(over_windows(nsa, other))
 
     same, good = beside_twin(nsa, twin)
     assert same.ok and good.ok is not None and not evaluated_apart([nsa, twin])

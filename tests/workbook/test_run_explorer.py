@@ -76,6 +76,38 @@ def test_controls_redraw(pair):
     assert list(heads.options) == [0]
 
 
+def test_controls_offer_what_the_chosen_runs_have(pair, tmp_path, monkeypatch):
+    """A shipped run of 12 layers and 50 000 steps beside it must not make a small run a speck at step 0."""
+    monkeypatch.setattr(run_explorer, "png", lambda figure: title(figure).encode())
+    long = configuration(
+        train__steps=5000, train__log_every=500, train__eval_every=5000, train__save_every=0, train__stats_every=500
+    )
+    config = long.model_copy(
+        update={"model": long.model.model_copy(update={"n_layers": 12, "n_heads": 2, "n_kv_groups": 2})}
+    )
+    large = write_run(tmp_path, config)
+    large = large.rename(large.with_name("large"))
+    explorer = run_explorer.run_explorer(pair[:1], [large], layer=7, step=4000)
+    which, (_, depth, heads), step, pictures, text = (
+        explorer.children[0],
+        explorer.children[1].children,
+        *explorer.children[2:],
+    )
+    assert (list(depth.options), list(heads.options)) == ([0, 1, 2], [0])
+    assert (step.max, step.value, depth.value) == (200, 200, 2), "the nearest that there is"
+    depth.value, step.value = 1, 100
+    which.value = ["large"]
+    assert (len(depth.options), list(heads.options), step.max) == (12, [0, 1], 5000)
+    assert (depth.value, step.value) == (1, 100), "what was chosen stays where it is still offered"
+    depth.value, step.value = 9, 5000
+    assert pictures.children[0].value == b"Gate shares of layer 9"
+    which.value = [pair[0].name]
+    assert (depth.value, step.max, step.value) == (2, 200, 200), "a step that was the last stays the last"
+    assert pictures.children[0].value == b"Gate shares of layer 2" and "200" in text.value
+    which.value = []
+    assert (len(depth.options), step.max) == (3, 200)
+
+
 def test_no_run_is_left_out_of_a_picture_however_many_there_are(pair):
     many = [pair[0]] * 9
     (gates,), (reuse,) = views_of(many, GATES, 0, 0, 100)[0], views_of(many, "sel_reuse", 0, 0, 100)[0]

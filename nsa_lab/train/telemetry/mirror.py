@@ -11,7 +11,8 @@ from typing import Any
 
 from nsa_lab.extras import require
 
-NOT_MIRRORED = frozenset({"v", "t", "attempt", "step", "tokens"})
+# Lists are of layers, and windows of a text are none.
+NOT_MIRRORED = frozenset({"v", "t", "attempt", "step", "tokens", "window_losses"})
 
 
 class TensorBoardMirror:

@@ -1,0 +1,208 @@
+"""Executes notebooks and writes each as a self-contained page into docs/pages, with a thumbnail and a gallery of all.
+
+    python notebooks/pages.py [STEM...]      # all of them, or those named; the gallery is written anew each time
+
+A page needs no network and runs nothing. Pictures are stored with few colours, which keeps a page small. 04 needs a GPU, so
+the gallery links the report of the run on one; what a notebook trains here goes to .cache/pages, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+from nbformat import NotebookNode
+from PIL import Image
+
+from nsa_lab import figures
+from nsa_lab.config import NSAConfig
+from nsa_lab.figures.style import png
+from nsa_lab.report import export
+from nsa_lab.workbook.examples import standard_library_text, text_example
+from nsa_lab.workbook.reads import reads_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES, PICTURES = ROOT / "docs" / "pages", ROOT / "docs" / "pictures"
+WORK = ROOT / ".cache" / "pages"
+NSA, DENSE = "production_50k-20261121T141448Z-afd3", "production_50k_dense-20261121T141448Z-bac4"
+COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
+
+
+@dataclass(frozen=True)
+class Page:
+    """A notebook of the gallery: what it shows, its parameters, and which of its pictures stands for it, from 0; -1 is
+    the last.
+
+    `instead` is the page that there is already, from docs/pages.
+    """
+
+    stem: str
+    title: str
+    shows: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    picture: int = 0
+    instead: str = ""
+
+
+RUNS = {"outputs": str(WORK / "runs")}
+GALLERY = (
+    Page("00_start_here", "Start here", "what to open for what, and the runs there are"),
+    Page("01_branch_derivations", "The three branches", "equation, code and picture of each step", picture=-1),
+    Page("02_kernel_parity", "Kernel parity", "every backend against the definition, in float64"),
+    Page("03_smoke_training", "Training, small", "a small model learns real text on a CPU", RUNS),
+    Page(
+        "04_production_run",
+        "The production run",
+        "50 000 steps on one H200, executed there",
+        instead=f"../../outputs/{NSA}/report.html",
+    ),
+    Page(
+        "05_health_analysis",
+        "Health of a run",
+        "the production run beside its dense twin",
+        {"run_dir": f"outputs/{NSA}", "other_run": f"outputs/{DENSE}"},
+        picture=8,
+    ),
+    Page("06_does_selection_find", "Does selection find?", "tiny models learn to recall; their choice is replaced"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stems", nargs="*", metavar="STEM", help="e.g. 01_branch_derivations; all if none is named")
+    wanted = parser.parse_args().stems
+    unknown = set(wanted) - {page.stem for page in GALLERY}
+    if unknown:
+        parser.error(f"no notebook {', '.join(sorted(unknown))}; there are {', '.join(page.stem for page in GALLERY)}")
+    WORK.mkdir(parents=True, exist_ok=True)
+    PAGES.mkdir(parents=True, exist_ok=True)
+    large = [page.stem for page in GALLERY if (not wanted or page.stem in wanted) and make(page) > LIMIT_BYTES]
+    (PAGES / "index.html").write_text(gallery(), encoding="utf-8")
+    readme_pictures()
+    if large:
+        print(
+            f"larger than {LIMIT_BYTES:,} bytes: {', '.join(large)}; show fewer pictures, or smaller ones", file=sys.stderr
+        )
+    return 1 if large else 0
+
+
+def make(page: Page) -> int:
+    """Execute, shrink and export one notebook; the bytes of its page. Where there is a page already, its picture alone."""
+    began = time.monotonic()
+    source = ROOT / "outputs" / NSA / "report.ipynb" if page.instead else executed(page)
+    notebook = nbformat.read(source, as_version=4)
+    drawn = pictures(notebook)
+    if drawn:
+        thumbnail(base64.b64decode(drawn[min(page.picture, len(drawn) - 1)])).save(PAGES / f"{page.stem}.webp", quality=80)
+    if page.instead:
+        return 0
+    few_colours(notebook)
+    nbformat.write(notebook, source)
+    written = export(source, PAGES / f"{page.stem}.html")
+    print(f"{page.stem}: {written.stat().st_size / 1e6:.2f} MB, {time.monotonic() - began:.0f} s", flush=True)
+    return written.stat().st_size
+
+
+def executed(page: Page) -> Path:
+    """The executed notebook of a page, in .cache."""
+    target = WORK / f"{page.stem}.ipynb"
+    papermill.execute_notebook(
+        ROOT / "notebooks" / target.name,
+        target,
+        parameters=page.parameters,
+        cwd=str(ROOT / "notebooks"),
+        progress_bar=False,
+        log_output=False,
+    )
+    return target
+
+
+def outputs(notebook: NotebookNode) -> list[dict[str, Any]]:
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [output["data"] for cell in cells for output in cell.outputs if "data" in output]
+
+
+def pictures(notebook: NotebookNode) -> list[str]:
+    """The pictures in a notebook's outputs, base64 of a PNG each."""
+    return [data["image/png"] for data in outputs(notebook) if "image/png" in data]
+
+
+def few_colours(notebook: NotebookNode) -> None:
+    """Store every picture with a palette, in place."""
+    for data in outputs(notebook):
+        if "image/png" in data:
+            data["image/png"] = base64.b64encode(with_palette(base64.b64decode(data["image/png"]))).decode()
+
+
+def with_palette(drawn: bytes) -> bytes:
+    """A PNG with `COLOURS` colours, a third of the size."""
+    buffer = io.BytesIO()
+    image = Image.open(io.BytesIO(drawn)).convert("RGB")
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def readme_pictures() -> None:
+    """The two pictures of the README: the explorer of notebook 01 on a real text, and the production run less its twin."""
+    text = text_example(standard_library_text(2048))
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, figure in (
+        ("explorer.png", figures.query_reads(reads_of(text, NSAConfig(), 1885, 1), text.about)),
+        ("nsa_less_dense.png", figures.loss_difference(ROOT / "outputs" / NSA, ROOT / "outputs" / DENSE)),
+    ):
+        (PICTURES / name).write_bytes(with_palette(png(figure)))
+
+
+def thumbnail(png: bytes) -> Image.Image:
+    drawn = Image.open(io.BytesIO(png)).convert("RGB")
+    drawn.thumbnail(THUMBNAIL_PIXELS)
+    return drawn
+
+
+def gallery() -> str:
+    """The page that links all others."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>nsa_lab: the notebooks, executed</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
+main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(18rem, 100%), 1fr)); gap: 1.2rem }}
+h1 + p {{ margin-bottom: 1.5rem }}
+a {{ color: inherit; text-decoration: none; border: 1px solid #8885; border-radius: 8px; padding: .8rem; display: block }}
+a:hover {{ border-color: #0072b2 }}
+img {{ width: 100%; height: 11rem; object-fit: contain; background: white; border-radius: 4px }}
+h2 {{ font-size: 1.05rem; margin: .5rem 0 0 }}
+p {{ margin: .2rem 0 0 }}
+</style>
+</head>
+<body>
+<h1>The notebooks, executed</h1>
+<p>Each page is one file that opens without a network. The code is folded away, and there.</p>
+<main>
+{"".join(card(page) for page in GALLERY if page.instead or (PAGES / f"{page.stem}.html").is_file())}</main>
+</body>
+</html>
+"""
+
+
+def card(page: Page) -> str:
+    link = page.instead or f"{page.stem}.html"
+    image = f'<img src="{page.stem}.webp" alt="">' if (PAGES / f"{page.stem}.webp").is_file() else ""
+    return f'<a href="{link}">{image}<h2>{html.escape(page.title)}</h2><p>{html.escape(page.shows)}</p></a>\n'
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The dense twin of a configuration with as many parameters, and what still differs.
+
+NSA has key and value projections for three branches, and gates; a dense model of the same sections has fewer parameters.
+Its twin gets them back in the MLP, whose width is the one knob that every layer shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.train.plan import Plan, plan, shape_of
+
+
+@dataclass(frozen=True)
+class Twin:
+    """`config` is the dense twin's; `planned` are the plans of NSA and of its twin."""
+
+    config: RunConfig
+    planned: tuple[Plan, Plan]
+
+    @property
+    def command(self) -> str:
+        model = self.config.model
+        return f"-p model.attention=dense -p model.mlp_hidden={model.hidden} -p name={self.config.name}"
+
+    def __str__(self) -> str:
+        nsa, dense = self.planned
+        rows = [
+            ("parameters", nsa.params, dense.params),
+            ("FLOPs per token", nsa.flops_per_token_nsa, dense.flops_per_token_dense),
+            ("memory at the peak, bytes", nsa.memory_bytes, dense.memory_bytes),
+        ]
+        return "\n".join(
+            [
+                f"the dense twin of {nsa.name} with as many parameters has model.mlp_hidden = {self.config.model.hidden:,}",
+                f"  {'':<26}{'NSA':>18}{'twin':>18}{'NSA / twin':>13}",
+                *(f"  {name:<26}{ours:>18,.0f}{theirs:>18,.0f}{ours / theirs - 1:>+13.2%}" for name, ours, theirs in rows),
+                f"  train it with: {self.command}",
+            ]
+        )
+
+
+def twin_of(config: RunConfig) -> Twin:
+    """The dense twin of `config` whose parameters are as near as the width of its MLP allows.
+
+    Raises `ConfigError` for a dense configuration, which is a twin itself, and for a model whose twin would need no MLP.
+    """
+    if config.model.attention != "nsa":
+        raise ConfigError(f"{config.name} is dense: a twin is made of an NSA configuration; give that one")
+    hidden = matched_hidden(config)
+    if hidden < 1:
+        raise ConfigError(
+            f"{config.name}: a dense model of these sections has more parameters than NSA even without an MLP"
+        )
+    dense = _dense(config, hidden)
+    return Twin(dense, (plan(config), plan(dense)))
+
+
+def matched_hidden(config: RunConfig) -> int:
+    """The width of a dense twin's MLP at which it has as many parameters: they grow by the same number with every unit."""
+    nsa, one, two = (shape_of(c.model).parameter_count() for c in (config, _dense(config, 1), _dense(config, 2)))
+    return 1 + round((nsa - one) / (two - one))
+
+
+def _dense(config: RunConfig, hidden: int) -> RunConfig:
+    model = config.model.model_copy(update={"attention": "dense", "mlp_hidden": hidden})
+    return config.model_copy(update={"name": f"{config.name}_twin", "model": model})

@@ -1,0 +1,128 @@
+"""Differences of runs, pair by pair: what an interval covers, what makes no pairs, and what is said where there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nsa_lab.health.paired import (
+    STRETCHES,
+    T_QUANTILES,
+    Difference,
+    compared,
+    difference,
+    over_seeds,
+    over_training,
+    over_windows,
+    twin_pairs,
+)
+from nsa_lab.health.twins import same_training
+from nsa_lab.runs.history import History
+from tests.fake_run import Event, configuration, write_run
+
+Make = Callable[..., History]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Make:
+    """run(over, windows, **config) -> a run whose losses lie `over` bits per byte above those of a healthy one."""
+    made: list[Path] = []
+
+    def make(over: float = 0.0, windows: list[float] | None = None, **changes: Any) -> History:
+        def spoil(events: list[Event]) -> None:
+            for event in events:
+                if event["kind"] in ("step", "eval"):
+                    event["bpb"] += over
+                    event["loss"] = event["bpb"] * math.log(2)
+            if windows is not None:
+                [event for event in events if event["kind"] == "eval"][-1]["window_losses"] = windows
+
+        made.append(write_run(tmp_path / str(len(made)), configuration(**changes), spoil))
+        return History.read(made[-1])
+
+    return make
+
+
+@pytest.mark.parametrize("freedom", range(1, STRETCHES))
+def test_the_quantiles_are_those_of_student(freedom: int) -> None:
+    """Half of .95 of the density lies between 0 and the quantile, to what three decimals of it are worth."""
+    t = np.linspace(0, T_QUANTILES[freedom - 1], 200_001)
+    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+    assert np.trapezoid(scale * (1 + t**2 / freedom) ** (-(freedom + 1) / 2), t) == pytest.approx(0.475, abs=3e-5)
+
+
+def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """Neighbours that resemble each other, as batches do: an interval that took them for independent would cover 65 %."""
+    draw, covered = np.random.default_rng(0), 0
+    for _ in range(400):
+        noise = draw.normal(size=1020)
+        alike = np.convolve(noise, np.ones(4) / 4, mode="valid")[:1000]
+        found = difference("x", 0.1 + alike, np.zeros(1000))
+        assert isinstance(found, Difference)
+        covered += abs(found.mean - 0.1) <= found.half
+    assert 0.91 <= covered / 400 <= 0.985
+
+
+def test_what_text_is_hard_for_both_drops_out(run: Make) -> None:
+    hard = np.linspace(0.5, 3.0, 64)
+    bits = hard * np.log(2)
+    nsa = run(windows=(bits + 0.001).tolist())
+    dense = run(windows=bits.tolist(), model__attention="dense")
+    found = over_windows(nsa, dense)
+    assert isinstance(found, Difference) and found.beyond_noise and found.pairs == 64
+    assert found.mean == pytest.approx(0.001 / math.log(2)) and found.half < 1e-6
+    assert str(found) == "validation, window by window: +0.0014 ± 0.0000 bits per byte over 64 pairs"
+
+
+def test_a_difference_within_the_noise_is_called_none() -> None:
+    found = difference("x", np.array([0.1, -0.1, 0.2, -0.1]), np.zeros(4))
+    assert isinstance(found, Difference) and not found.beyond_noise
+    assert str(found).endswith("over 4 pairs; no difference can be told")
+
+
+def test_training_is_compared_on_equal_batches_of_the_later_half(run: Make) -> None:
+    nsa, dense = run(0.25), run(model__attention="dense")
+    found = over_training(nsa, dense)
+    assert isinstance(found, Difference) and found.mean == pytest.approx(0.25)
+    assert found.pairs == len([event for event in nsa.steps if event["step"] > 100])
+    assert "different batches" in str(over_training(nsa, run(train__seed=7)))
+
+
+def test_what_is_not_recorded_is_said(run: Make) -> None:
+    nsa, dense = run(), run(model__attention="dense")
+    assert "not recorded by both" in str(over_windows(nsa, dense))
+    lines = compared([nsa, dense])
+    assert len(lines) == 3 and "1 seed (1337): 1 pair, so no interval" in lines[2]
+
+
+def test_seeds_are_compared_twin_by_twin(run: Make) -> None:
+    seeds = (1, 2, 3)
+    runs = [run(over, train__seed=seed) for seed, over in zip(seeds, (0.01, 0.02, 0.03), strict=True)]
+    twins = [run(train__seed=seed, model__attention="dense") for seed in seeds]
+    assert [(a.config.train.seed, b.config.train.seed) for a, b in twin_pairs([*twins, *runs])] == [(1, 1), (2, 2), (3, 3)]
+    (found,) = over_seeds([*runs, *twins])
+    assert isinstance(found, Difference)
+    assert (found.mean, found.half) == (pytest.approx(0.02), pytest.approx(4.303 * 0.01 / math.sqrt(3)))
+    assert "3 seeds (1, 2, 3)" in str(found)
+    other = [run(0.5, train__seed=1, train__lr=2e-3), run(train__seed=1, train__lr=2e-3, model__attention="dense")]
+    assert len(over_seeds([*runs, *twins, *other])) == 2, "another configuration is another question"
+
+
+def test_the_readme_says_of_the_production_run_what_its_record_says() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    nsa, dense = (
+        History.read(next((ROOT / "outputs").glob(f"{name}-*"))) for name in ("production_50k", "production_50k_dense")
+    )
+    found = over_training(nsa, dense)
+    assert isinstance(found, Difference) and found.beyond_noise and found.mean > 0
+    mean, half = (f"{value:.4f}".removeprefix("0") for value in (found.mean, found.half))
+    assert f"*worse*, by {mean} ± {half} bits per byte" in text
+    told = same_training(nsa, dense).text
+    assert "+6.9%" in told and "+10.2%" in told and "6.9 % more parameters and 10 % more FLOPs" in text
+    assert "1 seed (1337): 1 pair, so no interval" in compared([nsa, dense])[-1] and "it is one seed" in text

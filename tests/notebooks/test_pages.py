@@ -1,0 +1,75 @@
+"""The executed notebooks under docs/pages: self-contained, small, in the gallery; and how they become so."""
+
+import base64
+import importlib.util
+import io
+import re
+import sys
+
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+from PIL import Image
+
+from nsa_lab.report import external_loads
+
+from .conftest import NOTEBOOKS, ROOT
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "notebooks" / "pages.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pages"] = module  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+pages = load()
+WRITTEN = sorted(pages.PAGES.glob("*.html"))
+
+
+def test_the_gallery_knows_every_notebook():
+    assert [page.stem for page in pages.GALLERY] == [path.stem for path in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
+def test_a_page_is_small_opens_without_a_network_and_names_no_folder(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.encode()) < pages.LIMIT_BYTES
+    loads = external_loads(text)
+    assert all(load.startswith('src of <img src="0') for load in loads) if path.stem == "index" else not loads
+    assert str(ROOT) not in text and "The notebook stopped" not in text
+
+
+def test_what_the_gallery_shows_is_there():
+    text = (pages.PAGES / "index.html").read_text(encoding="utf-8")
+    assert text == pages.gallery()
+    for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+        assert (pages.PAGES / link).is_file(), link
+    assert {path.stem for path in WRITTEN} - {"index"} <= {page.stem for page in pages.GALLERY}
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if path.stem != "index"], ids=lambda path: path.stem)
+def test_the_readme_leads_to_each_page_by_its_picture(path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"docs/pages/{path.name}" in text
+    assert not path.with_suffix(".webp").is_file() or f'src="docs/pages/{path.stem}.webp"' in text
+
+
+def test_a_picture_keeps_its_size_and_loses_bytes():
+    buffer = io.BytesIO()
+    Image.effect_noise((300, 200), 60).convert("RGB").save(buffer, "PNG")
+    drawn = buffer.getvalue()
+    output = new_output("display_data", data={"image/png": base64.b64encode(drawn).decode()})
+    notebook = new_notebook(cells=[new_code_cell("show()", outputs=[output])])
+    pages.few_colours(notebook)
+    (kept,) = pages.pictures(notebook)
+    before, after = Image.open(io.BytesIO(drawn)), Image.open(io.BytesIO(base64.b64decode(kept)))
+    assert after.size == before.size and after.mode == "P"
+    assert len(base64.b64decode(kept)) < 0.6 * len(drawn)
+
+
+def test_an_unknown_notebook_is_refused_before_anything_runs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pages.py", "07_more"])
+    with pytest.raises(SystemExit) as caught:
+        pages.main()
+    assert caught.value.code == 2 and "no notebook 07_more; there are 00_start_here" in capsys.readouterr().err

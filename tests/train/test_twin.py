@@ -1,0 +1,45 @@
+"""The dense twin with as many parameters: its width, what still differs, and what has none."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from nsa_lab.cli import app
+from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.train.plan import shape_of
+from nsa_lab.train.twin import twin_of
+
+SMALL = RunConfig.from_dict({"model": {"dim": 64, "n_layers": 2, "n_heads": 4, "d_k": 16, "d_v": 16}})
+
+
+def changed(**sections: dict) -> RunConfig:
+    known = SMALL.to_dict()
+    return RunConfig.from_dict({**known, **{name: known[name] | values for name, values in sections.items()}})
+
+
+@pytest.mark.parametrize("sections", [{"nsa": {"phi": "mlp"}}, {"nsa": {"phi": "linear"}}, {"model": {"mlp": "gated"}}])
+def test_no_width_comes_nearer_whatever_nsa_has_become(sections: dict) -> None:
+    config = changed(**sections)
+    nsa = shape_of(config.model).parameter_count()
+    best = twin_of(config).config.model
+    away = [
+        abs(shape_of(best.model_copy(update={"mlp_hidden": best.hidden + by})).parameter_count() - nsa) for by in (-1, 0, 1)
+    ]
+    assert min(away) == away[1] and away[1] * 2 <= away[0] + away[1]
+
+
+def test_the_production_model_has_a_twin_of_exactly_its_size_and_what_differs_is_said() -> None:
+    told = CliRunner().invoke(app, ["plan", "production_50k", "--twin"])
+    assert told.exit_code == 0
+    lines = {
+        line[:28].strip(): line.split() for line in told.output.split("the dense twin of production_50k")[1].splitlines()
+    }
+    assert lines["parameters"][1:] == ["78,600,960", "78,600,960", "+0.00%"]
+    assert lines["FLOPs per token"][-1] == "+4.52%", "as many parameters, and more FLOPs all the same"
+    assert "-p model.attention=dense -p model.mlp_hidden=3346 -p name=production_50k_twin" in told.output
+
+
+def test_a_dense_configuration_has_no_twin() -> None:
+    with pytest.raises(ConfigError, match="is dense: a twin is made of an NSA configuration"):
+        twin_of(changed(model={"attention": "dense"}))
