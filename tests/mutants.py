@@ -193,6 +193,12 @@ MUTANTS = [
         "start_i = (torch.arange(n_compressed, device=device).unsqueeze(1) + nsa.l_sel // nsa.d - 1) * nsa.d",
     ),
     Mutant(
+        "notebook 01: the erratum of eq. 9 shown with the other sign",
+        "figures.blocks",
+        "(-m if as_printed else m)",
+        "(m if as_printed else -m)",
+    ),
+    Mutant(
         "overlap weights renormalised at the cut end",
         "attention.geometry",
         "return shared.clamp_min(0).to(dtype) / nsa.d",

@@ -57,12 +57,14 @@ def test_the_text_finds_what_reads_alike():
 
 
 @pytest.mark.parametrize("sizes", [{}, {"l": 16, "d": 16, "l_sel": 32}, {"l": 64, "d": 16, "l_sel": 32}, {"l": 8, "d": 2}])
-def test_equation_nine_is_the_overlap_only_when_counted_from_one(sizes):
+def test_equation_nine_is_the_overlap_once_its_erratum_is_mended(sizes):
     nsa = NSAConfig(**sizes)
     overlap = geometry.overlap(64, 12, nsa)
-    # A block whose compressed neighbours are all inside the range.
-    assert torch.equal(equation_nine(64, 12, nsa, first_j=1), overlap)
-    assert not torch.equal(equation_nine(64, 12, nsa, first_j=0), overlap)
+    assert torch.equal(equation_nine(64, 12, nsa, as_printed=False), overlap)
+    printed = equation_nine(64, 12, nsa, as_printed=True)
+    assert not torch.equal(printed, overlap)
+    # As printed, block j = 0 collects the first compressed block alone, once.
+    assert printed[:, 0].nonzero().flatten().tolist() == [0] and printed[0, 0] == 1
 
 
 @pytest.mark.parametrize("length", [1, *(pytest.param(length, marks=pytest.mark.slow) for length in (7, 8, 64))])
