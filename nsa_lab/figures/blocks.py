@@ -86,7 +86,7 @@ def overlap_weights(nsa: NSAConfig, compressed: int, selection: int) -> Figure:
 
 
 def equation_nine(compressed: int, selection: int, nsa: NSAConfig, *, as_printed: bool) -> Tensor:
-    """The double sum of eq. 9, taken literally, as a matrix [compressed, selection]; blocks count from 0 as in eq. 7 and 12.
+    """The double sum of eq. 9, taken literally, as a matrix [compressed, selection]; blocks count from 0, as in eq. 12.
 
     importance[j] = sum over m < l_sel/d and n < l/d of p[(l_sel/d) * j + m - n], or as printed of p[(l_sel/d) * j - m - n];
     p outside its range counts as zero.

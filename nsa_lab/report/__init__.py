@@ -105,6 +105,8 @@ def _write(
     error = notebook_error(notebook)
     prepared = _prepare(notebook, formulas)
     exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
+    # What a cell prints comes in pieces, as it was printed; a reader wants it in one.
+    exporter.register_preprocessor("nbconvert.preprocessors.CoalesceStreamsPreprocessor", enabled=True)
     subtitle = f"{histories[0].run}: {settings_of(histories[0].config)}" if len(histories) == 1 else None
     runs = [run_summary(history, picture=pictures) for history in histories]
     resources = {
