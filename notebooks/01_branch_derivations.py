@@ -115,7 +115,7 @@ show(figures.architecture(reads_of(example, toy, position=57, group=0)))
 # | $T$ | tokens | 64 | |
 # | $H$, $G$, $h = H/G$ | query heads; groups of heads that share keys and values; heads per group | 4, 2, 2 | 12, 2, 6 |
 # | $D$ | width of a head (the paper: $d_k$) | 8 | 64 |
-# | $l$, $d$ | length of a compression block; distance from one to the next | 8, 4 | 32, 16 |
+# | $l$, $d$ | length of a compression block; *stride*, from the start of one to the next | 8, 4 | 32, 16 |
 # | $l_{sel}$, $n_{sel}$ | length of a selection block (the paper: $l'$); how many a query reads ($n$) | 8, 4 | 64, 16 |
 # | $w$ | tokens of the window | 12 | 512 |
 

@@ -58,7 +58,9 @@ def branch_masks(blocks: Tensor, nsa: NSAConfig) -> Figure:
     figure.suptitle(f"Which pairs are computed: {length} queries (rows) by keys (columns)", fontsize=11)
     for axes, (named, (computed, colour)) in zip(figure.subplots(1, 4, sharey=True), panels.items(), strict=True):
         pairs = int(computed.sum())
-        axes.imshow(computed.numpy(), cmap=ListedColormap(["white", colour]), vmin=0, vmax=1, interpolation="nearest")
+        extent = (-0.5, max(computed.shape[1], 1) - 0.5, length - 0.5, -0.5)  # short texts have no compressed block at all
+        colours = ListedColormap(["white", colour])
+        axes.imshow(computed.numpy(), cmap=colours, vmin=0, vmax=1, interpolation="nearest", extent=extent)
         axes.set_title(f"{named}\n{pairs:,} pairs", fontsize=9)
         axes.set(xlabel="compressed block" if "compressed" in named else "key, token")
         axes.tick_params(labelsize=7)

@@ -56,8 +56,9 @@ def visible_blocks(length: int, nsa: NSAConfig) -> Figure:
     )
     axes.set(xlabel="query t, token", ylabel="compressed block i")
     axes.axvline(nsa.l - 1, color="black", linestyle=":", linewidth=1)
-    axes.text(
-        0.03, 0.93, f"dotted: t = l − 1 = {nsa.l - 1}, the first block is whole", fontsize=8, transform=axes.transAxes
+    named = f"t = l − 1 = {nsa.l - 1}:\nthe first block is whole"
+    axes.annotate(
+        named, (nsa.l - 1, 0.9), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points", fontsize=8
     )
     return figure
 
