@@ -465,7 +465,7 @@ fold("What comes out", "\n".join(f"query {p}: {alike[p, 0].nonzero()[:, 0].tolis
 #
 # ## 9 · Selected attention (eq. 12)
 #
-# $$\tilde K^{sel}_t = \operatorname{Cat}\big\{ k_{j l_{sel}},\, \dots,\, k_{(j+1) l_{sel}-1} : j \in \mathcal I_t \big\},
+# $$\tilde K^{sel}_t = \operatorname{Cat}\{ k_{j l_{sel}},\, \dots,\, k_{(j+1) l_{sel}-1} : j \in \mathcal I_t \},
 # \quad \text{of these the tokens} \le t$$
 #
 # From here on it is ordinary attention again, over the single tokens of the chosen blocks.
@@ -529,9 +529,11 @@ same("window branch", out_win, reference.window_attention(example.q, example.k_w
 show(figures.branch_masks(listed[0, :, 0], toy))
 
 # %% [markdown]
-# **What to notice.** Three thin pictures take the place of one full triangle. The staircase of the compressed branch is
-# narrow because a column is a block, not a token. The selected branch is full for the first 32 queries, which have no
-# more than $n_{sel} = 4$ blocks to choose from; below them white gaps appear, a block wide.
+# **What to notice.** Three pictures with gaps take the place of one full triangle. The staircase of the compressed branch
+# is narrow because a column is a block, not a token. The selected branch is full for the first 32 queries, which have no
+# more than $n_{sel} = 4$ blocks to choose from; below them white gaps appear, a block wide. The pairs add up to *more*
+# than dense attention's: 64 tokens are still a short text, as the first picture said. What counts is the shape: with the
+# length, the triangle grows as a square, the two on the right as bands.
 #
 # ## 11 · All of it together (eq. 5)
 

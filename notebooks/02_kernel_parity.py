@@ -64,9 +64,9 @@ for dtype in dtypes:
     show(figures.shares_of_allowed(parity.worst_shares(rows, dtype), f"{named}: {over}, as a share of what is allowed"))
 
 # %% [markdown]
-# **What to notice.** No bar reaches the dotted line. In float64 the bars end thousands of times short of it, and the
-# choice of blocks is `exact`: what is computed is the same, and what differs is rounding. The short dtypes come nearer,
-# because there the limit itself is a rounding or two.
+# **What to notice.** No bar reaches the dotted line. Where float64 is among the dtypes its bars end thousands of times
+# short of it, and the choice of blocks is `exact`: what is computed is the same, and what differs is rounding. The short
+# dtypes come nearer, because there the limit itself is a rounding or two.
 #
 # **What is allowed.** A fast implementation owes its reader no more than the dtype can give, and no less than the same
 # mathematics gives when it is written down plainly in that dtype:
@@ -117,17 +117,19 @@ print("\n".join([*lines, f"mean selected keys at T = 2048: {geometry.mean_select
 # %% [markdown]
 # ## Speeds
 #
-# Forward and backward of each part and of the whole, beside dense attention at the same shape, and the length from
-# which NSA is the faster of the two. Measured now where there is a CUDA device, and then a speed is shown only for what
-# passed the comparison; otherwise the record in `docs/benchmarks`, of the device and day that it names.
+# Forward and backward of each part and of the whole, beside dense attention at the same shape: PyTorch's
+# `scaled_dot_product_attention` (SDPA) with two kernels, flash and cuDNN. FlexAttention is PyTorch's compiler for
+# attention with a mask, here with the masks of two branches. Measured now where there is a CUDA device, and then a speed
+# is shown only for what passed the comparison; otherwise the record in `docs/benchmarks`, of the device and day that it
+# names.
 
 # %%
 show_speeds(measure=device == "cuda" and speeds)
 
 # %% [markdown]
-# **What to notice.** Dense attention (dashed) climbs with the length, since every token is compared with all before it. The
-# whole of NSA (black) lies above it in short sequences, crosses it, and then nearly stays where it is; what still grows is
-# the compressed branch and the choice, which look at a sixteenth of everything.
+# **What to notice.** Dense attention (dashed) climbs with the length, since every token is compared with all before it.
+# The whole of NSA (black) lies above it in short sequences, crosses it, and then grows far more slowly; what still grows
+# is the compressed branch and the choice, which look at a summary for every sixteenth token.
 #
 # ## A training step, by part
 #
@@ -140,5 +142,6 @@ show_speeds(measure=device == "cuda" and speeds)
 step_time.show_step_time(measure=device == "cuda" and speeds)
 
 # %% [markdown]
-# **What to notice.** In short sequences the matrix products (`gemm`) take most of a step, for NSA and for the dense
-# twin alike; in long ones attention takes nearly all of the twin's step, and less than two thirds of NSA's.
+# **What to notice.** Per token, the matrix products (`gemm`) take as long at every length; in short sequences they are the
+# largest part of NSA's step. In long ones dense attention takes nearly all of the twin's step, while NSA's whole step is
+# less than twice as long as in short ones.
