@@ -80,9 +80,9 @@ print(f"NSA reads fewer keys than dense attention in texts of {first:,} tokens a
 show(figures.reads_by_length([2**k for k in range(5, 17)], usual))
 
 # %% [markdown]
-# **What to notice.** The black line leaves the dashed one at some 1 600 tokens, and from there on grows a sixteenth as
-# fast: only the overview (blue) still gets longer. Up to about that length NSA reads *more* than dense attention; it is
-# made for long texts. The *reads* get fewer, not what is kept: any token may be chosen later, so the cache holds all of
+# **What to notice.** The black line crosses the dashed one at some 1 600 tokens. From there on only the overview (blue)
+# still gets longer, by one key for every 16 tokens. In shorter texts NSA reads *more* than dense attention; it is made
+# for long ones. The *reads* get fewer, not what is kept: any token may be chosen later, so the cache holds all of
 # them.
 #
 # ## 2 · The whole of it in one picture
@@ -104,7 +104,7 @@ example = examples.random_example(64, heads=4, groups=2, width=8)
 show(figures.architecture(reads_of(example, toy, position=57, group=0)))
 
 # %% [markdown]
-# **What to notice.** The compressed branch does two jobs: its output is one third of the answer, and its weights say
+# **What to notice.** The compressed branch does two jobs: its output is one part of the answer, and its weights say
 # which blocks the selected branch reads. Of the four chosen blocks three are given (the first, the query's own and the
 # one before), so here a single block is chosen freely, the highest bar among the others.
 #
@@ -234,7 +234,8 @@ same("gated sum", gated_sum(three, gates), reference.combine(*(out[None] for out
 #
 # Block $i$ begins at token $i\,d$ and is $l$ tokens long; since $d < l$, neighbours overlap. $\varphi$ turns a block of
 # keys into one key, and likewise for values. Here it is the mean (`phi: avg`); the paper has an MLP that also sees the
-# position inside the block (`phi: mlp`). Keys carry their rotary angle *before* they are averaged.
+# position inside the block (`phi: mlp`). Keys carry their rotary angle (the
+# model's encoding of position) *before* they are averaged.
 #
 # All of NSA's bookkeeping is about which token lies in which block. One function says it, for both kinds of block:
 
@@ -276,17 +277,17 @@ show(figures.block_geometry(64, toy, position=41))
 #
 # ### Predict 1
 #
-# In the toy ($l = 8$, $d = 4$): how many compression blocks may query 41 read? And which is the first query that may
-# read any?
+# The picture is of query 41. How many compression blocks may query 50 of the toy read ($l = 8$, $d = 4$)? And which is the
+# first query that may read any?
 
 # %%
 blocks_seen = [int(geometry.visible_compressed(torch.tensor(position), toy)) for position in range(T)]
-fold("What comes out", f"query 41 reads {blocks_seen[41]} blocks; the first that reads any is query {blocks_seen.index(1)}")
+fold("What comes out", f"query 50 reads {blocks_seen[50]} blocks; the first that reads any is query {blocks_seen.index(1)}")
 
 # %% [markdown]
 # <details><summary>Why</summary>
-# <p>Block $i$ ends at token $i\,d + l - 1 = 4i + 7$. Blocks 0 to 8 end at 39 or before, block 9 at 43: nine blocks. Block
-# 0 ends at token 7, and the query at 7 is the first that may read it. Queries 0 to 6 read nothing in this branch:
+# <p>Block $i$ ends at token $i\,d + l - 1 = 4i + 7$. Blocks 0 to 10 end at 47 or before, block 11 at 51: eleven blocks.
+# Block 0 ends at token 7, and the query at 7 is the first that may read it. Queries 0 to 6 read nothing in this branch:
 # output 0, LSE $-\infty$.</p>
 # </details>
 #
@@ -327,13 +328,14 @@ show(figures.visible_blocks(64, toy))
 #
 # ## 7 · How important is a block? (eq. 9, 10)
 #
-# Selection blocks are ranked by the attention that their tokens got from the summaries. A summary gives its weight to every
+# Selection blocks are ranked by the attention that the summaries of their tokens got. A summary gives its weight to every
 # selection block with which it shares tokens, once for each stride of $d$ tokens that they share:
 #
 # $$p^{slc}_t[j] = \sum_i p_{t,i}\;\frac{\big|[id,\, id+l) \cap [j\,l_{sel},\, (j+1)\,l_{sel})\big|}{d} \qquad
 # p^{slc\,\prime}_t[j] = \sum_{\text{heads of the group}} p^{slc}_t[j]$$
 #
-# The right one is equation 10: heads of a group choose together, so their importances are added.
+# (*slc* is the paper's word for selected.) The right one is equation 10: heads of a group choose together, so their
+# importances are added.
 #
 # **An erratum.** The paper writes the left one, equation 9, as a double sum,
 #
