@@ -189,6 +189,14 @@ OTHERS = {
     "runs.export": ["tests/runs/test_export.py"],
     "train.measure": ["tests/train/test_evaluation.py"],
     "runs.history": ["tests/report/test_one_number.py", "tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
+    "figures.blocks": cases("workbook/test_reads.py", "equation_nine_is_the_overlap_once_its_erratum_is_mended"),
+    "figures.architecture": cases(
+        "workbook/test_reads.py",
+        "the_masks_count_the_pairs_that_the_formulas_count",
+        "the_architecture_counts_the_keys_of_its_query",
+    ),
+    "workbook.show": ["tests/workbook/test_show.py"],
+    "workbook.speeds": cases("workbook/test_speeds.py", "nsa_is_faster_only_where_it_beats_every_dense_contender"),
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
@@ -210,6 +218,36 @@ MUTANTS = [
         "attention.geometry",
         "start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d",
         "start_i = (torch.arange(n_compressed, device=device).unsqueeze(1) + nsa.l_sel // nsa.d - 1) * nsa.d",
+    ),
+    Mutant(
+        "notebook 01: the erratum of eq. 9 shown with the other sign",
+        "figures.blocks",
+        "(-m if as_printed else m)",
+        "(m if as_printed else -m)",
+    ),
+    Mutant(
+        "notebook 01: the picture of the window is a key too wide",
+        "figures.architecture",
+        "(s > t - nsa.w), WIN)",
+        "(s >= t - nsa.w), WIN)",
+    ),
+    Mutant(
+        "notebook 01: blocks by score drawn as forced",
+        "figures.architecture",
+        "FORCED if j in reads.forced else SEL if j in reads.blocks else PALE",
+        "FORCED if j in reads.blocks else SEL if j in reads.forced else PALE",
+    ),
+    Mutant(
+        "notebooks: a folded text is taken for markup",
+        "workbook.show",
+        "{html.escape(text)}</pre>",
+        "{text}</pre>",
+    ),
+    Mutant(
+        "notebook 02: NSA called faster where one dense attention is slower",
+        "workbook.speeds",
+        "whole < min(dense.values())",
+        "whole < max(dense.values())",
     ),
     Mutant(
         "overlap weights renormalised at the cut end",

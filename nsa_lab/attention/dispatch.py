@@ -117,7 +117,7 @@ def select_blocks(
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, backend: str = "auto", span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens <= t of the chosen blocks (eq. 11): q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv],
+    """Attention over the tokens <= t of the chosen blocks (eq. 12): q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv],
 
     blocks int32 [B, T, G, n_sel] as `select_blocks` gives them -> out [B, T, H, Dv], lse float32 [B, T, H]. Raises as
     `compressed_attention`.

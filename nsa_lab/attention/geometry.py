@@ -51,8 +51,9 @@ def overlap(
     """Weights [n_compressed, n_selection] that carry block probabilities to selection blocks (eq. 9).
 
     Entry (i, j) is the number of tokens that compression block i and selection block j share, over d. For
-    l, d, l_sel = 32, 16, 64, block j collects compressed blocks 4j-1 .. 4j+3 with weights 1, 2, 2, 2, 1. The paper's
-    double sum is the same count when its j runs from 1; read with j from 0 it ranks one block into the past.
+    l, d, l_sel = 32, 16, 64, block j collects compressed blocks 4j-1 .. 4j+3 with weights 1, 2, 2, 2, 1. An erratum: the
+    paper counts i and j from 0 (eq. 7, 12), and then its double sum of p[(l_sel/d) j - m - n] is l_sel/d - 1 strides too
+    early. The sum of p[(l_sel/d) j + m - n] is the count of this table.
     """
     start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d
     start_j = torch.arange(n_selection, device=device).unsqueeze(0) * nsa.l_sel

@@ -99,7 +99,7 @@ def choose(importance: Tensor, nsa: NSAConfig, first: int = 0) -> Tensor:
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens <= t of the chosen blocks (eq. 10, 11).
+    """Attention over the tokens <= t of the chosen blocks (eq. 11, 12).
 
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv], blocks int32 [B, T, G, n_sel] -> out [B, T, H, Dv], lse [B, T, H].
     """
@@ -131,7 +131,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """The gated sum of the branches (eq. 5); gates [B, T, H, 3] in the order cmp, sel, win."""
+    """The gated sum of the branches (eq. 5); gates [B, T, H, 3] in the order compressed, selected, window."""
     g_cmp, g_sel, g_win = gates.unsqueeze(-1).unbind(-2)
     return g_cmp * out_cmp + g_sel * out_sel + g_win * out_win
 

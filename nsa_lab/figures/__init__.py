@@ -12,6 +12,7 @@ require("matplotlib")
 
 from matplotlib.figure import Figure
 
+from nsa_lab.figures.architecture import architecture, branch_masks
 from nsa_lab.figures.blocks import block_geometry, overlap_weights, reads_by_length, visible_blocks
 from nsa_lab.figures.branches import branch_norms, gate_layers, gate_shares, selection_statistics
 from nsa_lab.figures.differences import loss_difference
@@ -34,7 +35,9 @@ __all__ = [
     "RUN_PICTURES",
     "Run",
     "accuracy_curves",
+    "architecture",
     "block_geometry",
+    "branch_masks",
     "branch_norms",
     "first_screen",
     "gate_layers",

@@ -56,24 +56,25 @@ def visible_blocks(length: int, nsa: NSAConfig) -> Figure:
     )
     axes.set(xlabel="query t, token", ylabel="compressed block i")
     axes.axvline(nsa.l - 1, color="black", linestyle=":", linewidth=1)
-    axes.text(
-        0.03, 0.93, f"dotted: t = l − 1 = {nsa.l - 1}, the first block is whole", fontsize=8, transform=axes.transAxes
+    named = f"t = l − 1 = {nsa.l - 1}:\nthe first block is whole"
+    axes.annotate(
+        named, (nsa.l - 1, 0.9), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points", fontsize=8
     )
     return figure
 
 
 def overlap_weights(nsa: NSAConfig, compressed: int, selection: int) -> Figure:
-    """Eq. 9 as a matrix: how many strides compressed block i shares with selection block j, for two readings of j."""
+    """Eq. 9 as a matrix: how many strides compressed block i shares with selection block j, and what is printed."""
     geometric = geometry.overlap(compressed, selection, nsa)
-    zero_based = equation_nine(compressed, selection, nsa, first_j=0)
+    printed = equation_nine(compressed, selection, nsa, as_printed=True)
     figure = Figure(figsize=(11, 1.6 + 0.32 * selection), layout="constrained")
     figure.suptitle(
         f"Weights from compressed block i to selection block j (l = {nsa.l}, d = {nsa.d}, l_sel = {nsa.l_sel})", fontsize=11
     )
     for axes, weights, named in zip(
         figure.subplots(1, 2, sharey=True),
-        (geometric, zero_based),
-        ("shared tokens / d  =  eq. 9 with j from 1", "eq. 9 with j from 0: one block into the past"),
+        (geometric, printed),
+        ("shared tokens / d: what is meant", "eq. 9 as printed: too early by l_sel/d − 1 strides"),
         strict=True,
     ):
         axes.imshow(weights.T.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=float(geometric.max()) * 1.3)
@@ -85,18 +86,18 @@ def overlap_weights(nsa: NSAConfig, compressed: int, selection: int) -> Figure:
     return figure
 
 
-def equation_nine(compressed: int, selection: int, nsa: NSAConfig, *, first_j: int) -> Tensor:
-    """The double sum of eq. 9 taken literally, [compressed, selection], with its block number j counted from `first_j`.
+def equation_nine(compressed: int, selection: int, nsa: NSAConfig, *, as_printed: bool) -> Tensor:
+    """The double sum of eq. 9, taken literally, as a matrix [compressed, selection]; blocks count from 0, as in eq. 12.
 
-    importance[j] = sum over m < l_sel/d and n < l/d of p[(l_sel/d) * j - m - n]; p outside its range counts as zero.
+    importance[j] = sum over m < l_sel/d and n < l/d of p[(l_sel/d) * j + m - n], or as printed of p[(l_sel/d) * j - m - n];
+    p outside its range counts as zero.
     """
     step, lead = nsa.l_sel // nsa.d, nsa.l // nsa.d
     weights = torch.zeros(compressed, selection)
     for column in range(selection):
         for m in range(step):
             for n in range(lead):
-                # With j from 1 the sum counts p from 1 too; both shifts together are one stride.
-                i = step * (column + first_j) - m - n - first_j
+                i = step * column + (-m if as_printed else m) - n
                 if 0 <= i < compressed:
                     weights[i, column] += 1
     return weights

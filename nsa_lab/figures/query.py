@@ -66,7 +66,7 @@ def query_reads(reads: Reads, about: str) -> Figure:
     for j in reads.blocks:
         score.axvspan(j * n.l_sel, (j + 1) * n.l_sel, ymax=0.06, color=colours[j])
     score.set_ylabel("importance\n(eq. 10)", fontsize=8)
-    colour_legend(score, {"forced": FORCED, "chosen": SEL, "passed over": PALE}, inside=True)
+    colour_legend(score, {"forced": FORCED, "chosen": SEL, "passed over": PALE}, inside=True, columns=3)
 
     for axes, weights, colour, named in ((sel, reads.sel, SEL, "selected"), (win, reads.win, WIN, "window")):
         read = (weights > 0).nonzero().flatten()
@@ -78,6 +78,6 @@ def query_reads(reads: Reads, about: str) -> Figure:
     for axes in (cmp, score, sel, win):
         axes.axvline(t + 0.5, color="black", linewidth=1)
         axes.tick_params(labelsize=8)
-        axes.margins(y=0.1)
+        axes.margins(y=0.45 if axes is score else 0.1)  # the legend stands above the bars
     win.set(xlabel="token", xlim=(0, max(t + 1, n.l_sel) * 1.01))
     return figure

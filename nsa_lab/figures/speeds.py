@@ -13,14 +13,14 @@ WHOLE = "whole"
 COLOURS = {WHOLE: "black", "dense": DENSE, "compressed": CMP, "choice": FORCED, "selected, real": SEL, "window": WIN}
 
 
-def time_by_length(curves: Mapping[tuple[str, str], Sequence[tuple[int, float]]]) -> Figure:
-    """Forward and backward of each contender, log-log.
+def time_by_length(curves: Mapping[tuple[str, str], Sequence[tuple[int, float]]], about: str) -> Figure:
+    """Forward and backward of each contender, log-log; `about`: where and when it was measured.
 
     `curves` holds, for each part of `COLOURS` and what computed it, the lengths in tokens with the nanoseconds per token.
     """
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
-    axes.set_title("Attention of one layer, forward and backward", fontsize=10)
+    axes.set_title(f"Attention of one layer, forward and backward: {about}", fontsize=10)
     for number, ((part, by), points) in enumerate(curves.items()):
         axes.plot(
             *zip(*sorted(points), strict=True),
@@ -32,6 +32,9 @@ def time_by_length(curves: Mapping[tuple[str, str], Sequence[tuple[int, float]]]
             label=f"{part}: {by}",
         )
     axes.set(xscale="log", yscale="log", xlabel="sequence length T, tokens", ylabel="nanoseconds per token")
+    lengths = sorted({length for points in curves.values() for length, _ in points})
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_xticks([], minor=True)
     axes.grid(alpha=0.25, which="both", linewidth=0.5, color=DENSE)
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -53,10 +53,10 @@ def say_nothing(axes: Axes, why: str = "not recorded") -> None:
     axes.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=DENSE)
 
 
-def colour_legend(axes: Axes, colours: dict[str, str], inside: bool = False) -> None:
-    """A legend of what each colour means, below the panel or inside it."""
+def colour_legend(axes: Axes, colours: dict[str, str], inside: bool = False, columns: int = 1) -> None:
+    """A legend of what each colour means, below the panel or, in so many columns, inside it."""
     handles = [Patch(facecolor=colour, edgecolor="#999999", label=label) for label, colour in colours.items()]
     if inside:
-        axes.legend(handles=handles, fontsize=7, loc="upper left", framealpha=0.9)
+        axes.legend(handles=handles, fontsize=7, loc="upper left", framealpha=0.9, ncols=columns)
     else:
         axes.legend(handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)

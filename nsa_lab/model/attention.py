@@ -126,7 +126,10 @@ class SparseAttention(nn.Module):
         return project_heads(self.qkv(x), self.config, self.BRANCHES, rotary, span, before)
 
     def gates(self, x: Tensor) -> Tensor:
-        """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch (paper), or softmax over the branches."""
+        """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over the branches.
+
+        Of one linear map, where the paper has an MLP of a width that it does not give (docs/decisions.md).
+        """
         logits = self.gate(x).unflatten(-1, (self.config.n_heads, 3))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits.sigmoid() if self.config.nsa.gate == "sigmoid" else logits.softmax(-1)

@@ -114,6 +114,8 @@ def _write(
     for run in runs[:1] if pictures else []:
         once(prepared, run["said"])
     exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
+    # What a cell prints comes in pieces, as it was printed; a reader wants it in one.
+    exporter.register_preprocessor("nbconvert.preprocessors.CoalesceStreamsPreprocessor", enabled=True)
     subtitle = histories[0].run if len(histories) == 1 and histories[0].run != title else None
     resources = {
         "metadata": {"path": str(folder or page.parent), "name": page.stem},

@@ -113,6 +113,18 @@ def usable(device: str, dtype: torch.dtype, nsa: NSAConfig) -> tuple[list[str], 
     return names, reasons
 
 
+def what_runs(device: str, dtypes: list[torch.dtype], nsa: NSAConfig) -> str:
+    """The device, what can run on it in which dtypes, and each reason of what cannot, once."""
+    lines = [f"device: {torch.cuda.get_device_name() if device == 'cuda' else device}"]
+    missing: dict[str, list[str]] = {}
+    for dtype in dtypes:
+        names, reasons = usable(device, dtype, nsa)
+        lines.append(f"{_named(dtype):<9} {', '.join(names)}")
+        for reason in reasons.values():
+            missing.setdefault(reason, []).append(_named(dtype))
+    return "\n".join(lines + [f"not in {', '.join(named)}: {reason}" for reason, named in missing.items()])
+
+
 def compare(
     lengths: list[int],
     dtypes: list[torch.dtype],

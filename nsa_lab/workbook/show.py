@@ -1,7 +1,8 @@
-"""Putting a figure into a notebook: a PNG with alt text, and whether there is a person at a front end to show it to."""
+"""Putting a figure or a long text into a notebook, and whether there is a person at a front end to show it to."""
 
 from __future__ import annotations
 
+import html
 import os
 
 from IPython.display import Image, display
@@ -19,6 +20,17 @@ def show(figure: Figure, alt: str | None = None) -> None:
 def image(figure: Figure, alt: str | None = None) -> Image:
     """The figure as a displayable image with alt text."""
     return Image(data=png(figure), format="png", alt=alt or title(figure), metadata={"panels": panel_boxes(figure)})
+
+
+def fold(summary: str, text: str) -> None:
+    """Display `text` closed behind its `summary`, in a box that scrolls sideways: a wide table, or an answer to think of.
+
+    Where nothing can be unfolded (papermill's log, a terminal) it is printed as it is.
+    """
+    # Said in the element itself: pages of elsewhere break the lines of what a cell has given out.
+    lines = f'<pre style="white-space: pre; overflow-x: auto; line-height: 1.25">{html.escape(text)}</pre>'
+    markup = f"<details><summary>{html.escape(summary)}</summary>{lines}</details>"
+    display({"text/html": markup, "text/plain": f"{summary}\n{text}"}, raw=True)
 
 
 def has_front_end() -> bool:

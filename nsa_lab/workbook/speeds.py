@@ -1,45 +1,89 @@
-"""Speeds of NSA's parts beside dense attention, from the benchmark itself, and the length from which NSA is faster."""
+"""Speeds of NSA's parts beside dense attention, measured now or as recorded, and the length from which NSA is faster."""
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
 
 from rich.console import Console
 
-from nsa_lab.bench.attention import Row, Shape, run_attention_bench
+from nsa_lab.bench.attention import Row, Shape, parse_shape, run_attention_bench
+from nsa_lab.config import project_root
 from nsa_lab.figures.speeds import COLOURS, WHOLE, time_by_length
-from nsa_lab.workbook.show import show
+from nsa_lab.workbook.show import fold, show
 
-TABLE_WIDTH = 150  # characters
 # One length a step, 16 384 tokens each up to there: where the crossover lies shows between them.
 SHAPES = (Shape(1024, 16), Shape(2048, 8), Shape(4096, 4), Shape(8192, 2), Shape(16384, 1), Shape(32768, 1))
+RECORD = Path("docs", "benchmarks", "attention-h200.json")  # in the project's folder
 
 
-def show_speeds(shapes: Sequence[Shape] = SHAPES) -> list[Row]:
-    """Run the benchmark, print its table, and show time per token over length."""
-    rows = run_attention_bench(tuple(shapes), console=Console(width=TABLE_WIDTH, force_jupyter=False))
-    show(time_by_length(curves_of(rows, shapes)))
-    print(crossover(rows, shapes))
-    return rows
+def show_speeds(shapes: Sequence[Shape] = SHAPES, *, measure: bool) -> None:
+    """Time per token over length as a picture, from where NSA is the faster, and the table, folded.
+
+    Measured now on this machine's GPU, or of the record that is committed. Without one it says so.
+    """
+    record = (project_root() or Path()) / RECORD
+    if measure:
+        rows, about = run_attention_bench(tuple(shapes), console=Console(file=io.StringIO())), "measured now"
+    elif record.is_file():
+        rows, about = recorded(record)
+    else:
+        print(f"no speeds: no CUDA device is measured, and there is no record {RECORD}")
+        return
+    show(time_by_length(curves_of(rows), about))
+    print(crossover(rows))
+    fold("Every part and contender, in milliseconds", table(rows))
 
 
-def curves_of(rows: Sequence[Row], shapes: Sequence[Shape]) -> dict[tuple[str, str], list[tuple[int, float]]]:
+def recorded(record: Path) -> tuple[list[Row], str]:
+    """The rows that `nsa-lab bench attention --json` wrote, and of which device and day they are."""
+    report = json.loads(record.read_text(encoding="utf-8"))
+    known = {field.name for field in fields(Row)}
+    rows = [Row(**{name: value for name, value in row.items() if name in known}) for row in report["rows"]]
+    return rows, f"{report['machine'].get('gpu', report['machine']['device'])}, {report['when'][:10]}"
+
+
+def curves_of(rows: Sequence[Row]) -> dict[tuple[str, str], list[tuple[int, float]]]:
     """For each part that is drawn and what computed it: lengths in tokens with nanoseconds per token, both passes."""
-    per_ns = {str(shape): (shape.T, 1e6 / (shape.T * shape.B)) for shape in shapes}
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in rows:
         if row.total_ms is not None and row.part in COLOURS:
-            length, scale = per_ns[row.shape]
-            curves.setdefault((row.part, row.by), []).append((length, row.total_ms * scale))
+            shape = parse_shape(row.shape)
+            curves.setdefault((row.part, row.by), []).append((shape.T, 1e6 * row.total_ms / (shape.T * shape.B)))
     return curves
 
 
-def crossover(rows: Sequence[Row], shapes: Sequence[Shape]) -> str:
-    """From which of the measured lengths the whole of NSA takes less than SDPA flash at the same shape."""
-    share = {row.shape: row.share for row in rows if row.part == WHOLE and row.share is not None}
-    lines = [f"T = {shape.T}: {share[str(shape)]:.3f} of dense" for shape in shapes if str(shape) in share]
-    faster = [shape.T for shape in shapes if share.get(str(shape), 1.0) < 1.0]
-    if not share:
-        return "no share of dense attention was measured"
-    lines.append(f"NSA is the faster from T = {min(faster)}" if faster else "dense attention is the faster throughout")
+def crossover(rows: Sequence[Row]) -> str:
+    """What the whole of NSA takes as a share of each dense attention, and from which length it is faster than them all."""
+    times: dict[int, dict[tuple[str, str], float]] = {}
+    for contender, points in curves_of(rows).items():
+        for length, ns in points:
+            times.setdefault(length, {})[contender] = ns
+    lines, faster = [], []
+    for length, taken in sorted(times.items()):
+        dense = {by: ns for (part, by), ns in taken.items() if part == "dense"}
+        whole = min((ns for (part, _), ns in taken.items() if part == WHOLE), default=None)
+        if whole is not None and dense:
+            lines.append(f"T = {length:>6}: " + ", ".join(f"{whole / ns:.2f} of {by}" for by, ns in dense.items()))
+            faster += [length] * (whole < min(dense.values()))
+    if not lines:
+        return "nothing to compare: the whole of NSA or dense attention was not measured"
+    said = f"NSA is the faster from T = {min(faster)} on" if faster else "dense attention is the faster throughout"
+    return "\n".join([*lines, f"of these lengths, {said}"])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line per contender: milliseconds of both passes, the peak in MiB, and the share of SDPA flash."""
+    lines = [f"{'shape':<9}{'part':<18}{'by':<14}{'forward':>9}{'backward':>10}{'peak MiB':>10}{'share':>7}"]
+    for row in rows:
+        passes = f"{_number(row.forward_ms):>9}{_number(row.backward_ms):>10}"
+        rest = f"{_number(row.peak_mib, 0):>10}{_number(row.share, 2):>7}"
+        lines.append(f"{row.shape:<9}{row.part:<18}{row.by:<14}{passes}{rest}  {row.note}".rstrip())
     return "\n".join(lines)
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -12,7 +12,7 @@ from nsa_lab.config import ModelConfig
 from nsa_lab.figures.step_time import COLOURS, step_by_part
 from nsa_lab.train.measured import recorded
 from nsa_lab.train.plan import shape_of
-from nsa_lab.workbook.show import show
+from nsa_lab.workbook.show import fold, show
 
 # FLOP/s that the floor of attention reckons with: what the best attention kernels of one H200 reach on useful work.
 ATTENTION_RATE = 500e12
@@ -105,7 +105,7 @@ def table(report: Report) -> str:
 
 
 def show_step_time(*, measure: bool) -> None:
-    """The picture, then the table: measured now on this machine's GPU, or of the record that ships with the package."""
+    """The picture, then the table, folded: measured now on this machine's GPU, or of the record that ships with it."""
     report = measured() if measure else recorded()
     show(picture(report))
-    print(table(report))
+    fold("Every part, with its floor", table(report))

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Rectangle
 
 from nsa_lab import figures
 from nsa_lab.attention import geometry, reference
 from nsa_lab.config import NSAConfig
 from nsa_lab.figures.blocks import equation_nine
-from nsa_lab.figures.style import png, title
+from nsa_lab.figures.style import FORCED, SEL, png, title
 from nsa_lab.workbook import examples
 from nsa_lab.workbook.query_explorer import CHOICES, explorer
 from nsa_lab.workbook.reads import describe, reads_of
@@ -57,12 +59,14 @@ def test_the_text_finds_what_reads_alike():
 
 
 @pytest.mark.parametrize("sizes", [{}, {"l": 16, "d": 16, "l_sel": 32}, {"l": 64, "d": 16, "l_sel": 32}, {"l": 8, "d": 2}])
-def test_equation_nine_is_the_overlap_only_when_counted_from_one(sizes):
+def test_equation_nine_is_the_overlap_once_its_erratum_is_mended(sizes):
     nsa = NSAConfig(**sizes)
     overlap = geometry.overlap(64, 12, nsa)
-    # A block whose compressed neighbours are all inside the range.
-    assert torch.equal(equation_nine(64, 12, nsa, first_j=1), overlap)
-    assert not torch.equal(equation_nine(64, 12, nsa, first_j=0), overlap)
+    assert torch.equal(equation_nine(64, 12, nsa, as_printed=False), overlap)
+    printed = equation_nine(64, 12, nsa, as_printed=True)
+    assert not torch.equal(printed, overlap)
+    # As printed, block j = 0 collects the first compressed block alone, once.
+    assert printed[:, 0].nonzero().flatten().tolist() == [0] and printed[0, 0] == 1
 
 
 @pytest.mark.parametrize("length", [1, *(pytest.param(length, marks=pytest.mark.slow) for length in (7, 8, 64))])
@@ -79,9 +83,32 @@ def test_pictures_of_any_length_have_a_title(example, length):
         figures.query_reads(reads_of(x, TOY, length - 1), "a toy"),
         figures.selection_by_layer({0: blocks, 3: blocks}, TOY, "a toy"),
         figures.reads_by_length([1, 64], TOY),
+        figures.architecture(reads_of(x, TOY, length - 1)),
+        figures.branch_masks(blocks, TOY),
     ]
     for figure in drawn:
         assert png(figure).startswith(b"\x89PNG") and title(figure)
+
+
+def test_the_masks_count_the_pairs_that_the_formulas_count(example):
+    k_cmp = reference.compress(example.k_cmp, TOY)
+    _, lse = reference.compressed_attention(example.q, k_cmp, k_cmp, TOY)
+    blocks = reference.select_blocks(example.q, k_cmp, lse, TOY)[0, :, 0]
+    counted = [
+        int(axes.get_title().split("\n")[1].split()[0].replace(",", "")) for axes in figures.branch_masks(blocks, TOY).axes
+    ]
+    read = geometry.mean_reads(64, TOY)
+    assert counted == [round(64 * read[branch]) for branch in ("dense", "cmp", "sel", "win")]
+
+
+def test_the_architecture_counts_the_keys_of_its_query(example):
+    (axes,) = figures.architecture(reads_of(example, TOY, 57, 1)).axes
+    said = [text.get_text() for text in axes.texts]
+    assert [text for text in said if "keys" in text] == [f"attention of $q_t$\nover {n} keys" for n in (13, 26, 12)]
+    # Chosen by score: one block of the four, beside three that are forced.
+    whole_block = pytest.approx(54 / 58 * 8 - 0.4)
+    chosen = [bar.get_facecolor() for bar in axes.patches if isinstance(bar, Rectangle) and bar.get_width() == whole_block]
+    assert chosen.count(to_rgba(SEL)) == 1 and chosen.count(to_rgba(FORCED)) == 2
 
 
 def test_the_explorer_moves_and_explains_an_impossible_geometry(example):

@@ -1,0 +1,20 @@
+"""What a notebook folds away is all there: escaped on a page, and readable where nothing unfolds."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsa_lab.report.inert import inert
+from nsa_lab.workbook import show
+
+
+def test_a_folded_text_is_closed_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    monkeypatch.setattr(show, "display", lambda data, raw: shown.append(data))
+    show.fold("a < b", "T <= 3   yes\nT > 3    no")
+    (data,) = shown
+    assert data["text/plain"] == "a < b\nT <= 3   yes\nT > 3    no"
+    assert "T &lt;= 3   yes\nT &gt; 3    no" in data["text/html"] and "<summary>a &lt; b</summary>" in data["text/html"]
+    # Closed at first, and on a report's page as well, with lines that scroll and do not break.
+    page = inert(data["text/html"])
+    assert page.startswith("<details><summary>") and "white-space:pre" in page.replace(" ", "") and "overflow-x" in page

@@ -1,0 +1,61 @@
+"""Notebook 02's speeds: what a benchmark wrote is what is drawn, told and folded away."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from nsa_lab.bench.attention import Row
+from nsa_lab.figures.style import title
+from nsa_lab.workbook import speeds
+
+ROWS = [
+    Row("1000x2", "dense", "SDPA flash", 1.0, 3.0, share=None),
+    Row("1000x2", "dense", "SDPA cuDNN", 1.0, 1.0),
+    Row("1000x2", "whole", "triton", 1.0, 2.0, share=0.75),
+    Row("4000x1", "dense", "SDPA flash", 9.0, 11.0),
+    Row("4000x1", "dense", "SDPA cuDNN", 4.0, 6.0),
+    Row("4000x1", "whole", "triton", 2.0, 3.0, 512.25, share=0.25),
+    Row("4000x1", "window", "FlexAttention", note="parity failed"),
+]
+
+
+def test_nsa_is_faster_only_where_it_beats_every_dense_contender() -> None:
+    assert speeds.crossover(ROWS).splitlines() == [
+        "T =   1000: 0.75 of SDPA flash, 1.50 of SDPA cuDNN",
+        "T =   4000: 0.25 of SDPA flash, 0.50 of SDPA cuDNN",
+        "of these lengths, NSA is the faster from T = 4000 on",
+    ]
+    assert speeds.crossover(ROWS[:3]).endswith("dense attention is the faster throughout")
+    assert "was not measured" in speeds.crossover(ROWS[:2])
+
+
+def test_curves_are_nanoseconds_per_token_of_what_was_timed() -> None:
+    curves = speeds.curves_of(ROWS)
+    assert [length for length, _ in curves["whole", "triton"]] == [1000, 4000]
+    assert [ns for _, ns in curves["whole", "triton"]] == pytest.approx([1500.0, 1250.0])
+    assert ("window", "FlexAttention") not in curves
+    assert "parity failed" in speeds.table(ROWS) and "512" in speeds.table(ROWS)
+
+
+def test_a_record_is_read_back_whatever_else_it_says(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    rows = [{**asdict(row), "younger": 1} for row in ROWS]
+    machine = {"gpu": "NVIDIA H200", "device": "cuda"}
+    record.write_text(json.dumps({"when": "2026-11-22T02:49:54+00:00", "machine": machine, "rows": rows}))
+    assert speeds.recorded(record) == (ROWS, "NVIDIA H200, 2026-11-22")
+
+
+def test_without_a_gpu_the_committed_record_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    shown, folded = [], []
+    monkeypatch.setattr(speeds, "show", shown.append)
+    monkeypatch.setattr(speeds, "fold", lambda summary, text: folded.append(text))
+    speeds.show_speeds(measure=False)
+    assert "NVIDIA H200" in title(shown[0]) and "whole" in folded[0]
+    assert "NSA is the faster from T =" in capsys.readouterr().out
+    monkeypatch.setattr(speeds, "RECORD", Path("no", "record.json"))
+    speeds.show_speeds(measure=False)
+    assert "there is no record no/record.json" in capsys.readouterr().out and len(shown) == 1
