@@ -72,7 +72,7 @@ FILLING = cases(
     "damage_is_found_and_named",
 )
 SUITES = {
-    "attention.span": [*attention_tests("span"), *MODEL],
+    "attention.span": [*attention_tests("dense_limit", "span"), *MODEL],
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
     "attention.compression": attention_tests("span"),
@@ -87,6 +87,8 @@ SUITES = {
 }
 OTHERS = {
     **{key: ["tests/test_config.py"] for key in ("config.section", "config.model", "config.training", "config.run")},
+    **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
+    "attention.padding": ["tests/attention/test_padding.py"],
     "attention.selection_loss": ["tests/attention/test_selection_loss.py"],
     "health.run": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
     "health.branches": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"],
@@ -804,8 +806,8 @@ MUTANTS = [
     Mutant(
         "model: window on the selected branch's keys",
         "model.attention",
-        "k_win, v_win, self.gates(x)",
-        "k_sel, v_sel, self.gates(x)",
+        "k_win, v_win, gates.to(q.dtype)",
+        "k_sel, v_sel, gates.to(q.dtype)",
     ),
     Mutant(
         "model: gates by branch, then by head",
@@ -817,8 +819,8 @@ MUTANTS = [
     Mutant(
         "model: late keys of every group",
         "model.attention",
-        "_late(k[:, :, :, :1], span, before)\n        roped = torch.cat([q, torch.cat([late, k[:, :, :, 1:]], dim=3)",
-        "_late(k, span, before)\n        roped = torch.cat([q, torch.cat([late], dim=3)",
+        "late_by_one(k[:, :, :, :1], span, before)\n        roped = torch.cat([q, torch.cat([late, k[:, :, :, 1:]], dim=3)",
+        "late_by_one(k, span, before)\n        roped = torch.cat([q, torch.cat([late], dim=3)",
     ),
     Mutant(
         "model: the late key of a document's first token is the last document's",
@@ -878,6 +880,44 @@ MUTANTS = [
         "model.statistics",
         "again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1])",
         "again = (bits[:, 1:, :, :-1])",
+    ),
+    Mutant(
+        "model: reuse measured across documents",
+        "model.statistics",
+        "_mean_of(again, positions[1:] > 0)",
+        "_mean_of(again, positions[1:] >= 0)",
+    ),
+    Mutant(
+        "model: distance to blocks of another document",
+        "model.statistics",
+        "    positions = span.positions()",
+        "    positions = geometry.positions(0, span.queries)",
+    ),
+    Mutant(
+        "model: documents compiled into the blocks",
+        "model.attention",
+        'return span is not None and span.kind == "packed"',
+        "return False",
+    ),
+    Mutant(
+        "flash: room for the documents of the first batch alone",
+        "attention.span",
+        "return self.longest if self.capacity is None else self.queries",
+        "return self.longest",
+    ),
+    Mutant(
+        "flash: packed rows attended as one",
+        "attention.flash",
+        'if span is None or span.kind != "packed":',
+        "if True:",
+    ),
+    Mutant("dense: documents see what is to come", "attention.dense", "window_size=(-1, 0)", "window_size=(-1, -1)"),
+    Mutant("padding: lengths of columns", "attention.padding", "kept.sum(1).cpu()", "kept.sum(0).cpu()"),
+    Mutant(
+        "padding: put back without the mask",
+        "attention.padding",
+        "padded[kept] = x[0]",
+        "padded.flatten(0, 1)[: x.shape[1]] = x[0]",
     ),
     Mutant(
         "trainer: an evaluation that a stop cut off is lost",

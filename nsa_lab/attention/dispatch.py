@@ -25,7 +25,7 @@ from nsa_lab.config import ModelConfig, NSAConfig
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
 BACKENDS = ("auto", "reference", "torch", "triton", "flash")
-TAKE_SPANS = ("reference", "torch")  # chunks and packed documents; all backends take a full span
+TAKE_SPANS = ("reference", "torch", "flash")  # chunks and packed documents; all backends take a full span
 
 
 class BackendError(RuntimeError):

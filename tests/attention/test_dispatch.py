@@ -241,7 +241,7 @@ def test_compress_takes_all_keys_of_the_span(span: attention.Span, message: str)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["triton", "flash"])
+@pytest.mark.parametrize("backend", ["triton"])
 @pytest.mark.parametrize("span", [attention.Span.chunk(0, 21), attention.Span.chunk(4, 17), PACKED], ids=repr)
 def test_a_backend_that_takes_no_span_says_what_does(
     backend: str, span: attention.Span, monkeypatch: pytest.MonkeyPatch
@@ -256,7 +256,6 @@ def test_a_backend_that_takes_no_span_says_what_does(
     keys = [y.new_zeros(1, span.keys, *y.shape[2:]) for y in (x.k_win, x.v_win)]
     calls = {
         "triton": lambda: attention.window_attention(x.q, *keys, NSA, backend=backend, span=span),
-        "flash": lambda: attention.dense_attention(x.q, *keys, backend=backend, span=span),
     }
     if span.is_full:
         attention.nsa_attention(*x, NSA, backend="triton", span=span)
