@@ -124,7 +124,8 @@ OTHERS = {
     "inference.sampling": ["tests/inference/test_sampling.py"],
     "inference.stops": ["tests/inference/test_generate.py"],
     "inference.text": ["tests/inference/test_text.py"],
-    "data.batches": ["tests/data/test_batches.py"],
+    **{f"data.{part}": ["tests/data/test_batches.py", "tests/data/test_documents.py"] for part in ("batches", "rows")},
+    "data.documents": ["tests/data/test_documents.py"],
     "data.fill": FILLING,
     "data.shards": ["tests/data/test_batches.py", *FILLING],
     "data.tokenizer": ["tests/data/test_tokenizer.py"],
@@ -702,7 +703,7 @@ MUTANTS = [
     # The data.
     Mutant("data: targets are the inputs", "data.batches", "both[:, 1:].contiguous()", "both[:, :-1].contiguous()"),
     Mutant(
-        "data: every epoch in the same windows", "data.batches", 'key = f"{self._seed}:{epoch}"', 'key = f"{self._seed}:0"'
+        "data: every epoch in the same windows", "data.batches", 'return f"{self._seed}:{epoch}"', 'return f"{self._seed}:0"'
     ),
     Mutant(
         "data: every micro-batch is the first",
@@ -712,7 +713,7 @@ MUTANTS = [
     ),
     Mutant(
         "data: a permutation that repeats",
-        "data.batches",
+        "data.rows",
         "        if index < size:\n            return index",
         "        return index % size",
     ),
@@ -731,7 +732,7 @@ MUTANTS = [
     Mutant(
         "data: characters counted for bytes",
         "data.fill",
-        'counts["text_bytes"] += len(text.encode("utf-8") if isinstance(text, str) else text)',
+        'counts["text_bytes"] += len(_bytes_of(text))',
         'counts["text_bytes"] += len(text)',
     ),
     Mutant(
@@ -892,12 +893,6 @@ MUTANTS = [
         "model.statistics",
         "    positions = span.positions()",
         "    positions = geometry.positions(0, span.queries)",
-    ),
-    Mutant(
-        "model: documents compiled into the blocks",
-        "model.attention",
-        'return span is not None and span.kind == "packed"',
-        "return False",
     ),
     Mutant(
         "flash: room for the documents of the first batch alone",

@@ -5,38 +5,63 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from nsa_lab.config import BYTE_VOCABULARY
-from nsa_lab.data import EvalBatches
+from nsa_lab.data import Batch, EvalBatches
 from nsa_lab.evaluate.reach import Reach, reach
+from nsa_lab.train.documents import logits_of, span_of
 from nsa_lab.train.parts import Parts, eager
 from nsa_lab.train.snapshot import probe_input
-from nsa_lab.train.step import token_losses
+from nsa_lab.train.step import each_token_loss, sum_over, token_losses
 
 STATISTICS_SEQUENCES = 2
 REACH_TEXT = 1 << 20  # tokens of held-out text that needles are drawn from
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Evaluated:
+    """Mean losses in nats per token; `first_loss` of the first tokens of documents, None where none are told apart."""
+
+    loss: float
+    first_loss: float | None
+
+
 def evaluate(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> float:
     """Mean loss in nats per token over fixed held-out batches. `poll` is called before each batch and may raise."""
+    return evaluate_apart(parts, held_out, poll).loss
+
+
+@torch.no_grad()
+def evaluate_apart(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> Evaluated:
+    """`evaluate`, and the same of the first token of every document."""
     # A place for each batch: added up in their order, whichever rank computed them.
-    found = torch.zeros(len(held_out), 2, device=parts.device)
+    found = torch.zeros(len(held_out), 4, device=parts.device)
     parts.model.eval()
     try:
         for index, weight in _share_of_batches(len(held_out), parts):
             poll()
-            inputs, targets = (t.to(parts.device) for t in held_out[index])
-            with parts.stepper.autocast():
-                logits = parts.model(inputs)
-            found[index] += weight * torch.stack([token_losses(logits, targets), found.new_tensor(float(targets.numel()))])
+            found[index] += weight * _losses(parts, held_out, index)
     finally:
         parts.model.train()
-    loss, tokens = functools.reduce(torch.add, parts.world.sum(found)).tolist()
-    return loss / tokens
+    loss, tokens, first, firsts = functools.reduce(torch.add, parts.world.sum(found)).tolist()
+    return Evaluated(loss / tokens, first / firsts if firsts else None)
+
+
+def _losses(parts: Parts, held_out: EvalBatches, index: int) -> Tensor:
+    """Summed loss and number of tokens of a batch, and of the first tokens of its documents: float32 [4]."""
+    tokens, wanted = held_out[index]
+    documents = held_out.documents(tokens)
+    inputs, targets = tokens.to(parts.device), wanted.to(parts.device)
+    with parts.stepper.autocast():
+        logits = logits_of(parts.model, inputs, documents)
+    total = torch.stack([token_losses(logits, targets), logits.new_tensor(float(targets.numel()), dtype=torch.float32)])
+    if documents is None:
+        return torch.cat([total, torch.zeros_like(total)])
+    return torch.cat([total, sum_over(each_token_loss(logits, targets), inputs == parts.dataset.tokenizer.separator)])
 
 
 def _share_of_batches(count: int, parts: Parts) -> list[tuple[int, float]]:
@@ -58,7 +83,7 @@ def probe_logits(parts: Parts) -> Tensor:
         parts.model.train()
 
 
-def branch_statistics(parts: Parts, inputs: Tensor) -> dict[str, Tensor]:
+def branch_statistics(parts: Parts, batch: Batch) -> dict[str, Tensor]:
     """Gate and selection statistics of each layer on the first sequences of a batch.
 
     Empty for a dense model. Of this rank's sequences; every rank must ask, for the branches are looked at from outside the
@@ -69,7 +94,11 @@ def branch_statistics(parts: Parts, inputs: Tensor) -> dict[str, Tensor]:
     parts.model.eval()
     try:
         with torch.no_grad(), eager(), parts.stepper.autocast(), parts.world.whole(parts.model):
-            return parts.model.statistics(inputs[:STATISTICS_SEQUENCES].to(parts.device, non_blocking=True))
+            first = batch.split(STATISTICS_SEQUENCES)[0]
+            tokens = first.inputs.to(parts.device, non_blocking=True)
+            if first.documents is None:
+                return parts.model.statistics(tokens)
+            return parts.model.statistics(tokens.flatten()[None], span_of(first.documents))
     finally:
         parts.model.train()
 
