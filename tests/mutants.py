@@ -71,6 +71,12 @@ FILLING = cases(
     "interruptions_change_nothing",
     "damage_is_found_and_named",
 )
+MASKED = cases(
+    "train/test_masked_run.py",
+    "a_step_is_that_of_the_documents_alone",
+    "an_evaluation_is_that_of_the_documents_alone",
+    "preflight_finds_what_leaks_into_a_neighbour",
+)
 SUITES = {
     "attention.span": [*attention_tests("dense_limit", "span"), *MODEL],
     "attention.geometry": attention_tests("block_arithmetic"),
@@ -106,7 +112,8 @@ OTHERS = {
     "train.guard": ["tests/train/test_guard.py"],
     "train.plan": ["tests/train/test_plan.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
-    "train.step": ["tests/train/test_step.py"],
+    "train.step": ["tests/train/test_step.py", *MASKED],
+    **{f"train.{part}": MASKED for part in ("documents", "measure", "preflight.leakage")},
     "attention.kernels.choice": cases(
         "kernels/test_choice.py",
         "of_two_equals_the_higher_gives_way_to_a_better_block",
@@ -126,13 +133,17 @@ OTHERS = {
     "inference.text": ["tests/inference/test_text.py"],
     **{f"data.{part}": ["tests/data/test_batches.py", "tests/data/test_documents.py"] for part in ("batches", "rows")},
     "data.documents": ["tests/data/test_documents.py"],
-    "data.fill": FILLING,
+    "data.fill": [*FILLING, *cases("train/test_masked_run.py", "short_documents_are_left_out_of_both_parts")],
     "data.shards": ["tests/data/test_batches.py", *FILLING],
     "data.tokenizer": ["tests/data/test_tokenizer.py"],
     "data.sources.local": ["tests/data/test_sources.py"],
     "config.yaml_text": ["tests/test_config.py"],
     "report.inert": ["tests/report/test_inert.py"],
-    "data.staged": ["tests/train/test_stages.py", "tests/train/test_evaluation.py"],
+    "data.staged": [
+        "tests/data/test_documents.py",
+        "tests/train/test_stages.py",
+        "tests/train/test_evaluation.py",
+    ],
     "data.recall.planting": ["tests/data/test_recall.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
@@ -703,7 +714,10 @@ MUTANTS = [
     # The data.
     Mutant("data: targets are the inputs", "data.batches", "both[:, 1:].contiguous()", "both[:, :-1].contiguous()"),
     Mutant(
-        "data: every epoch in the same windows", "data.batches", 'return f"{self._seed}:{epoch}"', 'return f"{self._seed}:0"'
+        "data: every epoch in the same windows",
+        "data.batches",
+        'return f"{self._seed}:{epoch}"',
+        'return f"{self._seed}:0"',
     ),
     Mutant(
         "data: every micro-batch is the first",
@@ -907,6 +921,70 @@ MUTANTS = [
         "if True:",
     ),
     Mutant("dense: documents see what is to come", "attention.dense", "window_size=(-1, 0)", "window_size=(-1, -1)"),
+    Mutant(
+        "documents: a document begins behind its separator",
+        "data.documents",
+        "separators = tokens == separator",
+        "separators = np.append(False, (tokens == separator)[:-1])",
+    ),
+    Mutant(
+        "documents: rows share a document",
+        "data.documents",
+        "ends.extend((row[1:] + ends[-1]).tolist())",
+        "ends.extend((row[1:-1] + ends[-1]).tolist() + [ends[-1] + int(row[-1])] * (row is self.rows[-1]))",
+    ),
+    Mutant(
+        "documents: room for those of an average row", "data.documents", "1 + int(inside.max())", "1 + int(inside.mean())"
+    ),
+    Mutant("documents: worst fit", "data.rows", "(fitting & -fitting).bit_length()", "fitting.bit_length()"),
+    Mutant(
+        "documents: the rest of a long one in any row",
+        "data.rows",
+        "best_fit(sizes.tolist(), len(rest), room)",
+        "best_fit(sizes.tolist(), 0, room)",
+    ),
+    Mutant(
+        "documents: padding weighs as text does",
+        "data.rows",
+        "(np.arange(self._seq_len + 1) <= self._filled[row])",
+        "(np.arange(self._seq_len + 1) >= 0)",
+    ),
+    Mutant(
+        "documents: facts across them",
+        "data.staged",
+        "plant = by_document(plant, separator)",
+        "pass",
+    ),
+    Mutant(
+        "documents: evaluated as one text",
+        "train.measure",
+        "logits = logits_of(parts.model, inputs, documents)",
+        "logits = parts.model(inputs)",
+    ),
+    Mutant(
+        "documents: short ones held out all the same",
+        "data.fill",
+        "max(self._plan.min_document_bytes, 1)",
+        "max(self._plan.min_document_bytes * (split_fraction(document.text) >= self._plan.val_fraction), 1)",
+    ),
+    Mutant(
+        "documents: trained on as one text",
+        "train.documents",
+        "if documents is None:",
+        "if True:",
+    ),
+    Mutant(
+        "documents: first tokens of padding too",
+        "train.step",
+        "(tokens == self._separator) & (weights != 0)",
+        "(tokens == self._separator)",
+    ),
+    Mutant(
+        "preflight: the poison is put where nobody looks",
+        "train.preflight.leakage",
+        'name.endswith("attention.qkv")',
+        'name.endswith("attention.gate")',
+    ),
     Mutant("padding: lengths of columns", "attention.padding", "kept.sum(1).cpu()", "kept.sum(0).cpu()"),
     Mutant(
         "padding: put back without the mask",
