@@ -12,6 +12,7 @@ from nsa_lab.attention.dispatch import (
     selected_attention,
     window_attention,
 )
+from nsa_lab.attention.padding import pack_padded, unpack_padded
 from nsa_lab.attention.selection_loss import selection_loss
 from nsa_lab.attention.span import Span
 
@@ -22,10 +23,12 @@ __all__ = [
     "compressed_attention",
     "dense_attention",
     "nsa_attention",
+    "pack_padded",
     "reference",
     "resolve_backend",
     "select_blocks",
     "selected_attention",
     "selection_loss",
+    "unpack_padded",
     "window_attention",
 ]

@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import checks, geometry
-from nsa_lab.attention.flash import flash_dense
+from nsa_lab.attention.flash import MOST_WIDTH, flash_dense
 from nsa_lab.attention.span import Span
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", span: Span | None = None) -> Tensor:
     """q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv] -> [B, T, H, Dv].
 
-    `torch` is scaled_dot_product_attention, which picks the device's best kernel; `flash` is flash-attn, which takes a full
-    span only. Both share tiles of values between queries: causality holds for every finite value, and a NaN or an infinity
-    can reach earlier queries (zero times NaN is NaN). With `Span.chunk`, q and the result have its `length` rows, k and v
-    positions 0 .. start+length-1; with `Span.packed`, B is 1 and every document is attended alone. Raises ValueError for
-    inputs that do not belong together, NotImplementedError for what flash-attn does not take.
+    `torch` is what torch itself has for the device: scaled_dot_product_attention, and for packed documents its kernel for
+    variable lengths (half precision on CUDA, where this torch has one), or each document by itself; `flash` is flash-attn.
+    They share tiles of values between queries: causality holds for every finite value, and a NaN or an infinity can reach
+    earlier queries of its document (zero times NaN is NaN).
+
+    With `Span.chunk`, q and the result have its `length` rows, k and v positions 0 .. start+length-1; with `Span.packed`, B
+    is 1 and every document is attended alone. Raises ValueError for inputs that do not belong together, NotImplementedError
+    for head widths that flash-attn does not take.
     """
     checks.check_raw(q, k, v, span)
-    full = span is None or span.is_full
+    span = None if span is None or span.is_full else span
     if backend == "flash":
-        if not full:
-            raise NotImplementedError(f"backend = 'flash' takes a full span only, not {span}; use backend='torch'")
-        return flash_dense(q, k, v)
-    if span is None or full:
+        return flash_dense(q, k, v, span=span)
+    if span is None:
         return _attend(q, k, v)
     if span.kind == "chunk":
         t, s = span.positions(q.device), geometry.positions(0, span.keys, q.device)
         return _attend(q, k, v, seen=s <= t[:, None])
+    varlen = _varlen(q, v)
+    if varlen is not None:
+        bounds, most = span.cu_seqlens(q.device), span.longest_laid_out
+        # Nothing to the right of a query, everything to its left.
+        return varlen(q[0], k[0], v[0], bounds, bounds, most, most, window_size=(-1, 0), enable_gqa=True)[None]
     lengths = [document.last for document in span.documents if document.last]
     parts = zip(*(torch.split(x, lengths, dim=1) for x in (q, k, v)), strict=True)
     return torch.cat([_attend(*part) for part in parts], dim=1)
+
+
+def _varlen(q: Tensor, v: Tensor) -> Callable[..., Tensor] | None:
+    """torch's attention over documents of any lengths, if there is one that takes these; None: one document at a time."""
+    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    return _varlen_attention() if half and q.shape[3] == v.shape[3] <= MOST_WIDTH else None
+
+
+@functools.cache
+def _varlen_attention() -> Callable[..., Tensor] | None:
+    """`torch.nn.attention.varlen.varlen_attn`, if this torch has one with a window and groups of heads."""
+    try:
+        found = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    return found if {"window_size", "enable_gqa"} <= inspect.signature(found).parameters.keys() else None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:

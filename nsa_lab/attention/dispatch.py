@@ -25,7 +25,6 @@ from nsa_lab.config import ModelConfig, NSAConfig
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
 BACKENDS = ("auto", "reference", "torch", "triton", "flash")
-TAKE_SPANS = ("reference", "torch", "triton")  # chunks and packed documents; all backends take a full span
 
 
 class BackendError(RuntimeError):
@@ -79,7 +78,7 @@ def resolve_backend(
         reason = flash.flash_unusable(device, dtype)
         if reason:
             raise BackendError(f"backend = 'flash' cannot run: {reason}")
-        rest = resolve_backend(device, dtype, nsa, model, "auto")
+        rest = resolve_backend(device, dtype, nsa, model, "auto", span)
         return {**rest, "window": Choice("flash", "asked for by name; flash-attn has the window branch only")}
     # The interpreter proves kernel logic; it is never the best way to compute.
     why_not_triton = unusable or unsupported
@@ -167,7 +166,7 @@ def nsa_attention(
     checks.check_gates(q, gates)
     named = isinstance(backend, str)
     choices = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if named else backend
-    run = {part: _MODULES[_taking(span, part, choices[part].backend)] for part in PARTS}
+    run = {part: _MODULES[choices[part].backend] for part in PARTS}
     where = _unless_full(span)
     if all(module is kernels for module in run.values()):
         return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, **where)
@@ -198,18 +197,7 @@ def _implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Sp
         raise NotImplementedError(
             f"backend = 'flash' has the window branch and dense attention only, not {part}; use auto, triton or torch"
         )
-    choice = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)[part]
-    return _MODULES[_taking(span, part, choice.backend)]
-
-
-def _taking(span: Span | None, part: str, backend: str) -> str:
-    """`backend`, if it takes the span."""
-    if span is not None and not span.is_full and backend not in TAKE_SPANS:
-        raise NotImplementedError(
-            f"backend = {backend!r} ({part}) takes a full span only, not {span}; use backend='torch', or span=None for "
-            "queries that are all the keys of one document"
-        )
-    return backend
+    return _MODULES[resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)[part].backend]
 
 
 def _unless_full(span: Span | None) -> dict[str, Span]:

@@ -1,16 +1,19 @@
 """The `flash` backend: flash-attn (Dao-AILab), for the window branch and the dense baseline.
 
-Optional; it needs a CUDA device and half precision.
+Optional; it needs a CUDA device and half precision. Spans: a chunk is fewer queries than keys, which flash-attn lines up at
+their ends (2.1 and up); packed documents go to its variable-length functions, by the bounds on the device.
 """
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
 
 MOST_WIDTH = 256
@@ -46,20 +49,37 @@ def check_widths(d_k: int, d_v: int) -> None:
         )
 
 
-def flash_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense causal attention of one full span; shapes as in `dense_attention`. Raises NotImplementedError for widths."""
+def flash_dense(q: Tensor, k: Tensor, v: Tensor, *, span: Span | None = None) -> Tensor:
+    """Dense causal attention; shapes as in `dense_attention`. Raises NotImplementedError for widths."""
     check_widths(k.shape[3], v.shape[3])
-    return _library().flash_attn_func(q, k, v, causal=True)
+    return _causal(q, k, v, span)
 
 
-def flash_window(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Window branch of one full span; its window counts the keys left of the query's own, so w keys are w - 1.
+def flash_window(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
+    """Window branch; its window counts the keys left of the query's own, so w keys are w - 1.
 
     Shapes as in `window_attention`. Raises NotImplementedError for head widths that flash-attn does not take.
     """
     check_widths(k.shape[3], v.shape[3])
-    out, lse, _ = _library().flash_attn_func(q, k, v, causal=True, window_size=(nsa.w - 1, 0), return_attn_probs=True)
+    out, lse, _ = _causal(q, k, v, span, window_size=(nsa.w - 1, 0), return_attn_probs=True)
     return out, lse.transpose(1, 2)  # flash-attn keeps LSE as [B, H, T]
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, span: Span | None, **how: Any) -> Any:
+    """What `flash_attn_func` gives for these, document by document if they are packed."""
+    if span is None or span.kind != "packed":
+        return _library().flash_attn_func(q, k, v, causal=True, **how)
+    bounds, most = span.cu_seqlens(q.device), span.longest_laid_out
+    packed = _library().flash_attn_varlen_func(q[0], k[0], v[0], bounds, bounds, most, most, causal=True, **how)
+    if torch.is_tensor(packed):
+        return packed[None]
+    out, lse, probabilities = packed
+    if lse.ndim != 2:
+        raise NotImplementedError(
+            f"flash-attn gives the LSE of packed documents as {tuple(lse.shape)}, and [heads, tokens] is read, as from "
+            "2.6.2 on; install a later one, or use backend='torch'"
+        )
+    return out[None], lse[None], probabilities
 
 
 def _library() -> ModuleType:

@@ -7,6 +7,8 @@ Source: arXiv 2502.11089, section 3.3; letters as in `NSAConfig`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from nsa_lab.config import NSAConfig
@@ -126,8 +128,22 @@ def decode_reads(length: int, nsa: NSAConfig) -> dict[str, int]:
     }
 
 
-def mean_reads(length: int, nsa: NSAConfig) -> dict[str, float]:
-    """Mean keys a query reads over a training sequence of `length` tokens, by branch; `dense` beside them."""
+def mean_reads(lengths: int | Mapping[int, int], nsa: NSAConfig) -> dict[str, float]:
+    """Mean keys that a query reads in documents of `lengths` tokens, by branch; `dense` beside them.
+
+    One length, or how many documents there are of each. The mean is over all their queries.
+    """
+    if isinstance(lengths, int):
+        return _mean_reads(lengths, nsa)
+    tokens = sum(length * count for length, count in lengths.items())
+    each = {length: _mean_reads(length, nsa) for length in lengths if length}
+    return {
+        branch: sum(length * lengths[length] * reads[branch] for length, reads in each.items()) / tokens
+        for branch in ("cmp", "sel", "win", "dense")
+    }
+
+
+def _mean_reads(length: int, nsa: NSAConfig) -> dict[str, float]:
     n = num_compressed(length, nsa)
     # Block i is seen by the length - (i*d + l - 1) queries from its last token on.
     cmp = n * (length - nsa.l + 1) - nsa.d * n * (n - 1) / 2

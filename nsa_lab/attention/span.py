@@ -102,6 +102,11 @@ class Span:
         return max(document.last for document in self.documents)
 
     @property
+    def longest_laid_out(self) -> int:
+        """The longest document that its launches have room for: with a capacity, all of the row."""
+        return self.longest if self.capacity is None else self.queries
+
+    @property
     def is_full(self) -> bool:
         """Whether it computes what `Span.full` does, at the same shapes, however it was written."""
         one = any(document.last == self.queries for document in self.documents)

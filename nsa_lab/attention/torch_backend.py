@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.span import DocumentRows, Span
+from nsa_lab.attention.tracing import untraced
 from nsa_lab.config import NSAConfig
 
 # Bytes of scores, or of gathered keys, that a chunk of queries may take: about a CPU's cache, or enough to fill a GPU.
@@ -38,20 +39,11 @@ class Chunk(NamedTuple):
     keys: slice
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which torch.compile steps around: as torch.compiler.disable, which loads the compiler at once."""
-    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-
-
 # A chunk -> the range of rows they may see, and which of those each may not: bool [B|1, G|1, C, keys]
 KeyRange = Callable[[Chunk], tuple[slice, Tensor]]
 
 
-@_untraced
+@untraced
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -70,7 +62,7 @@ def compressed_attention(
     return _range_attention(q, k_cmp, v_cmp, keys, wide, chunks)
 
 
-@_untraced
+@untraced
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """As `reference.select_blocks`, streamed over chunks of queries."""
     span = span or Span.full(q.shape[1])
@@ -94,7 +86,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span
     return chosen
 
 
-@_untraced
+@untraced
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -114,7 +106,7 @@ def selected_attention(
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
-@_untraced
+@untraced
 def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.window_attention`."""
     span = span or Span.full(q.shape[1])

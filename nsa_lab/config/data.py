@@ -61,6 +61,19 @@ class DataConfig(RecallConfig):
         default=None, ge=1, le=2**63 - 1, description="stop filling shards after this many training tokens"
     )
     val_fraction: float = Field(default=0.02, gt=0, lt=1, description="share of documents held out, by document hash")
+    documents: Literal["cross", "mask"] = Field(
+        default="cross",
+        description="cross: a sequence is read as one text; mask: nothing reads across the border of two documents, and "
+        "positions restart in each",
+    )
+    packing: Literal["stream", "best_fit"] = Field(
+        default="stream",
+        description="stream: text as it comes, cut where a sequence ends; best_fit: documents whole where they fit, and "
+        "padding where none does",
+    )
+    min_document_bytes: int = Field(
+        default=0, ge=0, le=COUNT, description="shorter documents are left out, of training and of what is held out"
+    )
     dataset: str = Field(default="HuggingFaceFW/fineweb-edu", description="fineweb_edu: repository on the hub")
     subset: str = Field(default="sample-10BT", description="fineweb_edu: configuration of the data set")
     timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the source before it is called stalled")
@@ -83,6 +96,15 @@ class DataConfig(RecallConfig):
             raise ValueError(
                 f"{', '.join(f'data.{key}' for key in given)}: not read by data.source = {self.source}; "
                 "set data.source: recall, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _packed(self) -> DataConfig:
+        if self.source == "recall" and self.packing == "best_fit" and self.documents == "cross":
+            raise ValueError(
+                "data.packing = best_fit with data.source = recall: facts would be planted into padding; set "
+                "data.documents: mask, which plants them into every document by itself, or data.packing: stream"
             )
         return self
 

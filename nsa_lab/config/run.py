@@ -35,6 +35,15 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _graphs_have_one_layout(self) -> RunConfig:
+        if self.runtime.cuda_graph and self.data.documents == "mask":
+            raise ValueError(
+                "runtime.cuda_graph = True replays one layout of documents, and data.documents = mask has another in every "
+                "batch; set runtime.cuda_graph: false, or data.documents: cross"
+            )
+        return self
+
     def __init__(self, /, **values: Any) -> None:
         if "nsa" in values:
             values["model"] = _with_nsa(values.get("model", {}), values["nsa"])
@@ -120,6 +129,7 @@ KNOWN_KEYS += known_keys(RunConfig)
 _LATER_KEYS: dict[str, dict[str, Any]] = {
     "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0},
     "train": {"stall_action": "record"},
+    "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0},
 }
 
 

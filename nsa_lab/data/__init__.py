@@ -7,23 +7,28 @@
 Depends on `nsa_lab.config` alone.
 """
 
-from nsa_lab.data.batches import Batches, EvalBatches, permute
+from nsa_lab.data.batches import Batch, Batches, EvalBatches
 from nsa_lab.data.dataset import Dataset, check, prepare
+from nsa_lab.data.documents import Documents
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.fill import FillProgress, split_fraction
 from nsa_lab.data.pace import FillPace
 from nsa_lab.data.prefetch import Prefetcher
+from nsa_lab.data.rows import BestFitRows, StreamRows, permute
 from nsa_lab.data.shards import TokenStore
 from nsa_lab.data.sources import Document, Source, open_source
 from nsa_lab.data.staged import StagedBatches, held_out
 from nsa_lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
+    "Batch",
     "Batches",
+    "BestFitRows",
     "ByteTokenizer",
     "DataError",
     "Dataset",
     "Document",
+    "Documents",
     "EvalBatches",
     "FileTokenizer",
     "FillPace",
@@ -31,6 +36,7 @@ __all__ = [
     "Prefetcher",
     "Source",
     "StagedBatches",
+    "StreamRows",
     "TokenStore",
     "Tokenizer",
     "check",

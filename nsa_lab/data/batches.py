@@ -3,68 +3,114 @@
 Invariants
 * `batch(step)` depends on the tokens, `seq_len`, `sequences_per_step`, `seed` and `step` alone: nothing to save, nothing to
   restore, and any division among ranks and micro-batches gives the same global batch.
-* An epoch reads disjoint windows (the last token of one is the first input of its neighbour), each once, in an order given
-  by a permutation that is computed, not stored; the next epoch shifts all windows by a new offset.
+* An epoch reads each row of the text once (`rows`), in an order given by a permutation that is computed, not stored; the
+  next epoch takes another, and a stream shifts all its windows by a new offset.
 * What a planter makes of a window depends on the window and the number of its sequence alone.
+* With a `separator`, a batch says where documents begin in its rows, and what is padding weighs nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nsa_lab.data.errors import DataError
+from nsa_lab.data.documents import Documents, documents_of, most_documents
+from nsa_lab.data.rows import Rows, StreamRows, check_length
 from nsa_lab.data.shards import TokenStore
-
-FEISTEL_ROUNDS = 4
 
 # A window of text, int64 [T + 1], and the number of its sequence -> the window with something planted into it, and what
 # each token weighs in the loss, float32 [T + 1].
 Planter = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
+class Batch(NamedTuple):
+    """Rows of a step's batch."""
+
+    inputs: torch.Tensor
+    """int64 [rows, T]"""
+    targets: torch.Tensor
+    """int64 [rows, T], the inputs one token later."""
+    weights: torch.Tensor | None = None
+    """What each target weighs in the loss, float32 [rows, T]; None where all weigh alike."""
+    documents: Documents | None = None
+    """Where documents begin, which nothing reads across; None where a row is read as one text."""
+
+    def split(self, size: int) -> list[Batch]:
+        """`size` rows in each, in order."""
+        inputs, targets = self.inputs.split(size), self.targets.split(size)
+        weights = [None] * len(inputs) if self.weights is None else self.weights.split(size)
+        documents = [None] * len(inputs) if self.documents is None else self.documents.split(size)
+        return [Batch(*parts) for parts in zip(inputs, targets, weights, documents, strict=True)]
+
+
 class Batches:
-    """Training windows of `tokens`, by `planter` if there is one. Raises `DataError` if the tokens do not fill one window
-    of `seq_len` + 1."""
+    """Training batches of rows of `tokens`, by `planter` if there is one. Raises `DataError` if the tokens do not fill one
+    row of `seq_len` + 1.
+
+    `separator`: the token between documents, where they are to be told apart. `rows`: by default the text as it comes.
+    """
 
     def __init__(
-        self, tokens: TokenStore, seq_len: int, sequences_per_step: int, seed: int, planter: Planter | None = None
+        self,
+        tokens: TokenStore,
+        seq_len: int,
+        sequences_per_step: int,
+        seed: int,
+        planter: Planter | None = None,
+        *,
+        rows: Rows | None = None,
+        separator: int | None = None,
     ) -> None:
-        _check_length(tokens, seq_len)
         self.seq_len = seq_len
         self.sequences_per_step = sequences_per_step
         self._tokens = tokens
         self._seed = seed
         self._planter = planter
-        # One window fewer than fit, so that every offset has the same number of windows.
-        self.windows_per_epoch = max(1, (len(tokens) - seq_len) // seq_len)
-        self._offsets = min(seq_len, len(tokens) - self.windows_per_epoch * seq_len)
+        self._rows = rows or StreamRows(tokens, seq_len, separator)
+        self._separator = separator
+        self.windows_per_epoch = self._rows.per_epoch
 
     def batch(self, step: int, start: int = 0, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, int64 `[count, seq_len]` each: sequences `start` to `start + count` of the step's batch.
 
         The whole batch by default. Targets are the inputs one token later.
         """
-        inputs, targets, _ = self.weighted(step, start, count)
-        return inputs, targets
+        return self.weighted(step, start, count)[:2]
 
-    def weighted(
-        self, step: int, start: int = 0, count: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`batch`, and what each target weighs in the loss, float32 `[count, seq_len]`; None where all weigh alike."""
-        numbers = self._numbers(step, start, count)
-        if self._planter is None:
-            return *_windows(self._tokens, [self._position(n) for n in numbers], self.seq_len), None
-        planted, weights = zip(*(self._planter(self._window(n), n) for n in numbers), strict=True)
-        return *_shifted(np.stack(planted)), torch.from_numpy(np.stack(weights)[:, 1:].copy())
+    def weighted(self, step: int, start: int = 0, count: int | None = None) -> Batch:
+        """`batch`, what each target weighs in the loss, and where documents begin."""
+        windows, weights = zip(*(self._planted(number) for number in self._numbers(step, start, count)), strict=True)
+        inputs, targets = _shifted(np.stack(windows))
+        heavy = None if weights[0] is None else torch.from_numpy(np.stack(weights)[:, 1:].copy())
+        if self._separator is None:
+            return Batch(inputs, targets, heavy)
+        documents = documents_of(inputs.numpy(), self._separator, self.most_documents)
+        return Batch(inputs, targets, torch.ones(targets.shape) if heavy is None else heavy, documents)
+
+    @functools.cached_property
+    def most_documents(self) -> int:
+        """The most that any row can hold, of all rows of the text."""
+        return self._rows.most_documents()
+
+    def lengths(self) -> Mapping[int, int]:
+        """How many documents of each length the rows of the first epoch hold, parts of documents included; without padding.
+
+        Rows that are read as one text count as one document.
+        """
+        return {self.seq_len: 1} if self._separator is None else self._rows.lengths(self._key(0))
+
+    def packing(self) -> dict[str, Any]:
+        """Of the first epoch: rows, documents, how many of them are cut, and how many tokens are padding."""
+        return self._rows.report(self._key(0))
 
     def positions(self, step: int, start: int = 0, count: int | None = None) -> list[int]:
         """The first token of each of those sequences, as an index into the tokens."""
-        return [self._position(n) for n in self._numbers(step, start, count)]
+        return [self._rows.position(self._row(n)) for n in self._numbers(step, start, count)]
 
     def _numbers(self, step: int, start: int, count: int | None) -> range:
         """The sequences of all steps are numbered through."""
@@ -85,22 +131,28 @@ class Batches:
         """Sixteen hex digits over the tokens of the global batch, for a diagnosis."""
         digest = hashlib.sha256()
         for number in self._numbers(step, 0, None):
-            window = self._window(number)
-            digest.update((self._planter(window, number)[0] if self._planter else window).astype("<i8").tobytes())
+            digest.update(self._planted(number)[0].astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
     def eval_batches(self, windows: int, at_once: int) -> EvalBatches:
         """The same tokens as `EvalBatches`: fixed windows, in order, for validation."""
-        return EvalBatches(self._tokens, self.seq_len, windows, at_once)
+        return EvalBatches(self._tokens, self.seq_len, windows, at_once, self._separator)
 
-    def _window(self, sequence: int) -> np.ndarray:
-        return self._tokens.read(self._position(sequence), self.seq_len + 1)
+    def _planted(self, sequence: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The window of a sequence, int64 [T + 1], and what its tokens weigh, float32 [T + 1]."""
+        row = self._row(sequence)
+        window, weights = self._rows.window(row), self._rows.weights(row)
+        if self._planter is None:
+            return window, weights
+        window, planted = self._planter(window, sequence)
+        return window, planted if weights is None else planted * weights
 
-    def _position(self, sequence: int) -> int:
+    def _row(self, sequence: int) -> int:
         epoch, index = divmod(sequence, self.windows_per_epoch)
-        key = f"{self._seed}:{epoch}"
-        offset = _draw(key, "offset") % self._offsets
-        return offset + permute(index, self.windows_per_epoch, key) * self.seq_len
+        return self._rows.row(index, self._key(epoch))
+
+    def _key(self, epoch: int) -> str:
+        return f"{self._seed}:{epoch}"
 
 
 class EvalBatches(Sequence):
@@ -108,12 +160,14 @@ class EvalBatches(Sequence):
 
     The tokens are cut into as many equal stretches, and the first window of each is taken: every document has a part in
     proportion to its length. What is read depends on the tokens, `seq_len` and `windows` alone; `at_once` groups it.
-    Item i is (inputs, targets), int64 `[<= at_once, seq_len]`; only the last may be smaller, so weight by rows.
+    Item i is (inputs, targets), int64 `[<= at_once, seq_len]`; only the last may be smaller, so weight by rows. With a
+    `separator`, `documents` says where documents begin in them.
     """
 
-    def __init__(self, tokens: TokenStore, seq_len: int, windows: int, at_once: int) -> None:
-        _check_length(tokens, seq_len)
+    def __init__(self, tokens: TokenStore, seq_len: int, windows: int, at_once: int, separator: int | None = None) -> None:
+        check_length(tokens, seq_len)
         self._tokens = tokens
+        self._separator = separator
         self._seq_len = seq_len
         self._at_once = at_once
         self._available = (len(tokens) - 1) // seq_len
@@ -129,6 +183,15 @@ class EvalBatches(Sequence):
         for window in range(self.windows):
             digest.update(self._tokens.read(self._position(window), self._seq_len + 1).astype("<i8").tobytes())
         return digest.hexdigest()[:16]
+
+    def documents(self, inputs: torch.Tensor) -> Documents | None:
+        """Where documents begin in the inputs of an item; None where rows are read as one text."""
+        return None if self._separator is None else documents_of(inputs.numpy(), self._separator, self._most)
+
+    @functools.cached_property
+    def _most(self) -> int:
+        assert self._separator is not None, "asked of texts whose documents are told apart"
+        return most_documents(self._tokens.find(self._separator), self._seq_len)
 
     def _position(self, window: int) -> int:
         return window * self._available // self.windows * self._seq_len
@@ -147,28 +210,6 @@ class EvalBatches(Sequence):
         return range(first, min(first + self._at_once, self.windows))
 
 
-def permute(index: int, size: int, key: str) -> int:
-    """Where a random permutation of `range(size)`, named by `key`, sends `index`; in constant time and memory.
-
-    A Feistel network permutes the least 4^k >= size numbers whatever its round function is; walking on from a result that
-    is not below `size` until one is (fewer than four walks on average) leaves a permutation of `range(size)`.
-    """
-    half = max(1, -(-(size - 1).bit_length() // 2))
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(FEISTEL_ROUNDS):
-            left, right = right, left ^ (_draw(key, f"{turn}:{right}") & mask)
-        index = left << half | right
-        if index < size:
-            return index
-
-
-def _draw(key: str, what: str) -> int:
-    """64 bits that look random and depend on the arguments alone."""
-    return int.from_bytes(hashlib.blake2b(f"{key}:{what}".encode(), digest_size=8).digest(), "little")
-
-
 def _windows(tokens: TokenStore, positions: list[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _shifted(np.stack([tokens.read(position, seq_len + 1) for position in positions]))
 
@@ -177,11 +218,3 @@ def _shifted(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of windows that are one token longer."""
     both = torch.from_numpy(windows)
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
-
-
-def _check_length(tokens: TokenStore, seq_len: int) -> None:
-    if len(tokens) < seq_len + 1:
-        raise DataError(
-            f"{len(tokens)} tokens do not hold one sequence of {seq_len} and its last target; "
-            "give more text, or lower train.seq_len"
-        )

@@ -125,7 +125,9 @@ def _tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 
 def _settings(data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"tokenizer": tokenizer.identity, "val_fraction": data.val_fraction, "max_tokens": data.max_tokens}
+    settings = {"tokenizer": tokenizer.identity, "val_fraction": data.val_fraction, "max_tokens": data.max_tokens}
+    # A folder that was filled without it is still the one that is meant.
+    return settings | ({"min_document_bytes": data.min_document_bytes} if data.min_document_bytes else {})
 
 
 def _filled_before(cache: Path, data: DataConfig, tokenizer: Tokenizer, identity: str | None) -> Path | None:
@@ -149,7 +151,14 @@ def _fill_once(source: Source, data: DataConfig, tokenizer: Tokenizer, cache: Pa
     cache.mkdir(parents=True, exist_ok=True)
     with _lock(folder.with_name(folder.name + ".lock"), _tick(progress, "waiting for another process that fills")):
         if not folder.is_dir():
-            fill(source, FillPlan(tokenizer, data.val_fraction, data.max_tokens, settings), folder, progress)
+            plan = FillPlan(
+                tokenizer,
+                data.val_fraction,
+                data.max_tokens,
+                settings,
+                min_document_bytes=data.min_document_bytes,
+            )
+            fill(source, plan, folder, progress)
     return folder
 
 
@@ -184,6 +193,11 @@ def _tick(progress: Progress | None, phase: str) -> Callable[[], None]:
 def _check_lengths(manifest: dict[str, Any], data: DataConfig, needed: int) -> None:
     train, held_out = (manifest["splits"][split] for split in shards.SPLITS)
     documents = train["documents"] + held_out["documents"]
+    if documents == 0 and manifest.get("short_documents"):
+        raise DataError(
+            f"data.source = {data.source}: all {manifest['short_documents']} documents are shorter than "
+            f"data.min_document_bytes = {data.min_document_bytes}; lower it, or give longer documents"
+        )
     if documents == 0:
         raise DataError(f"data.source = {data.source}: no text in it; give documents that are not empty")
     if held_out["tokens"] < needed:

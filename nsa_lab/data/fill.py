@@ -4,7 +4,8 @@ Invariants
 * Work happens in `<key>.partial`, renamed to `<key>` when the manifest stands. A reader never sees a half-filled folder.
 * A part is one training and one validation shard, ended at a document. `progress.json` is replaced, with the cursor,
   after both are on disk; what follows the last recorded part is thrown away and made again.
-* Tokens in = tokens in shards: every document whole, one separator after each, nothing else.
+* Tokens in = tokens in shards: every document whole, one separator after each, nothing else. What is shorter than
+  `min_document_bytes` is no document.
 * A text falls into training or validation by its own sha256, so its duplicates fall on the same side.
 """
 
@@ -57,12 +58,12 @@ class FillPlan:
     max_tokens: int | None
     settings: dict[str, Any]
     shard_bytes: int = SHARD_BYTES
+    min_document_bytes: int = 0
 
 
 def split_fraction(text: str | bytes) -> float:
     """Where a text stands in [0, 1): its sha256 read as a fraction. Below `val_fraction` it is validation."""
-    content = text.encode("utf-8") if isinstance(text, str) else text
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(_bytes_of(text)).digest()[:8], "big") / 2**64
 
 
 def fill(source: Source, plan: FillPlan, folder: Path, progress: Callable[[FillProgress], None] | None = None) -> None:
@@ -104,6 +105,7 @@ class _Filling:
         self.state = _read_progress(folder) or {
             "cursor": None,
             "empty_documents": 0,
+            **({"short_documents": 0} if plan.min_document_bytes else {}),
             "next_in_line": [],
             "splits": {split: {"tokens": 0, "documents": 0, "text_bytes": 0, "shards": []} for split in SPLITS},
         }
@@ -127,10 +129,10 @@ class _Filling:
         )
 
     def add(self, document: Document) -> None:
-        if document.text:
+        if len(_bytes_of(document.text)) >= max(self._plan.min_document_bytes, 1):
             self._write(document.text)
         else:
-            self.state["empty_documents"] += 1
+            self.state["short_documents" if document.text else "empty_documents"] += 1
         self._cursor = document.cursor
         if sum(shard.bytes for shard in self._part.values()) >= self._plan.shard_bytes:
             self._end_part()
@@ -172,7 +174,7 @@ class _Filling:
         counts = self.state["splits"][split]
         counts["tokens"] += len(ids) + 1
         counts["documents"] += 1
-        counts["text_bytes"] += len(text.encode("utf-8") if isinstance(text, str) else text)
+        counts["text_bytes"] += len(_bytes_of(text))
         if split == "train":
             self._remember(fraction, len(ids) + 1)
 
@@ -227,6 +229,10 @@ class _Shard:
         with contextlib.suppress(OSError):
             self._file.close()
         Path(self._file.name).unlink(missing_ok=True)
+
+
+def _bytes_of(text: str | bytes) -> bytes:
+    return text.encode("utf-8") if isinstance(text, str) else text
 
 
 def _read_progress(folder: Path) -> dict[str, Any] | None:

@@ -24,7 +24,8 @@ POLL_S = 0.05
 class Prefetcher:
     """`load(step)` for `first`, `first` + 1, ... up to `stop` (exclusive; None: without end), `depth` steps ahead.
 
-    `load` returns tensors, or tuples and lists of them; `pin_memory` pins them for asynchronous copies to a GPU.
+    `load` returns tensors, or tuples and lists of them; `pin_memory` pins them for asynchronous copies to a GPU. Anything
+    else is handed on as it is.
     A context manager: leaving it stops the thread.
     """
 
@@ -112,5 +113,7 @@ def _pinned(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.pin_memory()
     if isinstance(value, (tuple, list)):
-        return type(value)(_pinned(item) for item in value)
+        # A named tuple is made of its fields one by one.
+        make = getattr(value, "_make", type(value))
+        return make(_pinned(item) for item in value)
     return value

@@ -31,6 +31,7 @@ class TokenStore:
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
         self._shards = [shard for shard in shards if len(shard)]
         self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64).tolist()
+        self._found: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -50,6 +51,14 @@ class TokenStore:
             filled += len(piece)
             index += 1
         return out
+
+    def find(self, token: int) -> np.ndarray:
+        """int64, ascending: where `token` stands. All tokens are read once, and what was found is kept."""
+        if token not in self._found:
+            begins = [end - len(shard) for end, shard in zip(self._ends, self._shards, strict=True)]
+            places = [begin + np.flatnonzero(shard == token) for begin, shard in zip(begins, self._shards, strict=True)]
+            self._found[token] = np.concatenate([np.zeros(0, np.int64), *places])
+        return self._found[token]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -16,6 +16,7 @@ from nsa_lab.figures.architecture import architecture, branch_masks
 from nsa_lab.figures.blocks import block_geometry, overlap_weights, reads_by_length, visible_blocks
 from nsa_lab.figures.branches import branch_norms, gate_layers, gate_shares, selection_statistics
 from nsa_lab.figures.differences import loss_difference
+from nsa_lab.figures.documents import across_documents
 from nsa_lab.figures.layers import gates_of_layer, statistic_of_layer
 from nsa_lab.figures.loss import learning_rate, loss_curves, validation_gap
 from nsa_lab.figures.pace import throughput
@@ -35,6 +36,7 @@ __all__ = [
     "RUN_PICTURES",
     "Run",
     "accuracy_curves",
+    "across_documents",
     "architecture",
     "block_geometry",
     "branch_masks",

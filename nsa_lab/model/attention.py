@@ -28,6 +28,7 @@ from nsa_lab.attention import (
 )
 from nsa_lab.attention.compression import make_phi
 from nsa_lab.attention.dispatch import Choice
+from nsa_lab.attention.tracing import untraced
 from nsa_lab.config import ModelConfig
 from nsa_lab.model.layers import rotate
 
@@ -62,7 +63,8 @@ def project_heads(
     if c.matching_heads:
         q, k = roped.split([c.n_heads, keys], dim=2)
         k = k.unflatten(2, (branches, c.n_kv_groups))
-        late, unread = _late(k[:, :, :, :1], span, before)
+        late_by_one = _late_documents if _is_packed(span) else _late
+        late, unread = late_by_one(k[:, :, :, :1], span, before)
         roped = torch.cat([q, torch.cat([late, k[:, :, :, 1:]], dim=3).flatten(2, 3)], dim=2)
     # q and all keys are neighbours in the projection, so that one rotation turns them all.
     q, *turned = rotate(roped, rotary).split([c.n_heads, *[c.n_kv_groups] * branches], dim=2)
@@ -77,6 +79,10 @@ def _late(keys: Tensor, span: Span | None, before: Tensor | None) -> tuple[Tenso
     if begins[1:]:
         late[:, begins[1:]] = 0
     return late, keys[:, -1:]
+
+
+def _is_packed(span: Span | None) -> bool:
+    return span is not None and span.kind == "packed"
 
 
 def weighted(taught: Tensor | None, weight: float, like: Tensor) -> Tensor:
@@ -104,22 +110,31 @@ class SparseAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, Tensor | None]:
         """The output, and in training the layer's `selection_loss`, 0-d; None where `ModelConfig.selection_loss` is 0."""
-        inputs = self.project(x, rotary, span)
+        mix = _mix_documents if _is_packed(span) else SparseAttention.mix
+        mixed, taught = mix(self, self.heads(x, rotary, span), self.gates(x), span)
+        return self.out(mixed.flatten(2)), taught
+
+    def mix(self, heads: Heads, gates: Tensor, span: Span | None) -> tuple[Tensor, Tensor | None]:
+        """What the branches find, [B, T, H, d_v], and the selection loss as in `forward`."""
+        inputs = self._inputs(heads, gates, span)
         q, k_cmp, _, k_sel, *_ = inputs
         backends = self.backends or self._resolve(q, span)
         mixed = nsa_attention(*inputs, self.config.nsa, backend=backends, span=span)
         taught = self.training and self.config.taught
-        return self.out(mixed.flatten(2)), selection_loss(q, k_cmp, k_sel, self.config.nsa, span=span) if taught else None
+        return mixed, selection_loss(q, k_cmp, k_sel, self.config.nsa, span=span) if taught else None
 
     def project(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> AttentionInputs:
         """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3].
 
         `rotary` is that of x's positions. x holds all keys: a span is full or packed.
         """
+        return self._inputs(self.heads(x, rotary, span), self.gates(x), span)
+
+    def _inputs(self, heads: Heads, gates: Tensor, span: Span | None) -> AttentionInputs:
         nsa = self.config.nsa
-        q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = self.heads(x, rotary, span)
+        q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = heads
         k_cmp, v_cmp = compress(k_cmp, nsa, self.phi_k, span=span), compress(v_cmp, nsa, self.phi_v, span=span)
-        return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, self.gates(x).to(q.dtype)
+        return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.to(q.dtype)
 
     def heads(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Heads:
         """Queries, keys and values of x, before compression; `before` as in `project_heads`."""
@@ -143,21 +158,22 @@ class SparseAttention(nn.Module):
         return self._resolved[key]
 
     @torch.no_grad()
-    def observe(self, x: Tensor, rotary: Rotary) -> dict[str, Tensor]:
+    def observe(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> dict[str, Tensor]:
         """What each branch did: `gates`, `blocks`, `out_cmp`, `out_sel`, `out_win`, `lse_cmp`, `lse_sel`, `lse_sink`.
 
-        `lse_sink` is the LSE of the first selection block alone, so exp(lse_sink - lse_sel) is the share it holds.
+        `lse_sink` is the LSE of the first selection block alone, so exp(lse_sink - lse_sel) is the share it holds. Blocks
+        are each document's own.
         """
         nsa = self.config.nsa
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = self.project(x, rotary)
-        name = {part: choice.backend for part, choice in (self.backends or self._resolve(q, None)).items()}
-        out_cmp, lse_cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"])
-        blocks = select_blocks(q, k_cmp, lse_cmp, nsa, backend=name["selection"])
-        out_sel, lse_sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"])
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = self.project(x, rotary, span)
+        name = {part: choice.backend for part, choice in (self.backends or self._resolve(q, span)).items()}
+        out_cmp, lse_cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"], span=span)
+        blocks = select_blocks(q, k_cmp, lse_cmp, nsa, backend=name["selection"], span=span)
+        out_sel, lse_sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"], span=span)
         only_first = torch.full_like(blocks, -1)
         only_first[..., 0] = 0
-        _, lse_sink = selected_attention(q, k_sel, v_sel, only_first, nsa, backend=name["selected"])
-        out_win, _ = window_attention(q, k_win, v_win, nsa, backend=name["window"])
+        _, lse_sink = selected_attention(q, k_sel, v_sel, only_first, nsa, backend=name["selected"], span=span)
+        out_win, _ = window_attention(q, k_win, v_win, nsa, backend=name["window"], span=span)
         return {
             "gates": gates,
             "blocks": blocks,
@@ -185,8 +201,15 @@ class DenseAttention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, None]:
         """The output, and no selection loss: as `SparseAttention.forward`."""
         q, (k,), (v,), _ = self.heads(x, rotary, span)
-        return self.out(dense_attention(q, k, v, backend=self.backends["dense"].backend, span=span).flatten(2)), None
+        attend = _attend_documents if _is_packed(span) else dense_attention
+        return self.out(attend(q, k, v, backend=self.backends["dense"].backend, span=span).flatten(2)), None
 
     def heads(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Heads:
         """As `SparseAttention.heads`, of one branch."""
         return project_heads(self.qkv(x), self.config, self.BRANCHES, rotary, span, before)
+
+
+# Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.
+_late_documents = untraced(_late)
+_mix_documents = untraced(SparseAttention.mix)
+_attend_documents = untraced(dense_attention)

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import geometry
+from nsa_lab.attention import Span, geometry
 from nsa_lab.config import ModelConfig
 
 BRANCHES = ("cmp", "sel", "win")
 SATURATED = 0.01  # a gate this close to 0 or 1 has stopped passing gradient
 
 
-def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Scalars (0-d tensors, on the device) of one layer's `observe`.
+def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig, span: Span | None = None) -> dict[str, Tensor]:
+    """Scalars (0-d tensors, on the device) of one layer's `observe`, which was of `span`; None: whole sequences.
 
     gate_share_*: mean share of a branch in the gate's sum; gate_entropy: nats, of those shares, ln 3 at most;
     gate_saturation: share of gates within 0.01 of 0 or 1; sel_reuse: share of a query's blocks that the query before it
@@ -30,16 +30,18 @@ def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     stats["gate_entropy"] = -(share * share.clamp_min(1e-9).log()).sum(-1).mean()
     stats["gate_saturation"] = ((gates < SATURATED) | (gates > 1 - SATURATED)).float().mean()
 
-    T = blocks.shape[1]
-    t = geometry.positions(0, T, blocks.device)[:, None, None]
+    span = span or Span.full(blocks.shape[1])
+    positions = span.positions()
+    t = positions.to(blocks.device)[:, None, None]
     valid = blocks >= 0
-    bits = torch.zeros(*blocks.shape[:3], geometry.num_selection(T, nsa) + 1, dtype=torch.bool, device=blocks.device)
+    bits = torch.zeros(*blocks.shape[:3], span.num_selection(nsa) + 1, dtype=torch.bool, device=blocks.device)
     bits.scatter_(-1, torch.where(valid, blocks, bits.shape[-1] - 1), True)
     again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1]).sum(-1) / valid[:, 1:].sum(-1)
-    stats["sel_reuse"] = again.mean() if T > 1 else gates.new_zeros(())
+    # The first query of a document has none before it.
+    stats["sel_reuse"] = _mean_of(again, positions[1:] > 0)
     stats["sel_distance"] = torch.where(valid, geometry.own_block(t, nsa) - blocks, 0).sum() / valid.sum()
-    past_first = slice(geometry.after_first_block(T, nsa), None)
-    stats["sel_sink_share"] = (seen["lse_sink"] - seen["lse_sel"])[:, past_first].float().exp().mean()
+    past_first = positions >= geometry.after_first_block(span.longest, nsa)
+    stats["sel_sink_share"] = _mean_of((seen["lse_sink"] - seen["lse_sel"]).float().exp(), past_first)
 
     keys, near = geometry.keys_of_blocks(blocks, t, nsa)
     stats["sel_window_overlap"] = near.sum() / keys.sum()
@@ -48,3 +50,10 @@ def branch_statistics(seen: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     for name in BRANCHES:
         stats[f"norm_{name}"] = seen[f"out_{name}"].float().pow(2).mean().sqrt()
     return stats
+
+
+def _mean_of(values: Tensor, rows: Tensor) -> Tensor:
+    """Mean over the rows of values [B, T, ...] that `rows` (bool [T], on the CPU) takes, 0-d; 0 where it takes none."""
+    if not rows.any():
+        return values.new_zeros(())
+    return values.index_select(1, rows.nonzero().flatten().to(values.device)).mean()

@@ -101,38 +101,39 @@ class NSATransformer(nn.Module):
         return {**self.__dict__, "_taught": None}  # of a pass, not of the model: a copy has none
 
     @torch.no_grad()
-    def observe(self, tokens: Tensor) -> list[dict[str, Tensor]]:
+    def observe(self, tokens: Tensor, span: Span | None = None) -> list[dict[str, Tensor]]:
         """`SparseAttention.observe` of every layer on tokens [B, T]: for pictures and statistics, not for speed."""
         if self.config.attention != "nsa":
             raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
-        x, rotary = self._enter(tokens)
+        x, rotary = self._enter(tokens, span)
         seen = []
         for block in cast("list[Block]", self.blocks):
             layer = cast(SparseAttention, block.attention)
-            seen.append(layer.observe(block.attention_norm(x), rotary))
-            x, _ = block(x, rotary)
+            seen.append(layer.observe(block.attention_norm(x), rotary, span))
+            x, _ = block(x, rotary, span)
         return seen
 
-    def statistics(self, tokens: Tensor) -> dict[str, Tensor]:
+    def statistics(self, tokens: Tensor, span: Span | None = None) -> dict[str, Tensor]:
         """Gate and selection statistics of every layer on tokens [B, T]: name -> [n_layers]. Empty for a dense model."""
         if self.config.attention != "nsa":
             return {}
-        layers = [branch_statistics(seen, self.config) for seen in self.observe(tokens)]
+        layers = [branch_statistics(seen, self.config, span) for seen in self.observe(tokens, span)]
         return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, length: int) -> dict[str, float]:
-        """Training FLOPs per token at sequences of `length`, forward and backward, of this model's weights.
+    def flops_per_token(self, lengths: int | Mapping[int, int]) -> dict[str, float]:
+        """Training FLOPs per token in documents of `lengths`, forward and backward, of this model's weights.
 
-        `nsa` and `dense` differ in attention: the keys that NSA reads, or all causal ones. Lookups, norms and the
-        recomputation inside kernels are not counted.
+        One length, or how many documents there are of each; the mean is over their tokens. `nsa` and `dense` differ in
+        attention: the keys that NSA reads, or all causal ones. Lookups, norms and the recomputation inside kernels are not
+        counted.
         """
         c = self.config
         matmul = 2 * (self.parameter_count() - self.embedding.weight.numel())
         per_key = 2 * c.n_layers * c.n_heads * (c.d_k + c.d_v)
-        reads = geometry.mean_reads(length, c.nsa)
+        reads = geometry.mean_reads(lengths, c.nsa)
         sparse = reads["cmp"] + reads["sel"] + reads["win"]
         return {
             kind: (1 + BACKWARD_FLOPS) * (matmul + per_key * keys)

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from nsa_lab.attention import BackendError
+from nsa_lab.attention import BackendError, geometry
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import DataError, FillPace, FillProgress
 from nsa_lab.model import NSATransformer
@@ -33,7 +33,7 @@ from nsa_lab.train.distributed import World
 from nsa_lab.train.guard import Finding, Halt
 from nsa_lab.train.measure import compressed, probe_logits
 from nsa_lab.train.parts import Builders, Parts, assemble, choose_device, set_determinism
-from nsa_lab.train.plan import flops_per_token
+from nsa_lab.train.plan import flops_per_token, over_stages
 from nsa_lab.train.preflight.checks import preflight
 from nsa_lab.train.signals import StopRequested, StopSignals
 from nsa_lab.train.telemetry.event_log import EventLog
@@ -207,7 +207,18 @@ class _Attempt:
                 for branch, choice in parts.model.backends.items()
             },
             "params": parts.model.parameter_count(),
-            "flops_per_token": flops_per_token(cast(NSATransformer, parts.model), self.config.train),
+            **self._work(parts),
+        }
+
+    def _work(self, parts: Parts) -> dict[str, Any]:
+        """What a token costs, of documents as long as they are; and how they lie in the rows of a first epoch."""
+        train, data, lengths = self.config.train, self.config.data, parts.batches.lengths()
+        reads = [geometry.mean_reads(of_stage, self.config.nsa) for of_stage in lengths]
+        laid_out = {"packing": parts.batches.packing()} if data.documents == "mask" or data.packing == "best_fit" else {}
+        return {
+            "flops_per_token": flops_per_token(cast(NSATransformer, parts.model), train, lengths),
+            "reads_per_token": over_stages(train, reads),
+            **laid_out,
         }
 
     def _resume(self, parts: Parts) -> tuple[int, list[float]]:

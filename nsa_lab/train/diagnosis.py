@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nsa_lab.data import Batch
 from nsa_lab.runs.files import write_json
+from nsa_lab.train.documents import logits_of
 from nsa_lab.train.guard import Finding
 from nsa_lab.train.measure import branch_statistics, layer_norms
 from nsa_lab.train.parts import Parts, eager
@@ -26,9 +28,9 @@ def diagnose(parts: Parts, finding: Finding, good_step: int) -> dict[str, Any]:
     index = max(finding.step - 1, 0)
     stage = parts.config.train.stage_at(index + 1)
     start, count = parts.world.share(stage.sequences_per_step)
-    inputs, targets = parts.batches.batch(index, start, count)
+    batch = parts.batches.weighted(index, start, count)
     parts.stepper.stage = stage
-    losses, first_bad = _replay(parts, inputs, targets)
+    losses, first_bad = _replay(parts, batch)
     return {
         "rule": finding.rule,
         "step": finding.step,
@@ -43,7 +45,7 @@ def diagnose(parts: Parts, finding: Finding, good_step: int) -> dict[str, Any]:
         "first_non_finite_module": first_bad,
         "parameter_norms": _numbers(parts, layer_norms(parts.model, lambda p: p)),
         "gradient_norms": _numbers(parts, layer_norms(parts.model, lambda p: p.grad)),
-        "statistics": {name: [repr(v) for v in value.tolist()] for name, value in branch_statistics(parts, inputs).items()},
+        "statistics": {name: [repr(v) for v in value.tolist()] for name, value in branch_statistics(parts, batch).items()},
     }
 
 
@@ -56,17 +58,18 @@ def write(run_dir: Path, finding: Finding, rank: int, bundle: dict[str, Any]) ->
     return folder
 
 
-def _replay(parts: Parts, inputs: Tensor, targets: Tensor) -> tuple[list[str], str | None]:
+def _replay(parts: Parts, batch: Batch) -> tuple[list[str], str | None]:
     parts.optimizer.zero_grad(set_to_none=True)
     losses = []
     with eager(), _watch(parts.model) as first_bad:
-        for tokens, wanted in parts.stepper.micro_batches(inputs, targets):
+        for part in parts.stepper.micro_batches(batch):
+            tokens = part.targets.numel()
             with parts.stepper.autocast():
-                logits = parts.model(tokens.to(parts.device))
-            loss = token_losses(logits, wanted.to(parts.device)) / wanted.numel()
+                logits = logits_of(parts.model, part.inputs.to(parts.device), part.documents)
+            loss = token_losses(logits, part.targets.to(parts.device)) / tokens
             losses.append(repr(loss.item()))
-            share = loss * wanted.numel() / parts.stepper.stage.tokens_per_step
-            (share + parts.stepper.added(wanted.numel())).backward()
+            share = loss * tokens / parts.stepper.stage.tokens_per_step
+            (share + parts.stepper.added(tokens)).backward()
     return losses, first_bad[0] if first_bad else None
 
 

@@ -7,6 +7,7 @@ import functools
 import lzma
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,28 +15,62 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.config import BYTE_VOCABULARY
-from nsa_lab.data import EvalBatches
+from nsa_lab.data import Batch, EvalBatches
 from nsa_lab.evaluate.reach import Reach, reach
+from nsa_lab.train.documents import logits_of, span_of
 from nsa_lab.train.parts import Parts, eager
 from nsa_lab.train.snapshot import probe_input
-from nsa_lab.train.step import each_token_loss, token_losses
+from nsa_lab.train.step import each_token_loss, sum_over, token_losses
 
 STATISTICS_SEQUENCES = 2
 REACH_TEXT = 1 << 20  # tokens of held-out text that needles are drawn from
 XZ_TEXT = 1 << 20  # bytes of held-out text that are compressed: a third of a second
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Evaluated:
+    """Mean losses in nats per token; `first_loss` of the first tokens of documents, None where none are told apart."""
+
+    loss: float
+    first_loss: float | None
+
+
 def evaluate(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> float:
     """Mean loss in nats per token over fixed held-out batches. `poll` is called before each batch and may raise."""
+    return evaluate_apart(parts, held_out, poll).loss
+
+
+@torch.no_grad()
+def evaluate_apart(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> Evaluated:
+    """`evaluate`, and the same of the first token of every document."""
     # A place for each batch: added up in their order, whichever rank computed them.
-    found = torch.zeros(len(held_out), 2, device=parts.device)
+    found = torch.zeros(len(held_out), 4, device=parts.device)
     with _evaluating(parts.model):
-        for index, weight, logits, targets in _read(parts, held_out, poll):
-            told = torch.stack([token_losses(logits, targets), found.new_tensor(float(targets.numel()))])
-            found[index] += weight * told
-    loss, tokens = functools.reduce(torch.add, parts.world.sum(found)).tolist()
-    return loss / tokens
+        for read in _read(parts, held_out, poll):
+            found[read.index] += read.weight * _losses(read)
+    loss, tokens, first, firsts = functools.reduce(torch.add, parts.world.sum(found)).tolist()
+    return Evaluated(loss / tokens, first / firsts if firsts else None)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One of this rank's held-out batches, computed as in training; `begins`, bool: first tokens of documents told apart."""
+
+    index: int
+    weight: float
+    logits: Tensor
+    targets: Tensor
+    begins: Tensor | None
+
+
+def _losses(read: _Read) -> Tensor:
+    """Summed loss and number of tokens of a batch, and of the first tokens of its documents: float32 [4]."""
+    total = torch.stack(
+        [token_losses(read.logits, read.targets), torch.tensor(float(read.targets.numel())).to(read.logits.device)]
+    )
+    if read.begins is None:
+        return torch.cat([total, torch.zeros_like(total)])
+    return torch.cat([total, sum_over(each_token_loss(read.logits, read.targets), read.begins)])
 
 
 @torch.no_grad()
@@ -43,20 +78,22 @@ def window_losses(parts: Parts, held_out: EvalBatches, poll: Callable[[], None])
     """Mean loss of each held-out window in nats per token, to six digits: what runs are compared by, window by window."""
     found = torch.zeros(held_out.windows, device=parts.device)
     with _evaluating(parts.model):
-        for index, weight, logits, targets in _read(parts, held_out, poll):
-            own = held_out.of_batch(index)
-            found[own.start : own.stop] += weight * each_token_loss(logits, targets).mean(1)
+        for read in _read(parts, held_out, poll):
+            own = held_out.of_batch(read.index)
+            found[own.start : own.stop] += read.weight * each_token_loss(read.logits, read.targets).mean(1)
     return [round(loss, 6) for loss in parts.world.sum(found).tolist()]
 
 
-def _read(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> Iterator[tuple[int, float, Tensor, Tensor]]:
-    """Number, weight, logits and targets of this rank's batches, computed as in training."""
+def _read(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> Iterator[_Read]:
     for index, weight in _share_of_batches(len(held_out), parts):
         poll()
-        inputs, targets = (t.to(parts.device) for t in held_out[index])
+        tokens, wanted = held_out[index]
+        documents = held_out.documents(tokens)
+        inputs, targets = tokens.to(parts.device), wanted.to(parts.device)
         with parts.stepper.autocast():
-            logits = parts.model(inputs)
-        yield index, weight, logits, targets
+            logits = logits_of(parts.model, inputs, documents)
+        begins = None if documents is None else inputs == parts.dataset.tokenizer.separator
+        yield _Read(index, weight, logits, targets, begins)
 
 
 @contextlib.contextmanager
@@ -87,7 +124,7 @@ def probe_logits(parts: Parts) -> Tensor:
         parts.model.train()
 
 
-def branch_statistics(parts: Parts, inputs: Tensor) -> dict[str, Tensor]:
+def branch_statistics(parts: Parts, batch: Batch) -> dict[str, Tensor]:
     """Gate and selection statistics of each layer on the first sequences of a batch.
 
     Empty for a dense model. Of this rank's sequences; every rank must ask, for the branches are looked at from outside the
@@ -98,7 +135,11 @@ def branch_statistics(parts: Parts, inputs: Tensor) -> dict[str, Tensor]:
     parts.model.eval()
     try:
         with torch.no_grad(), eager(), parts.stepper.autocast(), parts.world.whole(parts.model):
-            return parts.model.statistics(inputs[:STATISTICS_SEQUENCES].to(parts.device, non_blocking=True))
+            first = batch.split(STATISTICS_SEQUENCES)[0]
+            tokens = first.inputs.to(parts.device, non_blocking=True)
+            if first.documents is None:
+                return parts.model.statistics(tokens)
+            return parts.model.statistics(tokens.flatten()[None], span_of(first.documents))
     finally:
         parts.model.train()
 

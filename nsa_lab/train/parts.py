@@ -96,8 +96,10 @@ def set_determinism(deterministic: bool) -> None:
 def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dataset, builders: Builders) -> Parts:
     """Model, optimiser and batches around data that is ready."""
     train = config.train
-    batches = StagedBatches(dataset.train, train, config.data)
-    evaluations = held_out(dataset.validation, train)
+    masked = config.data.documents == "mask"
+    separator = dataset.tokenizer.separator if masked or config.data.packing == "best_fit" else None
+    batches = StagedBatches(dataset.train, train, config.data, separator)
+    evaluations = held_out(dataset.validation, train, separator if masked else None)
     world = replace(world, sharded=config.runtime.parallel == "fsdp" and world.size > 1)
     model = builders.model(config, device)
     if config.runtime.compile:
@@ -115,6 +117,7 @@ def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dat
         world=world,
         graph=_graphed(config, world, device),
         auxiliary=model.auxiliary_loss if config.model.taught else None,
+        separator=separator if masked else None,
     )
     return Parts(config, world, device, dataset, batches, evaluations, model, optimizer, stepper)
 

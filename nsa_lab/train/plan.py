@@ -7,7 +7,7 @@ driver reserves. `compare` puts a plan beside what a run measured.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -127,11 +127,22 @@ def check_room(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
         )
 
 
-def flops_per_token(model: NSATransformer, train: TrainConfig) -> dict[str, float]:
-    """`NSATransformer.flops_per_token`, the mean over all tokens of a run."""
-    shares = [(stage.steps * stage.tokens_per_step / train.tokens, stage.seq_len) for stage in train.plan]
-    stages = [(share, model.flops_per_token(length)) for share, length in shares]
-    return {kind: sum(share * flops[kind] for share, flops in stages) for kind in ("nsa", "dense")}
+def flops_per_token(
+    model: NSATransformer, train: TrainConfig, lengths: Sequence[Mapping[int, int]] | None = None
+) -> dict[str, float]:
+    """`NSATransformer.flops_per_token`, the mean over all tokens of a run.
+
+    `lengths`: of each stage, how many documents there are of each length (`StagedBatches.lengths`); None: sequences are
+    read as one text, or it is not known what is in them, and this is the most.
+    """
+    stages = lengths or [stage.seq_len for stage in train.plan]
+    return over_stages(train, [model.flops_per_token(stage) for stage in stages])
+
+
+def over_stages(train: TrainConfig, of_stage: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means of the stages, each per token -> means over all tokens of a run."""
+    shares = [stage.steps * stage.tokens_per_step / train.tokens for stage in train.plan]
+    return {kind: sum(share * stage[kind] for share, stage in zip(shares, of_stage, strict=True)) for kind in of_stage[0]}
 
 
 def hours(tokens: int, tokens_per_s: float) -> float:

@@ -10,7 +10,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,12 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nsa_lab.config import StageConfig, TrainConfig
+from nsa_lab.data import Batch, Documents
 from nsa_lab.train.cuda_graph import GraphedGradients
 from nsa_lab.train.distributed import World
+from nsa_lab.train.documents import logits_of
 
 LOSS, GRAD_NORM, BAD, STOP, AUXILIARY = range(5)
-# What a step with weights says besides: summed loss and number of the tokens that weigh 1 (text), and of all others.
-TEXT_LOSS, TEXT_TOKENS, MARKED_LOSS, MARKED_TOKENS = range(5, 9)
+# What a step with weights says besides: summed loss and number of the tokens that weigh 1 (text), and of all others that
+# weigh anything; and where documents are told apart, of the first token of every document.
+TEXT_LOSS, TEXT_TOKENS, MARKED_LOSS, MARKED_TOKENS, FIRST_LOSS, FIRST_TOKENS = range(5, 11)
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
@@ -50,25 +54,32 @@ def each_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def told_apart(losses: Tensor, weights: Tensor) -> Tensor:
-    """Sum of `losses` and number of tokens, of those that weigh 1 and of the others: float32 [4]. Both of one shape."""
+    """Sum of `losses` and number of tokens, of those that weigh 1 and of the others: float32 [4]. Both of one shape.
+
+    What weighs nothing is padding, and counts for neither.
+    """
     text = weights == 1
-    losses = losses.detach()
+    return torch.cat([sum_over(losses, text), sum_over(losses, ~text & (weights != 0))])
+
+
+def sum_over(losses: Tensor, tokens: Tensor) -> Tensor:
+    """Sum of `losses` over `tokens` (bool, of one shape), and their number: float32 [2]."""
     zero = torch.zeros((), device=losses.device)
-    sums = [torch.where(text, losses, zero).sum(), text.sum(), torch.where(text, zero, losses).sum(), (~text).sum()]
-    return torch.stack([value.float() for value in sums])
+    return torch.stack([torch.where(tokens, losses.detach(), zero).sum().float(), tokens.sum().float()])
 
 
 class Stepper:
     """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters.
 
     `auxiliary` gives what is to be added to the loss of the last forward pass, a mean over its tokens; None: nothing.
+    `separator` is the token that a document begins with, where documents are told apart.
     `applied_lr` is the rate that the optimiser held when it last stepped.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        forward: Callable[[Tensor], Tensor],
+        forward: Callable[..., Tensor],
         optimizer: torch.optim.Optimizer,
         train: TrainConfig,
         *,
@@ -77,8 +88,10 @@ class Stepper:
         world: World,
         graph: bool = False,
         auxiliary: Callable[[], Tensor] | None = None,
+        separator: int | None = None,
     ) -> None:
         self._forward, self._optimizer, self._train = forward, optimizer, train
+        self._separator = separator
         self._auxiliary = auxiliary or (lambda: torch.zeros((), device=device))
         self.stage: StageConfig = train.plan[0]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -87,17 +100,19 @@ class Stepper:
         self.applied_lr = 0.0
         # Called by the optimiser itself when it steps: what a record says of the rate is what was held then.
         optimizer.register_step_pre_hook(self._note_rate)
-        self._graphed = GraphedGradients(self._gradients, self._parameters, device, self._make_moments) if graph else None
+        replayed = GraphedGradients(
+            lambda *batch: self._gradients(Batch(*batch)), self._parameters, device, self._make_moments
+        )
+        self._graphed = replayed if graph else None
 
     def autocast(self) -> AbstractContextManager:
         if not self._bf16:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=torch.bfloat16)
 
-    def micro_batches(self, inputs: Tensor, targets: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """This rank's sequences of a step, `[n, T]`, in the groups that a forward pass of their stage takes."""
-        size = self.stage.sequences_at_once
-        return zip(inputs.split(size), targets.split(size), strict=True)
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        """This rank's sequences of a step in the groups that a forward pass of their stage takes."""
+        return batch.split(self.stage.sequences_at_once)
 
     def step(
         self,
@@ -107,13 +122,14 @@ class Stepper:
         poll: Callable[[], None],
         *,
         weights: Tensor | None = None,
+        documents: Documents | None = None,
         stop: bool = False,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
         """Take one step on this rank's sequences `[n, T]`; device tensor, `LOSS` and on.
 
         The sequences are a share of a batch of `stage`. `weights`, float32 `[n, T]`, are those of the targets; with them
-        the losses of text and of what is marked come back, too.
+        the losses of text and of what is marked come back, too. With `documents` each is computed as if it were alone.
         `poll` is called before each micro-batch and may raise, and so may `interruptible()`, entered around each of them;
         the step is then as if it had never begun. `stop` is this rank's wish to stop; the flag that comes back counts the
         ranks that wish it.
@@ -124,7 +140,7 @@ class Stepper:
                 told = self._graphed(inputs, targets, weights)
         else:
             self._optimizer.zero_grad(set_to_none=True)
-            told = self._gradients(inputs, targets, weights, poll, interruptible)
+            told = self._gradients(Batch(inputs, targets, weights, documents), poll, interruptible)
         stops, loss, *more = self._world.sum(torch.cat([told.new_full((1,), float(stop)), told])).unbind()
         norm = self._clip()
         self._bad = torch.maximum(self._bad, (~(torch.isfinite(loss) & torch.isfinite(norm))).float())
@@ -133,22 +149,18 @@ class Stepper:
 
     def _gradients(
         self,
-        inputs: Tensor,
-        targets: Tensor,
-        weights: Tensor | None = None,
+        batch: Batch,
         poll: Callable[[], None] = lambda: None,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """Loss and auxiliary loss of the step, and with weights what `told_apart` says: [2] or [6]. `.grad` grows."""
-        told = torch.zeros(2 if weights is None else 6, device=self._device)
-        whole = self._whole(weights)
-        pairs = list(self.micro_batches(inputs, targets))
-        weighed = [None] * len(pairs) if weights is None else weights.split(self.stage.sequences_at_once)
-        for number, ((tokens, wanted), weight) in enumerate(zip(pairs, weighed, strict=True), 1):
+        """Loss and auxiliary loss of the step, and with weights what is told apart: [2], [6] or [8]. `.grad` grows."""
+        whole, parts = self._whole(batch.weights), self.micro_batches(batch)
+        told: list[Tensor] = []
+        for number, part in enumerate(parts, 1):
             poll()
-            with interruptible(), self._world.sync(self._forward, when=number == len(pairs)):
-                told += self._backward(tokens, wanted, weight, whole)
-        return told
+            with interruptible(), self._world.sync(self._forward, when=number == len(parts)):
+                told.append(self._backward(part, whole))
+        return functools.reduce(torch.add, told)
 
     def _whole(self, weights: Tensor | None) -> float | Tensor:
         """What all tokens of the step weigh together, over all ranks."""
@@ -156,20 +168,27 @@ class Stepper:
             return self.stage.tokens_per_step
         return self._world.sum(weights.to(self._device, non_blocking=True).sum())
 
-    def _backward(self, tokens: Tensor, targets: Tensor, weights: Tensor | None, whole: float | Tensor) -> Tensor:
+    def _backward(self, batch: Batch, whole: float | Tensor) -> Tensor:
+        tokens = batch.inputs.to(self._device, non_blocking=True)
         with self.autocast():
-            logits = self._forward(tokens.to(self._device, non_blocking=True))
-        targets = targets.to(self._device, non_blocking=True)
-        if weights is None:
+            logits = logits_of(self._forward, tokens, batch.documents)
+        targets = batch.targets.to(self._device, non_blocking=True)
+        if batch.weights is None:
             total, apart = token_losses(logits, targets) / whole, []
         else:
-            weights = weights.to(self._device, non_blocking=True)
+            weights = batch.weights.to(self._device, non_blocking=True)
             losses = each_token_loss(logits, targets)
-            total, apart = (losses * weights).sum() / whole, [told_apart(losses, weights)]
+            total, apart = (losses * weights).sum() / whole, self._apart(losses, weights, tokens)
         added = self.added(targets.numel())
         # Data parallelism averages over ranks; the sum over ranks is what the mean over all tokens needs.
         ((total + added) * self._world.size).backward()
         return torch.cat([total.detach()[None], added.detach()[None].to(total.dtype), *apart])
+
+    def _apart(self, losses: Tensor, weights: Tensor, tokens: Tensor) -> list[Tensor]:
+        """Of text, of what is marked, and of the first tokens of documents, which the separator before them leads to."""
+        if self._separator is None:
+            return [told_apart(losses, weights)]
+        return [told_apart(losses, weights), sum_over(losses, (tokens == self._separator) & (weights != 0))]
 
     def added(self, tokens: int) -> Tensor:
         """What the forward pass just done over `tokens` tokens adds to the loss of its step, 0-d."""

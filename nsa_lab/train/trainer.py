@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from nsa_lab.data import Prefetcher
+from nsa_lab.data import Batch, Prefetcher
 from nsa_lab.runs.directory import CHECKPOINTS
 from nsa_lab.train import diagnosis, snapshot
 from nsa_lab.train.checkpoint import CheckpointStore, Serialiser
@@ -29,7 +28,7 @@ from nsa_lab.train.guard import Finding, GateRule, Halt, SpikeRule, ThroughputRu
 from nsa_lab.train.measure import (
     GateMovement,
     branch_statistics,
-    evaluate,
+    evaluate_apart,
     layer_norms,
     probe_logits,
     selection_reach,
@@ -38,7 +37,7 @@ from nsa_lab.train.measure import (
 from nsa_lab.train.parts import Parts
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
-from nsa_lab.train.step import AUXILIARY, BAD, GRAD_NORM, LOSS, MARKED_TOKENS, STOP, TEXT_LOSS, Fetched, Readback
+from nsa_lab.train.step import AUXILIARY, BAD, GRAD_NORM, LOSS, STOP, TEXT_LOSS, TEXT_TOKENS, Fetched, Readback
 from nsa_lab.train.telemetry.machine import bytes_by_dtype, memory_peak_bytes, percentile
 from nsa_lab.train.telemetry.recorder import Recorder
 
@@ -116,20 +115,19 @@ class Trainer:
             while self.done < self.train.steps:
                 self._one(self.done + 1, batches)
 
-    def _share_of(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """This rank's sequences of batch `index`, and what their targets weigh."""
+    def _share_of(self, index: int) -> Batch:
+        """This rank's sequences of batch `index`."""
         share = self.parts.world.share(self.train.stage_at(index + 1).sequences_per_step)
         return self.parts.batches.weighted(index, *share)
 
     def _one(self, step: int, batches: Prefetcher) -> None:
         self._poll()
         with self.record.phases("data"):
-            batch = batches.get(step - 1, should_stop=self.signals.should_stop if self._alone else None)
+            batch: Batch | None = batches.get(step - 1, should_stop=self.signals.should_stop if self._alone else None)
         if batch is None:
             self.signals.check()
         assert batch is not None, "no batch comes only where a stop was asked for, which check() raises"
         self._interval.waits_s.append(self.record.phases.last("data"))
-        inputs, targets, weights = batch
         # The first step at a length compiles and tunes, for minutes, without a line of ours being run.
         first = step == self._first or step in self._begins
         if first:
@@ -137,18 +135,19 @@ class Trainer:
         phase = "compile" if first else "step"
         with self.record.phases(phase):
             result = self.parts.stepper.step(
-                inputs,
-                targets,
+                batch.inputs,
+                batch.targets,
                 learning_rate(step, self.train),
                 self._poll,
-                weights=weights,
+                weights=batch.weights,
+                documents=batch.documents,
                 stop=self.signals.should_stop(),
                 interruptible=self._interruptible if first else contextlib.nullcontext,
             )
         self.done = step
         self.record.at(step)
         self._readback.push(step, result)
-        self._after(step, inputs, phase)
+        self._after(step, batch, phase)
 
     def _begin_stage(self, step: int) -> None:
         """Also where an attempt begins, in the middle of a stage."""
@@ -157,14 +156,14 @@ class Trainer:
             # A compiled block keeps a few shapes and gives up silently beyond them; this one's are done with.
             torch.compiler.reset()
 
-    def _after(self, step: int, inputs: Tensor, phase: str) -> None:
+    def _after(self, step: int, batch: Batch, phase: str) -> None:
         train, last = self.train, step == self.train.steps
         stats = step % train.stats_every == 0
         log = stats or last or step in self._begins or step % train.log_every == 0
         evaluation = self._evaluation_due(step)
         save = bool(train.save_every) and step % train.save_every == 0
         if log:
-            self._to_log[step] = self.parts.stepper.applied_lr, self._statistics(inputs) if stats else None
+            self._to_log[step] = self.parts.stepper.applied_lr, self._statistics(batch) if stats else None
         self._judge(everything=last or evaluation or save or step == self._first, phase=phase)
         if step == self._first:
             # Nothing made so far is garbage; scanning it again and again would cost a pause each time.
@@ -245,7 +244,7 @@ class Trainer:
             speed = self.parts.world.from_first(speed, self.parts.device)
             self._act(self._throughput.observe(step, speed, tokens / speed))
 
-    def _statistics(self, inputs: Tensor) -> Fetched:
+    def _statistics(self, batch: Batch) -> Fetched:
         """Per layer: gates, selection, branch norms, how far the gate weights moved, gradient norms after clipping.
 
         Everything is queued on the device and nothing waits for it. On a CPU it is computed here, outside of training.
@@ -253,7 +252,7 @@ class Trainer:
         own_time = self._outside_training if self.parts.device.type == "cpu" else self.record.phases
         full = self.parts.world.full
         with own_time("stats"), self._interruptible():
-            vectors = branch_statistics(self.parts, inputs)
+            vectors = branch_statistics(self.parts, batch)
             norms = layer_norms(self.parts.model, lambda p: p.grad)
             layers = [full(norm) for name, norm in norms.items() if name.startswith("blocks.")]
             moved = [full(distance) for distance in self._movement.take()]
@@ -266,23 +265,24 @@ class Trainer:
     def _evaluate(self) -> None:
         held_out = self.parts.evaluation_at(self.done)
         with self._outside_training("eval"), self._interruptible():
-            loss = evaluate(self.parts, held_out, self._poll)
+            found = evaluate_apart(self.parts, held_out, self._poll)
             last = self.done == self.train.steps
             windows = {"window_losses": window_losses(self.parts, held_out, self._poll)} if last else {}
         told = {
             "seq_len": self.train.stage_at(self.done).seq_len,
             "windows": held_out.windows,
             "text": held_out.identity,
-            "loss": loss,
-            "bpb": self._bits_per_byte(loss),
+            "loss": found.loss,
+            "bpb": self._bits_per_byte(found.loss),
+            **({} if found.first_loss is None else {"first_loss": found.first_loss}),
             **windows,
         }
         self.record.evaluation("validation", told)
         length = self.train.stage_at(self.done).seq_len
         with self._outside_training("eval"), self._interruptible():
-            found = selection_reach(self.parts, length)
-        if found is not None:
-            self.record.reach(length, found)
+            reached = selection_reach(self.parts, length)
+        if reached is not None:
+            self.record.reach(length, reached)
 
     def _save(self) -> None:
         """Write a checkpoint of the state after `done` steps, once. Two failures in a row halt the run."""
@@ -380,12 +380,12 @@ class Trainer:
 
     def _told_apart(self) -> dict[str, float]:
         """Of a step with weights: `loss` is the weighted mean that is trained on, over everything; `bpb` is that of text
-        alone, whatever weighs 1; `marked_loss` is the mean over the rest, nats per token."""
-        if len(self._latest) <= MARKED_TOKENS:
-            return {}
-        text, count, marked, marked_count = self._latest[TEXT_LOSS:]
-        told = {"bpb": self._bits_per_byte(text / count)} if count else {}
-        return told | ({"marked_loss": marked / marked_count} if marked_count else {})
+        alone, whatever weighs 1; `marked_loss` is the mean over the rest, nats per token. `first_loss`, where documents are
+        told apart, is that of their first tokens, which nothing leads to; `loss` and `bpb` count those as any other."""
+        names = ("bpb", "marked_loss", "first_loss")
+        sums, counts = self._latest[TEXT_LOSS::2], self._latest[TEXT_TOKENS::2]
+        told = {name: total / n for name, total, n in zip(names, sums, counts, strict=False) if n}
+        return told | ({"bpb": self._bits_per_byte(told["bpb"])} if "bpb" in told else {})
 
     def _bits_per_byte(self, loss: float) -> float:
         return loss / math.log(2) / self.parts.dataset.bytes_per_token

@@ -5,7 +5,7 @@ Layout as everywhere: q [1, T, H, D], keys and values [1, T, G, D]; keys already
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from sysconfig import get_path
 
@@ -36,6 +36,11 @@ class Example:
     @property
     def groups(self) -> int:
         return self.k_sel.shape[2]
+
+    def document(self, first: int, last: int) -> Example:
+        """Tokens first .. last-1 by themselves, as a document in a row: what stands before them is not there."""
+        tensors = {name: value[:, first:last] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, text=self.text[first:last], **tensors)
 
 
 def random_example(

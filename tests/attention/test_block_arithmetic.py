@@ -190,6 +190,17 @@ def test_mean_reads_are_the_mean_of_decode_reads(nsa: NSAConfig, length: int) ->
     assert mean["dense"] == (length + 1) / 2
 
 
+@given(nsa=geometries(), lengths=st.dictionaries(st.integers(0, 60), st.integers(0, 3), min_size=1))
+def test_mean_reads_of_documents_are_the_mean_over_all_their_queries(nsa: NSAConfig, lengths: dict[int, int]) -> None:
+    ends = [t + 1 for length, count in lengths.items() for _ in range(count) for t in range(length)]
+    if not ends:
+        return
+    mean = geometry.mean_reads(lengths, nsa)
+    for branch in ("cmp", "sel", "win"):
+        assert mean[branch] == pytest.approx(sum(geometry.decode_reads(end, nsa)[branch] for end in ends) / len(ends))
+    assert mean["dense"] == pytest.approx(sum(ends) / len(ends))
+
+
 def test_counts_stay_exact_where_float32_would_not() -> None:
     nsa, far = NSAConfig(), 2**33 + 5
     assert geometry.visible_compressed(torch.tensor(far), nsa).item() == (far + 1 - 32) // 16 + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import brute_force
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_lab import attention
-from nsa_lab.attention import dense, flash, geometry
+from nsa_lab.attention import Span, dense, flash, geometry
 from nsa_lab.config import NSAConfig
 
 
@@ -87,16 +89,32 @@ def test_a_gate_of_one_branch_gives_that_branch_alone(arm: str, branch: int) -> 
 
 
 class FlashStub:
-    """flash-attn's documented semantics: [B, T, H, D], a window that counts keys beside the query's own, LSE [B, H, T]."""
+    """flash-attn's documented semantics: [B, T, H, D], a window that counts keys beside the query's own, LSE [B, H, T].
+
+    Fewer queries than keys are the last ones. Packed: rows of all documents [tokens, H, D], LSE [H, tokens]; documents
+    that launches have no room for (`most`) are not computed.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
+        self.rooms: list[int] = []
+
+    def flash_attn_varlen_func(self, q, k, v, cu_q, cu_k, most_q, most_k, **how):
+        assert cu_q.dtype == cu_k.dtype == torch.int32 and most_q == most_k
+        self.rooms.append(most_q)
+        parts = []
+        for (begin, end), (first, last) in zip(*(itertools.pairwise(cu.tolist()) for cu in (cu_q, cu_k)), strict=True):
+            if 0 < end - begin <= most_q:
+                parts.append(self.flash_attn_func(q[None, begin:end], k[None, first:last], v[None, first:last], **how))
+        if not how.get("return_attn_probs"):
+            return torch.cat(parts, 1)[0]
+        return torch.cat([out for out, _, _ in parts], 1)[0], torch.cat([lse for _, lse, _ in parts], 2)[0], None
 
     def flash_attn_func(self, q, k, v, causal=False, window_size=(-1, -1), return_attn_probs=False):
         self.calls += 1
         left, right = window_size
-        T = q.shape[1]
-        behind = torch.arange(T)[:, None] - torch.arange(T)
+        T, S = q.shape[1], k.shape[1]
+        behind = torch.arange(S - T, S)[:, None] - torch.arange(S)
         allowed = (behind >= 0 if causal else behind >= -right) & ((behind <= left) | (left < 0))
         heads = q.shape[2] // k.shape[2]
         scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(heads, 2)) * q.shape[-1] ** -0.5
@@ -119,3 +137,88 @@ def test_flash_attn_is_asked_for_the_same_window(w: int, monkeypatch: pytest.Mon
     baseline = dense.dense_attention(x.q, x.k_win, x.v_win, backend="flash")
     torch.testing.assert_close(baseline, attention.dense_attention(x.q, x.k_win, x.v_win), rtol=1e-12, atol=1e-12)
     assert stub.calls == 2
+
+
+LENGTHS = (7, 0, 1, 19, 13)
+BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+SPANS = [Span.packed(BOUNDS), Span.packed(BOUNDS, capacity=9), Span.chunk(23, 17)]
+
+
+def dense_truth(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
+    """Plain loops over every document's keys; of a chunk, its last rows."""
+    rows = [
+        brute_force.dense_attention(*(x[:, d.keys].numpy() for x in (full_q(span, q), k, v)))[0][:, d.first :]
+        for d in span.documents
+        if d.last
+    ]
+    return np.concatenate(rows, 1)
+
+
+def full_q(span: Span, q: torch.Tensor) -> torch.Tensor:
+    """Queries of all keys, of which a chunk has the last."""
+    return torch.cat([q.new_zeros(q.shape[0], span.start, *q.shape[2:]), q], 1)
+
+
+@pytest.mark.parametrize("span", SPANS, ids=repr)
+@pytest.mark.parametrize("how", ["torch", "varlen", "flash"])
+def test_dense_attention_of_a_span_equals_brute_force(how: str, span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`varlen`: as on CUDA, by torch's own kernel for documents, which has a window where flash-attn has a flag."""
+    stub = FlashStub()
+
+    def varlen(q, k, v, cu_q, cu_k, most_q, most_k, *, window_size, enable_gqa):
+        assert enable_gqa and window_size == (-1, 0)
+        return stub.flash_attn_varlen_func(q, k, v, cu_q, cu_k, most_q, most_k, causal=True)
+
+    monkeypatch.setattr(flash, "_library", lambda: stub)
+    if how == "varlen":
+        monkeypatch.setattr(dense, "_varlen", lambda q, v: varlen)
+    x = Shape(T=40, G=2, h=3, d_v=6).inputs()
+    q, k, v = x.q[:, span.start : span.start + span.queries], x.k_win, x.v_win
+    out = attention.dense_attention(q, k, v, backend="flash" if how == "flash" else "torch", span=span)
+    np.testing.assert_allclose(out.numpy(), dense_truth(span, q, k, v), rtol=1e-12, atol=1e-12)
+    packed = span.kind == "packed" and how != "torch"
+    assert stub.rooms == ([40 if span.capacity else 19] if packed else []), (
+        "with a capacity, launches have room for the row"
+    )
+
+
+@pytest.mark.parametrize("span", SPANS, ids=repr)
+def test_flash_attn_is_asked_for_the_same_window_in_every_document(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_library", FlashStub)
+    nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=5)
+    x = Shape(nsa, T=40, d_v=6).inputs()
+    q = x.q[:, span.start : span.start + span.queries]
+    found = flash.flash_window(q, x.k_win, x.v_win, nsa, span=span)
+    true = attention.window_attention(q, x.k_win, x.v_win, nsa, backend="reference", span=span)
+    for a, b in zip(found, true, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_flash_attn_that_pads_its_lse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older(FlashStub):
+        def flash_attn_varlen_func(self, *x, **how):
+            out, lse, none = super().flash_attn_varlen_func(*x, **how)
+            return out, lse[None], none
+
+    monkeypatch.setattr(flash, "_library", Older)
+    x = Shape(T=40, d_v=6).inputs()
+    with pytest.raises(NotImplementedError, match=r"as from 2\.6\.2 on; install a later one, or use backend='torch'"):
+        flash.flash_window(x.q, x.k_win, x.v_win, Shape().nsa, span=SPANS[0])
+
+
+def test_documents_go_to_the_kernel_of_torch_where_it_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, in half precision, with heads of one width that it has room for."""
+    monkeypatch.setattr(dense, "_varlen_attention", lambda: "kernel")
+
+    class Meant:
+        def __init__(self, width: int, dtype: torch.dtype = torch.bfloat16, cuda: bool = True) -> None:
+            self.shape, self.dtype, self.is_cuda = (1, 9, 2, width), dtype, cuda
+
+    assert dense._varlen(Meant(64), Meant(64)) == "kernel"
+    others = [
+        (Meant(64), Meant(32)),
+        (Meant(320), Meant(320)),
+        (Meant(64, torch.float32), Meant(64)),
+        (Meant(64, cuda=False), Meant(64)),
+    ]
+    assert [dense._varlen(*pair) for pair in others] == [None] * 4

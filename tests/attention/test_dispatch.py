@@ -256,21 +256,6 @@ def test_the_kernels_take_every_span(span: attention.Span, monkeypatch: pytest.M
     assert len(given) == 9 and where == ({} if span.is_full else {"span": span})
 
 
-@pytest.mark.parametrize("span", [attention.Span.chunk(4, 17), PACKED], ids=repr)
-def test_a_backend_that_takes_no_span_says_what_does(span: attention.Span, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for by name, or within a table of choices."""
-    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
-    x = Shape(T=span.queries).inputs()
-    keys = [y.new_zeros(1, span.keys, *y.shape[2:]) for y in (x.k_win, x.v_win)]
-    with pytest.raises(NotImplementedError) as caught:
-        attention.dense_attention(x.q, *keys, backend="flash", span=span)
-    assert repr(span) in str(caught.value) and "backend='torch'" in str(caught.value)
-    choices = {part: dispatch.Choice("torch", "") for part in dispatch.PARTS} | {"window": dispatch.Choice("flash", "")}
-    cmp = [y.new_zeros(1, span.num_compressed(NSA), *y.shape[2:]) for y in (x.k_cmp, x.v_cmp)]
-    with pytest.raises(NotImplementedError, match=r"\(window\) takes a full span only"):
-        attention.nsa_attention(x.q, *cmp, *keys, *keys, x.gates, NSA, backend=choices, span=span)
-
-
 def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "unusable", lambda *_: None)
     monkeypatch.setattr(kernels, "unsupported", lambda *_: None)

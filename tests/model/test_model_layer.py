@@ -253,3 +253,22 @@ def test_compiled_it_computes_what_it_does_eagerly(span: Span | None) -> None:
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
     for a, b in zip(torch.autograd.grad(compiled.square().sum(), list(layer.parameters())), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_compiled_blocks_take_any_documents_without_being_compiled_anew(attention: str) -> None:
+    """Their bounds are data: as constants of a trace, every batch would be compiled, and from the eighth on none."""
+    config = config_of(attention=attention, matching_heads=1, **({"selection_loss": 0.1} if attention == "nsa" else {}))
+    model = NSATransformer(config, seed=0)
+    for block in model.blocks:
+        block.compile(dynamic=False, backend="eager")
+    tokens, graphs = tokens_of(config, sum(LENGTHS), batch=1), torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    counts = []
+    for last in (1, 7, 20):
+        span = packed(sum(LENGTHS) - last, 0, last, capacity=8)
+        (model(tokens, span).sum() + model.auxiliary_loss()).backward()
+        counts.append(graphs["unique_graphs"])
+    assert before < counts[0] == counts[-1]

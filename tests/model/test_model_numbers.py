@@ -135,6 +135,15 @@ def test_flops_of_the_weights_are_what_torch_counts(attention: str, mlp: str) ->
         assert weights * 64 == pytest.approx(linear, rel=4e-3)
 
 
+def test_flops_of_documents_are_the_mean_over_their_tokens() -> None:
+    model = NSATransformer(config_of(), seed=0)
+    alone = {length: model.flops_per_token(length) for length in (5, 64)}
+    mean = model.flops_per_token({5: 4, 64: 2, 0: 3})
+    for kind in ("nsa", "dense"):
+        assert mean[kind] == pytest.approx((20 * alone[5][kind] + 128 * alone[64][kind]) / 148)
+        assert model.flops_per_token({64: 7}) == alone[64] != mean
+
+
 @pytest.mark.parametrize("length", [17, 40])
 def test_flops_of_a_key_are_what_torch_counts(length: int) -> None:
     """The reference forms every score: T keys per query."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_inputs import config_of, tokens_of
 
-from nsa_lab.attention import reference
+from nsa_lab.attention import Span, reference
 from nsa_lab.config import NSAConfig
 from nsa_lab.model import BRANCHES, NSATransformer
 
@@ -137,3 +137,45 @@ def test_a_dense_model_has_no_branches_to_observe() -> None:
     assert model.statistics(tokens_of(model.config, 9)) == {}
     with pytest.raises(ValueError, match=r"model\.attention: nsa"):
         model.observe(tokens_of(model.config, 9))
+
+
+LENGTHS = (31, 0, 1, 9, 29)
+PACKED = Span.packed(torch.tensor([0, *LENGTHS]).cumsum(0).int(), capacity=7)
+
+
+def test_what_is_observed_of_packed_documents_is_what_each_of_them_shows_alone(model: NSATransformer) -> None:
+    tokens = tokens_of(model.config, T, batch=1)
+    together = model.observe(tokens, PACKED)
+    alone = [model.observe(part) for part in tokens.split(LENGTHS, 1) if part.numel()]
+    for layer, seen in enumerate(together):
+        for name, value in seen.items():
+            torch.testing.assert_close(value, torch.cat([part[layer][name] for part in alone], 1), msg=name)
+
+
+def test_statistics_respect_documents(model: NSATransformer) -> None:
+    """Counted from what is observed, by positions that restart: no reuse across a boundary, no distance to a neighbour."""
+    tokens, nsa = tokens_of(model.config, T, batch=1), model.config.nsa
+    stats = model.statistics(tokens, PACKED)
+    places = [t for length in LENGTHS for t in range(length)]
+    for layer, seen in enumerate(model.observe(tokens, PACKED)):
+        reuse, distance, keys, near = [], [], [], 0
+        rows = seen["blocks"][0].tolist()
+        for row, t in enumerate(places):
+            for g, found in enumerate(rows[row]):
+                chosen = {j for j in found if j >= 0}
+                distance += [t // nsa.l_sel - j for j in chosen]
+                read = [s for j in chosen for s in range(j * nsa.l_sel, (j + 1) * nsa.l_sel) if s <= t]
+                keys.append(len(read))
+                near += sum(t - s < nsa.w for s in read)
+                if t:
+                    reuse.append(len(chosen & {j for j in rows[row - 1][g] if j >= 0}) / len(chosen))
+        held = (seen["lse_sink"] - seen["lse_sel"]).exp()[0, [t >= nsa.l_sel for t in places]]
+        expected = {
+            "sel_reuse": sum(reuse) / len(reuse),
+            "sel_distance": sum(distance) / len(distance),
+            "sel_keys": sum(keys) / len(keys),
+            "sel_keys_most": max(keys),
+            "sel_window_overlap": near / sum(keys),
+            "sel_sink_share": held.mean().item(),
+        }
+        assert {name: stats[name][layer].item() for name in expected} == pytest.approx(expected, rel=1e-5)

@@ -111,6 +111,24 @@ def test_the_architecture_counts_the_keys_of_its_query(example):
     assert chosen.count(to_rgba(SEL)) == 1 and chosen.count(to_rgba(FORCED)) == 2
 
 
+def test_the_picture_of_a_border_shows_what_the_mask_takes_away():
+    """Reads of a document in a row are those of the document alone; as one text, some lie in the one before."""
+    x, bounds = examples.random_example(64, heads=2, groups=1, width=4), [0, 26, 64]
+    whole, alone = reads_of(x, TOY, 41), reads_of(x.document(26, 64), TOY, 41 - 26)
+    figure = figures.across_documents(whole, alone, bounds)
+    one, apart = (axes.get_title(loc="left") for axes in figure.axes)
+    foreign = [
+        sum(i * TOY.d < 26 for i in range(len(whole.cmp))),
+        sum(j * TOY.l_sel < 26 for j in whole.blocks),
+        max(26 - (41 - TOY.w + 1), 0),
+    ]
+    assert foreign[0] and foreign[1] and f"(cross): {sum(foreign)} reads begin in other documents" in one
+    assert "(mask): 0 reads" in apart and "it is token 15 of its document" in title(figure)
+    starts = [patch.get_x() for patch in figure.axes[1].patches if patch.get_height() < 0.9]
+    read = len(alone.cmp) + len(alone.blocks) + int((alone.win > 0).sum())
+    assert len(starts) == read and min(starts) == 26 and png(figure).startswith(b"\x89PNG")
+
+
 def test_the_explorer_moves_and_explains_an_impossible_geometry(example):
     box = explorer(example, TOY, position=57)
     (query, _), sizes, picture, text = box.children[0].children, box.children[1].children, box.children[2], box.children[3]

@@ -1,8 +1,8 @@
 """Facts planted into windows of text, for training: each told once, and asked for once, later.
 
 Invariants
-* What is planted is a function of the seed and of the sequence's number; the text around it is the beginning of the window,
-  byte for byte and in order, and the length is that of the window.
+* What is planted is a function of the seed, of the sequence's number and, where documents are told apart, of the document's
+  place in it; the text around it is the beginning of what it is planted into, byte for byte and in order; the length stays.
 * A question's answer stands earlier in the same sequence, in its statement and nowhere else.
 * The bytes of answers weigh `data.answer_weight`, the end of an answer's line and everything else 1.
 """
@@ -10,12 +10,14 @@ Invariants
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from nsa_lab.config import RecallConfig
 from nsa_lab.data.batches import Planter
+from nsa_lab.data.documents import beginnings
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.recall.facts import ANSWER_END, Fact, draw_facts, fact_bytes
 
@@ -28,21 +30,58 @@ class Insert(NamedTuple):
     answer: bytes = b""
 
 
-def planter(recall: RecallConfig, seq_len: int, seed: int) -> Planter:
-    """Plants into windows of `seq_len` + 1 bytes. Raises `DataError` if text would not fill half of them."""
-    facts = max(1, seq_len // recall.bytes_per_fact)
-    most = facts * fact_bytes(recall)
-    if 2 * most > seq_len + 1:
+# A text, int64 [T], the number of its sequence and that of its part of it -> as a `Planter`.
+PartPlanter = Callable[..., tuple[np.ndarray, np.ndarray]]
+
+
+def planter(recall: RecallConfig, seq_len: int, seed: int) -> PartPlanter:
+    """Plants into windows of `seq_len` + 1 bytes, or into parts of them: one fact for every `bytes_per_fact` bytes.
+
+    A whole window has one at least. Raises `DataError` if text would not fill half of one.
+    """
+    facts, largest = max(1, seq_len // recall.bytes_per_fact), fact_bytes(recall)
+    if 2 * facts * largest > seq_len + 1:
         raise DataError(
-            f"{facts} facts and their questions take up to {most} of {seq_len + 1} bytes, and half has to stay text; "
-            "raise data.bytes_per_fact or train.seq_len, or shorten data.statement, data.question or data.value_length"
+            f"{facts} facts and their questions take up to {facts * largest} of {seq_len + 1} bytes, and half has to stay "
+            "text; raise data.bytes_per_fact or train.seq_len, or shorten data.statement, data.question or "
+            "data.value_length"
         )
 
-    def plant(window: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.Generator(np.random.Philox(key=np.array([seed, sequence], np.uint64)))
-        return woven(window, _inserts(draw_facts(facts, recall, rng), recall, rng, seq_len), recall.answer_weight)
+    def plant(window: np.ndarray, sequence: int, part: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        length = len(window) - 1
+        count = facts if length == seq_len else min(length // recall.bytes_per_fact, len(window) // (2 * largest))
+        if not count:
+            return window, np.ones(len(window), np.float32)
+        rng = np.random.Generator(np.random.Philox(key=np.array([seed, sequence], np.uint64), counter=[0, 0, 0, part]))
+        return woven(window, _inserts(draw_facts(count, recall, rng), recall, rng, length), recall.answer_weight)
 
     return plant
+
+
+def by_document(plant: PartPlanter, separator: int) -> Planter:
+    """`plant` in every document of a window by itself, so that a question never stands in another one than its answer."""
+
+    def plant_each(window: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        begins = beginnings(window, separator)
+        parts = [
+            _after(separator, text, lambda text, part=part: plant(text, sequence, part))
+            for part, text in enumerate(np.split(window, begins[1:]))
+        ]
+        tokens, weights = zip(*parts, strict=True)
+        return np.concatenate(tokens), np.concatenate(weights)
+
+    return plant_each
+
+
+def _after(
+    separator: int, text: np.ndarray, plant: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `plant` makes of a document, behind the separators that it begins with."""
+    head = int((text == separator).sum())
+    if head == len(text):
+        return text, np.ones(len(text), np.float32)
+    tokens, weights = plant(text[head:])
+    return np.concatenate([text[:head], tokens]), np.concatenate([np.ones(head, np.float32), weights])
 
 
 def woven(window: np.ndarray, inserts: list[Insert], answer_weight: float) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ profile       the model and the plan are what the profile promises
 units         steps, tokens and epochs, spelt out
 disk          room for the checkpoints that will be kept
 data          the shards are those of their manifest
+documents     told apart: the backend takes them, and nothing of one moves when its neighbour is poisoned, bit for bit
 initial_loss  within 2 % of ln V
 causality     no logit moves when later tokens change, bit for bit
 gradients     every parameter receives one
@@ -32,10 +33,12 @@ from nsa_lab.runs.summary import size_text
 from nsa_lab.train import snapshot
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.distributed import World
+from nsa_lab.train.documents import logits_of
 from nsa_lab.train.measure import probe_logits
 from nsa_lab.train.parts import Builders, Parts, assemble, choose_device, eager, set_determinism
 from nsa_lab.train.plan import PRODUCTION_PARAMS, Plan, checkpoints_kept, hours, plan
 from nsa_lab.train.preflight.check import Check
+from nsa_lab.train.preflight.leakage import leaks
 from nsa_lab.train.preflight.parity import worst_ratio
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.step import BAD, Readback, token_losses
@@ -47,11 +50,13 @@ WARM_UP_STEPS, THROUGHPUT_STEPS = 3, 20
 def preflight(parts: Parts, run_dir: Path) -> Iterator[Check]:
     """Every check of a run about to start in `run_dir`, as it is done. The weights are afterwards what they were."""
     planned = plan(parts.config, ranks=parts.world.size)
+    told_apart = parts.config.data.documents == "mask"
     checks: list[Callable[[], Check]] = [
         lambda: profile(parts.config, planned),
         lambda: units(parts),
         lambda: disk(parts.config, planned, run_dir),
         lambda: data(parts),
+        *([lambda: documents(parts)] if told_apart else []),
         lambda: initial_loss(parts),
         lambda: causality(parts),
         lambda: gradients(parts),
@@ -60,7 +65,10 @@ def preflight(parts: Parts, run_dir: Path) -> Iterator[Check]:
     ]
     for check in checks:
         begun = time.monotonic()
-        yield replace(check(), seconds=round(time.monotonic() - begun, 3))
+        found = replace(check(), seconds=round(time.monotonic() - begun, 3))
+        yield found
+        if found.name == "documents" and not found.ok:
+            return  # what comes after computes as training would
     yield from checkpoint_and_throughput(parts, run_dir)
 
 
@@ -139,9 +147,11 @@ def data(parts: Parts) -> Check:
 
 @torch.no_grad()
 def initial_loss(parts: Parts) -> Check:
-    inputs, targets = (t.to(parts.device) for t in parts.evaluations[0][0])
+    inputs, targets = parts.evaluations[0][0]
+    documents = parts.evaluations[0].documents(inputs)
     with eager(), parts.stepper.autocast():
-        loss = token_losses(parts.model(inputs), targets).item() / targets.numel()
+        logits = logits_of(parts.model, inputs.to(parts.device), documents)
+    loss = token_losses(logits, targets.to(parts.device)).item() / targets.numel()
     expected = math.log(parts.config.model.vocab_size)
     return Check("initial_loss", abs(loss / expected - 1) <= 0.02, f"{loss:.4f}", f"{expected:.4f} (ln V) within 2 %")
 
@@ -158,18 +168,34 @@ def causality(parts: Parts) -> Check:
     return Check("causality", moved == 0.0, f"logits before token {cut} move by {moved:g} when later tokens change", "0")
 
 
+@torch.no_grad()
+def documents(parts: Parts) -> Check:
+    """Whether documents can be told apart here, and are; and how they lie in the rows of the text."""
+    try:
+        moved = leaks(parts)
+    except NotImplementedError as error:
+        return Check("documents", False, str(error), "a backend that takes packed documents (runtime.backend: torch)")
+    laid_out = [
+        f"{found['documents']:,} documents in {found['rows']:,} rows, at most {found['most_documents']} in one, "
+        f"{found['cut_share']:.1%} of them cut, {found['padded_share']:.1%} of the tokens padding"
+        for found in parts.batches.packing()
+    ]
+    said = f"logits of other documents move by {moved:g} when one is poisoned; {'; then '.join(laid_out)}"
+    return Check("documents", moved == 0.0, said, "0")
+
+
 def gradients(parts: Parts) -> Check:
     """The largest micro-batch forward and backward; the step it belongs to is not taken."""
     train = parts.config.train
     first, stage = max(
         zip(train.first_steps, train.plan, strict=True), key=lambda begun: begun[1].sequences_at_once * begun[1].seq_len
     )
-    inputs, targets = parts.batches.batch(first - 1, 0, min(stage.sequences_at_once, stage.sequences_per_step))
+    batch = parts.batches.weighted(first - 1, 0, min(stage.sequences_at_once, stage.sequences_per_step))
     if parts.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(parts.device)
     with parts.stepper.autocast():
-        logits = parts.model(inputs.to(parts.device))
-    token_losses(logits, targets.to(parts.device)).backward()
+        logits = logits_of(parts.model, batch.inputs.to(parts.device), batch.documents)
+    token_losses(logits, batch.targets.to(parts.device)).backward()
     wanted = [(name, p) for name, p in parts.model.named_parameters() if p.requires_grad]
     without = [name for name, p in wanted if p.grad is None or not _usable(parts.world.full(p.grad))]
     parts.optimizer.zero_grad(set_to_none=True)
@@ -256,7 +282,10 @@ def _take_steps(parts: Parts, count: int) -> tuple[float, bool]:
 
     def take(number: int) -> float:
         batches = (parts.batches.weighted(index, start, share) for index in range(number))
-        results = [parts.stepper.step(x, y, lr, lambda: None, weights=weights) for x, y, weights in batches]
+        results = [
+            parts.stepper.step(x, y, lr, lambda: None, weights=weights, documents=documents)
+            for x, y, weights, documents in batches
+        ]
         readback.push(number, results[-1])
         return readback.take(everything=True)[-1][1][BAD]
 

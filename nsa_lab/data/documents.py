@@ -1,0 +1,65 @@
+"""Where documents begin in rows of tokens.
+
+A separator stands after every document. It is the last target of the one before it and the first input of the next: a
+document's first token is predicted from the separator alone, and its end is predicted from all of it. So a document begins
+at its separator; several separators in a row (padding) are one document that counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a batch of rows: no row shares one with another."""
+
+    rows: tuple[Tensor, ...]
+    """Of each row, where documents begin and, last, where the row ends: int32 [documents + 1], on the CPU."""
+    most: int
+    """No row of the run has more, so that shapes need not follow the documents."""
+
+    @property
+    def capacity(self) -> int:
+        """Documents that there is room for in all rows."""
+        return self.most * len(self.rows)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Of all rows, one after another: int32 [documents + 1]."""
+        ends = [0]
+        for row in self.rows:
+            ends.extend((row[1:] + ends[-1]).tolist())
+        return torch.tensor(ends, dtype=torch.int32)
+
+    def split(self, size: int) -> list[Documents]:
+        """`size` rows in each, in order."""
+        return [Documents(self.rows[first : first + size], self.most) for first in range(0, len(self.rows), size)]
+
+
+def documents_of(inputs: Iterable[np.ndarray], separator: int, most: int) -> Documents:
+    """The documents of rows of inputs, int64 [T] each."""
+    rows = (np.append(beginnings(row, separator), len(row)) for row in inputs)
+    return Documents(tuple(torch.from_numpy(bounds.astype(np.int32)) for bounds in rows), most)
+
+
+def beginnings(tokens: np.ndarray, separator: int) -> np.ndarray:
+    """int64 [documents]: where documents, or the rest of one, begin in `tokens` [T]. The first is 0."""
+    separators = tokens == separator
+    begins = separators.copy()
+    begins[1:] &= ~separators[:-1]
+    begins[0] = True
+    return np.flatnonzero(begins)
+
+
+def most_documents(ends: np.ndarray, length: int) -> int:
+    """The most documents that `length` tokens in a row can hold, of a text with separators at `ends`, ascending."""
+    if not len(ends):
+        return 1
+    inside = np.searchsorted(ends, ends + length, side="left") - np.arange(len(ends))
+    return 1 + int(inside.max())

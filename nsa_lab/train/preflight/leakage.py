@@ -1,0 +1,57 @@
+"""Whether anything of a document reaches another one in the same row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from nsa_lab.attention import Span
+from nsa_lab.train import snapshot
+from nsa_lab.train.parts import Parts, eager
+
+# Large, finite, and of either sign: zero times it is zero, so that what moves was read.
+POISON = 1e4
+
+
+@torch.no_grad()
+def leaks(parts: Parts) -> float:
+    """How far the logits of other documents move, at most, when what one computes is replaced by large finite values.
+
+    Three documents, whose borders lie inside of blocks; in every layer, what the middle one projects is poisoned. NaN where
+    logits are not finite. Raises NotImplementedError if a backend does not take packed documents.
+    """
+    length = parts.config.train.longest.seq_len
+    size = parts.config.model.vocab_size
+    tokens = snapshot.probe_input(size, length).to(parts.device).repeat(1, -(-length // snapshot.PROBE_TOKENS))[:, :length]
+    bounds = [0, length // 3 + 1, 2 * length // 3 + 1, length]
+    span = Span.packed(torch.tensor(bounds, dtype=torch.int32), capacity=4)
+    with eager(), parts.stepper.autocast():
+        before = parts.model(tokens, span)
+        with _poisoned(parts.model, slice(bounds[1], bounds[2])):
+            after = parts.model(tokens, span)
+    others = [slice(bounds[0], bounds[1]), slice(bounds[2], bounds[3])]
+    moved = max((before[:, rows] - after[:, rows]).abs().max().item() for rows in others if rows.start < rows.stop)
+    return moved if before.isfinite().all() else math.nan
+
+
+@contextmanager
+def _poisoned(model: nn.Module, rows: slice) -> Iterator[None]:
+    """Within, every layer's projections of these rows are poison."""
+
+    def poison(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        wide = torch.arange(output.shape[-1], device=output.device)
+        poisoned = output.clone()
+        poisoned[:, rows] = torch.where(wide % 2 == 0, POISON, -POISON).to(output.dtype)
+        return poisoned
+
+    projections = [module for name, module in model.named_modules() if name.endswith("attention.qkv")]
+    handles = [module.register_forward_hook(poison) for module in projections]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
