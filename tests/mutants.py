@@ -1697,7 +1697,8 @@ class _FirstFailure:
 
 
 def source(module: str) -> Path:
-    return ROOT / "nsa_lab" / Path(*module.split(".")).with_suffix(".py")
+    path = ROOT / "nsa_lab" / Path(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def run_tests(files: list[str]) -> _FirstFailure:

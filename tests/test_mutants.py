@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, ROOT, SUITES
+from mutants import MUTANTS, ROOT, SUITES, source
 
 SCRIPT = Path(__file__).with_name("mutants.py")
 HANDFUL = (
@@ -23,7 +23,7 @@ HANDFUL = (
 
 
 def test_every_mutant_still_applies() -> None:
-    stale = [m.name for m in MUTANTS if _source(m.module).count(m.old) != 1]
+    stale = [m.name for m in MUTANTS if source(m.module).read_text(encoding="utf-8").count(m.old) != 1]
     assert not stale and len(MUTANTS) >= 110
 
 
@@ -45,7 +45,3 @@ def test_no_mutant_of_a_handful_survives() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), *HANDFUL], capture_output=True, text=True, timeout=500)
     caught = [line for line in done.stdout.splitlines() if "caught by" in line]
     assert done.returncode == 0 and len(caught) >= len(HANDFUL), done.stdout + done.stderr
-
-
-def _source(module: str) -> str:
-    return (ROOT / "nsa_lab" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")

@@ -78,7 +78,7 @@ def resolve_backend(
         reason = flash.flash_unusable(device, dtype)
         if reason:
             raise BackendError(f"backend = 'flash' cannot run: {reason}")
-        rest = resolve_backend(device, dtype, nsa, model, "auto", span)
+        rest = resolve_backend(device, dtype, nsa, model, "auto", span=span)
         return {**rest, "window": Choice("flash", "asked for by name; flash-attn has the window branch only")}
     # The interpreter proves kernel logic; it is never the best way to compute.
     why_not_triton = unusable or unsupported

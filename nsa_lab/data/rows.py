@@ -22,7 +22,7 @@ from nsa_lab.data.shards import TokenStore
 FEISTEL_ROUNDS = 4
 
 
-class Rows(Protocol):
+class EpochRows(Protocol):
     """The rows of an epoch."""
 
     per_epoch: int
@@ -52,7 +52,7 @@ class Rows(Protocol):
         ...
 
     def report(self, key: str) -> dict[str, Any]:
-        """Rows and documents of that epoch, documents that lie in several rows, and tokens of padding."""
+        """EpochRows and documents of that epoch, documents that lie in several rows, and tokens of padding."""
         ...
 
 

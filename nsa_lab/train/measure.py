@@ -54,7 +54,7 @@ def evaluate_apart(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]
 
 @dataclass(frozen=True)
 class _Read:
-    """One of this rank's held-out batches, computed as in training; `begins`, bool: first tokens of documents told apart."""
+    """One of this rank's held-out batches, computed as in training; `begins`: first tokens of documents told apart."""
 
     index: int
     weight: float
