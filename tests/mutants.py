@@ -1249,6 +1249,7 @@ MUTANTS = [
         "float(np.mean(speeds)) for speeds",
     ),
     Mutant("report: training told by the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
+    Mutant("report: the picture on top is shown again", "report.once", "if OVERVIEW in cell.source:", "if False:"),
     Mutant("report: what the header says is said again", "report.once", "not in said]", "not in ()]"),
     Mutant(
         "health: shares of gates told by their entropy",

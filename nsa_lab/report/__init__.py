@@ -108,11 +108,11 @@ def _write(
     formulas = Formulas()
     error = notebook_error(notebook)
     runs = [run_summary(history, picture=pictures) for history in histories]
-    prepared = _prepare(notebook, formulas)
     for run, own in zip(runs, unlike(histories), strict=True):
         run["unlike"] = own
     for run in runs[:1] if pictures else []:
-        once(prepared, run["said"])
+        once(notebook, run["said"])
+    prepared = _prepare(notebook, formulas)
     exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
     # What a cell prints comes in pieces, as it was printed; a reader wants it in one.
     exporter.register_preprocessor("nbconvert.preprocessors.CoalesceStreamsPreprocessor", enabled=True)

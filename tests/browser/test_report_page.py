@@ -35,6 +35,34 @@ def test_a_report_is_one_quiet_file(browser, tmp_path):
     assert_quiet(browser)
 
 
+OVERFLOW = """
+return [...document.querySelectorAll("body *")].filter(element => {
+  const inside = element.closest(".output_area, pre, table");
+  return !inside && element.getBoundingClientRect().right > document.documentElement.clientWidth + 1;
+}).map(element => element.outerHTML.slice(0, 80))"""
+LEFTS = (
+    "return [...document.querySelectorAll('figure.panels')].map(f => [...f.querySelectorAll('img')].map(i => i.offsetLeft))"
+)
+
+
+def test_on_a_phone_nothing_overflows_and_panels_stand_below_each_other(browser, tmp_path):
+    page = write_report(write_run(tmp_path))
+    browser.set_window_size(1400, HEIGHT)
+    browser.get(page.as_uri())
+    assert any(len(set(lefts)) > 1 for lefts in browser.execute_script(LEFTS)), "beside each other where there is room"
+    metrics = {"width": 390, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    assert browser.execute_script(OVERFLOW) == []
+    assert all(len(set(lefts)) == 1 for lefts in browser.execute_script(LEFTS))
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    style = "return getComputedStyle(document.querySelector('.panels img')).filter"
+    assert "invert" in browser.execute_script(style), "pictures follow a dark page"
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 @pytest.mark.slow
 def test_the_report_of_a_run_through_its_notebook(browser, tmp_path):
     code, page = run_ci(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import re
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from fake_run import write_run
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from rich.console import Console
 from typer.testing import CliRunner
@@ -108,6 +110,16 @@ def test_what_the_header_says_a_notebook_below_it_does_not(tmp_path: Path) -> No
     assert "at the top of this page" in moved.data["text/html"]
     assert partly.text == "and more" and own.text == "of its own"
     assert isinstance(notebook, nbformat.NotebookNode)
+
+
+def test_the_picture_on_top_is_not_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "png", lambda figure: PIXEL)
+    run_dir = write_run(tmp_path)
+    drawn = {"image/png": {"alt": "the run at a glance", "panels": [[0.0, 0.0, 1.0, 1.0]]}}
+    picture = new_output("display_data", data={"image/png": base64.b64encode(PIXEL).decode()}, metadata=drawn)
+    nbformat.write(new_notebook(cells=[new_code_cell("training.overview()", outputs=[picture])]), run_dir / "report.ipynb")
+    body = report.write_report(run_dir).read_text(encoding="utf-8").partition("<main>")[2]
+    assert "at the top of this page" in body and "<img" not in body
 
 
 def test_the_list_of_runs_says_verdict_loss_speed_and_model(tmp_path: Path) -> None:
