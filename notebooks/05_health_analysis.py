@@ -227,3 +227,25 @@ run_explorer.explore_runs(runs, notebook.other_runs(runs, outputs), layer=layer,
 
 # %%
 display(Markdown(earlier_reports.table(*(pair or runs[:1]))))
+
+# %% [markdown]
+# ## Three numbers that can be derived
+#
+# Three of the earlier reports' numbers need no measurement: they follow from the code, and each names a bug. They are
+# why the health checks here compare with what *must* come out, and not with what came out last time.
+#
+# **Gate entropy 1.098.** Three gates of equal share have the entropy $\ln 3 = 1.0986$. Logged step after step, it says
+# that the gate never moved: it was not learning at all.
+#
+# **721 selected keys per query.** At $T = 2048$ the mean must be 752.5, whatever is chosen (notebook 01, section 9).
+# 721.0 is exactly what comes out if a block counts as a candidate only once it is *whole*: the query's own block is
+# forced, found invalid, and its place is wasted, so that a query reads 15 old blocks and never its own, except at the
+# one position in 64 where it is just complete. (The same log has 0.83 % of the queries at 1 024 keys, 17 of 2 048: that
+# is right either way.) `tests/attention/test_block_arithmetic.py` derives these numbers.
+#
+# **Learning rate 8.71e-05 at step 1740.** A warm-up of 2 000 steps to 2e-4 gives 1.74e-4 there. Half of it says that
+# the schedule went on by one for every two logged steps (two micro-batches make one optimiser step), while its length
+# was counted in micro-batches. The rate was half of what the configuration said, and would have ended above half its
+# peak.
+#
+# A statistic that can be derived to the last digit is no measurement of the model: it is a fingerprint of the code.

@@ -52,7 +52,8 @@ class Training:
         """Print the settings, the shape of the untrained model, and what a step and all steps are in tokens."""
         train = self.config.train
         print(f"{self.config.name}: {settings_of(self.config)}")
-        print(samples.untrained(self.config).describe(train.longest.seq_len))
+        # This copy stands on the CPU to be asked; what the trainer's own runs on, and why, is in the run's record.
+        print(samples.untrained(self.config).describe(train.longest.seq_len).partition("; backends")[0])
         print(f"{steps_of(train)} tokens: {train.tokens:,} tokens in all")
 
     def start(self) -> None:
@@ -68,10 +69,6 @@ class Training:
     def overview(self) -> None:
         """Show the run at a glance: loss, gates, selection and pace."""
         show(figures.overview(self.history))
-
-    def curves(self) -> None:
-        """Show the losses over steps."""
-        show(figures.loss_curves(self.history))
 
     def optimiser(self) -> None:
         """Show learning rate and gradient norm over steps."""
