@@ -55,7 +55,7 @@ training = configure(
 # %% [markdown]
 # ## The model
 #
-# Before a step is done: how large it is, what computes each part of its attention, and how much it will read.
+# Before a step is done: how large it is, and how much it will read.
 
 # %%
 training.describe()
@@ -74,23 +74,14 @@ await training.follow()
 # %% [markdown]
 # ## What happened
 #
-# The run at a glance. *What to notice:* does the loss still fall at the end, and do the speed and the gates stay
-# where they are? Each is drawn larger below.
+# The run at a glance. The loss is in bits per byte, thin as recorded and thick as a running mean, the held-out text
+# dashed (8 bits is a model that knows nothing). *What to notice:* nearly all of the fall is in the first tenth, which
+# the axes leave out for a long run. A step downwards within some hundred steps is something learned at once (copying
+# from earlier in the text); which seed or architecture gets there first says little. Gates, selection and pace have
+# pictures of their own below.
 
 # %%
 training.overview()
-
-# %% [markdown]
-# ### The loss
-#
-# Left, nats per byte of the training batches; right, bits per byte, with the held-out text dashed (loss / ln 2: 8
-# bits is a model that knows nothing). Thin is as recorded, thick a running mean. *What to notice:* nearly all of the
-# fall is in the first tenth, which the axes leave out for a long run. A step downwards within some hundred steps is
-# something learned at once (copying from earlier in the text); which seed or architecture gets there first says
-# little.
-
-# %%
-training.curves()
 
 # %% [markdown]
 # ### The optimiser

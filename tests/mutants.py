@@ -114,6 +114,8 @@ OTHERS = {
     "bench.records": ["tests/bench/test_records.py"],
     "bench.attention": ["tests/bench/test_records.py"],
     "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
+    "workbook.beside": ["tests/workbook/test_beside.py"],
+    "figures.differences": ["tests/workbook/test_differences.py"],
     "health.paired": ["tests/health/test_paired.py"],
     "train.twin": ["tests/train/test_twin.py"],
     "runs.events": [
@@ -1335,6 +1337,8 @@ MUTANTS = [
         "fit([known[name] for name in which.value], *fitted)",
         "fit(list(known.values()), *fitted)",
     ),
+    Mutant("beside: text is fetched to be shown", "workbook.beside", "progress=_refuse, ", ""),
+    Mutant("difference: the first tenth hides the rest", "figures.differences", "LEFT_OUT = 0.1", "LEFT_OUT = 0.0"),
     Mutant("paired: neighbours count as independent", "health.paired", "min(len(apart), STRETCHES)", "len(apart)"),
     Mutant("paired: other batches make pairs", "health.paired", "if _batches(first) != _batches(second):", "if False:"),
     Mutant("twin: a width beside the best", "train.twin", "return 1 + round(", "return round("),

@@ -52,7 +52,7 @@ class EpochRows(Protocol):
         ...
 
     def report(self, key: str) -> dict[str, Any]:
-        """EpochRows and documents of that epoch, documents that lie in several rows, and tokens of padding."""
+        """Rows and documents of that epoch, documents that lie in several rows, and tokens of padding."""
         ...
 
 

@@ -70,10 +70,6 @@ class Training:
         """Show the run at a glance: loss, gates, selection and pace."""
         show(figures.overview(self.history))
 
-    def curves(self) -> None:
-        """Show the losses over steps."""
-        show(figures.loss_curves(self.history))
-
     def optimiser(self) -> None:
         """Show learning rate and gradient norm over steps."""
         show(figures.learning_rate(self.history))
