@@ -139,6 +139,8 @@ def same(what: str, here: Tensor, library: Tensor, to: float = 1e-12) -> None:
     print(f"{what} {list(here.shape)}: the library's, to {to:g}")
 
 
+same("queries of the text", q, example.q[0])
+
 # %% [markdown]
 # ## 3 · Dense attention, groups of heads, and the LSE (eq. 1, 2)
 #

@@ -1482,8 +1482,8 @@ MUTANTS = [
     Mutant(
         "evaluation: the mean of the means of batches",
         "train.measure",
-        "torch.stack([token_losses(logits, targets), found.new_tensor(float(targets.numel()))])",
-        "torch.stack([token_losses(logits, targets) / targets.numel(), found.new_tensor(1.0)])",
+        "torch.stack([loss, loss.new_tensor(float(read.targets.numel()))])",
+        "torch.stack([loss / read.targets.numel(), loss.new_tensor(1.0)])",
     ),
     Mutant(
         "evaluation: the text depends on the micro-batch",

@@ -44,7 +44,7 @@ def fill_shards(config: DataConfig, cache: str, shard_bytes: int = 64 << 20) -> 
     import nsa_lab.data.dataset as module
     from nsa_lab.data.fill import FillPlan
 
-    module.FillPlan = lambda *values: FillPlan(*values, shard_bytes=shard_bytes)
+    module.FillPlan = lambda *values, **named: FillPlan(*values, **named, shard_bytes=shard_bytes)
     dataset = prepare(config, cache=Path(cache))
     return dataset.identity, [path.read_bytes() for path in sorted(dataset.folder.glob("*.bin"))]
 
