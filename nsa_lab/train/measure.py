@@ -65,9 +65,8 @@ class _Read:
 
 def _losses(read: _Read) -> Tensor:
     """Summed loss and number of tokens of a batch, and of the first tokens of its documents: float32 [4]."""
-    total = torch.stack(
-        [token_losses(read.logits, read.targets), torch.tensor(float(read.targets.numel())).to(read.logits.device)]
-    )
+    loss = token_losses(read.logits, read.targets)
+    total = torch.stack([loss, loss.new_tensor(float(read.targets.numel()))])
     if read.begins is None:
         return torch.cat([total, torch.zeros_like(total)])
     return torch.cat([total, sum_over(each_token_loss(read.logits, read.targets), read.begins)])
