@@ -157,7 +157,6 @@ OTHERS = {
     "report.inert": ["tests/report/test_inert.py"],
     "health.worth": ["tests/health/test_worth.py"],
     "health.suspect": ["tests/health/test_worth.py"],
-    "health": ["tests/health/test_worth.py"],
     "report.once": ["tests/report/test_one_number.py"],
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "data.staged": [
@@ -1240,9 +1239,6 @@ MUTANTS = [
     Mutant("health: any dense run is a twin", "health.worth", "and same_training(history, other).ok is True", ""),
     Mutant(
         "health: a rash rate is no suspect", "health.suspect", "rash = _peak(history) > limits.rash_rate", "rash = False"
-    ),
-    Mutant(
-        "health: a verdict stays when the run goes on", "health", "return told if current else None", "return told or None"
     ),
     Mutant(
         "report: another median of the speed",
