@@ -144,8 +144,9 @@ same("queries of the text", q, example.q[0])
 # %% [markdown]
 # ## 3 · Dense attention, groups of heads, and the LSE (eq. 1, 2)
 #
-# $$o_t = \sum_{s \le t} p_{t,s}\, v_s, \qquad
-# p_{t,s} = \frac{\exp\big(q_t \cdot k_s / \sqrt D\big)}{\sum_{s' \le t} \exp\big(q_t \cdot k_{s'} / \sqrt D\big)}$$
+# $$o_t = \sum_{s \le t} p_{t,s}\, v_s$$
+#
+# $$p_{t,s} = \frac{\exp\big(q_t \cdot k_s / \sqrt D\big)}{\sum_{s' \le t} \exp\big(q_t \cdot k_{s'} / \sqrt D\big)}$$
 #
 # Every branch of NSA is this formula with another set of keys. So one function serves them all: it takes a table `allowed`
 # that says which query may read which key.
@@ -198,7 +199,9 @@ print("two halves, each weighted by exp(its LSE - the whole LSE), make the whole
 # Equations 3 and 4 say in general: replace the keys and values by fewer, and attend to those. Equation 5 does it in
 # three ways at once, with a gate for each:
 #
-# $$o_t = g^{cmp}_t\, o^{cmp}_t + g^{sel}_t\, o^{sel}_t + g^{win}_t\, o^{win}_t, \qquad g_t = \sigma(W_g\, x_t)$$
+# $$o_t = g^{cmp}_t\, o^{cmp}_t + g^{sel}_t\, o^{sel}_t + g^{win}_t\, o^{win}_t$$
+#
+# $$g_t = \sigma(W_g\, x_t)$$
 #
 # and equation 6 counts: the keys read at $t$ are those of the three branches together, and they should be far fewer
 # than $t$. $x_t$ is the token's vector as it enters the layer, $\sigma$ the sigmoid; every head has three gates of its
@@ -233,8 +236,9 @@ same("gated sum", gated_sum(three, gates), reference.combine(*(out[None] for out
 # %% [markdown]
 # ## 5 · Compression (eq. 7)
 #
-# $$\tilde k_i = \varphi\big(k_{id},\, \dots,\, k_{id+l-1}\big), \qquad i = 0, \dots, N-1, \qquad
-# N = \begin{cases}0 & T < l\\ \lfloor (T-l)/d \rfloor + 1 & \text{otherwise}\end{cases}$$
+# $$\tilde k_i = \varphi\big(k_{id},\, \dots,\, k_{id+l-1}\big), \qquad i = 0, \dots, N-1$$
+#
+# $$N = \begin{cases}0 & T < l\\ \lfloor (T-l)/d \rfloor + 1 & \text{otherwise}\end{cases}$$
 #
 # Block $i$ begins at token $i\,d$ and is $l$ tokens long; since $d < l$, neighbours overlap. $\varphi$ turns a block of
 # keys into one key, and likewise for values. Here it is the mean (`phi: avg`); the paper has an MLP that also sees the
@@ -297,12 +301,13 @@ fold("What comes out", f"query 50 reads {blocks_seen[50]} blocks; the first that
 #
 # ## 6 · Attention over the summaries (eq. 8)
 #
-# $$p_{t,i} = \operatorname{softmax}_i\!\Big(\tfrac{1}{\sqrt{D}}\, q_t \cdot \tilde k_i\Big) \quad\text{over } i
-# \text{ with } i\,d + l - 1 \le t, \qquad o^{cmp}_t = \sum_i p_{t,i}\,\tilde v_i$$
+# $$p_{t,i} = \operatorname{softmax}_i\!\Big(\tfrac{1}{\sqrt{D}}\, q_t \cdot \tilde k_i\Big), \qquad i\,d + l - 1 \le t$$
 #
-# *Over the blocks that $t$ may read, only.* It matters twice: for causality here, and once more because $p$ is used
-# again to rank blocks. A sum over blocks of the future in the denominator would change the past whenever the future
-# changes.
+# $$o^{cmp}_t = \sum_i p_{t,i}\,\tilde v_i$$
+#
+# *Over the blocks that $t$ may read, only*: those that are whole. It matters twice: for causality here, and once more
+# because $p$ is used again to rank blocks. A sum over blocks of the future in the denominator would change the past
+# whenever the future changes.
 
 
 # %% tags=["lesson"]
@@ -335,13 +340,14 @@ show(figures.visible_blocks(64, toy))
 # Selection blocks are ranked by the attention that the summaries of their tokens got. A summary gives its weight to every
 # selection block with which it shares tokens, once for each stride of $d$ tokens that they share:
 #
-# $$p^{slc}_t[j] = \sum_i p_{t,i}\;\frac{\big|[id,\, id+l) \cap [j\,l_{sel},\, (j+1)\,l_{sel})\big|}{d} \qquad
-# p^{slc\,\prime}_t[j] = \sum_{\text{heads of the group}} p^{slc}_t[j]$$
+# $$p^{slc}_t[j] = \sum_i p_{t,i}\;\frac{\big|[id,\, id+l) \cap [j\,l_{sel},\, (j+1)\,l_{sel})\big|}{d}$$
 #
-# (*slc* is the paper's word for selected.) The right one is equation 10: heads of a group choose together, so their
+# $$p^{slc\,\prime}_t[j] = \sum_{\text{heads of the group}} p^{slc}_t[j]$$
+#
+# (*slc* is the paper's word for selected.) The lower one is equation 10: heads of a group choose together, so their
 # importances are added.
 #
-# **An erratum.** The paper writes the left one, equation 9, as a double sum,
+# **An erratum.** The paper writes the upper one, equation 9, as a double sum,
 #
 # $$p^{slc}_t[j] = \sum_{m=0}^{l'/d - 1}\; \sum_{n=0}^{l/d - 1} p^{cmp}_t\Big[\tfrac{l'}{d}\, j - m - n\Big].$$
 #
@@ -471,10 +477,9 @@ fold("What comes out", "\n".join(f"query {p}: {alike[p, 0].nonzero()[:, 0].tolis
 #
 # ## 9 · Selected attention (eq. 12)
 #
-# $$\tilde K^{sel}_t = \operatorname{Cat}\{ k_{j l_{sel}},\, \dots,\, k_{(j+1) l_{sel}-1} : j \in \mathcal I_t \},
-# \quad \text{of these the tokens} \le t$$
+# $$\tilde K^{sel}_t = \operatorname{Cat}\{ k_{j l_{sel}},\, \dots,\, k_{(j+1) l_{sel}-1} : j \in \mathcal I_t \}$$
 #
-# From here on it is ordinary attention again, over the single tokens of the chosen blocks.
+# and of these the tokens $\le t$. From here on it is ordinary attention again, over single tokens.
 
 
 # %% tags=["lesson"]

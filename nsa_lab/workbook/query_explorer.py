@@ -16,7 +16,7 @@ from nsa_lab.figures import query_reads
 from nsa_lab.figures.style import png, title
 from nsa_lab.workbook.examples import Example
 from nsa_lab.workbook.reads import describe, reads_of
-from nsa_lab.workbook.show import has_front_end, image
+from nsa_lab.workbook.show import fold, has_front_end, image
 
 CHOICES = {
     "l": (8, 16, 32, 64),
@@ -35,7 +35,7 @@ def explore(example: Example, nsa: NSAConfig, position: int, group: int = 0, *, 
     reads = reads_of(example, nsa, position, group)
     figure = query_reads(reads, example.about)
     display(image(figure, title(figure)))
-    print(describe(reads, example.text))
+    fold("What the chosen blocks say", describe(reads, example.text), opened=True)
 
 
 def explorer(example: Example, nsa: NSAConfig, position: int, group: int = 0) -> widgets.VBox:

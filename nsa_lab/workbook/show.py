@@ -23,14 +23,14 @@ def image(figure: Figure, alt: str | None = None, panels: Sequence[Box] = ()) ->
     return Image(data=png(figure), format="png", alt=alt or title(figure), metadata={"panels": list(panels)})
 
 
-def fold(summary: str, text: str) -> None:
-    """Display `text` closed behind its `summary`, in a box that scrolls sideways: a wide table, or an answer to think of.
+def fold(summary: str, text: str, *, opened: bool = False) -> None:
+    """Display `text` behind its `summary`, closed or `opened`: a wide table, or an answer to think of first.
 
-    Where nothing can be unfolded (papermill's log, a terminal) it is printed as it is.
+    Its lines stay whole, in a box that scrolls sideways. Where nothing can be unfolded (a terminal) it is printed as it is.
     """
     # Said in the element itself: pages of elsewhere break the lines of what a cell has given out.
     lines = f'<pre style="white-space: pre; overflow-x: auto; line-height: 1.25">{html.escape(text)}</pre>'
-    markup = f"<details><summary>{html.escape(summary)}</summary>{lines}</details>"
+    markup = f"<details{' open' if opened else ''}><summary>{html.escape(summary)}</summary>{lines}</details>"
     display({"text/html": markup, "text/plain": f"{summary}\n{text}"}, raw=True)
 
 

@@ -12,9 +12,11 @@ def test_a_folded_text_is_closed_and_whole(monkeypatch: pytest.MonkeyPatch) -> N
     shown = []
     monkeypatch.setattr(show, "display", lambda data, raw: shown.append(data))
     show.fold("a < b", "T <= 3   yes\nT > 3    no")
-    (data,) = shown
+    data = shown[0]
     assert data["text/plain"] == "a < b\nT <= 3   yes\nT > 3    no"
     assert "T &lt;= 3   yes\nT &gt; 3    no" in data["text/html"] and "<summary>a &lt; b</summary>" in data["text/html"]
     # Closed at first, and on a report's page as well, with lines that scroll and do not break.
     page = inert(data["text/html"])
+    show.fold("a < b", "", opened=True)
+    assert "<details open" in inert(shown[1]["text/html"])
     assert page.startswith("<details><summary>") and "white-space:pre" in page.replace(" ", "") and "overflow-x" in page
