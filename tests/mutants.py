@@ -113,7 +113,7 @@ OTHERS = {
     "train.plan": ["tests/train/test_plan.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
     "train.step": ["tests/train/test_step.py", *MASKED],
-    **{f"train.{part}": MASKED for part in ("documents", "measure", "preflight.leakage")},
+    **{f"train.{part}": MASKED for part in ("documents", "preflight.leakage")},
     "attention.kernels.choice": cases(
         "kernels/test_choice.py",
         "of_two_equals_the_higher_gives_way_to_a_better_block",
@@ -182,7 +182,7 @@ OTHERS = {
     "train.telemetry.phases": ["tests/train/test_telemetry.py"],
     "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
     "runs.export": ["tests/runs/test_export.py"],
-    "train.measure": ["tests/train/test_evaluation.py"],
+    "train.measure": ["tests/train/test_evaluation.py", *MASKED],
     "runs.history": ["tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
 }
 SUITES |= OTHERS
@@ -980,10 +980,10 @@ MUTANTS = [
         "(tokens == self._separator)",
     ),
     Mutant(
-        "preflight: the poison is put where nobody looks",
+        "preflight: nothing is poisoned",
         "train.preflight.leakage",
         'name.endswith("attention.qkv")',
-        'name.endswith("attention.gate")',
+        'name.endswith("attention.qk")',
     ),
     Mutant("padding: lengths of columns", "attention.padding", "kept.sum(1).cpu()", "kept.sum(0).cpu()"),
     Mutant(
@@ -1350,8 +1350,8 @@ MUTANTS = [
     Mutant(
         "evaluation: the mean of the means of batches",
         "train.measure",
-        "torch.stack([token_losses(logits, targets), found.new_tensor(float(targets.numel()))])",
-        "torch.stack([token_losses(logits, targets) / targets.numel(), found.new_tensor(1.0)])",
+        "torch.stack([token_losses(logits, targets), logits.new_tensor(float(targets.numel()), dtype=torch.float32)])",
+        "torch.stack([token_losses(logits, targets) / targets.numel(), torch.ones(())])",
     ),
     Mutant(
         "evaluation: the text depends on the micro-batch",
