@@ -127,7 +127,7 @@ OTHERS = {
     "train.plan": ["tests/train/test_plan.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
     "train.step": ["tests/train/test_step.py", *MASKED],
-    **{f"train.{part}": MASKED for part in ("documents", "measure", "preflight.leakage")},
+    **{f"train.{part}": MASKED for part in ("documents", "preflight.leakage")},
     "attention.kernels.choice": cases(
         "kernels/test_choice.py",
         "of_two_equals_the_higher_gives_way_to_a_better_block",
@@ -202,7 +202,7 @@ OTHERS = {
     "train.telemetry.phases": ["tests/train/test_telemetry.py"],
     "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
     "runs.export": ["tests/runs/test_export.py"],
-    "train.measure": ["tests/train/test_evaluation.py"],
+    "train.measure": ["tests/train/test_evaluation.py", *MASKED],
     "runs.history": ["tests/report/test_one_number.py", "tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
     "figures.blocks": cases("workbook/test_reads.py", "equation_nine_is_the_overlap_once_its_erratum_is_mended"),
     "figures.architecture": cases(
@@ -1056,10 +1056,10 @@ MUTANTS = [
         "(tokens == self._separator)",
     ),
     Mutant(
-        "preflight: the poison is put where nobody looks",
+        "preflight: nothing is poisoned",
         "train.preflight.leakage",
         'name.endswith("attention.qkv")',
-        'name.endswith("attention.gate")',
+        'name.endswith("attention.qk")',
     ),
     Mutant("padding: lengths of columns", "attention.padding", "kept.sum(1).cpu()", "kept.sum(0).cpu()"),
     Mutant(

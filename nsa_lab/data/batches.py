@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from nsa_lab.data.documents import Documents, documents_of, most_documents
-from nsa_lab.data.rows import EpochRows, StreamRows, check_length
+from nsa_lab.data.rows import StreamRows, TextRows, check_length
 from nsa_lab.data.shards import TokenStore
 
 # A window of text, int64 [T + 1], and the number of its sequence -> the window with something planted into it, and what
@@ -63,7 +63,7 @@ class Batches:
         seed: int,
         planter: Planter | None = None,
         *,
-        rows: EpochRows | None = None,
+        rows: TextRows | None = None,
         separator: int | None = None,
     ) -> None:
         self.seq_len = seq_len

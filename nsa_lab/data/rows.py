@@ -22,7 +22,7 @@ from nsa_lab.data.shards import TokenStore
 FEISTEL_ROUNDS = 4
 
 
-class EpochRows(Protocol):
+class TextRows(Protocol):
     """The rows of an epoch."""
 
     per_epoch: int

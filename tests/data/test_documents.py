@@ -226,6 +226,21 @@ def test_facts_are_planted_into_every_document_by_itself() -> None:
     assert not np.array_equal(alone, tokens)
 
 
+def test_a_masked_run_plants_its_facts_so() -> None:
+    rng = np.random.default_rng(1)
+    text = rng.integers(97, 123, 40_000).astype(np.uint8)
+    text[700::900] = SEP
+    data, train = DataConfig(source="recall", documents="mask", bytes_per_fact=256), TrainConfig(seq_len=2000, batch_size=4)
+    batch = StagedBatches(TokenStore([text]), train, data, SEP).weighted(1)
+    asked = 0
+    for row, bounds in zip(batch.inputs.numpy().astype(np.uint8), batch.documents.rows, strict=True):
+        for document in np.split(row, bounds[1:-1].numpy()):
+            for question in bytes(document).split(b"Q: What is the secret number of the ")[1:]:
+                name = question.split(b"?")[0]
+                asked += bytes(document).count(b"The secret number of the " + name + b" is ") == 1
+    assert asked == batch.inputs.numpy().astype(np.uint8).tobytes().count(b"Q: What is the secret number of the ") > 8
+
+
 def test_what_does_not_go_together_is_refused(refuses: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match=r"facts would be planted into padding; set data\.documents: mask"):
         DataConfig(source="recall", packing="best_fit")
