@@ -54,7 +54,7 @@ MODEL = [
 PACKED = cases(
     "kernels/test_packed.py",
     "every_tile_of_every_document_has_one_program",
-    "equals_brute_force_and_a_neighbour_changes_no_bit[gather]",
+    "the_whole_equals_brute_force_and_a_neighbour_changes_no_bit",
 )
 BAND = cases(
     "kernels/band/test_band.py",

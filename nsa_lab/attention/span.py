@@ -156,7 +156,7 @@ class Span:
         With a capacity, [capacity + 1]: documents that are missing are empty and stand at the end.
         """
         if device not in self._copies:
-            self._copies[device] = torch.tensor(self._padded(self.bounds, 1), dtype=torch.int32).to(device)
+            self._copies[device] = _copied([self._padded(self.bounds, 1)], device)[0]
         return self._copies[device]
 
     def row_bounds(self, nsa: NSAConfig, device: torch.device) -> Tensor:
@@ -168,7 +168,7 @@ class Span:
         key = device, nsa.l, nsa.d
         if key not in self._copies:
             rows = [self._padded(bounds, 4) for bounds in (self.bounds, self.compressed_bounds(nsa))]
-            self._copies[key] = torch.tensor(rows, dtype=torch.int32).to(device)
+            self._copies[key] = _copied(rows, device)
         return self._copies[key]
 
     def _padded(self, bounds: tuple[int, ...], multiple: int) -> tuple[int, ...]:
@@ -189,6 +189,11 @@ class Span:
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the device copies: another process may not have the device.
         return Span, (self.kind, self.bounds, self.start, self.capacity)
+
+
+def _copied(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """int32 on `device`. The host does not wait for what the device has to do before; it may not be captured in a graph."""
+    return torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _whole(name: str, value: int, least: int) -> int:

@@ -1,8 +1,9 @@
 """Random packings of documents through the kernels, against one call per document: `python tests/kernels/packings.py 1000`.
 
 On a CPU under TRITON_INTERPRET=1, where it takes minutes per packing of any size: `packings.py 2 40`. The second number is
-the most tokens of a document. Prints the worst relative error of each part, over what is allowed, by configuration; exits
-with 1 where one is above it, and where a document's neighbours change a bit of what it gives.
+the most tokens of a document, and a third would be the number of the first packing. Prints the worst relative error of each
+part, over what is allowed, by configuration; exits with 1 where one is above it, and where a document's neighbours change a
+bit of what it gives.
 
 A document is computed by the same arithmetic whether packed or alone: what is allowed is the parity bar at its strictest,
 two roundings for an output and three for a gradient. That a call for one document is right is other tests' matter.
@@ -158,9 +159,9 @@ def check(seed: int, c: Configuration, most_documents: int, most_tokens: int) ->
     return {**found, "leak": 0.0 if same else float("inf")}
 
 
-def main(count: int, most_tokens: int) -> int:
+def main(count: int = 1000, most_tokens: int = MOST_TOKENS, first: int = 0) -> int:
     worst: dict[Configuration, dict[str, float]] = {c: {} for c in CONFIGURATIONS}
-    for seed in range(count):
+    for seed in range(first, first + count):
         c = CONFIGURATIONS[seed % len(CONFIGURATIONS)]
         if DEVICE.type == "cpu" and c.dtype == BRAIN:
             c = c._replace(dtype=HALF)  # the interpreter multiplies bfloat16 wrongly
@@ -180,5 +181,4 @@ def main(count: int, most_tokens: int) -> int:
 
 
 if __name__ == "__main__":
-    arguments = [int(word) for word in sys.argv[1:]]
-    sys.exit(main(arguments[0] if arguments else 1000, arguments[1] if len(arguments) > 1 else MOST_TOKENS))
+    sys.exit(main(*map(int, sys.argv[1:])))
