@@ -118,14 +118,7 @@ show(figures.architecture(reads_of(example, toy, position=57, group=0)))
 # | $l$, $d$ | length of a compression block; *stride*, from the start of one to the next | 8, 4 | 32, 16 |
 # | $l_{sel}$, $n_{sel}$ | length of a selection block (the paper: $l'$); how many a query reads ($n$) | 8, 4 | 64, 16 |
 # | $w$ | tokens of the window | 12 | 512 |
-
-# %%
-# NBVAL_CHECK_OUTPUT
-q, k_sel, v_sel, k_win, v_win = (x[0] for x in (example.q, example.k_sel, example.v_sel, example.k_win, example.v_win))
-T, H, G = len(q), q.shape[1], k_sel.shape[1]
-print(f"queries [T, H, D] = {list(q.shape)}, keys and values of each branch [T, G, D] = {list(k_sel.shape)}, {q.dtype}")
-
-# %% [markdown]
+#
 # The library's tensors have a batch in front, `[B, T, H, D]`; the code here is for one text and leaves it out. To compare,
 # `same` stops the notebook where two results differ by more than $10^{-12}$.
 
@@ -136,6 +129,12 @@ def same(what: str, here: Tensor, library: Tensor, to: float = 1e-12) -> None:
     torch.testing.assert_close(here, library, rtol=0, atol=to)
     print(f"{what} {list(here.shape)}: the library's, to {to:g}")
 
+
+# %%
+# NBVAL_CHECK_OUTPUT
+q, k_sel, v_sel, k_win, v_win = (x[0] for x in (example.q, example.k_sel, example.v_sel, example.k_win, example.v_win))
+T, H, G = len(q), q.shape[1], k_sel.shape[1]
+print(f"queries [T, H, D] = {list(q.shape)}, keys and values of each branch [T, G, D] = {list(k_sel.shape)}, {q.dtype}")
 
 # %% [markdown]
 # ## 3 · Dense attention, groups of heads, and the LSE (eq. 1, 2)
