@@ -120,14 +120,7 @@ show(figures.architecture(reads_of(example, toy, position=57, group=0)))
 # | $l$, $d$ | length of a compression block; *stride*, from the start of one to the next | 8, 4 | 32, 16 |
 # | $l_{sel}$, $n_{sel}$ | length of a selection block (the paper: $l'$); how many a query reads ($n$) | 8, 4 | 64, 16 |
 # | $w$ | tokens of the window | 12 | 512 |
-
-# %%
-# NBVAL_CHECK_OUTPUT
-q, k_sel, v_sel, k_win, v_win = (x[0] for x in (example.q, example.k_sel, example.v_sel, example.k_win, example.v_win))
-T, H, G = len(q), q.shape[1], k_sel.shape[1]
-print(f"queries [T, H, D] = {list(q.shape)}, keys and values of each branch [T, G, D] = {list(k_sel.shape)}, {q.dtype}")
-
-# %% [markdown]
+#
 # The library's tensors have a batch in front, `[B, T, H, D]`; the code here is for one text and leaves it out. To compare,
 # `same` stops the notebook where two results differ by more than $10^{-12}$.
 
@@ -139,7 +132,11 @@ def same(what: str, here: Tensor, library: Tensor, to: float = 1e-12) -> None:
     print(f"{what} {list(here.shape)}: the library's, to {to:g}")
 
 
-same("queries of the text", q, example.q[0])
+# %%
+# NBVAL_CHECK_OUTPUT
+q, k_sel, v_sel, k_win, v_win = (x[0] for x in (example.q, example.k_sel, example.v_sel, example.k_win, example.v_win))
+T, H, G = len(q), q.shape[1], k_sel.shape[1]
+print(f"queries [T, H, D] = {list(q.shape)}, keys and values of each branch [T, G, D] = {list(k_sel.shape)}, {q.dtype}")
 
 # %% [markdown]
 # ## 3 · Dense attention, groups of heads, and the LSE (eq. 1, 2)
@@ -603,7 +600,23 @@ fold("What comes out", "\n".join(lines))
 # quality at shorter lengths compares dense attention with dense attention plus overhead.</p>
 # </details>
 #
-# ## 13 · A real text
+# ## 13 · Documents in one row
+#
+# A training row holds several documents, one after another. Read as one text, a query near the beginning of a document
+# reads the one before it, in all three branches. Told apart (`data.documents: mask`, `Span.packed` in the library),
+# positions, blocks and window begin anew with each document: a query reads exactly what it would read if its document
+# were alone.
+
+# %%
+border, t = 26, 36
+alone = example.document(border, 64)
+show(figures.across_documents(reads_of(example, toy, t), reads_of(alone, toy, t - border), [0, border, 64]))
+
+# %% [markdown]
+# **What to notice.** Above, every branch of the query reaches across the border; the compressed summaries that span it
+# are of both documents at once. Below, blocks are counted from the border on, and none spans it.
+#
+# ## 14 · A real text
 #
 # 2048 characters of Python's own `textwrap` module, with the usual sizes. The heads are **made by hand, not trained**:
 # the query at $t$ encodes the last few characters, the key at $s$ the characters before $s$, so that a query looks for
@@ -624,7 +637,7 @@ show(figures.importance_map(text_importance[0, :, 1], text_blocks[0, :, 1], usua
 # blocks. Look closely at the orange: neighbouring queries look for different passages, and so hand-made heads choose
 # anew at almost every character. What trained heads do with their freedom, notebook 05 shows of any run.
 #
-# ## 14 · The explorer
+# ## 15 · The explorer
 #
 # Move the query, change the group and the sizes: which tokens does each branch read, with what weight, and what do the
 # chosen blocks say? (In a headless run the same picture is drawn once, without controls.)
@@ -637,7 +650,7 @@ explore(text, usual, min(query, length - 1), group=1, with_widgets=widgets)
 # that the summaries only hinted at, and that the selected branch found in full. Where the window (green) covers a
 # selected block, both read it.
 #
-# ## 15 · NSA from scratch in 40 lines
+# ## 16 · NSA from scratch in 40 lines
 #
 # Everything above without the library, and what was still missing: the projections that make queries, keys and values,
 # and their rotary angles. `weights` are three matrices: `qkv` (queries, then keys of the three branches, then their
@@ -710,7 +723,7 @@ for T_here, nsa in ((1, toy), (7, toy), (64, toy), (203, toy), (1100, usual)):
     print(f"T = {T_here:>4}, l, d, l_sel, n_sel, w = {tuple(sizes.values())}: outputs and all gradients equal to 1e-10")
 
 # %% [markdown]
-# ## 16 · What to take along
+# ## 17 · What to take along
 #
 # | step | equation | what it does | what goes wrong there |
 # |---|---|---|---|

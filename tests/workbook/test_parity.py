@@ -62,6 +62,17 @@ def test_every_backend_that_can_run_here_passes(dtype: torch.dtype, length: int)
     assert all((row.gradient is None) == (row.part == "selection") for row in rows)
 
 
+def test_each_reason_why_a_backend_cannot_run_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {torch.float32: {"flash": "no half precision"}, torch.float64: {"flash": "no half precision"}}
+    monkeypatch.setattr(parity, "usable", lambda device, dtype, nsa: (["torch"], reasons[dtype]))
+    assert parity.what_runs("cpu", list(reasons), NSA).splitlines() == [
+        "device: cpu",
+        "float32   torch",
+        "float64   torch",
+        "not in float32, float64: no half precision",
+    ]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_window_of_one_key_more_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "window_attention", one_key_more)
