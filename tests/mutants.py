@@ -133,7 +133,7 @@ OTHERS = {
     "report.inert": ["tests/report/test_inert.py"],
     "health.worth": ["tests/health/test_worth.py"],
     "health.suspect": ["tests/health/test_worth.py"],
-    "report.once": ["tests/report/test_one_number.py"],
+    "report.once": cases("report/test_one_number.py", "what_the_header_says_a_notebook_below_it_does_not"),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "data.staged": ["tests/train/test_stages.py", "tests/train/test_evaluation.py"],
     "data.recall.planting": ["tests/data/test_recall.py"],
@@ -175,7 +175,12 @@ OTHERS = {
     "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
     "runs.export": ["tests/runs/test_export.py"],
     "train.measure": ["tests/train/test_evaluation.py"],
-    "runs.history": ["tests/report/test_one_number.py", "tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
+    "runs.history": [
+        *cases("report/test_one_number.py", "the_list_of_runs_says_verdict_loss_speed_and_model"),
+        *cases("health/test_verdicts.py", "training_loss_is_told_as_a_mean_of_the_latest_readings"),
+        "tests/health/test_attempts.py",
+        "tests/train/test_evaluation.py",
+    ],
 }
 SUITES |= OTHERS
 # Long sequences prove parity, not logic; the mutants do without them.
