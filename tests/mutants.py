@@ -157,7 +157,7 @@ OTHERS = {
     "report.inert": ["tests/report/test_inert.py"],
     "health.worth": ["tests/health/test_worth.py"],
     "health.suspect": ["tests/health/test_worth.py"],
-    "report.once": ["tests/report/test_one_number.py"],
+    "report.once": cases("report/test_one_number.py", "what_the_header_says_a_notebook_below_it_does_not"),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "data.staged": [
         "tests/data/test_documents.py",
@@ -203,7 +203,12 @@ OTHERS = {
     "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
     "runs.export": ["tests/runs/test_export.py"],
     "train.measure": ["tests/train/test_evaluation.py", *MASKED],
-    "runs.history": ["tests/report/test_one_number.py", "tests/health/test_attempts.py", "tests/train/test_evaluation.py"],
+    "runs.history": [
+        *cases("report/test_one_number.py", "the_list_of_runs_says_verdict_loss_speed_and_model"),
+        *cases("health/test_verdicts.py", "training_loss_is_told_as_a_mean_of_the_latest_readings"),
+        "tests/health/test_attempts.py",
+        "tests/train/test_evaluation.py",
+    ],
     "figures.blocks": cases("workbook/test_reads.py", "equation_nine_is_the_overlap_once_its_erratum_is_mended"),
     "figures.architecture": cases(
         "workbook/test_reads.py",

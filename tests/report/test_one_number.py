@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ def _in_a_terminal() -> Iterator[str]:
         yield CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "300"}).output
     view = RunView(SHIPPED)
     view.take(read_events(SHIPPED))
-    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115 - of the whole process
+    console = Console(record=True, width=200, file=io.StringIO())
     console.print(*examine(SHIPPED).verdicts, view.line(), sep="\n")
     yield console.export_text()
 
@@ -105,9 +106,12 @@ def test_what_the_header_says_a_notebook_below_it_does_not(tmp_path: Path) -> No
         new_output("stream", name="stdout", text=text) for text in (verdicts, f"{verdicts}\nand more\n", "of its own")
     ]
     notebook = new_notebook(cells=[new_code_cell("verdict(run)", outputs=printed)])
+    drawn = new_output("display_data", data={"image/png": "AA=="})
+    notebook.cells.append(new_code_cell("training.overview()", outputs=[drawn]))
     once(notebook, {" ".join(line.split()) for line in verdicts.splitlines()})
     moved, partly, own = notebook.cells[0].outputs
     assert "at the top of this page" in moved.data["text/html"]
+    assert "at the top of this page" in notebook.cells[1].outputs[0].data["text/html"]
     assert partly.text == "and more" and own.text == "of its own"
     assert isinstance(notebook, nbformat.NotebookNode)
 
