@@ -265,16 +265,16 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
 ) -> None:
     run_dir, usual = new_run(), new_run()
     assert train(usual) == 0
-    real, asked = trainer.evaluate, []
+    real, asked = trainer.evaluate_apart, []
 
-    def stopped(*arguments: Any) -> float:
+    def stopped(*arguments: Any) -> Any:
         asked.append(1)
         if len(asked) == 2:
             raise StopRequested("SIGTERM")
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "evaluate", stopped)
+        patch.setattr(trainer, "evaluate_apart", stopped)
         assert train(run_dir) == directory.EXIT_STOPPED
     assert [event["step"] for event in kinds(run_dir, "eval")] == [0]
     assert train(run_dir) == 0
