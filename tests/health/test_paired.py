@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_run import Event, configuration, write_run
 
 from nsa_lab.health.paired import (
     STRETCHES,
@@ -23,7 +24,6 @@ from nsa_lab.health.paired import (
 )
 from nsa_lab.health.twins import same_training
 from nsa_lab.runs.history import History
-from tests.fake_run import Event, configuration, write_run
 
 Make = Callable[..., History]
 ROOT = Path(__file__).parents[2]
