@@ -112,7 +112,7 @@ show(figures.accuracy_curves(curves, chance=1 / task.symbols))
 #
 # The trained weights stay, and the choice of blocks is replaced in every layer:
 #
-# | | the selected branch reads | if it differs from `chosen` |
+# | | the selected branch reads | what its answers say, beside those of `chosen` |
 # |---|---|---|
 # | `random` | blocks by the throw of a die | no worse: the choice does nothing |
 # | `nearest` | the latest blocks | no worse: what it finds is near |
@@ -125,10 +125,10 @@ sparse = {name: model for name, model in models.items() if model.config.attentio
 tokens, places = task.batch(1, asked, seed, ASKED)
 effects = {name: intervene(model, tokens, places[:, -task.far :], sequences_at_once=64) for name, model in sparse.items()}
 accuracies = {name: {effect.name: effect.accuracy for effect in found} for name, found in effects.items()}
-print(f"{'answers right':<14}" + "".join(f"{name:>9}" for name in next(iter(accuracies.values()))))
+print(f"{'answers right':<14}│" + "".join(f"{name:>9}" for name in next(iter(accuracies.values()))))
 for name, shares in accuracies.items():
-    print(f"{name:<14}" + "".join(f"{share:>9.1%}" for share in shares.values()))
-show(figures.intervention_bars(accuracies))
+    print(f"{name:<14}│" + "".join(f"{share:>9.1%}" for share in shares.values()))
+show(figures.intervention_bars(accuracies, list(kinds)))
 
 # %% [markdown]
 # The same without answers: of the attention mass that the oracle's blocks hold beyond the forced ones, how much
@@ -139,7 +139,7 @@ for name, model in sparse.items():
     quality = choice_quality(model, tokens, seed)
     for way in ("chosen_free", "nearest_free", "random_free"):
         print(
-            f"{name:<14} {way:<13} " + "  ".join(f"layer {layer}: {share:.2f}" for layer, share in enumerate(quality[way]))
+            f"{name:<14}│ {way:<13} " + "  ".join(f"layer {layer}: {share:.2f}" for layer, share in enumerate(quality[way]))
         )
 
 # %% [markdown]

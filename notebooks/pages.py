@@ -12,6 +12,8 @@ import argparse
 import base64
 import html
 import io
+import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -31,8 +33,11 @@ from nsa_lab.workbook.examples import standard_library_text, text_example
 from nsa_lab.workbook.reads import reads_of
 
 ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
 PAGES, PICTURES = ROOT / "docs" / "pages", ROOT / "docs" / "pictures"
 WORK = ROOT / ".cache" / "pages"
+# `[text](target)` and `[number]: target` of Markdown.
+LINK = re.compile(r"(\]\(|^\[\w+\]: +)([^)\s]+)", re.MULTILINE)
 NSA, DENSE = "production_50k-20261121T141448Z-afd3", "production_50k_dense-20261121T141448Z-bac4"
 COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
 
@@ -106,6 +111,7 @@ def make(page: Page) -> int:
     if page.instead:
         return 0
     few_colours(notebook)
+    lead_from_pages(notebook)
     nbformat.write(notebook, source)
     written = export(source, PAGES / f"{page.stem}.html")
     print(f"{page.stem}: {written.stat().st_size / 1e6:.2f} MB, {time.monotonic() - began:.0f} s", flush=True)
@@ -116,10 +122,10 @@ def executed(page: Page) -> Path:
     """The executed notebook of a page, in .cache."""
     target = WORK / f"{page.stem}.ipynb"
     papermill.execute_notebook(
-        ROOT / "notebooks" / target.name,
+        NOTEBOOKS / target.name,
         target,
         parameters=page.parameters,
-        cwd=str(ROOT / "notebooks"),
+        cwd=str(NOTEBOOKS),
         progress_bar=False,
         log_output=False,
     )
@@ -143,11 +149,32 @@ def few_colours(notebook: NotebookNode) -> None:
             data["image/png"] = base64.b64encode(with_palette(base64.b64decode(data["image/png"]))).decode()
 
 
+def lead_from_pages(notebook: NotebookNode) -> None:
+    """Make links of prose and outputs, which lead from the folder of notebooks, lead from that of pages, in place."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = LINK.sub(from_pages, cell.source)
+    for data in outputs(notebook):
+        if "text/markdown" in data:
+            data["text/markdown"] = LINK.sub(from_pages, data["text/markdown"])
+
+
+def from_pages(link: re.Match[str]) -> str:
+    """A link as a page has it: to the page of another notebook, or to the same file. What is no file is left alone."""
+    before, target = link.groups()
+    page = next((page for page in GALLERY if target == f"{page.stem}.ipynb"), None)
+    if page:
+        return before + (page.instead or f"{page.stem}.html")
+    return before + os.path.relpath(NOTEBOOKS / target, PAGES) if (NOTEBOOKS / target).is_file() else link[0]
+
+
 def with_palette(drawn: bytes) -> bytes:
     """A PNG with `COLOURS` colours, a third of the size."""
     buffer = io.BytesIO()
     image = Image.open(io.BytesIO(drawn)).convert("RGB")
-    image.quantize(COLOURS, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+    # The default method merges colours that few pixels have, and a curve is few pixels: its green came out blue.
+    few = image.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 

@@ -115,6 +115,12 @@ OTHERS = {
     "bench.attention": ["tests/bench/test_records.py"],
     "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
     "workbook.beside": ["tests/workbook/test_beside.py"],
+    "report.header": cases(
+        "train/test_evaluation.py", "the_record_says_what_was_evaluated_and_different_texts_are_not_compared"
+    ),
+    "report": cases("report/test_report.py", "the_first_screen_says_what_happened"),
+    "figures.query": cases("workbook/test_reads.py", "the_bar_of_a_token_stands_inside_its_block"),
+    "figures.tiny_recall": cases("evaluate/test_tiny_recall.py", "a_model_keeps_its_colour_from_one_picture_to_the_next"),
     "figures.differences": ["tests/workbook/test_differences.py"],
     "health.paired": ["tests/health/test_paired.py"],
     "train.twin": ["tests/train/test_twin.py"],
@@ -176,6 +182,11 @@ OTHERS = {
         "what_is_told_is_that_of_the_far_questions_of_fresh_sequences",
     ),
     "train.trainer": ["tests/train/test_evaluation.py", "tests/train/test_run.py"],
+    "train.saves": cases(
+        "train/test_run.py",
+        "a_run_whose_last_save_failed_is_not_done",
+        "one_failed_save_is_recorded_and_the_next_one_tried",
+    ),
     "train.checkpoint": ["tests/crash/test_full_disk.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
     "runs.checkpoints": ["tests/runs/test_damaged_records.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
     "runs.lock": [
@@ -1344,6 +1355,24 @@ MUTANTS = [
     Mutant("paired: other batches make pairs", "health.paired", "if _batches(first) != _batches(second):", "if False:"),
     Mutant("twin: a width beside the best", "train.twin", "return 1 + round(", "return round("),
     Mutant("evaluation: windows of a batch change places", "train.measure", ".mean(1)", ".mean(1).flip(0)"),
+    Mutant("report: losses on other texts are subtracted", "report.header", "if not (apart and ", "if not (False and "),
+    Mutant("report: the title stands twice", "report", 'cell.source = TITLE.sub("", cell.source, count=1)', "pass"),
+    Mutant("figures: a token's bar begins before it", "figures.query", "read.numpy() + 0.5", "read.numpy()"),
+    Mutant(
+        "figures: a model changes its colour",
+        "figures.tiny_recall",
+        "list(every).index(model)",
+        "(place)",
+    ),
+    Mutant(
+        "evaluation: the last one reads its text again",
+        "train.trainer",
+        "            found = evaluate_apart(self.parts, held_out, self._poll)",
+        "            for _ in range(1 + (self.done == self.train.steps)):\n"
+        "                found = evaluate_apart(self.parts, held_out, self._poll)",
+    ),
+    Mutant("saves: a failure at last is not tried again", "train.saves", "self._failed > 1", "self._failed > 0"),
+    Mutant("twins: a time in minutes", "health.twins", '("wall_s", duration)', '("wall_s", lambda s: f"{s / 60:.3f}")'),
     Mutant("health: worse than dense passes", "health.twins", "bool(gap <= limits.twin_gap)", "bool(abs(gap) >= 0)"),
     Mutant(
         "health: twins of other settings",

@@ -20,7 +20,10 @@ oracle   weight of a loss that teaches the compressed keys where the selected br
          64 random queries per sequence, cross-entropy of the importances against the selected branch's own attention
          mass over all blocks but the forced ones, with everything but the compressed keys' own weights held fixed
 oracle_trunk  true: that loss also moves what lies before the compressed keys, and the queries; the target stays fixed
+         (a list: the weight in each phase)
+pool     true: compressed keys and values are weighted means, the weights a softmax over the block of a score per token
 n_sel    blocks that a query reads
+rules    true: at the end, text and needles at 32 768 under other rules of choice on the same weights (see RULES)
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ NOUNS = """
 anchor badger candle dragon engine falcon garden hammer island jacket kettle ladder mirror needle oyster
 pillow quiver rocket saddle temple urchin violin wagon zephyr
 """
-MODE = ["chosen"]  # what the selected branch reads, or which branch is silent: chosen random all nosel nocmp nowin
+# What the selected branch reads, or which branch is silent: chosen all nosel nocmp nowin, or a rule of choice, see RULES
+MODE = ["chosen"]
 
 
 def read(split: str) -> np.ndarray:
@@ -189,13 +193,28 @@ class Sparse(library.NSAttention):
         if ARGS.get("cmp_keys") == "selected":
             k_cmp = k_sel
         gates = self.gates(x).to(q.dtype)
-        k_cmp, v_cmp = compress(k_cmp, c.nsa), compress(v_cmp, c.nsa)
+        if ARGS.get("pool"):
+            k_cmp, v_cmp = self.pooled(x, k_cmp, v_cmp)
+        else:
+            k_cmp, v_cmp = compress(k_cmp, c.nsa), compress(v_cmp, c.nsa)
         if "oracle" in ARGS and self.training:
             if ARGS.get("oracle_trunk"):
                 self.taught = oracle_loss(q, k_cmp, k_sel.detach(), c.nsa)
             else:
                 self.taught = oracle_loss(q.detach(), self.compressed_keys(x.detach(), rotary), k_sel.detach(), c.nsa)
         return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
+
+    def pooled(self, x, k, v):
+        """Blocks as weighted means; the weights a softmax over the block of a score per token and group."""
+        nsa, N = self.config.nsa, num_compressed(x.shape[1], self.config.nsa)
+        score = self.salience(x).float().exp()[..., None]  # [B, T, G, 1]
+
+        def sums(y):  # [B, T, G, D] -> [B, N, G, D]: blocks are twice as long as their stride
+            y = y[:, : (N + 1) * nsa.d].unflatten(1, (N + 1, nsa.d)).sum(2)
+            return y[:, :-1] + y[:, 1:]
+
+        total = sums(score)
+        return [(sums(y.float() * score) / total).to(y.dtype) for y in (k, v)]
 
     def compressed_keys(self, x, rotary):
         """The compressed branch's keys again, from an input that passes no gradient on."""
@@ -216,23 +235,95 @@ class Sparse(library.NSAttention):
 
     def changed(self, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates):
         """Attention under the intervention MODE."""
-        nsa, (B, T), G = self.config.nsa, q.shape[:2], k_sel.shape[2]
+        nsa = self.config.nsa
         cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa, backend="triton")
         if MODE[0] == "all":
             sel = dense_attention(q, k_sel, v_sel)
         else:
-            blocks = select_blocks(q, k_cmp, lse, nsa, backend="triton")
-            if MODE[0] == "random":
-                pieces = [
-                    reference.choose(torch.rand(B, min(4096, T - i), G, -(-T // nsa.l_sel), device=q.device), nsa, first=i)
-                    for i in range(0, T, 4096)
-                ]
-                blocks = torch.cat(pieces, 1)
-            sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend="triton")[0]
+            rule, _, n_sel = MODE[0].partition("-")
+            wide = nsa.model_copy(update={"n_sel": int(n_sel)}) if n_sel else nsa
+            if rule in RULES:
+                blocks = chosen_by(RULES[rule], q, k_cmp, k_sel, wide)
+            else:
+                blocks = select_blocks(q, k_cmp, lse, wide, backend="triton")
+            sel = selected_attention(q, k_sel, v_sel, blocks, wide, backend="triton")[0]
         win = window_attention(q, k_win, v_win, nsa, backend="triton")[0]
         silent = ("nocmp", "nosel", "nowin")
         branches = [out * (MODE[0] != mode) for out, mode in zip((cmp, sel, win), silent, strict=True)]
         return reference.combine(*branches, gates)
+
+
+def chosen_by(rule, q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: int = 1024) -> Tensor:
+    """Blocks [B, T, G, n_sel] by the importances that `rule` gives, `rows` queries at a time."""
+    T, G = q.shape[1], k_sel.shape[2]
+    q = q.unflatten(2, (G, -1))
+    pieces = []
+    for i in range(0, T, rows):
+        t = torch.arange(i, min(i + rows, T), device=q.device)
+        pieces.append(reference.choose(rule(q[:, i : i + rows], t, k_cmp, k_sel, nsa), nsa, first=i))
+    return torch.cat(pieces, 1)
+
+
+def attended(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """Shares [B, G, R, h, S] of queries [B, R, G, h, D] over keys [B, S, G, D], of which `seen` [R, S] may be looked at."""
+    scores = torch.einsum("brghd,bsgd->bgrhs", q, k).float() * q.shape[-1] ** -0.5
+    return scores.masked_fill_(~seen[:, None], -1e9).softmax(-1)
+
+
+def by_block(p: Tensor, T: int, nsa: NSAConfig) -> Tensor:
+    """Sums [..., blocks] of what keys [..., T] of a block have."""
+    blocks = num_selection(T, nsa)
+    return F.pad(p, (0, blocks * nsa.l_sel - T)).unflatten(-1, (blocks, nsa.l_sel)).sum(-1)
+
+
+def by_mass(q, t, k_cmp, k_sel, nsa):
+    """The oracle: the selected branch's own attention over all keys."""
+    T = k_sel.shape[1]
+    p = attended(q, k_sel, torch.arange(T, device=q.device) <= t[:, None])
+    return by_block(p.mean(3), T, nsa).transpose(1, 2)
+
+
+def by_blocks(pool, keys):
+    """The choice's own rule, from the compressed keys or from means of the selected branch's; `pool` joins the heads."""
+
+    def rule(q, t, k_cmp, k_sel, nsa):
+        k = k_cmp if keys == "compressed" else compress(k_sel, nsa)
+        N, T = k.shape[1], k_sel.shape[1]
+        p = attended(q, k, torch.arange(N, device=q.device) < visible_compressed(t, nsa)[:, None])
+        return (pool(p) @ overlap(N, num_selection(T, nsa), nsa, device=q.device)).transpose(1, 2)
+
+    return rule
+
+
+def by_bounds(q, t, k_cmp, k_sel, nsa):
+    """The largest score that a key of the block could have, by the least and the greatest of each channel (Quest)."""
+    T, scale = k_sel.shape[1], q.shape[-1] ** -0.5
+    k = F.pad(k_sel, (0, 0, 0, 0, 0, -T % nsa.l_sel)).unflatten(1, (-1, nsa.l_sel)).float()
+    positive, negative = q.float().clamp_min(0), q.float().clamp_max(0)
+    bound = torch.einsum("brghd,bngd->bgrhn", positive, k.amax(2)) + torch.einsum("brghd,bngd->bgrhn", negative, k.amin(2))
+    begun = torch.arange(k.shape[1], device=q.device) * nsa.l_sel <= t[:, None]
+    return (bound * scale).masked_fill(~begun[:, None], -1e9).softmax(-1).mean(3).transpose(1, 2)
+
+
+def at_random(q, t, k_cmp, k_sel, nsa):
+    return torch.rand(*q.shape[:3], num_selection(k_sel.shape[1], nsa), device=q.device)
+
+
+def nearest(q, t, k_cmp, k_sel, nsa):
+    blocks = torch.arange(num_selection(k_sel.shape[1], nsa), device=q.device, dtype=torch.float32)
+    return blocks.expand(*q.shape[:3], -1)
+
+
+# Importances [B, R, G, blocks] of queries [B, R, G, h, D] at positions t; "NAME-64" reads 64 blocks in place of n_sel.
+RULES = {
+    "random": at_random,
+    "nearest": nearest,
+    "oracle": by_mass,
+    "max": by_blocks(lambda p: p.amax(3), "compressed"),
+    "means": by_blocks(lambda p: p.mean(3), "selected"),
+    "maxmeans": by_blocks(lambda p: p.amax(3), "selected"),
+    "bounds": by_bounds,
+}
 
 
 def oracle_loss(q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: int = 64) -> Tensor:
@@ -307,6 +398,9 @@ def build() -> library.NSATransformer:
             attention.lags = Lags(n * config.n_kv_groups * config.d_k, width)
         if "start" in ARGS or ARGS.get("shift"):
             start_as_matching(attention, n, width)
+        if ARGS.get("pool"):
+            attention.salience = nn.Linear(config.dim, config.n_kv_groups, bias=False)
+            nn.init.zeros_(attention.salience.weight)
         if "canon" in ARGS:
             block.__class__ = Block
             block.before_attention, block.before_mlp = (Lags(config.dim, ARGS["canon"]) for _ in range(2))
@@ -336,13 +430,18 @@ def ask(model: nn.Module, T: int, per_depth: int) -> dict:
 
 
 @torch.no_grad()
-def long_text(model: nn.Module, T: int = 32768) -> list[float]:
-    """Bits per byte of every window of T bytes of `long`."""
+def long_text(model: nn.Module, T: int = 32768, every: int = 1) -> list[float]:
+    """Bits per byte of every window of T bytes of `long`, or of each `every`-th."""
     text, losses = read("long"), []
-    for start in range(0, len(text) - T - 1, T):
+    for start in range(0, len(text) - T - 1, every * T):
         row = torch.from_numpy(text[start : start + T + 1].astype(np.int64)).cuda()
         losses.append(F.cross_entropy(logits_of(model, row[None, :-1]).float()[0], row[1:]).item() / math.log(2))
     return losses
+
+
+def weight_of_oracle(phase: int) -> float:
+    weight = ARGS["oracle"]
+    return weight[phase] if isinstance(weight, list) else weight
 
 
 def train_phase(model: nn.Module, optimizer: torch.optim.Optimizer, pool, phase: int, record: dict) -> None:
@@ -362,7 +461,7 @@ def train_phase(model: nn.Module, optimizer: torch.optim.Optimizer, pool, phase:
         losses, w = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none"), weights.flatten()
         loss = (losses * w).sum() / w.sum()
         if "oracle" in ARGS:
-            loss = loss + ARGS["oracle"] * sum(block.attention.taught for block in model.blocks)
+            loss = loss + weight_of_oracle(phase) * sum(block.attention.taught for block in model.blocks)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -400,6 +499,16 @@ def judge_phase(model: nn.Module, phase: int, last: bool, record: dict) -> None:
     model.train()
 
 
+def compare_rules(model: nn.Module, record: dict) -> None:
+    """Text of every 18th window of `long` and needles at the last length, by rule of choice on the same weights."""
+    T, record["rules"] = PLAN[-1][0], {}
+    for mode in ("chosen", "chosen-64", "all", *RULES, "oracle-64", "means-64"):
+        MODE[0] = mode
+        record["rules"][mode] = row = {"long": long_text(model, T, every=18), "needle": ask(model, T, per_depth=2)["mean"]}
+        print(NAME, f"rule {mode}: long {np.mean(row['long']):.4f}, needle {row['needle']:.2f}", flush=True)
+    MODE[0] = "chosen"
+
+
 def main(pool) -> None:
     torch.set_float32_matmul_precision("high")
     model = build()
@@ -414,6 +523,9 @@ def main(pool) -> None:
         record["long"] = long_text(model.eval())
         print(NAME, f"long text: {np.mean(record['long']):.4f} bits per byte", flush=True)
         (OUT / f"{NAME}.json").write_text(json.dumps(record))
+        if ARGS.get("rules"):
+            compare_rules(model, record)
+            (OUT / f"{NAME}.json").write_text(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ class Span:
     """Position of the first query in its document; not 0 for a chunk alone."""
     capacity: int | None = None
     """Documents that shapes are laid out for; None: shapes follow the documents."""
+    at_most: int | None = None
+    """Tokens that no document exceeds, of all that launches are laid out for; None: see `longest_laid_out`."""
     _copies: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor], init=False, compare=False)
 
     @classmethod
@@ -63,12 +65,15 @@ class Span:
         return cls("chunk", (0, _whole("length", length, 1)), _whole("start", start, 0))
 
     @classmethod
-    def packed(cls, cu_seqlens: Tensor, capacity: int | None = None) -> Span:
+    def packed(cls, cu_seqlens: Tensor, capacity: int | None = None, longest: int | None = None) -> Span:
         """Documents one after another in one row [1, total, ...]: document i holds rows cu_seqlens[i] .. cu_seqlens[i+1]-1.
 
         cu_seqlens int32 [documents + 1] on the CPU, from 0, never falling, as flash-attn has it; documents of length zero
         are allowed. With `capacity`, a number of documents, shapes depend on the total alone: compressed rows are padded to
-        total // d. The values are copied: changing the tensor later changes nothing here. Raises ValueError.
+        total // d. `longest`: tokens that no document of any batch exceeds, as flash-attn's max_seqlen; launches are laid
+        out for documents of that length. Without it they are for the longest of these or, with a capacity, for one as long
+        as the row, which is slower where there is none. The values are copied: changing the tensor later changes nothing
+        here. Raises ValueError.
         """
         bounds = _bounds(cu_seqlens)
         if capacity is not None and _whole("capacity", capacity, 1) < len(bounds) - 1:
@@ -76,7 +81,13 @@ class Span:
                 f"Span.packed: {len(bounds) - 1} documents in cu_seqlens, and capacity = {capacity}; "
                 "make the capacity larger, or pack fewer documents"
             )
-        return cls("packed", bounds, capacity=capacity)
+        span = cls("packed", bounds, capacity=capacity, at_most=longest)
+        if longest is not None and _whole("longest", longest, 1) < span.longest:
+            raise ValueError(
+                f"Span.packed: a document of {span.longest} tokens, and longest = {longest}; "
+                "give the most tokens that a document may have"
+            )
+        return span
 
     @property
     def queries(self) -> int:
@@ -103,7 +114,9 @@ class Span:
 
     @property
     def longest_laid_out(self) -> int:
-        """The longest document that its launches have room for: with a capacity, all of the row."""
+        """The longest document that its launches have room for: unless it was said, with a capacity, all of the row."""
+        if self.at_most is not None:
+            return min(self.at_most, self.queries)
         return self.longest if self.capacity is None else self.queries
 
     @property
@@ -183,12 +196,13 @@ class Span:
             return f"Span.full({self.queries})"
         if self.kind == "chunk":
             return f"Span.chunk({self.start}, {self.queries})"
-        capacity = "" if self.capacity is None else f", capacity={self.capacity}"
-        return f"Span.packed({len(self.bounds) - 1} documents, {self.queries} tokens{capacity})"
+        given = {"capacity": self.capacity, "longest": self.at_most}
+        more = "".join(f", {name}={value}" for name, value in given.items() if value is not None)
+        return f"Span.packed({len(self.bounds) - 1} documents, {self.queries} tokens{more})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the device copies: another process may not have the device.
-        return Span, (self.kind, self.bounds, self.start, self.capacity)
+        return Span, (self.kind, self.bounds, self.start, self.capacity, self.at_most)
 
 
 def _copied(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:

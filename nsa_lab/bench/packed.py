@@ -10,8 +10,6 @@ come out as they do alone gets no speed. What a line is held against:
 
 from __future__ import annotations
 
-import datetime
-import json
 import math
 import random
 import sys
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from nsa_lab.attention import Span, geometry
 from nsa_lab.attention.dispatch import Choice, nsa_attention, resolve_backend
+from nsa_lab.bench import records
 from nsa_lab.bench.attention import TABLE_WIDTH, machine, number
 from nsa_lab.bench.attention_parity import GRADIENT_FACTOR, OUTPUT_FACTOR, relative_error
 from nsa_lab.bench.timing import peak_bytes, time_ms
@@ -92,14 +91,15 @@ def run_packed_bench(
     batched = bench.batched_ms(sizes.length)
     lines = [
         bench.line("even", even, None, batched, EVEN_BAR),
-        bench.line("even, capacity", even, 4 * sizes.documents, batched, None),
+        bench.line("even, capacity", even, 4 * sizes.documents, batched, EVEN_BAR, longest=sizes.length),
         bench.line("corpus", corpus, None, sum(map(bench.alone_ms, corpus)), CORPUS_BAR),
-        bench.line("corpus, capacity", corpus, 4 * len(corpus), sum(map(bench.alone_ms, corpus)), None),
+        bench.line("corpus, capacity", corpus, 4 * len(corpus), sum(map(bench.alone_ms, corpus)), CORPUS_BAR),
     ]
     (console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)).print(_table(lines))
     if json_path:
         record = {
-            "when": datetime.datetime.now(datetime.UTC).isoformat(),
+            "what": "documents in one row, beside batched calls",
+            **records.origin(records.device_name() if device.type == "cuda" else str(device)),
             "machine": machine(device),
             "dtype": str(dtype),
             "nsa": nsa.model_dump(),
@@ -109,7 +109,7 @@ def run_packed_bench(
             "batched_ms": bench.batched,
             "lines": [asdict(line) for line in lines],
         }
-        Path(json_path).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        records.write(Path(json_path), record)
     return lines
 
 
@@ -145,8 +145,10 @@ class _Bench:
         self.sizes, self.nsa, self.choices, self.device, self.dtype = sizes, nsa, choices, device, dtype
         self.batched: dict[int, float] = {}
 
-    def line(self, name: str, lengths: list[int], capacity: int | None, beside_ms: float, bar: float | None) -> Line:
-        span = _span(lengths, capacity)
+    def line(
+        self, name: str, lengths: list[int], capacity: int | None, beside_ms: float, bar: float, longest: int | None = None
+    ) -> Line:
+        span = _span(lengths, capacity, longest)
         inputs = self.inputs(1, span.queries, span.num_compressed(self.nsa))
         d_out = torch.randn_like(inputs[0])
         line = Line(name, span.queries, len(lengths), self.parity(inputs, d_out, span), beside_ms=beside_ms, bar=bar)
@@ -201,8 +203,8 @@ class _Bench:
         return [y.requires_grad_() for y in (*x, gates)]
 
 
-def _span(lengths: list[int], capacity: int | None = None) -> Span:
-    return Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity)
+def _span(lengths: list[int], capacity: int | None = None, longest: int | None = None) -> Span:
+    return Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity, longest)
 
 
 def _table(lines: list[Line]) -> Table:

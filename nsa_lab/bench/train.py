@@ -26,7 +26,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 from nsa_lab.attention.kernels.vocabulary import part_of_kernel
 from nsa_lab.bench import records
 from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
-from nsa_lab.data import prepare
+from nsa_lab.data import Batch, prepare
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, Parts, assemble
 
@@ -66,6 +66,7 @@ class Measured:
     backends: dict[str, str]
     cuda_graph: bool = False
     breakdown: dict[str, float] = field(default_factory=dict)
+    documents_per_row: float = 1.0
 
 
 def run_train_bench(
@@ -95,7 +96,7 @@ def run_train_bench(
         "rows": [],
     }
     for seq_len, micro in shapes:
-        pair = {kind: measure(_config(base, kind, seq_len, micro, cuda, data), steps) for kind in KINDS}
+        pair = {kind: measure(bench_config(base, kind, seq_len, micro, cuda, data), steps) for kind in KINDS}
         row = {
             "seq_len": seq_len,
             "micro_batch": micro,
@@ -124,7 +125,8 @@ def measure(config: RunConfig, steps: int) -> Measured:
         torch.cuda.reset_peak_memory_stats()
     dataset = prepare(config.data, config.model.vocab_size, config.train.seq_len)
     parts = assemble(config, World(), device, dataset, Builders())
-    batches = _batches(parts)
+    ready = _ready(parts)
+    batches = itertools.cycle(ready)
     for _ in range(5):
         _step(parts, next(batches))
     if device.type == "cuda":
@@ -146,7 +148,8 @@ def measure(config: RunConfig, steps: int) -> Measured:
         config.runtime.cuda_graph,
         _breakdown(parts, batches) if device.type == "cuda" else {},
     )
-    del parts, batches
+    measured.documents_per_row = _documents_per_row(ready)
+    del parts, batches, ready
     _release()
     return measured
 
@@ -174,10 +177,13 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _config(base: ModelConfig, kind: str, seq_len: int, micro: int, cuda: bool, data: DataConfig | None) -> RunConfig:
+def bench_config(
+    base: ModelConfig, kind: str, seq_len: int, micro: int, cuda: bool, data: DataConfig | None, *, graph: bool = True
+) -> RunConfig:
+    """A run that saves and evaluates nothing. `graph`: replay a CUDA graph where a run of this size would."""
     runtime = RuntimeConfig(device="cpu")
     if cuda:
-        small = seq_len * micro <= SMALL_SHAPE[0] * SMALL_SHAPE[1]
+        small = graph and seq_len * micro <= SMALL_SHAPE[0] * SMALL_SHAPE[1]
         runtime = RuntimeConfig(device="cuda", precision="bf16", compile=True, cuda_graph=small)
     return RunConfig(
         name="bench",
@@ -188,16 +194,24 @@ def _config(base: ModelConfig, kind: str, seq_len: int, micro: int, cuda: bool, 
     )
 
 
-def _batches(parts: Parts) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches on the device already: loading is measured by a run, not here."""
-    host = [parts.batches.batch(step) for step in range(4)]
-    ready = [(inputs.to(parts.device), targets.to(parts.device)) for inputs, targets in host]
-    while True:
-        yield from ready
+def _ready(parts: Parts) -> list[Batch]:
+    """Batches on the device already: loading is measured by a run, not here. Where documents begin is known on the CPU."""
+    return [_on_device(parts.batches.weighted(step), parts.device) for step in range(4)]
 
 
-def _step(parts: Parts, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-    parts.stepper.step(*pair, lr=1e-4, poll=lambda: None)
+def _documents_per_row(batches: list[Batch]) -> float:
+    rows = [len(row) - 1 for batch in batches if batch.documents for row in batch.documents.rows]
+    return statistics.fmean(rows) if rows else 1.0
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    inputs, targets, weights = (x if x is None else x.to(device) for x in batch[:3])
+    assert inputs is not None and targets is not None, "a batch has both"
+    return Batch(inputs, targets, weights, batch.documents)
+
+
+def _step(parts: Parts, batch: Batch) -> None:
+    parts.stepper.step(*batch[:2], lr=1e-4, poll=lambda: None, weights=batch.weights, documents=batch.documents)
 
 
 def _median_step_s(parts: Parts, batches: Iterator, steps: int) -> float:

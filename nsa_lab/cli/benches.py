@@ -45,10 +45,25 @@ def bench_train(
     json_file: JsonFile = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxMICRO", help="one shape, e.g. 2048x32; repeat")] = None,
     picture: Picture = None,
+    documents: Annotated[
+        bool, typer.Option("--documents", help="NSA alone, with documents masked beside one text")
+    ] = False,
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="PATH", help="for --documents: a file, folder or glob of text")
+    ] = None,
 ) -> None:
     """Tokens per second of NSA and of its dense twin, training, at each length."""
     from nsa_lab.bench.train import parse_shape, run_train_bench
 
+    if documents:
+        if picture:
+            raise typer.BadParameter("it draws no picture; leave --picture out", param_hint="--documents")
+        from nsa_lab.bench.documents import run_documents_bench
+
+        run_documents_bench(_shapes(parse_shape, shape), json_file, text=text)
+        return
+    if text:
+        raise typer.BadParameter("it is read with --documents alone", param_hint="--text")
     run_train_bench(_shapes(parse_shape, shape), json_file, picture=picture)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nsa_lab.data.documents import Documents, documents_of, most_documents
+from nsa_lab.data.documents import Documents, documents_of
 from nsa_lab.data.rows import StreamRows, TextRows, check_length
 from nsa_lab.data.shards import TokenStore
 
@@ -89,7 +89,7 @@ class Batches:
         heavy = None if weights[0] is None else torch.from_numpy(np.stack(weights)[:, 1:].copy())
         if self._separator is None:
             return Batch(inputs, targets, heavy)
-        documents = documents_of(inputs.numpy(), self._separator, self.most_documents)
+        documents = documents_of(inputs.numpy(), self._separator)
         return Batch(inputs, targets, torch.ones(targets.shape) if heavy is None else heavy, documents)
 
     @functools.cached_property
@@ -186,12 +186,7 @@ class EvalBatches(Sequence):
 
     def documents(self, inputs: torch.Tensor) -> Documents | None:
         """Where documents begin in the inputs of an item; None where rows are read as one text."""
-        return None if self._separator is None else documents_of(inputs.numpy(), self._separator, self._most)
-
-    @functools.cached_property
-    def _most(self) -> int:
-        assert self._separator is not None, "asked of texts whose documents are told apart"
-        return most_documents(self._tokens.find(self._separator), self._seq_len)
+        return None if self._separator is None else documents_of(inputs.numpy(), self._separator)
 
     def _position(self, window: int) -> int:
         return window * self._available // self.windows * self._seq_len

@@ -21,13 +21,16 @@ class Documents:
 
     rows: tuple[Tensor, ...]
     """Of each row, where documents begin and, last, where the row ends: int32 [documents + 1], on the CPU."""
-    most: int
-    """No row of the run has more, so that shapes need not follow the documents."""
 
     @property
     def capacity(self) -> int:
-        """Documents that there is room for in all rows."""
-        return self.most * len(self.rows)
+        """Documents to make room for: a power of two, so that few sizes serve all batches."""
+        return 1 << (sum(len(row) - 1 for row in self.rows) - 1).bit_length()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a row, which no document exceeds."""
+        return max(int(row[-1]) for row in self.rows)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -39,13 +42,13 @@ class Documents:
 
     def split(self, size: int) -> list[Documents]:
         """`size` rows in each, in order."""
-        return [Documents(self.rows[first : first + size], self.most) for first in range(0, len(self.rows), size)]
+        return [Documents(self.rows[first : first + size]) for first in range(0, len(self.rows), size)]
 
 
-def documents_of(inputs: Iterable[np.ndarray], separator: int, most: int) -> Documents:
+def documents_of(inputs: Iterable[np.ndarray], separator: int) -> Documents:
     """The documents of rows of inputs, int64 [T] each."""
     rows = (np.append(beginnings(row, separator), len(row)) for row in inputs)
-    return Documents(tuple(torch.from_numpy(bounds.astype(np.int32)) for bounds in rows), most)
+    return Documents(tuple(torch.from_numpy(bounds.astype(np.int32)) for bounds in rows))
 
 
 def beginnings(tokens: np.ndarray, separator: int) -> np.ndarray:

@@ -70,7 +70,7 @@ def query_reads(reads: Reads, about: str) -> Figure:
 
     for axes, weights, colour, named in ((sel, reads.sel, SEL, "selected"), (win, reads.win, WIN, "window")):
         read = (weights > 0).nonzero().flatten()
-        axes.bar(read.numpy(), weights[read].numpy(), width=max(1.0, t / 700), color=colour)
+        axes.bar(read.numpy() + 0.5, weights[read].numpy(), width=max(1.0, t / 700), color=colour)
         axes.set_ylabel(f"{named}\nweight per token", fontsize=8)
     for j in reads.blocks:
         sel.axvspan(j * n.l_sel, min((j + 1) * n.l_sel, t + 1), color=SEL, alpha=0.15, linewidth=0)

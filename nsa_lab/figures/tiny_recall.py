@@ -24,14 +24,19 @@ def accuracy_curves(curves: Mapping[str, Sequence[tuple[int, float]]], chance: f
     return figure
 
 
-def intervention_bars(accuracies: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Share of answers that are right under each intervention, models beside each other; name -> intervention -> share."""
+def intervention_bars(accuracies: Mapping[str, Mapping[str, float]], every: Sequence[str]) -> Figure:
+    """Share of answers that are right under each intervention, models beside each other; name -> intervention -> share.
+
+    `every` names all models in the order of their curves, so that each keeps its colour. Raises ValueError for one that is
+    not among them.
+    """
     figure, axes = panel(8, 3.6, "Tiny recall: answers right when the choice is replaced, or a branch silenced")
     names = list(dict.fromkeys(name for shares in accuracies.values() for name in shares))
     width = 0.8 / max(len(accuracies), 1)
     for place, (model, shares) in enumerate(accuracies.items()):
+        colour = COLOURS[list(every).index(model) % len(COLOURS)]
         at = np.arange(len(names)) + (place - (len(accuracies) - 1) / 2) * width
-        axes.bar(at, [shares[name] for name in names], width, color=COLOURS[(place + 1) % len(COLOURS)], label=model)
+        axes.bar(at, [shares[name] for name in names], width, color=colour, label=model)
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set(ylabel="answers right", ylim=(0, 1.02))
     legend(axes)

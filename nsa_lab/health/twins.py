@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs.history import History, evaluated_apart, facts
+from nsa_lab.runs.summary import duration, size_text
 
 # What twins may differ in: attention itself, the width that gives a dense twin as many parameters, and what is watched,
 # saved and where.
@@ -28,15 +29,15 @@ FREE = frozenset(
         "train.stall_action",
     }
 )
-# Of `history.Facts`, and the unit to show each in.
-SHOWN = {
-    "steps": ("step", 1),
-    "validation, bits per byte": ("last_validation_bpb", 1),
-    "best validation, bits per byte": ("best_validation_bpb", 1),
-    "tokens per second, median": ("tokens_per_s", 1),
-    "time, minutes": ("wall_s", 60),
-    "peak memory, GB": ("memory_peak_bytes", 1e9),
-    "parameters": ("parameters", 1),
+# Of `history.Facts`, and how each is written: as on every page of a run.
+SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "steps": ("step", "{:,}".format),
+    "validation, bits per byte": ("last_validation_bpb", "{:.3f}".format),
+    "best validation, bits per byte": ("best_validation_bpb", "{:.3f}".format),
+    "tokens per second, median": ("tokens_per_s", "{:,.0f}".format),
+    "training time": ("wall_s", duration),
+    "peak memory": ("memory_peak_bytes", size_text),
+    "parameters": ("parameters", "{:,}".format),
 }
 
 
@@ -104,16 +105,17 @@ def as_good(nsa: History, dense: History, limits: Limits) -> Verdict:
     return Verdict("as good as dense", bool(gap <= limits.twin_gap), gap, limits.twin_gap, text)
 
 
-def side_by_side(nsa: History, dense: History) -> list[tuple[str, float | None, float | None, float | None]]:
-    """Name, NSA, dense and NSA/dense of the numbers that a reader asks for; None where a run does not say, and for the
-    ratio of losses on different texts."""
+def side_by_side(nsa: History, dense: History) -> list[tuple[str, str | None, str | None, float | None]]:
+    """Name, NSA and dense as they are written, and NSA/dense, of the numbers that a reader asks for; None where a run does
+    not say, and for the ratio of losses on different texts."""
     known = facts(nsa), facts(dense)
     apart = evaluated_apart((nsa, dense))
     rows = []
-    for name, (key, unit) in SHOWN.items():
-        ours, theirs = (None if (value := getattr(one, key)) is None else value / unit for one in known)
+    for name, (key, write) in SHOWN.items():
+        ours, theirs = (getattr(one, key) for one in known)
         unlike = apart and "validation" in key
-        rows.append((name, ours, theirs, ours / theirs if ours is not None and theirs and not unlike else None))
+        ratio = ours / theirs if ours is not None and theirs and not unlike else None
+        rows.append((name, *(None if value is None else write(value) for value in (ours, theirs)), ratio))
     return rows
 
 

@@ -3,7 +3,7 @@
 Invariants
 * Formulas are MathML, pictures are embedded and carry alt text, code is folded away but there.
 * The verdict comes from the run's own files, never from what papermill says about the notebook.
-* What the header says of its run, the notebook below it does not say again.
+* What the header says, the title above all, the notebook below it does not say again.
 * No path of the machine that it ran on: neither on the page nor in the executed notebook of a run directory.
 * A table drawn with box characters keeps its lines, however long; any other output wraps.
 * A notebook that failed gives a page of what it did, with the error on top.
@@ -54,6 +54,7 @@ ERROR_NOTES = "papermill-error-cell-tag"
 PREFORMATTED = re.compile(r"<pre\b([^>]*)>(.*?)</pre>", re.DOTALL)
 BOX_DRAWN = ("┃", "│")
 END = "\n</main>\n</body>\n</html>\n"
+TITLE = re.compile(r"^#\s+(.+)\n*", re.MULTILINE)
 ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 
@@ -84,7 +85,7 @@ def export(notebook: str | Path, page: str | Path | None = None, *, run_dir: str
         content,
         Path(page or source.with_suffix(".html")),
         histories,
-        title=_title(content) or source.stem,
+        title=_take_title(content) or source.stem,
         folder=source.parent,
     )
 
@@ -229,10 +230,13 @@ def _picture(draw: Callable[..., Figure], of: History | list[History]) -> Notebo
     return new_code_cell(f"figures.{draw.__name__}(run)", outputs=[output])
 
 
-def _title(notebook: NotebookNode) -> str | None:
-    prose = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    headings = (re.search(r"^#\s+(.+)$", text, re.MULTILINE) for text in prose)
-    return next((found[1].strip().strip("`") for found in headings if found), None)
+def _take_title(notebook: NotebookNode) -> str | None:
+    """The first heading, cut from its cell, in place: it stands at the top of the page, and once is enough."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (found := TITLE.search(cell.source)):
+            cell.source = TITLE.sub("", cell.source, count=1)
+            return found[1].strip().strip("`")
+    return None
 
 
 def _last_heading(markdown: str) -> str | None:

@@ -142,10 +142,13 @@ def _embedded(drawn: Sequence[Figure]) -> list[tuple[str, str]]:
 def beside(runs: list[dict[str, Any]], apart: bool = False) -> list[tuple[str, list[str]]]:
     """Facts of several runs as rows of a table: a name, the value in each, how each differs from the first.
 
-    A dash where a run does not say. `apart` says that they were evaluated on different texts, and so does the row.
+    A dash where a run does not say. `apart` says that they were evaluated on different texts, and so does the row of
+    validation, which then gives no difference.
     """
     known = [{"verdict": run["headline"].partition(":")[0], **dict(run["facts"]), **run["unlike"]} for run in runs]
-    known += [differences(runs[0]["numbers"], run["numbers"]) for run in runs[1:]]
+    for run in runs[1:]:
+        told = differences(runs[0]["numbers"], run["numbers"])
+        known.append({name: much for name, much in told.items() if not (apart and name.startswith("validation"))})
     names = dict.fromkeys(name for facts in known for name in facts)
     note = " (of different texts: not to be compared)" if apart else ""
     return [(name + note * name.startswith("validation"), [facts.get(name, "–") for facts in known]) for name in names]

@@ -11,8 +11,8 @@ from nsa_lab.data import Documents
 
 
 def span_of(documents: Documents) -> Span:
-    """All rows as one packed row. Its shapes are those of every batch of as many rows, whatever documents they hold."""
-    return Span.packed(documents.cu_seqlens, capacity=documents.capacity)
+    """All rows as one packed row. Nearly all batches of as many rows have its shapes, whatever documents they hold."""
+    return Span.packed(documents.cu_seqlens, capacity=documents.capacity, longest=documents.longest)
 
 
 def logits_of(forward: Callable[..., Tensor], tokens: Tensor, documents: Documents | None) -> Tensor:

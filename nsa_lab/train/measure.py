@@ -29,10 +29,12 @@ XZ_TEXT = 1 << 20  # bytes of held-out text that are compressed: a third of a se
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Mean losses in nats per token; `first_loss` of the first tokens of documents, None where none are told apart."""
+    """Mean losses in nats per token: of everything; of the first tokens of documents, None where none are told apart; and
+    of each window in order, to six digits, which is what runs are compared by."""
 
     loss: float
     first_loss: float | None
+    windows: list[float]
 
 
 def evaluate(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> float:
@@ -42,14 +44,18 @@ def evaluate(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> f
 
 @torch.no_grad()
 def evaluate_apart(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> Evaluated:
-    """`evaluate`, and the same of the first token of every document."""
+    """`evaluate`, and the same of the first token of every document, and of each window."""
     # A place for each batch: added up in their order, whichever rank computed them.
     found = torch.zeros(len(held_out), 4, device=parts.device)
+    windows = torch.zeros(held_out.windows, device=parts.device)
     with _evaluating(parts.model):
         for read in _read(parts, held_out, poll):
-            found[read.index] += read.weight * _losses(read)
+            each, own = each_token_loss(read.logits, read.targets), held_out.of_batch(read.index)
+            found[read.index] += read.weight * _losses(read, each)
+            windows[own.start : own.stop] += read.weight * each.mean(1)
     loss, tokens, first, firsts = functools.reduce(torch.add, parts.world.sum(found)).tolist()
-    return Evaluated(loss / tokens, first / firsts if firsts else None)
+    by_window = [round(loss, 6) for loss in parts.world.sum(windows).tolist()]
+    return Evaluated(loss / tokens, first / firsts if firsts else None, by_window)
 
 
 @dataclass(frozen=True)
@@ -63,24 +69,17 @@ class _Read:
     begins: Tensor | None
 
 
-def _losses(read: _Read) -> Tensor:
-    """Summed loss and number of tokens of a batch, and of the first tokens of its documents: float32 [4]."""
+def _losses(read: _Read, each: Tensor) -> Tensor:
+    """Summed loss and number of tokens of a batch, and of the first tokens of its documents: float32 [4].
+
+    `each` is the loss of every token. The whole is summed by the loss function itself, as in training: another order of
+    adding gives other last bits.
+    """
     loss = token_losses(read.logits, read.targets)
     total = torch.stack([loss, loss.new_tensor(float(read.targets.numel()))])
     if read.begins is None:
         return torch.cat([total, torch.zeros_like(total)])
-    return torch.cat([total, sum_over(each_token_loss(read.logits, read.targets), read.begins)])
-
-
-@torch.no_grad()
-def window_losses(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> list[float]:
-    """Mean loss of each held-out window in nats per token, to six digits: what runs are compared by, window by window."""
-    found = torch.zeros(held_out.windows, device=parts.device)
-    with _evaluating(parts.model):
-        for read in _read(parts, held_out, poll):
-            own = held_out.of_batch(read.index)
-            found[own.start : own.stop] += read.weight * each_token_loss(read.logits, read.targets).mean(1)
-    return [round(loss, 6) for loss in parts.world.sum(found).tolist()]
+    return torch.cat([total, sum_over(each, read.begins)])
 
 
 def _read(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> Iterator[_Read]:

@@ -21,20 +21,17 @@ from typing import Any
 import torch
 
 from nsa_lab.data import Batch, Prefetcher
-from nsa_lab.runs.directory import CHECKPOINTS
-from nsa_lab.train import diagnosis, snapshot
-from nsa_lab.train.checkpoint import CheckpointStore, Serialiser
+from nsa_lab.train import diagnosis
 from nsa_lab.train.guard import Finding, GateRule, Halt, SpikeRule, ThroughputRule, non_finite
 from nsa_lab.train.measure import (
     GateMovement,
     branch_statistics,
     evaluate_apart,
     layer_norms,
-    probe_logits,
     selection_reach,
-    window_losses,
 )
 from nsa_lab.train.parts import Parts
+from nsa_lab.train.saves import Saves
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.signals import StopRequested, StopSignals
 from nsa_lab.train.step import AUXILIARY, BAD, GRAD_NORM, LOSS, STOP, TEXT_LOSS, TEXT_TOKENS, Fetched, Readback
@@ -64,11 +61,9 @@ class Trainer:
     ) -> None:
         self.run_dir, self.parts, self.record, self.signals = run_dir, parts, record, signals
         self.train = parts.config.train
-        self.done, self._saved = done, done
+        self.done = done
         self._evaluated = evaluated
-        self.store = CheckpointStore(
-            run_dir / CHECKPOINTS, keep_last=self.train.keep_last, keep_every=self.train.keep_every
-        )
+        self._saves = Saves(run_dir, parts, record, done=done)
         self._readback = Readback(parts.device)
         self._spike = SpikeRule(self.train.spike_sigma, losses)
         self._throughput = ThroughputRule(self.train.min_tokens_per_s)
@@ -77,7 +72,6 @@ class Trainer:
         # Steps that are to be logged when their result is here: the rate they were taken with, and statistics, if any.
         self._to_log: dict[int, tuple[float, Fetched | None]] = {}
         self._interval = _Interval(done)
-        self._failed_saves, self._why_unsaved = 0, "see the record of the first rank"
         self._first = done + 1
         self._begins = self.train.first_steps
 
@@ -266,8 +260,6 @@ class Trainer:
         held_out = self.parts.evaluation_at(self.done)
         with self._outside_training("eval"), self._interruptible():
             found = evaluate_apart(self.parts, held_out, self._poll)
-            last = self.done == self.train.steps
-            windows = {"window_losses": window_losses(self.parts, held_out, self._poll)} if last else {}
         told = {
             "seq_len": self.train.stage_at(self.done).seq_len,
             "windows": held_out.windows,
@@ -275,7 +267,7 @@ class Trainer:
             "loss": found.loss,
             "bpb": self._bits_per_byte(found.loss),
             **({} if found.first_loss is None else {"first_loss": found.first_loss}),
-            **windows,
+            **({"window_losses": found.windows} if self.done == self.train.steps else {}),
         }
         self.record.evaluation("validation", told)
         length = self.train.stage_at(self.done).seq_len
@@ -286,65 +278,14 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint of the state after `done` steps, once. Two failures in a row halt the run."""
-        if self.done == self._saved:
-            return
-        with self._outside_training("save"):
-            state = {
-                **self.parts.facts,
-                "step": self.done,
-                "tokens": self.train.tokens_by(self.done),
-                "attempt": self.record.log.attempt,
-                "guard": {"losses": self._spike.losses},
-            }
-            files = snapshot.files(self.parts, state, lambda: probe_logits(self.parts))
-            failed = self.parts.world.any(not self._write(state, files), self.parts.device)
-        if not failed:
-            self._saved, self._failed_saves = self.done, 0
-            return
-        self._failed_saves += 1
-        if self._failed_saves > 1:
-            raise Halt(
-                Finding(
-                    "save",
-                    self.done,
-                    self._failed_saves,
-                    1,
-                    "halt",
-                    f"step {self.done}: saving failed {self._failed_saves} times in a row: {self._why_unsaved}",
-                )
-            )
+        if self.done != self._saves.saved:
+            with self._outside_training("save"):
+                self._saves.save(self.done, self._spike.losses)
 
     def _save_at_last(self) -> None:
         """What is not saved now never is, so a failure is tried again at once. Raises `Halt` if that fails as well."""
-        while self.done != self._saved:
+        while self.done != self._saves.saved:
             self._save()
-
-    def _write(self, state: dict[str, Any], files: dict[str, Serialiser]) -> bool:
-        if self.parts.world.sharded:
-            # Every rank takes part in gathering, and none may wait in it if the first cannot write.
-            gathered = {name: serialise() for name, serialise in files.items()}
-            files = {name: (lambda data=data: data) for name, data in gathered.items()}
-        if not self.parts.world.first:
-            return True
-        facts = {"config_hash": state["config_hash"], "data_identity": state["data_identity"]}
-        try:
-            if not self.store.folder.exists():
-                self._make_folder_again()
-            self.record.saved(self.store.save(self.done, files, facts))
-        except OSError as error:
-            # A full disk now need not be full at the next save, and the earlier checkpoints stand.
-            self.record.trouble("save", error)
-            self._why_unsaved = str(error)
-            return False
-        return True
-
-    def _make_folder_again(self) -> None:
-        self.store.folder.mkdir()
-        text = (
-            f"step {self.done}: {self.store.folder.name}/ was removed while the run trained, and every checkpoint with it; "
-            "the folder is made again, and saving goes on"
-        )
-        self.record.finding(Finding("checkpoints", self.done, 0, 1, "warn", text))
 
     def _leave_diagnosis(self, finding: Finding) -> None:
         """Save the clean state first; the replay that the bundle needs comes after."""

@@ -21,7 +21,8 @@ def machine() -> str:
     device = torch.device("cuda" if cuda else "cpu")
     choices = resolve_backend(device, torch.bfloat16 if cuda else torch.float32, NSAConfig())
     rows = [f"| {part} | {choice.backend} | {choice.reason} |" for part, choice in choices.items()]
-    named = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    named = torch.cuda.get_device_name(device) if cuda else f"CPU, {threads} thread{'s' * (threads != 1)}"
     return "\n".join([f"**{named}**, torch {torch.__version__}", "", "| part | backend | why |", "|---|---|---|", *rows])
 
 

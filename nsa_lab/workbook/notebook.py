@@ -111,17 +111,13 @@ def print_answers(run: str | Path | History) -> None:
         print(f"{answer.mark:<4} {answer.name} {answer.text}")
 
 
-def print_columns(head: Sequence[str], rows: Iterable[tuple[str, *tuple[float | None, ...]]]) -> None:
-    """Numbers beside each other, one line per name; what is not known is a dash."""
-    print(f"{head[0]:<32}" + "".join(f"{name:>18}" for name in head[1:]))
+def print_columns(head: Sequence[str], rows: Iterable[tuple[str, *tuple[str | float | None, ...]]]) -> None:
+    """What is told of each beside each other, one line per name: texts, numbers to three digits, a dash where it is not
+    known. The line between names and values keeps it a table on a page, however narrow."""
+    print(f"{head[0]:<32}│" + "".join(f"{name:>18}" for name in head[1:]))
     for name, *values in rows:
-        print(f"{name:<32}" + "".join(f"{_number(value):>18}" for value in values))
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+        told = ("–" if value is None else value if isinstance(value, str) else f"{value:.3f}" for value in values)
+        print(f"{name:<32}│" + "".join(f"{text:>18}" for text in told))
 
 
 def verdict(run: Path) -> None:

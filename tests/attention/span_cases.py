@@ -150,8 +150,10 @@ def truth(case: Case, x: Inputs, weights: dict[str, Tensor]) -> tuple[dict[str, 
 
 
 def computed(case: Case, x: Inputs, weights: dict[str, Tensor], backend: str) -> tuple[dict[str, Tensor], Tensor, Inputs]:
-    """The same from the library."""
-    x, nsa, how = x.map(lambda y: y.detach().requires_grad_()), case.nsa, {"backend": backend, "span": case.span}
+    """The same from the library, on a GPU where there is one and the backend needs it."""
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    x, weights = x.map(lambda y: y.detach().to(device).requires_grad_()), {n: w.to(device) for n, w in weights.items()}
+    nsa, how = case.nsa, {"backend": backend, "span": case.span}
     out_cmp, lse_cmp = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, **how)
     blocks = attention.select_blocks(x.q, x.k_cmp, lse_cmp, nsa, **how)
     out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, **how)
@@ -160,7 +162,8 @@ def computed(case: Case, x: Inputs, weights: dict[str, Tensor], backend: str) ->
     results = {"out_cmp": out_cmp, "lse_cmp": lse_cmp, "out_sel": out_sel, "lse_sel": lse_sel, "out_win": out_win,
                "lse_win": lse_win, "mixed": mixed}  # fmt: skip
     loss = sum((torch.where(torch.isneginf(y), 0.0, y) * weights[name]).sum() for name, y in results.items())
-    return {name: y.detach() for name, y in results.items()}, blocks, Inputs(*torch.autograd.grad(loss, x))
+    grads = Inputs(*torch.autograd.grad(loss, x)).map(torch.Tensor.cpu)
+    return {name: y.detach().cpu() for name, y in results.items()}, blocks.cpu(), grads
 
 
 def weights_of(case: Case, x: Inputs) -> dict[str, Tensor]:

@@ -93,8 +93,10 @@ def test_a_span_counts_what_counting_gives(kind: str, seed: int) -> None:
 
 
 def test_spans_are_values() -> None:
-    spans = [Span.full(9), Span.chunk(2, 7), Span.packed(bounds(3, 6)), Span.packed(bounds(3, 6), capacity=2)]
-    again = [Span.full(9), Span.chunk(2, 7), Span.packed(bounds(3, 6)), Span.packed(bounds(3, 6), capacity=2)]
+    spans, again = (
+        [Span.full(9), Span.chunk(2, 7), Span.packed(bounds(3, 6)), Span.packed(bounds(3, 6), capacity=2, longest=7)]
+        for _ in range(2)
+    )
     assert spans == again and len(set(spans + again)) == 4
     for span in spans:
         span.cu_seqlens(CPU)
@@ -103,7 +105,14 @@ def test_spans_are_values() -> None:
         with pytest.raises(FrozenInstanceError):
             span.start = 3
     assert [repr(span) for span in spans[:2]] == ["Span.full(9)", "Span.chunk(2, 7)"]
-    assert repr(spans[3]) == "Span.packed(2 documents, 9 tokens, capacity=2)"
+    assert repr(spans[3]) == "Span.packed(2 documents, 9 tokens, capacity=2, longest=7)"
+
+
+def test_launches_have_room_for_the_longest_document_that_there_may_be() -> None:
+    """As many tokens as were said, but never more than the row; unsaid, those of the row where there is a capacity."""
+    rooms = {(None, None): 6, (4, None): 9, (None, 8): 8, (4, 8): 8, (4, 6): 6, (4, 64): 9}
+    for (capacity, longest), room in rooms.items():
+        assert Span.packed(bounds(3, 6), capacity, longest).longest_laid_out == room
 
 
 def test_the_bounds_are_copied_once_and_padded_to_the_capacity() -> None:
@@ -141,6 +150,11 @@ MALFORMED = {
     "a late start": (lambda: Span.packed(bounds(4) + 2), "it starts at 2"),
     "a fall": (lambda: Span.packed(torch.tensor([0, 5, 3, 9]).int()), "document 1 goes from 5 to 3"),
     "too many documents": (lambda: Span.packed(bounds(1, 2, 3), capacity=2), "3 documents in cu_seqlens, and capacity = 2"),
+    "a document past the longest": (
+        lambda: Span.packed(bounds(4, 9), longest=8),
+        "a document of 9 tokens, and longest = 8",
+    ),
+    "no longest": (lambda: Span.packed(bounds(1), longest=0), "longest = 0: expected a whole number of at least 1"),
     "no capacity": (lambda: Span.packed(bounds(1), capacity=0), "capacity = 0: expected a whole number of at least 1"),
 }
 

@@ -48,6 +48,36 @@ def told(browser) -> str:
     return "".join(element.text for element in browser.find_elements("css selector", ".widget-html-content pre"))
 
 
+def sources(browser) -> list[str]:
+    return [picture.get_attribute("src") for picture in browser.find_elements("css selector", ".widget-image")]
+
+
+def control(browser, label: str):
+    """The list that is labelled so."""
+    path = f"//label[contains(@class,'widget-label') and normalize-space()='{label}']/..//select"
+    return until(lambda: next(iter(browser.find_elements("xpath", path)), None), f"there is a choice of {label}")
+
+
+def options(browser, label: str) -> list[str]:
+    return [option.text for option in control(browser, label).find_elements("css selector", "option")]
+
+
+def chosen(browser, label: str) -> list[str]:
+    every = control(browser, label).find_elements("css selector", "option")
+    return [option.text for option in every if option.is_selected()]
+
+
+def choose(browser, label: str, *wanted: str) -> None:
+    """Choose these and no others, by pressing on them, and wait until the kernel has answered."""
+    assert set(wanted) <= set(options(browser, label))
+    several = len(wanted) > 1 or label == "runs"
+    for option in control(browser, label).find_elements("css selector", "option"):
+        if option.is_selected() != (option.text in wanted) and (several or option.text in wanted):
+            option.click()
+    assert set(chosen(browser, label)) == set(wanted)
+    settle(lambda: (told(browser), sources(browser)))
+
+
 def run_all(browser) -> None:
     browser.find_element("xpath", "//div[contains(@class,'lm-MenuBar-itemLabel') and text()='Run']").click()
     until(lambda: shown(browser, ".lm-Menu [data-command='runmenu:run-all']"), "the menu Run is open").click()

@@ -4,7 +4,21 @@ import re
 from hashlib import sha256
 
 import pytest
-from page import keep, open_notebook, run_all, settle, shown, told, until, wait_until_idle
+from page import (
+    choose,
+    chosen,
+    control,
+    keep,
+    open_notebook,
+    options,
+    run_all,
+    settle,
+    shown,
+    sources,
+    told,
+    until,
+    wait_until_idle,
+)
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import launch, names
@@ -93,40 +107,10 @@ def move(browser, keys: str) -> None:
     settle(lambda: (told(browser), sources(browser)))
 
 
-def control(browser, label: str):
-    """The list that is labelled so."""
-    path = f"//label[contains(@class,'widget-label') and normalize-space()='{label}']/..//select"
-    return until(lambda: next(iter(browser.find_elements("xpath", path)), None), f"there is a choice of {label}")
-
-
-def options(browser, label: str) -> list[str]:
-    return [option.text for option in control(browser, label).find_elements("css selector", "option")]
-
-
-def chosen(browser, label: str) -> list[str]:
-    every = control(browser, label).find_elements("css selector", "option")
-    return [option.text for option in every if option.is_selected()]
-
-
-def choose(browser, label: str, *wanted: str) -> None:
-    """Choose these and no others, by pressing on them, and wait until the kernel has answered."""
-    assert set(wanted) <= set(options(browser, label))
-    several = len(wanted) > 1 or label == "runs"
-    for option in control(browser, label).find_elements("css selector", "option"):
-        if option.is_selected() != (option.text in wanted) and (several or option.text in wanted):
-            option.click()
-    assert set(chosen(browser, label)) == set(wanted)
-    settle(lambda: (told(browser), sources(browser)))
-
-
 def columns(browser, row: str) -> list[str]:
     """The numbers of a row, one per run."""
     line = next(line for line in told(browser).splitlines() if line.startswith(row))
     return line[len(row) :].split()
-
-
-def sources(browser) -> list[str]:
-    return [picture.get_attribute("src") for picture in browser.find_elements("css selector", ".widget-image")]
 
 
 def pictures(browser) -> list[str]:

@@ -74,11 +74,12 @@ def test_batches_say_where_documents_begin_and_what_is_padding(packing: str) -> 
         assert weights.dtype == torch.float32 and weights.shape == targets.shape == (4, 16)
         for row, bounds in zip(inputs.numpy(), documents.rows, strict=True):
             assert bounds.dtype == torch.int32 and bounds.tolist() == [*beginnings(row, SEP), 16]
-            assert len(bounds) - 1 <= documents.most == batches.most_documents
+            assert len(bounds) - 1 <= batches.most_documents
             seen = max(seen, len(bounds) - 1)
         lengths = torch.cat([bounds.diff() for bounds in documents.rows])
         assert documents.cu_seqlens.tolist() == [0, *lengths.cumsum(0).tolist()]
-        assert documents.cu_seqlens.dtype == torch.int32 and documents.capacity == 4 * batches.most_documents
+        assert documents.cu_seqlens.dtype == torch.int32 and documents.longest == 16
+        assert len(lengths) <= documents.capacity < 2 * len(lengths) and documents.capacity.bit_count() == 1
         padding = (inputs == SEP) & (targets == SEP)
         assert torch.equal(weights == 0, padding) and (weights[~padding] == 1).all()
     assert seen > 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
+from nsa_lab import figures
 from nsa_lab.evaluate import intervene
 from nsa_lab.evaluate.answers import teacher_forced
 from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TRAINED, TinyRecall, learn, tiny_model
@@ -101,3 +103,11 @@ def test_the_recipe_finds_long_before_plain_nsa_copies() -> None:
     change = {effect.name: effect.d_accuracy for effect in effects}
     assert change["random"] < -0.1, "it is the choice that finds"
     assert change["no_sel"] < -0.2, "and the selected branch that reads"
+
+
+def test_a_model_keeps_its_colour_from_one_picture_to_the_next() -> None:
+    curves = figures.accuracy_curves({name: [(1, 0.5)] for name in ("dense", "avg", "recipe")}, chance=0.1)
+    bars = figures.intervention_bars({name: {"chosen": 0.5} for name in ("avg", "recipe")}, ["dense", "avg", "recipe"])
+    lines = {line.get_label(): to_hex(line.get_color()) for line in curves.axes[0].lines}
+    for container in bars.axes[0].containers:
+        assert to_hex(container[0].get_facecolor()) == lines[container.get_label()]  # pyright: ignore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -466,9 +467,16 @@ def test_the_dense_twin_sets_the_limit(over: float, ok: bool, pair: Any) -> None
     assert good.ok is ok
     assert good.value == pytest.approx(over)
     assert f"at step 200: {over:+.2%}" in good.text
-    ratios = {name: ratio for name, *_, ratio in side_by_side(nsa, dense)}
-    assert ratios["tokens per second, median"] == 1.0
-    assert ratios["validation, bits per byte"] == pytest.approx(1 + over)
+    rows = {name: told for name, *told in side_by_side(nsa, dense)}
+    assert rows["tokens per second, median"][-1] == 1.0
+    assert rows["validation, bits per byte"][-1] == pytest.approx(1 + over)
+
+
+def test_a_number_is_written_beside_its_twin_as_on_the_page_of_its_run(pair: Any) -> None:
+    nsa, dense = pair(0.0)
+    beside, alone = ({name: told for name, told, *_ in rows} for rows in (side_by_side(nsa, dense), shown_facts(nsa)))
+    names = ("tokens per second, median", "training time", "peak memory", "parameters")
+    assert all(beside[name] == alone[name] for name in names) and alone["training time"].endswith(" s")
 
 
 def test_twins_that_trained_differently_are_named(pair: Any) -> None:
@@ -696,6 +704,14 @@ SHARED = [run for run in names.run_directories(names.root() / "outputs") if (run
 @pytest.mark.parametrize("run", SHARED, ids=lambda run: run.name)
 def test_the_record_of_a_shared_run_gives_the_verdict_that_lies_beside_it(run: Path) -> None:
     assert as_record(examine(run)) == json.loads((run / directory.VERDICT).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", [page for run in SHARED for page in run.glob("*.html")], ids=lambda page: page.name)
+def test_a_shared_page_says_on_top_what_the_verdict_beside_it_says(page: Path) -> None:
+    """Whatever its notebook printed when it was executed."""
+    verdict = json.loads((page.parent / directory.VERDICT).read_text(encoding="utf-8"))
+    said = html.unescape(page.read_text(encoding="utf-8").partition("<main>")[0])
+    assert verdict["headline"] in said and not [one["name"] for one in verdict["verdicts"] if one["text"] not in said]
 
 
 # Executed notebooks are kept as they were printed, in the words of their day.

@@ -21,6 +21,7 @@ from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.config import NSAConfig
 
 CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 NSA = NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
 # None, one token, fewer than a compressed block, and past the edge of a block, where a tile of queries has 32 rows.
 LENGTHS = (1, 17, 0, 5)
@@ -85,9 +86,9 @@ def test_what_launches_need_is_counted_on_the_cpu() -> None:
 
 def whole(case: Case, x: Inputs, weight: torch.Tensor) -> tuple[torch.Tensor, Inputs]:
     """The operator, and the gradients of its weighted sum."""
-    x = x.map(lambda y: y.detach().requires_grad_())
+    x = x.map(lambda y: y.detach().to(DEVICE).requires_grad_())
     out = attention.nsa_attention(*x, case.nsa, backend="triton", span=case.span)
-    return out.detach(), Inputs(*torch.autograd.grad((out * weight).sum(), x))
+    return out.detach().cpu(), Inputs(*torch.autograd.grad((out * weight.to(DEVICE)).sum(), x)).map(torch.Tensor.cpu)
 
 
 def assert_gradients(grads: Inputs, exact: dict[str, np.ndarray]) -> None:
@@ -176,9 +177,10 @@ def test_a_chunk_is_computed_forward(strategy: str, start: int, length: int, poi
         monkeypatch.setattr(selected, "UNION_TOKENS", 0)
     case = Case(NSA, Span.chunk(start, length), (start,), (length,), 2, G=1, h=2, d_k=32, d_v=32, seed=5)
     x = case.inputs(torch.float32)
-    out = attention.nsa_attention(*x, NSA, backend="triton", span=case.span)
     exact = reference.nsa_attention(*x.map(torch.Tensor.double), NSA, span=case.span)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    x = x.map(lambda y: y.to(DEVICE))
+    out = attention.nsa_attention(*x, NSA, backend="triton", span=case.span)
+    torch.testing.assert_close(out.cpu().double(), exact, rtol=1e-5, atol=1e-5)
     x.q.requires_grad_()
     with pytest.raises(NotImplementedError, match=rf"no gradients of Span.chunk\({start}, \.\.\.\); use backend='torch'"):
         attention.window_attention(x.q, x.k_win, x.v_win, NSA, backend="triton", span=case.span)[0].sum().backward()

@@ -6,8 +6,9 @@ import io
 import re
 import sys
 
+import numpy as np
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from PIL import Image
 
 from nsa_lab.report import external_loads
@@ -40,6 +41,24 @@ def test_a_page_is_small_opens_without_a_network_and_names_no_folder(path):
     assert str(ROOT) not in text and "The notebook stopped" not in text
 
 
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
+def test_a_link_of_a_page_leads_to_a_file(path):
+    links = re.findall(r'href="([^"#]+)(?:#[^"]*)?"', path.read_text(encoding="utf-8"))
+    assert not [link for link in links if "://" not in link and not (path.parent / link).is_file()]
+
+
+def test_a_link_of_a_notebook_leads_from_its_page_to_the_same():
+    prose = (
+        "[06](06_does_selection_find.ipynb), [why](../docs/science/retrieval.md), $[a](b)$\n\n[4]: 04_production_run.ipynb"
+    )
+    shown = new_output("display_data", data={"text/markdown": "[run](../outputs/index.html) <https://arxiv.org>"})
+    notebook = new_notebook(cells=[new_markdown_cell(prose), new_code_cell("show()", outputs=[shown])])
+    pages.lead_from_pages(notebook)
+    page = "[06](06_does_selection_find.html), [why](../science/retrieval.md), $[a](b)$\n\n[4]: "
+    assert notebook.cells[0].source == f"{page}../../outputs/{pages.NSA}/report.html"
+    assert notebook.cells[1].outputs[0]["data"]["text/markdown"] == "[run](../../outputs/index.html) <https://arxiv.org>"
+
+
 def test_what_the_gallery_shows_is_there():
     text = (pages.PAGES / "index.html").read_text(encoding="utf-8")
     assert text == pages.gallery()
@@ -66,6 +85,18 @@ def test_a_picture_keeps_its_size_and_loses_bytes():
     before, after = Image.open(io.BytesIO(drawn)), Image.open(io.BytesIO(base64.b64decode(kept)))
     assert after.size == before.size and after.mode == "P"
     assert len(base64.b64decode(kept)) < 0.6 * len(drawn)
+
+
+def test_a_thin_curve_keeps_its_colour_beside_many_others():
+    """As in a picture with a colour map: its many shades are not what a few pixels of green are given away for."""
+    drawn = np.full((200, 200, 3), 255, dtype=np.uint8)
+    drawn[:150] = np.linspace((0, 34, 78), (253, 234, 69), 200)[None]
+    drawn[160, 20:60] = (0, 158, 115)
+    buffer = io.BytesIO()
+    Image.fromarray(drawn).save(buffer, "PNG")
+    kept = np.asarray(Image.open(io.BytesIO(pages.with_palette(buffer.getvalue()))).convert("RGB"))
+    assert np.abs(kept[160, 20:60].astype(int) - (0, 158, 115)).max() < 20
+    assert np.abs(kept.astype(int) - drawn).max() < 20
 
 
 def test_an_unknown_notebook_is_refused_before_anything_runs(monkeypatch, capsys):

@@ -172,7 +172,7 @@ def test_code_is_folded_but_there(reported: str) -> None:
 
 def test_the_first_screen_says_what_happened(reported: str) -> None:
     head = reported.partition("<main>")[0]
-    assert "<h1>Training a model</h1>" in head
+    assert "<h1>Training a model</h1>" in head and reported.count(">Training a model<") == 2, "in <title> and on top"
     assert '<div class="banner ok">\n<p>healthy: ' in head and "2.140 bits per byte" in head
     asked = re.search(r'<dl class="answers">(.*?)</dl>', head, re.DOTALL)
     assert asked

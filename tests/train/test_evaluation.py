@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from nsa_lab.config import RunConfig
-from nsa_lab.data import Dataset, TokenStore
+from nsa_lab.data import Dataset, EvalBatches, TokenStore
 from nsa_lab.health.paired import Difference, over_windows
 from nsa_lab.health.twins import beside_twin, side_by_side
 from nsa_lab.report.header import beside
 from nsa_lab.runs import events
 from nsa_lab.runs.history import History, evaluated_apart, facts
 from nsa_lab.train.distributed import World
-from nsa_lab.train.measure import evaluate, window_losses
+from nsa_lab.train.measure import evaluate, evaluate_apart
 from nsa_lab.train.parts import Builders, Parts, assemble
 from nsa_lab.train.trainer import Trainer
 from nsa_lab.workbook.compare import numbers_at
@@ -73,10 +73,10 @@ def test_the_loss_is_the_mean_over_tokens_also_with_a_short_last_batch(
             means.append(-told.mean().item())
             by_window += (-told.mean((1, 2))).tolist()
     assert sizes == [2, 2, 1]
-    loss = evaluate(parts, parts.evaluation_at(0), lambda: None)
-    assert loss == pytest.approx(total / (5 * 32), rel=1e-6)
-    assert window_losses(parts, parts.evaluation_at(0), lambda: None) == pytest.approx(by_window, abs=2e-6)
-    assert abs(np.mean(means) / loss - 1) > 1e-4, "the test can tell"
+    found = evaluate_apart(parts, parts.evaluation_at(0), lambda: None)
+    assert found.loss == pytest.approx(total / (5 * 32), rel=1e-6)
+    assert found.windows == pytest.approx(by_window, abs=2e-6)
+    assert abs(np.mean(means) / found.loss - 1) > 1e-4, "the test can tell"
 
 
 class FourBytes(Dataset):
@@ -99,13 +99,19 @@ def test_bits_per_byte_count_the_bytes_that_a_token_stands_for(new_run: Make, tr
     assert [e["bpb"] for e in told] == pytest.approx([e["loss"] / math.log(2) / 4 for e in told])
 
 
-def test_the_record_says_what_was_evaluated_and_different_texts_are_not_compared(new_run: Make, train: Train) -> None:
+def test_the_record_says_what_was_evaluated_and_different_texts_are_not_compared(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, real = [], EvalBatches.__getitem__
+    monkeypatch.setattr(EvalBatches, "__getitem__", lambda self, index: read.append(index) or real(self, index))
     runs = [new_run(steps=2, warmup_steps=0, save_every=0, **changes) for changes in (
         {},
         {"micro_batch_size": 1, "model": {"attention": "dense"}},
         {"eval_batches": 3, "model": {"attention": "dense"}},
     )]  # fmt: skip
     assert [train(run_dir) for run_dir in runs] == [0, 0, 0]
+    # Each evaluation reads its text once, the last one too; before them preflight reads a batch of it.
+    assert read == [0, *[0, 1] * 2, 0, *[0, 1, 2, 3] * 2, 0, *[0, 1, 2] * 2]
     nsa, twin, other = map(History.read, runs)
     texts = [{event["text"] for event in history.evaluations} for history in (nsa, twin, other)]
     assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[2].isdisjoint(texts[0])
@@ -126,7 +132,9 @@ def test_the_record_says_what_was_evaluated_and_different_texts_are_not_compared
     assert ratios["validation, bits per byte"] is None and ratios["parameters"] is not None
     assert "not to be compared" in numbers_at([nsa, other], 0, 2) and "not to be" not in numbers_at([nsa, twin], 0, 2)
     told = {"headline": "healthy", "facts": [("validation, bits per byte", "1.0")], "unlike": {}, "numbers": facts(nsa)}
-    assert [name for name, _ in beside([told] * 2, evaluated_apart([nsa, other]))][1].endswith("not to be compared)")
+    name, shown = beside([told] * 2, evaluated_apart([nsa, other]))[1]
+    assert name.endswith("not to be compared)") and shown == ["1.0", "1.0", "–"]
+    assert dict(beside([told] * 2))["validation, bits per byte"] == ["1.0", "1.0", "+0.0000 (+0.0%)"]
 
 
 def test_a_record_from_before_texts_were_named_is_compared_with_its_like_only(new_run: Make) -> None:

@@ -35,6 +35,13 @@ def test_sections_lie_over_the_file_and_stand_alone_without_one():
     assert alone.name == "of-my-own" and alone.train.seq_len == RunConfig().train.seq_len
 
 
+def test_columns_are_a_table_that_a_page_does_not_break(capsys):
+    notebook.print_columns(("", "NSA", "dense", "NSA / dense"), [("training time", "1 h 02 min", None, 0.5)])
+    head, row = capsys.readouterr().out.splitlines()
+    assert row.split() == ["training", "time", "│", "1", "h", "02", "min", "–", "0.500"]
+    assert head.index("│") == row.index("│") == 32 and len(row) == len(head)
+
+
 def test_numbers_that_yaml_reads_as_text_are_numbers():
     config = configuration("ci", {"train": {"lr": "1e-3"}, "data": {"tokenizer": "byte"}})
     assert config.train.lr == 1e-3

@@ -90,6 +90,16 @@ def test_pictures_of_any_length_have_a_title(example, length):
         assert png(figure).startswith(b"\x89PNG") and title(figure)
 
 
+def test_the_bar_of_a_token_stands_inside_its_block(example):
+    """Blocks, shades and the line of the query go from t to t + 1 for token t, and so do bars."""
+    reads = reads_of(example, TOY, 57)
+    selected = [bar for bar in figures.query_reads(reads, "a toy").axes[2].patches if bar.get_height() < 1][
+        : reads.counts()["sel"]
+    ]
+    lefts = [bar.get_x() for bar in selected]
+    assert lefts == (reads.sel > 0).nonzero().flatten().tolist() and {bar.get_width() for bar in selected} == {1.0}
+
+
 def test_the_masks_count_the_pairs_that_the_formulas_count(example):
     k_cmp = reference.compress(example.k_cmp, TOY)
     _, lse = reference.compressed_attention(example.q, k_cmp, k_cmp, TOY)

@@ -110,9 +110,9 @@ def _where(span: Span | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None,
     """Where a span's documents begin, how long they are at most, and the position of the first query; else None and 0."""
     if span is None or span.kind != "packed":
         return None, 0, 0 if span is None else span.start
-    # A power of two, so that few lengths are compiled for; with a capacity, what depends on the total alone.
-    most = span.queries if span.capacity is not None else 1 << (span.longest - 1).bit_length()
-    return span.row_bounds(nsa, q.device), min(most, span.queries), 0
+    # A power of two, so that few lengths are compiled for.
+    most = min(1 << (span.longest_laid_out - 1).bit_length(), span.queries)
+    return span.row_bounds(nsa, q.device), most, 0
 
 
 # Each raises NotImplementedError past the limits of its own kernels. The caller has checked that shapes fit together.

@@ -1,0 +1,37 @@
+"""`nsa-lab bench train --documents`, tiny, on a CPU: the path that a GPU measures with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from nsa_lab.bench import documents, train
+from nsa_lab.cli import app
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are measurements, not tests")
+
+
+@pytest.mark.slow
+def test_masked_rows_are_measured_beside_the_same_rows_as_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "short.jsonl"
+    text.write_text("".join(json.dumps({"text": f"document number {i}."}) + "\n" for i in range(400)))
+    seen = []
+    measure = train.measure
+    monkeypatch.setattr(documents, "measure", lambda config, steps: seen.append(config.data) or measure(config, steps))
+    table = Console(file=(tmp_path / "table.txt").open("w"), width=200)
+    (row,) = documents.run_documents_bench(((64, 2),), tmp_path / "bench.json", text=text, steps=3, console=table)
+    assert [data.documents for data in seen] == ["cross", "mask"]
+    assert 3 < row.documents_per_row < 5 and row.ratio == row.mask / row.cross > 0 and row.bar is None
+    recorded = json.loads((tmp_path / "bench.json").read_text())
+    assert recorded["rows"][0]["mask"] == row.mask and recorded["text"] == "short.jsonl" and recorded["code"]["sources"]
+
+
+def test_options_that_go_with_the_other_bench_are_refused(tmp_path: Path) -> None:
+    for options, why in ((["--documents", "--picture", "a.png"], "it draws no picture"), (["--text", "a"], "--documents")):
+        result = CliRunner().invoke(app, ["bench", "train", *options])
+        assert result.exit_code == 2 and why in " ".join(result.output.split())
