@@ -41,7 +41,6 @@ from IPython.display import Markdown, display
 from nsa_lab import figures
 from nsa_lab.health.paired import compared
 from nsa_lab.health.twins import beside_twin, side_by_side, twins
-from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import shown_facts
 from nsa_lab.workbook import earlier_reports, notebook, planned, run_explorer, samples
@@ -150,7 +149,7 @@ else:
 if has_branches:
     try:
         show(samples.selection_maps(history.run_dir))
-    except NoCheckpoint as error:
+    except samples.NoCheckpoint as error:
         print(f"no map of the selection: {error}")
 
 # %% [markdown]

@@ -10,7 +10,7 @@
 
 Importing this package loads nothing; a name is loaded when it is first used, so that `nsa_lab.runs.launch` and the command
 line start without torch. The operator and the model need torch, numpy and pydantic; training, notebooks and data sources
-are extras (`nsa_lab.extras`).
+are extras (`nsa_lab.config.extras`).
 """
 
 from __future__ import annotations

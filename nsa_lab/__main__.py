@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from nsa_lab.extras import MissingPackage, require
+from nsa_lab.config.extras import MissingPackage, require
 
 
 def main() -> None:
@@ -14,9 +14,9 @@ def main() -> None:
     except MissingPackage as error:
         print(f"nsa-lab: {error}", file=sys.stderr)
         sys.exit(2)
-    from nsa_lab import cli
+    from nsa_lab.cli import main as command_line
 
-    cli.main()
+    command_line()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What a part may import of the rest of the library, each from those above it. `cli` and `__main__` may import all of them.
 MAY_IMPORT = {
-    "extras": set(),
     "config": set(),
     "attention": {"config"},
     "model": {"config", "attention"},
@@ -30,8 +29,6 @@ MAY_IMPORT = {
     "report": {"config", "runs", "health", "figures"},
     "bench": {"config", "attention", "data", "runs", "train"},
 }
-# Knows the names of packages, and nothing of the library; so everything may import it.
-GROUND = {"extras"}
 READERS = ["health", "report", "figures", "runs"]  # they read files, and never load the trainer
 
 # Optional packages, and the one place that imports each.
@@ -83,7 +80,7 @@ def test_imports_point_one_way(part: str) -> None:
     for path in FILES:
         if part_of(module_of(path)) == part:
             others = {part_of(name) for name in IMPORTS[path] if name.startswith("nsa_lab.")}
-            wrong += [f"{path.relative_to(ROOT)} imports {other}" for other in others - MAY_IMPORT[part] - GROUND - {part}]
+            wrong += [f"{path.relative_to(ROOT)} imports {other}" for other in others - MAY_IMPORT[part] - {part}]
     assert not wrong
 
 

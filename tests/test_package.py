@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import nsa_lab
-from nsa_lab.extras import BROUGHT_BY, MissingPackage, require
+from nsa_lab.config.extras import BROUGHT_BY, MissingPackage, require
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -165,7 +165,7 @@ print(all(p.grad.isfinite().all() for p in model.parameters()), len(nsa_lab.gene
     ],
 )
 def test_what_misses_says_which_extra_brings_it(without: Callable[..., str], code: str, package: str, extra: str) -> None:
-    caught = f"from nsa_lab.extras import MissingPackage\ntry: {code}\nexcept MissingPackage as error: print(error)"
+    caught = f"from nsa_lab.config.extras import MissingPackage\ntry: {code}\nexcept MissingPackage as error: print(error)"
     assert without([package], caught) == f"{package} is not installed; run: pip install 'nsa-lab[{extra}]'"
 
 

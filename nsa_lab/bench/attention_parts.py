@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nsa_lab import attention
+import nsa_lab.attention as attention
 from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.dispatch import Choice, nsa_attention
 from nsa_lab.config import NSAConfig

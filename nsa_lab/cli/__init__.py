@@ -17,7 +17,7 @@ from nsa_lab import __version__
 from nsa_lab.cli import benches, models, reading, training
 from nsa_lab.cli.common import exit_code, refuse
 from nsa_lab.config import ConfigError
-from nsa_lab.extras import MissingPackage
+from nsa_lab.config.extras import MissingPackage
 from nsa_lab.runs.directory import RunDirectoryError
 
 __all__ = ["app", "exit_code", "main"]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from nsa_lab.cli.common import Name, Outputs, Overrides, Ranks, Run, exit_code
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.extras import MissingPackage, require
+from nsa_lab.config.extras import MissingPackage, require
 from nsa_lab.runs import directory, launch, names
 from nsa_lab.runs.directory import RunDirectoryError
 

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-from nsa_lab.extras import require
+from nsa_lab.config.extras import require
 
 require("yaml")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import DataConfig
+from nsa_lab.config.extras import require
 from nsa_lab.data import shards
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.fill import FillPlan, FillProgress, fill
@@ -21,7 +22,6 @@ from nsa_lab.data.shards import TokenStore
 from nsa_lab.data.sources import Source, open_source
 from nsa_lab.data.tokenizer import Tokenizer, load_tokenizer
 from nsa_lab.data.waiting import TICK_S
-from nsa_lab.extras import require
 
 Progress = Callable[[FillProgress], None]
 

@@ -16,9 +16,9 @@ from typing import Protocol
 
 import numpy as np
 
+from nsa_lab.config.extras import MissingPackage, require
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.paths import candidates
-from nsa_lab.extras import MissingPackage, require
 
 # The end-of-text tokens of common tokenizers, best first.
 SEPARATOR_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")

@@ -6,7 +6,7 @@ already; they use one colour per branch everywhere (colour-blind-safe) and mark 
 
 from collections.abc import Callable
 
-from nsa_lab.extras import require
+from nsa_lab.config.extras import require
 
 require("matplotlib")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from nsa_lab.config import RunConfig
-from nsa_lab.extras import require
+from nsa_lab.config.extras import require
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import checkpoints, directory
 

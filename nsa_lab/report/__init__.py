@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nsa_lab.extras import require
+from nsa_lab.config.extras import require
 
 require("nbformat", "nbconvert", "pygments", "matplotlib", "nh3")
 
@@ -28,7 +28,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from pygments.formatters import HtmlFormatter
 
-from nsa_lab import figures
+import nsa_lab.figures as figures
 from nsa_lab.figures.panels import cut, panel_boxes
 from nsa_lab.figures.style import png, title
 from nsa_lab.health import write_verdict

@@ -11,7 +11,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from nsa_lab.config import ConfigError
 from nsa_lab.health import read_verdict
 from nsa_lab.report.inert import POLICY
 from nsa_lab.runs import directory, names
@@ -42,7 +41,7 @@ def _row(run_dir: Path) -> dict[str, Any]:
     try:
         history = History.read(run_dir)
         known = facts(history)
-    except (ConfigError, RunDirectoryError, ValueError) as error:
+    except (RunDirectoryError, ValueError) as error:
         return row | {"problem": " ".join(str(error).split())[:300]}
     first, last = known.first_validation_bpb, known.last_validation_bpb
     state = history.state

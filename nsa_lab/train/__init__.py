@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nsa_lab.extras import require
+from nsa_lab.config.extras import require
 
 require("safetensors", "yaml", "filelock")
 

@@ -12,7 +12,7 @@ import ipywidgets as widgets
 from IPython.display import display
 from matplotlib.figure import Figure
 
-from nsa_lab import figures
+import nsa_lab.figures as figures
 from nsa_lab.figures.layers import STATISTICS
 from nsa_lab.figures.style import png
 from nsa_lab.inference import NoCheckpoint

@@ -10,7 +10,7 @@ from typing import Any
 from IPython.display import display
 from matplotlib.figure import Figure
 
-from nsa_lab import figures
+import nsa_lab.figures as figures
 from nsa_lab.config import RunConfig
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import settings_of, steps_of

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from nsa_lab.config.extras import MissingPackage, require
 from nsa_lab.data.errors import DataError
 from nsa_lab.data.sources import parquet
 from nsa_lab.data.sources.base import Cursor, Document
 from nsa_lab.data.waiting import patiently
-from nsa_lab.extras import MissingPackage, require
 
 T = TypeVar("T")
 SPLIT = "train"

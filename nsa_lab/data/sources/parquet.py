@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
+from nsa_lab.config.extras import MissingPackage, require
 from nsa_lab.data.errors import DataError
-from nsa_lab.extras import MissingPackage, require
 
 ROWS_AT_ONCE = 256
 

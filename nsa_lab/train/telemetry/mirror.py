@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.extras import require
+from nsa_lab.config.extras import require
 
 # Lists are of layers, and windows of a text are none.
 NOT_MIRRORED = frozenset({"v", "t", "attempt", "step", "tokens", "window_losses"})
