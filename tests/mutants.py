@@ -174,6 +174,7 @@ OTHERS = {
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
     "evaluate.reach": ["tests/evaluate/test_reach.py"],
+    "evaluate.documents": ["tests/evaluate/test_document_loss.py"],
     "evaluate.interventions": ["tests/evaluate/test_interventions.py"],
     "evaluate.tiny_recall": cases(
         "evaluate/test_tiny_recall.py",
@@ -249,6 +250,18 @@ MUTANTS = [
         "attention.geometry",
         "start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d",
         "start_i = (torch.arange(n_compressed, device=device).unsqueeze(1) + nsa.l_sel // nsa.d - 1) * nsa.d",
+    ),
+    Mutant(
+        "evaluation: a document that is read alone sees those before it",
+        "evaluate.documents",
+        "for reading in (span, None))",
+        "for reading in (None, None))",
+    ),
+    Mutant(
+        "evaluation: padding counts as text of documents",
+        "evaluate.documents",
+        "targets, reading)[:filled]",
+        "targets, reading)",
     ),
     Mutant(
         "notebook 01: the erratum of eq. 9 shown with the other sign",

@@ -139,7 +139,7 @@ class BestFitRows:
         window[: len(text)] = text
         return window
 
-    def weights(self, row: int) -> np.ndarray | None:
+    def weights(self, row: int) -> np.ndarray:
         return (np.arange(self._seq_len + 1) <= self._filled[row]).astype(np.float32)
 
     def most_documents(self) -> int:

@@ -22,6 +22,7 @@ from nsa_lab.config import BYTE_VOCABULARY, ConfigError, RecallConfig, RunConfig
 from nsa_lab.data import Dataset, prepare
 from nsa_lab.evaluate.answers import stacked
 from nsa_lab.evaluate.choices import choice_quality
+from nsa_lab.evaluate.documents import document_loss
 from nsa_lab.evaluate.interventions import intervene
 from nsa_lab.evaluate.positions import loss_by_position
 from nsa_lab.evaluate.retrieval import DEPTHS, TASKS, Cell, fits, needles, retrieval
@@ -83,7 +84,7 @@ def evaluate_run(
 
     lengths: of the sequences with facts; by default those of the run's stages, and twice the longest.
     depths, per_depth, written_per_depth: as `retrieval` has them.
-    windows: of `loss_by_position`, at the longest of the run's lengths.
+    windows: of `loss_by_position`, and rows of `document_loss`, at the longest of the run's lengths.
     intervened: sequences that the interventions are measured on, at each length.
     builder: makes the data set, as `nsa_lab.data.prepare` does. say: gets a line as each part is done.
 
@@ -119,6 +120,7 @@ def evaluate_run(
         "attention": config.model.attention,
         **_retrieval(ask, asked, say),
         "positions": _positions(model, dataset, config, windows, say),
+        "documents": _documents(model, dataset, config, windows, say),
         "selection": [] if config.model.attention == "dense" else [_selection(ask, n, intervened, say) for n in asked],
     }
     found["seconds"] = round(time.monotonic() - begun, 3)
@@ -151,6 +153,13 @@ def _positions(model: NSATransformer, dataset: Dataset, config: RunConfig, windo
     say(f"loss at the last positions of {length:,}: {octaves[-1].loss:.4f} nats per token")
     found = octaves[-1].tokens // (octaves[-1].last - octaves[-1].first)
     return {"length": length, "windows": found, "octaves": [asdict(octave) for octave in octaves]}
+
+
+def _documents(model: NSATransformer, dataset: Dataset, config: RunConfig, rows: int, say: Say) -> dict[str, Any]:
+    length = config.train.longest.seq_len
+    found = document_loss(model, dataset.validation, dataset.tokenizer.separator, length, rows)
+    say(f"whole documents: {found.alone:.4f} nats per token alone, {found.across:.4f} behind others")
+    return asdict(found)
 
 
 def _selection(ask: _Questions, length: int, count: int, say: Say) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -177,8 +178,22 @@ def evaluation_shown(history: History) -> dict[str, Any] | None:
             for part in found["selection"]
             for effect in part["interventions"]
         ],
+        "documents": _of_documents(found.get("documents")),
         "not_asked": [f"{row['task']} at {row['length']:,}: {row['why']}" for row in found["not_asked"]],
     }
+
+
+def _of_documents(found: dict[str, Any] | None) -> str | None:
+    """A sentence; None for an evaluation that was made before documents were asked for."""
+    if found is None:
+        return None
+    bits = {key: f"{found[key] / math.log(2):.4f}" for key in ("alone", "across", "first_alone", "first_across", "error")}
+    return (
+        f"Whole documents, {found['documents']:,} in {found['rows']:,} rows of {found['length']:,} tokens: "
+        f"{bits['alone']} bits per byte with each read alone, {bits['across']} behind the others in its row "
+        f"(difference {found['difference'] / math.log(2):+.4f} ± {bits['error']}, a standard error over rows); their first "
+        f"bytes {bits['first_alone']} and {bits['first_across']}."
+    )
 
 
 def _row(verdict: Verdict) -> dict[str, str]:

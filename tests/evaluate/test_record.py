@@ -101,6 +101,8 @@ def test_the_file_says_what_was_asked_and_of_what(evaluation: dict[str, Any], ru
     assert all(cell["sequences"] == 1 for cell in evaluation["retrieval"])
     assert {(row["task"], row["length"]) for row in evaluation["not_asked"]} <= {("multi_query", n) for n in (260, 330)}
     assert evaluation["positions"]["windows"] == 3 and len(evaluation["positions"]["octaves"]) == 2
+    documents = evaluation["documents"]
+    assert documents["rows"] == 3 and documents["length"] == 330 and documents["tokens"] <= 3 * 330
     for part in evaluation["selection"]:
         assert [effect["name"] for effect in part["interventions"]] == list(INTERVENTIONS)
         assert len(part["quality"]["chosen"]) == 1
@@ -129,6 +131,9 @@ def test_the_report_shows_it(evaluation: dict[str, Any], run_dir: Path) -> None:
     page = write_report(run_dir).read_text(encoding="utf-8")
     section = page[page.index("What it finds in long texts") :]
     assert len(re.findall(r'<img [^>]*class="overview"', section)) == 2 and f"Facts found by {run_dir.name}" in section
+    documents = evaluation["documents"]
+    alone = f"{documents['alone'] / 0.6931471805599453:.4f} bits per byte with each read alone"
+    assert f"Whole documents, {documents['documents']}" in section and alone in section
     assert re.search(r"<td>660</td><td>oracle</td><td>\d+%</td>", section)
 
 

@@ -1,0 +1,121 @@
+"""Loss of whole documents: every document from its first token on, read alone and read behind others.
+
+What a run with `data.documents: mask` and one with `cross` are compared by: the same tokens, in the two ways in which they
+were trained to read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nsa_lab.attention import Span
+from nsa_lab.data import BestFitRows, TokenStore
+from nsa_lab.data.documents import documents_of
+from nsa_lab.evaluate.positions import octaves
+from nsa_lab.model import NSATransformer
+
+
+@dataclass(frozen=True)
+class DocumentLengths:
+    """Documents, or parts of one, of `first` + 1 .. `last` tokens. `alone` and `across` are nats per token."""
+
+    first: int
+    last: int
+    documents: int
+    tokens: int
+    alone: float
+    across: float
+
+
+@dataclass(frozen=True)
+class DocumentLoss:
+    """Mean losses in nats per token, separators included.
+
+    `alone`: every document as if nothing stood before it. `across`: the same rows read as one text each. `first_alone` and
+    `first_across`: of the first token of each document. `difference` is across - alone, the mean over rows, and `error` its
+    standard error (0 for a single row).
+    """
+
+    length: int
+    rows: int
+    documents: int
+    cut_documents: int
+    tokens: int
+    alone: float
+    across: float
+    first_alone: float
+    first_across: float
+    difference: float
+    error: float
+    by_length: list[DocumentLengths]
+
+
+@torch.no_grad()
+def document_loss(model: NSATransformer, text: TokenStore, separator: int, length: int, rows: int = 16) -> DocumentLoss:
+    """Losses on at most `rows` rows of `length` tokens, filled with whole documents of `text`, best fit.
+
+    A document longer than a row is read in parts, each from its own beginning; `cut_documents` counts those in `text`, and
+    `documents` are those that were read, parts included. Rows are spread over all lengths of documents. Raises `DataError`
+    if no document ends in `text`.
+    """
+    packed = BestFitRows(text, length, separator)
+    count = min(rows, packed.per_epoch)
+    asked = [_ask(model, packed, row * packed.per_epoch // count, separator) for row in range(count)]
+    documents = torch.cat([row.lengths[row.lengths > 0] for row in asked])
+    alone, across = (torch.cat(part) for part in zip(*((row.alone, row.across) for row in asked), strict=True))
+    begins = (documents.cumsum(0) - documents).long()
+    by_row = torch.stack([(row.across - row.alone).mean() for row in asked])
+    return DocumentLoss(
+        length,
+        count,
+        len(documents),
+        packed.report("")["cut_documents"],
+        len(alone),
+        alone.mean().item(),
+        across.mean().item(),
+        alone[begins].mean().item(),
+        across[begins].mean().item(),
+        by_row.mean().item(),
+        by_row.std().item() / math.sqrt(count) if count > 1 else 0.0,
+        list(_by_length(documents, alone, across, length)),
+    )
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Lengths of a row's documents, int64 [documents]; losses of their tokens, float64 [tokens]. Padding is left out."""
+
+    lengths: Tensor
+    alone: Tensor
+    across: Tensor
+
+
+def _ask(model: NSATransformer, packed: BestFitRows, row: int, separator: int) -> _Row:
+    window, filled = packed.window(row), int(packed.weights(row)[1:].sum())
+    documents = documents_of([window[:-1]], separator)
+    # Padding stays, so that every row has the same shapes; nothing in it comes before text.
+    span = Span.packed(documents.cu_seqlens, capacity=documents.capacity, longest=documents.longest)
+    tokens, targets = torch.from_numpy(window)[None, :-1], torch.from_numpy(window)[1:]
+    alone, across = (_losses(model, tokens, targets, reading)[:filled] for reading in (span, None))
+    return _Row(documents.cu_seqlens.clamp(max=filled).diff().long(), alone, across)
+
+
+def _losses(model: NSATransformer, tokens: Tensor, targets: Tensor, span: Span | None) -> Tensor:
+    device = model.head.weight.device
+    logits = model(tokens.to(device), span)[0].float()
+    return functional.cross_entropy(logits, targets.to(device), reduction="none").double().cpu()
+
+
+def _by_length(documents: Tensor, alone: Tensor, across: Tensor, longest: int) -> Iterator[DocumentLengths]:
+    of_token = documents.repeat_interleave(documents)
+    for first, last in octaves(longest):
+        held = (of_token > first) & (of_token <= last)
+        many = int(((documents > first) & (documents <= last)).sum())
+        if many:
+            yield DocumentLengths(first, last, many, int(held.sum()), alone[held].mean().item(), across[held].mean().item())

@@ -1,0 +1,98 @@
+"""Loss of whole documents, against every document fed to the model by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.data import DataError, TokenStore
+from nsa_lab.evaluate import document_loss
+from nsa_lab.model import NSATransformer
+
+SEPARATOR = 255
+LENGTHS = [5, 300, 41, 1, 17, 97, 64, 700, 2, 33]
+LENGTH = 301
+
+
+@pytest.fixture(scope="module")
+def model() -> NSATransformer:
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=11)
+    made = NSATransformer(ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, nsa=nsa), seed=1)
+    return made.double().eval()
+
+
+def store(documents: list[np.ndarray]) -> TokenStore:
+    return TokenStore([np.concatenate([np.append(text, SEPARATOR) for text in documents])])
+
+
+@pytest.fixture
+def documents() -> list[np.ndarray]:
+    dice = np.random.default_rng(0)
+    return [dice.integers(0, 250, length) for length in LENGTHS]
+
+
+def losses(model: NSATransformer, text: np.ndarray) -> Tensor:
+    """Of every token of a document and of the separator that ends it, given the separator before it."""
+    tokens = torch.from_numpy(np.concatenate([[SEPARATOR], text, [SEPARATOR]]))
+    with torch.no_grad():
+        return functional.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none").double()
+
+
+def parts(text: np.ndarray) -> list[slice]:
+    """A document of n tokens has n + 1 targets; what is longer than a row is read in rows of its own."""
+    return [slice(first, first + LENGTH) for first in range(0, len(text) + 1, LENGTH)]
+
+
+def test_every_document_counts_as_if_it_were_alone(model: NSATransformer, documents: list[np.ndarray]) -> None:
+    found = document_loss(model, store(documents), SEPARATOR, LENGTH, rows=100)
+    wanted = []
+    for text in documents:
+        tokens = torch.from_numpy(np.concatenate([[SEPARATOR], text, [SEPARATOR]]))
+        for part in parts(text):
+            inputs, targets = tokens[:-1][part], tokens[1:][part]
+            with torch.no_grad():
+                wanted.append(functional.cross_entropy(model(inputs[None])[0], targets, reduction="none").double())
+    every = torch.cat(wanted)
+    assert found.tokens == len(every) == sum(LENGTHS) + len(LENGTHS)
+    assert found.documents == len(wanted) == len(LENGTHS) + 2 and found.cut_documents == 1
+    assert found.alone == pytest.approx(every.mean().item(), rel=1e-6)
+    assert found.first_alone == pytest.approx(torch.stack([part[0] for part in wanted]).mean().item(), rel=1e-6)
+    by_length = {(part.first, part.last): part for part in found.by_length}
+    assert set(by_length) == {(0, 256), (256, LENGTH)}
+    short = torch.cat([part for part in wanted if len(part) <= 256])
+    assert by_length[0, 256].tokens == len(short) and by_length[0, 256].alone == pytest.approx(
+        short.mean().item(), rel=1e-6
+    )
+    assert sum(part.documents for part in found.by_length) == found.documents
+
+
+def test_across_reads_the_same_tokens_behind_the_others(model: NSATransformer) -> None:
+    """One row of three documents: what precedes in the row is read, and what follows in the padding is not."""
+    dice = np.random.default_rng(1)
+    texts = [dice.integers(0, 250, length) for length in (120, 90, 20)]
+    found = document_loss(model, store(texts), SEPARATOR, LENGTH)
+    assert found.rows == 1 and found.documents == 3
+    row = losses(model, np.concatenate([texts[0], [SEPARATOR], texts[1], [SEPARATOR], texts[2]]))
+    alone = [losses(model, text) for text in texts]
+    assert found.across == pytest.approx(row.mean().item(), rel=1e-6)
+    assert found.alone == pytest.approx(torch.cat(alone).mean().item(), rel=1e-6)
+    assert found.first_across == pytest.approx(row[[0, 121, 212]].mean().item(), rel=1e-6)
+    assert found.difference == pytest.approx(found.across - found.alone, rel=1e-6) and found.error == 0
+
+
+def test_fewer_rows_are_spread_over_all_lengths(model: NSATransformer) -> None:
+    dice = np.random.default_rng(2)
+    texts = [dice.integers(0, 250, length) for length in [*range(150, 300, 10), *range(1, 60, 7), 900]]
+    whole = document_loss(model, store(texts), SEPARATOR, LENGTH, rows=1000)
+    some = document_loss(model, store(texts), SEPARATOR, LENGTH, rows=5)
+    assert some.rows == 5 < whole.rows and some.error > 0
+    assert some.tokens < whole.tokens and len(some.by_length) == len(whole.by_length) == 2
+
+
+def test_a_text_without_an_end_is_refused(model: NSATransformer) -> None:
+    with pytest.raises(DataError, match="no document ends"):
+        document_loss(model, TokenStore([np.zeros(1000, np.uint8)]), SEPARATOR, LENGTH)
