@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from nsa_lab.evaluate import choice_quality, intervene
-from nsa_lab.evaluate.tiny_recall import ASKED, TinyRecall, learn, tiny_model
+from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TinyRecall, learn, tiny_model
 
 START = {"rotary_share": 0.5, "matching_heads": 1}
+TAUGHT = {**START, "selection_loss": 0.2}
 ROWS: dict[str, dict[str, Any]] = {
     "dense": {"attention": "dense"},
     "nsa_avg": {},
@@ -26,8 +27,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "dense_start_half": {"attention": "dense", **START},
     "nsa_start_half": START,
     "nsa_recipe_005": {**START, "selection_loss": 0.05},
-    "nsa_recipe_02": {**START, "selection_loss": 0.2},
+    "nsa_recipe_02": TAUGHT,
     "nsa_recipe_1": {**START, "selection_loss": 1.0},
+    "nsa_recipe_02_linear": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"phi": "linear"})},
+    "nsa_recipe_02_mlp": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
+    "nsa_recipe_02_l4": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"l": 4, "d": 2})},
 }
 
 
