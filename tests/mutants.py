@@ -147,6 +147,7 @@ OTHERS = {
     "attention.kernels.selected.inverted_index": PACKED,
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
+    "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
     "inference.cache": ["tests/inference/test_decode.py"],
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
@@ -687,6 +688,12 @@ MUTANTS = [
         "attention.kernels.choice",
         "(j[None, :] <= own[:, None] - 2)",
         "(j[None, :] <= own[:, None] - 1)",
+    ),
+    Mutant(
+        "launch table: the columns of a wide head past its first 128 are nobody's",
+        "attention.kernels.launch_table",
+        "return 128 if dtype == torch.float32 or width > WIDEST else 64",
+        "return 128 if dtype == torch.float32 else 64",
     ),
     Mutant("band kernel: window of w + 1 keys", "attention.kernels.band.bounds", "tl.uint32) < W", "tl.uint32) <= W"),
     Mutant(

@@ -1,6 +1,6 @@
 """Compiles kernels for a GPU that is not there: `python compiling.py 80 narrow wide`. `narrow` and `wide` are heads of 64
-and of 128, the shapes that kernels are tuned for, and together every kernel; `corners`, the ends of what
-they take; `documents`, packed rows.
+and of 128, the shapes that kernels are tuned for, and together every kernel; `wider`, heads that nobody timed; `corners`,
+the ends of what they take; `documents`, packed rows.
 
 Prints the bytes of shared memory of each kernel, as JSON.
 
@@ -112,6 +112,15 @@ def wide() -> None:
     attend(T=300, H=32, G=2, D=128)
 
 
+def wider() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        selected.UNION_TOKENS = 4096
+        attend(T=320, H=16, G=2, D=256, dtype=dtype)
+        selected.UNION_TOKENS = 0
+        attend(T=300, H=16, G=2, D=256, dtype=dtype)
+    attend(T=300, H=32, G=2, D=192, Dv=128)
+
+
 def corners() -> None:
     """Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes."""
     attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
@@ -126,5 +135,5 @@ def documents() -> None:
 
 
 for shapes in sys.argv[2:]:
-    {"narrow": narrow, "wide": wide, "corners": corners, "documents": documents}[shapes]()
+    {"narrow": narrow, "wide": wide, "wider": wider, "corners": corners, "documents": documents}[shapes]()
 print(json.dumps(shared_memory))

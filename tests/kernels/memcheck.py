@@ -64,7 +64,7 @@ def path(case: Case) -> tuple[bool, bool, bool]:
     # Room for half of a group's queries.
     pieces.WORKSPACE_BYTES = each.group + sizes.heads * each.row * T // 2 if case.in_pieces else 2**62
     cut = pieces.cut(sizes, width)
-    union = selected.forward_strategy(T, case.nsa.l_sel) == "union"
+    union = selected.forward_strategy(T, selected.kernel_block(q, v, case.nsa.l_sel)) == "union"
     return union, all(pieces.is_ordered(sizes, piece.t1 - piece.t0, width) for piece in cut), len(cut) > 1
 
 

@@ -46,6 +46,13 @@ def test_every_kernel_compiles_and_fits_on_every_architecture(architecture, tmp_
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("architecture", SHARED_KB)
+def test_heads_wider_than_any_that_was_timed_compile_and_fit(architecture, tmp_path):
+    """The paper's own 192 and 128 among them."""
+    assert_they_fit(compiled(architecture, tmp_path, "wider"), architecture)
+
+
+@pytest.mark.soak
 def test_shapes_that_no_kernel_is_tuned_for_compile_and_fit(tmp_path):
     """On the GPU with the least memory for a block; the interpreter proves what they compute, and not that they compile."""
     assert_they_fit(compiled(86, tmp_path, "corners"), 86)

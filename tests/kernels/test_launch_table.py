@@ -44,6 +44,19 @@ BAND[SINGLE, 64, False] = BAND[SINGLE, 128, True] = BAND[SINGLE, 64, True]
 BAND[HALF, 64, False] = BAND[HALF, 64, True]  # 64 columns fit any GPU
 
 
+BAND_FINDERS = (
+    launch_table.band_forward,
+    launch_table.band_dq,
+    lambda dtype, width, _, device: launch_table.band_dkv(dtype, width, device),
+)
+WIDER = {
+    (SINGLE, True): [(16, 16, 4, 1)] * 6,
+    (SINGLE, False): [(16, 16, 4, 1)] * 6,
+    (HALF, True): [(64, 32, 8, 2)] * 4 + [(32, 64, 8, 2)] * 2,
+    (HALF, False): [(32, 32, 4, 2)] * 2 + [(32, 32, 4, 1)] * 4,
+}
+
+
 @pytest.mark.parametrize(("dtype", "width", "roomy"), BAND, ids=str)
 def test_the_band(dtype, width, roomy, monkeypatch):
     monkeypatch.setattr(launch_table, "is_roomy", lambda device: roomy)
@@ -89,8 +102,22 @@ def test_the_selected_branch(monkeypatch):
     unions = [launch_table.selected_union(HALF, width) for width in (64, 128)]
     assert unions == [Rows(64, 4, 3), Rows(64, 4, 2)]
     assert [launch_table.streaming_rows(width) for width in (64, 128)] == [32, 16]
-    assert (launch_table.selected_columns(HALF), launch_table.selected_columns(SINGLE)) == (64, 128)
+    assert [launch_table.selected_columns(dtype, 128) for dtype in (HALF, SINGLE)] == [64, 128]
     assert [launch_table.gate_rows(width) for width in (64, 96, 128)] == [32, 16, 16]
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+@pytest.mark.parametrize("roomy", [True, False])
+def test_heads_wider_than_any_that_was_timed(dtype, roomy, monkeypatch):
+    monkeypatch.setattr(launch_table, "is_roomy", lambda device: roomy)
+    for width in (144, 256):
+        bands = [find(dtype, width, windowed, CPU) for find in BAND_FINDERS for windowed in (False, True)]
+        assert [tile[:4] for tile in bands] == WIDER[dtype, roomy]
+        # A kv block of 64 such keys and as many values would fill what the kernels have room for.
+        assert launch_table.selected_keys(dtype, width, CPU) == (64 if dtype == HALF and roomy else 32)
+        # At least half of the columns of a tile, which is as wide as the next power of two.
+        assert launch_table.selected_columns(dtype, width) == 128
+    assert launch_table.selected_keys(dtype, 128, CPU) == 64
 
 
 def test_no_launch_has_numbers_of_its_own():

@@ -22,6 +22,14 @@ pytestmark = pytest.mark.slow
 CUDA = torch.cuda.is_available()
 # B, T, H, G, Dk, Dv; the second has no compressed block.
 CASES = [(2, 75, 6, 2, 32, 64), (1, 9, 3, 1, 64, 32)]
+# The narrowest and the widest, widths that are no power of two, and the paper's own 192 and 128.
+WIDTHS = [
+    (1, 41, 3, 1, 192, 128),
+    (1, 37, 2, 1, 16, 256),
+    (1, 35, 5, 1, 48, 80),
+    (1, 33, 1, 1, 256, 16),
+    (1, 39, 2, 1, 112, 160),
+]
 GPU_CASES = [(2, 1500, 12, 2, 64, 64), (1, 4200, 16, 1, 128, 128)]
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 STRATEGIES = ["union", "gather"]
@@ -30,6 +38,12 @@ RUNS = [
     run
     for run in itertools.product(CASES + (GPU_CASES if CUDA else []), DTYPES, STRATEGIES)
     if CUDA or run[0] is not CASES[0] or run[1:] in list(zip(DTYPES, STRATEGIES, strict=True))
+]
+RUNS += [
+    (case, *pair)
+    for number, case in enumerate(WIDTHS)
+    for pair in itertools.product(DTYPES, STRATEGIES)
+    if CUDA or pair == (DTYPES[number % 2], STRATEGIES[number // 2 % 2])
 ]
 SMALL = NSAConfig(l=16, d=8, l_sel=16, n_sel=3, w=20)
 NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
@@ -204,5 +218,5 @@ def test_shapes_that_do_not_fit_are_refused(device):
     *x, gates = inputs((1, 40, 4, 2, 32, 32), torch.float32, device)
     with pytest.raises(ValueError, match="gates"):
         attention.nsa_attention(*x, gates[..., :2], SMALL, backend="triton")
-    with pytest.raises(NotImplementedError, match=r"nsa_attention, .* head widths .* d_k = 24; the nearest is 32"):
-        kernels.nsa_attention(*(a[..., :24] for a in x), gates, SMALL)
+    with pytest.raises(NotImplementedError, match=r"nsa_attention, .* head widths .* d_k = 28; the nearest is 32"):
+        kernels.nsa_attention(*(a[..., :28] for a in x), gates, SMALL)

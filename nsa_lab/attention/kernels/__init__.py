@@ -25,7 +25,7 @@ from torch import Tensor
 from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
 
-HEAD_WIDTHS = (32, 64, 96, 128)
+WIDTH_STEP, WIDTH_LIMIT = 16, 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 L_SEL_STEP = 16  # keys in the smallest tile that a tensor core takes; a kv block fills whole ones
 N_SEL_LIMIT = 64
@@ -72,9 +72,12 @@ def unsupported(nsa: NSAConfig, d_k: int | None = None, d_v: int | None = None) 
 
 def _width_limit(d_k: int | None, d_v: int | None) -> str | None:
     for name, width in (("d_k", d_k), ("d_v", d_v)):
-        if width is not None and width not in HEAD_WIDTHS:
-            nearest = min(HEAD_WIDTHS, key=lambda taken: (abs(taken - width), -taken))
-            return f"the kernels take head widths {HEAD_WIDTHS}, and {name} = {width}; the nearest is {nearest}"
+        if width is not None and (width % WIDTH_STEP or width > WIDTH_LIMIT):
+            nearest = min(max(1, (2 * width + WIDTH_STEP) // (2 * WIDTH_STEP)) * WIDTH_STEP, WIDTH_LIMIT)
+            return (
+                f"the kernels take head widths in multiples of {WIDTH_STEP} up to {WIDTH_LIMIT}, and {name} = {width}; "
+                f"the nearest is {nearest}"
+            )
     return None
 
 

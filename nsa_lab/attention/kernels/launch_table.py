@@ -50,47 +50,60 @@ def is_hopper(device: torch.device) -> bool:
 
 
 FLOAT32_TILE = Tile(32, 32, 4, 1)
+WIDEST = 128
+"""Columns of the widest heads that were timed. The tiles of wider ones were chosen by what ptxas says of registers, spills
+and shared memory for sm_80, sm_86 and sm_90, and have not been timed."""
+
+
+def _float32(width: int) -> Tile:
+    return Tile(16, 16, 4, 1) if width > WIDEST else FLOAT32_TILE
 
 
 def band_forward(dtype: torch.dtype, width: int, windowed: bool, device: torch.device) -> Tile:
-    match dtype == torch.float32, width > 64, windowed, is_roomy(device):
-        case True, _, _, _:
-            return FLOAT32_TILE
-        case _, True, True, _:
+    if dtype == torch.float32:
+        return _float32(width)
+    if width > WIDEST:
+        return Tile(64, 32, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 2)
+    match width > 64, windowed, is_roomy(device):
+        case True, True, _:
             return Tile(128, 32, 8, 3, 128)
-        case _, True, False, True:
+        case True, False, True:
             return Tile(128, 64, 8, 3)
-        case _, True, False, False:
+        case True, False, False:
             return Tile(64, 32, 4, 3, 168)
-        case _, False, True, _:
+        case False, True, _:
             return Tile(64, 32, 4, 3, 96)
         case _:
             return Tile(64, 64, 4, 3, 128)
 
 
 def band_dq(dtype: torch.dtype, width: int, windowed: bool, device: torch.device) -> Tile:
-    match dtype == torch.float32, width > 64, windowed, is_roomy(device):
-        case True, _, _, _:
-            return FLOAT32_TILE
-        case _, True, True, _:
+    if dtype == torch.float32:
+        return _float32(width)
+    if width > WIDEST:
+        return Tile(64, 32, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 1)
+    match width > 64, windowed, is_roomy(device):
+        case True, True, _:
             return Tile(64, 32, 4, 2, 168, one_loop=True)
-        case _, True, False, True:
+        case True, False, True:
             return Tile(64, 64, 4, 2)
-        case _, True, False, False:
+        case True, False, False:
             return Tile(64, 32, 4, 2)
-        case _, False, True, _:
+        case False, True, _:
             return Tile(64, 32, 4, 3, 96)
         case _:
             return Tile(64, 64, 4, 3, 168)
 
 
 def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
-    match dtype == torch.float32, width > 64, is_roomy(device):
-        case True, _, _:
-            return FLOAT32_TILE
-        case _, True, True:
+    if dtype == torch.float32:
+        return _float32(width)
+    if width > WIDEST:
+        return Tile(32, 64, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 1)
+    match width > 64, is_roomy(device):
+        case True, True:
             return Tile(64, 128, 8, 3)
-        case _, True, False:
+        case True, False:
             return Tile(32, 64, 4, 3)
         case _:
             return Tile(64, 64, 4, 3)
@@ -100,7 +113,9 @@ def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection
     """`keys` are selection blocks, each of `strides` compressed keys; the next step scores `spill` of them again."""
     padded = padded_width(strides)
     least = max(padded_width(2 * spill), 16)  # 16: what a tensor core takes at least
-    if dtype == torch.float32:
+    if dtype == torch.float32 and width > WIDEST:
+        return Tile(16, least, 4, 1)
+    if dtype == torch.float32 or width > WIDEST:
         return Tile(32, max(64 // padded, least), 4, 1)
     return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
 
@@ -116,7 +131,14 @@ class Rows(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
+def selected_keys(dtype: torch.dtype, width: int, device: torch.device) -> int:
+    """The most keys of a kv block that a tile of the selected branch holds."""
+    return 32 if width > WIDEST and (dtype == torch.float32 or not is_roomy(device)) else 64
+
+
 def _selected(dtype: torch.dtype, width: int, stages_wide: int) -> Rows:
+    if width > WIDEST:
+        return Rows(16, 4, 1) if dtype == torch.float32 else Rows(32, 8, 1)
     if dtype == torch.float32:
         return Rows(16 if width > 64 else 32, 4, 1)
     return Rows(64, 4, stages_wide if width > 64 else 3)
@@ -134,9 +156,9 @@ def selected_items(dtype: torch.dtype, width: int, device: torch.device) -> Rows
     return _selected(dtype, width, 3 if is_hopper(device) else 2)
 
 
-def selected_columns(dtype: torch.dtype) -> int:
-    """Columns of dk and dv that the backward kernel works on at once."""
-    return 128 if dtype == torch.float32 else 64
+def selected_columns(dtype: torch.dtype, width: int) -> int:
+    """Columns of dk and dv that the backward kernel works on at once: at least half of a tile's."""
+    return 128 if dtype == torch.float32 or width > WIDEST else 64
 
 
 def streaming_rows(width: int) -> int:

@@ -36,7 +36,7 @@ def nsa_attention(
 
     NotImplementedError past the selected branch's limit on pairs.
     """
-    selected.check_pairs(q, k_sel, nsa.n_sel, nsa.l_sel)
+    selected.check_pairs(q, k_sel, v_sel, nsa.n_sel, nsa.l_sel)
     geometry = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
     return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *geometry, documents, longest, first)[0]
 # fmt: on
@@ -95,7 +95,7 @@ def _(
     with torch.cuda.device_of(q):
         out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, documents, longest, first)
         blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, documents, longest, first)
-        strategy = selected.forward_strategy(longest or k_sel.shape[1], l_sel)
+        strategy = selected.forward_strategy(longest or k_sel.shape[1], selected.kernel_block(k_sel, v_sel, l_sel))
         out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, documents, longest, first)
         index = _joined(indices, blocks)
         out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, documents, longest, first)
@@ -111,7 +111,7 @@ def _(
 ) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:3], v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     blocks = q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
-    strategy = selected.forward_strategy(longest or k_sel.shape[1], l_sel)
+    strategy = selected.forward_strategy(longest or k_sel.shape[1], selected.kernel_block(k_sel, v_sel, l_sel))
     sizes = selected.kept_sizes(q, v_sel, n_sel, l_sel, strategy, documents, first)
     index = [blocks.new_empty(sum(s[i] for s in sizes), dtype=dtype) for i, dtype in enumerate(_INDEX_DTYPES)]
     like = torch.empty_like
@@ -138,7 +138,7 @@ def _(
         with beside(q.device) as join:
             dkv_cmp = band.backward_keys(d_cmp, q, k_cmp, v_cmp, stats_cmp, *cmp)
             dkv_win = band.backward_keys(d_win, q, k_win, v_win, stats_win, *win)
-        strategy = selected.forward_strategy(longest or q.shape[1], l_sel)
+        strategy = selected.forward_strategy(longest or q.shape[1], selected.kernel_block(k_sel, v_sel, l_sel))
         sizes = selected.kept_sizes(q, v_sel, blocks.shape[3], l_sel, strategy, documents)
         kept = _split((entries, starts, work, order), sizes)
         dkv_sel = selected.backward(

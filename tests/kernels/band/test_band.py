@@ -241,10 +241,10 @@ def test_refusals_name_the_limit(branch, device):
     with pytest.raises(attention.BackendError, match="float64"):
         public(q.double(), k.double(), v.double(), nsa)
     for call in (kernel, public):
-        with pytest.raises(NotImplementedError, match=r"head widths \(32, 64, 96, 128\), and d_k = 24; the nearest is 32"):
+        with pytest.raises(NotImplementedError, match=r"multiples of 16 up to 256, and d_k = 24; the nearest is 32"):
             call(q[..., :24], k[..., :24], v, nsa)
-        with pytest.raises(NotImplementedError, match="d_v = 80; the nearest is 96"):
-            call(q, k, v.new_zeros(*v.shape[:3], 80), nsa)
+        with pytest.raises(NotImplementedError, match="d_v = 270; the nearest is 256"):
+            call(q, k, v.new_zeros(*v.shape[:3], 270), nsa)
     with pytest.raises(ValueError, match="3 query heads"):
         public(q[:, :, :3], k, v, nsa)
     with pytest.raises(ValueError, match="expected shape"):

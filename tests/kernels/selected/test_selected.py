@@ -28,6 +28,7 @@ CASES = [
     (1, 161, 7, 1, 64, 64, 3, 64),
     (1, 290, 2, 2, 32, 32, 3, 144),
     (1, 90, 2, 1, 96, 128, 3, 16),
+    (1, 200, 2, 1, 160, 256, 3, 64),
 ]
 GPU_CASES = [
     (2, 1531, 12, 2, 64, 64, 16, 64),
@@ -254,7 +255,7 @@ def test_the_order_of_the_work_items_changes_no_bit(device, monkeypatch, poisone
         ({"q": torch.zeros(1, 8, 3, 32)}, ValueError, "3 query heads"),
         ({"blocks": torch.zeros(1, 8, 2, 3, dtype=torch.int64)}, ValueError, "int32"),
         ({"blocks": torch.zeros(1, 7, 2, 3, dtype=torch.int32)}, ValueError, "blocks: expected"),
-        ({"v": torch.zeros(1, 8, 2, 48)}, NotImplementedError, r"head widths .* d_v = 48; the nearest is 64"),
+        ({"v": torch.zeros(1, 8, 2, 272)}, NotImplementedError, r"head widths .* d_v = 272; the nearest is 256"),
         ({"nsa": NSAConfig(l=8, d=8, l_sel=24, n_sel=3)}, NotImplementedError, r"multiples of 16, .* divides is 32"),
     ],
 )
@@ -273,9 +274,9 @@ def test_refuses_what_it_cannot_do(change, error, words, device):
 
 def test_refuses_more_pairs_than_it_can_number():
     q, k = torch.empty(1, 2**20, 128, 32, device="meta"), torch.empty(1, 2**20, 1, 32, device="meta")
-    selected.check_pairs(q[:, : 2**20 - 1], k, 16, 64)
+    selected.check_pairs(q[:, : 2**20 - 1], k, k, 16, 64)
     with pytest.raises(NotImplementedError, match="at most 1048575 queries"):
-        selected.check_pairs(q, k, 16, 64)
+        selected.check_pairs(q, k, k, 16, 64)
 
 
 def test_opcheck(strategy, device):

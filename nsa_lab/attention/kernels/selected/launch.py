@@ -64,16 +64,16 @@ def selected_attention(
     Raises:
         NotImplementedError: more (query, block, head) triples than the kernels number.
     """
-    check_pairs(q, k, blocks.shape[3], l_sel)
-    strategy = forward_strategy(longest or k.shape[1], l_sel)
+    check_pairs(q, k, v, blocks.shape[3], l_sel)
+    strategy = forward_strategy(longest or k.shape[1], kernel_block(k, v, l_sel))
     out, lse = _selected_fwd(q, k, v, blocks, l_sel, strategy, documents, longest, first)
     return out, lse
 
 
-def check_pairs(q: Tensor, k: Tensor, n_sel: int, l_sel: int) -> None:
+def check_pairs(q: Tensor, k: Tensor, v: Tensor, n_sel: int, l_sel: int) -> None:
     """Raise NotImplementedError for more pairs per group than 31 bits can number."""
     T, heads = q.shape[1], q.shape[2] // k.shape[2]
-    slots = n_sel * (l_sel // _kernel_block(l_sel))
+    slots = n_sel * (l_sel // kernel_block(k, v, l_sel))
     if T * slots * heads >= 2**31:
         raise NotImplementedError(
             "selected_attention: the Triton kernels number (query, block, head) triples of a group in 31 bits, and "
@@ -82,30 +82,30 @@ def check_pairs(q: Tensor, k: Tensor, n_sel: int, l_sel: int) -> None:
         )
 
 
-def forward_strategy(T: int, l_sel: int) -> str:
-    return "union" if T <= UNION_TOKENS and ceil_div(T, _kernel_block(l_sel)) <= UNION_BLOCKS else "gather"
+def forward_strategy(T: int, block: int) -> str:
+    """`block` as `kernel_block` has it."""
+    return "union" if T <= UNION_TOKENS and ceil_div(T, block) <= UNION_BLOCKS else "gather"
 
 
-def _kernel_block(l_sel: int) -> int:
-    """The block that the kernels work in: l_sel up to 64, else the divisor that wastes least of a power-of-two tile.
-
-    Tiles of 128 keys spill registers in the backward pass; two of 64 do the same work without.
+def kernel_block(k: Tensor, v: Tensor, l_sel: int) -> int:
+    """The block that the kernels work in: l_sel where a tile can hold it, else the divisor that wastes least of a
+    power-of-two tile. Tiles of 128 keys spill registers in the backward pass; two of 64 do the same work without.
     """
-    if l_sel <= 64:
+    most = launch_table.selected_keys(k.dtype, max(k.shape[3], v.shape[3]), k.device)
+    if l_sel <= most:
         return l_sel
-    divisors = [size for size in range(16, 65, 16) if l_sel % size == 0]
+    divisors = [size for size in range(16, most + 1, 16) if l_sel % size == 0]
     return max(divisors, key=lambda size: (size / padded_width(size), size))
 
 
-def _split_blocks(blocks: Tensor, l_sel: int) -> tuple[Tensor, int]:
-    """The choice in the kernels' blocks (contiguous), and their size."""
-    size = _kernel_block(l_sel)
+def _split_blocks(blocks: Tensor, l_sel: int, size: int) -> Tensor:
+    """The choice in the kernels' blocks of `size`; contiguous."""
     if size == l_sel:
-        return blocks.contiguous(), size
+        return blocks.contiguous()
     ratio = l_sel // size
     inner = torch.arange(ratio, dtype=torch.int32, device=blocks.device)
     split = torch.where(blocks[..., None] >= 0, blocks[..., None] * ratio + inner, -1)
-    return split.flatten(-2).contiguous(), size
+    return split.flatten(-2).contiguous()
 
 
 def _sizes(q: Tensor, v: Tensor, n_sel: int, block: int, documents: int | None = None, first: int = 0) -> Sizes:
@@ -128,7 +128,7 @@ def kept_sizes(
     """Sizes of the indices that `forward` gives to be kept for `backward`, one per piece; the union needs none."""
     if strategy == "union":
         return []
-    block = _kernel_block(l_sel)
+    block = kernel_block(q, v, l_sel)
     number = raw_bounds(documents, 0, 0).documents
     sizes, width = _sizes(q, v, n_sel * (l_sel // block), block, number, first), q.element_size()
     kept: list[IndexSizes] = []
@@ -176,7 +176,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[InvertedIndex]]:
     """`selected_attention` itself, past PyTorch's dispatcher, and the indices that `backward` can use."""
     q, k, v = map(with_short_rows, (q, k, v))
-    blocks, block = _split_blocks(blocks, l_sel)
+    block = kernel_block(k, v, l_sel)
+    blocks = _split_blocks(blocks, l_sel, block)
     bounds = raw_bounds(documents, longest, k.shape[1])
     sizes = _sizes(q, v, blocks.shape[3], block, bounds.documents, first)
     out = q.new_empty(sizes.B, sizes.T, sizes.H, sizes.dv)
@@ -288,8 +289,8 @@ def backward(
     """
     q, k, v, do = map(with_short_rows, (q, k, v, do))
     bounds = raw_bounds(documents, longest, q.shape[1])
-    blocks, block = _split_blocks(blocks, l_sel)
-    blocks = _numbered(blocks, block, bounds)
+    block = kernel_block(k, v, l_sel)
+    blocks = _numbered(_split_blocks(blocks, l_sel, block), block, bounds)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     _backward(q, k, v, do, lse.contiguous(), delta, blocks, dq, dk, dv, block, add, indices, bounds)
     return dk, dv
@@ -325,6 +326,7 @@ def _backward(
     item = sizes.block * (sizes.dk + sizes.dv)
     parts = ceil_div(item, sum_elements)
     entries = item_entries(sizes, width)
+    columns = launch_table.selected_columns(q.dtype, max(sizes.dk, sizes.dv))
     # Not in float16: an eighth of a small value may be subnormal there.
     scaled_v = q.dtype != torch.float16
     scale_ds, scale_dk = _split_scale(sizes.scale) if scaled_v else (sizes.scale, sizes.scale)
@@ -346,7 +348,7 @@ def _backward(
             *strides(q, k, v, do), *lse.stride()[:2],
             scale_ds, scale_dk, sizes.scale * LOG2E,
             ONE_PIECE=first and last, WIDE=is_wide(sizes, T, sizes.dk, q, do), SCALED_V=scaled_v, ITEM_ENTRIES=entries,
-            PART=launch_table.selected_columns(q.dtype), ROWS=tile.rows, **sizes.constants(), **tile.options(),
+            PART=columns, ROWS=tile.rows, **sizes.constants(), **tile.options(),
         )
         tiles = ceil_div(T * sizes.heads, sum_rows)
         reductions = B * G * sizes.n_blocks * parts
