@@ -67,6 +67,7 @@ def step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
         event |= {"grad_norm_layers": [0.2] * LAYERS}
     if step % train.stats_every == 0 and config.model.attention == "nsa":
         drift = step / train.steps / 10
+        wobble = step * 1e-6
         event |= {
             "gate_share_cmp": [0.30 + drift] * LAYERS,
             "gate_share_sel": [0.35] * LAYERS,
@@ -74,13 +75,13 @@ def step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
             "gate_entropy": [1.0 - drift] * LAYERS,
             "gate_saturation": [0.01] * LAYERS,
             "gate_update": [0.02] * LAYERS,
-            "sel_reuse": [0.93] * LAYERS,
-            "sel_distance": [8.5] * LAYERS,
-            "sel_sink_share": [0.15] * LAYERS,
-            "sel_window_overlap": [0.3] * LAYERS,
-            "norm_cmp": [0.4] * LAYERS,
-            "norm_sel": [0.5] * LAYERS,
-            "norm_win": [0.6] * LAYERS,
+            "sel_reuse": [0.93 - wobble] * LAYERS,
+            "sel_distance": [8.5 + wobble] * LAYERS,
+            "sel_sink_share": [0.15 + wobble] * LAYERS,
+            "sel_window_overlap": [0.3 + wobble] * LAYERS,
+            "norm_cmp": [0.4 + wobble] * LAYERS,
+            "norm_sel": [0.5 + wobble] * LAYERS,
+            "norm_win": [0.6 + wobble] * LAYERS,
         }
     return event
 

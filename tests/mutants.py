@@ -253,6 +253,30 @@ MUTANTS = [
         "start_i = (torch.arange(n_compressed, device=device).unsqueeze(1) + nsa.l_sel // nsa.d - 1) * nsa.d",
     ),
     Mutant(
+        "health: a training loss that has risen to three times itself is fine",
+        "health.learning",
+        "if last > limits.training_kept * lowest:",
+        "if last > 100 * lowest:",
+    ),
+    Mutant(
+        "health: a number that cannot be is a number",
+        "health.run",
+        "impossible = [] if bad else [",
+        "impossible = [] if True else [",
+    ),
+    Mutant(
+        "health: statistics that nobody measures any more are statistics",
+        "health.record",
+        "            if row >= most:\n",
+        "            if row > 10 * most:\n",
+    ),
+    Mutant(
+        "health: a run whose record has no end is finished",
+        "health.run",
+        "if ok and not any(event",
+        "if False and not any(event",
+    ),
+    Mutant(
         "evaluation: a document that is read alone sees those before it",
         "evaluate.documents",
         "for reading in (span, None))",

@@ -58,7 +58,7 @@ def _asked_of(history: History, fall: float) -> float:
 
 
 def training_loss(history: History, limits: Limits) -> Verdict | None:
-    """The loss that is trained on moves, and falls."""
+    """The loss that is trained on moves, falls, and is not far above what it has been."""
     if history.config.data.source == "synthetic":
         return None
     limit = _asked_of(history, limits.training_fall)
@@ -71,10 +71,21 @@ def training_loss(history: History, limits: Limits) -> Verdict | None:
         if still >= limits.equal_losses:
             text = f"{name} is the same to the last bit in {still} readings in a row, up to step {where:,}"
             return Verdict("training loss", False, still, limits.equal_losses, text)
-        last = float(np.mean(training_now(history, name)))
+        now = training_now(history, name)
+        last, (lowest, lowest_at) = float(np.mean(now)), _lowest(*history.at_the_last_length(steps, values), len(now))
+        if last > limits.training_kept * lowest:
+            text = f"{name} is {last:.3f} {unit} at the end, and was {lowest:.3f} about step {lowest_at:,}"
+            return Verdict("training loss", False, last / lowest, limits.training_kept, text)
         falls.append((1 - last / values[0], f"from {values[0]:.3f} to {last:.3f} {unit}"))
     fall, text = min(falls)
     return Verdict("training loss", bool(fall >= limit), fall, limit, f"{text} (at least {limit:.1%} below asked)")
+
+
+def _lowest(steps: np.ndarray, values: np.ndarray, count: int) -> tuple[float, int]:
+    """The lowest mean of `count` readings in a row, and the step of the last of them."""
+    means = np.convolve(values, np.full(count, 1 / count), "valid")
+    least = int(means.argmin())
+    return float(means[least]), int(steps[least + count - 1])
 
 
 def _longest_still(steps: np.ndarray, values: np.ndarray) -> tuple[int, int]:

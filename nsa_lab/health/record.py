@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from nsa_lab.config import TrainConfig
 from nsa_lab.health.verdict import Limits, Verdict
@@ -30,6 +31,10 @@ def one_run(history: History, limits: Limits) -> Verdict:
         return Verdict("one run", False, len(named), 1, f"the events are of several runs: {', '.join(named[:3])}")
     if not named or said is None:
         return Verdict("one run", None, None, 1, "no event was written yet" if said else "there is no status")
+    begun = {event["attempt"] for event in history.of_kind("start", "resume")}
+    if said == named[0] and (lost := sorted({event["attempt"] for event in history.events} - begun)):
+        text = f"status and events are of {said}, and the record does not tell how attempt {lost[0]} began"
+        return Verdict("one run", None, len(named), 1, text)
     text = f"status and events are of {said}" if said == named[0] else f"the status is of {said}, the events of {named[0]}"
     return Verdict("one run", said == named[0], len({said, *named}), 1, text)
 
@@ -90,7 +95,32 @@ def statistics(history: History, limits: Limits) -> Verdict:
     names = OF_ANY_MODEL + (OF_BRANCHES if history.config.model.attention == "nsa" else ())
     due = owed(history, lambda train: train.stats_every)
     whole = {event["step"] for event in history.steps if all(event.get(name) for name in names)}
-    return _all_there(history, "statistics", due, whole, "readings of the layers")
+    found = _all_there(history, "statistics", due, whole, "readings of the layers")
+    stuck = _stuck(history, limits.equal_readings) if found.ok else None
+    return found if stuck is None else replace(found, ok=False, text=stuck)
+
+
+def _stuck(history: History, most: int) -> str | None:
+    """What says the same of every layer, to the last bit, in `most` readings in a row: nobody measures it any more.
+
+    Of gates, and of a branch that is 0, other verdicts speak. Where all blocks are read, the choice stays what it is.
+    """
+    nsa, train = history.config.model.nsa, history.config.train
+    for what, prefix in (("the statistics of the choice are", "sel_"), ("the norms of the branches are", "norm_")):
+        names = [name for name in OF_BRANCHES if name.startswith(prefix)]
+        readings = [(event["step"], [event.get(name) for name in names]) for event in history.steps if names[0] in event]
+        row, before = 1, None
+        for step, reading in readings:
+            chosen = prefix == "norm_" or train.stage_at(step).seq_len > nsa.n_sel * nsa.l_sel
+            row = row + 1 if chosen and reading == before and _any_but_zero(reading) else 1
+            before = reading
+            if row >= most:
+                return f"{what} the same to the last bit in {row} readings in a row, up to step {step:,}"
+    return None
+
+
+def _any_but_zero(reading: list[Any]) -> bool:
+    return any(value for layers in reading if isinstance(layers, list) for value in layers)
 
 
 def _all_there(history: History, name: str, due: set[int], found: Iterable[int], what: str) -> Verdict:

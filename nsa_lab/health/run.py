@@ -19,11 +19,14 @@ TOLD = {"step": ("loss", "bpb", "lr", "grad_norm", "dt_s", "tokens_per_s"), "eva
 
 
 def finished(history: History, limits: Limits) -> Verdict:
+    """By the status; that a run is done, the record must say too."""
     status, steps = history.status, history.config.train.steps
     state, at = status.get("status", "unknown"), f"step {history.reached:,} of {steps:,}"
     reason = one_line(status.get("reason"))
     if state == directory.DONE:
         ok = history.reached == steps
+        if ok and not any(event["attempt"] == history.last_attempt for event in history.of_kind("end")):
+            return Verdict("finished", None, history.reached, steps, f"{at}, and the record does not tell its end")
         return Verdict("finished", ok, history.reached, steps, at if ok else f"called DONE at {at}")
     if state == directory.PREEMPTED:
         text = f"{at}: {reason or 'stopped on request'}; resume it to finish"
@@ -51,11 +54,30 @@ def guards(history: History, limits: Limits) -> Verdict:
     return Verdict("guards", False, len(fired), 0, told(fired[0]) + _more(fired))
 
 
+# What a number can be. Above 0 alone: a step takes time.
+ABOVE_ZERO = ("dt_s", "tokens_per_s")
+NOT_NEGATIVE = (
+    *("loss", "bpb", "lr", "grad_norm", "grad_norm_layers", "data_s", "mem_peak_bytes", "gate_entropy", "gate_update"),
+    *("sel_distance", "norm_cmp", "norm_sel", "norm_win"),
+)
+SHARES = (
+    *("gate_share_cmp", "gate_share_sel", "gate_share_win", "gate_saturation"),
+    *("sel_reuse", "sel_sink_share", "sel_window_overlap"),
+)
+ROUNDING = 1e-3  # of a share
+
+
 def finite(history: History, limits: Limits) -> Verdict:
-    """Of what was written, and of what every event must say: null without a word about it is no number either."""
+    """Of what was written, and of what every event must say: null without a word about it is no number either, and no
+    number is what cannot be."""
     bad = [(event["step"], name) for event in history.current("step", "eval") for name in _not_numbers(event)]
     if not bad and not history.current("step", "eval"):
         return Verdict("finite numbers", None, 0, 0, "no number was recorded")
+    impossible = [] if bad else [event for event in history.current("step", "eval") if _impossible(event)]
+    if impossible:
+        first = impossible[0]
+        text = f"{_impossible(first)} at step {first['step']:,}, which cannot be ({len(impossible)} such events)"
+        return Verdict("finite numbers", False, len(impossible), 0, text)
     if not bad:
         return Verdict("finite numbers", True, 0, 0, "every recorded number is finite")
     step, name = bad[0]
@@ -72,6 +94,24 @@ def _not_numbers(event: Event) -> list[str]:
             if entry is None or (isinstance(entry, float) and not math.isfinite(entry)):
                 named.append(name if index is None else f"{name}[{index}]")
     return list(dict.fromkeys(named))
+
+
+def _impossible(event: Event) -> str | None:
+    """The first number of an event of finite numbers that none can be, and what it is."""
+    for name, value in event.items():
+        entries = value if isinstance(value, list) else [value]
+        for entry in entries:
+            if isinstance(entry, (int, float)) and not _can_be(name, entry):
+                return f"{name} is {entry:g}"
+    return None
+
+
+def _can_be(name: str, value: float) -> bool:
+    if name in ABOVE_ZERO:
+        return value > 0
+    if name in SHARES:
+        return -ROUNDING <= value <= 1 + ROUNDING
+    return name not in NOT_NEGATIVE or value >= 0
 
 
 # Of errors that ended nothing: what failed beside training, and left the record whole.

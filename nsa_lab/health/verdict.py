@@ -17,6 +17,7 @@ class Limits:
     validation_gap: float = 1.25  # validation bpb over training bpb at the end
     lr_error: float = 1e-6  # of the peak rate: the schedule is a formula, and only rounding may differ
     training_fall: float = 0.25  # fall of the training loss from its first reading; smaller for runs under 100 steps
+    training_kept: float = 1.25  # the latest training loss over the lowest, both means of as many readings
     equal_losses: int = 5  # readings in a row that are equal to the last bit: every batch is another text
     gradient_norm: float = 1e3  # times train.grad_clip, or times 1 if that is less: past that, clipping leaves only noise
     pace_window_s: float = 2.0  # readings are joined until they span this: single short steps say nothing on a busy machine
@@ -35,6 +36,7 @@ class Limits:
     gate_saturation: float = 0.50  # gate values within 0.01 of 0 or 1: these pass no gradient
     gate_readings: float = 0.10  # readings, of all, in which a layer's gate may be collapsed, stuck or without a branch
     gate_still: int = 3  # readings in a row in which nothing moves, to the last bit
+    equal_readings: int = 5  # readings of a statistic in a row that are equal in every layer: it is not measured any more
     reach_loss: float = 0.25  # nats per byte that answers beyond the window must cost more without the choice
     reach_after: float = 0.5  # of the run's steps: before, copying may not have formed yet
     reuse_fixed: float = 0.9995  # neighbours share this much of their blocks: the choice does not depend on the query

@@ -158,6 +158,12 @@ def flat_but_noisy(events: list[Event]) -> None:
         event["loss"] = event["bpb"] * math.log(2)
 
 
+def tripled(events: list[Event]) -> None:
+    for event in of(events, "step", 0.9):
+        event["loss"] *= 3
+        event["bpb"] *= 3
+
+
 def shift_clock(seconds: float) -> Edit:
     def edit(events: list[Event]) -> None:
         for event in events[len(events) // 2 :]:
@@ -202,12 +208,19 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
     ("no evaluations", drop("eval"), "evaluations", "51 of 51", set()),
     ("no evaluations in the second half", drop("eval", 0.5), "evaluations", "25 of 51", set()),
     ("one evaluation lost", drop("eval", 0.49, 0.5), "evaluations", "the first at step 25,000", set()),
+    ("statistics of the choice frozen from 10 % on", frozen(0.1, names=("sel_",)), "statistics", "in a row", set()),
+    ("norms of the branches frozen from 90 % on", frozen(0.9, names=("norm_",)), "statistics", "the norms", set()),
     ("no statistics after 30 %", drop_fields("gate_", "sel_", "norm_", first=0.3), "statistics", "70 of 100", set()),
     ("no gate statistics after 30 %", drop_fields("gate_", first=0.3), "statistics", "70 of 100", set()),
     ("no statistics at all", drop_fields("gate_", "sel_", "norm_", "grad_norm_"), "statistics", "100 of 100", set()),
     ("a flat training loss", flat("loss", "bpb"), "training loss", "the same to the last bit", {"generalises"}),
     ("a flat training loss from 90 % on", flat("loss", "bpb", first=0.9), "training loss", "the same", set()),
     ("a flat training loss, with noise", flat_but_noisy, "training loss", "at least 25.0% below", set()),
+    ("a training loss that is three times itself at the end", tripled, "training loss", "and was", set()),
+    ("no tokens per second", put(tokens_per_s=0.0), "finite numbers", "tokens_per_s is 0 at step 1,", set()),
+    ("steps that take no time", put(dt_s=0.0), "finite numbers", "dt_s is 0 at step 1,", set()),
+    ("a gradient norm below 0", put(grad_norm=-1.0), "finite numbers", "grad_norm is -1 at step 1,", set()),
+    ("a share above 1", put(0.5, gate_share_win=1.5), "finite numbers", "gate_share_win is 1.5 at step 25,500", set()),
     ("a clock that steps back a day", shift_clock(-86400.0), "clock", "steps back by 86,", set()),
     ("no heartbeats", drop("heartbeat"), "heartbeats", "0 in the", set()),
     ("no heartbeats in the second half", drop("heartbeat", 0.5), "heartbeats", "of attempt 2", set()),
@@ -253,6 +266,12 @@ def test_the_status_of_another_run_is_noticed(healthy: History) -> None:
     health = examine(replace(healthy, status={**healthy.status, "run": "another-20260101T000000Z-0000"}))
     assert [verdict.name for verdict in health.failed] == ["one run"]
     assert "the status is of another-20260101T000000Z-0000" in health.headline
+
+
+def test_a_record_without_its_beginning_or_end_is_not_vouched_for(healthy: History) -> None:
+    for kind, name, text in (("start", "one run", "how attempt 1 began"), ("end", "finished", "does not tell its end")):
+        verdicts = {verdict.name: verdict for verdict in judged(healthy, drop(kind)).verdicts}
+        assert verdicts[name].ok is None and text in verdicts[name].text
 
 
 def test_a_null_learning_rate_is_not_told_as_a_success(healthy: History) -> None:
