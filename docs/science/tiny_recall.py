@@ -19,6 +19,7 @@ TAUGHT = {**START, "selection_loss": 0.2}
 ROWS: dict[str, dict[str, Any]] = {
     "dense": {"attention": "dense"},
     "nsa_avg": {},
+    "nsa_linear": {"nsa": GEOMETRY.model_copy(update={"phi": "linear"})},
     "nsa_half": {"rotary_share": 0.5},
     "nsa_start": {"matching_heads": 1},
     "nsa_taught_001": {"selection_loss": 0.01},

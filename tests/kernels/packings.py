@@ -58,6 +58,11 @@ CONFIGURATIONS = (
 )
 
 
+def interpreted(c: Configuration) -> Configuration:
+    """Triton's interpreter multiplies bfloat16 wrongly."""
+    return c._replace(dtype=HALF) if c.dtype == BRAIN else c
+
+
 class Packing(NamedTuple):
     """Raw keys and values of the compressed branch stand before compression, so that phi is part of what is compared."""
 
@@ -188,8 +193,7 @@ def main(count: int = 1000, most_tokens: int = MOST_TOKENS, first: int = 0) -> i
     worst: dict[Configuration, dict[str, float]] = {c: {} for c in CONFIGURATIONS}
     for seed in range(first, first + count):
         c = CONFIGURATIONS[seed % len(CONFIGURATIONS)]
-        if DEVICE.type == "cpu" and c.dtype == BRAIN:
-            c = c._replace(dtype=HALF)  # the interpreter multiplies bfloat16 wrongly
+        c = interpreted(c) if DEVICE.type == "cpu" else c
         found = check(seed, c, MOST_DOCUMENTS if most_tokens == MOST_TOKENS else 4, most_tokens)
         known = worst.setdefault(c, {})
         for name, error in found.items():
