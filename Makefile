@@ -21,7 +21,7 @@ COUNT_PACKAGES := { n=0; all=$$(grep -c == requirements.lock); while read -r wor
 LAB_FOLDER ?= $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test static fast-tests all-tests soak mutants format lint types notebooks check-notebooks nbval pages lab lock clean
+.PHONY: help run check test static fast-tests all-tests soak architectures mutants format lint types notebooks check-notebooks nbval pages lab lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -49,6 +49,9 @@ all-tests: $(READY)
 
 soak: $(READY)  ## The tests that take minutes: long chains of kills over two ranks, kernels compiled for every architecture
 	$(PYTEST) tests -m soak -n 2 --dist worksteal
+
+architectures: $(READY)  ## Compile every kernel for every GPU that is named, at narrow, wide and wider heads; nothing is launched
+	$(PYTEST) tests/kernels/test_compiling.py -n 2 --dist worksteal -q
 
 mutants: $(READY)  ## Plant faults in the library, one by one; the tests must catch every one
 	@$(BIN)/python tests/mutants.py

@@ -92,7 +92,8 @@ def attend(
 driver.set_active(AbsentDevice())
 JITFunction.__getitem__ = compile_only
 launch_table.is_hopper = lambda device: ARCHITECTURE == 90
-launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90)
+launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90, 100)
+launch_table.is_blackwell = lambda device: ARCHITECTURE == 100
 
 
 def narrow() -> None:
@@ -113,12 +114,10 @@ def wide() -> None:
 
 
 def wider() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        selected.UNION_TOKENS = 4096
-        attend(T=320, H=16, G=2, D=256, dtype=dtype)
-        selected.UNION_TOKENS = 0
-        attend(T=300, H=16, G=2, D=256, dtype=dtype)
-    attend(T=300, H=32, G=2, D=192, Dv=128)
+    attend(T=320, H=16, G=2, D=192, Dv=256)
+    selected.UNION_TOKENS = 0
+    attend(T=320, H=16, G=2, D=256, Dv=128)
+    attend(T=320, H=2, G=2, D=256, dtype=torch.float32)
 
 
 def corners() -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from kernel_sources import launched_names
 
-# KB of shared memory that a block may have: A100, the smaller GPUs of its kin, H100 and H200.
-SHARED_KB = {80: 163, 86: 99, 90: 227}
+# KB of shared memory that a block may have: A100 and the smaller GPUs of its kin, Ada, H100 and H200, B200, and the smaller
+# GPUs of its kin.
+SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 def compiled(architecture, tmp_path, *what):

@@ -31,7 +31,8 @@ from nsa_lab.attention.kernels.tiles import LOG2E, last_tile_first, load_at, loa
 ABSENT = tl.constexpr(0x7FFFFFFF)
 """Sorts after every block index."""
 COMPILES_TF32_MOVES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
-"""Triton 3.2 crashes on compiling `_add_shifted`'s tf32 products: on sm_80 always, elsewhere for float32 inputs."""
+"""Triton 3.2 crashes on compiling `_add_shifted`'s tf32 products: on sm_80 always, elsewhere for float32 inputs. So does
+3.7.1 for sm_100, in a pass on the memory of its tensor cores; there they are never asked for."""
 
 
 @triton.jit
@@ -224,6 +225,7 @@ def forward(
     n_strides, reach = l_sel // d, l // d
     spill = ceil_div(reach - 1, n_strides)
     bounds = compressed_bounds(documents, longest, T + first)
+    tf32 = COMPILES_TF32_MOVES and not launch_table.is_blackwell(q.device)
     tile = launch_table.choice(q.dtype, Dk, n_strides, spill, ceil_div(bounds.longest, l_sel))
     nsa_choice[(bounds.tiles(T, tile.rows) * B * G,)](
         q, k_cmp, lse.contiguous(), blocks, bounds.q, bounds.k,
@@ -231,7 +233,7 @@ def forward(
         T, N, B, G, bounds.documents, first or None, Dk**-0.5 * vocabulary.LOG2E,
         HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel,
         STRIDES=n_strides, STRIDES_PAD=padded_width(n_strides), REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(n_sel),
-        DK=Dk, DK_PAD=padded_width(Dk), QUERIES=tile.rows, BLOCKS=tile.keys, TF32=COMPILES_TF32_MOVES, **tile.options(),
+        DK=Dk, DK_PAD=padded_width(Dk), QUERIES=tile.rows, BLOCKS=tile.keys, TF32=tf32, **tile.options(),
     )
     return blocks
 # fmt: on

@@ -40,13 +40,19 @@ class Tile(NamedTuple):
 
 @functools.cache
 def is_roomy(device: torch.device) -> bool:
-    """Whether a block may use 160 KB of shared memory (A100, H100 and their kin), and not the 99 KB of smaller GPUs."""
+    """Whether a block may use 160 KB of shared memory (A100, H100, B200 and their kin), not the 99 KB of smaller GPUs."""
     return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
 
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def is_blackwell(device: torch.device) -> bool:
+    """B200 and its kin, whose tensor cores have a memory of their own; not the smaller GPUs of capability 12."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 FLOAT32_TILE = Tile(32, 32, 4, 1)
