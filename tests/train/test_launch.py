@@ -59,7 +59,7 @@ def test_wrong_data_leaves_nothing_behind(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ensure_starts_attaches_resumes_and_leaves_a_finished_run_alone(tiny: Tiny, tmp_path: Path) -> None:
+def test_ensure_starts_attaches_resumes_and_leaves_a_finished_run_alone(forked: None, tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(**LONG)
     run_dir = launch.ensure(config, tmp_path)
     pid = launch.attach(run_dir)
@@ -98,7 +98,7 @@ def test_a_status_from_another_run_is_not_believed(tiny: Tiny, tmp_path: Path) -
         launch.state(run_dir)
 
 
-def test_two_launchers_at_once_start_one_trainer(tiny: Tiny, tmp_path: Path) -> None:
+def test_two_launchers_at_once_start_one_trainer(forked: None, tiny: Tiny, tmp_path: Path) -> None:
     run_dir, pids = launch.create_run(tiny(**LONG), tmp_path), []
     threads = [threading.Thread(target=lambda: pids.append(launch.start(run_dir))) for _ in range(4)]
     for thread in threads:
