@@ -1,11 +1,11 @@
-"""Trainers as processes of their own without the seconds in which each would import torch.
+"""Trainers, and kernels of notebooks, as processes of their own without the seconds in which each would import torch.
 
-One process per test session has imported what a trainer needs. With the fixture `forked`, what starts `python -m
-nsa_lab.train` or a script of the tests through `subprocess` gets a fork of that process, not an interpreter that starts
-anew. All else is as it would be: the process is a child of the one that asked, with the descriptors, environment, working
+One process per test session has imported what they need. With the fixture `forked`, what starts `python -m nsa_lab.train`,
+a kernel or a script of the tests through `subprocess` gets a fork of that process, not an interpreter that starts anew. All
+else is as it would be: the process is a child of the one that asked, with the descriptors, environment, working
 directory, session, process group and signal mask that it asked for, and dies of a SIGKILL as any other.
 
-A fork that starts such processes itself, as the supervisor of several ranks does, forks them from itself.
+A supervisor of several ranks forks them from itself. What a kernel starts is started anew: it has threads.
 
 Where a process cannot adopt another one's children, which is everywhere but on Linux, every start is a real one.
 """
@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -31,7 +32,30 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
-MODULE = "nsa_lab.train"
+TRAINER, KERNEL = "nsa_lab.train", "ipykernel_launcher"
+# What torch would import in every trainer anew (for the first optimiser, the first tensor without data, the record's
+# mirror, and where weights are sharded), and what notebooks import.
+NEEDED = {
+    TRAINER: (
+        "torch._dynamo",
+        "torch._refs",
+        "torch.distributed.fsdp",
+        "torch.utils.tensorboard",
+        "nsa_lab.train.__main__",
+        "nsa_lab.train.attempt",
+    ),
+    KERNEL: (
+        "ipykernel.kernelapp",
+        "matplotlib.backends.backend_agg",
+        "matplotlib_inline.backend_inline",
+        "nsa_lab.evaluate.tiny_recall",
+        "nsa_lab.workbook.choice_explorer",
+        "nsa_lab.workbook.parity",
+        "nsa_lab.workbook.query_explorer",
+        "nsa_lab.workbook.run_explorer",
+        "nsa_lab.workbook.training",
+    ),
+}
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -55,7 +79,8 @@ class Start:
     def asked(cls, args: Any, rest: tuple[Any, ...]) -> Start | None:
         """From the arguments of `subprocess._fork_exec`; None for what must be started anew."""
         command = [os.fsdecode(arg) for arg in args]
-        if command[0] != sys.executable or not (command[1:3] == ["-m", MODULE] or Path(command[1]).is_relative_to(TESTS)):
+        named = command[1] == "-m" and command[2] in NEEDED
+        if command[0] != sys.executable or not (named or Path(command[1]).is_relative_to(TESTS)):
             return None
         _, _, passed, cwd, environment, stdin, _, _, stdout, _, stderr, _, failed, _, session, group, *_ = rest
         keep = [0, 1, 2, *sorted({*passed} - {failed})]
@@ -70,6 +95,10 @@ class Start:
             group,
             sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         )
+
+    @property
+    def kernel(self) -> bool:
+        return self.command[2] == KERNEL
 
     def become(self) -> None:
         """Turn this process, a fork, into the one that was asked for. Does not return."""
@@ -103,11 +132,12 @@ class Start:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
 
     def _run(self) -> int:
-        subprocess._fork_exec = fork_from_here
+        if not self.kernel:
+            subprocess._fork_exec = fork_from_here
         try:
             if self.command[1] == "-m":
                 sys.argv, sys.path[0] = self.command[2:], self.cwd
-                runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+                runpy.run_module(self.command[2], run_name="__main__", alter_sys=True)
             else:
                 sys.argv, sys.path[0] = self.command[1:], str(Path(self.command[1]).parent)
                 runpy.run_path(self.command[1], run_name="__main__")
@@ -134,9 +164,11 @@ class Forker:
 
     def __init__(self) -> None:
         ours, its = socket.socketpair()
+        # Triton's interpreter is the kernel tests' own.
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         with its:
             # In a session of its own: a Ctrl-C at the terminal is not for it.
-            self._process = subprocess.Popen([sys.executable, __file__], stdin=its, start_new_session=True)
+            self._process = subprocess.Popen([sys.executable, __file__], stdin=its, start_new_session=True, env=environment)
         self._socket, self._answers = ours, ours.makefile()
         self._alone = threading.Lock()
 
@@ -185,6 +217,8 @@ def serve(asked: socket.socket) -> None:
         if not text:
             return
         start = Start(**json.loads(text) | {"sources": sources})
+        if start.kernel:
+            load(KERNEL)
         reading, writing = os.pipe()
         between = os.fork()
         if not between:
@@ -201,22 +235,20 @@ def serve(asked: socket.socket) -> None:
             os.close(descriptor)
 
 
-def main() -> None:
-    asked = socket.socket(fileno=os.dup(0))
-    # What torch would import in every trainer anew: for the first optimiser, for the first tensor without data, for the
-    # record's mirror, and where weights are sharded.
-    import torch
-    import torch._dynamo
-    import torch._refs
-    import torch.distributed.fsdp
-    import torch.utils.tensorboard
-
-    import nsa_lab.train.__main__
-    import nsa_lab.train.attempt  # noqa: F401
-
-    torch.set_num_threads(1)
+def load(what: str) -> None:
+    """Import what it needs, and let no fork look through that for garbage."""
+    for module in NEEDED[what]:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
+
+
+def main() -> None:
+    asked = socket.socket(fileno=os.dup(0))
+    # As a kernel sets it before anything can import matplotlib.
+    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
+    load(TRAINER)
+    sys.modules["torch"].set_num_threads(1)
     serve(asked)
 
 
