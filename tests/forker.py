@@ -7,6 +7,8 @@ directory, session, process group and signal mask that it asked for, and dies of
 
 A supervisor of several ranks forks them from itself. What a kernel starts is started anew: it has threads.
 
+A fault that mutants.py plants is in no fork: it is held to tests that train in their own process.
+
 Where a process cannot adopt another one's children, which is everywhere but on Linux, every start is a real one.
 """
 
@@ -79,8 +81,11 @@ class Start:
     def asked(cls, args: Any, rest: tuple[Any, ...]) -> Start | None:
         """From the arguments of `subprocess._fork_exec`; None for what must be started anew."""
         command = [os.fsdecode(arg) for arg in args]
+        if command[0] != sys.executable or len(command) < 2:
+            return None
         named = command[1] == "-m" and command[2] in NEEDED
-        if command[0] != sys.executable or not (named or Path(command[1]).is_relative_to(TESTS)):
+        script = Path(command[1]).is_relative_to(TESTS) and command[1] != __file__
+        if not (named or script):
             return None
         _, _, passed, cwd, environment, stdin, _, _, stdout, _, stderr, _, failed, _, session, group, *_ = rest
         keep = [0, 1, 2, *sorted({*passed} - {failed})]
@@ -98,7 +103,7 @@ class Start:
 
     @property
     def kernel(self) -> bool:
-        return self.command[2] == KERNEL
+        return self.command[1:3] == ["-m", KERNEL]
 
     def become(self) -> None:
         """Turn this process, a fork, into the one that was asked for. Does not return."""
@@ -163,14 +168,18 @@ class Forker:
     """The process that forks, as those see it that ask for forks."""
 
     def __init__(self) -> None:
-        ours, its = socket.socketpair()
+        self._alone = threading.Lock()
+        self._process: subprocess.Popen | None = None
+
+    def _start(self) -> subprocess.Popen:
+        """At the first fork that is asked for."""
+        self._socket, its = socket.socketpair()
+        self._answers = self._socket.makefile()
         # Triton's interpreter is the kernel tests' own.
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         with its:
             # In a session of its own: a Ctrl-C at the terminal is not for it.
-            self._process = subprocess.Popen([sys.executable, __file__], stdin=its, start_new_session=True, env=environment)
-        self._socket, self._answers = ours, ours.makefile()
-        self._alone = threading.Lock()
+            return subprocess.Popen([sys.executable, __file__], stdin=its, start_new_session=True, env=environment)
 
     @contextlib.contextmanager
     def forking(self) -> Iterator[None]:
@@ -188,10 +197,13 @@ class Forker:
         if start is None:
             return start_anew(args, *rest)
         with self._alone, adopting():
+            self._process = self._process or self._start()
             socket.send_fds(self._socket, [json.dumps(asdict(start)).encode() + b"\n"], start.sources)
             return int(self._answers.readline())
 
     def close(self) -> None:
+        if self._process is None:
+            return
         self._answers.close()
         self._socket.close()
         self._process.wait(timeout=30)
@@ -201,11 +213,12 @@ class Forker:
 def adopting() -> Iterator[None]:
     """Meanwhile this process becomes the parent of the orphans among its descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for adopts in (1, 0):
-        if libc.prctl(PR_SET_CHILD_SUBREAPER, adopts, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-        if adopts:
-            yield
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def serve(asked: socket.socket) -> None:
