@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,6 +110,20 @@ def test_two_launchers_at_once_start_one_trainer(forked: None, tiny: Tiny, tmp_p
     # Before it can listen to signals a trainer just ends.
     os.kill(pids[0], signal.SIGKILL)
     assert launch.wait(run_dir, 10)
+
+
+def test_ranks_that_a_quick_supervisor_has_named_stay_named(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, pid = launch.create_run(tiny(**LONG), tmp_path), os.getpid()
+
+    def signs_at_once(command: list[str], pass_fds: list[int], **rest: object) -> types.SimpleNamespace:
+        sign_lock(pass_fds[0], pid, [pid])
+        return types.SimpleNamespace(pid=pid, wait=lambda: 0)
+
+    monkeypatch.setattr(subprocess, "Popen", signs_at_once)
+    assert launch.start(run_dir, ranks=2) == pid
+    assert [rank["pid"] for rank in json.loads((run_dir / directory.LOCK).read_text())["ranks"]] == [pid]
 
 
 @pytest.mark.slow
