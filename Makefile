@@ -73,13 +73,13 @@ nbval: $(READY)
 	@rm -rf $(COPIES) && mkdir -p $(COPIES)/runs
 	@for stem in 03_smoke_training 04_production_run; do \
 	  $(BIN)/papermill --prepare-only --log-level ERROR -f params/ci.yaml -p outputs $(CURDIR)/$(COPIES)/runs \
-	    notebooks/$$stem.ipynb $(COPIES)/$$stem.ipynb || exit 1; \
+	    -p sample_tokens 40 notebooks/$$stem.ipynb $(COPIES)/$$stem.ipynb || exit 1; \
 	done
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p outputs $(CURDIR)/$(COPIES)/runs \
-	  notebooks/05_health_analysis.ipynb $(COPIES)/05_health_analysis.ipynb
+	  -p sample_tokens 40 notebooks/05_health_analysis.ipynb $(COPIES)/05_health_analysis.ipynb
 	@$(BIN)/papermill --prepare-only --log-level ERROR -p steps 10 -p asked 32 \
 	  notebooks/06_does_selection_find.ipynb $(COPIES)/06_does_selection_find.ipynb
-	OMP_NUM_THREADS=1 PYTHONPATH=tests/notebooks $(BIN)/python -m pytest -p nbval_outputs -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/notebooks $(BIN)/python -m pytest -p nbval_outputs -p no:cacheprovider --nbval-lax --nbval-cell-timeout=300 \
 	  notebooks/00_start_here.ipynb notebooks/01_branch_derivations.ipynb notebooks/02_kernel_parity.ipynb $(COPIES)/*.ipynb
 
 notebooks: $(READY)  ## Build every .ipynb from its .py source

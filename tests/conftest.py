@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Machines are shared, and tensors here are too small to gain from threads: not in this process, and not in those that
@@ -18,6 +19,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis
+import pytest
 
 # jsonschema, which nbformat brings, would parse the whole grammar of IRIs when it is imported: seconds in every process,
 # for a format that no notebook here has. Where the package is missing it does without.
@@ -26,7 +28,9 @@ sys.modules["rfc3987_syntax"] = None
 # The brute force serves the tests of attention and of the model; the planted faults are a script of their own.
 sys.path[:0] = [str(Path(__file__).parent / "attention"), str(Path(__file__).parent)]
 
-from interpreter import keep_what_it_repeats  # noqa: E402 (it lies beside this file)
+# They lie beside this file.
+from forker import Forker  # noqa: E402
+from interpreter import keep_what_it_repeats  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -46,3 +50,17 @@ def pytest_collection_finish() -> None:
     keep_what_it_repeats()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    forker = Forker()
+    yield forker
+    forker.close()
+
+
+@pytest.fixture
+def forked(forker: Forker) -> Iterator[None]:
+    """Meanwhile trainers are forked."""
+    with forker.forking():
+        yield

@@ -134,11 +134,12 @@ def test_importing_the_package_loads_nothing() -> None:
 @pytest.mark.slow
 def test_a_name_loads_only_what_it_needs() -> None:
     code = "import sys, nsa_lab\nfor name in ('NSAttention', 'NSATransformer', 'generate'):\n    getattr(nsa_lab, name)\n"
-    assert fresh(f"{code}    print(name, [n for n in {HEAVY!r} if n in sys.modules])").splitlines() == [
-        "NSAttention []",
-        "NSATransformer []",
-        "generate []",
-    ]
+    code += f"    print(name, [n for n in {HEAVY!r} if n in sys.modules])\n"
+    # Only sharded runs shard.
+    code += (
+        "from nsa_lab.train import run\nprint('run', [n for n in sys.modules if n.startswith('torch.distributed.fsdp')])"
+    )
+    assert fresh(code).splitlines() == ["NSAttention []", "NSATransformer []", "generate []", "run []"]
 
 
 def test_the_core_trains_and_generates_without_any_extra(without: Callable[..., str]) -> None:

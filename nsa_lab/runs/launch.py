@@ -102,7 +102,9 @@ def start(run_dir: str | Path, *, ranks: int = 1) -> int:
                 pass_fds=[lock],
                 env=_environment(),
             )
-        sign_lock(lock, trainer.pid)
+        # A process that was quick has signed, and a supervisor has named its ranks, which must not be lost.
+        if not os.fstat(lock).st_size:
+            sign_lock(lock, trainer.pid)
         # Collects the exit status if the trainer ends before we do; it does not depend on us otherwise.
         threading.Thread(target=trainer.wait, name="trainer exit", daemon=True).start()
     finally:

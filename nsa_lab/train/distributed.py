@@ -5,22 +5,21 @@ Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADD
 process group.
 
 With `runtime.parallel: ddp` every rank holds the model. With `fsdp` (FSDP2) weights, gradients and moments are sharded over
-the ranks, and `full` and `like` go between a sharded tensor and a plain one.
+the ranks, and `full` and `like` go between a sharded tensor and a plain one. What that needs of torch takes most of a
+second to load, so fsdp.py, which holds it, is imported only then.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_lab.config import ConfigError
@@ -72,26 +71,21 @@ class World:
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as it is called: it averages gradients over the ranks in its backward pass. FSDP shards it in place."""
         if self.sharded:
-            for block in getattr(model, "blocks", []):
-                fully_shard(block)
-            fully_shard(model)
-            return model
+            from nsa_lab.train import fsdp
+
+            return fsdp.shard(model)
         if self.size == 1:
             return model
         # Buffers are tables that every rank computes alike; gradients are averaged where they lie, not in copies.
         return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
-    @contextmanager
-    def whole(self, model: nn.Module) -> Iterator[None]:
+    def whole(self, model: nn.Module) -> AbstractContextManager:
         """All weights of a sharded model on every rank, for calls that go around its own `forward`; every rank must ask."""
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:
-            module.unshard()
-        try:
-            yield
-        finally:
-            for module in sharded:
-                module.reshard()
+        if self.sharded:
+            from nsa_lab.train import fsdp
+
+            return fsdp.whole(model)
+        return nullcontext()
 
     def sync(self, forward: Callable[..., Any], *, when: bool) -> AbstractContextManager:
         """Copies exchange gradients in the last micro-batch only; shards in each, or they would have to be kept whole."""
@@ -106,11 +100,19 @@ class World:
 
     def full(self, value: Tensor) -> Tensor:
         """A plain tensor from a sharded one, which every rank must ask for."""
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        if self.sharded:
+            from nsa_lab.train import fsdp
+
+            return fsdp.full(value)
+        return value
 
     def like(self, value: Tensor, pattern: Tensor) -> Tensor:
         """A plain tensor sharded as `pattern` is."""
-        return distribute_tensor(value, pattern.device_mesh, pattern.placements) if isinstance(pattern, DTensor) else value
+        if self.sharded:
+            from nsa_lab.train import fsdp
+
+            return fsdp.like(value, pattern)
+        return value
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether any rank says yes; every rank must ask. Waits for the device."""

@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forker import Forker
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory, events, launch
 
-STEPS, KILLS = 150, 20
+STEPS, KILLS = 100, 20
 
 # The same steps as one stage, and as three of different lengths, batches and rates; and steps that one process and two
 # ranks compute alike to the bit: two sequences, forward and backward one by one, so that there is one sum and one order.
@@ -26,9 +26,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "one": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
     "stages": {
         "stages": [
-            {"steps": 50, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
-            {"steps": 40, "seq_len": 48, "batch_size": 2, "lr": 5e-3, "warmup_steps": 10},
-            {"steps": 60, "seq_len": 77, "batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
+            {"steps": 33, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
+            {"steps": 27, "seq_len": 48, "batch_size": 2, "lr": 5e-3, "warmup_steps": 10},
+            {"steps": 40, "seq_len": 77, "batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
         ]
     },
     "ranks": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "micro_batch_size": 1, "lr": 1e-2},
@@ -36,44 +36,12 @@ PLANS: dict[str, dict[str, Any]] = {
 # Of the plan that ranks can share, these kills hit the supervisor of two ranks.
 SUPERVISOR_KILLS = (7, 15)
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked")]
 
 
-class Trainers:
-    """Attempts at runs, each in a process of its own."""
-
-    def __init__(self) -> None:
-        self._forker = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("forker.py"))],
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-
-    def start(self, run_dir: Path) -> int:
-        print(run_dir, file=self._forker.stdin, flush=True)
-        return self._read("pid")
-
-    def exit_code(self) -> int:
-        return self._read("exit")
-
-    def _read(self, what: str) -> int:
-        # An exit code taken for a pid would be signalled, and 0 and -1 name whole groups of processes.
-        word, number = self._forker.stdout.readline().split()
-        assert word == what
-        return int(number)
-
-    def close(self) -> None:
-        self._forker.stdin.close()
-        self._forker.wait(timeout=30)
-        self._forker.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[Trainers]:
-    trainers = Trainers()
-    yield trainers
-    trainers.close()
+def start(run_dir: Path) -> subprocess.Popen:
+    """An attempt at a run, in a process of its own."""
+    return subprocess.Popen([sys.executable, "-m", "nsa_lab.train", run_dir], start_new_session=True)
 
 
 @pytest.fixture(
@@ -83,7 +51,7 @@ def config(request: pytest.FixtureRequest) -> RunConfig:
     return RunConfig.from_dict(
         {
             "name": "killed",
-            "model": {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4},
+            "model": {"dim": 16, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4},
             "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
             "runtime": {"device": "cpu", "heartbeat_s": 0.05},
             "data": {"source": "synthetic", "max_tokens": 50_000, "val_fraction": 0.2},
@@ -101,10 +69,10 @@ def config(request: pytest.FixtureRequest) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(trainers: Trainers, config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(forker: Forker, config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = launch.create_run(config, tmp_path_factory.mktemp("whole"))
-    trainers.start(run_dir)
-    assert trainers.exit_code() == 0
+    with forker.forking():
+        assert start(run_dir).wait() == 0
     return run_dir
 
 
@@ -138,7 +106,7 @@ def wait_for_steps(run_dir: Path, before: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
-    trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir, dice = launch.create_run(config, tmp_path), random.Random(20)
@@ -147,19 +115,18 @@ def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
         if kill in SUPERVISOR_KILLS and config.train.micro_batch_size:
             kill_supervisor(run_dir, attempts, dice)
             continue
-        pid = trainers.start(run_dir)
+        trainer = start(run_dir)
         # One in four dies before or while it restores; the others a few steps on, in a step, an evaluation or a save.
         if dice.random() < 0.25:
             time.sleep(dice.uniform(0, 0.1))
         else:
             wait_for_steps(run_dir, attempts, dice.randint(0, 11))
             time.sleep(dice.uniform(0, 0.02))
-        os.kill(pid, signal.SIGKILL)
-        if trainers.exit_code() != -signal.SIGKILL:
+        trainer.kill()
+        if trainer.wait() != -signal.SIGKILL:
             pytest.fail(f"the run ended before kill {kill + 1} of {KILLS}; give it more steps")
         assert not launch.is_alive(run_dir) and launch.state(run_dir) != directory.RUNNING
-    trainers.start(run_dir)
-    assert trainers.exit_code() == 0
+    assert start(run_dir).wait() == 0
     assert final_files(run_dir) == final_files(uninterrupted)
     assert_one_story(run_dir, uninterrupted)
 
@@ -175,18 +142,17 @@ def assert_one_story(run_dir: Path, uninterrupted: Path) -> None:
 
 @pytest.mark.slow
 def test_each_stop_request_saves_and_the_run_goes_on_bit_for_bit(
-    trainers: Trainers, config: RunConfig, uninterrupted: Path, tmp_path: Path
+    config: RunConfig, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir, names = launch.create_run(config, tmp_path), ["SIGTERM", "SIGINT", "SIGUSR1"]
     for attempt, name in enumerate(names, 1):
-        pid = trainers.start(run_dir)
+        trainer = start(run_dir)
         while not any(e["kind"] == "step" and e["attempt"] == attempt for e in events.read_events(run_dir)):
             time.sleep(0.01)
-        os.kill(pid, getattr(signal, name))
-        assert trainers.exit_code() == directory.EXIT_STOPPED
+        trainer.send_signal(getattr(signal, name))
+        assert trainer.wait() == directory.EXIT_STOPPED
         assert launch.state(run_dir) == directory.PREEMPTED
     assert [e["signal"] for e in events.read_events(run_dir) if e["kind"] == "signal"] == names
-    trainers.start(run_dir)
-    assert trainers.exit_code() == 0
+    assert start(run_dir).wait() == 0
     assert final_files(run_dir) == final_files(uninterrupted)
     assert_one_story(run_dir, uninterrupted)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from unpainted import unpainted
 
 from nsa_lab import cli, figures
 from nsa_lab.config import ConfigError, RunConfig
@@ -127,6 +128,7 @@ def test_where_all_blocks_are_read_nothing_is_judged(run_dir: Path, place: Path,
 
 
 @pytest.mark.slow
+@unpainted()
 def test_the_report_shows_it(evaluation: dict[str, Any], run_dir: Path) -> None:
     page = write_report(run_dir).read_text(encoding="utf-8")
     section = page[page.index("What it finds in long texts") :]

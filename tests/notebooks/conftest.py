@@ -23,15 +23,15 @@ def as_a_user_would(monkeypatch):
 
 
 @pytest.fixture
-def execute(tmp_path):
-    """execute(stem, cwd=..., **parameters) -> the executed notebook."""
+def execute(tmp_path, forked):
+    """execute(stem, cwd=..., **parameters) -> the executed notebook. Samples are of 40 tokens."""
 
     def run(stem: str, cwd: Path = ROOT, **parameters):
         target = tmp_path / f"{stem}.ipynb"
         papermill.execute_notebook(
             ROOT / "notebooks" / f"{stem}.ipynb",
             target,
-            parameters=parameters,
+            parameters={"sample_tokens": 40, **parameters},
             cwd=str(cwd),
             execution_timeout=CELL_TIMEOUT_S,
             progress_bar=False,

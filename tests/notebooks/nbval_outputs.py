@@ -1,7 +1,7 @@
 """What nbval leaves unasked of an executed notebook, as a plugin of it: `pytest -p nbval_outputs --nbval-lax ...`.
 
 Every picture says in words what it shows; no widget is made where nobody could move one; and a notebook that is read,
-rather than trained with, shows and says at least this.
+rather than trained with, shows and says at least this. Kernels are forked, as those of the tests are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from forker import Forker
 from nbval.plugin import IPyNbCell
 
 PICTURES = {"01_branch_derivations": 9, "02_kernel_parity": 3, "06_does_selection_find": 4}
@@ -23,6 +24,15 @@ WORDS = {
 
 shown: dict[str, list[Any]] = {}
 last: dict[str, pytest.Item] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Generator[None, Any, Any]:
+    forker = Forker()
+    with forker.forking():
+        done = yield
+    forker.close()
+    return done
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

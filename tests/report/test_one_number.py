@@ -15,6 +15,7 @@ from fake_run import write_run
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from rich.console import Console
 from typer.testing import CliRunner
+from unpainted import PIXEL, unpainted
 
 from nsa_lab import cli, report
 from nsa_lab.health import examine
@@ -27,19 +28,12 @@ from nsa_lab.runs.live import RunView
 from nsa_lab.workbook import compare, planned
 
 SHIPPED = names.root() / "outputs/production_50k-20261121T141448Z-afd3"
-PIXEL = (
-    b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x06\x00\x00\x00\x1f\x15\xc4\x89\x00\x00\x00\rIDATx"
-    b"\x9cc\xf8\xcf\xc0\xf0\x1f\x00\x05\x00\x01\xff\x89\x99=\x1d\x00\x00\x00\x00IEND\xaeB`\x82"
-)
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """All that is told of the run, as text. Its pictures are not asked, so they are not painted."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (report, header):
-            patch.setattr(module, "png", lambda figure: PIXEL)
-        patch.setattr(report, "panel_boxes", lambda figure: [])
+    """All that is told of the run, as text."""
+    with unpainted():
         page = report.write_report(SHIPPED, tmp_path_factory.mktemp("page") / "page.html", record_alone=True)
     texts = [_visible(page), *_in_a_terminal(), *_in_notebooks()]
     return "\n".join(" ".join(text.split()) for text in texts)

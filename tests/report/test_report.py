@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from rich.console import Console
 from rich.table import Table
+from unpainted import unpainted
 
 from nsa_lab import figures
 from nsa_lab.figures.panels import cut, panel_boxes
@@ -148,6 +149,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@unpainted()
 def test_pages_of_a_run_speak_of_each_other_and_of_the_list_of_runs(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     assert 'class="links"' not in write_report(run_dir).read_text(encoding="utf-8")
@@ -187,6 +189,7 @@ def test_the_first_screen_says_what_happened(reported: str) -> None:
         assert answer in head
 
 
+@unpainted()
 def test_a_notebook_that_failed_says_so_on_top_and_the_run_keeps_its_own_verdict(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     error = new_output("error", ename="ZeroDivisionError", evalue="division by <zero>", traceback=["a", "b"])
@@ -200,6 +203,7 @@ def test_a_notebook_that_failed_says_so_on_top_and_the_run_keeps_its_own_verdict
     assert "An Exception was encountered" not in text
 
 
+@unpainted()
 def test_a_notebook_that_stopped_with_a_word_to_the_reader_is_not_called_broken(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     error = new_output("error", ename="Stop", evalue="the run is HALTED: step 2; go on: nsa-lab resume x", traceback=[])
@@ -210,6 +214,7 @@ def test_a_notebook_that_stopped_with_a_word_to_the_reader_is_not_called_broken(
 
 
 @pytest.mark.slow
+@unpainted()
 def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_path: Path) -> None:
     run_dir = write_run(
         tmp_path,
@@ -241,6 +246,7 @@ def test_a_run_that_recorded_nothing_has_a_report_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@unpainted()
 def test_several_runs_on_one_page(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "nsa"), write_run(tmp_path / "dense", configuration(model__attention="dense"))]
     text = compare(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
@@ -267,6 +273,7 @@ def test_a_figure_links_to_its_code(reported: str) -> None:
 
 
 @pytest.mark.slow
+@unpainted()
 def test_the_index_lists_every_run_and_says_which_cannot_be_read(tmp_path: Path) -> None:
     done = write_report(write_run(tmp_path / "first")).parent.rename(tmp_path / "done")
     halted = write_run(tmp_path, status={"status": directory.HALTED, "reason": "nan"})

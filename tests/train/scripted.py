@@ -1,7 +1,6 @@
 """A trainer with a fault planted in it, for tests that need a process of its own: `python scripted.py <run dir> <fault>`.
 
-Without arguments it reads lines of the same two words and forks a trainer for each: its pid is printed, then what the
-trainer prints, then its exit code. That saves the seconds of importing.
+A number after the fault makes it the supervisor of that many ranks.
 
 Faults: `slow_data`, `slow_eval`, `slow_compile`, `slow_step` take for ever in that phase; `deaf` does so in a call that
 never returns to Python; `nan_on_rank_1` gives NaN from step 4 on, on the second rank only; `none`.
@@ -17,12 +16,14 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batches
+from nsa_lab.runs.lock import take_lock
 from nsa_lab.train import attempt, ranks, trainer
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, build_model
@@ -80,6 +81,9 @@ def wait() -> None:
 
 
 def train(run_dir: str, fault: str, *options: str) -> int:
+    if options and options[0].isdecimal():
+        lock = take_lock(Path(run_dir))
+        return ranks.supervise([sys.executable, __file__, run_dir, fault], Path(run_dir), int(options[0]), lock)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     torch.set_num_threads(1)
     whole_run = trainer.Trainer.run
@@ -106,15 +110,5 @@ def train(run_dir: str, fault: str, *options: str) -> int:
     return attempt.run(run_dir, builders=faulty_model(fault), lock=lock, supervised=bool(options))
 
 
-def serve() -> None:
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(train(*line.split()))
-        print("pid", pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print("exit", os.waitstatus_to_exitcode(status), flush=True)
-
-
 if __name__ == "__main__":
-    sys.exit(train(*sys.argv[1:]) if sys.argv[1:] else serve())
+    sys.exit(train(*sys.argv[1:]))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def test_wrong_data_leaves_nothing_behind(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ensure_starts_attaches_resumes_and_leaves_a_finished_run_alone(tiny: Tiny, tmp_path: Path) -> None:
+def test_ensure_starts_attaches_resumes_and_leaves_a_finished_run_alone(forked: None, tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(**LONG)
     run_dir = launch.ensure(config, tmp_path)
     pid = launch.attach(run_dir)
@@ -98,7 +99,7 @@ def test_a_status_from_another_run_is_not_believed(tiny: Tiny, tmp_path: Path) -
         launch.state(run_dir)
 
 
-def test_two_launchers_at_once_start_one_trainer(tiny: Tiny, tmp_path: Path) -> None:
+def test_two_launchers_at_once_start_one_trainer(forked: None, tiny: Tiny, tmp_path: Path) -> None:
     run_dir, pids = launch.create_run(tiny(**LONG), tmp_path), []
     threads = [threading.Thread(target=lambda: pids.append(launch.start(run_dir))) for _ in range(4)]
     for thread in threads:
@@ -109,6 +110,20 @@ def test_two_launchers_at_once_start_one_trainer(tiny: Tiny, tmp_path: Path) -> 
     # Before it can listen to signals a trainer just ends.
     os.kill(pids[0], signal.SIGKILL)
     assert launch.wait(run_dir, 10)
+
+
+def test_ranks_that_a_quick_supervisor_has_named_stay_named(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, pid = launch.create_run(tiny(**LONG), tmp_path), os.getpid()
+
+    def signs_at_once(command: list[str], pass_fds: list[int], **rest: object) -> types.SimpleNamespace:
+        sign_lock(pass_fds[0], pid, [pid])
+        return types.SimpleNamespace(pid=pid, wait=lambda: 0)
+
+    monkeypatch.setattr(subprocess, "Popen", signs_at_once)
+    assert launch.start(run_dir, ranks=2) == pid
+    assert [rank["pid"] for rank in json.loads((run_dir / directory.LOCK).read_text())["ranks"]] == [pid]
 
 
 @pytest.mark.slow

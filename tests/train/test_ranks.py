@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forker import start_anew
 
 from nsa_lab.config import RunConfig
 from nsa_lab.health.record import OF_ANY_MODEL, OF_BRANCHES
@@ -25,7 +26,7 @@ Make = Callable[..., Path]
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked")]
 
 CHANGES = {
     "steps": 20,
@@ -50,11 +51,7 @@ def _nobody_stays(tmp_path: Path) -> Iterator[None]:
 
 def run_with(run_dir: Path, count: int, fault: str = "none") -> int:
     script = Path(__file__).with_name("scripted.py")
-    lock = take_lock(run_dir)
-    try:
-        return ranks.supervise([sys.executable, str(script), str(run_dir), fault], run_dir, count, lock)
-    finally:
-        os.close(lock)
+    return subprocess.run([sys.executable, script, run_dir, fault, str(count)], check=False).returncode
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -257,7 +254,11 @@ def test_a_rank_ends_with_its_supervisor_in_either_way(tmp_path: Path, way: str)
 def test_a_rank_that_was_killed_is_named_by_its_signal(new_run: Make, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir = new_run(**LONG)
-    launch.start(run_dir, ranks=2)
+    with monkeypatch.context() as patch:
+        if rank == 1:
+            # Once as users start them, in interpreters of their own.
+            patch.setattr(subprocess, "_fork_exec", start_anew)
+        launch.start(run_dir, ranks=2)
     wait_for(lambda: events.steps(events.read_events(run_dir)), run_dir)
     os.kill(signed_ranks(run_dir)[rank], signal.SIGKILL)
     assert launch.wait(run_dir, 40)

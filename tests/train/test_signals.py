@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,56 +17,34 @@ from nsa_lab.runs import directory, events, launch
 
 Make = Callable[..., Path]
 
+SCRIPT = Path(__file__).with_name("scripted.py")
+
 pytestmark = pytest.mark.timeout(60)
 
 
-class Trainer:
+class Trainer(subprocess.Popen):
     """A live trainer with a fault in it."""
 
-    def __init__(self, server: subprocess.Popen, run_dir: Path, fault: str) -> None:
-        self._lines = server.stdout
-        print(run_dir, fault, file=server.stdin, flush=True)
-        self._pid = self._read("pid")
+    def __init__(self, run_dir: Path, fault: str) -> None:
+        super().__init__([sys.executable, SCRIPT, run_dir, *fault.split()], stdout=subprocess.PIPE, text=True)
 
     def says(self, word: str) -> bool:
-        return self._lines.readline() == word + "\n"
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self._pid, number)
-
-    def exit_code(self) -> int:
-        return self._read("exit")
-
-    def _read(self, what: str) -> int:
-        # An exit code taken for a pid would be signalled, and 0 and -1 name whole groups of processes.
-        word, number = self._lines.readline().split()
-        assert word == what
-        return int(number)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen]:
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("scripted.py"))],
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    yield server
-    server.stdin.close()
-    server.wait(timeout=30)
-    server.stdout.close()
+        return self.stdout.readline() == word + "\n"
 
 
 @pytest.fixture
-def scripted(new_run: Make, server: subprocess.Popen) -> Callable[..., tuple[Path, Trainer]]:
+def scripted(new_run: Make, forked: None) -> Iterator[Callable[..., tuple[Path, Trainer]]]:
     """`scripted(fault, **changes)`: a run and its live trainer with that fault."""
+    with contextlib.ExitStack() as trainers:
 
-    def start(fault: str, **changes: object) -> tuple[Path, Trainer]:
-        run_dir = new_run(**changes)
-        return run_dir, Trainer(server, run_dir, fault)
+        def start(fault: str, **changes: object) -> tuple[Path, Trainer]:
+            run_dir = new_run(**changes)
+            trainer = trainers.enter_context(Trainer(run_dir, fault))
+            # What a failed test leaves.
+            trainers.callback(trainer.kill)
+            return run_dir, trainer
 
-    return start
+        yield start
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -86,8 +65,8 @@ def test_a_stop_is_heard_while_waiting(scripted: Callable, fault: str, done: int
     assert trainer.says("waiting")
     wait_until(lambda: steps_done(run_dir) == done)
     asked = time.monotonic()
-    trainer.send(signal.SIGTERM)
-    assert trainer.exit_code() == directory.EXIT_STOPPED
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.wait() == directory.EXIT_STOPPED
     assert time.monotonic() - asked < 5
     saved = [e["step"] for e in events.read_events(run_dir) if e["kind"] == "checkpoint"]
     assert max(saved, default=0) == done
@@ -100,8 +79,8 @@ def test_a_stop_takes_effect_between_micro_batches(scripted: Callable) -> None:
     run_dir, trainer = scripted("slow_step", batch_size=1, accumulate_grad_batches=8)
     wait_until(lambda: steps_done(run_dir) >= 1)
     asked = time.monotonic()
-    trainer.send(signal.SIGUSR1)
-    assert trainer.exit_code() == directory.EXIT_STOPPED
+    trainer.send_signal(signal.SIGUSR1)
+    assert trainer.wait() == directory.EXIT_STOPPED
     assert time.monotonic() - asked < 2.0, "a step takes 2.4 seconds"
 
 
@@ -109,10 +88,10 @@ def test_a_stop_takes_effect_between_micro_batches(scripted: Callable) -> None:
 def test_the_second_request_ends_even_a_trainer_that_never_returns_to_python(scripted: Callable) -> None:
     run_dir, trainer = scripted("deaf")
     assert trainer.says("deaf")
-    trainer.send(signal.SIGTERM)
+    trainer.send_signal(signal.SIGTERM)
     wait_until(lambda: any(e["kind"] == "signal" for e in events.read_events(run_dir)))
-    trainer.send(signal.SIGTERM)
-    assert trainer.exit_code() == directory.EXIT_STOPPED
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.wait() == directory.EXIT_STOPPED
     assert directory.read_status(run_dir)["status"] == "PREEMPTED"
 
 
@@ -120,8 +99,8 @@ def test_the_second_request_ends_even_a_trainer_that_never_returns_to_python(scr
 def test_sigusr2_dumps_the_stacks_and_the_run_goes_on(scripted: Callable) -> None:
     run_dir, trainer = scripted("none", steps=60, save_every=0)
     wait_until(lambda: steps_done(run_dir) >= 1)
-    trainer.send(signal.SIGUSR2)
-    assert trainer.exit_code() == 0
+    trainer.send_signal(signal.SIGUSR2)
+    assert trainer.wait() == 0
     assert "trainer.py" in (run_dir / "stacks.txt").read_text()
 
 
@@ -155,7 +134,7 @@ def test_a_stall_halts_a_run_that_is_told_to_and_saves_what_is_done(
 ) -> None:
     run_dir, trainer = scripted(f"{fault} judged", **JUDGED)
     assert trainer.says("waiting")
-    assert trainer.exit_code() == directory.EXIT_HALTED
+    assert trainer.wait() == directory.EXIT_HALTED
     said, record = directory.read_status(run_dir), events.read_events(run_dir)
     assert said["status"] == "HALTED" and said["exit_code"] == 3 and f"the phase {phase} has lasted" in said["reason"]
     assert [e["phase"] for e in record if e["kind"] == "stall"] == [phase]
@@ -169,7 +148,7 @@ def test_a_stall_halts_a_run_that_is_told_to_and_saves_what_is_done(
 def test_a_stall_halts_even_a_trainer_that_never_returns_to_python(scripted: Callable) -> None:
     run_dir, trainer = scripted("deaf judged", save_every=1, **JUDGED)
     assert trainer.says("deaf")
-    assert trainer.exit_code() == directory.EXIT_HALTED
+    assert trainer.wait() == directory.EXIT_HALTED
     said, record = directory.read_status(run_dir), events.read_events(run_dir)
     assert said["status"] == "HALTED" and said["exit_code"] == 3
     assert "did not answer a request to save" in said["reason"]
@@ -182,6 +161,6 @@ def test_a_stall_that_is_recorded_only_ends_nothing(scripted: Callable) -> None:
     run_dir, trainer = scripted("slow_eval judged", runtime={"heartbeat_s": 0.1})
     assert trainer.says("waiting")
     wait_until(lambda: any(e["kind"] == "stall" for e in events.read_events(run_dir)))
-    trainer.send(signal.SIGTERM)
-    assert trainer.exit_code() == directory.EXIT_STOPPED
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.wait() == directory.EXIT_STOPPED
     assert not [e for e in events.read_events(run_dir) if e["kind"] == "guard"]

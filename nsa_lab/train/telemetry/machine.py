@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -51,7 +50,8 @@ def bytes_by_dtype(tensors: Iterable[Any]) -> dict[str, int]:
     held: dict[str, int] = {}
     for value in tensors:
         if isinstance(value, torch.Tensor):
-            own = value.to_local() if isinstance(value, DTensor) else value
+            local = getattr(value, "to_local", None)
+            own = local() if local else value
             name = str(own.dtype).removeprefix("torch.")
             held[name] = held.get(name, 0) + own.numel() * own.element_size()
     return held
