@@ -1,9 +1,11 @@
 """Triton's interpreter, without the work that it repeats: at every call of a device function it looks through the whole
-language again for what to replace, and for every value it builds the table of dtypes anew. What it computes is the same.
+language again for what to replace, for every value it builds the table of dtypes anew, and for every sum of integers it
+asks whether it overflows and throws the answer away. What it computes is the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 import types
@@ -20,6 +22,10 @@ def keep_what_it_repeats() -> None:
         return
     interpreter._patch_lang = _once_per_launch(interpreter)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    options = interpreter.interpreter_builder.options
+    # Without `debug`, `device_assert` drops the condition that it is given.
+    if getattr(options, "sanitize_overflow", False) and not options.debug:
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
 
 def _once_per_launch(interpreter: Any) -> Callable[[Any], Any]:

@@ -343,9 +343,9 @@ def test_triton_that_can_run_is_taken_when_asked_for(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"d_k": 48}, "d_k = 48; the nearest is 64"),
-        ({"d_k": 512, "d_v": 64}, "d_k = 512; the nearest is 128"),
-        ({"d_v": 8}, "d_v = 8; the nearest is 32"),
+        ({"d_k": 50}, "multiples of 16 up to 256, and d_k = 50; the nearest is 48"),
+        ({"d_k": 512, "d_v": 64}, "d_k = 512; the nearest is 256"),
+        ({"d_v": 8}, "d_v = 8; the nearest is 16"),
         ({"nsa": NSAConfig(l=8, d=8, l_sel=24)}, "multiples of 16, and it is 24; the nearest that nsa.d = 8 divides is 32"),
         ({"nsa": NSAConfig(l=20, d=20, l_sel=60)}, "the nearest that nsa.d = 20 divides is 80"),
         ({"nsa": NSAConfig(n_sel=65)}, "at most nsa.n_sel = 64 blocks per query, and it is 65"),
@@ -381,9 +381,9 @@ def test_a_direct_call_is_refused_a_shape_once(monkeypatch: pytest.MonkeyPatch) 
         "nsa_attention": lambda: attention.nsa_attention(*x, nsa, backend="triton"),
     }
     for name, call in calls.items():
-        with pytest.raises(NotImplementedError, match=f"^{name}, backend = 'triton': .* the nearest is 32"):
+        with pytest.raises(NotImplementedError, match=f"^{name}, backend = 'triton': .* the nearest is 16"):
             call()
-    with pytest.raises(NotImplementedError, match="multiples of 16"):
+    with pytest.raises(NotImplementedError, match=r"nsa\.l_sel in multiples of 16"):
         attention.window_attention(q, k, v, NSA.model_copy(update={"l_sel": 24}), backend="triton")
 
 
