@@ -142,6 +142,7 @@ def test_a_name_loads_only_what_it_needs() -> None:
     assert fresh(code).splitlines() == ["NSAttention []", "NSATransformer []", "generate []", "run []"]
 
 
+@pytest.mark.slow
 def test_the_core_trains_and_generates_without_any_extra(without: Callable[..., str]) -> None:
     code = """
 import torch, nsa_lab

@@ -27,6 +27,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "nsa_taught_02": {"selection_loss": 0.2},
     "dense_start_half": {"attention": "dense", **START},
     "nsa_start_half": START,
+    "nsa_recipe_001": {**START, "selection_loss": 0.01},
     "nsa_recipe_005": {**START, "selection_loss": 0.05},
     "nsa_recipe_02": TAUGHT,
     "nsa_recipe_1": {**START, "selection_loss": 1.0},

@@ -105,7 +105,7 @@ def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 # The writes of the whole run are about 70: the first are those of the checks before it.
-@pytest.mark.parametrize("room", [1, 12, 25, 33, 48, 60])
+@pytest.mark.parametrize("room", [1, *(pytest.param(room, marks=pytest.mark.slow) for room in (12, 25, 33, 48)), 60])
 def test_whichever_write_finds_the_disk_full_the_run_halts_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
@@ -119,6 +119,7 @@ def test_whichever_write_finds_the_disk_full_the_run_halts_and_says_so(
     assert not [*run_dir.glob("checkpoints/.saving-*"), *run_dir.glob(".status*")]
 
 
+@pytest.mark.slow
 def test_a_run_whose_disk_was_full_for_a_while_ends_well_and_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_run_whose_disk_was_full_for_a_while_ends_well_and_says_what_is_missin
     assert directory.read_status(run_dir)["status"] == directory.DONE
 
 
+@pytest.mark.slow
 def test_a_folder_of_checkpoints_that_is_removed_meanwhile_is_made_again_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_a_crash_at_any_call_of_the_first_save_leaves_nothing_or_all(tmp_path: P
     assert seen == sorted(seen, key=lambda step: step or 0), "once the new state is there it stays"
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_call_of_a_save_that_prunes_leaves_the_old_state_or_the_new(filled: Path) -> None:
     seen, survives = [], 0
     while True:

@@ -131,6 +131,7 @@ def test_only_the_text_is_fetched(hub: Hub, client: Run) -> None:
     assert len(hub.parquet_reads()) <= 3
 
 
+@pytest.mark.slow
 def test_the_datasets_library_streams_the_same_rows(hub: Hub, client: Run) -> None:
     assert client(stream_with_datasets) == TEXTS
     reads = hub.parquet_reads()

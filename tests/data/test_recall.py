@@ -159,6 +159,7 @@ def test_settings_that_cannot_be_teach(data: dict, words: list[str]) -> None:
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.slow
 def test_recall_reads_the_text_of_its_path_and_of_stdlib_without_one(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     assert check(DataConfig(source="recall", path=str(tmp_path)))["source"] == "local"

@@ -47,6 +47,7 @@ def test_strides_do_not_matter(device):
     assert all(map(torch.equal, torch.autograd.grad(out, x, d_out), torch.autograd.grad(other, strided, d_out)))
 
 
+@pytest.mark.slow
 def test_the_operator_is_well_formed_and_compiles(device):
     x = inputs((1, 5, 2, 32), torch.float32, device)
     torch.library.opcheck(torch.ops.nsa_lab.gated_sum.default, x)

@@ -205,7 +205,7 @@ def test_one_compiled_graph_serves_all_documents(device) -> None:
 # Interpreted, a packing takes from ten seconds to a minute: make test meets the quickest configuration.
 QUICKEST = 7
 NUMBERS = [
-    pytest.param(number, marks=() if CUDA or number == QUICKEST else pytest.mark.soak)
+    pytest.param(number, marks=pytest.mark.slow if CUDA or number == QUICKEST else pytest.mark.soak)
     for number in range(len(packings.CONFIGURATIONS))
 ]
 

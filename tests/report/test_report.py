@@ -229,7 +229,8 @@ def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_pat
     assert f"nsa-lab resume {run_dir.name}" in head
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param({"model__attention": "dense"}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
 def test_a_run_without_a_notebook_gets_a_report_of_its_record(changes: dict, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, configuration(**changes))
     text = write_report(run_dir).read_text(encoding="utf-8")
@@ -352,6 +353,7 @@ def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -
         assert all(text.get_window_extent().y0 >= panel.bbox.y1 for text, panel in notes)
 
 
+@pytest.mark.slow
 def test_a_figure_of_several_columns_is_cut_between_its_panels(full_and_empty: list[Path]) -> None:
     drawn = figures.gate_layers(full_and_empty[0])
     (l0, t0, r0, b0), (l1, t1, r1, b1) = panel_boxes(drawn)

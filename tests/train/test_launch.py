@@ -99,6 +99,7 @@ def test_a_status_from_another_run_is_not_believed(tiny: Tiny, tmp_path: Path) -
         launch.state(run_dir)
 
 
+@pytest.mark.slow
 def test_two_launchers_at_once_start_one_trainer(forked: None, tiny: Tiny, tmp_path: Path) -> None:
     run_dir, pids = launch.create_run(tiny(**LONG), tmp_path), []
     threads = [threading.Thread(target=lambda: pids.append(launch.start(run_dir))) for _ in range(4)]

@@ -149,6 +149,7 @@ def test_a_backend_that_takes_no_documents_is_refused_before_anything_is_trained
     assert "backend = 'triton'" in found[-1].value and "runtime.backend: torch" in found[-1].limit
 
 
+@pytest.mark.slow
 def test_a_masked_run_that_is_killed_goes_on_as_the_same_run_and_as_no_other(
     new_run: Make, masked: Callable[..., dict[str, Any]], train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

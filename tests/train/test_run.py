@@ -442,6 +442,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, failures: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_save_failed_is_not_done(new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     again, never = new_run(save_every=0), new_run(save_every=0)
     with full_disk(monkeypatch, failures=1):

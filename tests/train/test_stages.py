@@ -133,6 +133,7 @@ def test_the_first_step_of_a_stage_is_logged(new_staged_run: Make, train: Train)
     assert [row[0] for row in told(run_dir)] == [1, 5, 8, 12]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_inside_or_between_stages_is_the_same_run(
     whole: Path, new_staged_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

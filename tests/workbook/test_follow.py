@@ -106,6 +106,7 @@ def test_a_button_that_fails_says_why(run, trainer, monkeypatch):
     assert "no trainer is &lt;alive&gt; here" in panel._state.value
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_waited_for_until_it_is_left(run, trainer, shown):
     trainer["state"] = directory.PREEMPTED
     ended = []

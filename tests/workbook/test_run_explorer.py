@@ -55,6 +55,7 @@ def test_without_a_front_end_no_widget_is_made(pair, monkeypatch, capsys):
     assert re.search(r"validation, bits per byte +2\.\d+ +2\.\d+", (said := capsys.readouterr().out)) and "no map" in said
 
 
+@pytest.mark.slow
 def test_controls_redraw(pair):
     explorer = run_explorer.run_explorer(pair[:1], pair[1:])
     which, (view, depth, heads), step, pictures, text = (

@@ -48,6 +48,7 @@ def test_nothing_recorded_is_faster_than_its_floor(report: dict) -> None:
             assert all(took[part] > 0.8 * floor for part, floor in least.items())
 
 
+@pytest.mark.slow
 def test_the_picture_and_the_table_name_every_part(report: dict) -> None:
     figure = step_time.picture(report)
     assert len(figure.axes) == len(report["rows"])
