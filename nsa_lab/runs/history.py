@@ -319,7 +319,7 @@ def facts(run: str | Path | History) -> Facts:
         device=begin.get("device"),
         backend=begin.get("backend"),
         tokens_per_s=speeds[-1] if speeds else None,
-        memory_peak_bytes=float(np.nanmax(memory)) if len(memory) else None,
+        memory_peak_bytes=float(np.nanmax(memory)) if np.isfinite(memory).any() else None,
         first_validation_bpb=float(validation[0]) if len(validation) else None,
         last_validation_bpb=float(validation[-1]) if len(validation) else None,
         best_validation_bpb=float(np.nanmin(validation)) if np.isfinite(validation).any() else None,
