@@ -83,7 +83,7 @@ MASKED = cases(
     "preflight_finds_what_leaks_into_a_neighbour",
 )
 SUITES = {
-    "attention.span": [*attention_tests("dense_limit", "span"), *MODEL],
+    "attention.span": [*attention_tests("span", "dense_limit"), *MODEL],
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
     "attention.compression": attention_tests("span"),
