@@ -120,6 +120,7 @@ def test_a_wrong_setting_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "train"])
 @pytest.mark.parametrize(("make", "answer"), [(missing, "nowhere"), (empty_file, "empty"), (without_text, "text")])
 def test_text_that_cannot_be_read_is_one_line_and_leaves_nothing(

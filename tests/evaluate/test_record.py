@@ -22,6 +22,9 @@ from nsa_lab.runs.evaluation import EVALUATION, read_evaluation, write_evaluatio
 from nsa_lab.train.attempt import run
 from nsa_lab.train.parts import Builders
 
+# Each asks a run that is trained for it.
+pytestmark = pytest.mark.slow
+
 DATA: dict[str, Any] = {"source": "recall", "val_fraction": 0.4, "bytes_per_fact": 400, "value_length": 4}
 
 
@@ -109,7 +112,6 @@ def test_the_file_says_what_was_asked_and_of_what(evaluation: dict[str, Any], ru
         assert len(part["quality"]["chosen"]) == 1
 
 
-@pytest.mark.slow
 def test_the_same_again_but_for_the_clock_and_another_checkpoint_differs(
     evaluation: dict[str, Any], run_dir: Path, place: Path
 ) -> None:
@@ -127,7 +129,6 @@ def test_where_all_blocks_are_read_nothing_is_judged(run_dir: Path, place: Path,
     write_evaluation(run_dir, evaluation)
 
 
-@pytest.mark.slow
 @unpainted()
 def test_the_report_shows_it(evaluation: dict[str, Any], run_dir: Path) -> None:
     page = write_report(run_dir).read_text(encoding="utf-8")

@@ -27,6 +27,9 @@ from nsa_lab.runs.history import History
 from nsa_lab.runs.live import RunView
 from nsa_lab.workbook import compare, planned
 
+# Each asks a run that is trained for it.
+pytestmark = pytest.mark.slow
+
 SHIPPED = names.root() / "outputs/production_50k-20261121T141448Z-afd3"
 
 

@@ -66,6 +66,7 @@ def test_a_healthy_run_passes_every_check_in_order(parts: Callable[..., Parts], 
     assert not built.optimizer.state, "and no moments"
 
 
+@pytest.mark.slow
 def test_the_gate_is_checked_against_measured_speed(parts: Callable[..., Parts], tmp_path: Path) -> None:
     found = list(checks.checkpoint_and_throughput(parts(min_tokens_per_s=1e12), tmp_path))
     assert failed(found) == ["throughput"] and "tokens/s" in found[-1].value

@@ -29,6 +29,7 @@ def test_no_width_comes_nearer_whatever_nsa_has_become(sections: dict) -> None:
     assert min(away) == away[1] and away[1] * 2 <= away[0] + away[1]
 
 
+@pytest.mark.slow
 def test_the_production_model_has_a_twin_of_exactly_its_size_and_what_differs_is_said() -> None:
     told = CliRunner().invoke(app, ["plan", "production_50k", "--twin"])
     assert told.exit_code == 0

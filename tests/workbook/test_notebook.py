@@ -99,6 +99,7 @@ def test_a_finished_run_is_shown(config, started, tmp_path, capsys):
     assert "this run is finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["asked", "other code", "other configuration", "halted"])
 def test_a_new_run_is_started_where_none_fits(why, config, started, tmp_path, capsys):
     other = config.model_copy(update={"train": config.train.model_copy(update={"steps": 30})})
