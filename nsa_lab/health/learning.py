@@ -72,6 +72,8 @@ def training_loss(history: History, limits: Limits) -> Verdict | None:
             text = f"{name} is the same to the last bit in {still} readings in a row, up to step {where:,}"
             return Verdict("training loss", False, still, limits.equal_losses, text)
         now = training_now(history, name)
+        if not len(now):
+            return Verdict("training loss", None, None, limit, "no reading yet of the stage that the run is in")
         last, (lowest, lowest_at) = float(np.mean(now)), _lowest(*history.at_the_last_length(steps, values), len(now))
         if last > limits.training_kept * lowest:
             text = f"{name} is {last:.3f} {unit} at the end, and was {lowest:.3f} about step {lowest_at:,}"

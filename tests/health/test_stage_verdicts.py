@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nsa_lab.config import RunConfig, StageConfig
-from nsa_lab.health.learning import expected_learning_rate, generalises, loss_kept
+from nsa_lab.health.learning import expected_learning_rate, generalises, loss_kept, training_loss
 from nsa_lab.health.pace import throughput
 from nsa_lab.health.verdict import LIMITS
 from nsa_lab.runs.history import History
@@ -54,6 +55,14 @@ def test_losses_are_compared_at_one_length() -> None:
     assert loss_kept(history(FLAT, train, {0: 8.0, 20: 1.5, 40: 2.0}), LIMITS).ok is None
     assert generalises(history(FLAT, train, held_out), LIMITS).ok
     assert generalises(history(FLAT, train, {**held_out, 40: 3.0}), LIMITS).ok is False
+
+
+def test_a_stage_that_has_no_reading_yet_is_not_judged_by_the_one_before() -> None:
+    begun = history(FLAT[:24], [8.0 - n / 10 for n in range(24)], {26: 2.0})
+    begun = replace(begun, steps=[{**step, "loss": step["bpb"]} for step in begun.steps])
+    assert begun.reached == 26
+    told = training_loss(begun, LIMITS)
+    assert told is not None and told.ok is None and "no reading yet" in told.text
 
 
 def test_the_rate_that_health_expects_is_the_schedules() -> None:
