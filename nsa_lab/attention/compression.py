@@ -14,7 +14,9 @@ from nsa_lab.attention import checks, geometry
 from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
 
-MLP_EXPANSION = 4  # hidden width of phi = mlp, in head widths
+# Hidden width of phi = mlp, in head widths. As wide as the flattened block (2048), it would put 100 M weights into the phi
+# of a model of 78 M.
+MLP_EXPANSION = 4
 
 
 def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: Span | None = None) -> Tensor:

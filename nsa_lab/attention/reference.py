@@ -4,7 +4,8 @@ One function per formula, written to be read beside the paper (arXiv 2502.11089,
 matrices are formed, in float32 for half precision and in float64 otherwise. Layout as in flash-attention: q [B, T, H, D],
 k and v [B, T, G, D]; head n of the H query heads belongs to group n // (H/G). The softmax scale is d_k**-0.5. LSE is the
 natural logarithm, float32 (float64 for float64 inputs), and -inf where a query sees nothing; such a query's output is 0
-and its gradients are 0, never NaN. What is not finite is causal too: it reaches the queries that read it and no others.
+and its gradients are 0, never NaN. What is not finite is causal too: it reaches the queries that read it and no others,
+and their outputs are NaN.
 
 `span` says where queries stand (`Span`; None: they are all the keys of one document). With a chunk, q, gates, outputs and
 blocks have its `length` rows, and keys, values and what is compressed cover positions 0 .. start+length-1. Packed, B is 1,

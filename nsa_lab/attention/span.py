@@ -6,7 +6,8 @@ decoding. Packed: documents one after another in one row, each computed as if it
 Invariants
 * Immutable, hashable and equal by value; what is malformed raises ValueError when it is built, never later.
 * Everything is counted on the CPU. A device sees copies of the documents' bounds alone, made once per device.
-* With a `capacity`, every tensor shape depends on the total number of tokens alone, whatever the documents are.
+* With a `capacity`, every tensor shape depends on the total number of tokens alone, whatever the documents are: CUDA graphs
+  and torch.compile need that.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ def plan(
     param: Overrides = None,
     ranks: Ranks = 1,
     tokens_per_s: Annotated[float | None, typer.Option(help="the speed to plan with, all ranks together")] = None,
+    # Named, since typer 0.27.0 loses an option called --run that is not.
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="a run to compare the plan with")] = None,
     outputs: Outputs = None,
     twin: Annotated[bool, typer.Option("--twin", help="the dense twin with as many parameters, and what differs")] = False,

@@ -2,7 +2,11 @@
 
 A separator stands after every document. It is the last target of the one before it and the first input of the next: a
 document's first token is predicted from the separator alone, and its end is predicted from all of it. So a document begins
-at its separator; several separators in a row (padding) are one document that counts for nothing.
+at its separator; several separators in a row (padding) are one document that counts for nothing. The losses of documents
+add up to those of their texts.
+
+Documents are found in the row and not looked up, planted facts and padding included, so that a batch stays a function of
+the step.
 """
 
 from __future__ import annotations
@@ -24,7 +28,11 @@ class Documents:
 
     @property
     def capacity(self) -> int:
-        """Documents to make room for: a power of two, so that few sizes serve all batches."""
+        """Documents to make room for: a power of two, so that few sizes serve all batches.
+
+        Not the most that the rows of the text can hold, which would be one size for all: that was twenty times as many as
+        there were, and every launch passes over those that are not there.
+        """
         return 1 << (sum(len(row) - 1 for row in self.rows) - 1).bit_length()
 
     @property

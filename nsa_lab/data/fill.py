@@ -5,7 +5,8 @@ Invariants
 * A part is one training and one validation shard, ended at a document. `progress.json` is replaced, with the cursor,
   after both are on disk; what follows the last recorded part is thrown away and made again.
 * Tokens in = tokens in shards: every document whole, one separator after each, nothing else. What is shorter than
-  `min_document_bytes` is no document.
+  `min_document_bytes` is no document. It is left out here, where documents are whole (rows cut them), so that
+  `max_tokens` counts what is trained on and what is held out is of the same kind.
 * A text falls into training or validation by its own sha256, so its duplicates fall on the same side.
 """
 

@@ -2,7 +2,9 @@
 
 What is common to a pair, how hard its text is above all, drops out of its difference, so that differences can be told that
 are far smaller than the noise of either run. Windows and batches near each other are alike (parts of one document, one
-state of the weights), so an interval is over the means of up to `STRETCHES` equal stretches of pairs in order.
+state of the weights), so an interval is over the means of up to `STRETCHES` equal stretches of pairs in order. Where pairs
+correlate, an interval that took them for independent would be too narrow: between the production run and its dense twin the
+differences of logged batches correlate by .58 from one to the next over the whole run, though by .00 over its later half.
 """
 
 from __future__ import annotations

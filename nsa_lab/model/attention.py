@@ -143,7 +143,8 @@ class SparseAttention(nn.Module):
     def gates(self, x: Tensor) -> Tensor:
         """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over the branches.
 
-        Of one linear map, where the paper has an MLP of a width that it does not give (docs/decisions.md).
+        Of one linear map, where the paper has an MLP and gives neither its width nor its activation. One map lets a gate
+        depend on the token and has no hidden layer that could start dead; what an MLP would add was not measured.
         """
         logits = self.gate(x).unflatten(-1, (self.config.n_heads, 3))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,7 +1,7 @@
 """A step's gradients as one CUDA graph: the host launches once, however many kernels the step has.
 
 It pays where the host is the slower of the two: small batches. The kernels, and so the numbers, are those of the plain
-step.
+step. The optimiser stays outside, so that the update of a bad step can be skipped on the device without a second graph.
 """
 
 from __future__ import annotations

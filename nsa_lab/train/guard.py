@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SPIKE_WINDOW, SPIKE_MINIMUM = 128, 32
-# Seconds for which a run must be slow before it is said: another program's burst is not the run's fault.
+# Seconds for which a run must be slow before it is said: another program's burst is not the run's fault, and three log
+# points can be half a second of a small run.
 SLOW_FOR_S = 30.0
 # Of the best pace that the attempt kept: half the speed is below it, and so is, some day, one that creeps down.
 SLOW_FACTOR = 0.6

@@ -6,7 +6,8 @@ On several hosts, or with elastic restarts, use torchrun: `torchrun --nproc-per-
 Invariants
 * Every rank holds the run's lock, by a descriptor that it inherits: no other trainer starts while one of them lives.
 * A rank ends when its supervisor does, however that ends. The kernel sees to it on Linux; a pipe that only the supervisor
-  holds open does everywhere, once a thread of the rank reads it.
+  holds open does everywhere, once a thread of the rank reads it. It is killed rather than asked to save: what is left is
+  what a killed trainer leaves, from which every run can go on (tests/crash).
 * Nothing here imports torch.
 """
 

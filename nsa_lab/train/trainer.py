@@ -1,7 +1,8 @@
 """The trainer: step after step, with logging, evaluation and saves at their own cadences.
 
 Invariants
-* The state of the run after step s is a function of its configuration and data. Killing and resuming changes nothing.
+* The state of the run after step s is a function of its configuration and data. Killing and resuming changes nothing;
+  on a GPU, nothing but rounding unless `runtime.deterministic`.
 * Step s, counted from 1, takes batch s - 1; `done` is the last step whose update was applied.
 * The host looks at results one step late, and a log point is no exception: the device has the next step to work on while
   this one is written down. It is waited for where its state is needed: evaluations and saves.
@@ -322,7 +323,8 @@ class Trainer:
     def _told_apart(self) -> dict[str, float]:
         """Of a step with weights: `loss` is the weighted mean that is trained on, over everything; `bpb` is that of text
         alone, whatever weighs 1; `marked_loss` is the mean over the rest, nats per token. `first_loss`, where documents are
-        told apart, is that of their first tokens, which nothing leads to; `loss` and `bpb` count those as any other."""
+        told apart, is that of their first tokens, which nothing leads to; `loss` and `bpb` count those as any other. Where
+        answers weigh 1, too, nothing tells them apart, and all is text."""
         names = ("bpb", "marked_loss", "first_loss")
         sums, counts = self._latest[TEXT_LOSS::2], self._latest[TEXT_TOKENS::2]
         told = {name: total / n for name, total, n in zip(names, sums, counts, strict=False) if n}

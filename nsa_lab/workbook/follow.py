@@ -4,7 +4,8 @@ The trainer is another process; this only reads its event file. Where a front en
 which a static picture replaces at the end; headless, one display handle carries a compact line and no widget is made, so
 that an executed notebook stays small.
 
-Following is a coroutine: a kernel answers widgets while a cell awaits, and not while a cell computes.
+Following is a coroutine: a kernel answers widgets while a cell awaits, and not while a cell computes (ipykernel 7 hands the
+press of a button to the shell that a computing cell holds).
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ So no tile spans two documents, and none sees another's rows. The tables of firs
 begins at row r is number r // TILE + document + n, which leaves room for every tile of every document, whatever their
 lengths, without a count of the tiles before. Grids follow from the total and the number of documents alone; the few
 programs whose tile holds nothing return at once.
+
+A program finds its document by bisection of these first rows. A table of tiles would spare it that, and would have to be
+made and copied for every tile size of every batch. Where there are no documents, nothing of this is in the machine code.
 """
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
