@@ -5,6 +5,7 @@ from nsa_lab.attention.compression import compress
 from nsa_lab.attention.dense import dense_attention
 from nsa_lab.attention.dispatch import (
     BackendError,
+    choose_blocks,
     compressed_attention,
     nsa_attention,
     resolve_backend,
@@ -19,6 +20,7 @@ from nsa_lab.attention.span import Span
 __all__ = [
     "BackendError",
     "Span",
+    "choose_blocks",
     "compress",
     "compressed_attention",
     "dense_attention",

@@ -150,31 +150,61 @@ def nsa_attention(
     gates: Tensor,
     nsa: NSAConfig,
     *,
+    blocks: Tensor | None = None,
     backend: str | Mapping[str, Choice] = "auto",
     span: Span | None = None,
 ) -> Tensor:
     """The whole of NSA after projection, compression and gating (eq. 5) -> [B, T, H, Dv].
 
     q [B, T, H, D]; k_cmp, v_cmp [B, N, G, .]; k_sel, v_sel, k_win, v_win [B, T, G, .]; gates [B, T, H, 3] in the order
-    cmp, sel, win. All branches have one G and one Dv, and all tensors one dtype. `backend` is a name, or what
-    `resolve_backend` gave. Raises as the four functions above.
+    cmp, sel, win. All branches have one G and one Dv, and all tensors one dtype. `blocks`, int32 [B, T, G, n_sel] as
+    `select_blocks` gives them, are read by the selected branch; None: those of eq. 9 to 11, by the compressed branch's own
+    scores. `backend` is a name, or what `resolve_backend` gave. Raises as the four functions above.
     """
     checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
     checks.check_raw(q, k_sel, v_sel, span, "_sel")
     checks.check_raw(q, k_win, v_win, span, "_win")
     checks.check_branches((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win))
     checks.check_gates(q, gates)
-    named = isinstance(backend, str)
-    choices = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if named else backend
-    run = {part: _MODULES[choices[part].backend] for part in PARTS}
-    where = _unless_full(span)
+    if blocks is not None:
+        checks.check_blocks(q, k_sel, blocks, nsa)
+    run, where = _modules(backend, q, nsa, span), _unless_full(span)
     if all(module is kernels for module in run.values()):
-        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, **where)
+        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, **where)
     out_cmp, lse = run["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **where)
-    blocks = run["selection"].select_blocks(q, k_cmp, lse, nsa, **where)
+    if blocks is None:
+        blocks = run["selection"].select_blocks(q, k_cmp, lse, nsa, **where)
     out_sel, _ = run["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **where)
     out_win, _ = run["window"].window_attention(q, k_win, v_win, nsa, **where)
     return run["combine"].combine(out_cmp, out_sel, out_win, gates)
+
+
+@torch.no_grad()
+def choose_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    nsa: NSAConfig,
+    *,
+    backend: str | Mapping[str, Choice] = "auto",
+    span: Span | None = None,
+) -> Tensor:
+    """`select_blocks` for scores whose LSE is not known yet: q [B, T, H, D], k_cmp [B, N, G, D] -> int32 [B, T, G, n_sel].
+
+    For queries and compressed keys that serve the choice alone (an indexer, arXiv 2512.02556); D is any width, H any
+    multiple of G. No gradient. Raises as `compressed_attention`.
+    """
+    checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
+    run, where = _modules(backend, q, nsa, span), _unless_full(span)
+    # Half precision keeps what the kernels compute in; the LSE comes with an output that nothing reads.
+    _, lse = run["compressed"].compressed_attention(q, k_cmp, k_cmp, nsa, **where)
+    return run["selection"].select_blocks(q, k_cmp, lse, nsa, **where)
+
+
+def _modules(backend: str | Mapping[str, Choice], q: Tensor, nsa: NSAConfig, span: Span | None) -> dict[str, Any]:
+    """What computes each part."""
+    named = isinstance(backend, str)
+    choices = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if named else backend
+    return {part: _MODULES[choices[part].backend] for part in PARTS}
 
 
 class _Flash:

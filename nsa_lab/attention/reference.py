@@ -148,11 +148,16 @@ def nsa_attention(
     gates: Tensor,
     nsa: NSAConfig,
     *,
+    blocks: Tensor | None = None,
     span: Span | None = None,
 ) -> Tensor:
-    """The three branches and their gated sum -> [B, T, H, Dv]. k_cmp and v_cmp are already compressed."""
+    """The three branches and their gated sum -> [B, T, H, Dv]. k_cmp and v_cmp are already compressed.
+
+    `blocks` [B, T, G, n_sel] are read in place of those that the compressed scores choose.
+    """
     out_cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa, span=span)
-    blocks = select_blocks(q, k_cmp, lse, nsa, span=span)
+    if blocks is None:
+        blocks = select_blocks(q, k_cmp, lse, nsa, span=span)
     out_sel, _ = selected_attention(q, k_sel, v_sel, blocks, nsa, span=span)
     out_win, _ = window_attention(q, k_win, v_win, nsa, span=span)
     return combine(out_cmp, out_sel, out_win, gates)

@@ -24,11 +24,20 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def selection_loss(
-    q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, *, queries: int | None = 64, span: Span | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    k_sel: Tensor,
+    nsa: NSAConfig,
+    *,
+    looking: Tensor | None = None,
+    queries: int | None = 64,
+    span: Span | None = None,
 ) -> Tensor:
     """Cross-entropy of the choice's importances against the selected branch's attention mass, nats, 0-d.
 
     q [B, T, H, D], k_cmp [B, N, G, D] as `compress` gives it, k_sel [B, T, G, D]; float32, or float64 for float64 inputs.
+    `looking` [B, T, H', D'] are the selected branch's queries where q and k_cmp, of a width of their own, serve the choice
+    alone; None: q. k_sel has their width.
     For query t and group g, over the blocks j that have begun and are not forced: -sum_j m_j log(I_j / sum_i I_i), with m_j
     the attention of t over all keys <= t that falls into block j, a mean over the group's heads, and I_j the importance;
     then the mean over batch, queries and groups. m is a target and carries no gradient; q and k_cmp receive one.
@@ -38,7 +47,8 @@ def selection_loss(
     without free blocks adds 0. Raises ValueError for tensors that do not go together.
     """
     checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
-    checks.check_raw(q, k_sel, k_sel, span, "_sel")
+    looking = q if looking is None else looking
+    checks.check_raw(looking, k_sel, k_sel, span, "_sel")
     span = span or Span.full(q.shape[1])
     rows = spread(span.queries, queries)
     total = q.new_zeros((), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -47,7 +57,7 @@ def selection_loss(
         for document, compressed in zip(span.documents, span.compressed_rows(nsa), strict=True):
             own = [row for row in rows if document.queries.start <= row < document.queries.stop]
             if own:
-                total = total + _of_document(q, k_cmp[:, compressed], k_sel[:, document.keys], own, document, nsa)
+                total = total + _of_document(q, k_cmp[:, compressed], looking, k_sel[:, document.keys], own, document, nsa)
     return total / (q.shape[0] * k_sel.shape[2] * len(rows))
 
 
@@ -65,7 +75,7 @@ def spread(length: int, count: int | None) -> list[int]:
 
 
 def _of_document(
-    q: Tensor, k_cmp: Tensor, k_sel: Tensor, rows: list[int], document: DocumentRows, nsa: NSAConfig
+    q: Tensor, k_cmp: Tensor, looking: Tensor, k_sel: Tensor, rows: list[int], document: DocumentRows, nsa: NSAConfig
 ) -> Tensor:
     """Sum over batch, groups and the queries at `rows` of q; k_cmp and k_sel are the document's own."""
     wide, G, S = torch.promote_types(q.dtype, torch.float32), k_sel.shape[2], document.last
@@ -73,13 +83,15 @@ def _of_document(
     t = index - document.queries.start + document.first
     blocks = geometry.num_selection(S, nsa)
     free = geometry.candidate_blocks(t, blocks, nsa) & ~geometry.forced_blocks(t, blocks, nsa)  # [R, blocks]
-    asked = torch.unflatten(q.index_select(1, index).to(wide), 2, (G, -1)) * q.shape[-1] ** -0.5  # [B, R, G, h, D]
+
+    def asked(q: Tensor) -> Tensor:
+        return torch.unflatten(q.index_select(1, index).to(wide), 2, (G, -1)) * q.shape[-1] ** -0.5  # [B, R, G, h, D]
 
     with torch.no_grad():
         past = geometry.positions(0, S, q.device) <= t[:, None]
-        mass = _shares(asked, k_sel, past)  # [B, R, G, S]
+        mass = _shares(asked(looking), k_sel, past)  # [B, R, G, S]
         mass = torch.unflatten(pad(mass, (0, blocks * nsa.l_sel - S)), -1, (blocks, nsa.l_sel)).sum(-1)
-    importance = _shares(asked, k_cmp, geometry.sees_compressed(t, k_cmp.shape[1], nsa))
+    importance = _shares(asked(q), k_cmp, geometry.sees_compressed(t, k_cmp.shape[1], nsa))
     importance = importance @ geometry.overlap(k_cmp.shape[1], blocks, nsa, dtype=wide, device=q.device) + FLOOR
     free = free[:, None]
     chosen = importance.log() - (importance * free).sum(-1, keepdim=True).clamp_min(FLOOR).log()

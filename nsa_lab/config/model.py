@@ -74,6 +74,12 @@ class ModelConfig(Section):
     selection_loss: float = Field(
         default=0.0, ge=0, description="weight of the loss that teaches the choice where the selected branch would look"
     )
+    indexer_width: int = Field(
+        default=0,
+        ge=0,
+        description="width of a query and a key per group that choose the blocks and learn from the selection loss alone; "
+        "0: the compressed branch's scores choose (eq. 9)",
+    )
     norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
 
@@ -107,7 +113,34 @@ class ModelConfig(Section):
                 f"model.matching_heads = {self.matching_heads} is more than the {self.heads_per_group} heads of a group; "
                 f"use at most {self.heads_per_group}"
             )
+        if self.indexer_width:
+            self._check_indexer()
         return self
+
+    def _check_indexer(self) -> None:
+        if self.d_k % self.indexer_width or self.rotary_width % (2 * self.indexer_step):
+            fits = [
+                n for n in range(2, self.d_k + 1, 2) if not self.d_k % n and not self.rotary_width % (2 * self.d_k // n)
+            ]
+            raise ValueError(
+                f"model.indexer_width = {self.indexer_width}: an indexer turns every few of the pairs that model.d_k = "
+                f"{self.d_k} has turned ({self.rotary_width} channels); use {' or '.join(map(str, fits)) or 0}"
+            )
+        if not self.selection_loss:
+            raise ValueError(
+                f"model.indexer_width = {self.indexer_width} and model.selection_loss = 0: nothing else teaches an "
+                "indexer; use model.selection_loss = 0.05, or model.indexer_width = 0"
+            )
+
+    @property
+    def indexer_step(self) -> int:
+        """An indexer has every so-manyth channel of a head."""
+        return self.d_k // self.indexer_width
+
+    @property
+    def indexed(self) -> bool:
+        """Whether blocks are chosen by an indexer."""
+        return self.attention == "nsa" and self.indexer_width > 0
 
     @property
     def taught(self) -> bool:

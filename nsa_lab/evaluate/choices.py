@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import compressed_attention, geometry, reference, select_blocks
+from nsa_lab.attention import choose_blocks, geometry, reference
 from nsa_lab.config import NSAConfig
 from nsa_lab.model import AttentionInputs, Block, NSATransformer, SparseAttention, rotary_table
 
@@ -20,12 +20,10 @@ from nsa_lab.model import AttentionInputs, Block, NSATransformer, SparseAttentio
 SCORES_AT_ONCE = 1 << 25
 
 
-def chosen_blocks(inputs: AttentionInputs, layer: SparseAttention, backend: dict[str, str]) -> Tensor:
-    """The blocks that the model chooses, int32 [B, T, G, n_sel]."""
-    q, k_cmp, v_cmp, *_ = inputs
-    nsa = layer.config.nsa
-    _, lse = compressed_attention(q, k_cmp, v_cmp, nsa, backend=backend["compressed"])
-    return select_blocks(q, k_cmp, lse, nsa, backend=backend["selection"])
+def chosen_blocks(scoring: tuple[Tensor, Tensor], layer: SparseAttention) -> Tensor:
+    """The blocks that the model chooses, int32 [B, T, G, n_sel]; `scoring` as `SparseAttention.scoring` gives it."""
+    assert layer.backends is not None, "a model resolves its backends when it is built"
+    return choose_blocks(*scoring, layer.config.nsa, backend=layer.backends)
 
 
 def random_blocks(q: Tensor, groups: int, nsa: NSAConfig, generator: torch.Generator) -> Tensor:
@@ -66,7 +64,7 @@ def choice_quality(model: NSATransformer, tokens: Tensor, seed: int = 0) -> dict
     if tokens.shape[1] <= nsa.n_sel * nsa.l_sel:
         return None
     generator = torch.Generator().manual_seed(seed)
-    by_layer = [_quality(inputs, layer, generator) for inputs, layer in _layers(model, tokens)]
+    by_layer = [_quality(*seen, generator) for seen in _layers(model, tokens)]
     return {name: [layer[name] for layer in by_layer] for name in by_layer[0]}
 
 
@@ -82,21 +80,27 @@ def backends_of(layer: SparseAttention) -> dict[str, str]:
     return {part: choice.backend for part, choice in layer.backends.items()}
 
 
-def _layers(model: NSATransformer, tokens: Tensor) -> Iterator[tuple[AttentionInputs, SparseAttention]]:
-    """What attention is given in every layer of an undisturbed forward pass."""
+def _layers(
+    model: NSATransformer, tokens: Tensor
+) -> Iterator[tuple[AttentionInputs, tuple[Tensor, Tensor], SparseAttention]]:
+    """What attention is given, and what chooses, in every layer of an undisturbed forward pass."""
     x = model.embedding(tokens)
     rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
-        yield layer.project(block.attention_norm(x), rotary), layer
+        normed = block.attention_norm(x)
+        inputs = layer.project(normed, rotary)
+        yield inputs, layer.scoring(normed, inputs, rotary), layer
         x, _ = block(x, rotary)
 
 
-def _quality(inputs: AttentionInputs, layer: SparseAttention, generator: torch.Generator) -> dict[str, float]:
+def _quality(
+    inputs: AttentionInputs, scoring: tuple[Tensor, Tensor], layer: SparseAttention, generator: torch.Generator
+) -> dict[str, float]:
     q, k_sel, nsa = inputs[0], inputs[3], layer.config.nsa
     G, first = k_sel.shape[2], nsa.n_sel * nsa.l_sel
     choices = {
-        "chosen": chosen_blocks(inputs, layer, backends_of(layer)),
+        "chosen": chosen_blocks(scoring, layer),
         "nearest": nearest_blocks(q, G, nsa),
         "random": random_blocks(q, G, nsa, generator),
         "oracle": oracle_blocks(q, k_sel, nsa),

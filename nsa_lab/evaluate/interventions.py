@@ -71,8 +71,10 @@ def forward(model: NSATransformer, tokens: Tensor, intervention: Intervention, s
     x, rotary = model.embedding(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
-        inputs = layer.project(block.attention_norm(x), rotary)
-        x = x + layer.out(_mixed(inputs, layer, intervention, generator).flatten(2))
+        normed = block.attention_norm(x)
+        inputs = layer.project(normed, rotary)
+        scoring = layer.scoring(normed, inputs, rotary)
+        x = x + layer.out(_mixed(inputs, scoring, layer, intervention, generator).flatten(2))
         x = x + block.mlp(block.mlp_norm(x))
     return model.head(model.norm(x))
 
@@ -112,20 +114,30 @@ def _measured(
 
 
 def _mixed(
-    inputs: AttentionInputs, layer: SparseAttention, intervention: Intervention, generator: torch.Generator
+    inputs: AttentionInputs,
+    scoring: tuple[Tensor, Tensor],
+    layer: SparseAttention,
+    intervention: Intervention,
+    generator: torch.Generator,
 ) -> Tensor:
     """`nsa_attention` of one layer under an intervention: [B, T, H, Dv]."""
     q, k_cmp, v_cmp, _, _, k_win, v_win, gates = inputs
     nsa, backend = layer.config.nsa, choices.backends_of(layer)
     out_cmp, _ = compressed_attention(q, k_cmp, v_cmp, nsa, backend=backend["compressed"])
-    out_sel = _selected(inputs, layer, intervention.reads, generator)
+    out_sel = _selected(inputs, scoring, layer, intervention.reads, generator)
     out_win, _ = window_attention(q, k_win, v_win, nsa, backend=backend["window"])
     outs = zip(BRANCHES, (out_cmp, out_sel, out_win), strict=True)
     cmp, sel, win = (torch.zeros_like(out) if name == intervention.silent else out for name, out in outs)
     return reference.combine(cmp, sel, win, gates)
 
 
-def _selected(inputs: AttentionInputs, layer: SparseAttention, reads: str, generator: torch.Generator) -> Tensor:
+def _selected(
+    inputs: AttentionInputs,
+    scoring: tuple[Tensor, Tensor],
+    layer: SparseAttention,
+    reads: str,
+    generator: torch.Generator,
+) -> Tensor:
     q, _, _, k_sel, v_sel, *_ = inputs
     nsa, G, backend = layer.config.nsa, k_sel.shape[2], choices.backends_of(layer)
     if reads == "all":
@@ -137,5 +149,5 @@ def _selected(inputs: AttentionInputs, layer: SparseAttention, reads: str, gener
     elif reads == "oracle":
         blocks = choices.oracle_blocks(q, k_sel, nsa)
     else:
-        blocks = choices.chosen_blocks(inputs, layer, backend)
+        blocks = choices.chosen_blocks(scoring, layer)
     return selected_attention(q, k_sel, v_sel, blocks, nsa, backend=backend["selected"])[0]

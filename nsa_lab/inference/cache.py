@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa_lab.attention import compress, geometry, nsa_attention, reference
+from nsa_lab.attention import choose_blocks, compress, geometry, nsa_attention, reference
 from nsa_lab.config import ModelConfig
-from nsa_lab.model import DenseAttention, SparseAttention
-
-Rotary = tuple[Tensor, Tensor]
+from nsa_lab.model import DenseAttention, Index, Rotary, SparseAttention
 
 
 class NSACache:
@@ -36,6 +34,11 @@ class NSACache:
         self._k_raw, self._v_raw = _room(config, 0, batch, like)
         self._unread: Tensor | None = None
         self._blocks = 0
+        indexer, G = attention.indexer, config.n_kv_groups
+        self._k_index = like.new_empty(batch, geometry.num_compressed(capacity, nsa), G, config.indexer_width)
+        self._k_index_raw = like.new_empty(batch, 0, G, config.indexer_width)
+        self._index_unread: Tensor | None = None
+        self._indexer = indexer
 
     def attend(self, x: Tensor, rotary: Rotary, position: int) -> Tensor:
         """Output [B, n, C] for x [B, n, C] at `position`, `position` + 1, ...; n is 1 unless `position` is 0."""
@@ -46,47 +49,71 @@ class NSACache:
         self._k_sel[:, position:end], self._v_sel[:, position:end] = k_sel, v_sel
         self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w :]
         self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, -self._nsa.w :]
-        self._compress(k_raw, v_raw)
+        index = self._index(x, rotary)
+        self._compress(k_raw, v_raw, index.k if index else None)
         if position == 0:
             k_cmp, v_cmp = self._k_cmp[:, : self._blocks], self._v_cmp[:, : self._blocks]
-            mixed = nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, self._nsa, backend=self._backends)
+            branches, blocks = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), None
+            if index:
+                blocks = choose_blocks(index.q, self._k_index[:, : self._blocks], self._nsa, backend=self._backends)
+            mixed = nsa_attention(*branches, self._nsa, blocks=blocks, backend=self._backends)
         else:
-            mixed = self._one(q, gates, position)
+            mixed = self._one(q, index.q if index else None, gates, position)
         return self._attention.out(mixed.flatten(2))
 
-    def _compress(self, k_raw: Tensor, v_raw: Tensor) -> None:
+    def _index(self, x: Tensor, rotary: Rotary) -> Index | None:
+        """Of the new tokens, where the layer has an indexer."""
+        if self._indexer is None:
+            return None
+        index = self._indexer(x, rotary, before=self._index_unread)
+        self._index_unread = index.unread
+        return index
+
+    def _compress(self, k_raw: Tensor, v_raw: Tensor, k_index: Tensor | None) -> None:
         """Append the blocks that the new tokens complete; keep what the next block still needs."""
         self._k_raw, self._v_raw = torch.cat([self._k_raw, k_raw], dim=1), torch.cat([self._v_raw, v_raw], dim=1)
+        if k_index is not None:
+            self._k_index_raw = torch.cat([self._k_index_raw, k_index], dim=1)
         new = geometry.num_compressed(self._k_raw.shape[1], self._nsa)
         if not new:
             return
         whole = slice(self._blocks, self._blocks + new)
         self._k_cmp[:, whole] = compress(self._k_raw, self._nsa, self._attention.phi_k)
         self._v_cmp[:, whole] = compress(self._v_raw, self._nsa, self._attention.phi_v)
+        if self._indexer:
+            self._k_index[:, whole] = self._indexer.compress(self._k_index_raw)
         self._blocks += new
-        self._k_raw, self._v_raw = self._k_raw[:, new * self._nsa.d :], self._v_raw[:, new * self._nsa.d :]
+        read = slice(new * self._nsa.d, None)
+        self._k_raw, self._v_raw, self._k_index_raw = self._k_raw[:, read], self._v_raw[:, read], self._k_index_raw[:, read]
 
-    def _one(self, q: Tensor, gates: Tensor, position: int) -> Tensor:
+    def _one(self, q: Tensor, q_index: Tensor | None, gates: Tensor, position: int) -> Tensor:
         """The three branches for one query [B, 1, H, D] at `position`, and their gated sum."""
         q = q.squeeze(1).unflatten(1, (self._config.n_kv_groups, -1))  # [B, G, h, D]
-        out_cmp, blocks = self._read_compressed(q, position)
+        p, v_cmp = self._shares(q, self._k_cmp), self._v_cmp[:, : self._blocks].transpose(1, 2)
+        out_cmp = p @ v_cmp.to(p.dtype)
+        if q_index is not None:
+            p = self._shares(q_index.squeeze(1).unsqueeze(2), self._k_index)
+        blocks = self._choose(p, position)
         out_sel = self._read_selected(q, blocks, position)
         out_win = _attend(q, self._k_win.transpose(1, 2), self._v_win.transpose(1, 2))
         cmp, sel, win = (out.flatten(1, 2).unsqueeze(1).to(gates.dtype) for out in (out_cmp, out_sel, out_win))
         return reference.combine(cmp, sel, win, gates)
 
-    def _read_compressed(self, q: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """Output [B, G, h, D] over the whole blocks, all of them visible, and the chosen blocks [B, G, n_sel].
+    def _shares(self, q: Tensor, compressed: Tensor) -> Tensor:
+        """What q [B, G, h, D] gives each whole block, all of them visible: [B, G, h, N].
 
         In the dtype of the definition's choice, so that a near-tie falls the same way.
         """
         wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else torch.float64
-        k, v = (cache[:, : self._blocks].transpose(1, 2).to(wide) for cache in (self._k_cmp, self._v_cmp))
-        p = (q.to(wide) @ k.mT * q.shape[-1] ** -0.5).softmax(-1)  # [B, G, h, N]
+        k = compressed[:, : self._blocks].transpose(1, 2).to(wide)
+        return (q.to(wide) @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+
+    def _choose(self, p: Tensor, position: int) -> Tensor:
+        """The blocks [B, G, n_sel] of the query at `position`, by its shares p [B, G, h, N]."""
         candidates = geometry.num_selection(position + 1, self._nsa)
-        carry = geometry.overlap(self._blocks, candidates, self._nsa, dtype=wide, device=q.device)
+        carry = geometry.overlap(self._blocks, candidates, self._nsa, dtype=p.dtype, device=p.device)
         importance = (p.sum(2) @ carry).float().unsqueeze(1)
-        return p @ v, reference.choose(importance, self._nsa, first=position).squeeze(1)
+        return reference.choose(importance, self._nsa, first=position).squeeze(1)
 
     def _read_selected(self, q: Tensor, blocks: Tensor, position: int) -> Tensor:
         within = torch.arange(self._nsa.l_sel, device=q.device)

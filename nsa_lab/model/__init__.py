@@ -11,7 +11,8 @@ Invariants
 
 from nsa_lab.model.attention import AttentionInputs, DenseAttention, Heads, SparseAttention
 from nsa_lab.model.drop_in import NSAttention
-from nsa_lab.model.layers import MLP, RMSNorm, rotary_at, rotary_table, rotate
+from nsa_lab.model.indexer import Index, Indexer
+from nsa_lab.model.layers import MLP, RMSNorm, Rotary, ShortConvolution, rotary_at, rotary_table, rotate
 from nsa_lab.model.statistics import BRANCHES, branch_statistics
 from nsa_lab.model.transformer import BACKWARD_FLOPS, Block, NSATransformer
 
@@ -23,9 +24,13 @@ __all__ = [
     "Block",
     "DenseAttention",
     "Heads",
+    "Index",
+    "Indexer",
     "NSATransformer",
     "NSAttention",
     "RMSNorm",
+    "Rotary",
+    "ShortConvolution",
     "SparseAttention",
     "branch_statistics",
     "rotary_at",

@@ -1,8 +1,9 @@
 """The attention layers: projections, rotary embedding, compression, gate and output around the operator.
 
-Matching heads (`ModelConfig.matching_heads`): the keys of the first group are those of the token before, and some of its
-heads start with the keys' own weights for their queries. Such a head looks for the places whose previous token was like
-the present one, and reads what came next there: it copies before anything is learned (docs/science/retrieval.md).
+Matching heads (`ModelConfig.matching_heads`): a short convolution lets the keys of the first group start as those of the
+token before, and some of its heads start with the keys' own weights for their queries. Such a head looks for the places
+whose previous token was like the present one, and reads what came next there: it copies before anything is learned
+(docs/science/retrieval.md).
 Shape suffixes: B batch, T time, H query heads, G key/value groups, C model width.
 """
 
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 
 from nsa_lab.attention import (
     Span,
+    choose_blocks,
     compress,
     compressed_attention,
     dense_attention,
     nsa_attention,
     resolve_backend,
-    select_blocks,
     selected_attention,
     selection_loss,
     window_attention,
@@ -30,11 +31,11 @@ from nsa_lab.attention.compression import make_phi
 from nsa_lab.attention.dispatch import Choice
 from nsa_lab.attention.tracing import untraced
 from nsa_lab.config import ModelConfig
-from nsa_lab.model.layers import rotate
+from nsa_lab.model.indexer import Index, Indexer
+from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
 
 # What `nsa_attention` takes: q, then keys and values of cmp, sel and win, then gates.
 AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Rotary = tuple[Tensor, Tensor]
 
 
 class Heads(NamedTuple):
@@ -47,11 +48,17 @@ class Heads(NamedTuple):
     values: tuple[Tensor, ...]
     """[B, T, G, d_v] each."""
     unread: Tensor | None
-    """With matching heads, the first group's key of the last token, [B, 1, branches, 1, d_k]: the next token's `before`."""
+    """With matching heads, the last token's keys before the convolution, [B, 1, branches, G, d_k]: the next `before`."""
 
 
 def project_heads(
-    qkv: Tensor, config: ModelConfig, branches: int, rotary: Rotary, span: Span | None, before: Tensor | None
+    qkv: Tensor,
+    config: ModelConfig,
+    convolution: ShortConvolution | None,
+    branches: int,
+    rotary: Rotary,
+    span: Span | None,
+    before: Tensor | None,
 ) -> Heads:
     """`Heads` of a projection's output [B, T, H d_k + branches G (d_k + d_v)], for x of positions `rotary` in `span`.
 
@@ -60,25 +67,13 @@ def project_heads(
     c, keys = config, branches * config.n_kv_groups
     roped, values = qkv.split([(c.n_heads + keys) * c.d_k, keys * c.d_v], dim=-1)
     roped, unread = roped.unflatten(-1, (c.n_heads + keys, c.d_k)), None
-    if c.matching_heads:
+    if convolution:
         q, k = roped.split([c.n_heads, keys], dim=2)
-        k = k.unflatten(2, (branches, c.n_kv_groups))
-        late_by_one = _late_documents if _is_packed(span) else _late
-        late, unread = late_by_one(k[:, :, :, :1], span, before)
-        roped = torch.cat([q, torch.cat([late, k[:, :, :, 1:]], dim=3).flatten(2, 3)], dim=2)
+        k, unread = convolution(k.unflatten(2, (branches, c.n_kv_groups)), span, before)
+        roped = torch.cat([q, k.flatten(2, 3)], dim=2)
     # q and all keys are neighbours in the projection, so that one rotation turns them all.
     q, *turned = rotate(roped, rotary).split([c.n_heads, *[c.n_kv_groups] * branches], dim=2)
     return Heads(q, tuple(turned), values.unflatten(-1, (keys, c.d_v)).split(c.n_kv_groups, dim=2), unread)
-
-
-def _late(keys: Tensor, span: Span | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys [B, T, ...] one row late, zeros where a document begins; and the last row, which nobody has read yet."""
-    first = torch.zeros_like(keys[:, :1]) if before is None else before
-    late = torch.cat([first, keys[:, :-1]], dim=1)
-    begins = [document.queries.start for document in span.documents if document.last] if span else []
-    if begins[1:]:
-        late[:, begins[1:]] = 0
-    return late, keys[:, -1:]
 
 
 def _is_packed(span: Span | None) -> bool:
@@ -105,23 +100,42 @@ class SparseAttention(nn.Module):
         self.qkv = nn.Linear(config.dim, H * d_k + 3 * G * (d_k + d_v), bias=False)
         self.gate = nn.Linear(config.dim, 3 * H, bias=False)
         self.phi_k, self.phi_v = make_phi(config.nsa, d_k), make_phi(config.nsa, d_v)
+        self.convolution = ShortConvolution(self.BRANCHES, G, d_k) if config.matching_heads else None
+        self.indexer = Indexer(config) if config.indexer_width else None
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
         self._resolved: dict[tuple[torch.device, torch.dtype, bool], Mapping[str, Choice]] = {}
 
     def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, Tensor | None]:
         """The output, and in training the layer's `selection_loss`, 0-d; None where `ModelConfig.selection_loss` is 0."""
         mix = _mix_documents if _is_packed(span) else SparseAttention.mix
-        mixed, taught = mix(self, self.heads(x, rotary, span), self.gates(x), span)
+        index = self.indexer(x, rotary, span) if self.indexer else None
+        mixed, taught = mix(self, self.heads(x, rotary, span), index, self.gates(x), span)
         return self.out(mixed.flatten(2)), taught
 
-    def mix(self, heads: Heads, gates: Tensor, span: Span | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, heads: Heads, index: Index | None, gates: Tensor, span: Span | None) -> tuple[Tensor, Tensor | None]:
         """What the branches find, [B, T, H, d_v], and the selection loss as in `forward`."""
-        inputs = self._inputs(heads, gates, span)
+        inputs, nsa = self._inputs(heads, gates, span), self.config.nsa
         q, k_cmp, _, k_sel, *_ = inputs
-        backends = self.backends or self._resolve(q, span)
-        mixed = nsa_attention(*inputs, self.config.nsa, backend=backends, span=span)
-        taught = self.training and self.config.taught
-        return mixed, selection_loss(q, k_cmp, k_sel, self.config.nsa, span=span) if taught else None
+        backends, blocks, looking = self.backends or self._resolve(q, span), None, None
+        if self.indexer and index:
+            looking, q, k_cmp = q, index.q, self.indexer.compress(index.k, span)
+            blocks = choose_blocks(q, k_cmp, nsa, backend=backends, span=span)
+        mixed = nsa_attention(*inputs, nsa, blocks=blocks, backend=backends, span=span)
+        if not (self.training and self.config.taught):
+            return mixed, None
+        return mixed, selection_loss(q, k_cmp, k_sel, nsa, looking=looking, span=span)
+
+    def scoring(
+        self, x: Tensor, inputs: AttentionInputs, rotary: Rotary, span: Span | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What chooses blocks: queries [B, T, ., D] and compressed keys [B, N, G, D], the indexer's or the branch's own.
+
+        `inputs` are those of `project` for the same x.
+        """
+        if self.indexer is None:
+            return inputs[0], inputs[1]
+        index = self.indexer(x, rotary, span)
+        return index.q, self.indexer.compress(index.k, span)
 
     def project(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> AttentionInputs:
         """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3].
@@ -138,7 +152,7 @@ class SparseAttention(nn.Module):
 
     def heads(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Heads:
         """Queries, keys and values of x, before compression; `before` as in `project_heads`."""
-        return project_heads(self.qkv(x), self.config, self.BRANCHES, rotary, span, before)
+        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, span, before)
 
     def gates(self, x: Tensor) -> Tensor:
         """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over the branches.
@@ -166,10 +180,13 @@ class SparseAttention(nn.Module):
         are each document's own.
         """
         nsa = self.config.nsa
-        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = self.project(x, rotary, span)
+        inputs = self.project(x, rotary, span)
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
         name = {part: choice.backend for part, choice in (self.backends or self._resolve(q, span)).items()}
         out_cmp, lse_cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"], span=span)
-        blocks = select_blocks(q, k_cmp, lse_cmp, nsa, backend=name["selection"], span=span)
+        blocks = choose_blocks(
+            *self.scoring(x, inputs, rotary, span), nsa, backend=self.backends or self._resolve(q, span), span=span
+        )
         out_sel, lse_sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"], span=span)
         only_first = torch.full_like(blocks, -1)
         only_first[..., 0] = 0
@@ -197,6 +214,7 @@ class DenseAttention(nn.Module):
         H, G, d_k, d_v = config.n_heads, config.n_kv_groups, config.d_k, config.d_v
         self.config, self.backends = config, backends
         self.qkv = nn.Linear(config.dim, H * d_k + G * (d_k + d_v), bias=False)
+        self.convolution = ShortConvolution(self.BRANCHES, G, d_k) if config.matching_heads else None
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, None]:
@@ -207,10 +225,9 @@ class DenseAttention(nn.Module):
 
     def heads(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Heads:
         """As `SparseAttention.heads`, of one branch."""
-        return project_heads(self.qkv(x), self.config, self.BRANCHES, rotary, span, before)
+        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, span, before)
 
 
 # Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.
-_late_documents = untraced(_late)
 _mix_documents = untraced(SparseAttention.mix)
 _attend_documents = untraced(dense_attention)

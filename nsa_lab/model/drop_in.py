@@ -19,9 +19,9 @@ class NSAttention(nn.Module):
     resolved for the device and dtype that attention computes in, autocast included. Weights start from torch's global
     generator, by the rules of `NSATransformer`; the output projection at fan_in**-0.5, since the depth is not known here.
 
-    `head_dim` (queries and keys) is dim // n_heads by default, `value_dim` is head_dim; `rotary_share`, `matching_heads`
-    and `selection_loss` are as in `ModelConfig`. With a selection loss, add `auxiliary_loss()` to the loss of every
-    training step. Raises ValueError for sizes that do not go together.
+    `head_dim` (queries and keys) is dim // n_heads by default, `value_dim` is head_dim; `rotary_share`, `matching_heads`,
+    `selection_loss` and `indexer_width` are as in `ModelConfig`. With a selection loss, add `auxiliary_loss()` to the
+    loss of every training step. Raises ValueError for sizes that do not go together.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class NSAttention(nn.Module):
         rotary_share: float = 1.0,
         matching_heads: int = 0,
         selection_loss: float = 0.0,
+        indexer_width: int = 0,
     ) -> None:
         super().__init__()
         d_k = _head_width(dim, n_heads) if head_dim is None else head_dim
@@ -55,6 +56,7 @@ class NSAttention(nn.Module):
             rotary_share=rotary_share,
             matching_heads=matching_heads,
             selection_loss=selection_loss,
+            indexer_width=indexer_width,
             nsa=nsa,
         )
         self.config = config

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nsa_lab.attention.compression import BlockMap
 from nsa_lab.model.attention import DenseAttention, SparseAttention
-from nsa_lab.model.layers import RMSNorm
+from nsa_lab.model.indexer import Indexer
+from nsa_lab.model.layers import RMSNorm, ShortConvolution
 
 
 @torch.no_grad()
@@ -16,13 +17,15 @@ def initialise(root: nn.Module, into_residual: float, generator: torch.Generator
 
     Gates start at Xavier, never at zero: a zero gate gives its own input no gradient. The head starts at 1/dim, so that the
     first loss is within .5 % of ln V, of which preflight allows 2 % (fan_in**-0.5 puts it 9 % above, a deviation of .02
-    2.7 %). Matching heads start as `nsa_lab.model.attention` says.
+    2.7 %). Matching heads and indexers start as `nsa_lab.model.attention` and `nsa_lab.model.indexer` say.
     """
     for name, module in root.named_modules():
         if isinstance(module, RMSNorm):
             module.weight.fill_(1.0)
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(std=0.02, generator=generator)
+        elif isinstance(module, ShortConvolution):
+            module.reset_parameters()
         elif isinstance(module, BlockMap):
             module.position.normal_(std=0.02, generator=generator)
         elif isinstance(module, nn.Linear):
@@ -37,14 +40,28 @@ def initialise(root: nn.Module, into_residual: float, generator: torch.Generator
     for module in root.modules():
         if isinstance(module, SparseAttention | DenseAttention) and module.config.matching_heads:
             _match(module)
+        if isinstance(module, SparseAttention) and module.indexer:
+            _follow(module, module.indexer)
 
 
 def _match(layer: SparseAttention | DenseAttention) -> None:
     """The keys of all branches start the same, and the first heads of the first group ask with the keys' own weights."""
+    queries, keys = _rows(layer)
+    keys[1:] = keys[0].clone()
+    queries[: layer.config.matching_heads] = keys[0, 0]
+
+
+def _follow(layer: SparseAttention, indexer: Indexer) -> None:
+    """The indexer starts with every so-manyth channel of each group's first head and of the selected branch's keys."""
     c = layer.config
-    queries, keys, _ = layer.qkv.weight.split(
-        [c.n_heads * c.d_k, layer.BRANCHES * c.n_kv_groups * c.d_k, layer.BRANCHES * c.n_kv_groups * c.d_v]
-    )
-    by_branch = keys.view(layer.BRANCHES, c.n_kv_groups, c.d_k, c.dim)
-    by_branch[1:] = by_branch[0]
-    queries.view(c.n_heads, c.d_k, c.dim)[: c.matching_heads] = by_branch[0, 0]
+    queries, keys = _rows(layer)
+    asked, found = indexer.qk.weight.view(2, c.n_kv_groups, c.indexer_width, c.dim)
+    asked.copy_(queries[:: c.heads_per_group, :: c.indexer_step])
+    found.copy_(keys[1, :, :: c.indexer_step])
+
+
+def _rows(layer: SparseAttention | DenseAttention) -> tuple[Tensor, Tensor]:
+    """The weights of the queries, [H, d_k, C], and of the keys, [branches, G, d_k, C]."""
+    c, keys = layer.config, layer.BRANCHES * layer.config.n_kv_groups
+    queries, rows, _ = layer.qkv.weight.split([c.n_heads * c.d_k, keys * c.d_k, keys * c.d_v])
+    return queries.view(c.n_heads, c.d_k, c.dim), rows.view(layer.BRANCHES, c.n_kv_groups, c.d_k, c.dim)

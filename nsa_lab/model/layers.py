@@ -7,7 +7,10 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from nsa_lab.attention import Span, geometry
+from nsa_lab.attention.tracing import untraced
 from nsa_lab.config import ModelConfig
+
+Rotary = tuple[Tensor, Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -21,6 +24,44 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         return rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class ShortConvolution(nn.Module):
+    """A causal depthwise convolution of width 2 over keys x [B, T, branches, G, D]: w[0] x[t] + w[1] x[t - 1].
+
+    Nothing is read across the beginning of a document. The weights [2, branches, G, D] start as a shift by one in the first
+    group, whose keys are then those of the token before, and as the identity in the others.
+    """
+
+    def __init__(self, branches: int, groups: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, branches, groups, width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.zero_()
+        self.weight[1, :, 0] = self.weight[0, :, 1:] = 1.0
+
+    def forward(self, x: Tensor, span: Span | None = None, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The sum, and x's last row, which is `before` for the rows that follow; None: these are the first."""
+        late_by_one = _late_documents if span is not None and span.kind == "packed" else _late
+        this, last = self.weight.to(x.dtype)
+        return x * this + late_by_one(x, span, before) * last, x[:, -1:]
+
+
+def _late(x: Tensor, span: Span | None, before: Tensor | None) -> Tensor:
+    """x [B, T, ...] one row later, zeros where a document begins."""
+    first = torch.zeros_like(x[:, :1]) if before is None else before
+    late = torch.cat([first, x[:, :-1]], dim=1)
+    begins = [document.queries.start for document in span.documents if document.last] if span else []
+    if begins[1:]:
+        late[:, begins[1:]] = 0
+    return late
+
+
+# Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.
+_late_documents = untraced(_late)
 
 
 class MLP(nn.Module):

@@ -199,11 +199,14 @@ def nsa_attention(
     v_win: Array,
     gates: Array,
     geometry: Geometry,
+    chosen_by: tuple[Array, Array] | None = None,
     first: int = 0,
 ) -> Array:
+    """`chosen_by`: queries and compressed keys that choose the blocks; None: q and k_cmp."""
+    blocks = select_blocks(*(chosen_by or (q, k_cmp)), geometry, first)
     branches = [
         compressed_attention(q, k_cmp, v_cmp, geometry, first)[0],
-        selected_attention(q, k_sel, v_sel, select_blocks(q, k_cmp, geometry, first), geometry, first)[0],
+        selected_attention(q, k_sel, v_sel, blocks, geometry, first)[0],
         window_attention(q, k_win, v_win, geometry, first)[0],
     ]
     return sum(gates[..., i, None] * branch for i, branch in enumerate(branches))
@@ -242,7 +245,7 @@ class Model(NamedTuple):
     gated_mlp: bool
     weights: dict[str, Array]
     turned: int | None = None  # channels of a head that rotary embedding turns; None: all
-    late: bool = False  # the first group's keys are those of the token before
+    indexer: int = 0  # width of the queries and keys that choose; 0: the compressed branch's scores do
 
 
 def attention_layer(x: Array, model: Model, prefix: str) -> Array:
@@ -262,9 +265,9 @@ def attention_layer(x: Array, model: Model, prefix: str) -> Array:
         weight = model.weights[f"{prefix}.qkv.weight"][start : start + heads * width]
         start += heads * width
         rows[name] = (x @ weight.T).reshape(B, T, heads, width)
-        if model.late and name[0] == "k":
-            for t in reversed(range(T)):
-                rows[name][:, t, 0] = rows[name][:, t - 1, 0] if t else 0
+        if name[0] == "k" and f"{prefix}.convolution.weight" in model.weights:
+            branch = ["k_cmp", "k_sel", "k_win"].index(name)
+            rows[name] = two_taps(rows[name], model.weights[f"{prefix}.convolution.weight"][:, branch])
         if name[0] in "qk":
             R = model.turned or d_k
             rows[name] = np.concatenate([rotate(rows[name][..., :R], model.theta), rows[name][..., R:]], axis=-1)
@@ -272,10 +275,30 @@ def attention_layer(x: Array, model: Model, prefix: str) -> Array:
     v_cmp = compress(rows["v_cmp"], model.geometry, phi_of(model, f"{prefix}.phi_v"))
     logits = (x @ model.weights[f"{prefix}.gate.weight"].T).reshape(B, T, H, 3)
     gates = sigmoid(logits) if model.gate == "sigmoid" else np.apply_along_axis(softmax, -1, logits)
-    mixed = nsa_attention(
-        rows["q"], k_cmp, v_cmp, rows["k_sel"], rows["v_sel"], rows["k_win"], rows["v_win"], gates, model.geometry
-    )
+    chosen_by = index(x, model, f"{prefix}.indexer") if model.indexer else None
+    branches = k_cmp, v_cmp, rows["k_sel"], rows["v_sel"], rows["k_win"], rows["v_win"]
+    mixed = nsa_attention(rows["q"], *branches, gates, model.geometry, chosen_by)
     return mixed.reshape(B, T, H * d_v) @ model.weights[f"{prefix}.out.weight"].T
+
+
+def two_taps(x: Array, weight: Array) -> Array:
+    """x [B, T, G, D] times weight[0], and the row before times weight[1], [G, D] each."""
+    out = x * weight[0]
+    for t in range(1, x.shape[1]):
+        out[:, t] += x[:, t - 1] * weight[1]
+    return out
+
+
+def index(x: Array, model: Model, prefix: str) -> tuple[Array, Array]:
+    """The indexer's queries [B, T, G, width] and compressed keys [B, N, G, width]."""
+    B, T, _ = x.shape
+    G, width = model.groups, model.indexer
+    q, k = (rows.reshape(B, T, G, width) for rows in np.split(x @ model.weights[f"{prefix}.qk.weight"].T, 2, axis=-1))
+    if f"{prefix}.convolution.weight" in model.weights:
+        k = two_taps(k, model.weights[f"{prefix}.convolution.weight"][:, 0])
+    R = (model.turned or model.d_k) * width // model.d_k  # the same share of the width as a head has
+    q, k = (np.concatenate([rotate(rows[..., :R], model.theta), rows[..., R:]], axis=-1) for rows in (q, k))
+    return q, compress(k, model.geometry, phi_of(model, f"{prefix}.phi"))
 
 
 def phi_of(model: Model, prefix: str) -> Callable[[Array], Array]:

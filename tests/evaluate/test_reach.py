@@ -56,7 +56,7 @@ def test_what_replaces_the_choice_has_its_loss_and_a_branch_of_zeros_is_no_branc
     assert len(set(usual.answer_loss.values())) == 4 and usual.length == LENGTH and usual.sequences == 4
     assert found(model).answer_loss == usual.answer_loss
     with monkeypatch.context() as patch:
-        patch.setattr(choices, "chosen_blocks", lambda inputs, layer, backend: choices.nearest_blocks(inputs[0], 2, NSA))
+        patch.setattr(choices, "chosen_blocks", lambda scoring, layer: choices.nearest_blocks(scoring[0], 2, NSA))
         near = found(model).answer_loss
     assert near["chosen"] == near["nearest"] == usual.answer_loss["nearest"]
     with torch.no_grad():

@@ -22,6 +22,8 @@ LENGTH = 48
         {"n_kv_groups": 1},
         {"n_kv_groups": 4},
         {"rotary_share": 0.5, "matching_heads": 1},
+        {"d_k": 8, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_width": 4},
+        {"d_k": 8, "selection_loss": 0.1, "indexer_width": 4, "nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
         {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense"},
     ],
 )

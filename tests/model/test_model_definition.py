@@ -33,11 +33,18 @@ def plain(model: NSATransformer) -> brute_force.Model:
         c.mlp == "gated",
         {name: x.numpy() for name, x in model.state_dict().items()},
         c.rotary_width,
-        c.matching_heads > 0,
+        c.indexer_width,
     )
 
 
-RECALL = [{"d_k": 8, "rotary_share": 0.5}, {"matching_heads": 2}, {"d_k": 8, "rotary_share": 0.25, "matching_heads": 1}]
+INDEXER = {"d_k": 8, "rotary_share": 0.5, "selection_loss": 0.1}
+RECALL = [
+    {"d_k": 8, "rotary_share": 0.5},
+    {"matching_heads": 2},
+    {"d_k": 8, "rotary_share": 0.25, "matching_heads": 1},
+    INDEXER | {"indexer_width": 4, "matching_heads": 1},
+    INDEXER | {"indexer_width": 8, "phi": "linear"},
+]
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

@@ -165,11 +165,11 @@ def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) ->
 # fmt: off
 def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    nsa: NSAConfig, *, span: Span | None = None,
+    nsa: NSAConfig, *, blocks: Tensor | None = None, span: Span | None = None,
 ) -> Tensor:
     """As `dispatch.nsa_attention`, every part on Triton."""
     from nsa_lab.attention.kernels import operator
 
     _refuse("nsa_attention", unsupported(nsa, q.shape[3], v_cmp.shape[3]))
-    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, *_where(span, nsa, q))
+    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks, *_where(span, nsa, q))
 # fmt: on

@@ -28,17 +28,18 @@ from nsa_lab.config import NSAConfig
 # fmt: off
 def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    nsa: NSAConfig, documents: Tensor | None = None, longest: int = 0, first: int = 0,
+    nsa: NSAConfig, chosen: Tensor | None = None, documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> Tensor:
     """q [B, T, H, Dk]; k_cmp, v_cmp [B, N, G, .]; the other keys and values [B, T, G, .]; gates [B, T, H, 3] in the order
-    cmp, sel, win -> [B, T, H, Dv]. With `documents` (`Span.row_bounds`; B = 1), none of more than `longest` tokens, each is
+    cmp, sel, win -> [B, T, H, Dv]. `chosen` int32 [B, T, G, n_sel] are the selected branch's blocks; None: those of the
+    compressed scores. With `documents` (`Span.row_bounds`; B = 1), none of more than `longest` tokens, each is
     computed as if alone. Query 0 stands at `first`, and keys from 0 on; other than 0, there are no gradients.
 
     NotImplementedError past the selected branch's limit on pairs.
     """
     selected.check_pairs(q, k_sel, v_sel, nsa.n_sel, nsa.l_sel)
     geometry = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
-    return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *geometry, documents, longest, first)[0]
+    return _nsa_fwd(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *geometry, chosen, documents, longest, first)[0]
 # fmt: on
 
 
@@ -47,16 +48,16 @@ _KEPT = (
     "Tensor out_cmp, Tensor lse_cmp, Tensor blocks, Tensor out_sel, Tensor lse_sel, Tensor entries, Tensor starts, "
     "Tensor work, Tensor order, Tensor out_win, Tensor lse_win"
 )
-_DOCUMENTS = "Tensor? documents=None, int longest=0"
+_GIVEN = "Tensor? chosen=None, Tensor? documents=None, int longest=0"
 # Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
     "nsa_lab::nsa_fwd",
-    f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w, {_DOCUMENTS}, int first=0) -> ({', '.join(['Tensor'] * 12)})",
+    f"({_INPUTS}, int l, int d, int l_sel, int n_sel, int w, {_GIVEN}, int first=0) -> ({', '.join(['Tensor'] * 12)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     "nsa_lab::nsa_bwd",
-    f"(Tensor do, {_INPUTS}, {_KEPT}, int l, int d, int l_sel, int w, {_DOCUMENTS}) -> ({', '.join(['Tensor'] * 8)})",
+    f"(Tensor do, {_INPUTS}, {_KEPT}, int l, int d, int l_sel, int w, {_GIVEN}) -> ({', '.join(['Tensor'] * 8)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # An operator always has the same number of results, so the indices of all pieces are joined, field by field.
@@ -89,28 +90,32 @@ _nsa_bwd = torch.ops.nsa_lab.nsa_bwd.default
 @torch.library.impl("nsa_lab::nsa_fwd", ("cpu", "cuda"))
 def _(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    l: int, d: int, l_sel: int, n_sel: int, w: int, documents: Tensor | None = None, longest: int = 0,
-    first: int = 0,
+    l: int, d: int, l_sel: int, n_sel: int, w: int, chosen: Tensor | None = None, documents: Tensor | None = None,
+    longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, ...]:
     with torch.cuda.device_of(q):
-        out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, documents, longest, first)
-        blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, documents, longest, first)
+        where = documents, longest, first
+        out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, *where)
+        blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, *where) if chosen is None else chosen
         strategy = selected.forward_strategy(longest or k_sel.shape[1], selected.kernel_block(k_sel, v_sel, l_sel))
-        out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, documents, longest, first)
+        out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, *where)
         index = _joined(indices, blocks)
-        out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, documents, longest, first)
+        # An operator may not return what it was given: blocks that came from outside are kept as the input that they are.
+        kept = blocks if chosen is None else blocks.new_empty(0)
+        out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, *where)
         out = gating.forward(out_cmp, out_sel, out_win, gates)
-    return out, out_cmp, lse_cmp, blocks, out_sel, lse_sel, *index, out_win, lse_win
+    return out, out_cmp, lse_cmp, kept, out_sel, lse_sel, *index, out_win, lse_win
 
 
 @torch.library.register_fake("nsa_lab::nsa_fwd")
 def _(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    l: int, d: int, l_sel: int, n_sel: int, w: int, documents: Tensor | None = None, longest: int = 0,
-    first: int = 0,
+    l: int, d: int, l_sel: int, n_sel: int, w: int, chosen: Tensor | None = None, documents: Tensor | None = None,
+    longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, ...]:
     out, lse = q.new_empty(*q.shape[:3], v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
-    blocks = q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
+    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], n_sel) if chosen is None else (0,)
+    blocks = q.new_empty(shape, dtype=torch.int32)
     strategy = selected.forward_strategy(longest or k_sel.shape[1], selected.kernel_block(k_sel, v_sel, l_sel))
     sizes = selected.kept_sizes(q, v_sel, n_sel, l_sel, strategy, documents, first)
     index = [blocks.new_empty(sum(s[i] for s in sizes), dtype=dtype) for i, dtype in enumerate(_INDEX_DTYPES)]
@@ -124,8 +129,9 @@ def _(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
     out_cmp: Tensor, lse_cmp: Tensor, blocks: Tensor, out_sel: Tensor, lse_sel: Tensor,
     entries: Tensor, starts: Tensor, work: Tensor, order: Tensor, out_win: Tensor, lse_win: Tensor,
-    l: int, d: int, l_sel: int, w: int, documents: Tensor | None = None, longest: int = 0,
+    l: int, d: int, l_sel: int, w: int, chosen: Tensor | None = None, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, ...]:
+    blocks = blocks if chosen is None else chosen
     with torch.cuda.device_of(q):
         deltas = q.new_empty(3, *q.shape[:3], dtype=torch.float32)
         d_cmp, d_sel, d_win, dgates = gating.backward(do, out_cmp, out_sel, out_win, gates, deltas)
@@ -159,18 +165,18 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, l, d, l_sel, _, w, documents, longest, ctx.first = inputs
+    *tensors, l, d, l_sel, _, w, chosen, documents, longest, ctx.first = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[1:], documents)
+    ctx.save_for_backward(*tensors, *output[1:], chosen, documents)
     ctx.geometry, ctx.longest = (l, d, l_sel, w), longest
 
 
 def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 16
+        return (None,) * 17
     refuse_chunk_gradients(ctx.first)
-    *kept, documents = ctx.saved_tensors
-    return *_nsa_bwd(do, *kept, *ctx.geometry, documents, ctx.longest), *(None,) * 8
+    *kept, chosen, documents = ctx.saved_tensors
+    return *_nsa_bwd(do, *kept, *ctx.geometry, chosen, documents, ctx.longest), *(None,) * 9
 
 
 torch.library.register_autograd("nsa_lab::nsa_fwd", _differentiate, setup_context=_keep)

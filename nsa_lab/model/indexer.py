@@ -1,0 +1,59 @@
+"""An indexer: a query and a key per group, narrower than a head, that choose the selected branch's blocks.
+
+In the paper the compressed branch's scores choose (eq. 8, 9), so its keys serve two masters: what the branch itself reads,
+and where the selected branch should look. Here the choice has a query and a key of its own (as DeepSeek-V3.2's indexer,
+arXiv 2512.02556, there for single tokens), compressed as the compressed branch's keys are. The selection loss alone teaches
+them, and they pass no gradient on, so that the loss costs the rest of the model nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa_lab.attention import Span, compress
+from nsa_lab.attention.compression import make_phi
+from nsa_lab.config import ModelConfig
+from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
+
+
+class Index(NamedTuple):
+    """What an indexer makes of x [B, T, C], rotated; D is `ModelConfig.indexer_width`."""
+
+    q: Tensor
+    """[B, T, G, D]"""
+    k: Tensor
+    """[B, T, G, D], before compression."""
+    unread: Tensor | None
+    """With matching heads, the last token's key before the convolution, [B, 1, 1, G, D]: the next token's `before`."""
+
+
+class Indexer(nn.Module):
+    """x [B, T, C] -> `Index`, without a gradient for x. It starts as the first head of each group looks."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        G, D = config.n_kv_groups, config.indexer_width
+        self.config = config
+        self.qk = nn.Linear(config.dim, 2 * G * D, bias=False)
+        self.convolution = ShortConvolution(1, G, D) if config.matching_heads else None
+        self.phi = make_phi(config.nsa, D)
+
+    def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Index:
+        """`rotary` is the heads', for x's positions; `before` is the `unread` of the tokens before, None at the first."""
+        G = self.config.n_kv_groups
+        q, k = self.qk(x.detach()).unflatten(-1, (2 * G, self.config.indexer_width)).split(G, dim=2)
+        unread = None
+        if self.convolution:
+            k, unread = self.convolution(k.unsqueeze(2), span, before)
+            k = k.squeeze(2)
+        # Of the pairs that a head has, every so-manyth, with its own angle.
+        cos, sin = (table[:, :: self.config.indexer_step] for table in rotary)
+        q, k = rotate(torch.cat([q, k], dim=2), (cos, sin)).split(G, dim=2)
+        return Index(q, k, unread)
+
+    def compress(self, k: Tensor, span: Span | None = None) -> Tensor:
+        """k [B, T, G, D] -> [B, N, G, D], as the compressed branch's keys."""
+        return compress(k, self.config.nsa, self.phi, span=span)

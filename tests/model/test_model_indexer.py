@@ -1,0 +1,143 @@
+"""The indexer: what it chooses by, what teaches it, and that it costs the rest of the model nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_inputs import config_of, loss_of, tokens_of
+
+from nsa_lab.attention import Span, choose_blocks, reference, selection_loss
+from nsa_lab.config import ConfigError, ModelConfig
+from nsa_lab.model import NSATransformer, SparseAttention
+
+RECIPE = {"d_k": 8, "rotary_share": 0.5, "matching_heads": 2, "selection_loss": 0.1, "indexer_width": 4}
+
+
+def built(**changes: object) -> NSATransformer:
+    return NSATransformer(config_of(**{**RECIPE, **changes}), dtype=torch.float64, seed=0).double()
+
+
+def is_of_indexer(name: str) -> bool:
+    return ".indexer." in name
+
+
+def test_the_selection_loss_moves_the_indexer_and_nothing_else() -> None:
+    model = built()
+    model(tokens_of(model.config, 61))
+    model.auxiliary_loss().backward()
+    for name, p in model.named_parameters():
+        moved = p.grad is not None and bool(p.grad.abs().sum() > 0)
+        assert moved == is_of_indexer(name), name
+
+
+def test_the_text_moves_everything_but_the_indexer() -> None:
+    model = built()
+    loss_of(model, tokens_of(model.config, 62)).backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == is_of_indexer(name), name
+
+
+def test_blocks_are_those_of_its_queries_and_keys() -> None:
+    model = built(nsa={"n_sel": 5})
+    layer, tokens = model.blocks[1].attention, tokens_of(model.config, 61)
+    assert isinstance(layer, SparseAttention)
+    for _, p in filter(lambda named: is_of_indexer(named[0]), model.named_parameters()):
+        torch.nn.init.normal_(p)
+    x, rotary = model._enter(tokens)
+    seen = layer.observe(x, rotary)
+    inputs = layer.project(x, rotary)
+    q, k = layer.scoring(x, inputs, rotary)
+    assert q.shape == (2, 61, 2, 4) and k.shape[2:] == (2, 4)
+    assert torch.equal(seen["blocks"], choose_blocks(q, k, model.config.nsa))
+    own = reference.select_blocks(inputs[0], inputs[1], seen["lse_cmp"], model.config.nsa)
+    assert not torch.equal(seen["blocks"], own)
+    mixed, _ = layer.mix(layer.heads(x, rotary), layer.indexer(x, rotary), layer.gates(x), None)
+    torch.testing.assert_close(mixed, reference.nsa_attention(*inputs, model.config.nsa, blocks=seen["blocks"]))
+
+
+def test_it_starts_as_the_first_head_of_its_group_looks() -> None:
+    """As wide as a head, it asks with that head's queries and is found by the selected branch's keys."""
+    model = built(indexer_width=8)
+    layer, tokens = model.blocks[0].attention, tokens_of(model.config, 40)
+    assert isinstance(layer, SparseAttention) and layer.indexer is not None
+    x, rotary = model._enter(tokens)
+    heads, index = layer.heads(x, rotary), layer.indexer(x, rotary)
+    torch.testing.assert_close(index.q, heads.q[:, :, ::2])
+    torch.testing.assert_close(index.k, heads.keys[1])
+
+
+def test_a_narrow_one_has_every_other_channel_with_its_own_angle() -> None:
+    model = built()
+    layer, tokens = model.blocks[0].attention, tokens_of(model.config, 40)
+    x, rotary = model._enter(tokens)
+    torch.testing.assert_close(layer.indexer(x, rotary).k, layer.heads(x, rotary).keys[1][..., ::2])
+
+
+def test_its_documents_are_alone() -> None:
+    model = built()
+    lengths = (5, 0, 17, 1, 30)
+    tokens = tokens_of(model.config, sum(lengths), batch=1)
+    packed = model(tokens, Span.packed(torch.tensor([0, *lengths]).cumsum(0).int()))
+    alone = [model(document) for document in tokens.split(lengths, dim=1) if document.shape[1]]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=0, atol=1e-12)
+
+
+def test_the_loss_holds_its_scores_against_the_heads_own_attention() -> None:
+    """By brute force: what the heads look at among the free blocks, against the importances of the indexer."""
+    config = config_of(**RECIPE)
+    nsa, generator = config.nsa, torch.Generator().manual_seed(0)
+    T, G, N = 37, 2, (37 - nsa.l) // nsa.d + 1
+    looking = torch.randn(1, T, 4, 8, generator=generator, dtype=torch.float64)
+    k_sel = torch.randn(1, T, G, 8, generator=generator, dtype=torch.float64)
+    q, k = (torch.randn(1, n, G, 4, generator=generator, dtype=torch.float64) for n in (T, N))
+    _, lse = reference.compressed_attention(q, k, k, nsa)
+    importance = reference.block_importance(q, k, lse, nsa).double()
+    expected = 0.0
+    for t in range(T):
+        own = t // nsa.l_sel
+        free = [j for j in range(own + 1) if j not in (0, own - 1, own)]
+        for g in range(G):
+            mass = torch.zeros(own + 1, dtype=torch.float64)
+            for head in (2 * g, 2 * g + 1):
+                shares = (k_sel[0, : t + 1, g] @ looking[0, t, head] * 8**-0.5).softmax(0)
+                for s in range(t + 1):
+                    mass[s // nsa.l_sel] += shares[s] / 2
+            total = sum(importance[0, t, g, j] for j in free)
+            expected -= sum(mass[j] * (importance[0, t, g, j] / total).log() for j in free)
+    found = selection_loss(q, k, k_sel, nsa, looking=looking, queries=None)
+    torch.testing.assert_close(found, torch.as_tensor(expected / (T * G)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("T", [17, 61])
+def test_under_the_interpreter_blocks_from_outside_are_read(T: int) -> None:
+    """Forward and every gradient, against the definition."""
+    pytest.importorskip("triton")
+    sizes = {"dim": 32, "d_k": 16, "d_v": 16, "nsa": {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4}}
+    tokens, found = tokens_of(config_of(**sizes), T + 1), {}
+    for backend in ("triton", "reference"):
+        config = config_of(**{**RECIPE, "indexer_width": 16, **sizes})
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = NSATransformer(config, backend=backend, seed=0, device=device)
+        loss = loss_of(model, tokens.to(device))
+        (loss + model.auxiliary_loss()).backward()
+        found[backend] = loss, model.auxiliary_loss(), *(p.grad for p in model.parameters())
+    for a, b in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"indexer_width": 24, "selection_loss": 0.1}, "indexer_width = 24: .* use 2 or 4 or 8 or 16 or 32 or 64"),
+        ({"indexer_width": 4, "selection_loss": 0.1, "rotary_share": 0.0625}, r"\(4 channels\); use 32 or 64"),
+        ({"indexer_width": 32}, "nothing else teaches an indexer; use model.selection_loss = 0.05"),
+    ],
+)
+def test_what_no_indexer_can_be_is_refused(wrong: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig(**wrong)
+
+
+def test_the_production_model_stays_under_80_million_parameters_with_it() -> None:
+    config = ModelConfig(rotary_share=0.5, matching_heads=3, selection_loss=0.05, indexer_width=32)
+    assert 79_000_000 < NSATransformer(config, seed=0).parameter_count() <= 80_000_000
