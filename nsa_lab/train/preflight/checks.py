@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from nsa_lab.config import RunConfig
+from nsa_lab.config.model import FORCED_BLOCKS
 from nsa_lab.data import DataError, FillProgress
 from nsa_lab.runs import names
 from nsa_lab.runs.summary import size_text
@@ -195,13 +196,16 @@ def gradients(parts: Parts) -> Check:
         torch.cuda.reset_peak_memory_stats(parts.device)
     with parts.stepper.autocast():
         logits = logits_of(parts.model, batch.inputs.to(parts.device), batch.documents)
-    token_losses(logits, batch.targets.to(parts.device)).backward()
+    (token_losses(logits, batch.targets.to(parts.device)) + parts.stepper.added(batch.inputs.numel())).backward()
     wanted = [(name, p) for name, p in parts.model.named_parameters() if p.requires_grad]
     without = [name for name, p in wanted if p.grad is None or not _usable(parts.world.full(p.grad))]
     parts.optimizer.zero_grad(set_to_none=True)
     if stage.seq_len < parts.config.nsa.l:
         # No compression block fits, so its operator has nothing to learn from.
         without = [name for name in without if ".phi_" not in name]
+    if stage.seq_len <= FORCED_BLOCKS * parts.config.nsa.l_sel:
+        # Every block is read whatever its score, so there is nothing to teach an indexer.
+        without = [name for name in without if ".indexer." not in name]
     return Check("gradients", not without, f"without: {', '.join(without)}" if without else "all", "all parameters")
 
 
