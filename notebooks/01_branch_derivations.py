@@ -233,7 +233,9 @@ same("gated sum", gated_sum(three, gates), reference.combine(*(out[None] for out
 # %% [markdown]
 # ## 5 · Compression (eq. 7)
 #
-# $$\tilde k_i = \varphi\big(k_{id},\, \dots,\, k_{id+l-1}\big), \qquad i = 0, \dots, N-1$$
+# $$\tilde k_i = \varphi\big(k_{id},\, \dots,\, k_{id+l-1}\big)$$
+#
+# for the blocks $i = 0, \dots, N-1$, where
 #
 # $$N = \begin{cases}0 & T < l\\ \lfloor (T-l)/d \rfloor + 1 & \text{otherwise}\end{cases}$$
 #
@@ -298,13 +300,13 @@ fold("What comes out", f"query 50 reads {blocks_seen[50]} blocks; the first that
 #
 # ## 6 · Attention over the summaries (eq. 8)
 #
-# $$p_{t,i} = \operatorname{softmax}_i\!\Big(\tfrac{1}{\sqrt{D}}\, q_t \cdot \tilde k_i\Big), \qquad i\,d + l - 1 \le t$$
+# $$p_{t,i} = \operatorname{softmax}_i\!\Big(\tfrac{1}{\sqrt{D}}\, q_t \cdot \tilde k_i\Big)$$
 #
 # $$o^{cmp}_t = \sum_i p_{t,i}\,\tilde v_i$$
 #
-# *Over the blocks that $t$ may read, only*: those that are whole. It matters twice: for causality here, and once more
-# because $p$ is used again to rank blocks. A sum over blocks of the future in the denominator would change the past
-# whenever the future changes.
+# *Over the blocks that $t$ may read, only*: those that are whole, $i\,d + l - 1 \le t$. It matters twice: for causality
+# here, and once more because $p$ is used again to rank blocks. A sum over blocks of the future in the denominator would
+# change the past whenever the future changes.
 
 
 # %% tags=["lesson"]
@@ -337,14 +339,16 @@ show(figures.visible_blocks(64, toy))
 # Selection blocks are ranked by the attention that the summaries of their tokens got. A summary gives its weight to every
 # selection block with which it shares tokens, once for each stride of $d$ tokens that they share:
 #
-# $$p^{slc}_t[j] = \sum_i p_{t,i}\;\frac{\big|[id,\, id+l) \cap [j\,l_{sel},\, (j+1)\,l_{sel})\big|}{d}$$
+# $$p^{slc}_t[j] = \sum_i p_{t,i}\,\frac{s_{ij}}{d}$$
+#
+# $$s_{ij} = \big|[id,\, id+l) \cap [j\,l_{sel},\, (j+1)\,l_{sel})\big|$$
 #
 # $$p^{slc\,\prime}_t[j] = \sum_{\text{heads of the group}} p^{slc}_t[j]$$
 #
-# (*slc* is the paper's word for selected.) The lower one is equation 10: heads of a group choose together, so their
-# importances are added.
+# (*slc* is the paper's word for selected; $s_{ij}$ counts the tokens that the blocks $i$ and $j$ share.) The last one is
+# equation 10: heads of a group choose together, so their importances are added.
 #
-# **An erratum.** The paper writes the upper one, equation 9, as a double sum,
+# **An erratum.** The paper writes the first one, equation 9, as a double sum,
 #
 # $$p^{slc}_t[j] = \sum_{m=0}^{l'/d - 1}\; \sum_{n=0}^{l/d - 1} p^{cmp}_t\Big[\tfrac{l'}{d}\, j - m - n\Big].$$
 #
@@ -386,9 +390,9 @@ for sizes in ({}, {"l": 8, "d": 4, "l_sel": 16}, {"l": 16, "d": 16, "l_sel": 32}
 show(figures.overlap_weights(NSAConfig(), compressed=12, selection=3))
 
 # %% [markdown]
-# **What to notice.** Left, block $j = 1$ collects the summaries 3 to 7, which are those that touch its tokens 64 to
-# 127: inner ones twice, the two at its edges once. Right, as printed, the same five weights sit three columns too far
-# left.
+# **What to notice.** In the first picture, block $j = 1$ collects the summaries 3 to 7, which are those that touch its
+# tokens 64 to 127: inner ones twice, the two at its edges once. In the second, as printed, the same five weights sit
+# three columns too far left.
 #
 # ### Predict 2
 #
@@ -454,8 +458,8 @@ for position in (0, 15, 16, 47, 63):
 show(figures.importance_map(importance[:, 0].float(), listed[0, :, 0], toy, "the toy, group 0"))
 
 # %% [markdown]
-# **What to notice.** Left the scores, right what becomes of them. The forced blocks (red) are a floor and a diagonal;
-# what is left, one place, goes to the brightest of the other candidates. With random numbers it jumps about from query
+# **What to notice.** First the scores, then what becomes of them. The forced blocks are a floor and a diagonal; what is
+# left, one place, goes to the brightest of the other candidates. With random numbers it jumps about from query
 # to query.
 #
 # ### Predict 3
@@ -539,9 +543,9 @@ show(figures.branch_masks(listed[0, :, 0], toy))
 # %% [markdown]
 # **What to notice.** Three pictures with gaps take the place of one full triangle. The staircase of the compressed branch
 # is narrow because a column is a block, not a token. The selected branch is full for the first 32 queries, which have no
-# more than $n_{sel} = 4$ blocks to choose from; below them white gaps appear, a block wide. The pairs add up to *more*
+# more than $n_{sel} = 4$ blocks to choose from; below them gaps appear, a block wide. The pairs add up to *more*
 # than dense attention's: 64 tokens are still a short text, as the first picture said. What counts is the shape: with the
-# length, the triangle grows as a square, the two on the right as bands.
+# length, the triangle grows as a square, the selected branch and the window as bands.
 #
 # ## 11 · All of it together (eq. 5)
 
@@ -633,9 +637,9 @@ show(figures.importance_map(text_importance[0, :, 1], text_blocks[0, :, 1], usua
 
 # %% [markdown]
 # **What to notice.** Up to $t = 1023$ everything is chosen, as predicted; then the grey of blocks that are passed over
-# sets in, and takes up more and more: 13 free places, ever more candidates. The red staircase and floor are the forced
-# blocks. Look closely at the orange: neighbouring queries look for different passages, and so hand-made heads choose
-# anew at almost every character. What trained heads do with their freedom, notebook 05 shows of any run.
+# sets in, and takes up more and more: 13 free places, ever more candidates. The staircase and the floor are the forced
+# blocks. Look closely at those chosen by score: neighbouring queries look for different passages, and so hand-made
+# heads choose anew at almost every character. What trained heads do with their freedom, notebook 05 shows of any run.
 #
 # ## 15 · The explorer
 #

@@ -63,7 +63,7 @@ training.describe()
 # %% [markdown]
 # ## The run
 #
-# Interrupting the cell below ends the following, not the run.
+# Interrupting the cell below stops the watching, not the run.
 
 # %%
 training.start()

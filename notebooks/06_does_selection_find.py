@@ -110,7 +110,8 @@ show(figures.accuracy_curves(curves, chance=1 / task.symbols))
 #
 # ## What is the choice worth?
 #
-# The trained weights stay, and the choice of blocks is replaced in every layer:
+# The trained weights stay, and the choice of blocks is replaced in every layer. The sequences are other ones than those
+# of the curves above, so `chosen` need not repeat their last points exactly.
 #
 # | | the selected branch reads | what its answers say, beside those of `chosen` |
 # |---|---|---|

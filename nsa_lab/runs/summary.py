@@ -23,7 +23,7 @@ def settings_of(config: RunConfig) -> str:
     model = config.model
     return (
         f"{model.attention}, {model.n_layers} layers of width {model.dim}, {steps_of(config.train)} tokens, "
-        f"{config.data.source}, {config.runtime.precision}"
+        f"{SOURCES[config.data.source]}, {config.runtime.precision}"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from fake_run import write_run
 from page import keep
 
-from nsa_lab.report import write_index, write_report
+from nsa_lab.report import compare, write_index, write_report
 
 pytestmark = pytest.mark.browser
 
@@ -61,6 +61,26 @@ def test_on_a_phone_nothing_overflows_and_panels_stand_below_each_other(browser,
     style = "return getComputedStyle(document.querySelector('.panels img')).filter"
     assert "invert" in browser.execute_script(style), "pictures follow a dark page"
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_on_a_phone_the_list_of_runs_and_a_comparison_are_seen_whole(browser, tmp_path):
+    (tmp_path / "runs").mkdir()
+    names = ("production_50k-20260101T000000Z-abcd", "production_50k_dense-20260101T000000Z-abcd")
+    runs = [write_run(tmp_path / name).rename(tmp_path / "runs" / name) for name in names]
+    pages = write_index(tmp_path / "runs"), compare(runs, tmp_path / "comparison.html")
+    metrics = {"width": 390, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    for page in pages:
+        browser.get(page.as_uri())
+        (table, *_) = browser.find_elements("css selector", "table")
+        assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", table), page.name
+    browser.get(pages[0].as_uri())
+    (_, loss, *_) = browser.find_elements("css selector", "tbody tr:first-child td")
+    named = "return getComputedStyle(arguments[0], '::before').content"
+    assert browser.execute_script(named, loss) == '"validation, bits per byte: "'
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.get(pages[0].as_uri())
+    assert browser.execute_script(named, browser.find_element("css selector", "tbody td")) == "none"
 
 
 @pytest.mark.slow
