@@ -49,7 +49,8 @@ def cases(file: str, *names: str) -> list[str]:
 
 
 MODEL = [
-    f"tests/model/test_model_{name}.py" for name in ("definition", "recall", "numbers", "observe", "precision", "layer")
+    f"tests/model/test_model_{name}.py"
+    for name in ("definition", "recall", "indexer", "numbers", "observe", "precision", "layer")
 ]
 PACKED = cases(
     "kernels/test_packed.py",
@@ -91,6 +92,7 @@ SUITES = {
     "attention.checks": attention_tests("dispatch"),
     "attention.dispatch": attention_tests("launches", "dispatch"),
     "model.attention": [*MODEL, "tests/inference/test_decode.py"],
+    "model.indexer": MODEL,
     "model.initial": MODEL,
     "model.layers": MODEL,
     "model.statistics": MODEL,
@@ -149,6 +151,10 @@ OTHERS = {
     "attention.kernels.selected.backward": SELECTED,
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
+    "attention.kernels.operator": cases(
+        "model/test_model_indexer.py", "under_the_interpreter_blocks_from_outside_are_read"
+    ),
+    "train.preflight.checks": ["tests/train/test_preflight.py"],
     "inference.cache": ["tests/inference/test_decode.py"],
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
@@ -660,7 +666,8 @@ MUTANTS = [
     Mutant(
         "dispatch: the whole operator of triton is computed by torch",
         "attention.dispatch",
-        "        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, **where)",
+        "        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, "
+        "**where)",
         "        run = dict.fromkeys(PARTS, torch_backend)",
     ),
     Mutant(
@@ -812,8 +819,8 @@ MUTANTS = [
     Mutant(
         "decoding: blocks that overlap forget what they share",
         "inference.cache",
-        "self._k_raw[:, new * self._nsa.d :], self._v_raw[:, new * self._nsa.d :]",
-        "self._k_raw[:, new * self._nsa.l :], self._v_raw[:, new * self._nsa.l :]",
+        "read = slice(new * self._nsa.d, None)",
+        "read = slice(new * self._nsa.l, None)",
     ),
     Mutant("decoding: the strongest head chooses", "inference.cache", "(p.sum(2) @ carry)", "(p.amax(2) @ carry)"),
     Mutant(
@@ -968,32 +975,92 @@ MUTANTS = [
     ),
     Mutant("model: softmax gate over the heads", "model.attention", "logits.softmax(-1)", "logits.softmax(-2)"),
     Mutant(
-        "model: late keys of every group",
-        "model.attention",
-        "late_by_one(k[:, :, :, :1], span, before)\n        roped = torch.cat([q, torch.cat([late, k[:, :, :, 1:]], dim=3)",
-        "late_by_one(k, span, before)\n        roped = torch.cat([q, torch.cat([late], dim=3)",
-    ),
-    Mutant(
         "model: the late key of a document's first token is the last document's",
-        "model.attention",
+        "model.layers",
         "    if begins[1:]:\n",
         "    if False:\n",
     ),
+    Mutant("model: late keys are two tokens late", "model.layers", "[first, x[:, :-1]]", "[first, first, x[:, :-2]]"),
     Mutant(
-        "model: late keys are two tokens late", "model.attention", "[first, keys[:, :-1]]", "[first, first, keys[:, :-2]]"
+        "model: decoding forgets the unread key", "model.layers", "if before is None else before", "if True else before"
     ),
     Mutant(
-        "model: decoding forgets the unread key", "model.attention", "if before is None else before", "if True else before"
+        "model: the selection loss in evaluation too",
+        "model.attention",
+        "if not (self.training and self.config.taught)",
+        "if not self.config.taught",
     ),
-    Mutant("model: the selection loss in evaluation too", "model.attention", "taught = self.training and ", "taught = "),
     Mutant("model: the selection loss without its weight", "model.attention", "else taught * weight", "else taught"),
     Mutant(
         "model: matching heads of the second group",
         "model.initial",
-        "[: c.matching_heads] = by_branch[0, 0]",
-        "[: c.matching_heads] = by_branch[0, -1]",
+        "[: layer.config.matching_heads] = keys[0, 0]",
+        "[: layer.config.matching_heads] = keys[0, -1]",
     ),
-    Mutant("model: branches' keys start apart", "model.initial", "by_branch[1:] = by_branch[0]", "pass"),
+    Mutant("model: branches' keys start apart", "model.initial", "keys[1:] = keys[0].clone()", "pass"),
+    Mutant(
+        "model: the short convolution of every group starts as a shift",
+        "model.layers",
+        "self.weight[1, :, 0] = self.weight[0, :, 1:] = 1.0",
+        "self.weight[1] = 1.0",
+    ),
+    Mutant(
+        "model: the short convolution's weights change places", "model.layers", "this, last = self", "last, this = self"
+    ),
+    Mutant("indexer: its loss reaches the trunk", "model.indexer", "self.qk(x.detach())", "self.qk(x)"),
+    Mutant(
+        "indexer: the angles of neighbouring pairs",
+        "model.indexer",
+        "table[:, :: self.config.indexer_step]",
+        "table[:, : table.shape[1] // self.config.indexer_step]",
+    ),
+    Mutant("indexer: its keys are not those of the token before", "model.indexer", "if self.convolution:", "if False:"),
+    Mutant(
+        "indexer: starts with neighbouring channels",
+        "model.initial",
+        "queries[:: c.heads_per_group, :: c.indexer_step]",
+        "queries[:: c.heads_per_group, : c.indexer_width]",
+    ),
+    Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1,", "found.copy_(keys[2,"),
+    Mutant("indexer: taught by its own attention", "model.attention", "looking=looking,", "looking=None,"),
+    Mutant(
+        "indexer: the model does not read its blocks", "model.attention", "blocks=blocks, backend", "blocks=None, backend"
+    ),
+    Mutant(
+        "indexer: what is observed are the branch's own blocks",
+        "model.attention",
+        "*self.scoring(x, inputs, rotary, span), nsa",
+        "q, k_cmp, nsa",
+    ),
+    Mutant(
+        "indexer: a prompt is read by other blocks", "inference.cache", "blocks=blocks, backend", "blocks=None, backend"
+    ),
+    Mutant("indexer: decoding chooses by the compressed keys", "inference.cache", "if q_index is not None:", "if False:"),
+    Mutant("indexer: decoding forgets its unread key", "inference.cache", "before=self._index_unread", "before=None"),
+    Mutant(
+        "dispatch: blocks from outside are chosen anew",
+        "attention.dispatch",
+        "if blocks is None:\n        blocks",
+        "if True:\n        blocks",
+    ),
+    Mutant(
+        "operator: blocks from outside are chosen anew",
+        "attention.kernels.operator",
+        "n_sel, *where) if chosen is None else chosen",
+        "n_sel, *where)",
+    ),
+    Mutant(
+        "operator: the gradient is of other blocks than were read",
+        "attention.kernels.operator",
+        "blocks = blocks if chosen is None else chosen",
+        "blocks = blocks if chosen is None else chosen.flip(1)",
+    ),
+    Mutant(
+        "preflight: an indexer needs no gradient",
+        "train.preflight.checks",
+        "FORCED_BLOCKS * parts.config.nsa.l_sel",
+        "99 * parts.config.nsa.l_sel",
+    ),
     Mutant(
         "model: gates start at zero",
         "model.initial",

@@ -3,9 +3,11 @@
     NAME=nsa_start2_half ARGS='{"kind": "nsa", "start": 2, "rotated": 0.5}' OUT=. python docs/science/probe.py CORPUS
 
 Needs one CUDA device with about 40 GB. CORPUS holds train-*.parquet, validation-*.parquet and long-*.parquet with a column
-`text`. Everything random is a function of the seed in ARGS. Writes NAME.json: arguments, speed, curve, needle accuracy by
+`text`, or the first two files of each as one SPLIT.jsonl.xz. Everything random is a function of the seed in ARGS. Writes NAME.json: arguments, speed, curve, needle accuracy by
 length and depth, the same under interventions, and bits per byte of `long` in windows of 32 768. It is written for the
 library as it was at commit e5ad06b: check that out beside this one, and put it on PYTHONPATH.
+
+STEPS=393,262,254 shortens the phases. SAVE=FILE keeps weights and moments after the first phase, LOAD=FILE begins with the second.
 
 ARGS: kind (nsa, dense), seed, phases (run only the first ones), and the factors that the table varies:
 conv     width of a causal depthwise convolution of the keys before rotation, k + SiLU(conv k)
@@ -22,13 +24,21 @@ oracle   weight of a loss that teaches the compressed keys where the selected br
 oracle_trunk  true: that loss also moves what lies before the compressed keys, and the queries; the target stays fixed
          (a list: the weight in each phase)
 pool     true: compressed keys and values are weighted means, the weights a softmax over the block of a score per token
+cpool    true: compressed keys and values are means weighted by channel, the weights a softmax over the block's tokens of a linear
+         map of the token's own key (value), and of its place; they start equal
+indexer  true: the choice has a query and a key of its own, one head per group, from an input that passes no gradient on;
+         `oracle` then teaches these alone
+still    true: these are not rotated
 n_sel    blocks that a query reads
+l, d     compressed blocks: length and stride
+rule_set the rules of `rules`
 rules    true: at the end, text and needles at 32 768 under other rules of choice on the same weights (see RULES)
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import multiprocessing as mp
 import os
@@ -37,7 +47,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,8 +84,14 @@ MODE = ["chosen"]
 
 
 def read(split: str) -> np.ndarray:
-    files = sorted(CORPUS.glob(f"{split}-*.parquet"))[:2]
-    return np.frombuffer("\n\n".join(t for f in files for t in pq.read_table(f)["text"].to_pylist()).encode(), np.uint8)
+    if (packed := CORPUS / f"{split}.jsonl.xz").exists():
+        with lzma.open(packed, "rt", encoding="utf-8") as lines:
+            texts = [json.loads(line)["text"] for line in lines]
+    else:
+        from pyarrow import parquet
+
+        texts = [text for f in sorted(CORPUS.glob(f"{split}-*.parquet"))[:2] for text in parquet.read_table(f)["text"].to_pylist()]
+    return np.frombuffer("\n\n".join(texts).encode(), np.uint8)
 
 
 def name(rng: np.random.Generator) -> str:
@@ -195,14 +210,29 @@ class Sparse(library.NSAttention):
         gates = self.gates(x).to(q.dtype)
         if ARGS.get("pool"):
             k_cmp, v_cmp = self.pooled(x, k_cmp, v_cmp)
+        elif ARGS.get("cpool"):
+            k_cmp, v_cmp = self.pool_k(k_cmp, c.nsa), self.pool_v(v_cmp, c.nsa)
         else:
             k_cmp, v_cmp = compress(k_cmp, c.nsa), compress(v_cmp, c.nsa)
-        if "oracle" in ARGS and self.training:
+        if ARGS.get("indexer"):
+            self.scored = self.own_scores(x.detach(), rotary)
+            if "oracle" in ARGS and self.training:
+                self.taught = oracle_loss(*self.scored, k_sel.detach(), c.nsa, target=q.detach())
+        elif "oracle" in ARGS and self.training:
             if ARGS.get("oracle_trunk"):
                 self.taught = oracle_loss(q, k_cmp, k_sel.detach(), c.nsa)
             else:
                 self.taught = oracle_loss(q.detach(), self.compressed_keys(x.detach(), rotary), k_sel.detach(), c.nsa)
         return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
+
+    def own_scores(self, x, rotary):
+        """The choice's own queries [B, T, G, d_k] and compressed keys [B, N, G, d_k]."""
+        c = self.config
+        q, k = self.scores(x).unflatten(-1, (2, c.n_kv_groups, c.d_k)).unbind(2)
+        k = self.score_lags(k.flatten(2)).unflatten(-1, (c.n_kv_groups, c.d_k))
+        if not ARGS.get("still"):
+            q, k = rotate(torch.cat([q, k], 2), rotary).split(c.n_kv_groups, 2)
+        return q, self.pool_s(k, c.nsa) if ARGS.get("cpool") else compress(k, c.nsa)
 
     def pooled(self, x, k, v):
         """Blocks as weighted means; the weights a softmax over the block of a score per token and group."""
@@ -229,6 +259,8 @@ class Sparse(library.NSAttention):
 
     def forward(self, x, rotary):
         parts = self.project(x, rotary)
+        if MODE[0] == "chosen" and ARGS.get("indexer"):
+            return self.out(indexed(*parts, *self.scored, self.config.nsa).flatten(2))
         if MODE[0] == "chosen":
             return self.out(nsa_attention(*parts, self.config.nsa, backend=self.backends).flatten(2))
         return self.out(self.changed(*parts).flatten(2))
@@ -242,7 +274,9 @@ class Sparse(library.NSAttention):
         else:
             rule, _, n_sel = MODE[0].partition("-")
             wide = nsa.model_copy(update={"n_sel": int(n_sel)}) if n_sel else nsa
-            if rule in RULES:
+            if ARGS.get("indexer") and rule in ("chosen", "nosel", "nocmp", "nowin"):
+                blocks = blocks_of(*self.scored, wide)
+            elif rule in RULES:
                 blocks = chosen_by(RULES[rule], q, k_cmp, k_sel, wide)
             else:
                 blocks = select_blocks(q, k_cmp, lse, wide, backend="triton")
@@ -251,6 +285,35 @@ class Sparse(library.NSAttention):
         silent = ("nocmp", "nosel", "nowin")
         branches = [out * (MODE[0] != mode) for out, mode in zip((cmp, sel, win), silent, strict=True)]
         return reference.combine(*branches, gates)
+
+
+class Pool(nn.Module):
+    """phi [B, T, G, D] -> [B, N, G, D]: a mean over the block, weighted by channel; the weights start equal."""
+
+    def __init__(self, l: int, width: int) -> None:
+        super().__init__()
+        self.salience, self.place = nn.Parameter(torch.zeros(width, width)), nn.Parameter(torch.zeros(l, width))
+
+    def forward(self, x, nsa):
+        score = x @ self.salience.to(x.dtype)
+        blocks, scores = x.unfold(1, nsa.l, nsa.d), score.unfold(1, nsa.l, nsa.d)  # [B, N, G, D, l]
+        return ((scores.float() + self.place.T).softmax(-1) * blocks.float()).sum(-1).to(x.dtype)
+
+
+def blocks_of(q, k, nsa):
+    lse = compressed_attention(q, k, k, nsa, backend="triton")[1]
+    return select_blocks(q, k, lse, nsa, backend="triton")
+
+
+@torch.compiler.disable
+def indexed(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, q_score, k_score, nsa):
+    """NSA with blocks chosen by other queries and keys than the compressed branch's."""
+    with torch.no_grad():
+        blocks = blocks_of(q_score, k_score, nsa)
+    cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend="triton")[0]
+    sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend="triton")[0]
+    win = window_attention(q, k_win, v_win, nsa, backend="triton")[0]
+    return reference.combine(cmp, sel, win, gates)
 
 
 def chosen_by(rule, q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: int = 1024) -> Tensor:
@@ -326,14 +389,18 @@ RULES = {
 }
 
 
-def oracle_loss(q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: int = 64) -> Tensor:
-    """Cross-entropy of the importances against where the selected branch looks when it may read everything."""
+def oracle_loss(q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: int = 64, target: Tensor | None = None) -> Tensor:
+    """Cross-entropy of the importances against where the selected branch looks when it may read everything.
+
+    `target`: the selected branch's own queries, where q are others.
+    """
     T, G, scale = q.shape[1], k_sel.shape[2], q.shape[-1] ** -0.5
     blocks = num_selection(T, nsa)
     t = torch.randint(T, (rows,), device=q.device)
     q = q[:, t].unflatten(2, (G, -1))  # [B, R, G, h, D]
     with torch.no_grad():
-        scores = torch.einsum("brghd,bsgd->bgrhs", q, k_sel).float() * scale
+        looks = q if target is None else target[:, t].unflatten(2, (G, -1))
+        scores = torch.einsum("brghd,bsgd->bgrhs", looks, k_sel).float() * scale
         scores.masked_fill_(torch.arange(T, device=q.device) > t[:, None, None], float("-inf"))
         mass = F.pad(scores.softmax(-1).mean(3), (0, blocks * nsa.l_sel - T)).unflatten(-1, (blocks, nsa.l_sel)).sum(-1)
         free = ~forced_blocks(t, blocks, nsa) & (torch.arange(blocks, device=q.device) * nsa.l_sel <= t[:, None])
@@ -380,9 +447,34 @@ def start_as_matching(attention: nn.Module, n: int, width: int) -> None:
     queries[0, : h // 2] = keys[0, 0]
 
 
+@torch.no_grad()
+def start_scores_as_matching(attention: nn.Module) -> None:
+    """The choice starts as the first group's matching heads do, and as the second group's first head."""
+    c = attention.config
+    G, d, h = c.n_kv_groups, c.d_k, c.heads_per_group
+    attention.score_lags.weight.copy_(attention.lags.weight.unflatten(1, (-1, G, d))[:, 0].flatten(1))
+    rows = attention.qkv.weight
+    queries, keys = rows[: G * h * d].view(G, h, d, -1)[:, 0], rows[G * h * d :][: G * d].view(G, d, -1)
+    attention.scores.weight.copy_(torch.cat([queries, keys]).flatten(0, 1))
+
+
+def save_state(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+    torch.save({n: (p.detach(), optimizer.state.get(p, {})) for n, p in model.named_parameters()}, path)
+
+
+@torch.no_grad()
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+    """Weights and moments by name; parameters that the file does not know start anew."""
+    saved = torch.load(path, map_location="cuda", weights_only=True)
+    for name, p in model.named_parameters():
+        if name in saved:
+            p.copy_(saved[name][0])
+            optimizer.state[p] = dict(saved[name][1])
+
+
 def build() -> library.NSATransformer:
     seed, nsa = ARGS.get("seed", 0), ARGS["kind"] == "nsa"
-    config = ModelConfig(attention=ARGS["kind"], rope_theta=500000.0, nsa=NSAConfig(n_sel=ARGS.get("n_sel", 16)))
+    config = ModelConfig(attention=ARGS["kind"], rope_theta=500000.0, nsa=NSAConfig(**{k: ARGS[k] for k in ("n_sel", "l", "d") if k in ARGS}))
     torch.manual_seed(seed)
     model = library.NSATransformer(config, device="cuda", dtype=torch.bfloat16, seed=seed)
     n = 3 if nsa and not ARGS.get("share") else 1
@@ -401,6 +493,15 @@ def build() -> library.NSATransformer:
         if ARGS.get("pool"):
             attention.salience = nn.Linear(config.dim, config.n_kv_groups, bias=False)
             nn.init.zeros_(attention.salience.weight)
+        if ARGS.get("cpool"):
+            attention.pool_k, attention.pool_v = Pool(config.nsa.l, config.d_k), Pool(config.nsa.l, config.d_v)
+            if ARGS.get("indexer"):
+                attention.pool_s = Pool(config.nsa.l, config.d_k)
+        if ARGS.get("indexer"):
+            attention.scores = nn.Linear(config.dim, 2 * config.n_kv_groups * config.d_k, bias=False)
+            nn.init.normal_(attention.scores.weight, std=config.dim**-0.5)
+            attention.score_lags = Lags(config.n_kv_groups * config.d_k, 2)
+            start_scores_as_matching(attention)
         if "canon" in ARGS:
             block.__class__ = Block
             block.before_attention, block.before_mlp = (Lags(config.dim, ARGS["canon"]) for _ in range(2))
@@ -490,7 +591,7 @@ def judge_phase(model: nn.Module, phase: int, last: bool, record: dict) -> None:
             record["needle"].setdefault(f"after{T}", {})[length] = result
             print(NAME, f"after {T}: needle at {length} {result['mean']:.3f}", flush=True)
     if ARGS["kind"] == "nsa" and record["needle"][f"after{T}"][T]["mean"] > 0.02:
-        for mode in ("all",) if not last else ("random", "all", "nosel", "nocmp", "nowin"):
+        for mode in ("all",) if not last else ("random", "all", "nocmp"):
             MODE[0] = mode
             for length in {T, min(4 * T, 32768)} if T > 2048 else {T}:
                 record["needle"][f"after{T}-{mode}-{length}"] = found = {length: ask(model, length, per_depth=3)}
@@ -502,10 +603,12 @@ def judge_phase(model: nn.Module, phase: int, last: bool, record: dict) -> None:
 def compare_rules(model: nn.Module, record: dict) -> None:
     """Text of every 18th window of `long` and needles at the last length, by rule of choice on the same weights."""
     T, record["rules"] = PLAN[-1][0], {}
-    for mode in ("chosen", "chosen-64", "all", *RULES, "oracle-64", "means-64"):
+    for mode in ARGS.get("rule_set", ["chosen", "oracle", "all", "chosen-64", "random"]):
         MODE[0] = mode
-        record["rules"][mode] = row = {"long": long_text(model, T, every=18), "needle": ask(model, T, per_depth=2)["mean"]}
-        print(NAME, f"rule {mode}: long {np.mean(row['long']):.4f}, needle {row['needle']:.2f}", flush=True)
+        record["rules"][mode] = row = {"long": long_text(model, T, every=18)}
+        if mode in ("chosen", "all", "means", "bounds"):
+            row["needle"] = ask(model, T, per_depth=2)["mean"]
+        print(NAME, f"rule {mode}: long {np.mean(row['long']):.4f}, needle {row.get('needle', -1):.2f}", flush=True)
     MODE[0] = "chosen"
 
 
@@ -515,8 +618,14 @@ def main(pool) -> None:
     record = {"name": NAME, "args": ARGS, "params": model.parameter_count(), "phases": [], "needle": {}, "curve": []}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     phases = ARGS.get("phases", len(PLAN))
-    for phase in range(phases):
+    first = 0
+    if "LOAD" in os.environ:
+        load_state(model, optimizer, os.environ["LOAD"])
+        first = 1
+    for phase in range(first, phases):
         train_phase(model, optimizer, pool, phase, record)
+        if phase == 0 and "SAVE" in os.environ:
+            save_state(model, optimizer, os.environ["SAVE"])
         judge_phase(model, phase, phase == phases - 1, record)
         (OUT / f"{NAME}.json").write_text(json.dumps(record))
     if phases == len(PLAN):

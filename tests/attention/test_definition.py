@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import brute_force
 import numpy as np
 import pytest
 import torch
-from attention_inputs import CORNERS, Shape, arms, arrays, as_lists, plain, running, shapes
+from attention_inputs import CORNERS, SMALL, Shape, arms, arrays, as_lists, plain, running, shapes
 from hypothesis import given
 
 from nsa_lab import attention
@@ -160,3 +163,44 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(arm: str, scale: float) 
         out = attention.nsa_attention(*inputs, shape.nsa, backend=backend)
     expected = brute_force.nsa_attention(*arrays(inputs), plain(shape.nsa))
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-10, atol=1e-10)
+
+
+@arms
+def test_blocks_from_outside_are_read_in_place_of_the_chosen_ones(arm: str) -> None:
+    """Chosen by queries and keys of another width, one query per group: forward and gradients."""
+    shape = Shape(SMALL.model_copy(update={"n_sel": 5}), T=45)
+    inputs, nsa, g = shape.inputs(), shape.nsa, plain(shape.nsa)
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randn(*x.shape[:2], inputs.k_cmp.shape[2], 3, generator=generator) for x in (inputs.q, inputs.k_cmp)]
+    q, k = (x.to(inputs.q.dtype) for x in rows)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with running(arm) as backend:
+        blocks = attention.choose_blocks(q, k, nsa, backend=backend)
+        out = attention.nsa_attention(*leaves, nsa, blocks=blocks, backend=backend)
+        own = attention.nsa_attention(*inputs, nsa, backend=backend)
+    assert as_lists(blocks) == brute_force.select_blocks(q.numpy(), k.numpy(), g)
+    assert_equal(out.detach(), brute_force.nsa_attention(*arrays(inputs), g, (q.numpy(), k.numpy())))
+    assert not torch.allclose(out.detach(), own)
+    definition = [x.clone().requires_grad_() for x in inputs]
+    expected = attention.reference.nsa_attention(*definition, nsa, blocks=blocks)
+    found = torch.autograd.grad(out.square().sum(), leaves)
+    for a, b in zip(found, torch.autograd.grad(expected.square().sum(), definition), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda blocks: blocks.long(), "blocks: expected int32, got torch.int64; use blocks.int()"),
+        (lambda blocks: blocks[:, 1:], "blocks: expected"),
+        (lambda blocks: blocks[..., 1:], "blocks: expected"),
+    ],
+)
+def test_blocks_from_outside_that_do_not_fit_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    shape = Shape(SMALL.model_copy(update={"n_sel": 5}), T=45)
+    inputs = shape.inputs()
+    blocks = change(attention.choose_blocks(inputs.q, inputs.k_cmp, shape.nsa))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        attention.nsa_attention(*inputs, shape.nsa, blocks=blocks)

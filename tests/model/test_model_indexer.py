@@ -55,9 +55,10 @@ def test_blocks_are_those_of_its_queries_and_keys() -> None:
     torch.testing.assert_close(mixed, reference.nsa_attention(*inputs, model.config.nsa, blocks=seen["blocks"]))
 
 
-def test_it_starts_as_the_first_head_of_its_group_looks() -> None:
+@pytest.mark.parametrize("matching", [0, 1])
+def test_it_starts_as_the_first_head_of_its_group_looks(matching: int) -> None:
     """As wide as a head, it asks with that head's queries and is found by the selected branch's keys."""
-    model = built(indexer_width=8)
+    model = built(indexer_width=8, matching_heads=matching)
     layer, tokens = model.blocks[0].attention, tokens_of(model.config, 40)
     assert isinstance(layer, SparseAttention) and layer.indexer is not None
     x, rotary = model._enter(tokens)
@@ -67,10 +68,12 @@ def test_it_starts_as_the_first_head_of_its_group_looks() -> None:
 
 
 def test_a_narrow_one_has_every_other_channel_with_its_own_angle() -> None:
-    model = built()
+    model = built(d_k=16, indexer_width=8)
     layer, tokens = model.blocks[0].attention, tokens_of(model.config, 40)
     x, rotary = model._enter(tokens)
-    torch.testing.assert_close(layer.indexer(x, rotary).k, layer.heads(x, rotary).keys[1][..., ::2])
+    heads, index = layer.heads(x, rotary), layer.indexer(x, rotary)
+    torch.testing.assert_close(index.q, heads.q[:, :, ::2, ::2])
+    torch.testing.assert_close(index.k, heads.keys[1][..., ::2])
 
 
 def test_its_documents_are_alone() -> None:
@@ -108,7 +111,7 @@ def test_the_loss_holds_its_scores_against_the_heads_own_attention() -> None:
     torch.testing.assert_close(found, torch.as_tensor(expected / (T * G)), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("T", [17, 61])
+@pytest.mark.parametrize("T", [17, 97])
 def test_under_the_interpreter_blocks_from_outside_are_read(T: int) -> None:
     """Forward and every gradient, against the definition."""
     pytest.importorskip("triton")
@@ -117,7 +120,10 @@ def test_under_the_interpreter_blocks_from_outside_are_read(T: int) -> None:
     for backend in ("triton", "reference"):
         config = config_of(**{**RECIPE, "indexer_width": 16, **sizes})
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = NSATransformer(config, backend=backend, seed=0, device=device)
+        model = NSATransformer(config, backend=backend, seed=0)
+        for block in model.blocks:
+            torch.nn.init.normal_(block.attention.indexer.qk.weight, generator=torch.Generator().manual_seed(1))
+        model.to(device)
         loss = loss_of(model, tokens.to(device))
         (loss + model.auxiliary_loss()).backward()
         found[backend] = loss, model.auxiliary_loss(), *(p.grad for p in model.parameters())
@@ -141,3 +147,16 @@ def test_what_no_indexer_can_be_is_refused(wrong: dict[str, float], words: str) 
 def test_the_production_model_stays_under_80_million_parameters_with_it() -> None:
     config = ModelConfig(rotary_share=0.5, matching_heads=3, selection_loss=0.05, indexer_width=32)
     assert 79_000_000 < NSATransformer(config, seed=0).parameter_count() <= 80_000_000
+
+
+def test_the_model_holds_it_against_the_heads_and_not_against_itself() -> None:
+    model = built(indexer_width=8)
+    layer, tokens = model.blocks[0].attention, tokens_of(model.config, 61)
+    torch.nn.init.normal_(layer.indexer.qk.weight)
+    x, rotary = model._enter(tokens)
+    x = 50 * x
+    _, taught = layer(x, rotary)
+    inputs = layer.project(x, rotary)
+    q, k = layer.scoring(x, inputs, rotary)
+    torch.testing.assert_close(taught, selection_loss(q, k, inputs[3], model.config.nsa, looking=inputs[0]))
+    assert (taught - selection_loss(q, k, inputs[3], model.config.nsa)).abs() > 1e-3

@@ -44,6 +44,8 @@ def test_matching_heads_find_what_came_after_the_same_token_from_the_start(atten
     assert (q[0, 30, 3] @ k[0, :31, 1].T).argmax() != 8
     weights = layer.qkv.weight[: (4 + layer.BRANCHES * 2) * 32].view(-1, 32, 64)
     keys = weights[4:].view(layer.BRANCHES, 2, 32, 64)
+    still = (model.blocks[0].attention_norm(x) @ keys[0, 1].T)[..., 2:]
+    torch.testing.assert_close(k[0, :, 1, 2:], still[0])  # the second group's keys are those of the token itself
     assert torch.equal(weights[0], keys[0, 0]) and torch.equal(weights[1], keys[0, 0])
     assert not torch.equal(weights[2], keys[0, 1]) and not torch.equal(weights[3], keys[0, 1])
     assert all(torch.equal(branch, keys[0]) for branch in keys)
