@@ -55,7 +55,7 @@ class BlockRows(NamedTuple):
 
 
 def block_rows(span: Span, nsa: NSAConfig, device: torch.device) -> BlockRows:
-    """Made once per span, device, l and d. With a capacity, shapes depend on the total alone."""
+    """Made once per span, device, l and d; shapes as in `Span.packed`."""
 
     def make() -> BlockRows:
         # A document of L >= l tokens has L // d whole strides, and all of them lie in its blocks, since d divides l.

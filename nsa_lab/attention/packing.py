@@ -1,8 +1,8 @@
 """Packed documents in other layouts: rows that are moved so that all documents can be computed as one text.
 
-A layout says where the rows of every document begin: bounds, an integer tensor [documents + 1] on the device, from 0, never
-falling, as `Span.cu_seqlens`. Row n of a document in one layout is its row n in another. How many operations this takes does
-not depend on the documents, and nothing waits for the device.
+A layout says where the rows of every document begin: bounds, an integer tensor [documents + 1] on the device, from 0,
+never falling, as `Span.cu_seqlens`. Row n of a document in one layout is its row n in another. How many operations this
+takes does not depend on the documents, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Take(torch.autograd.Function):
 def take(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
     """x [B, S, ...] -> [B, len(rows), ...], its rows `rows` [new rows]; zeros where that is `ABSENT`.
 
-    No row may be taken twice, and `back` [S] says where each of them came to stand, or `ABSENT`. So the gradient is a `take`
-    too. That of index_select adds in whatever order a GPU comes to it, and differs from run to run.
+    No row may be taken twice, and `back` [S] says where each of them came to stand, or `ABSENT`. So the gradient is a
+    `take` too. That of index_select adds in whatever order a GPU comes to it, and differs from run to run.
     """
     return cast(Tensor, _Take.apply(x, rows, back))  # pyright: ignore[reportUnknownMemberType]
 

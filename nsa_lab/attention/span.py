@@ -16,9 +16,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +45,10 @@ class DocumentRows(NamedTuple):
         return geometry.positions(self.first, self.last, device)
 
 
+def _nothing() -> dict[Hashable, Any]:
+    return {}  # torch.compile does not trace a call of dict[Hashable, Any], nor the lock of a cached_property
+
+
 @dataclass(frozen=True, repr=False)
 class Span:
     """Made by `Span.full`, `Span.chunk` or `Span.packed`; every function of the operator takes one as `span`."""
@@ -59,7 +62,7 @@ class Span:
     """Documents that shapes are laid out for; None: shapes follow the documents."""
     at_most: int | None = None
     """Tokens that no document exceeds, of all that launches are laid out for; None: see `longest_laid_out`."""
-    _kept: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, compare=False)
+    _kept: dict[Hashable, Any] = field(default_factory=_nothing, init=False, compare=False)
 
     @classmethod
     def full(cls, length: int) -> Span:
@@ -106,18 +109,21 @@ class Span:
         """Rows of keys and values."""
         return self.start + self.bounds[-1]
 
-    @cached_property
+    @property
     def documents(self) -> tuple[DocumentRows, ...]:
         """All of them in order, empty ones included."""
-        return tuple(
-            DocumentRows(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
-            for begin, end in pairwise(self.bounds)
+        return self.kept(
+            "documents",
+            lambda: tuple(
+                DocumentRows(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
+                for begin, end in pairwise(self.bounds)
+            ),
         )
 
-    @cached_property
+    @property
     def longest(self) -> int:
         """Keys of the longest document."""
-        return max(document.last for document in self.documents)
+        return self.kept("longest", lambda: max(document.last for document in self.documents))
 
     @property
     def longest_laid_out(self) -> int:
@@ -148,8 +154,12 @@ class Span:
 
     def compressed_bounds(self, nsa: NSAConfig) -> tuple[int, ...]:
         """Rows of compressed keys where documents begin and, last, end; rows past the end are padding (eq. 7)."""
-        counts = (geometry.num_compressed(document.last, nsa) for document in self.documents)
-        return tuple(accumulate(counts, initial=0))
+
+        def count() -> tuple[int, ...]:
+            counts = (geometry.num_compressed(document.last, nsa) for document in self.documents)
+            return tuple(accumulate(counts, initial=0))
+
+        return self.kept(("compressed_bounds", nsa.l, nsa.d), count)
 
     def compressed_rows(self, nsa: NSAConfig) -> tuple[slice, ...]:
         """Every document's rows of compressed keys and values."""
@@ -257,7 +267,7 @@ def _bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
         raise ValueError(f"{wanted}, got {cu_seqlens.dtype}; use cu_seqlens.int()")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"{wanted}, got shape {tuple(cu_seqlens.shape)}; one document of T tokens is [0, T]")
-    bounds = tuple(int(row) for row in cu_seqlens)
+    bounds = tuple(cast("list[int]", cu_seqlens.tolist()))  # pyright: ignore[reportUnknownMemberType]
     if bounds[0] != 0:
         raise ValueError(f"{wanted}, and it starts at {bounds[0]}; put a 0 in front, or subtract its first value")
     for number, (begin, end) in enumerate(pairwise(bounds)):

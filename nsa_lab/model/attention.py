@@ -26,15 +26,32 @@ from nsa_lab.attention import (
     selection_loss,
     window_attention,
 )
-from nsa_lab.attention.compression import make_phi
+from nsa_lab.attention.compression import BlockRows, block_rows, compress_documents, make_phi
 from nsa_lab.attention.dispatch import Choice
+from nsa_lab.attention.selection_loss import Asked, asked, loss_of
 from nsa_lab.attention.tracing import untraced
-from nsa_lab.config import ModelConfig
+from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model.layers import rotate
 
 # What `nsa_attention` takes: q, then keys and values of cmp, sel and win, then gates.
 AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Rotary = tuple[Tensor, Tensor]
+
+
+class Packing(NamedTuple):
+    """What a layer has to know of packed documents, as tensors: traced, it is the same whatever documents they are."""
+
+    begins: Tensor
+    """Bool [T], whether a token is the first of its document."""
+    blocks: BlockRows
+    asked: Asked | None
+    """None where the choice is not taught."""
+
+
+@untraced
+def _packing_of(span: Span, nsa: NSAConfig, device: torch.device, taught: bool) -> Packing:
+    """Made once per span, device and geometry."""
+    return Packing(span.begins(device), block_rows(span, nsa, device), asked(span, nsa, device) if taught else None)
 
 
 class Heads(NamedTuple):
@@ -51,11 +68,12 @@ class Heads(NamedTuple):
 
 
 def project_heads(
-    qkv: Tensor, config: ModelConfig, branches: int, rotary: Rotary, span: Span | None, before: Tensor | None
+    qkv: Tensor, config: ModelConfig, branches: int, rotary: Rotary, begins: Tensor | None, before: Tensor | None
 ) -> Heads:
-    """`Heads` of a projection's output [B, T, H d_k + branches G (d_k + d_v)], for x of positions `rotary` in `span`.
+    """`Heads` of a projection's output [B, T, H d_k + branches G (d_k + d_v)], for x of positions `rotary`.
 
-    `before` is the `unread` of the tokens before these; None: these are the first.
+    `begins` as in `Packing`; None: one document. `before` is the `unread` of the tokens before these; None: these are the
+    first.
     """
     c, keys = config, branches * config.n_kv_groups
     roped, values = qkv.split([(c.n_heads + keys) * c.d_k, keys * c.d_v], dim=-1)
@@ -63,26 +81,20 @@ def project_heads(
     if c.matching_heads:
         q, k = roped.split([c.n_heads, keys], dim=2)
         k = k.unflatten(2, (branches, c.n_kv_groups))
-        late_by_one = _late_documents if _is_packed(span) else _late
-        late, unread = late_by_one(k[:, :, :, :1], span, before)
+        late, unread = _late(k[:, :, :, :1], begins, before)
         roped = torch.cat([q, torch.cat([late, k[:, :, :, 1:]], dim=3).flatten(2, 3)], dim=2)
     # q and all keys are neighbours in the projection, so that one rotation turns them all.
     q, *turned = rotate(roped, rotary).split([c.n_heads, *[c.n_kv_groups] * branches], dim=2)
     return Heads(q, tuple(turned), values.unflatten(-1, (keys, c.d_v)).split(c.n_kv_groups, dim=2), unread)
 
 
-def _late(keys: Tensor, span: Span | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+def _late(keys: Tensor, begins: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys [B, T, ...] one row late, zeros where a document begins; and the last row, which nobody has read yet."""
     first = torch.zeros_like(keys[:, :1]) if before is None else before
     late = torch.cat([first, keys[:, :-1]], dim=1)
-    begins = [document.queries.start for document in span.documents if document.last] if span else []
-    if begins[1:]:
-        late[:, begins[1:]] = 0
+    if begins is not None:
+        late = late.masked_fill(begins.view(-1, *[1] * (keys.ndim - 2)), 0)
     return late, keys[:, -1:]
-
-
-def _is_packed(span: Span | None) -> bool:
-    return span is not None and span.kind == "packed"
 
 
 def weighted(taught: Tensor | None, weight: float, like: Tensor) -> Tensor:
@@ -110,35 +122,53 @@ class SparseAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, Tensor | None]:
         """The output, and in training the layer's `selection_loss`, 0-d; None where `ModelConfig.selection_loss` is 0."""
-        mix = _mix_documents if _is_packed(span) else SparseAttention.mix
-        mixed, taught = mix(self, self.heads(x, rotary, span), self.gates(x), span)
-        return self.out(mixed.flatten(2)), taught
-
-    def mix(self, heads: Heads, gates: Tensor, span: Span | None) -> tuple[Tensor, Tensor | None]:
-        """What the branches find, [B, T, H, d_v], and the selection loss as in `forward`."""
-        inputs = self._inputs(heads, gates, span)
-        q, k_cmp, _, k_sel, *_ = inputs
-        backends = self.backends or self._resolve(q, span)
-        mixed = nsa_attention(*inputs, self.config.nsa, backend=backends, span=span)
-        taught = self.training and self.config.taught
-        return mixed, selection_loss(q, k_cmp, k_sel, self.config.nsa, span=span) if taught else None
+        packing = self._packing(span, x.device)
+        inputs = self._project(x, rotary, span, packing)
+        taught = self._teach(inputs, span, packing) if self._teaches else None
+        attend = SparseAttention._attend if packing is None else _attend_documents
+        return self.out(attend(self, inputs, span).flatten(2)), taught
 
     def project(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> AttentionInputs:
         """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3].
 
         `rotary` is that of x's positions. x holds all keys: a span is full or packed.
         """
-        return self._inputs(self.heads(x, rotary, span), self.gates(x), span)
+        return self._project(x, rotary, span, self._packing(span, x.device))
 
-    def _inputs(self, heads: Heads, gates: Tensor, span: Span | None) -> AttentionInputs:
+    def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
+        """Queries, keys and values of x, before compression; `begins` and `before` as in `project_heads`."""
+        return project_heads(self.qkv(x), self.config, self.BRANCHES, rotary, begins, before)
+
+    def _packing(self, span: Span | None, device: torch.device) -> Packing | None:
+        """None where there is one document."""
+        if span is None or span.kind != "packed":
+            return None
+        return _packing_of(span, self.config.nsa, device, self._teaches)
+
+    def _project(self, x: Tensor, rotary: Rotary, span: Span | None, packing: Packing | None) -> AttentionInputs:
+        q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = self.heads(x, rotary, packing and packing.begins)
         nsa = self.config.nsa
-        q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = heads
-        k_cmp, v_cmp = compress(k_cmp, nsa, self.phi_k, span=span), compress(v_cmp, nsa, self.phi_v, span=span)
-        return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.to(q.dtype)
+        if packing is None:
+            k_cmp, v_cmp = compress(k_cmp, nsa, self.phi_k, span=span), compress(v_cmp, nsa, self.phi_v, span=span)
+        else:
+            k_cmp = compress_documents(k_cmp, nsa, self.phi_k, packing.blocks)
+            v_cmp = compress_documents(v_cmp, nsa, self.phi_v, packing.blocks)
+        return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, self.gates(x).to(q.dtype)
 
-    def heads(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Heads:
-        """Queries, keys and values of x, before compression; `before` as in `project_heads`."""
-        return project_heads(self.qkv(x), self.config, self.BRANCHES, rotary, span, before)
+    @property
+    def _teaches(self) -> bool:
+        return self.training and self.config.taught
+
+    def _teach(self, inputs: AttentionInputs, span: Span | None, packing: Packing | None) -> Tensor:
+        q, k_cmp, _, k_sel, *_ = inputs
+        if packing is None or packing.asked is None:
+            return selection_loss(q, k_cmp, k_sel, self.config.nsa, span=span)
+        return loss_of(q, k_cmp, k_sel, self.config.nsa, packing.asked)
+
+    def _attend(self, inputs: AttentionInputs, span: Span | None) -> Tensor:
+        """What the branches find, [B, T, H, d_v]."""
+        backends = self.backends or self._resolve(inputs[0], span)
+        return nsa_attention(*inputs, self.config.nsa, backend=backends, span=span)
 
     def gates(self, x: Tensor) -> Tensor:
         """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over the branches.
@@ -201,16 +231,17 @@ class DenseAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, None]:
         """The output, and no selection loss: as `SparseAttention.forward`."""
-        q, (k,), (v,), _ = self.heads(x, rotary, span)
-        attend = _attend_documents if _is_packed(span) else dense_attention
+        begins = None if span is None or span.kind != "packed" else _begins(span, x.device)
+        q, (k,), (v,), _ = self.heads(x, rotary, begins)
+        attend = dense_attention if begins is None else _attend_densely
         return self.out(attend(q, k, v, backend=self.backends["dense"].backend, span=span).flatten(2)), None
 
-    def heads(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Heads:
+    def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
         """As `SparseAttention.heads`, of one branch."""
-        return project_heads(self.qkv(x), self.config, self.BRANCHES, rotary, span, before)
+        return project_heads(self.qkv(x), self.config, self.BRANCHES, rotary, begins, before)
 
 
 # Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.
-_late_documents = untraced(_late)
-_mix_documents = untraced(SparseAttention.mix)
-_attend_documents = untraced(dense_attention)
+_attend_documents = untraced(SparseAttention._attend)  # pyright: ignore[reportPrivateUsage]
+_attend_densely = untraced(dense_attention)
+_begins = untraced(Span.begins)
