@@ -87,7 +87,8 @@ SUITES = {
     "attention.span": [*attention_tests("span", "dense_limit"), *MODEL],
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
-    "attention.compression": attention_tests("span"),
+    "attention.compression": attention_tests("packing", "span"),
+    "attention.packing": attention_tests("packing", "span"),
     "attention.torch_backend": attention_tests("span", "definition", "gradcheck", "torch_parity"),
     "attention.checks": attention_tests("dispatch"),
     "attention.dispatch": attention_tests("launches", "dispatch"),
@@ -102,7 +103,7 @@ OTHERS = {
     **{key: ["tests/test_config.py"] for key in ("config.section", "config.model", "config.training", "config.run")},
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
     "attention.padding": ["tests/attention/test_padding.py"],
-    "attention.selection_loss": ["tests/attention/test_selection_loss.py"],
+    "attention.selection_loss": ["tests/attention/test_selection_loss.py", "tests/attention/test_packing.py"],
     **{
         f"health.{part}": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"]
         for part in ("run", "learning", "steps", "pace", "branches", "selection")
@@ -382,8 +383,8 @@ MUTANTS = [
     Mutant(
         "span: rotary positions do not restart",
         "attention.span",
-        "(geometry.positions(0, self.queries) - begin)",
-        "(geometry.positions(0, self.queries) - 0 * begin)",
+        "- bounds[owners(span.queries, bounds)]",
+        "- 0 * bounds[owners(span.queries, bounds)]",
     ),
     Mutant(
         "span: a document's first block is its neighbour's last",
@@ -403,12 +404,33 @@ MUTANTS = [
         "slice(begin, end + self.start), self.start",
         "slice(begin + self.start, end + self.start), self.start",
     ),
-    Mutant("span: a chunk is full", "attention.span", "document.last == self.queries", "document.last >= self.queries"),
+    Mutant("span: a chunk is full", "attention.span", "self.queries == self.longest", "self.queries <= self.longest"),
     Mutant(
         "compression: blocks across the border of documents",
         "attention.compression",
-        "documents = torch.split(x, [document.last for document in span.documents], dim=1)",
-        "documents = (x,)",
+        "blocks=rows_elsewhere(span.num_compressed(nsa), blocks, text)",
+        "blocks=torch.arange(span.num_compressed(nsa), device=device)",
+    ),
+    Mutant(
+        "compression: a document begins in its neighbour's last stride",
+        "attention.compression",
+        "tokens=rows_elsewhere((most + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens)",
+        "tokens=torch.arange((most + nsa.l // nsa.d) * nsa.d, device=device).clamp_max(span.queries - 1)",
+    ),
+    Mutant(
+        "compression: padding is what phi makes of nothing",
+        "attention.compression",
+        "zero_absent(phi(take(_whole_blocks(text, nsa), rows.blocks, rows.blocks_back)), rows.blocks)",
+        "phi(take(_whole_blocks(text, nsa), rows.blocks, rows.blocks_back))",
+    ),
+    Mutant("packing: empty documents own rows", "attention.packing", "(bounds, row, right=True) - 1", "(bounds, row)"),
+    Mutant("packing: rows past a document's end", "attention.packing", "number < shared", "number <= shared"),
+    Mutant("packing: absent rows are not zero", "attention.packing", "(rows == ABSENT)", "(rows < ABSENT)"),
+    Mutant(
+        "packing: the gradient goes where the row came from",
+        "attention.packing",
+        "take(grads[0], back, rows)",
+        "take(grads[0], back.flip(0), rows)",
     ),
     Mutant(
         "torch: a chunk's rows taken for its positions",
@@ -964,8 +986,8 @@ MUTANTS = [
     Mutant(
         "model: window on the selected branch's keys",
         "model.attention",
-        "k_win, v_win, gates.to(q.dtype)",
-        "k_sel, v_sel, gates.to(q.dtype)",
+        "k_win, v_win, self.gates(x).to(q.dtype)",
+        "k_sel, v_sel, self.gates(x).to(q.dtype)",
     ),
     Mutant(
         "model: gates by branch, then by head",
@@ -973,12 +995,18 @@ MUTANTS = [
         "self.gate(x).unflatten(-1, (self.config.n_heads, 3))",
         "self.gate(x).unflatten(-1, (3, self.config.n_heads)).mT",
     ),
+    Mutant(
+        "model: packed compressed values from the selected branch",
+        "model.attention",
+        "compress_documents(v_cmp, nsa, self.phi_v, ",
+        "compress_documents(v_sel, nsa, self.phi_v, ",
+    ),
     Mutant("model: softmax gate over the heads", "model.attention", "logits.softmax(-1)", "logits.softmax(-2)"),
     Mutant(
         "model: the late key of a document's first token is the last document's",
         "model.layers",
-        "    if begins[1:]:\n",
-        "    if False:\n",
+        "        if begins is not None:\n",
+        "        if False:\n",
     ),
     Mutant("model: late keys are two tokens late", "model.layers", "[first, x[:, :-1]]", "[first, first, x[:, :-2]]"),
     Mutant(
@@ -1229,14 +1257,46 @@ MUTANTS = [
     Mutant("health: the first reading of the choice is judged", "health.selection", "last = asked[-1]", "last = asked[0]"),
     Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),
     Mutant(
-        "selection loss: forced blocks count", "attention.selection_loss", " & ~geometry.forced_blocks(t, blocks, nsa)", ""
+        "selection loss: forced blocks count",
+        "attention.selection_loss",
+        " & ~geometry.forced_blocks(own, blocks, nsa)",
+        "",
     ),
-    Mutant("selection loss: the target sees the future", "attention.selection_loss", "<= t[:, None]", "<= S"),
+    Mutant(
+        "selection loss: the target sees the future",
+        "attention.selection_loss",
+        " & (key <= rows.keys[1][:, None])",
+        "",
+    ),
+    Mutant(
+        "selection loss: the target sees the document before",
+        "attention.selection_loss",
+        "(key >= rows.keys[0][:, None]) & ",
+        "",
+    ),
+    Mutant(
+        "selection loss: blocks of the document before are free",
+        "attention.selection_loss",
+        "* nsa.l_sel > first[:, None]",
+        "* nsa.l_sel >= 0 * first[:, None]",
+    ),
+    Mutant(
+        "selection loss: compressed blocks of the document before are seen",
+        "attention.selection_loss",
+        "(number >= rows.compressed[0][:, None]) & ",
+        "",
+    ),
+    Mutant(
+        "selection loss: what is not finite reaches other documents' gradients",
+        "attention.selection_loss",
+        "q.where(sound_q, 0), k.where(sound_k, 0).to(q.dtype)",
+        "q, k.to(q.dtype)",
+    ),
     Mutant(
         "selection loss: documents ask from where the row begins",
         "attention.selection_loss",
-        "index - document.queries.start + document.first",
-        "index - document.queries.start",
+        "span.start + query - row[owner]",
+        "query - row[owner]",
     ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
     Mutant("selection loss: equal distances", "attention.selection_loss", "int(i * GOLDEN % 1 * (end - begin))", "0"),

@@ -6,11 +6,14 @@ block; they are modules, one for keys and one for values, shared by the groups.
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from nsa_lab.attention import checks, geometry
+from nsa_lab.attention.packing import rows_elsewhere, take, zero_absent
 from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
 
@@ -29,14 +32,53 @@ def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: S
     """
     checks.check_keys("x", x, span)
     check_phi(nsa, phi)
-    documents = (x,)
-    if span is not None and len(span.documents) > 1:
-        documents = torch.split(x, [document.last for document in span.documents], dim=1)
+    if span is not None and span.kind == "packed":
+        return compress_documents(x, nsa, phi, block_rows(span, nsa, x.device))
+    return _mean_blocks(x, nsa) if phi is None else phi(_whole_blocks(x, nsa))
+
+
+class BlockRows(NamedTuple):
+    """How packed documents are compressed as one text, of `Span.packed`; int64 on the device, as `packing.take` has them.
+
+    In that text every document begins with a stride of d tokens and ends with its last whole one, and l/d strides of zeros
+    stand at the end: S strides in all.
+    """
+
+    tokens: Tensor
+    """[S * d], the rows of x that make the text."""
+    tokens_back: Tensor
+    """[T]"""
+    blocks: Tensor
+    """[N], those of the text's blocks that lie within one document."""
+    blocks_back: Tensor
+    """[S - l/d + 1]"""
+
+
+def block_rows(span: Span, nsa: NSAConfig, device: torch.device) -> BlockRows:
+    """Made once per span, device, l and d; shapes as in `Span.packed`."""
+
+    def make() -> BlockRows:
+        # A document of L >= l tokens has L // d whole strides, and all of them lie in its blocks, since d divides l.
+        strides = tuple(accumulate((document.last // nsa.d for document in span.documents), initial=0))
+        most = strides[-1] if span.capacity is None else span.queries // nsa.d
+        tokens, text, blocks = span.on_device([span.bounds, strides, span.compressed_bounds(nsa)], device)
+        return BlockRows(
+            tokens=rows_elsewhere((most + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens),
+            tokens_back=rows_elsewhere(span.queries, tokens, text * nsa.d),
+            blocks=rows_elsewhere(span.num_compressed(nsa), blocks, text),
+            blocks_back=rows_elsewhere(most + 1, text, blocks),
+        )
+
+    return span.kept(("block_rows", device, nsa.l, nsa.d), make)
+
+
+def compress_documents(x: Tensor, nsa: NSAConfig, phi: nn.Module | None, rows: BlockRows) -> Tensor:
+    """As `compress`, for documents packed as `rows` say. What it launches does not depend on the documents."""
+    text = take(x, rows.tokens, rows.tokens_back)
     if phi is None:
-        blocks = _joined([_mean_blocks(document, nsa) for document in documents])
-    else:
-        blocks = phi(_joined([_whole_blocks(document, nsa) for document in documents]))
-    return blocks if span is None else pad(blocks, (0, 0, 0, 0, 0, span.padding(nsa)))
+        return take(_mean_blocks(text, nsa), rows.blocks, rows.blocks_back)
+    # Only whole blocks of one document meet phi's weights: what is not finite elsewhere stays where it is.
+    return zero_absent(phi(take(_whole_blocks(text, nsa), rows.blocks, rows.blocks_back)), rows.blocks)
 
 
 def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
@@ -51,10 +93,6 @@ def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
 def make_phi(nsa: NSAConfig, width: int) -> nn.Module | None:
     """The module for `nsa.phi` and heads of `width`; None for avg, which has no weights."""
     return None if nsa.phi == "avg" else BlockMap(nsa.l, width, hidden=MLP_EXPANSION * width if nsa.phi == "mlp" else None)
-
-
-def _joined(documents: list[Tensor]) -> Tensor:
-    return documents[0] if len(documents) == 1 else torch.cat(documents, dim=1)
 
 
 def _whole_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:

@@ -8,14 +8,15 @@ loss of this kind (arXiv 2512.02556, section 2.1); docs/science/retrieval.md sho
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from nsa_lab.attention import checks, geometry
-from nsa_lab.attention.span import DocumentRows, Span
+from nsa_lab.attention.packing import ABSENT, owners, rows_elsewhere
+from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
 
 # Added to every importance: a block that no visible compressed block overlaps has none, and log 0 has no gradient.
@@ -37,7 +38,7 @@ def selection_loss(
 
     q [B, T, H, D], k_cmp [B, N, G, D] as `compress` gives it, k_sel [B, T, G, D]; float32, or float64 for float64 inputs.
     `looking` [B, T, H', D'] are the selected branch's queries where q and k_cmp, of a width of their own, serve the choice
-    alone; None: q. k_sel has their width.
+    alone (an indexer), and k_sel has their width; None: q.
     For query t and group g, over the blocks j that have begun and are not forced: -sum_j m_j log(I_j / sum_i I_i), with m_j
     the attention of t over all keys <= t that falls into block j, a mean over the group's heads, and I_j the importance;
     then the mean over batch, queries and groups. m is a target and carries no gradient; q and k_cmp receive one.
@@ -49,16 +50,88 @@ def selection_loss(
     checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
     looking = q if looking is None else looking
     checks.check_raw(looking, k_sel, k_sel, span, "_sel")
-    span = span or Span.full(q.shape[1])
-    rows = spread(span.queries, queries)
-    total = q.new_zeros((), dtype=torch.promote_types(q.dtype, torch.float32))
+    return loss_of(q, k_cmp, looking, k_sel, nsa, asked(span or Span.full(q.shape[1]), nsa, q.device, queries))
+
+
+class Asked(NamedTuple):
+    """The queries that are asked, and how all documents are seen as one text in which each begins with a selection block.
+
+    int64 on the device. A key, a compressed block or a query is that of the whole row; `places` are those of the text.
+    """
+
+    queries: Tensor
+    """[R], their rows of q."""
+    keys: Tensor
+    """[2, R], the first key of the query's document, and the query's own."""
+    compressed: Tensor
+    """[2, R], the first compressed block of the query's document, and the end of those that the query sees."""
+    places: Tensor
+    """[2, R], of the first token of the query's document, and the query's own."""
+    key_of_place: Tensor
+    """[blocks * l_sel], or `ABSENT`."""
+    place_of_compressed: Tensor
+    """[N], of the first token of each compressed block; `ABSENT` for padding."""
+
+
+def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None = 64) -> Asked:
+    """Of packed documents, made once per span, device, geometry and number; shapes as in `Span.packed`."""
+
+    def make() -> Asked:
+        rows = spread(span.queries, queries)
+        # Counted for the keys: of a chunk, those before it too.
+        tokens = tuple(accumulate((document.last for document in span.documents), initial=0))
+        blocks = tuple(accumulate((geometry.num_selection(document.last, nsa) for document in span.documents), initial=0))
+        # With a capacity: a document has one block more than its whole ones at most.
+        most = blocks[-1] if span.capacity is None else geometry.num_selection(span.queries, nsa) + span.capacity
+        layouts = [span.bounds, tokens, span.compressed_bounds(nsa), blocks]
+        row, key, compressed, block = span.on_device(layouts, device)
+        query = torch.tensor(rows).to(device, non_blocking=True)
+        owner = owners(span.queries, row)[query]
+        t = span.start + query - row[owner]
+        first_key, first_compressed, place = key[owner], compressed[owner], block[owner] * nsa.l_sel
+        return Asked(
+            queries=query,
+            keys=torch.stack([first_key, first_key + t]),
+            compressed=torch.stack([first_compressed, first_compressed + geometry.visible_compressed(t, nsa)]),
+            places=torch.stack([place, place + t]),
+            key_of_place=rows_elsewhere(most * nsa.l_sel, block * nsa.l_sel, key),
+            place_of_compressed=rows_elsewhere(span.num_compressed(nsa) * nsa.d, compressed * nsa.d, block * nsa.l_sel)[
+                :: nsa.d
+            ],
+        )
+
+    # Of one document all of it follows from the shapes: nothing to keep, and constants where it is traced.
+    return span.kept(("asked", device, nsa.l, nsa.d, nsa.l_sel, queries), make) if span.kind == "packed" else make()
+
+
+def loss_of(q: Tensor, k_cmp: Tensor, looking: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: Asked) -> Tensor:
+    """As `selection_loss`, of the queries that `rows` name. What it launches does not depend on the documents."""
+    wide, G = torch.promote_types(q.dtype, torch.float32), k_sel.shape[2]
+    blocks = geometry.num_selection(len(rows.key_of_place), nsa)
+    first, own = rows.places
+    free = geometry.candidate_blocks(own, blocks, nsa) & ~geometry.forced_blocks(own, blocks, nsa)  # [R, blocks]
+    free = free & (geometry.positions(0, blocks, q.device) * nsa.l_sel > first[:, None])
     # Full precision under autocast too: scores that are rounded to bfloat16 are a blunt target.
     with torch.autocast(q.device.type, enabled=False):
-        for document, compressed in zip(span.documents, span.compressed_rows(nsa), strict=True):
-            own = [row for row in rows if document.queries.start <= row < document.queries.stop]
-            if own:
-                total = total + _of_document(q, k_cmp[:, compressed], looking, k_sel[:, document.keys], own, document, nsa)
-    return total / (q.shape[0] * k_sel.shape[2] * len(rows))
+        with torch.no_grad():
+            key = geometry.positions(0, k_sel.shape[1], q.device)
+            past = (key >= rows.keys[0][:, None]) & (key <= rows.keys[1][:, None])
+            mass = _shares(_picked(looking, rows, G), k_sel, past).index_select(-1, rows.key_of_place.clamp_min(0))
+            mass = mass.masked_fill(rows.key_of_place == ABSENT, 0)  # [B, R, G, blocks * l_sel]
+            mass = torch.unflatten(mass, -1, (blocks, nsa.l_sel)).sum(-1)
+        number = geometry.positions(0, k_cmp.shape[1], q.device)
+        seen = (number >= rows.compressed[0][:, None]) & (number < rows.compressed[1][:, None])
+        importance = _shares(_picked(q, rows, G), k_cmp, seen)
+        importance = importance @ geometry.overlap_at(rows.place_of_compressed, blocks, nsa, dtype=wide) + FLOOR
+        free = free[:, None]
+        chosen = importance.log() - (importance * free).sum(-1, keepdim=True).clamp_min(FLOOR).log()
+        return -(mass * free * chosen).sum() / (q.shape[0] * G * len(rows.queries))
+
+
+def _picked(q: Tensor, rows: Asked, groups: int) -> Tensor:
+    """The queries that are asked, [B, R, G, h, D], scaled, in the wide dtype."""
+    picked = q.index_select(1, rows.queries).to(torch.promote_types(q.dtype, torch.float32))
+    return torch.unflatten(picked, 2, (groups, -1)) * q.shape[-1] ** -0.5
 
 
 def spread(length: int, count: int | None) -> list[int]:
@@ -74,36 +147,15 @@ def spread(length: int, count: int | None) -> list[int]:
     return [begin + int(i * GOLDEN % 1 * (end - begin)) for i, (begin, end) in enumerate(pairwise(bounds))]
 
 
-def _of_document(
-    q: Tensor, k_cmp: Tensor, looking: Tensor, k_sel: Tensor, rows: list[int], document: DocumentRows, nsa: NSAConfig
-) -> Tensor:
-    """Sum over batch, groups and the queries at `rows` of q; k_cmp and k_sel are the document's own."""
-    wide, G, S = torch.promote_types(q.dtype, torch.float32), k_sel.shape[2], document.last
-    index = torch.tensor(rows, device=q.device)
-    t = index - document.queries.start + document.first
-    blocks = geometry.num_selection(S, nsa)
-    free = geometry.candidate_blocks(t, blocks, nsa) & ~geometry.forced_blocks(t, blocks, nsa)  # [R, blocks]
-
-    def asked(q: Tensor) -> Tensor:
-        return torch.unflatten(q.index_select(1, index).to(wide), 2, (G, -1)) * q.shape[-1] ** -0.5  # [B, R, G, h, D]
-
-    with torch.no_grad():
-        past = geometry.positions(0, S, q.device) <= t[:, None]
-        mass = _shares(asked(looking), k_sel, past)  # [B, R, G, S]
-        mass = torch.unflatten(pad(mass, (0, blocks * nsa.l_sel - S)), -1, (blocks, nsa.l_sel)).sum(-1)
-    importance = _shares(asked(q), k_cmp, geometry.sees_compressed(t, k_cmp.shape[1], nsa))
-    importance = importance @ geometry.overlap(k_cmp.shape[1], blocks, nsa, dtype=wide, device=q.device) + FLOOR
-    free = free[:, None]
-    chosen = importance.log() - (importance * free).sum(-1, keepdim=True).clamp_min(FLOOR).log()
-    return -(mass * free * chosen).sum()
-
-
 def _shares(q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
     """Attention of q [B, R, G, h, D] over the keys k [B, S, G, D] that `allowed` [R, S] lets it see, a mean over h.
 
-    [B, R, G, S]; 0 where nothing is allowed.
+    [B, R, G, S]; 0 where nothing is allowed. A query or key that is not finite makes NaN of the shares it has a part in,
+    and touches no other, nor its gradient: it is taken out of the products, where zero times NaN would be NaN.
     """
-    scores = torch.einsum("brghd,bsgd->brghs", q, k.to(q.dtype))
+    sound_q, sound_k = q.isfinite().all(-1, keepdim=True), k.isfinite().all(-1, keepdim=True)
+    scores = torch.einsum("brghd,bsgd->brghs", q.where(sound_q, 0), k.where(sound_k, 0).to(q.dtype))
+    lost = ~(sound_q & sound_k.squeeze(-1).transpose(1, 2)[:, None, :, None])
     allowed = allowed[:, None, None]
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(lost, torch.nan).masked_fill(~allowed, torch.finfo(scores.dtype).min)
     return (scores.softmax(-1) * allowed).mean(3)

@@ -5,7 +5,8 @@ decoding. Packed: documents one after another in one row, each computed as if it
 
 Invariants
 * Immutable, hashable and equal by value; what is malformed raises ValueError when it is built, never later.
-* Everything is counted on the CPU. A device sees copies of the documents' bounds alone, made once per device.
+* Everything is counted on the CPU. A device sees copies of the documents' bounds alone, made once per device; what is
+  computed from them there is kept with the span, so that all layers share it.
 * With a `capacity`, every tensor shape depends on the total number of tokens alone, whatever the documents are: CUDA graphs
   and torch.compile need that.
 """
@@ -13,16 +14,20 @@ Invariants
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from nsa_lab.attention import geometry
+from nsa_lab.attention.packing import owners
+from nsa_lab.attention.tracing import untraced
 from nsa_lab.config import NSAConfig
+
+Kept = TypeVar("Kept")
 
 
 class DocumentRows(NamedTuple):
@@ -40,6 +45,10 @@ class DocumentRows(NamedTuple):
         return geometry.positions(self.first, self.last, device)
 
 
+def _nothing() -> dict[Hashable, Any]:
+    return {}  # torch.compile does not trace a call of dict[Hashable, Any], nor the lock of a cached_property
+
+
 @dataclass(frozen=True, repr=False)
 class Span:
     """Made by `Span.full`, `Span.chunk` or `Span.packed`; every function of the operator takes one as `span`."""
@@ -53,7 +62,7 @@ class Span:
     """Documents that shapes are laid out for; None: shapes follow the documents."""
     at_most: int | None = None
     """Tokens that no document exceeds, of all that launches are laid out for; None: see `longest_laid_out`."""
-    _copies: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor], init=False, compare=False)
+    _kept: dict[Hashable, Any] = field(default_factory=_nothing, init=False, compare=False)
 
     @classmethod
     def full(cls, length: int) -> Span:
@@ -100,18 +109,21 @@ class Span:
         """Rows of keys and values."""
         return self.start + self.bounds[-1]
 
-    @cached_property
+    @property
     def documents(self) -> tuple[DocumentRows, ...]:
         """All of them in order, empty ones included."""
-        return tuple(
-            DocumentRows(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
-            for begin, end in pairwise(self.bounds)
+        return self.kept(
+            "documents",
+            lambda: tuple(
+                DocumentRows(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
+                for begin, end in pairwise(self.bounds)
+            ),
         )
 
     @property
     def longest(self) -> int:
         """Keys of the longest document."""
-        return max(document.last for document in self.documents)
+        return self.kept("longest", lambda: max(document.last for document in self.documents))
 
     @property
     def longest_laid_out(self) -> int:
@@ -123,15 +135,13 @@ class Span:
     @property
     def is_full(self) -> bool:
         """Whether it computes what `Span.full` does, at the same shapes, however it was written."""
-        one = any(document.last == self.queries for document in self.documents)
-        return one and self.capacity is None and self.queries > 0
+        return self.capacity is None and 0 < self.queries == self.longest
 
     def positions(self, device: torch.device | None = None) -> Tensor:
         """Of every query in its own document, int64 [queries]."""
-        if len(self.documents) == 1:
+        if self.kind != "packed":
             return self.documents[0].positions(device)
-        begin = torch.tensor(self.bounds[:-1]).repeat_interleave(self._lengths())
-        return (geometry.positions(0, self.queries) - begin).to(device)
+        return _positions_in_documents(self, device or torch.get_default_device())
 
     def query_documents(self, device: torch.device | None = None) -> Tensor:
         """The document that every query is in, int64 [queries]."""
@@ -144,8 +154,12 @@ class Span:
 
     def compressed_bounds(self, nsa: NSAConfig) -> tuple[int, ...]:
         """Rows of compressed keys where documents begin and, last, end; rows past the end are padding (eq. 7)."""
-        counts = (geometry.num_compressed(document.last, nsa) for document in self.documents)
-        return tuple(accumulate(counts, initial=0))
+
+        def count() -> tuple[int, ...]:
+            counts = (geometry.num_compressed(document.last, nsa) for document in self.documents)
+            return tuple(accumulate(counts, initial=0))
+
+        return self.kept(("compressed_bounds", nsa.l, nsa.d), count)
 
     def compressed_rows(self, nsa: NSAConfig) -> tuple[slice, ...]:
         """Every document's rows of compressed keys and values."""
@@ -164,14 +178,28 @@ class Span:
         """Selection blocks of the longest document; block numbers are its own document's."""
         return geometry.num_selection(self.longest, nsa)
 
+    def begins(self, device: torch.device) -> Tensor:
+        """Whether a query is the first of its document, bool [queries], made once per device."""
+        return self.kept(("begins", device), lambda: self.positions(device) == self.start)
+
+    def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What `make` gives, called once for each `key`; the key names the device, if it lies on one."""
+        if key not in self._kept:
+            # A tensor of inference mode could not take part in a backward pass, and the span may come to serve one.
+            with torch.inference_mode(False):
+                self._kept[key] = make()
+        return self._kept[key]
+
+    def on_device(self, bounds: list[tuple[int, ...]], device: torch.device) -> Tensor:
+        """Bounds of several layouts as int32 [len(bounds), documents + 1], copied; padded as those of `cu_seqlens`."""
+        return _copied([self._padded(rows, 1) for rows in bounds], device)
+
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """`bounds` as int32 [documents + 1] on `device`, copied there once.
 
         With a capacity, [capacity + 1]: documents that are missing are empty and stand at the end.
         """
-        if device not in self._copies:
-            self._copies[device] = _copied([self._padded(self.bounds, 1)], device)[0]
-        return self._copies[device]
+        return self.kept(device, lambda: self.on_device([self.bounds], device)[0])
 
     def row_bounds(self, nsa: NSAConfig, device: torch.device) -> Tensor:
         """`bounds` above `compressed_bounds`: int32 [2, documents + 1] on `device`, copied there once per l and d.
@@ -179,11 +207,11 @@ class Span:
         With a capacity, documents that are missing are empty and stand at the end; so do those that, with or without one,
         make rows a multiple of four, 16 bytes, long.
         """
-        key = device, nsa.l, nsa.d
-        if key not in self._copies:
-            rows = [self._padded(bounds, 4) for bounds in (self.bounds, self.compressed_bounds(nsa))]
-            self._copies[key] = _copied(rows, device)
-        return self._copies[key]
+
+        def copied() -> Tensor:
+            return _copied([self._padded(bounds, 4) for bounds in (self.bounds, self.compressed_bounds(nsa))], device)
+
+        return self.kept(("row_bounds", device, nsa.l, nsa.d), copied)
 
     def _padded(self, bounds: tuple[int, ...], multiple: int) -> tuple[int, ...]:
         documents = len(self.bounds) - 1 if self.capacity is None else self.capacity
@@ -204,6 +232,12 @@ class Span:
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the device copies: another process may not have the device.
         return Span, (self.kind, self.bounds, self.start, self.capacity, self.at_most)
+
+
+@untraced
+def _positions_in_documents(span: Span, device: torch.device) -> Tensor:
+    bounds = span.cu_seqlens(device)
+    return geometry.positions(0, span.queries, device) - bounds[owners(span.queries, bounds)]
 
 
 def _copied(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -233,7 +267,7 @@ def _bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
         raise ValueError(f"{wanted}, got {cu_seqlens.dtype}; use cu_seqlens.int()")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"{wanted}, got shape {tuple(cu_seqlens.shape)}; one document of T tokens is [0, T]")
-    bounds = tuple(int(row) for row in cu_seqlens)
+    bounds = tuple(cast("list[int]", cu_seqlens.tolist()))  # pyright: ignore[reportUnknownMemberType]
     if bounds[0] != 0:
         raise ValueError(f"{wanted}, and it starts at {bounds[0]}; put a 0 in front, or subtract its first value")
     for number, (begin, end) in enumerate(pairwise(bounds)):

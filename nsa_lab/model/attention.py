@@ -27,15 +27,34 @@ from nsa_lab.attention import (
     selection_loss,
     window_attention,
 )
-from nsa_lab.attention.compression import make_phi
+from nsa_lab.attention.compression import BlockRows, block_rows, compress_documents, make_phi
 from nsa_lab.attention.dispatch import Choice
+from nsa_lab.attention.selection_loss import Asked, asked, loss_of
 from nsa_lab.attention.tracing import untraced
-from nsa_lab.config import ModelConfig
-from nsa_lab.model.indexer import Index, Indexer
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
 
 # What `nsa_attention` takes: q, then keys and values of cmp, sel and win, then gates.
 AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Scoring = tuple[Tensor, Tensor]
+"""What blocks are chosen by: queries [B, T, ., D] and compressed keys [B, N, G, D]."""
+
+
+class Packing(NamedTuple):
+    """What a layer has to know of packed documents, as tensors: traced, it is the same whatever documents they are."""
+
+    begins: Tensor
+    """Bool [T], whether a token is the first of its document."""
+    blocks: BlockRows
+    asked: Asked | None
+    """None where the choice is not taught."""
+
+
+@untraced
+def _packing_of(span: Span, nsa: NSAConfig, device: torch.device, taught: bool) -> Packing:
+    """Made once per span, device and geometry."""
+    return Packing(span.begins(device), block_rows(span, nsa, device), asked(span, nsa, device) if taught else None)
 
 
 class Heads(NamedTuple):
@@ -57,27 +76,24 @@ def project_heads(
     convolution: ShortConvolution | None,
     branches: int,
     rotary: Rotary,
-    span: Span | None,
+    begins: Tensor | None,
     before: Tensor | None,
 ) -> Heads:
-    """`Heads` of a projection's output [B, T, H d_k + branches G (d_k + d_v)], for x of positions `rotary` in `span`.
+    """`Heads` of a projection's output [B, T, H d_k + branches G (d_k + d_v)], for x of positions `rotary`.
 
-    `before` is the `unread` of the tokens before these; None: these are the first.
+    `begins` as in `Packing`; None: one document. `before` is the `unread` of the tokens before these; None: these are the
+    first.
     """
     c, keys = config, branches * config.n_kv_groups
     roped, values = qkv.split([(c.n_heads + keys) * c.d_k, keys * c.d_v], dim=-1)
     roped, unread = roped.unflatten(-1, (c.n_heads + keys, c.d_k)), None
     if convolution:
         q, k = roped.split([c.n_heads, keys], dim=2)
-        k, unread = convolution(k.unflatten(2, (branches, c.n_kv_groups)), span, before)
+        k, unread = convolution(k.unflatten(2, (branches, c.n_kv_groups)), begins, before)
         roped = torch.cat([q, k.flatten(2, 3)], dim=2)
     # q and all keys are neighbours in the projection, so that one rotation turns them all.
     q, *turned = rotate(roped, rotary).split([c.n_heads, *[c.n_kv_groups] * branches], dim=2)
     return Heads(q, tuple(turned), values.unflatten(-1, (keys, c.d_v)).split(c.n_kv_groups, dim=2), unread)
-
-
-def _is_packed(span: Span | None) -> bool:
-    return span is not None and span.kind == "packed"
 
 
 def weighted(taught: Tensor | None, weight: float, like: Tensor) -> Tensor:
@@ -107,52 +123,67 @@ class SparseAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, Tensor | None]:
         """The output, and in training the layer's `selection_loss`, 0-d; None where `ModelConfig.selection_loss` is 0."""
-        mix = _mix_documents if _is_packed(span) else SparseAttention.mix
-        index = self.indexer(x, rotary, span) if self.indexer else None
-        mixed, taught = mix(self, self.heads(x, rotary, span), index, self.gates(x), span)
-        return self.out(mixed.flatten(2)), taught
-
-    def mix(self, heads: Heads, index: Index | None, gates: Tensor, span: Span | None) -> tuple[Tensor, Tensor | None]:
-        """What the branches find, [B, T, H, d_v], and the selection loss as in `forward`."""
-        inputs, nsa = self._inputs(heads, gates, span), self.config.nsa
-        q, k_cmp, _, k_sel, *_ = inputs
-        backends, blocks, looking = self.backends or self._resolve(q, span), None, None
-        if self.indexer and index:
-            looking, q, k_cmp = q, index.q, self.indexer.compress(index.k, span)
-            blocks = choose_blocks(q, k_cmp, nsa, backend=backends, span=span)
-        mixed = nsa_attention(*inputs, nsa, blocks=blocks, backend=backends, span=span)
-        if not (self.training and self.config.taught):
-            return mixed, None
-        return mixed, selection_loss(q, k_cmp, k_sel, nsa, looking=looking, span=span)
-
-    def scoring(
-        self, x: Tensor, inputs: AttentionInputs, rotary: Rotary, span: Span | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """What chooses blocks: queries [B, T, ., D] and compressed keys [B, N, G, D], the indexer's or the branch's own.
-
-        `inputs` are those of `project` for the same x.
-        """
-        if self.indexer is None:
-            return inputs[0], inputs[1]
-        index = self.indexer(x, rotary, span)
-        return index.q, self.indexer.compress(index.k, span)
+        packing = self._packing(span, x.device)
+        inputs = self._project(x, rotary, span, packing)
+        index = self._index(x, rotary, span, packing)
+        taught = self._teach(inputs, index, span, packing) if self._teaches else None
+        attend = SparseAttention._attend if packing is None else _attend_documents
+        return self.out(attend(self, inputs, index, span).flatten(2)), taught
 
     def project(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> AttentionInputs:
         """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3].
 
         `rotary` is that of x's positions. x holds all keys: a span is full or packed.
         """
-        return self._inputs(self.heads(x, rotary, span), self.gates(x), span)
+        return self._project(x, rotary, span, self._packing(span, x.device))
 
-    def _inputs(self, heads: Heads, gates: Tensor, span: Span | None) -> AttentionInputs:
+    def scoring(self, x: Tensor, inputs: AttentionInputs, rotary: Rotary, span: Span | None = None) -> Scoring:
+        """What chooses the blocks: the indexer, or the compressed branch; `inputs` are those of `project` for this x."""
+        return self._index(x, rotary, span, self._packing(span, x.device)) or inputs[:2]
+
+    def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
+        """Queries, keys and values of x, before compression; `begins` and `before` as in `project_heads`."""
+        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, begins, before)
+
+    def _packing(self, span: Span | None, device: torch.device) -> Packing | None:
+        """None where there is one document."""
+        if span is None or span.kind != "packed":
+            return None
+        return _packing_of(span, self.config.nsa, device, self._teaches)
+
+    def _project(self, x: Tensor, rotary: Rotary, span: Span | None, packing: Packing | None) -> AttentionInputs:
+        q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = self.heads(x, rotary, packing and packing.begins)
         nsa = self.config.nsa
-        q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = heads
-        k_cmp, v_cmp = compress(k_cmp, nsa, self.phi_k, span=span), compress(v_cmp, nsa, self.phi_v, span=span)
-        return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.to(q.dtype)
+        if packing is None:
+            k_cmp, v_cmp = compress(k_cmp, nsa, self.phi_k, span=span), compress(v_cmp, nsa, self.phi_v, span=span)
+        else:
+            k_cmp = compress_documents(k_cmp, nsa, self.phi_k, packing.blocks)
+            v_cmp = compress_documents(v_cmp, nsa, self.phi_v, packing.blocks)
+        return q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, self.gates(x).to(q.dtype)
 
-    def heads(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Heads:
-        """Queries, keys and values of x, before compression; `before` as in `project_heads`."""
-        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, span, before)
+    def _index(self, x: Tensor, rotary: Rotary, span: Span | None, packing: Packing | None) -> Scoring | None:
+        """None without an indexer."""
+        if self.indexer is None:
+            return None
+        index = self.indexer(x, rotary, packing and packing.begins)
+        return index.q, self.indexer.compress(index.k, span, packing and packing.blocks)
+
+    @property
+    def _teaches(self) -> bool:
+        return self.training and self.config.taught
+
+    def _teach(self, inputs: AttentionInputs, index: Scoring | None, span: Span | None, packing: Packing | None) -> Tensor:
+        looking, k_cmp, _, k_sel, *_ = inputs
+        q, k_cmp = index or (looking, k_cmp)
+        if packing is None or packing.asked is None:
+            return selection_loss(q, k_cmp, k_sel, self.config.nsa, looking=looking, span=span)
+        return loss_of(q, k_cmp, looking, k_sel, self.config.nsa, packing.asked)
+
+    def _attend(self, inputs: AttentionInputs, index: Scoring | None, span: Span | None) -> Tensor:
+        """What the branches find, [B, T, H, d_v]."""
+        nsa, backends = self.config.nsa, self.backends or self._resolve(inputs[0], span)
+        blocks = choose_blocks(*index, nsa, backend=backends, span=span) if index else None
+        return nsa_attention(*inputs, nsa, blocks=blocks, backend=backends, span=span)
 
     def gates(self, x: Tensor) -> Tensor:
         """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over the branches.
@@ -182,11 +213,10 @@ class SparseAttention(nn.Module):
         nsa = self.config.nsa
         inputs = self.project(x, rotary, span)
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
-        name = {part: choice.backend for part, choice in (self.backends or self._resolve(q, span)).items()}
+        backends = self.backends or self._resolve(q, span)
+        name = {part: choice.backend for part, choice in backends.items()}
         out_cmp, lse_cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"], span=span)
-        blocks = choose_blocks(
-            *self.scoring(x, inputs, rotary, span), nsa, backend=self.backends or self._resolve(q, span), span=span
-        )
+        blocks = choose_blocks(*self.scoring(x, inputs, rotary, span), nsa, backend=backends, span=span)
         out_sel, lse_sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"], span=span)
         only_first = torch.full_like(blocks, -1)
         only_first[..., 0] = 0
@@ -219,15 +249,17 @@ class DenseAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, None]:
         """The output, and no selection loss: as `SparseAttention.forward`."""
-        q, (k,), (v,), _ = self.heads(x, rotary, span)
-        attend = _attend_documents if _is_packed(span) else dense_attention
+        begins = None if span is None or span.kind != "packed" else _begins(span, x.device)
+        q, (k,), (v,), _ = self.heads(x, rotary, begins)
+        attend = dense_attention if begins is None else _attend_densely
         return self.out(attend(q, k, v, backend=self.backends["dense"].backend, span=span).flatten(2)), None
 
-    def heads(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Heads:
+    def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
         """As `SparseAttention.heads`, of one branch."""
-        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, span, before)
+        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, begins, before)
 
 
 # Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.
-_mix_documents = untraced(SparseAttention.mix)
-_attend_documents = untraced(dense_attention)
+_attend_documents = untraced(SparseAttention._attend)  # pyright: ignore[reportPrivateUsage]
+_attend_densely = untraced(dense_attention)
+_begins = untraced(Span.begins)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import Span, compress
-from nsa_lab.attention.compression import make_phi
+from nsa_lab.attention.compression import BlockRows, compress_documents, make_phi
 from nsa_lab.config import ModelConfig
 from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
 
@@ -41,19 +41,21 @@ class Indexer(nn.Module):
         self.convolution = ShortConvolution(1, G, D) if config.matching_heads else None
         self.phi = make_phi(config.nsa, D)
 
-    def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None, before: Tensor | None = None) -> Index:
-        """`rotary` is the heads', for x's positions; `before` is the `unread` of the tokens before, None at the first."""
+    def forward(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Index:
+        """`rotary` is the heads', for x's positions; `begins` and `before` are as in `project_heads`."""
         G = self.config.n_kv_groups
         q, k = self.qk(x.detach()).unflatten(-1, (2 * G, self.config.indexer_width)).split(G, dim=2)
         unread = None
         if self.convolution:
-            k, unread = self.convolution(k.unsqueeze(2), span, before)
+            k, unread = self.convolution(k.unsqueeze(2), begins, before)
             k = k.squeeze(2)
         # Of the pairs that a head has, every so-manyth, with its own angle.
         cos, sin = (table[:, :: self.config.indexer_step] for table in rotary)
         q, k = rotate(torch.cat([q, k], dim=2), (cos, sin)).split(G, dim=2)
         return Index(q, k, unread)
 
-    def compress(self, k: Tensor, span: Span | None = None) -> Tensor:
-        """k [B, T, G, D] -> [B, N, G, D], as the compressed branch's keys."""
+    def compress(self, k: Tensor, span: Span | None = None, rows: BlockRows | None = None) -> Tensor:
+        """k [B, T, G, D] -> [B, N, G, D], as the compressed branch's keys; `rows` are those of packed documents."""
+        if rows is not None:
+            return compress_documents(k, self.config.nsa, self.phi, rows)
         return compress(k, self.config.nsa, self.phi, span=span)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from nsa_lab.attention import Span, geometry
-from nsa_lab.attention.tracing import untraced
 from nsa_lab.config import ModelConfig
 
 Rotary = tuple[Tensor, Tensor]
@@ -43,25 +42,17 @@ class ShortConvolution(nn.Module):
         self.weight.zero_()
         self.weight[1, :, 0] = self.weight[0, :, 1:] = 1.0
 
-    def forward(self, x: Tensor, span: Span | None = None, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The sum, and x's last row, which is `before` for the rows that follow; None: these are the first."""
-        late_by_one = _late_documents if span is not None and span.kind == "packed" else _late
+    def forward(self, x: Tensor, begins: Tensor | None = None, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The sum, and x's last row, which is `before` for the rows that follow; None: these are the first.
+
+        `begins`, bool [T]: whether a row is the first of its document; None: one document.
+        """
+        first = torch.zeros_like(x[:, :1]) if before is None else before
+        late = torch.cat([first, x[:, :-1]], dim=1)
+        if begins is not None:
+            late = late.masked_fill(begins.view(-1, *[1] * (x.ndim - 2)), 0)
         this, last = self.weight.to(x.dtype)
-        return x * this + late_by_one(x, span, before) * last, x[:, -1:]
-
-
-def _late(x: Tensor, span: Span | None, before: Tensor | None) -> Tensor:
-    """x [B, T, ...] one row later, zeros where a document begins."""
-    first = torch.zeros_like(x[:, :1]) if before is None else before
-    late = torch.cat([first, x[:, :-1]], dim=1)
-    begins = [document.queries.start for document in span.documents if document.last] if span else []
-    if begins[1:]:
-        late[:, begins[1:]] = 0
-    return late
-
-
-# Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.
-_late_documents = untraced(_late)
+        return x * this + late * last, x[:, -1:]
 
 
 class MLP(nn.Module):

@@ -51,7 +51,7 @@ def test_blocks_are_those_of_its_queries_and_keys() -> None:
     assert torch.equal(seen["blocks"], choose_blocks(q, k, model.config.nsa))
     own = reference.select_blocks(inputs[0], inputs[1], seen["lse_cmp"], model.config.nsa)
     assert not torch.equal(seen["blocks"], own)
-    mixed, _ = layer.mix(layer.heads(x, rotary), layer.indexer(x, rotary), layer.gates(x), None)
+    mixed = layer._attend(inputs, (q, k), None)
     torch.testing.assert_close(mixed, reference.nsa_attention(*inputs, model.config.nsa, blocks=seen["blocks"]))
 
 

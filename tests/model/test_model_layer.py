@@ -6,12 +6,14 @@ import copy
 import inspect
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import brute_force
 import numpy as np
 import pytest
 import torch
 from model_inputs import TINY_NSA, config_of, loss_of, tokens_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_lab.attention import Span, reference, torch_backend
 from nsa_lab.config import NSAConfig
@@ -273,3 +275,35 @@ def test_compiled_blocks_take_any_documents_without_being_compiled_anew(attentio
         (model(tokens, span).sum() + model.auxiliary_loss()).backward()
         counts.append(graphs["unique_graphs"])
     assert before < counts[0] == counts[-1]
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that reach the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("taught", [False, True])
+def test_a_step_launches_as_much_for_forty_documents_as_for_two(
+    monkeypatch: pytest.MonkeyPatch, phi: str, taught: bool
+) -> None:
+    """Forward and backward, with all that is made once per span. The attention itself is one operator of a backend."""
+
+    def operator(q: torch.Tensor, *others: Any, **_: Any) -> torch.Tensor:
+        each = q.mean(-1, keepdim=True) + sum(x.mean() for x in others if torch.is_tensor(x))
+        return each.expand(*q.shape[:3], others[1].shape[-1])
+
+    monkeypatch.setattr(layers_module, "nsa_attention", operator)
+    model = NSATransformer(config_of(phi=phi, matching_heads=1, selection_loss=0.1 * taught), seed=0)
+    tokens, counts = tokens_of(model.config, 200, batch=1), []
+    for documents in (2, 40):
+        with Launches() as launches:
+            loss = model(tokens, packed(*[200 // documents] * documents, capacity=48)).sum()
+            (loss + model.auxiliary_loss()).backward()
+        counts.append(launches.count)
+    assert counts[0] == counts[1]

@@ -1,0 +1,198 @@
+"""Packed documents in other layouts, and what is computed there: compression, and the loss that teaches the choice."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa_lab.attention import Span, reference, selection_loss
+from nsa_lab.attention.compression import compress, make_phi
+from nsa_lab.attention.packing import ABSENT, rows_elsewhere, take
+from nsa_lab.attention.selection_loss import spread
+from nsa_lab.config import NSAConfig
+
+CPU = torch.device("cpu")
+GEOMETRIES = {"l = d": (3, 3), "l = 2 d": (6, 3), "l = 4 d": (8, 2), "d = 1": (4, 1), "l = 1": (1, 1)}
+# Among them empty ones, shorter than any block, and one whose last tokens are in no block.
+LENGTHS = {
+    "many": (0, 1, 23, 0, 5, 2, 40, 0, 1, 8),
+    "short": (1, 0, 2, 1),
+    "one": (19,),
+    "one token": (1,),
+    "empty at the ends": (0, 0, 17, 0, 0),
+}
+every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES)
+every_row = pytest.mark.parametrize("lengths", LENGTHS)
+
+
+def nsa_of(geometry: str, phi: str = "avg") -> NSAConfig:
+    l, d = GEOMETRIES[geometry]
+    return NSAConfig(l=l, d=d, l_sel=2 * d, n_sel=4, w=7, phi=phi)
+
+
+def span_of(lengths: tuple[int, ...], capacity: int | None = None) -> Span:
+    return Span.packed(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), capacity)
+
+
+def drawn(rows: int, seed: int, heads: int = 2) -> Tensor:
+    return torch.randn(1, rows, heads, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def phi_of(nsa: NSAConfig) -> nn.Module | None:
+    torch.manual_seed(0)
+    phi = make_phi(nsa, 5)
+    return None if phi is None else phi.double()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_stand_where_counting_puts_them(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 6, (2, int(torch.randint(1, 6, (1,), generator=draw))), generator=draw)
+    here, there = ([0, *accumulate(side.tolist())] for side in lengths)
+    rows = here[-1] + 3
+    expected = [ABSENT] * rows
+    for (begin, end), (other, other_end) in zip(pairwise(here), pairwise(there), strict=True):
+        for n in range(min(end - begin, other_end - other)):
+            expected[begin + n] = other + n
+    assert rows_elsewhere(rows, torch.tensor(here), torch.tensor(there)).tolist() == expected
+
+
+def test_what_is_taken_and_its_gradients() -> None:
+    x = drawn(6, 0).requires_grad_()
+    rows, back = torch.tensor([4, ABSENT, 0, 2]), torch.tensor([2, ABSENT, 3, ABSENT, 0, ABSENT])
+    taken = take(x, rows, back)
+    assert torch.equal(taken[:, [0, 2, 3]], x[:, [4, 0, 2]]) and not taken[:, 1].any()
+    assert torch.autograd.gradcheck(lambda x: take(x, rows, back), x)
+    assert torch.autograd.gradgradcheck(lambda x: take(x, rows, back), x)
+    nothing = take(x[:, :0], torch.tensor([ABSENT, ABSENT]), rows[:0])
+    assert nothing.shape == (1, 2, 2, 5) and not nothing.any()
+
+
+@every_geometry
+@every_row
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("more", [None, 0, 3])
+def test_every_document_is_compressed_as_if_alone(geometry: str, lengths: str, phi: str, more: int | None) -> None:
+    """Values, and gradients of x and of phi's weights; padding is 0 and moves no gradient."""
+    nsa, of = nsa_of(geometry, phi), LENGTHS[lengths]
+    span, module, x = span_of(of, None if more is None else len(of) + more), phi_of(nsa), drawn(sum(of), 1)
+    x.requires_grad_()
+    found = compress(x, nsa, module, span=span)
+    alone = torch.cat([reference.compress(part, nsa, module) for part in x.split(of, 1) if part.shape[1]], 1)
+    used = alone.shape[1]
+    assert found.shape[1] == span.num_compressed(nsa) and not found[:, used:].any()
+    torch.testing.assert_close(found[:, :used], alone, rtol=1e-12, atol=1e-12)
+    leaves = [x, *([] if module is None else module.parameters())]
+    weight = drawn(found.shape[1], 2)
+    wanted = torch.autograd.grad((alone * weight[:, :used]).sum() + 0 * sum(y.sum() for y in leaves), leaves)
+    gradients = torch.autograd.grad((found * weight).sum(), leaves)
+    for a, b in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@every_geometry
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_mean_has_the_bits_of_the_document_alone(geometry: str, dtype: torch.dtype) -> None:
+    nsa, of = nsa_of(geometry), LENGTHS["many"]
+    x = drawn(sum(of), 3).to(dtype)
+    alone = torch.cat([compress(part, nsa) for part in x.split(of, 1) if part.shape[1]], 1)
+    for capacity in (None, 12):
+        assert torch.equal(compress(x, nsa, span=span_of(of, capacity))[:, : alone.shape[1]], alone)
+
+
+@every_geometry
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_compressed_within_its_document(geometry: str, phi: str, poison: float) -> None:
+    """At any token, those in no block among them: nothing else changes by one bit, and what reads it does not hide it."""
+    nsa, of = nsa_of(geometry, phi), LENGTHS["many"]
+    span, module, clean = span_of(of, 12), phi_of(nsa), drawn(sum(of), 4)
+    owner = span.query_documents()
+
+    def results(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        out = compress(x, nsa, module, span=span)
+        return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
+
+    before, gradient = results(clean)
+    for t in range(sum(of)):
+        spoilt = clean.clone()
+        spoilt[:, t] = poison
+        after, moved = results(spoilt)
+        document = int(owner[t])
+        rows, begin = span.compressed_rows(nsa)[document], span.bounds[document]
+        reads = [rows.start + i for i in range(rows.stop - rows.start) if 0 <= t - begin - i * nsa.d < nsa.l]
+        others = [i for i in range(after.shape[1]) if i not in reads]
+        assert not after[:, reads].isfinite().any()
+        assert torch.equal(after[:, others], before[:, others])
+        assert torch.equal(moved[:, owner != document], gradient[:, owner != document])
+
+
+@every_geometry
+@every_row
+@pytest.mark.parametrize("queries", [7, None])
+def test_the_loss_is_that_of_the_documents_alone(geometry: str, lengths: str, queries: int | None) -> None:
+    """Its value and gradients are the sums over the documents' own, with a capacity too."""
+    nsa, of = nsa_of(geometry), LENGTHS[lengths]
+    total = sum(of)
+    q, raw, k_sel = 2 * drawn(total, 5, heads=4), 2 * drawn(total, 6), 2 * drawn(total, 7)
+    rows = spread(total, queries)
+    q.requires_grad_(), raw.requires_grad_()
+    wanted = 0 * (q.sum() + raw.sum())
+    for document in span_of(of).documents:
+        own = [row - document.queries.start for row in rows if document.queries.start <= row < document.queries.stop]
+        k_cmp = compress(raw[:, document.keys], nsa) if document.last else None
+        for row in own:  # a query alone is asked as a chunk of its document's beginning
+            end = row + 1
+            here = slice(document.queries.start + row, document.queries.start + end)
+            keys = slice(document.keys.start, document.keys.start + end)
+            assert k_cmp is not None
+            span = Span.chunk(row, 1)
+            blocks = k_cmp[:, : span.num_compressed(nsa)]
+            wanted = wanted + selection_loss(q[:, here], blocks, k_sel[:, keys], nsa, span=span)
+    wanted = wanted / len(rows)
+    for capacity in (None, len(of) + 3):
+        span = span_of(of, capacity)
+        found = selection_loss(q, compress(raw, nsa, span=span), k_sel, nsa, queries=queries, span=span)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        for a, b in zip(*(torch.autograd.grad(y, [q, raw], retain_graph=True) for y in (found, wanted)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_the_loss_takes_what_is_not_finite_to_no_other_document() -> None:
+    """In keys and queries of one document: the gradients of the others keep every bit, and the loss is not finite."""
+    nsa, of = nsa_of("l = 2 d"), (30, 41, 30)
+    span = span_of(of, 5)
+    clean = [2 * drawn(sum(of), 5, heads=4), compress(2 * drawn(sum(of), 6), nsa, span=span), 2 * drawn(sum(of), 7)]
+
+    def results(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        leaves = [x.clone().requires_grad_() for x in tensors[:2]]
+        loss = selection_loss(*leaves, tensors[2], nsa, queries=None, span=span)
+        return loss, list(torch.autograd.grad(loss, leaves))
+
+    _, before = results(clean)
+    rows, blocks = span.documents[1].queries, span.compressed_rows(nsa)[1]
+    for number, own in enumerate((rows, blocks, rows)):
+        spoilt = [x.clone() for x in clean]
+        spoilt[number][:, own] = torch.nan
+        loss, after = results(spoilt)
+        assert loss.isnan()
+        for mine, a, b in zip((rows, blocks), after, before, strict=True):
+            others = torch.ones(a.shape[1], dtype=torch.bool)
+            others[mine] = False
+            assert torch.equal(a[:, others], b[:, others])
+
+
+def test_what_is_kept_with_a_span_is_made_once_and_serves_a_backward_pass() -> None:
+    """Made in inference mode, too."""
+    nsa, span, x = nsa_of("l = 2 d"), span_of((20, 11), 4), drawn(31, 8)
+    with torch.inference_mode():
+        compress(x, nsa, span=span)
+        begins = span.begins(CPU)
+    kept = dict(span._kept)
+    compress(x.requires_grad_(), nsa, span=span).sum().backward()
+    assert span.begins(CPU) is begins and begins.nonzero().flatten().tolist() == [0, 20]
+    assert all(span._kept[key] is value for key, value in kept.items()) and len(span._kept) == len(kept)
