@@ -70,10 +70,7 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
         rows = spread(span.queries, queries)
         # Counted for the keys: of a chunk, those before it too.
         tokens = tuple(accumulate((document.last for document in span.documents), initial=0))
-        blocks = tuple(accumulate((geometry.num_selection(document.last, nsa) for document in span.documents), initial=0))
-        # With a capacity: a document has one block more than its whole ones at most.
-        most = blocks[-1] if span.capacity is None else span.queries // nsa.l_sel + span.capacity
-        layouts = [span.bounds, tokens, span.compressed_bounds(nsa), blocks]
+        layouts = [span.bounds, tokens, span.compressed_bounds(nsa), span.selection_bounds(nsa)]
         row, key, compressed, block = span.on_device(layouts, device)
         query = torch.tensor(rows).to(device, non_blocking=True)
         owner = owners(span.queries, row)[query]
@@ -84,7 +81,7 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
             keys=torch.stack([first_key, first_key + t]),
             compressed=torch.stack([first_compressed, first_compressed + geometry.visible_compressed(t, nsa)]),
             places=torch.stack([place, place + t]),
-            key_of_place=rows_elsewhere(most * nsa.l_sel, block * nsa.l_sel, key),
+            key_of_place=rows_elsewhere(span.selection_laid_out(nsa) * nsa.l_sel, block * nsa.l_sel, key),
             place_of_compressed=rows_elsewhere(span.num_compressed(nsa) * nsa.d, compressed * nsa.d, block * nsa.l_sel)[
                 :: nsa.d
             ],
@@ -97,7 +94,7 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
 def loss_of(q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: Asked) -> Tensor:
     """As `selection_loss`, of the queries that `rows` name. What it launches does not depend on the documents."""
     wide, G = torch.promote_types(q.dtype, torch.float32), k_sel.shape[2]
-    blocks = len(rows.key_of_place) // nsa.l_sel
+    blocks = geometry.num_selection(len(rows.key_of_place), nsa)
     first, own = rows.places
     free = geometry.candidate_blocks(own, blocks, nsa) & ~geometry.forced_blocks(own, blocks, nsa)  # [R, blocks]
     free = free & (geometry.positions(0, blocks, q.device) * nsa.l_sel > first[:, None])
