@@ -256,8 +256,8 @@ MUTANTS = [
     Mutant(
         "eq. 9 read with indices from 0",
         "attention.geometry",
-        "start_i = torch.arange(n_compressed, device=device).unsqueeze(1) * nsa.d",
-        "start_i = (torch.arange(n_compressed, device=device).unsqueeze(1) + nsa.l_sel // nsa.d - 1) * nsa.d",
+        "start_i = starts.unsqueeze(1)",
+        "start_i = starts.unsqueeze(1) + nsa.l_sel - nsa.d",
     ),
     Mutant(
         "health: a training loss that has risen to three times itself is fine",
@@ -1012,12 +1012,7 @@ MUTANTS = [
     Mutant(
         "model: decoding forgets the unread key", "model.layers", "if before is None else before", "if True else before"
     ),
-    Mutant(
-        "model: the selection loss in evaluation too",
-        "model.attention",
-        "if not (self.training and self.config.taught)",
-        "if not self.config.taught",
-    ),
+    Mutant("model: the selection loss in evaluation too", "model.attention", "return self.training and ", "return "),
     Mutant("model: the selection loss without its weight", "model.attention", "else taught * weight", "else taught"),
     Mutant(
         "model: matching heads of the second group",

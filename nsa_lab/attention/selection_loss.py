@@ -80,10 +80,7 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
         rows = spread(span.queries, queries)
         # Counted for the keys: of a chunk, those before it too.
         tokens = tuple(accumulate((document.last for document in span.documents), initial=0))
-        blocks = tuple(accumulate((geometry.num_selection(document.last, nsa) for document in span.documents), initial=0))
-        # With a capacity: a document has one block more than its whole ones at most.
-        most = blocks[-1] if span.capacity is None else geometry.num_selection(span.queries, nsa) + span.capacity
-        layouts = [span.bounds, tokens, span.compressed_bounds(nsa), blocks]
+        layouts = [span.bounds, tokens, span.compressed_bounds(nsa), span.selection_bounds(nsa)]
         row, key, compressed, block = span.on_device(layouts, device)
         query = torch.tensor(rows).to(device, non_blocking=True)
         owner = owners(span.queries, row)[query]
@@ -94,7 +91,7 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
             keys=torch.stack([first_key, first_key + t]),
             compressed=torch.stack([first_compressed, first_compressed + geometry.visible_compressed(t, nsa)]),
             places=torch.stack([place, place + t]),
-            key_of_place=rows_elsewhere(most * nsa.l_sel, block * nsa.l_sel, key),
+            key_of_place=rows_elsewhere(span.selection_laid_out(nsa) * nsa.l_sel, block * nsa.l_sel, key),
             place_of_compressed=rows_elsewhere(span.num_compressed(nsa) * nsa.d, compressed * nsa.d, block * nsa.l_sel)[
                 :: nsa.d
             ],

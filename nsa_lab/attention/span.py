@@ -137,6 +137,15 @@ class Span:
         """Whether it computes what `Span.full` does, at the same shapes, however it was written."""
         return self.capacity is None and 0 < self.queries == self.longest
 
+    def selection_bounds(self, nsa: NSAConfig) -> tuple[int, ...]:
+        """As `compressed_bounds`, of selection blocks where all documents' blocks are numbered one after another."""
+        return tuple(accumulate((geometry.num_selection(document.last, nsa) for document in self.documents), initial=0))
+
+    def selection_laid_out(self, nsa: NSAConfig) -> int:
+        """Selection blocks of all documents together; with a capacity, the most that there can be of any documents."""
+        # A document has one block more than its whole ones at most.
+        return self.selection_bounds(nsa)[-1] if self.capacity is None else self.queries // nsa.l_sel + self.capacity
+
     def positions(self, device: torch.device | None = None) -> Tensor:
         """Of every query in its own document, int64 [queries]."""
         if self.kind != "packed":

@@ -138,9 +138,8 @@ def test_the_loss_is_that_of_the_documents_alone(geometry: str, lengths: str, qu
     """Its value and gradients are the sums over the documents' own, with a capacity too."""
     nsa, of = nsa_of(geometry), LENGTHS[lengths]
     total = sum(of)
-    q, raw, k_sel = 2 * drawn(total, 5, heads=4), 2 * drawn(total, 6), 2 * drawn(total, 7)
-    rows = spread(total, queries)
-    q.requires_grad_(), raw.requires_grad_()
+    q, raw = ((2 * drawn(total, seed, heads)).requires_grad_() for seed, heads in ((5, 4), (6, 2)))
+    k_sel, rows = 2 * drawn(total, 7), spread(total, queries)
     wanted = 0 * (q.sum() + raw.sum())
     for document in span_of(of).documents:
         own = [row - document.queries.start for row in rows if document.queries.start <= row < document.queries.stop]

@@ -29,7 +29,7 @@ def packed(*lengths: int, capacity: int | None = None) -> Span:
     return Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity)
 
 
-def layer_of(phi: str = "avg", gate: str = "sigmoid", seed: int = 0, **sizes: int | None) -> NSAttention:
+def layer_of(phi: str = "avg", gate: str = "sigmoid", seed: int = 0, **sizes: float | None) -> NSAttention:
     torch.manual_seed(seed)
     return NSAttention(24, 4, 2, **{"value_dim": 5, **sizes}, nsa=NSAConfig(**TINY_NSA, phi=phi, gate=gate))
 
@@ -247,14 +247,18 @@ def test_padded_documents_train_as_unpadded_ones() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("span", [None, packed(*LENGTHS)], ids=["full", "packed"])
+@pytest.mark.parametrize("span", [None, packed(*LENGTHS), packed(*LENGTHS, capacity=9)], ids=["full", "packed", "padded"])
 def test_compiled_it_computes_what_it_does_eagerly(span: Span | None) -> None:
-    layer, x = layer_of(), rows(sum(LENGTHS), batch=1, dtype=torch.float32)
+    layer, x = layer_of(matching_heads=1, selection_loss=0.5), rows(sum(LENGTHS), batch=1, dtype=torch.float32)
+
+    def gradients(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out.square().sum() + layer.auxiliary_loss(), list(layer.parameters()))
+
     eager = layer(x, span)
-    expected = torch.autograd.grad(eager.square().sum(), list(layer.parameters()))
+    expected = gradients(eager)
     compiled = torch.compile(layer, dynamic=False)(x, span)
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
-    for a, b in zip(torch.autograd.grad(compiled.square().sum(), list(layer.parameters())), expected, strict=True):
+    for a, b in zip(gradients(compiled), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
