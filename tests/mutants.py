@@ -105,7 +105,7 @@ OTHERS = {
     "attention.padding": ["tests/attention/test_padding.py"],
     "attention.selection_loss": ["tests/attention/test_selection_loss.py", "tests/attention/test_packing.py"],
     **{
-        f"health.{part}": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"]
+        f"health.{part}": [f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")]
         for part in ("run", "learning", "steps", "pace", "branches", "selection")
     },
     "health.record": [
@@ -262,8 +262,14 @@ MUTANTS = [
     Mutant(
         "health: a training loss that has risen to three times itself is fine",
         "health.learning",
-        "if last > limits.training_kept * lowest:",
+        "if last > max(limits.training_kept * lowest, lowest + chance):",
         "if last > 100 * lowest:",
+    ),
+    Mutant(
+        "health: what few long texts differ by is a rise of the training loss",
+        "health.learning",
+        "if last > max(limits.training_kept * lowest, lowest + chance):",
+        "if last > limits.training_kept * lowest:",
     ),
     Mutant(
         "health: a number that cannot be is a number",

@@ -74,8 +74,11 @@ def training_loss(history: History, limits: Limits) -> Verdict | None:
         now = training_now(history, name)
         if not len(now):
             return Verdict("training loss", None, None, limit, "no reading yet of the stage that the run is in")
-        last, (lowest, lowest_at) = float(np.mean(now)), _lowest(*history.at_the_last_length(steps, values), len(now))
-        if last > limits.training_kept * lowest:
+        steps, values_now = history.at_the_last_length(steps, values)
+        last, (lowest, lowest_at) = float(np.mean(now)), _lowest(steps, values_now, len(now))
+        # Steps of a few long texts differ in what they read: two means of as many readings lie that far apart by chance.
+        chance = limits.training_errors * _scatter(values_now) * (2 / len(now)) ** 0.5
+        if last > max(limits.training_kept * lowest, lowest + chance):
             text = f"{name} is {last:.3f} {unit} at the end, and was {lowest:.3f} about step {lowest_at:,}"
             return Verdict("training loss", False, last / lowest, limits.training_kept, text)
         falls.append((1 - last / values[0], f"from {values[0]:.3f} to {last:.3f} {unit}"))
@@ -88,6 +91,11 @@ def _lowest(steps: np.ndarray, values: np.ndarray, count: int) -> tuple[float, i
     means = np.convolve(values, np.full(count, 1 / count), "valid")
     least = int(means.argmin())
     return float(means[least]), int(steps[least + count - 1])
+
+
+def _scatter(values: np.ndarray) -> float:
+    """Standard deviation of one reading about its neighbours, from the median of their differences."""
+    return float(np.median(np.abs(np.diff(values))) / (0.6745 * 2**0.5)) if len(values) > 1 else 0.0
 
 
 def _longest_still(steps: np.ndarray, values: np.ndarray) -> tuple[int, int]:
