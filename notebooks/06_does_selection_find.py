@@ -78,17 +78,17 @@ print(
 # * **dense, same start**: the same with (1) and (2) of the recipe below.
 # * **NSA avg**: NSA as the paper defines it, compressed keys being means.
 # * **NSA, recipe**: the same, and (1) rotary embedding on half of a head's width, (2) matching heads: in the first
-#   group of heads the key of a token is that of the token before, and half of the group's heads start by asking
-#   with the keys' own weights, so that they copy from step 0, (3) a selection loss: the importances of the choice
-#   are held against where the selected branch would look if it read everything (`ModelConfig.rotary_share`,
-#   `matching_heads`, `selection_loss`).
+#   group of heads the key of a token starts as that of the token before, and half of the group's heads start by
+#   asking with the keys' own weights, so that they copy from step 0, (3) an indexer: one query and one key per group
+#   that do nothing but choose the blocks, and a loss that teaches them alone where the selected branch would look if it
+#   read everything (`ModelConfig.rotary_share`, `matching_heads`, `indexer_width`, `selection_loss`).
 
 # %%
 kinds = {
     "dense": {"attention": "dense"},
     "dense, same start": {"attention": "dense", "rotary_share": 0.5, "matching_heads": 1},
     "NSA avg": {},
-    "NSA, recipe": {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.2},
+    "NSA, recipe": {"rotary_share": 0.5, "matching_heads": 1, "indexer_width": 16, "selection_loss": 0.2},
 }
 models, curves = {}, {}
 for name, changes in kinds.items():

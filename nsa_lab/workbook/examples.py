@@ -28,6 +28,8 @@ class Example:
     v_sel: Tensor
     k_win: Tensor
     v_win: Tensor
+    q_index: Tensor | None = None  # [1, T, G, .], and k_index, of an indexer; None: q and k_cmp choose
+    k_index: Tensor | None = None
 
     @property
     def length(self) -> int:
