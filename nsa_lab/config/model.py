@@ -25,7 +25,7 @@ class NSAConfig(Section):
     l_sel: int = Field(default=64, ge=1, le=COUNT, description="selection block length, tokens")
     n_sel: int = Field(default=16, le=COUNT, description="selection blocks read by a query, the forced ones included")
     w: int = Field(default=512, ge=1, le=COUNT, description="sliding window, tokens, the query's own included")
-    phi: Literal["avg", "linear", "mlp"] = Field(default="avg", description="compression operator")
+    phi: Literal["avg", "linear", "mlp", "pool"] = Field(default="avg", description="compression operator")
     gate: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="gate over the three branches")
 
     @model_validator(mode="after")

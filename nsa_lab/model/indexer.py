@@ -2,7 +2,8 @@
 
 In the paper the compressed branch's scores choose (eq. 8, 9), so its keys serve two masters: what the branch itself reads,
 and where the selected branch should look. Here the choice has a query and a key of its own (as DeepSeek-V3.2's indexer,
-arXiv 2512.02556, there for single tokens), compressed as the compressed branch's keys are. The selection loss alone teaches
+arXiv 2512.02556, there for single tokens), compressed by a weighted mean that starts as the mean (`phi: pool`): one key in 32 that a query looks for would drown in
+their mean (docs/science/tiny_recall.md). The selection loss alone teaches
 them, and they pass no gradient on, so that the loss costs the rest of the model nothing.
 """
 
@@ -39,7 +40,8 @@ class Indexer(nn.Module):
         self.config = config
         self.qk = nn.Linear(config.dim, 2 * G * D, bias=False)
         self.convolution = ShortConvolution(1, G, D) if config.matching_heads else None
-        self.phi = make_phi(config.nsa, D)
+        self.nsa = config.nsa.model_copy(update={"phi": "pool"})
+        self.phi = make_phi(self.nsa, D)
 
     def forward(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Index:
         """`rotary` is the heads', for x's positions; `begins` and `before` are as in `project_heads`."""
@@ -55,7 +57,7 @@ class Indexer(nn.Module):
         return Index(q, k, unread)
 
     def compress(self, k: Tensor, span: Span | None = None, rows: BlockRows | None = None) -> Tensor:
-        """k [B, T, G, D] -> [B, N, G, D], as the compressed branch's keys; `rows` are those of packed documents."""
+        """k [B, T, G, D] -> [B, N, G, D]; `rows` are those of packed documents."""
         if rows is not None:
-            return compress_documents(k, self.config.nsa, self.phi, rows)
-        return compress(k, self.config.nsa, self.phi, span=span)
+            return compress_documents(k, self.nsa, self.phi, rows)
+        return compress(k, self.nsa, self.phi, span=span)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nsa_lab.attention.compression import BlockMap
+from nsa_lab.attention.compression import BlockMap, BlockPool
 from nsa_lab.model.attention import DenseAttention, SparseAttention
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import RMSNorm, ShortConvolution
@@ -24,7 +24,7 @@ def initialise(root: nn.Module, into_residual: float, generator: torch.Generator
             module.weight.fill_(1.0)
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(std=0.02, generator=generator)
-        elif isinstance(module, ShortConvolution):
+        elif isinstance(module, ShortConvolution | BlockPool):
             module.reset_parameters()
         elif isinstance(module, BlockMap):
             module.position.normal_(std=0.02, generator=generator)

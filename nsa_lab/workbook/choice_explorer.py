@@ -53,10 +53,9 @@ def layer_example(model: NSATransformer, task: TinyRecall, tokens: torch.Tensor,
         x, _ = block(x, rotary)
     attention, normed = cast(SparseAttention, blocks[layer].attention), blocks[layer].attention_norm(x)
     heads = attention.heads(normed, rotary)
-    index = attention.indexer(normed, rotary) if attention.indexer else None
     (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = heads.keys, heads.values
     about = f"tiny recall, layer {layer}"
-    chosen_by = (index.q, index.k) if index else (None, None)
+    chosen_by = attention.scoring(normed, attention.project(normed, rotary), rotary) if attention.indexer else ()
     return Example(about, letters(task, tokens[0]), heads.q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, *chosen_by)
 
 

@@ -28,8 +28,8 @@ class Example:
     v_sel: Tensor
     k_win: Tensor
     v_win: Tensor
-    q_index: Tensor | None = None  # [1, T, G, .], and k_index, of an indexer; None: q and k_cmp choose
-    k_index: Tensor | None = None
+    q_index: Tensor | None = None  # [1, T, G, .] of an indexer; None: q and k_cmp choose
+    k_index: Tensor | None = None  # [1, N, G, .], its keys, compressed
 
     @property
     def length(self) -> int:
@@ -41,6 +41,8 @@ class Example:
 
     def document(self, first: int, last: int) -> Example:
         """Tokens first .. last-1 by themselves, as a document in a row: what stands before them is not there."""
+        if self.q_index is not None:
+            raise ValueError("document: an indexer's keys are compressed already, and cannot be cut to a document")
         tensors = {name: value[:, first:last] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, text=self.text[first:last], **tensors)
 

@@ -27,8 +27,7 @@ def reads_of(example: Example, nsa: NSAConfig, position: int, group: int = 0) ->
     visible = int(geometry.visible_compressed(t, nsa))
     p_cmp = p_choice = _softmax(q, reference.compress(example.k_cmp[:, : position + 1], nsa)[0, :visible, group])
     if example.q_index is not None and example.k_index is not None:
-        k_index = reference.compress(example.k_index[:, : position + 1], nsa)[0, :visible, group]
-        p_choice = _softmax(example.q_index[0, position, group][None], k_index)
+        p_choice = _softmax(example.q_index[0, position, group][None], example.k_index[0, :visible, group])
 
     begun = geometry.num_selection(position + 1, nsa)
     carry = geometry.overlap(visible, begun, nsa, dtype=p_cmp.dtype)

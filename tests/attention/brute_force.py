@@ -60,6 +60,16 @@ def mlp(position: Array, first: Array, second: Array) -> Callable[[Array], Array
     return apply
 
 
+def pool(score: Array, place: Array) -> Callable[[Array], Array]:
+    """phi = pool: every channel a softmax-weighted mean of the block's tokens; score [D, D], place [D, l]."""
+
+    def apply(block: Array) -> Array:
+        weights = np.stack([score @ token + place[:, i] for i, token in enumerate(block)])  # [l, D]
+        return np.array([softmax(weights[:, c]) @ block[:, c] for c in range(block.shape[1])])
+
+    return apply
+
+
 def compress(x: Array, geometry: Geometry, phi: Callable[[Array], Array] = mean) -> Array:
     B, T, G, D = x.shape
     blocks = compressed_blocks(T, geometry)
@@ -298,12 +308,15 @@ def index(x: Array, model: Model, prefix: str) -> tuple[Array, Array]:
         k = two_taps(k, model.weights[f"{prefix}.convolution.weight"][:, 0])
     R = (model.turned or model.d_k) * width // model.d_k  # the same share of the width as a head has
     q, k = (np.concatenate([rotate(rows[..., :R], model.theta), rows[..., R:]], axis=-1) for rows in (q, k))
-    return q, compress(k, model.geometry, phi_of(model, f"{prefix}.phi"))
+    phi = pool(model.weights[f"{prefix}.phi.score"], model.weights[f"{prefix}.phi.place"])
+    return q, compress(k, model.geometry, phi)
 
 
 def phi_of(model: Model, prefix: str) -> Callable[[Array], Array]:
     if model.phi == "avg":
         return mean
+    if model.phi == "pool":
+        return pool(model.weights[f"{prefix}.score"], model.weights[f"{prefix}.place"])
     position = model.weights[f"{prefix}.position"]
     if model.phi == "linear":
         return linear(position, model.weights[f"{prefix}.map.weight"])
