@@ -1036,6 +1036,18 @@ MUTANTS = [
     Mutant(
         "model: the short convolution's weights change places", "model.layers", "this, last = self", "last, this = self"
     ),
+    Mutant("phi: a pool weighs without the place", "attention.compression", " + self.place.to(wide)", ""),
+    Mutant(
+        "phi: a pool's weights sum to one over channels", "attention.compression", "score.softmax(-1)", "score.softmax(-2)"
+    ),
+    Mutant(
+        "phi: a pool's scores transposed",
+        "attention.compression",
+        "self.score.to(blocks.dtype) @",
+        "self.score.to(blocks.dtype).mT @",
+    ),
+    Mutant("model: a pool does not start as the mean", "model.initial", "ShortConvolution | BlockPool", "ShortConvolution"),
+    Mutant("indexer: plain means", "model.indexer", 'update={"phi": "pool"}', 'update={"phi": "avg"}'),
     Mutant("indexer: its loss reaches the trunk", "model.indexer", "self.qk(x.detach())", "self.qk(x)"),
     Mutant(
         "indexer: the angles of neighbouring pairs",

@@ -27,9 +27,9 @@ def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: S
     """x [B, T, G, D] -> [B, N, G, D], N = 0 if T < l else (T - l)//d + 1; block i is phi of tokens [i*d, i*d + l).
 
     Floating point, B, T, G and D of at least 1; the result has x's dtype. `phi` is the module of `make_phi` for `nsa.phi`
-    linear, mlp and pool, and None for avg. With a span, x holds all its keys: positions 0 .. start+length-1 of a chunk, so that
-    N follows from start + length; or packed documents, B = 1, whose N_i blocks lie one after another, followed by rows of
-    zeros up to total // d if the span has a capacity. Raises ValueError.
+    linear, mlp and pool, and None for avg. With a span, x holds all its keys: positions 0 .. start+length-1 of a chunk,
+    so that N follows from start + length; or packed documents, B = 1, whose N_i blocks lie one after another, followed
+    by rows of zeros up to total // d if the span has a capacity. Raises ValueError.
     """
     checks.check_keys("x", x, span)
     check_phi(nsa, phi)

@@ -2,9 +2,9 @@
 
 In the paper the compressed branch's scores choose (eq. 8, 9), so its keys serve two masters: what the branch itself reads,
 and where the selected branch should look. Here the choice has a query and a key of its own (as DeepSeek-V3.2's indexer,
-arXiv 2512.02556, there for single tokens), compressed by a weighted mean that starts as the mean (`phi: pool`): one key in 32 that a query looks for would drown in
-their mean (docs/science/tiny_recall.md). The selection loss alone teaches
-them, and they pass no gradient on, so that the loss costs the rest of the model nothing.
+arXiv 2512.02556, there for single tokens). Keys are compressed by a weighted mean that starts as the mean (`phi: pool`):
+the one key of a block that a query looks for would drown in the mean of all (docs/science/tiny_recall.md). The selection
+loss alone teaches them, and they pass no gradient on, so that the loss costs the rest of the model nothing.
 """
 
 from __future__ import annotations

@@ -160,3 +160,15 @@ def test_the_model_holds_it_against_the_heads_and_not_against_itself() -> None:
     q, k = layer.scoring(x, inputs, rotary)
     torch.testing.assert_close(taught, selection_loss(q, k, inputs[3], model.config.nsa, looking=inputs[0]))
     assert (taught - selection_loss(q, k, inputs[3], model.config.nsa)).abs() > 1e-3
+
+
+def test_weights_that_are_reset_are_those_of_a_new_model() -> None:
+    """The pooling of an indexer's keys starts as the mean, whatever it had become; and so does the convolution as a shift."""
+    model, new = (NSATransformer(config_of(**RECIPE), seed=0) for _ in range(2))
+    assert not any(p.any() for name, p in model.named_parameters() if ".phi." in name)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    model.reset_parameters(0)
+    for (name, a), b in zip(model.named_parameters(), new.parameters(), strict=True):
+        assert torch.equal(a, b), name
