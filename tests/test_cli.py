@@ -346,7 +346,15 @@ def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
     view = watch(run_dir, lambda: True, terminal)
     shown = terminal.export_text()
     assert view.numbers()["phase"].startswith("ended, ")  # nothing hangs in the phase that it ended in
-    for word in ("200 of 200", "tokens per second", "8,19", "cmp 40%", "slowdown: slow indeed", "blocks reused", "93%"):
+    for word in (
+        "200 of 200",
+        "tokens per second",
+        "8,19",
+        "compressed 40%",
+        "slowdown: slow indeed",
+        "blocks reused",
+        "93%",
+    ):
         assert word in shown
     assert view.eta_s == 0.0
     assert RunView(run_dir).line() == "step 0/200  starting"

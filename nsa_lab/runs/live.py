@@ -27,7 +27,7 @@ from nsa_lab.runs.history import latest
 from nsa_lab.runs.summary import filling_text
 
 REDRAW_S, LINE_EVERY_S = 1.0, 10.0
-BRANCHES = ("cmp", "sel", "win")
+BRANCHES = {"cmp": "compressed", "sel": "selected", "win": "window"}
 NUMBERS = ("lr", "tokens_per_s", "grad_norm")
 NOTED = ("start", "resume", "guard", "stall", "error", "halt", "signal", "checkpoint", "end")
 
@@ -125,7 +125,7 @@ class RunView:
     def numbers(self) -> dict[str, str]:
         """What a person asks of a run under way, by name, as text; a dash where the run has not said."""
         age = self._phase_age_s + max(time.time() - self._heard, 0.0) if self._heard else 0.0
-        shares = {branch: self._mean(f"gate_share_{branch}") for branch in BRANCHES}
+        shares = {words: self._mean(f"gate_share_{branch}") for branch, words in BRANCHES.items()}
         return {
             "bits per byte, training": "–" if (training := self.training_bpb) is None else f"{training:.3f}",
             "bits per byte, validation": self._number("validation", "{:.3f}"),
@@ -134,7 +134,7 @@ class RunView:
             "tokens per second, now": self._number("tokens_per_s", "{:,.0f}"),
             "time left": clock(self.eta_s),
             "phase": f"{self._doing}, {age:.0f} s",
-            "gates": "  ".join(f"{branch} {share:.0%}" for branch, share in shares.items() if share is not None) or "–",
+            "gates": ", ".join(f"{words} {share:.0%}" for words, share in shares.items() if share is not None) or "–",
             "blocks reused": "–" if (reuse := self._mean("sel_reuse")) is None else f"{reuse:.0%}",
         }
 

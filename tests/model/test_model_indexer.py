@@ -163,7 +163,7 @@ def test_the_model_holds_it_against_the_heads_and_not_against_itself() -> None:
 
 
 def test_weights_that_are_reset_are_those_of_a_new_model() -> None:
-    """The pooling of an indexer's keys starts as the mean, whatever it had become; and so does the convolution as a shift."""
+    """The pooling of an indexer's keys starts as the mean, whatever it had become, and the convolution as a shift."""
     model, new = (NSATransformer(config_of(**RECIPE), seed=0) for _ in range(2))
     assert not any(p.any() for name, p in model.named_parameters() if ".phi." in name)
     with torch.no_grad():
