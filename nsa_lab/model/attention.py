@@ -29,7 +29,7 @@ from nsa_lab.attention import (
 )
 from nsa_lab.attention.compression import BlockRows, block_rows, compress_documents, make_phi
 from nsa_lab.attention.dispatch import Choice
-from nsa_lab.attention.selection_loss import Asked, asked, loss_of
+from nsa_lab.attention.selection_loss import AskedQueries, asked, loss_of
 from nsa_lab.attention.tracing import untraced
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model.indexer import Indexer
@@ -47,7 +47,7 @@ class Packing(NamedTuple):
     begins: Tensor
     """Bool [T], whether a token is the first of its document."""
     blocks: BlockRows
-    asked: Asked | None
+    asked: AskedQueries | None
     """None where the choice is not taught."""
 
 

@@ -32,7 +32,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def misfit(checkpoint: Path, saved: Iterable[str], wanted: Iterable[str]) -> str | None:
-    """None, or in a sentence how the names of a checkpoint's weights differ from those of the model that is to have them."""
+    """None, or in a sentence how the names of a checkpoint's weights differ from those of the model that asks."""
     has, needs = set(saved), set(wanted)
     if has == needs:
         return None
@@ -42,8 +42,8 @@ def misfit(checkpoint: Path, saved: Iterable[str], wanted: Iterable[str]) -> str
         if names
     ]
     return (
-        f"{checkpoint}: its weights are not those of this model: {', and '.join(parts)}. Other code wrote it: use the commit "
-        "that its run's environment.json names"
+        f"{checkpoint}: its weights are not those of this model: {', and '.join(parts)}. Other code wrote it: use the "
+        "commit that its run's environment.json names"
     )
 
 
