@@ -1606,6 +1606,12 @@ MUTANTS = [
         "progress = step / train.steps",
     ),
     Mutant(
+        "schedule: wsd falls one step late",
+        "train.schedule",
+        "last_at_peak = max(train.steps - train.decay_steps, peak)",
+        "last_at_peak = max(train.steps - train.decay_steps, peak) + 1",
+    ),
+    Mutant(
         "step: a bad update is applied",
         "train.step",
         "self._step_unless(self._bad)",

@@ -20,7 +20,7 @@ def expected_learning_rate(step: int, train: TrainConfig) -> float:
     """What the configuration promises for optimiser step `step`, counted from 1.
 
     In every stage anew: linear to `lr` at step `warmup_steps` (step 1 without warm-up), then half a cosine down to `min_lr`
-    at the last step.
+    at the last step; or no fall; or (`wsd`) none before the last `decay_share` of the steps, and a straight line there.
     """
     for stage in train.stages[:-1]:
         if step <= stage.steps:
@@ -35,6 +35,10 @@ def _rate_within(step: int, train: StageConfig) -> float:
         return train.lr * step / peak
     if train.lr_schedule == "constant":
         return train.lr
+    if train.lr_schedule == "wsd":
+        falling = min(max(round(train.steps * train.decay_share), 1), train.steps - peak)
+        fallen = max(step - (train.steps - falling), 0)
+        return train.lr + (train.min_lr - train.lr) * fallen / falling
     turn = math.pi * (step - peak) / (train.steps - peak)
     return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(turn)) / 2
 

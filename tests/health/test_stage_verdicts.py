@@ -88,3 +88,12 @@ def test_the_rate_that_health_expects_is_the_schedules() -> None:
         [learning_rate(step, train) for step in range(1, 61)], rel=1e-12
     )
     assert isinstance(train.plan[2], StageConfig)
+
+
+@pytest.mark.parametrize(("warmup", "share"), [(0, 0.2), (4, 0.35), (0, 1.0), (10, 0.5), (1, 0.01)])
+def test_the_rate_that_health_expects_of_wsd_is_the_schedules(warmup: int, share: float) -> None:
+    train = {"steps": 20, "warmup_steps": warmup, "decay_share": share, "lr_schedule": "wsd", "min_lr": 1e-5}
+    config = RunConfig.from_dict({"train": train}).train
+    assert [expected_learning_rate(step, config) for step in range(1, 21)] == pytest.approx(
+        [learning_rate(step, config) for step in range(1, 21)], rel=1e-12
+    )
