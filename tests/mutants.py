@@ -95,7 +95,7 @@ SUITES = {
     "model.attention": [*MODEL, "tests/inference/test_decode.py"],
     "model.indexer": MODEL,
     "model.initial": MODEL,
-    "model.layers": MODEL,
+    "model.layers": [*MODEL, "tests/inference/test_decode.py"],
     "model.statistics": MODEL,
     "model.transformer": MODEL,
 }
