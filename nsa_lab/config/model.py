@@ -80,6 +80,11 @@ class ModelConfig(Section):
         description="width of a query and a key per group that choose the blocks and learn from the selection loss alone; "
         "0: the compressed branch's scores choose (eq. 9)",
     )
+    indexer_block: int = Field(
+        default=0, ge=0, description="tokens that share a key of the indexer; 0: blocks of nsa.l tokens every nsa.d, as phi has"
+    )
+    indexer_queries: int = Field(default=1, ge=1, description="queries of the indexer per group")
+    selection_queries: int = Field(default=64, ge=1, description="queries per sequence that the selection loss asks")
     norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
 
@@ -136,6 +141,13 @@ class ModelConfig(Section):
     def indexer_step(self) -> int:
         """An indexer has every so-manyth channel of a head."""
         return self.d_k // self.indexer_width
+
+    @property
+    def choice_nsa(self) -> NSAConfig:
+        """The geometry of what blocks are chosen by."""
+        if not self.indexed or not self.indexer_block:
+            return self.nsa
+        return self.nsa.model_copy(update={"l": self.indexer_block, "d": self.indexer_block})
 
     @property
     def indexed(self) -> bool:

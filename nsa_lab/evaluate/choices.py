@@ -23,7 +23,7 @@ SCORES_AT_ONCE = 1 << 25
 def chosen_blocks(scoring: tuple[Tensor, Tensor], layer: SparseAttention) -> Tensor:
     """The blocks that the model chooses, int32 [B, T, G, n_sel]; `scoring` as `SparseAttention.scoring` gives it."""
     assert layer.backends is not None, "a model resolves its backends when it is built"
-    return choose_blocks(*scoring, layer.config.nsa, backend=layer.backends)
+    return choose_blocks(*scoring, layer.config.choice_nsa, backend=layer.backends)
 
 
 def random_blocks(q: Tensor, groups: int, nsa: NSAConfig, generator: torch.Generator) -> Tensor:

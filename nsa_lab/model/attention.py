@@ -176,13 +176,16 @@ class SparseAttention(nn.Module):
         looking, k_cmp, _, k_sel, *_ = inputs
         q, k_cmp = index or (looking, k_cmp)
         if packing is None or packing.asked is None:
-            return selection_loss(q, k_cmp, k_sel, self.config.nsa, looking=looking, span=span)
+            c = self.config
+            return selection_loss(
+                q, k_cmp, k_sel, c.choice_nsa, looking=looking, queries=c.selection_queries, span=span
+            )
         return loss_of(q, k_cmp, looking, k_sel, self.config.nsa, packing.asked)
 
     def _attend(self, inputs: AttentionInputs, index: Scoring | None, span: Span | None) -> Tensor:
         """What the branches find, [B, T, H, d_v]."""
         nsa, backends = self.config.nsa, self.backends or self._resolve(inputs[0], span)
-        blocks = choose_blocks(*index, nsa, backend=backends, span=span) if index else None
+        blocks = choose_blocks(*index, self.config.choice_nsa, backend=backends, span=span) if index else None
         return nsa_attention(*inputs, nsa, blocks=blocks, backend=backends, span=span)
 
     def gates(self, x: Tensor) -> Tensor:
@@ -216,7 +219,9 @@ class SparseAttention(nn.Module):
         backends = self.backends or self._resolve(q, span)
         name = {part: choice.backend for part, choice in backends.items()}
         out_cmp, lse_cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"], span=span)
-        blocks = choose_blocks(*self.scoring(x, inputs, rotary, span), nsa, backend=backends, span=span)
+        blocks = choose_blocks(
+            *self.scoring(x, inputs, rotary, span), self.config.choice_nsa, backend=backends, span=span
+        )
         out_sel, lse_sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"], span=span)
         only_first = torch.full_like(blocks, -1)
         only_first[..., 0] = 0

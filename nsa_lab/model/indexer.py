@@ -38,22 +38,23 @@ class Indexer(nn.Module):
         super().__init__()
         G, D = config.n_kv_groups, config.indexer_width
         self.config = config
-        self.qk = nn.Linear(config.dim, 2 * G * D, bias=False)
+        self.qk = nn.Linear(config.dim, G * (config.indexer_queries + 1) * D, bias=False)
         self.convolution = ShortConvolution(1, G, D) if config.matching_heads else None
-        self.nsa = config.nsa.model_copy(update={"phi": "pool"})
+        self.nsa = config.choice_nsa.model_copy(update={"phi": "pool"})
         self.phi = make_phi(self.nsa, D)
 
     def forward(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Index:
         """`rotary` is the heads', for x's positions; `begins` and `before` are as in `project_heads`."""
         G = self.config.n_kv_groups
-        q, k = self.qk(x.detach()).unflatten(-1, (2 * G, self.config.indexer_width)).split(G, dim=2)
+        Q = G * self.config.indexer_queries
+        q, k = self.qk(x.detach()).unflatten(-1, (Q + G, self.config.indexer_width)).split([Q, G], dim=2)
         unread = None
         if self.convolution:
             k, unread = self.convolution(k.unsqueeze(2), begins, before)
             k = k.squeeze(2)
         # Of the pairs that a head has, every so-manyth, with its own angle.
         cos, sin = (table[:, :: self.config.indexer_step] for table in rotary)
-        q, k = rotate(torch.cat([q, k], dim=2), (cos, sin)).split(G, dim=2)
+        q, k = rotate(torch.cat([q, k], dim=2), (cos, sin)).split([Q, G], dim=2)
         return Index(q, k, unread)
 
     def compress(self, k: Tensor, span: Span | None = None, rows: BlockRows | None = None) -> Tensor:

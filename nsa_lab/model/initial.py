@@ -55,8 +55,9 @@ def _follow(layer: SparseAttention, indexer: Indexer) -> None:
     """The indexer starts with every so-manyth channel of each group's first head and of the selected branch's keys."""
     c = layer.config
     queries, keys = _rows(layer)
-    asked, found = indexer.qk.weight.view(2, c.n_kv_groups, c.indexer_width, c.dim)
-    asked.copy_(queries[:: c.heads_per_group, :: c.indexer_step])
+    Q = c.n_kv_groups * c.indexer_queries
+    asked, found = indexer.qk.weight.view(-1, c.indexer_width, c.dim).split([Q, c.n_kv_groups])
+    asked.copy_(queries[:: c.heads_per_group // c.indexer_queries, :: c.indexer_step])
     found.copy_(keys[1, :, :: c.indexer_step])
 
 
