@@ -79,16 +79,162 @@ print(
 # * **NSA avg**: NSA as the paper defines it, compressed keys being means.
 # * **NSA, recipe**: the same, and (1) rotary embedding on half of a head's width, (2) matching heads: in the first
 #   group of heads the key of a token starts as that of the token before, and half of the group's heads start by
-#   asking with the keys' own weights, so that they copy from step 0, (3) an indexer: one query and one key per group
-#   that do nothing but choose the blocks, and a loss that teaches them alone where the selected branch would look if it
-#   read everything (`ModelConfig.rotary_share`, `matching_heads`, `indexer_width`, `selection_loss`).
+#   asking with the keys' own weights, so that they copy from step 0, (3) an indexer: one query per group and one key per
+#   two tokens that do nothing but choose the blocks, and a loss that teaches them alone where the selected branch would look if it
+#   read everything (`ModelConfig.rotary_share`, `matching_heads`, `indexer_block`, `selection_loss`).
 
 # %%
 kinds = {
     "dense": {"attention": "dense"},
     "dense, same start": {"attention": "dense", "rotary_share": 0.5, "matching_heads": 1},
     "NSA avg": {},
-    "NSA, recipe": {"rotary_share": 0.5, "matching_heads": 1, "indexer_width": 16, "selection_loss": 0.2},
+    "NSA, recipe": {"rotary_share": 0.5, "matching_heads": 1, "indexer_block": 2, "selection_loss": 0.2},
+}
+models, curves = {}, {}
+for name, changes in kinds.items():
+    began = time.monotonic()
+    models[name], curves[name] = tiny_model(task, seed=seed, **changes), []
+    for point in learn(models[name], task, steps=steps, seed=seed, every=max(steps // 10, 1), asked=asked):
+        curves[name].append((point.step, point.accuracy))
+    models[name].eval()
+    print(
+        f"{name:<17} {models[name].parameter_count():,} parameters, {time.monotonic() - began:.0f} s: "
+        f"{curves[name][-1][1]:.1%} of the far questions right after {steps} steps"
+    )
+show(figures.accuracy_curves(curves, chance=1 / task.symbols))
+
+# %% [markdown]
+# Two things can be seen to be slow here, and they are different. A curve that stays at the bottom has not learned to
+# *copy*: to look for the earlier place and take what came next. A curve that rises and then lies flat copies what
+# it reads, and does not *read* the right block. The next section tells one from the other.
+#
+# ## What is the choice worth?
+#
+# The trained weights stay, and the choice of blocks is replaced in every layer. The sequences are other ones than those
+# of the curves above, so `chosen` need not repeat their last points exactly.
+#
+# | | the selected branch reads | what its answers say, beside those of `chosen` |
+# |---|---|---|
+# | `random` | blocks by the throw of a die | no worse: the choice does nothing |
+# | `nearest` | the latest blocks | no worse: what it finds is near |
+# | `oracle` | the blocks its own attention would weigh most | much better: the choice is blind |
+# | `all` | everything | much better: the heads know what to look for, and are not shown it; no better: they do not look |
+# | `no_cmp`, `no_sel`, `no_win` | one branch says nothing | worse: the answer came through it |
+
+# %%
+sparse = {name: model for name, model in models.items() if model.config.attention == "nsa"}
+tokens, places = task.batch(1, asked, seed, ASKED)
+effects = {name: intervene(model, tokens, places[:, -task.far :], sequences_at_once=64) for name, model in sparse.items()}
+accuracies = {name: {effect.name: effect.accuracy for effect in found} for name, found in effects.items()}
+print(f"{'answers right':<14}│" + "".join(f"{name:>9}" for name in next(iter(accuracies.values()))))
+for name, shares in accuracies.items():
+    print(f"{name:<14}│" + "".join(f"{share:>9.1%}" for share in shares.values()))
+show(figures.intervention_bars(accuracies, list(kinds)))
+
+# %% [markdown]
+# The same without answers: of the attention mass that the oracle's blocks hold beyond the forced ones, how much
+# does the choice catch, by layer? (Below 0 is impossible, 1 is the oracle.)
+
+# %%
+for name, model in sparse.items():
+    quality = choice_quality(model, tokens, seed)
+    for way in ("chosen_free", "nearest_free", "random_free"):
+        print(
+            f"{name:<14}│ {way:<13} " + "  ".join(f"layer {layer}: {share:.2f}" for layer, share in enumerate(quality[way]))
+        )
+
+# %% [markdown]
+# ## What one query chose
+#
+# The lanes are those of notebook 01; the dashed line is the token where the answer stood. In the second layer the
+# group that starts with matching heads is group 0. (In a headless run one question of each model is drawn.)
+
+# %%
+explore_choices(sparse, task, seed=seed, with_widgets=widgets)
+
+# %% [markdown]
+# ## The same at 78.6 M parameters
+#
+# Real text with facts planted into it, 90 M bytes, lengths 2 048, 8 192, 32 768 one after another, one H200. Share
+# of facts found among 32 768 bytes, held-out text in bits per byte; one seed for each row, taken from
+# [docs/science/retrieval.md][1], which has all rows and what they were trained with. Nothing of it is computed
+# here.
+#
+# | | facts found at 32 768 | text |
+# |---|---|---|
+# | NSA avg | none; stopped after 8 192, where it found none either | |
+# | NSA, matching heads with a convolution of width 2, half rotary | 60 % (all blocks: 100 %; random: 10 %) | 1.500 |
+# | NSA, matching heads, half rotary, the loss on the compressed keys themselves | 100 % (random: 10 %) | 1.564 |
+# | NSA, matching heads, half rotary, an indexer with a key per 32 tokens | 99.5 % | 1.468 |
+# | **the same with a key per 8 tokens** | **100 %** | **1.418** |
+# | its dense control, with the same start | 100 % | 1.413 |
+#
+# At 65 536, twice the length of the training, the last NSA finds 159 of 160 facts and its dense control 145. What made
+# the difference is seen here, too: the one token that a query looks for drowns in the mean of many, so a key of the
+# choice has to stand for few.
+#
+# [1]: ../docs/science/retrieval.md
+# [2]: ../docs/science/tiny_recall.md
+
+# %% tags=["parameters"]
+steps: int = 300  # optimiser steps for each model, over which the rate falls to 0
+seed: int = 0  # of weights and sequences
+asked: int = 256  # fresh sequences that a trained model is asked with, six questions each
+widgets: bool | None = None  # True or False; None: controls only where a Jupyter front end has this notebook open
+
+# %%
+import time
+
+import torch
+
+from nsa_lab import figures
+from nsa_lab.evaluate import choice_quality, intervene
+from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TinyRecall, learn, tiny_model
+from nsa_lab.workbook.choice_explorer import explore_choices, letters
+from nsa_lab.workbook.show import show
+
+torch.set_num_threads(1)  # tensors this small lose more to waiting threads than they win
+
+# %% [markdown]
+# ## The task
+#
+# Keys (small letters) and values (capitals) by turns. Every key comes twice with the same value, so the second time
+# the value can be known. Six of the questions stand at the end, and what they ask for was told anywhere before:
+# these *far* ones are counted. The others come back sooner, mostly within the window, and are practice. Training is
+# on the answers alone.
+
+# %%
+task = TinyRecall()
+tokens, places = task.batch(0, 1, seed, ASKED)
+row = letters(task, tokens[0])
+print(" ".join(row[i : i + 2] for i in range(0, task.length, 2)))
+print(f"the last {task.far} are questions; each asks for what stands once before")
+print(
+    f"{task.length} tokens are {task.length // GEOMETRY.l_sel} blocks of {GEOMETRY.l_sel}; a query reads {GEOMETRY.n_sel}, "
+    f"three of which are forced (the first, its own, the one before), and a window of {GEOMETRY.w}"
+)
+
+# %% [markdown]
+# Each group of heads in each layer has one block to choose. That is the whole of the question: is it the one where
+# the answer stands?
+#
+# ## Four models
+#
+# * **dense**: every query reads everything; nothing to choose.
+# * **dense, same start**: the same with (1) and (2) of the recipe below.
+# * **NSA avg**: NSA as the paper defines it, compressed keys being means.
+# * **NSA, recipe**: the same, and (1) rotary embedding on half of a head's width, (2) matching heads: in the first
+#   group of heads the key of a token starts as that of the token before, and half of the group's heads start by
+#   asking with the keys' own weights, so that they copy from step 0, (3) an indexer: one query per group and one key per
+#   two tokens that do nothing but choose the blocks, and a loss that teaches them alone where the selected branch would look if it
+#   read everything (`ModelConfig.rotary_share`, `matching_heads`, `indexer_block`, `selection_loss`).
+
+# %%
+kinds = {
+    "dense": {"attention": "dense"},
+    "dense, same start": {"attention": "dense", "rotary_share": 0.5, "matching_heads": 1},
+    "NSA avg": {},
+    "NSA, recipe": {"rotary_share": 0.5, "matching_heads": 1, "indexer_block": 2, "selection_loss": 0.2},
 }
 models, curves = {}, {}
 for name, changes in kinds.items():

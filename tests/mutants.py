@@ -847,8 +847,8 @@ MUTANTS = [
     Mutant(
         "decoding: blocks that overlap forget what they share",
         "inference.cache",
-        "read = slice(new * self._nsa.d, None)",
-        "read = slice(new * self._nsa.l, None)",
+        "self._raw[:, new * self.nsa.d :]",
+        "self._raw[:, new * self.nsa.l :]",
     ),
     Mutant("decoding: the strongest head chooses", "inference.cache", "(p.sum(2) @ carry)", "(p.amax(2) @ carry)"),
     Mutant(
@@ -1047,22 +1047,38 @@ MUTANTS = [
         "self.score.to(blocks.dtype).mT @",
     ),
     Mutant("model: a pool does not start as the mean", "model.initial", "ShortConvolution | BlockPool", "ShortConvolution"),
-    Mutant("indexer: plain means", "model.indexer", 'update={"phi": "pool"}', 'update={"phi": "avg"}'),
-    Mutant("indexer: its loss reaches the trunk", "model.indexer", "self.qk(x.detach())", "self.qk(x)"),
+    Mutant("indexer: plain means", "config.model", '"phi": "pool"}', '"phi": "avg"}'),
+    Mutant("indexer: the heads' blocks", "config.model", "if not self.indexed:", "if True:"),
     Mutant(
-        "indexer: the angles of neighbouring pairs",
-        "model.indexer",
-        "table[:, :: self.config.indexer_step]",
-        "table[:, : table.shape[1] // self.config.indexer_step]",
+        "indexer: blocks that overlap", "config.model", '"d": self.indexer_block', '"d": max(1, self.indexer_block // 2)'
     ),
+    Mutant("indexer: its loss reaches the trunk", "model.indexer", "self.qk(x.detach())", "self.qk(x)"),
     Mutant("indexer: its keys are not those of the token before", "model.indexer", "if self.convolution:", "if False:"),
     Mutant(
-        "indexer: starts with neighbouring channels",
+        "indexer: starts with every group's last head",
         "model.initial",
-        "queries[:: c.heads_per_group, :: c.indexer_step]",
-        "queries[:: c.heads_per_group, : c.indexer_width]",
+        "queries[:: c.heads_per_group]",
+        "queries[c.heads_per_group - 1 :: c.heads_per_group]",
     ),
-    Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1,", "found.copy_(keys[2,"),
+    Mutant(
+        "indexer: documents are compressed as the heads' keys",
+        "model.attention",
+        "block_rows(span, config.choice_nsa, device)",
+        "block_rows(span, config.nsa, device)",
+    ),
+    Mutant(
+        "indexer: taught by the geometry of the heads' keys",
+        "model.attention",
+        "q, k_cmp, nsa = index or (looking, k_cmp, self.config.nsa)",
+        "q, k_cmp, nsa = (*(index or (looking, k_cmp))[:2], self.config.nsa)",
+    ),
+    Mutant(
+        "dispatch: an indexer's blocks are not judged",
+        "attention.dispatch",
+        "unsupported or kernels.unsupported_indexer(model)",
+        "unsupported",
+    ),
+    Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1]", "found.copy_(keys[2]"),
     Mutant("indexer: taught by its own attention", "model.attention", "looking=looking,", "looking=None,"),
     Mutant(
         "indexer: the model does not read its blocks", "model.attention", "blocks=blocks, backend", "blocks=None, backend"
@@ -1070,14 +1086,27 @@ MUTANTS = [
     Mutant(
         "indexer: what is observed are the branch's own blocks",
         "model.attention",
-        "*self.scoring(x, inputs, rotary, span), nsa",
-        "q, k_cmp, nsa",
+        "*self.scoring(x, inputs, rotary, span), backend",
+        "q, k_cmp, nsa, backend",
     ),
     Mutant(
         "indexer: a prompt is read by other blocks", "inference.cache", "blocks=blocks, backend", "blocks=None, backend"
     ),
-    Mutant("indexer: decoding chooses by the compressed keys", "inference.cache", "if q_index is not None:", "if False:"),
-    Mutant("indexer: decoding forgets its unread key", "inference.cache", "before=self._index_unread", "before=None"),
+    Mutant(
+        "indexer: decoding chooses by the compressed keys", "inference.cache", "        if index:\n", "        if False:\n"
+    ),
+    Mutant(
+        "indexer: decoding carries by the compressed branch's geometry",
+        "inference.cache",
+        "index.k if index else self._k_cmp, position",
+        "self._k_cmp, position",
+    ),
+    Mutant(
+        "indexer: decoding forgets its unread key",
+        "inference.cache",
+        "self._indexer(x, rotary, before=self._unread)",
+        "self._indexer(x, rotary, before=None)",
+    ),
     Mutant(
         "dispatch: blocks from outside are chosen anew",
         "attention.dispatch",

@@ -74,17 +74,13 @@ class ModelConfig(Section):
     selection_loss: float = Field(
         default=0.0, ge=0, description="weight of the loss that teaches the choice where the selected branch would look"
     )
-    indexer_width: int = Field(
+    indexer_block: int = Field(
         default=0,
         ge=0,
-        description="width of a query and a key per group that choose the blocks and learn from the selection loss alone; "
-        "0: the compressed branch's scores choose (eq. 9)",
+        le=COUNT,
+        description="tokens that share a key of the indexer, a query and a key per group that choose the blocks and learn "
+        "from the selection loss alone; 0: none, the compressed branch's scores choose (eq. 9)",
     )
-    indexer_block: int = Field(
-        default=0, ge=0, description="tokens that share a key of the indexer; 0: blocks of nsa.l tokens every nsa.d, as phi has"
-    )
-    indexer_queries: int = Field(default=1, ge=1, description="queries of the indexer per group")
-    selection_queries: int = Field(default=64, ge=1, description="queries per sequence that the selection loss asks")
     norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
 
@@ -118,41 +114,35 @@ class ModelConfig(Section):
                 f"model.matching_heads = {self.matching_heads} is more than the {self.heads_per_group} heads of a group; "
                 f"use at most {self.heads_per_group}"
             )
-        if self.indexer_width:
+        if self.indexer_block:
             self._check_indexer()
         return self
 
     def _check_indexer(self) -> None:
-        if self.d_k % self.indexer_width or self.rotary_width % (2 * self.indexer_step):
-            fits = [
-                n for n in range(2, self.d_k + 1, 2) if not self.d_k % n and not self.rotary_width % (2 * self.d_k // n)
-            ]
+        if self.nsa.l_sel % self.indexer_block:
+            fits = [n for n in range(1, self.nsa.l_sel + 1) if not self.nsa.l_sel % n]
+            near = min(fits, key=lambda n: abs(n - self.indexer_block))
             raise ValueError(
-                f"model.indexer_width = {self.indexer_width}: an indexer turns every few of the pairs that model.d_k = "
-                f"{self.d_k} has turned ({self.rotary_width} channels); use {' or '.join(map(str, fits)) or 0}"
+                f"model.indexer_block = {self.indexer_block} does not divide nsa.l_sel = {self.nsa.l_sel}; "
+                f"use model.indexer_block = {near}"
             )
         if not self.selection_loss:
             raise ValueError(
-                f"model.indexer_width = {self.indexer_width} and model.selection_loss = 0: nothing else teaches an "
-                "indexer; use model.selection_loss = 0.05, or model.indexer_width = 0"
+                f"model.indexer_block = {self.indexer_block} and model.selection_loss = 0: nothing else teaches an "
+                "indexer; use model.selection_loss = 0.05, or model.indexer_block = 0"
             )
-
-    @property
-    def indexer_step(self) -> int:
-        """An indexer has every so-manyth channel of a head."""
-        return self.d_k // self.indexer_width
-
-    @property
-    def choice_nsa(self) -> NSAConfig:
-        """The geometry of what blocks are chosen by."""
-        if not self.indexed or not self.indexer_block:
-            return self.nsa
-        return self.nsa.model_copy(update={"l": self.indexer_block, "d": self.indexer_block})
 
     @property
     def indexed(self) -> bool:
         """Whether blocks are chosen by an indexer."""
-        return self.attention == "nsa" and self.indexer_width > 0
+        return self.attention == "nsa" and self.indexer_block > 0
+
+    @property
+    def choice_nsa(self) -> NSAConfig:
+        """The geometry of the keys that choose blocks: `nsa`, or an indexer's, whose blocks lie side by side."""
+        if not self.indexed:
+            return self.nsa
+        return self.nsa.model_copy(update={"l": self.indexer_block, "d": self.indexer_block, "phi": "pool"})
 
     @property
     def taught(self) -> bool:

@@ -52,13 +52,12 @@ def _match(layer: SparseAttention | DenseAttention) -> None:
 
 
 def _follow(layer: SparseAttention, indexer: Indexer) -> None:
-    """The indexer starts with every so-manyth channel of each group's first head and of the selected branch's keys."""
+    """The indexer starts with the queries of each group's first head and with the selected branch's keys."""
     c = layer.config
     queries, keys = _rows(layer)
-    Q = c.n_kv_groups * c.indexer_queries
-    asked, found = indexer.qk.weight.view(-1, c.indexer_width, c.dim).split([Q, c.n_kv_groups])
-    asked.copy_(queries[:: c.heads_per_group // c.indexer_queries, :: c.indexer_step])
-    found.copy_(keys[1, :, :: c.indexer_step])
+    asked, found = indexer.qk.weight.view(2, c.n_kv_groups, c.d_k, c.dim)
+    asked.copy_(queries[:: c.heads_per_group])
+    found.copy_(keys[1])
 
 
 def _rows(layer: SparseAttention | DenseAttention) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ def model_of(**changes: object):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("indexer", [{}, {"selection_loss": 0.2, "indexer_width": 8}], ids=["compressed", "indexer"])
+@pytest.mark.parametrize("indexer", [{}, {"selection_loss": 0.2, "indexer_block": 2}], ids=["compressed", "indexer"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_reads_what_the_model_chooses(layer: int, indexer: dict[str, float]) -> None:
     model, (tokens, _) = model_of(**indexer), TASK.batch(0, 1)
