@@ -100,7 +100,8 @@ SUITES = {
     "model.transformer": MODEL,
 }
 OTHERS = {
-    **{key: ["tests/test_config.py"] for key in ("config.section", "config.model", "config.training", "config.run")},
+    **{key: ["tests/test_config.py"] for key in ("config.section", "config.training", "config.run")},
+    "config.model": ["tests/test_config.py", *MODEL],
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
     "attention.padding": ["tests/attention/test_padding.py"],
     "attention.selection_loss": ["tests/attention/test_selection_loss.py", "tests/attention/test_packing.py"],
