@@ -81,7 +81,8 @@ print(
 #   group of heads the key of a token starts as that of the token before, and half of the group's heads start by
 #   asking with the keys' own weights, so that they copy from step 0, (3) an indexer: one query per group and
 #   one key per two tokens that do nothing but choose the blocks, and a loss that teaches them alone where the selected
-#   branch would look if it read everything (`ModelConfig.rotary_share`, `matching_heads`, `indexer_block`, `selection_loss`).
+#   branch would look if it read everything (`ModelConfig.rotary_share`, `matching_heads`, `indexer_block`,
+#   `selection_loss`).
 
 # %%
 kinds = {
