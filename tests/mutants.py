@@ -1081,6 +1081,7 @@ MUTANTS = [
         "unsupported or kernels.unsupported_indexer(model)",
         "unsupported",
     ),
+    Mutant("indexer: its scores are not counted", "model.transformer", "if c.indexed:", "if False:"),
     Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1]", "found.copy_(keys[2]"),
     Mutant("indexer: taught by its own attention", "model.attention", "looking=looking,", "looking=None,"),
     Mutant(
