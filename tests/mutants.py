@@ -159,6 +159,7 @@ OTHERS = {
         "model/test_model_indexer.py", "under_the_interpreter_blocks_from_outside_are_read"
     ),
     "train.preflight.checks": ["tests/train/test_preflight.py"],
+    "train.preflight.parity": ["tests/train/test_preflight.py"],
     "inference.cache": ["tests/inference/test_decode.py"],
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
@@ -1081,6 +1082,7 @@ MUTANTS = [
         "unsupported or kernels.unsupported_indexer(model)",
         "unsupported",
     ),
+    Mutant("preflight: an indexer's choice is not compared", "train.preflight.parity", "if model.indexed:", "if False:"),
     Mutant("indexer: its scores are not counted", "model.transformer", "if c.indexed:", "if False:"),
     Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1]", "found.copy_(keys[2]"),
     Mutant("indexer: taught by its own attention", "model.attention", "looking=looking,", "looking=None,"),
