@@ -91,7 +91,7 @@ SUITES = {
     "attention.packing": attention_tests("packing", "span"),
     "attention.torch_backend": attention_tests("span", "definition", "gradcheck", "torch_parity"),
     "attention.checks": attention_tests("dispatch"),
-    "attention.dispatch": attention_tests("launches", "dispatch"),
+    "attention.dispatch": [*attention_tests("launches", "dispatch"), "tests/model/test_model_indexer.py"],
     "model.attention": [*MODEL, "tests/inference/test_decode.py"],
     "model.indexer": MODEL,
     "model.initial": MODEL,
