@@ -155,19 +155,19 @@ explore_choices(sparse, task, seed=seed, with_widgets=widgets)
 # %% [markdown]
 # ## The same at 78.6 M parameters
 #
-# Real text with facts planted into it, 90 M bytes, lengths 2 048, 8 192, 32 768 one after another, one H200. Share
-# of facts found among 32 768 bytes, held-out text in bits per byte; one seed for each row, taken from
+# Real text with facts planted into it, 90 M bytes, lengths 2,048, then 8,192, then 32,768, one H200. Share
+# of facts found among 32,768 bytes, held-out text in bits per byte; one seed for each row, taken from
 # [docs/science/retrieval.md][1], which has all rows and what they were trained with. Nothing of it is computed
 # here.
 #
-# | | facts found at 32 768 | text |
+# | | facts found at 32,768 | text |
 # |---|---|---|
-# | NSA avg | none; stopped after 8 192, where it found none either | |
+# | NSA avg | none; stopped after 8,192, where it found none either | |
 # | NSA, matching heads with a convolution of width 2, half rotary | 60 % (all blocks: 100 %; random: 10 %) | 1.500 |
 # | NSA, matching heads as here, half rotary, selection loss .05 | 100 % (random: 10 %) | 1.564 |
 # | its dense control | 100 % | 1.410 |
 #
-# At 65 536, twice the length of the training, the third row finds 95 % and its dense control 40 %. The price stands
+# At 65,536, twice the length of the training, the third row finds 95 % and its dense control 40 %. The price stands
 # in the last column: the recipe as it is reads plain text worse than the control by .15 bits per byte, so the
 # library's defaults have not changed. Whether a smaller weight keeps the finding without the price is the open
 # question.

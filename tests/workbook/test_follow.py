@@ -68,7 +68,7 @@ def until(what, seconds=60.0):
 def test_the_panel_tells_what_the_run_says(run, trainer):
     panel, _ = panel_of(run, trainer["state"])
     assert panel._bar.value == 200 and "200" in panel._state.value
-    for told in ("learning rate", "tokens per second", "time left", "phase", "cmp 40%  sel 35%  win 25%"):
+    for told in ("learning rate", "tokens per second", "time left", "phase", "compressed 40%, selected 35%, window 25%"):
         assert told in panel._numbers.value
     assert "saved checkpoints/step-00000200" in panel._notes.value
     assert not panel._stop.disabled and panel._resume.disabled and panel._leave.disabled
