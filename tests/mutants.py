@@ -95,17 +95,18 @@ SUITES = {
     "model.attention": [*MODEL, "tests/inference/test_decode.py"],
     "model.indexer": MODEL,
     "model.initial": MODEL,
-    "model.layers": MODEL,
+    "model.layers": [*MODEL, "tests/inference/test_decode.py"],
     "model.statistics": MODEL,
     "model.transformer": MODEL,
 }
 OTHERS = {
-    **{key: ["tests/test_config.py"] for key in ("config.section", "config.model", "config.training", "config.run")},
+    **{key: ["tests/test_config.py"] for key in ("config.section", "config.training", "config.run")},
+    "config.model": ["tests/test_config.py", *MODEL],
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
     "attention.padding": ["tests/attention/test_padding.py"],
     "attention.selection_loss": ["tests/attention/test_selection_loss.py", "tests/attention/test_packing.py"],
     **{
-        f"health.{part}": ["tests/health/test_verdicts.py", "tests/health/test_edited_records.py"]
+        f"health.{part}": [f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")]
         for part in ("run", "learning", "steps", "pace", "branches", "selection")
     },
     "health.record": [
@@ -262,8 +263,14 @@ MUTANTS = [
     Mutant(
         "health: a training loss that has risen to three times itself is fine",
         "health.learning",
-        "if last > limits.training_kept * lowest:",
+        "if last > max(limits.training_kept * lowest, lowest + chance):",
         "if last > 100 * lowest:",
+    ),
+    Mutant(
+        "health: what few long texts differ by is a rise of the training loss",
+        "health.learning",
+        "if last > max(limits.training_kept * lowest, lowest + chance):",
+        "if last > limits.training_kept * lowest:",
     ),
     Mutant(
         "health: a number that cannot be is a number",
@@ -841,8 +848,8 @@ MUTANTS = [
     Mutant(
         "decoding: blocks that overlap forget what they share",
         "inference.cache",
-        "read = slice(new * self._nsa.d, None)",
-        "read = slice(new * self._nsa.l, None)",
+        "self._raw[:, new * self.nsa.d :]",
+        "self._raw[:, new * self.nsa.l :]",
     ),
     Mutant("decoding: the strongest head chooses", "inference.cache", "(p.sum(2) @ carry)", "(p.amax(2) @ carry)"),
     Mutant(
@@ -1030,21 +1037,49 @@ MUTANTS = [
     Mutant(
         "model: the short convolution's weights change places", "model.layers", "this, last = self", "last, this = self"
     ),
-    Mutant("indexer: its loss reaches the trunk", "model.indexer", "self.qk(x.detach())", "self.qk(x)"),
+    Mutant("phi: a pool weighs without the place", "attention.compression", " + self.place.to(wide)", ""),
     Mutant(
-        "indexer: the angles of neighbouring pairs",
-        "model.indexer",
-        "table[:, :: self.config.indexer_step]",
-        "table[:, : table.shape[1] // self.config.indexer_step]",
+        "phi: a pool's weights sum to one over channels", "attention.compression", "score.softmax(-1)", "score.softmax(-2)"
     ),
+    Mutant(
+        "phi: a pool's scores transposed",
+        "attention.compression",
+        "self.score.to(blocks.dtype) @",
+        "self.score.to(blocks.dtype).mT @",
+    ),
+    Mutant("model: a pool does not start as the mean", "model.initial", "ShortConvolution | BlockPool", "ShortConvolution"),
+    Mutant("indexer: plain means", "config.model", '"phi": "pool"}', '"phi": "avg"}'),
+    Mutant("indexer: the heads' blocks", "config.model", "if not self.indexed:", "if True:"),
+    Mutant(
+        "indexer: blocks that overlap", "config.model", '"d": self.indexer_block', '"d": max(1, self.indexer_block // 2)'
+    ),
+    Mutant("indexer: its loss reaches the trunk", "model.indexer", "self.qk(x.detach())", "self.qk(x)"),
     Mutant("indexer: its keys are not those of the token before", "model.indexer", "if self.convolution:", "if False:"),
     Mutant(
-        "indexer: starts with neighbouring channels",
+        "indexer: starts with every group's last head",
         "model.initial",
-        "queries[:: c.heads_per_group, :: c.indexer_step]",
-        "queries[:: c.heads_per_group, : c.indexer_width]",
+        "queries[:: c.heads_per_group]",
+        "queries[c.heads_per_group - 1 :: c.heads_per_group]",
     ),
-    Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1,", "found.copy_(keys[2,"),
+    Mutant(
+        "indexer: documents are compressed as the heads' keys",
+        "model.attention",
+        "block_rows(span, config.choice_nsa, device)",
+        "block_rows(span, config.nsa, device)",
+    ),
+    Mutant(
+        "indexer: taught by the geometry of the heads' keys",
+        "model.attention",
+        "q, k_cmp, nsa = index or (looking, k_cmp, self.config.nsa)",
+        "q, k_cmp, nsa = (*(index or (looking, k_cmp))[:2], self.config.nsa)",
+    ),
+    Mutant(
+        "dispatch: an indexer's blocks are not judged",
+        "attention.dispatch",
+        "unsupported or kernels.unsupported_indexer(model)",
+        "unsupported",
+    ),
+    Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1]", "found.copy_(keys[2]"),
     Mutant("indexer: taught by its own attention", "model.attention", "looking=looking,", "looking=None,"),
     Mutant(
         "indexer: the model does not read its blocks", "model.attention", "blocks=blocks, backend", "blocks=None, backend"
@@ -1052,14 +1087,27 @@ MUTANTS = [
     Mutant(
         "indexer: what is observed are the branch's own blocks",
         "model.attention",
-        "*self.scoring(x, inputs, rotary, span), nsa",
-        "q, k_cmp, nsa",
+        "*self.scoring(x, inputs, rotary, span), backend",
+        "q, k_cmp, nsa, backend",
     ),
     Mutant(
         "indexer: a prompt is read by other blocks", "inference.cache", "blocks=blocks, backend", "blocks=None, backend"
     ),
-    Mutant("indexer: decoding chooses by the compressed keys", "inference.cache", "if q_index is not None:", "if False:"),
-    Mutant("indexer: decoding forgets its unread key", "inference.cache", "before=self._index_unread", "before=None"),
+    Mutant(
+        "indexer: decoding chooses by the compressed keys", "inference.cache", "        if index:\n", "        if False:\n"
+    ),
+    Mutant(
+        "indexer: decoding carries by the compressed branch's geometry",
+        "inference.cache",
+        "index.k if index else self._k_cmp, position",
+        "self._k_cmp, position",
+    ),
+    Mutant(
+        "indexer: decoding forgets its unread key",
+        "inference.cache",
+        "self._indexer(x, rotary, before=self._unread)",
+        "self._indexer(x, rotary, before=None)",
+    ),
     Mutant(
         "dispatch: blocks from outside are chosen anew",
         "attention.dispatch",
@@ -1586,6 +1634,12 @@ MUTANTS = [
         "train.schedule",
         "progress = (step - peak) / (train.steps - peak)",
         "progress = step / train.steps",
+    ),
+    Mutant(
+        "schedule: wsd falls one step late",
+        "train.schedule",
+        "last_at_peak = max(train.steps - train.decay_steps, peak)",
+        "last_at_peak = max(train.steps - train.decay_steps, peak) + 1",
     ),
     Mutant(
         "step: a bad update is applied",

@@ -130,7 +130,7 @@ def test_every_file_of_params_loads_and_its_model_can_be_built(path: Path) -> No
         NSATransformer(config.model, device="meta", backend="torch")
 
 
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_every_variant_can_be_asked_for_in_yaml(phi: str, gate: str, tmp_path: Path) -> None:
     path = tmp_path / "variant.yaml"

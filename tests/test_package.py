@@ -155,6 +155,7 @@ print(all(p.grad.isfinite().all() for p in model.parameters()), len(nsa_lab.gene
     assert without(BROUGHT_BY, code) == "True 2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "package", "extra"),
     [

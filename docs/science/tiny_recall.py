@@ -34,8 +34,11 @@ ROWS: dict[str, dict[str, Any]] = {
     # Matching heads had plainly shifted keys until commit 57b34fd; the rows above with them are of that code, these of today's.
     "dense_start_conv": {"attention": "dense", **START},
     "nsa_start_conv": START,
-    "nsa_indexer": {**TAUGHT, "indexer_width": 8},
-    "nsa_indexer_wide": {**TAUGHT, "indexer_width": 16},
+    # An indexer had a width, and the compressed branch's blocks, of 8 tokens every 4, until 23 November: nsa_indexer, 8 wide,
+    # and nsa_indexer_wide, 16, plain means (commit 5494a09); nsa_indexer_pool and nsa_indexer_pool_wide (commit 14f78a2).
+    "nsa_indexer_4": {**TAUGHT, "indexer_block": 4},
+    "nsa_indexer_2": {**TAUGHT, "indexer_block": 2},
+    "nsa_indexer_1": {**TAUGHT, "indexer_block": 1},
     "nsa_recipe_02_linear": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"phi": "linear"})},
     "nsa_recipe_02_mlp": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
     "nsa_recipe_02_l4": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"l": 4, "d": 2})},

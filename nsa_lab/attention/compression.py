@@ -1,7 +1,8 @@
 """The compression operator phi (eq. 7): overlapping blocks of l tokens, every d tokens, to one key or value each.
 
 `avg` has no weights. `linear` and `mlp` add a learned intra-block position encoding to each token and map the flattened
-block; they are modules, one for keys and one for values, shared by the groups.
+block; `pool` is a mean that is weighted by channel, by what a token is and where it stands in the block. They are modules,
+one for keys and one for values, shared by the groups.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: S
     """x [B, T, G, D] -> [B, N, G, D], N = 0 if T < l else (T - l)//d + 1; block i is phi of tokens [i*d, i*d + l).
 
     Floating point, B, T, G and D of at least 1; the result has x's dtype. `phi` is the module of `make_phi` for `nsa.phi`
-    linear and mlp, and None for avg. With a span, x holds all its keys: positions 0 .. start+length-1 of a chunk, so that
-    N follows from start + length; or packed documents, B = 1, whose N_i blocks lie one after another, followed by rows of
-    zeros up to total // d if the span has a capacity. Raises ValueError.
+    linear, mlp and pool, and None for avg. With a span, x holds all its keys: positions 0 .. start+length-1 of a chunk,
+    so that N follows from start + length; or packed documents, B = 1, whose N_i blocks lie one after another, followed
+    by rows of zeros up to total // d if the span has a capacity. Raises ValueError.
     """
     checks.check_keys("x", x, span)
     check_phi(nsa, phi)
@@ -86,13 +87,17 @@ def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
     if (phi is None) != (nsa.phi == "avg"):
         raise ValueError(
             f"nsa.phi = {nsa.phi!r} and phi = {type(phi).__name__}: avg takes phi=None, "
-            "linear and mlp take the module that make_phi(nsa, width) builds"
+            "linear, mlp and pool take the module that make_phi(nsa, width) builds"
         )
 
 
 def make_phi(nsa: NSAConfig, width: int) -> nn.Module | None:
     """The module for `nsa.phi` and heads of `width`; None for avg, which has no weights."""
-    return None if nsa.phi == "avg" else BlockMap(nsa.l, width, hidden=MLP_EXPANSION * width if nsa.phi == "mlp" else None)
+    if nsa.phi == "avg":
+        return None
+    if nsa.phi == "pool":
+        return BlockPool(nsa.l, width)
+    return BlockMap(nsa.l, width, hidden=MLP_EXPANSION * width if nsa.phi == "mlp" else None)
 
 
 def _whole_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
@@ -137,3 +142,27 @@ class BlockMap(nn.Module):
     def forward(self, blocks: Tensor) -> Tensor:
         tokens = blocks.transpose(-1, -2) + self.position.to(blocks.dtype)
         return self.map(tokens.flatten(-2))
+
+
+class BlockPool(nn.Module):
+    """[B, N, G, D, l] -> [B, N, G, D]: a mean over the block's tokens, weighted by channel.
+
+    The weights of a channel are a softmax over the block, in float32, of a linear map of each token and a bias of its
+    place, as DeepSeek-V4 compresses keys and values; both start at zero, and phi as `avg`. A token that tells much can so
+    outweigh the others of its block, where a mean of many keys drowns it.
+    """
+
+    def __init__(self, block: int, width: int) -> None:
+        super().__init__()
+        self.score = nn.Parameter(torch.empty(width, width))
+        self.place = nn.Parameter(torch.empty(width, block))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.score)
+        nn.init.zeros_(self.place)
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        wide = torch.promote_types(blocks.dtype, torch.float32)
+        score = (self.score.to(blocks.dtype) @ blocks).to(wide) + self.place.to(wide)  # [B, N, G, D, l]
+        return (score.softmax(-1) * blocks.to(wide)).sum(-1).to(blocks.dtype)

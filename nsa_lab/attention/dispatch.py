@@ -68,6 +68,8 @@ def resolve_backend(
     unusable = kernels.unusable(device, dtype)
     # Without a model the widths are not known yet; the kernels judge them when they are called.
     unsupported = kernels.unsupported(nsa, *(() if model is None else (model.d_k, model.d_v)))
+    if model is not None:
+        unsupported = unsupported or kernels.unsupported_indexer(model)
     if backend == "triton":
         if unusable:
             raise BackendError(f"backend = 'triton' cannot run: {unusable}")

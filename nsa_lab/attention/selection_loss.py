@@ -53,7 +53,7 @@ def selection_loss(
     return loss_of(q, k_cmp, looking, k_sel, nsa, asked(span or Span.full(q.shape[1]), nsa, q.device, queries))
 
 
-class Asked(NamedTuple):
+class AskedQueries(NamedTuple):
     """The queries that are asked, and how all documents are seen as one text in which each begins with a selection block.
 
     int64 on the device. A key, a compressed block or a query is that of the whole row; `places` are those of the text.
@@ -73,10 +73,10 @@ class Asked(NamedTuple):
     """[N], of the first token of each compressed block; `ABSENT` for padding."""
 
 
-def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None = 64) -> Asked:
+def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None = 64) -> AskedQueries:
     """Of packed documents, made once per span, device, geometry and number; shapes as in `Span.packed`."""
 
-    def make() -> Asked:
+    def make() -> AskedQueries:
         rows = spread(span.queries, queries)
         # Counted for the keys: of a chunk, those before it too.
         tokens = tuple(accumulate((document.last for document in span.documents), initial=0))
@@ -86,7 +86,7 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
         owner = owners(span.queries, row)[query]
         t = span.start + query - row[owner]
         first_key, first_compressed, place = key[owner], compressed[owner], block[owner] * nsa.l_sel
-        return Asked(
+        return AskedQueries(
             queries=query,
             keys=torch.stack([first_key, first_key + t]),
             compressed=torch.stack([first_compressed, first_compressed + geometry.visible_compressed(t, nsa)]),
@@ -101,7 +101,7 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
     return span.kept(("asked", device, nsa.l, nsa.d, nsa.l_sel, queries), make) if span.kind == "packed" else make()
 
 
-def loss_of(q: Tensor, k_cmp: Tensor, looking: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: Asked) -> Tensor:
+def loss_of(q: Tensor, k_cmp: Tensor, looking: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: AskedQueries) -> Tensor:
     """As `selection_loss`, of the queries that `rows` name. What it launches does not depend on the documents."""
     wide, G = torch.promote_types(q.dtype, torch.float32), k_sel.shape[2]
     blocks = geometry.num_selection(len(rows.key_of_place), nsa)
@@ -125,7 +125,7 @@ def loss_of(q: Tensor, k_cmp: Tensor, looking: Tensor, k_sel: Tensor, nsa: NSACo
         return -(mass * free * chosen).sum() / (q.shape[0] * G * len(rows.queries))
 
 
-def _picked(q: Tensor, rows: Asked, groups: int) -> Tensor:
+def _picked(q: Tensor, rows: AskedQueries, groups: int) -> Tensor:
     """The queries that are asked, [B, R, G, h, D], scaled, in the wide dtype."""
     picked = q.index_select(1, rows.queries).to(torch.promote_types(q.dtype, torch.float32))
     return torch.unflatten(picked, 2, (groups, -1)) * q.shape[-1] ** -0.5

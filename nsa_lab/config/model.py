@@ -25,7 +25,7 @@ class NSAConfig(Section):
     l_sel: int = Field(default=64, ge=1, le=COUNT, description="selection block length, tokens")
     n_sel: int = Field(default=16, le=COUNT, description="selection blocks read by a query, the forced ones included")
     w: int = Field(default=512, ge=1, le=COUNT, description="sliding window, tokens, the query's own included")
-    phi: Literal["avg", "linear", "mlp"] = Field(default="avg", description="compression operator")
+    phi: Literal["avg", "linear", "mlp", "pool"] = Field(default="avg", description="compression operator")
     gate: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="gate over the three branches")
 
     @model_validator(mode="after")
@@ -74,11 +74,12 @@ class ModelConfig(Section):
     selection_loss: float = Field(
         default=0.0, ge=0, description="weight of the loss that teaches the choice where the selected branch would look"
     )
-    indexer_width: int = Field(
+    indexer_block: int = Field(
         default=0,
         ge=0,
-        description="width of a query and a key per group that choose the blocks and learn from the selection loss alone; "
-        "0: the compressed branch's scores choose (eq. 9)",
+        le=COUNT,
+        description="tokens that share a key of the indexer, a query and a key per group that choose the blocks and learn "
+        "from the selection loss alone; 0: none, the compressed branch's scores choose (eq. 9)",
     )
     norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
@@ -113,34 +114,35 @@ class ModelConfig(Section):
                 f"model.matching_heads = {self.matching_heads} is more than the {self.heads_per_group} heads of a group; "
                 f"use at most {self.heads_per_group}"
             )
-        if self.indexer_width:
+        if self.indexer_block:
             self._check_indexer()
         return self
 
     def _check_indexer(self) -> None:
-        if self.d_k % self.indexer_width or self.rotary_width % (2 * self.indexer_step):
-            fits = [
-                n for n in range(2, self.d_k + 1, 2) if not self.d_k % n and not self.rotary_width % (2 * self.d_k // n)
-            ]
+        if self.nsa.l_sel % self.indexer_block:
+            fits = [n for n in range(1, self.nsa.l_sel + 1) if not self.nsa.l_sel % n]
+            near = min(fits, key=lambda n: abs(n - self.indexer_block))
             raise ValueError(
-                f"model.indexer_width = {self.indexer_width}: an indexer turns every few of the pairs that model.d_k = "
-                f"{self.d_k} has turned ({self.rotary_width} channels); use {' or '.join(map(str, fits)) or 0}"
+                f"model.indexer_block = {self.indexer_block} does not divide nsa.l_sel = {self.nsa.l_sel}; "
+                f"use model.indexer_block = {near}"
             )
         if not self.selection_loss:
             raise ValueError(
-                f"model.indexer_width = {self.indexer_width} and model.selection_loss = 0: nothing else teaches an "
-                "indexer; use model.selection_loss = 0.05, or model.indexer_width = 0"
+                f"model.indexer_block = {self.indexer_block} and model.selection_loss = 0: nothing else teaches an "
+                "indexer; use model.selection_loss = 0.05, or model.indexer_block = 0"
             )
-
-    @property
-    def indexer_step(self) -> int:
-        """An indexer has every so-manyth channel of a head."""
-        return self.d_k // self.indexer_width
 
     @property
     def indexed(self) -> bool:
         """Whether blocks are chosen by an indexer."""
-        return self.attention == "nsa" and self.indexer_width > 0
+        return self.attention == "nsa" and self.indexer_block > 0
+
+    @property
+    def choice_nsa(self) -> NSAConfig:
+        """The geometry of the keys that choose blocks: `nsa`, or an indexer's, whose blocks lie side by side."""
+        if not self.indexed:
+            return self.nsa
+        return self.nsa.model_copy(update={"l": self.indexer_block, "d": self.indexer_block, "phi": "pool"})
 
     @property
     def taught(self) -> bool:

@@ -100,11 +100,9 @@ class RunConfig(Section):
         nsa = sections["model"].pop("nsa")
         for name, unread in (("model", frozenset[str]()), ("train", self.train.unread), ("data", self.data.unread)):
             later = _LATER_KEYS.get(name, {})
-            sections[name] = {
-                key: value
-                for key, value in sections[name].items()
-                if key not in unread and not (key in later and value == later[key])
-            }
+            sections[name] = _as_written({k: v for k, v in sections[name].items() if k not in unread}, later)
+        if stages := sections["train"].get("stages"):
+            sections["train"]["stages"] = [_as_written(stage, _LATER_KEYS["train"]) for stage in stages]
         return {
             "name": sections["name"],
             "model": sections["model"],
@@ -127,10 +125,15 @@ KNOWN_KEYS += known_keys(RunConfig)
 # Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
 # configuration is what it was.
 _LATER_KEYS: dict[str, dict[str, Any]] = {
-    "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0, "indexer_width": 0},
-    "train": {"stall_action": "record"},
+    "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0, "indexer_block": 0},
+    "train": {"stall_action": "record", "decay_share": 0.2},
     "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0},
 }
+
+
+def _as_written(section: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """`section` without its later keys at the value that runs before them ran with."""
+    return {key: value for key, value in section.items() if not (key in later and value == later[key])}
 
 
 def _read_yaml(text: str) -> Any:

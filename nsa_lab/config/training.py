@@ -58,7 +58,10 @@ class StageConfig(Section):
         description="sequences a forward pass may hold on this device; regroups the batch, not its mathematics",
     )
     lr: float = Field(default=2e-4, gt=0, description="peak learning rate")
-    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    lr_schedule: Literal["cosine", "constant", "wsd"] = Field(
+        default="cosine", description="wsd: warm-up, stable at lr, then linear to min_lr over the last decay_share"
+    )
+    decay_share: float = Field(default=0.2, gt=0, le=1, description="wsd: the share of the steps in which the rate falls")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: int = Field(default=0, ge=0, le=COUNT)
 
@@ -69,6 +72,16 @@ class StageConfig(Section):
                 f"train.warmup_steps = {self.warmup_steps} is not below train.steps = {self.steps}; "
                 f"use at most {self.steps - 1} (both count optimiser steps)"
             )
+        if self.lr_schedule != "wsd" and self.decay_share != StageConfig.model_fields["decay_share"].default:
+            raise ValueError(
+                f"train.decay_share = {self.decay_share} is read by train.lr_schedule: wsd alone, and it is "
+                f"{self.lr_schedule}; remove it, or set train.lr_schedule: wsd"
+            )
+        if self.lr_schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
+            raise ValueError(
+                f"train.decay_share = {self.decay_share} is {self.decay_steps} of {self.steps} steps, which overlap "
+                f"train.warmup_steps = {self.warmup_steps}; lower one of them"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"train.min_lr = {self.min_lr} is above train.lr = {self.lr}; swap or lower it")
         if self.micro_batch_size and self.sequences_per_step % self.micro_batch_size:
@@ -78,6 +91,11 @@ class StageConfig(Section):
                 f"{self.sequences_per_step} sequences of a step; use {near}"
             )
         return self
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps of the fall at the end of a `wsd` schedule: at least one."""
+        return max(round(self.decay_share * self.steps), 1)
 
     @property
     def sequences_per_step(self) -> int:

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from nsa_lab.attention import choose_blocks, geometry, reference
 from nsa_lab.config import NSAConfig
-from nsa_lab.model import AttentionInputs, Block, NSATransformer, SparseAttention, rotary_table
+from nsa_lab.model import AttentionInputs, Block, NSATransformer, Scoring, SparseAttention, rotary_table
 
 # Elements of the largest temporary tensor of scores.
 SCORES_AT_ONCE = 1 << 25
 
 
-def chosen_blocks(scoring: tuple[Tensor, Tensor], layer: SparseAttention) -> Tensor:
+def chosen_blocks(scoring: Scoring, layer: SparseAttention) -> Tensor:
     """The blocks that the model chooses, int32 [B, T, G, n_sel]; `scoring` as `SparseAttention.scoring` gives it."""
     assert layer.backends is not None, "a model resolves its backends when it is built"
-    return choose_blocks(*scoring, layer.config.nsa, backend=layer.backends)
+    return choose_blocks(*scoring, backend=layer.backends)
 
 
 def random_blocks(q: Tensor, groups: int, nsa: NSAConfig, generator: torch.Generator) -> Tensor:
@@ -80,9 +80,7 @@ def backends_of(layer: SparseAttention) -> dict[str, str]:
     return {part: choice.backend for part, choice in layer.backends.items()}
 
 
-def _layers(
-    model: NSATransformer, tokens: Tensor
-) -> Iterator[tuple[AttentionInputs, tuple[Tensor, Tensor], SparseAttention]]:
+def _layers(model: NSATransformer, tokens: Tensor) -> Iterator[tuple[AttentionInputs, Scoring, SparseAttention]]:
     """What attention is given, and what chooses, in every layer of an undisturbed forward pass."""
     x = model.embedding(tokens)
     rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
@@ -95,7 +93,7 @@ def _layers(
 
 
 def _quality(
-    inputs: AttentionInputs, scoring: tuple[Tensor, Tensor], layer: SparseAttention, generator: torch.Generator
+    inputs: AttentionInputs, scoring: Scoring, layer: SparseAttention, generator: torch.Generator
 ) -> dict[str, float]:
     q, k_sel, nsa = inputs[0], inputs[3], layer.config.nsa
     G, first = k_sel.shape[2], nsa.n_sel * nsa.l_sel

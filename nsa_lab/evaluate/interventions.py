@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa_lab.attention import compressed_attention, dense_attention, reference, selected_attention, window_attention
 from nsa_lab.evaluate import choices
 from nsa_lab.evaluate.answers import teacher_forced
-from nsa_lab.model import BRANCHES, AttentionInputs, Block, NSATransformer, SparseAttention, rotary_table
+from nsa_lab.model import BRANCHES, AttentionInputs, Block, NSATransformer, Scoring, SparseAttention, rotary_table
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _measured(
 
 def _mixed(
     inputs: AttentionInputs,
-    scoring: tuple[Tensor, Tensor],
+    scoring: Scoring,
     layer: SparseAttention,
     intervention: Intervention,
     generator: torch.Generator,
@@ -133,7 +133,7 @@ def _mixed(
 
 def _selected(
     inputs: AttentionInputs,
-    scoring: tuple[Tensor, Tensor],
+    scoring: Scoring,
     layer: SparseAttention,
     reads: str,
     generator: torch.Generator,

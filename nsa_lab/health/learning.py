@@ -20,7 +20,7 @@ def expected_learning_rate(step: int, train: TrainConfig) -> float:
     """What the configuration promises for optimiser step `step`, counted from 1.
 
     In every stage anew: linear to `lr` at step `warmup_steps` (step 1 without warm-up), then half a cosine down to `min_lr`
-    at the last step.
+    at the last step; or no fall; or (`wsd`) none before the last `decay_share` of the steps, and a straight line there.
     """
     for stage in train.stages[:-1]:
         if step <= stage.steps:
@@ -35,6 +35,10 @@ def _rate_within(step: int, train: StageConfig) -> float:
         return train.lr * step / peak
     if train.lr_schedule == "constant":
         return train.lr
+    if train.lr_schedule == "wsd":
+        falling = min(max(round(train.steps * train.decay_share), 1), train.steps - peak)
+        fallen = max(step - (train.steps - falling), 0)
+        return train.lr + (train.min_lr - train.lr) * fallen / falling
     turn = math.pi * (step - peak) / (train.steps - peak)
     return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(turn)) / 2
 
@@ -74,8 +78,11 @@ def training_loss(history: History, limits: Limits) -> Verdict | None:
         now = training_now(history, name)
         if not len(now):
             return Verdict("training loss", None, None, limit, "no reading yet of the stage that the run is in")
-        last, (lowest, lowest_at) = float(np.mean(now)), _lowest(*history.at_the_last_length(steps, values), len(now))
-        if last > limits.training_kept * lowest:
+        steps, values_now = history.at_the_last_length(steps, values)
+        last, (lowest, lowest_at) = float(np.mean(now)), _lowest(steps, values_now, len(now))
+        # Steps of a few long texts differ in what they read: two means of as many readings lie that far apart by chance.
+        chance = limits.training_errors * _scatter(values_now) * (2 / len(now)) ** 0.5
+        if last > max(limits.training_kept * lowest, lowest + chance):
             text = f"{name} is {last:.3f} {unit} at the end, and was {lowest:.3f} about step {lowest_at:,}"
             return Verdict("training loss", False, last / lowest, limits.training_kept, text)
         falls.append((1 - last / values[0], f"from {values[0]:.3f} to {last:.3f} {unit}"))
@@ -88,6 +95,11 @@ def _lowest(steps: np.ndarray, values: np.ndarray, count: int) -> tuple[float, i
     means = np.convolve(values, np.full(count, 1 / count), "valid")
     least = int(means.argmin())
     return float(means[least]), int(steps[least + count - 1])
+
+
+def _scatter(values: np.ndarray) -> float:
+    """Standard deviation of one reading about its neighbours, from the median of their differences."""
+    return float(np.median(np.abs(np.diff(values))) / (0.6745 * 2**0.5)) if len(values) > 1 else 0.0
 
 
 def _longest_still(steps: np.ndarray, values: np.ndarray) -> tuple[int, int]:

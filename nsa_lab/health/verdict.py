@@ -18,6 +18,7 @@ class Limits:
     lr_error: float = 1e-6  # of the peak rate: the schedule is a formula, and only rounding may differ
     training_fall: float = 0.25  # fall of the training loss from its first reading; smaller for runs under 100 steps
     training_kept: float = 1.25  # the latest training loss over the lowest, both means of as many readings
+    training_errors: float = 5.0  # and above it by at least so many standard errors of their difference
     equal_losses: int = 5  # readings in a row that are equal to the last bit: every batch is another text
     gradient_norm: float = 1e3  # times train.grad_clip, or times 1 if that is less: past that, clipping leaves only noise
     pace_window_s: float = 2.0  # readings are joined until they span this: single short steps say nothing on a busy machine

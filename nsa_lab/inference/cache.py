@@ -8,13 +8,16 @@ Shape suffixes: B batch, S cached tokens, N compressed blocks, G key/value group
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import choose_blocks, compress, geometry, nsa_attention, reference
-from nsa_lab.config import ModelConfig
-from nsa_lab.model import DenseAttention, Index, Rotary, SparseAttention
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.model import DenseAttention, Indexer, Rotary, SparseAttention
 
 
 class NSACache:
@@ -29,16 +32,13 @@ class NSACache:
         config, nsa = attention.config, attention.config.nsa
         self._attention, self._backends, self._config, self._nsa = attention, attention.backends, config, nsa
         self._k_sel, self._v_sel = _room(config, capacity, batch, like)
-        self._k_cmp, self._v_cmp = _room(config, geometry.num_compressed(capacity, nsa), batch, like)
         self._k_win, self._v_win = _room(config, 0, batch, like)
-        self._k_raw, self._v_raw = _room(config, 0, batch, like)
+        room = like.new_empty(batch, geometry.num_compressed(capacity, nsa), config.n_kv_groups, 0)
+        phi_k, phi_v = attention.phi_k, attention.phi_v
+        self._k_cmp = _Compressed(nsa, lambda k: compress(k, nsa, phi_k), room, config.d_k)
+        self._v_cmp = _Compressed(nsa, lambda v: compress(v, nsa, phi_v), room, config.d_v)
         self._unread: Tensor | None = None
-        self._blocks = 0
-        indexer, G = attention.indexer, config.n_kv_groups
-        self._k_index = like.new_empty(batch, geometry.num_compressed(capacity, nsa), G, config.indexer_width)
-        self._k_index_raw = like.new_empty(batch, 0, G, config.indexer_width)
-        self._index_unread: Tensor | None = None
-        self._indexer = indexer
+        self._index = _IndexCache(attention.indexer, capacity, batch, like) if attention.indexer else None
 
     def attend(self, x: Tensor, rotary: Rotary, position: int) -> Tensor:
         """Output [B, n, C] for x [B, n, C] at `position`, `position` + 1, ...; n is 1 unless `position` is 0."""
@@ -49,69 +49,33 @@ class NSACache:
         self._k_sel[:, position:end], self._v_sel[:, position:end] = k_sel, v_sel
         self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w :]
         self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, -self._nsa.w :]
-        index = self._index(x, rotary)
-        self._compress(k_raw, v_raw, index.k if index else None)
+        self._k_cmp.append(k_raw)
+        self._v_cmp.append(v_raw)
+        index = self._index.append(x, rotary) if self._index else None
         if position == 0:
-            k_cmp, v_cmp = self._k_cmp[:, : self._blocks], self._v_cmp[:, : self._blocks]
-            branches, blocks = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates), None
-            if index:
-                blocks = choose_blocks(index.q, self._k_index[:, : self._blocks], self._nsa, backend=self._backends)
+            branches = (q, self._k_cmp.rows, self._v_cmp.rows, k_sel, v_sel, k_win, v_win, gates)
+            blocks = choose_blocks(index.q, index.k.rows, index.k.nsa, backend=self._backends) if index else None
             mixed = nsa_attention(*branches, self._nsa, blocks=blocks, backend=self._backends)
         else:
-            mixed = self._one(q, index.q if index else None, gates, position)
+            mixed = self._one(q, index, gates, position)
         return self._attention.out(mixed.flatten(2))
 
-    def _index(self, x: Tensor, rotary: Rotary) -> Index | None:
-        """Of the new tokens, where the layer has an indexer."""
-        if self._indexer is None:
-            return None
-        index = self._indexer(x, rotary, before=self._index_unread)
-        self._index_unread = index.unread
-        return index
-
-    def _compress(self, k_raw: Tensor, v_raw: Tensor, k_index: Tensor | None) -> None:
-        """Append the blocks that the new tokens complete; keep what the next block still needs."""
-        self._k_raw, self._v_raw = torch.cat([self._k_raw, k_raw], dim=1), torch.cat([self._v_raw, v_raw], dim=1)
-        if k_index is not None:
-            self._k_index_raw = torch.cat([self._k_index_raw, k_index], dim=1)
-        new = geometry.num_compressed(self._k_raw.shape[1], self._nsa)
-        if not new:
-            return
-        whole = slice(self._blocks, self._blocks + new)
-        self._k_cmp[:, whole] = compress(self._k_raw, self._nsa, self._attention.phi_k)
-        self._v_cmp[:, whole] = compress(self._v_raw, self._nsa, self._attention.phi_v)
-        if self._indexer:
-            self._k_index[:, whole] = self._indexer.compress(self._k_index_raw)
-        self._blocks += new
-        read = slice(new * self._nsa.d, None)
-        self._k_raw, self._v_raw, self._k_index_raw = self._k_raw[:, read], self._v_raw[:, read], self._k_index_raw[:, read]
-
-    def _one(self, q: Tensor, q_index: Tensor | None, gates: Tensor, position: int) -> Tensor:
+    def _one(self, q: Tensor, index: _Asked | None, gates: Tensor, position: int) -> Tensor:
         """The three branches for one query [B, 1, H, D] at `position`, and their gated sum."""
         q = q.squeeze(1).unflatten(1, (self._config.n_kv_groups, -1))  # [B, G, h, D]
-        p, v_cmp = self._shares(q, self._k_cmp), self._v_cmp[:, : self._blocks].transpose(1, 2)
+        p, v_cmp = _shares(q, self._k_cmp), self._v_cmp.rows.transpose(1, 2)
         out_cmp = p @ v_cmp.to(p.dtype)
-        if q_index is not None:
-            p = self._shares(q_index.squeeze(1).unsqueeze(2), self._k_index)
-        blocks = self._choose(p, position)
-        out_sel = self._read_selected(q, blocks, position)
+        if index:
+            p = _shares(index.q.squeeze(1).unsqueeze(2), index.k)
+        out_sel = self._read_selected(q, self._choose(p, index.k if index else self._k_cmp, position), position)
         out_win = _attend(q, self._k_win.transpose(1, 2), self._v_win.transpose(1, 2))
         cmp, sel, win = (out.flatten(1, 2).unsqueeze(1).to(gates.dtype) for out in (out_cmp, out_sel, out_win))
         return reference.combine(cmp, sel, win, gates)
 
-    def _shares(self, q: Tensor, compressed: Tensor) -> Tensor:
-        """What q [B, G, h, D] gives each whole block, all of them visible: [B, G, h, N].
-
-        In the dtype of the definition's choice, so that a near-tie falls the same way.
-        """
-        wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else torch.float64
-        k = compressed[:, : self._blocks].transpose(1, 2).to(wide)
-        return (q.to(wide) @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
-
-    def _choose(self, p: Tensor, position: int) -> Tensor:
-        """The blocks [B, G, n_sel] of the query at `position`, by its shares p [B, G, h, N]."""
+    def _choose(self, p: Tensor, keys: _Compressed, position: int) -> Tensor:
+        """The blocks [B, G, n_sel] of the query at `position`, by the shares p [B, G, h, N] that it gives to `keys`."""
         candidates = geometry.num_selection(position + 1, self._nsa)
-        carry = geometry.overlap(self._blocks, candidates, self._nsa, dtype=p.dtype, device=p.device)
+        carry = geometry.overlap(p.shape[-1], candidates, keys.nsa, dtype=p.dtype, device=p.device)
         importance = (p.sum(2) @ carry).float().unsqueeze(1)
         return reference.choose(importance, self._nsa, first=position).squeeze(1)
 
@@ -123,6 +87,65 @@ class NSACache:
         batch = torch.arange(len(index), device=q.device)[:, None, None]
         group = torch.arange(index.shape[1], device=q.device)[:, None]
         return _attend(q, self._k_sel[batch, index, group], self._v_sel[batch, index, group], read.unsqueeze(2))
+
+
+class _Compressed:
+    """The whole blocks of the tokens seen, compressed as `nsa` says; of raw tokens, those that the next block needs.
+
+    `room` [B, N, G, 0] has the sizes, dtype and device of N blocks, of keys or values `width` wide.
+    """
+
+    def __init__(self, nsa: NSAConfig, phi: Callable[[Tensor], Tensor], room: Tensor, width: int) -> None:
+        batch, blocks, groups, _ = room.shape
+        self.nsa, self._phi, self._whole = nsa, phi, 0
+        self._rows = room.new_empty(batch, blocks, groups, width)
+        self._raw = room.new_empty(batch, 0, groups, width)
+
+    @property
+    def rows(self) -> Tensor:
+        """[B, blocks, G, D]"""
+        return self._rows[:, : self._whole]
+
+    def append(self, x: Tensor) -> None:
+        """New tokens [B, n, G, D], and the blocks that they complete."""
+        self._raw = torch.cat([self._raw, x], dim=1)
+        new = geometry.num_compressed(self._raw.shape[1], self.nsa)
+        if new:
+            self._rows[:, self._whole : self._whole + new] = self._phi(self._raw)
+            self._whole += new
+            self._raw = self._raw[:, new * self.nsa.d :]
+
+
+class _Asked(NamedTuple):
+    """The indexer's queries [B, n, G, D] of new tokens, and all of its keys."""
+
+    q: Tensor
+    k: _Compressed
+
+
+class _IndexCache:
+    """What a layer's indexer keeps: its compressed keys."""
+
+    def __init__(self, indexer: Indexer, capacity: int, batch: int, like: Tensor) -> None:
+        self._indexer, config = indexer, indexer.config
+        room = like.new_empty(batch, geometry.num_compressed(capacity, indexer.nsa), config.n_kv_groups, 0)
+        self._keys = _Compressed(indexer.nsa, indexer.compress, room, config.d_k)
+        self._unread: Tensor | None = None
+
+    def append(self, x: Tensor, rotary: Rotary) -> _Asked:
+        """Keeps the keys of new tokens x [B, n, C]."""
+        q, k, self._unread = self._indexer(x, rotary, before=self._unread)
+        self._keys.append(k)
+        return _Asked(q, self._keys)
+
+
+def _shares(q: Tensor, keys: _Compressed) -> Tensor:
+    """What q [B, G, h, D] gives each whole block, all of them visible: [B, G, h, N].
+
+    In the dtype of the definition's choice, so that a near-tie falls the same way.
+    """
+    wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else torch.float64
+    return (q.to(wide) @ keys.rows.transpose(1, 2).to(wide).mT * q.shape[-1] ** -0.5).softmax(-1)
 
 
 class DenseCache:

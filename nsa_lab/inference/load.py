@@ -39,8 +39,8 @@ def load_model(
 
     `dtype` is that of weights and of attention; `backend` as `NSATransformer` takes it.
 
-    Raises `NoCheckpoint` if there is none or its files are not what its manifest says, `ConfigError` for a foreign
-    config.yaml, `MissingPackage` without the packages of nsa-lab[train].
+    Raises `NoCheckpoint` if there is none, its files are not what its manifest says or its weights are of other code,
+    `ConfigError` for a foreign config.yaml, `MissingPackage` without the packages of nsa-lab[train].
     """
     require("safetensors")
     from safetensors.torch import load_file
@@ -51,7 +51,10 @@ def load_model(
         raise NoCheckpoint(f"{folder}: {', '.join(problems)}; use another checkpoint of the run")
     config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
     model = NSATransformer(config.model, backend=backend, device=device, dtype=dtype, seed=0)
-    model.load_state_dict(load_file(folder / WEIGHTS, device=str(device)), strict=True)
+    weights = load_file(folder / WEIGHTS, device=str(device))
+    if other := checkpoints.misfit(folder, weights, model.state_dict()):
+        raise NoCheckpoint(other)
+    model.load_state_dict(weights, strict=True)
     return model.to(dtype).eval()
 
 

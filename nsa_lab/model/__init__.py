@@ -9,7 +9,7 @@ Invariants
 `NSAttention` is the attention layer by itself, for other models; `SparseAttention` is the layer that both are made of.
 """
 
-from nsa_lab.model.attention import AttentionInputs, DenseAttention, Heads, SparseAttention
+from nsa_lab.model.attention import AttentionInputs, DenseAttention, Heads, Scoring, SparseAttention
 from nsa_lab.model.drop_in import NSAttention
 from nsa_lab.model.indexer import Index, Indexer
 from nsa_lab.model.layers import MLP, RMSNorm, Rotary, ShortConvolution, rotary_at, rotary_table, rotate
@@ -30,6 +30,7 @@ __all__ = [
     "NSAttention",
     "RMSNorm",
     "Rotary",
+    "Scoring",
     "ShortConvolution",
     "SparseAttention",
     "branch_statistics",

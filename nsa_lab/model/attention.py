@@ -29,7 +29,7 @@ from nsa_lab.attention import (
 )
 from nsa_lab.attention.compression import BlockRows, block_rows, compress_documents, make_phi
 from nsa_lab.attention.dispatch import Choice
-from nsa_lab.attention.selection_loss import Asked, asked, loss_of
+from nsa_lab.attention.selection_loss import AskedQueries, asked, loss_of
 from nsa_lab.attention.tracing import untraced
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model.indexer import Indexer
@@ -37,8 +37,8 @@ from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
 
 # What `nsa_attention` takes: q, then keys and values of cmp, sel and win, then gates.
 AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Scoring = tuple[Tensor, Tensor]
-"""What blocks are chosen by: queries [B, T, ., D] and compressed keys [B, N, G, D]."""
+Scoring = tuple[Tensor, Tensor, NSAConfig]
+"""What blocks are chosen by: queries [B, T, ., D], compressed keys [B, N, G, D], and how those were compressed."""
 
 
 class Packing(NamedTuple):
@@ -47,14 +47,21 @@ class Packing(NamedTuple):
     begins: Tensor
     """Bool [T], whether a token is the first of its document."""
     blocks: BlockRows
-    asked: Asked | None
+    index_blocks: BlockRows | None
+    """Of the indexer's keys; None without one."""
+    asked: AskedQueries | None
     """None where the choice is not taught."""
 
 
 @untraced
-def _packing_of(span: Span, nsa: NSAConfig, device: torch.device, taught: bool) -> Packing:
+def _packing_of(span: Span, config: ModelConfig, device: torch.device, taught: bool) -> Packing:
     """Made once per span, device and geometry."""
-    return Packing(span.begins(device), block_rows(span, nsa, device), asked(span, nsa, device) if taught else None)
+    return Packing(
+        span.begins(device),
+        block_rows(span, config.nsa, device),
+        block_rows(span, config.choice_nsa, device) if config.indexed else None,
+        asked(span, config.choice_nsa, device) if taught else None,
+    )
 
 
 class Heads(NamedTuple):
@@ -117,7 +124,7 @@ class SparseAttention(nn.Module):
         self.gate = nn.Linear(config.dim, 3 * H, bias=False)
         self.phi_k, self.phi_v = make_phi(config.nsa, d_k), make_phi(config.nsa, d_v)
         self.convolution = ShortConvolution(self.BRANCHES, G, d_k) if config.matching_heads else None
-        self.indexer = Indexer(config) if config.indexer_width else None
+        self.indexer = Indexer(config) if config.indexer_block else None
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
         self._resolved: dict[tuple[torch.device, torch.dtype, bool], Mapping[str, Choice]] = {}
 
@@ -139,7 +146,7 @@ class SparseAttention(nn.Module):
 
     def scoring(self, x: Tensor, inputs: AttentionInputs, rotary: Rotary, span: Span | None = None) -> Scoring:
         """What chooses the blocks: the indexer, or the compressed branch; `inputs` are those of `project` for this x."""
-        return self._index(x, rotary, span, self._packing(span, x.device)) or inputs[:2]
+        return self._index(x, rotary, span, self._packing(span, x.device)) or (*inputs[:2], self.config.nsa)
 
     def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
         """Queries, keys and values of x, before compression; `begins` and `before` as in `project_heads`."""
@@ -149,7 +156,7 @@ class SparseAttention(nn.Module):
         """None where there is one document."""
         if span is None or span.kind != "packed":
             return None
-        return _packing_of(span, self.config.nsa, device, self._teaches)
+        return _packing_of(span, self.config, device, self._teaches)
 
     def _project(self, x: Tensor, rotary: Rotary, span: Span | None, packing: Packing | None) -> AttentionInputs:
         q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = self.heads(x, rotary, packing and packing.begins)
@@ -166,7 +173,7 @@ class SparseAttention(nn.Module):
         if self.indexer is None:
             return None
         index = self.indexer(x, rotary, packing and packing.begins)
-        return index.q, self.indexer.compress(index.k, span, packing and packing.blocks)
+        return index.q, self.indexer.compress(index.k, span, packing and packing.index_blocks), self.indexer.nsa
 
     @property
     def _teaches(self) -> bool:
@@ -174,15 +181,15 @@ class SparseAttention(nn.Module):
 
     def _teach(self, inputs: AttentionInputs, index: Scoring | None, span: Span | None, packing: Packing | None) -> Tensor:
         looking, k_cmp, _, k_sel, *_ = inputs
-        q, k_cmp = index or (looking, k_cmp)
+        q, k_cmp, nsa = index or (looking, k_cmp, self.config.nsa)
         if packing is None or packing.asked is None:
-            return selection_loss(q, k_cmp, k_sel, self.config.nsa, looking=looking, span=span)
-        return loss_of(q, k_cmp, looking, k_sel, self.config.nsa, packing.asked)
+            return selection_loss(q, k_cmp, k_sel, nsa, looking=looking, span=span)
+        return loss_of(q, k_cmp, looking, k_sel, nsa, packing.asked)
 
     def _attend(self, inputs: AttentionInputs, index: Scoring | None, span: Span | None) -> Tensor:
         """What the branches find, [B, T, H, d_v]."""
         nsa, backends = self.config.nsa, self.backends or self._resolve(inputs[0], span)
-        blocks = choose_blocks(*index, nsa, backend=backends, span=span) if index else None
+        blocks = choose_blocks(*index, backend=backends, span=span) if index else None
         return nsa_attention(*inputs, nsa, blocks=blocks, backend=backends, span=span)
 
     def gates(self, x: Tensor) -> Tensor:
@@ -216,7 +223,7 @@ class SparseAttention(nn.Module):
         backends = self.backends or self._resolve(q, span)
         name = {part: choice.backend for part, choice in backends.items()}
         out_cmp, lse_cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"], span=span)
-        blocks = choose_blocks(*self.scoring(x, inputs, rotary, span), nsa, backend=backends, span=span)
+        blocks = choose_blocks(*self.scoring(x, inputs, rotary, span), backend=backends, span=span)
         out_sel, lse_sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"], span=span)
         only_first = torch.full_like(blocks, -1)
         only_first[..., 0] = 0

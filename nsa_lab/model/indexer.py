@@ -1,9 +1,10 @@
-"""An indexer: a query and a key per group, narrower than a head, that choose the selected branch's blocks.
+"""An indexer: a query and a key per group that choose the selected branch's blocks.
 
 In the paper the compressed branch's scores choose (eq. 8, 9), so its keys serve two masters: what the branch itself reads,
 and where the selected branch should look. Here the choice has a query and a key of its own (as DeepSeek-V3.2's indexer,
-arXiv 2512.02556, there for single tokens), compressed as the compressed branch's keys are. The selection loss alone teaches
-them, and they pass no gradient on, so that the loss costs the rest of the model nothing.
+arXiv 2512.02556, there for single tokens). Few tokens share a key, and it is their weighted mean that starts as the mean
+(`phi: pool`): the one token that a query looks for drowns in the mean of many (docs/science/retrieval.md). The selection
+loss alone teaches them, and they pass no gradient on, so that the loss costs the rest of the model nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
 
 
 class Index(NamedTuple):
-    """What an indexer makes of x [B, T, C], rotated; D is `ModelConfig.indexer_width`."""
+    """What an indexer makes of x [B, T, C], rotated; D is a head's width."""
 
     q: Tensor
     """[B, T, G, D]"""
@@ -35,27 +36,25 @@ class Indexer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        G, D = config.n_kv_groups, config.indexer_width
-        self.config = config
+        G, D = config.n_kv_groups, config.d_k
+        self.config, self.nsa = config, config.choice_nsa
         self.qk = nn.Linear(config.dim, 2 * G * D, bias=False)
         self.convolution = ShortConvolution(1, G, D) if config.matching_heads else None
-        self.phi = make_phi(config.nsa, D)
+        self.phi = make_phi(self.nsa, D)
 
     def forward(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Index:
         """`rotary` is the heads', for x's positions; `begins` and `before` are as in `project_heads`."""
         G = self.config.n_kv_groups
-        q, k = self.qk(x.detach()).unflatten(-1, (2 * G, self.config.indexer_width)).split(G, dim=2)
+        q, k = self.qk(x.detach()).unflatten(-1, (2 * G, self.config.d_k)).split(G, dim=2)
         unread = None
         if self.convolution:
             k, unread = self.convolution(k.unsqueeze(2), begins, before)
             k = k.squeeze(2)
-        # Of the pairs that a head has, every so-manyth, with its own angle.
-        cos, sin = (table[:, :: self.config.indexer_step] for table in rotary)
-        q, k = rotate(torch.cat([q, k], dim=2), (cos, sin)).split(G, dim=2)
+        q, k = rotate(torch.cat([q, k], dim=2), rotary).split(G, dim=2)
         return Index(q, k, unread)
 
     def compress(self, k: Tensor, span: Span | None = None, rows: BlockRows | None = None) -> Tensor:
-        """k [B, T, G, D] -> [B, N, G, D], as the compressed branch's keys; `rows` are those of packed documents."""
+        """k [B, T, G, D] -> [B, N, G, D]; `rows` are those of packed documents."""
         if rows is not None:
-            return compress_documents(k, self.config.nsa, self.phi, rows)
-        return compress(k, self.config.nsa, self.phi, span=span)
+            return compress_documents(k, self.nsa, self.phi, rows)
+        return compress(k, self.nsa, self.phi, span=span)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nsa_lab.attention.compression import BlockMap
+from nsa_lab.attention.compression import BlockMap, BlockPool
 from nsa_lab.model.attention import DenseAttention, SparseAttention
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import RMSNorm, ShortConvolution
@@ -24,7 +24,7 @@ def initialise(root: nn.Module, into_residual: float, generator: torch.Generator
             module.weight.fill_(1.0)
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(std=0.02, generator=generator)
-        elif isinstance(module, ShortConvolution):
+        elif isinstance(module, ShortConvolution | BlockPool):
             module.reset_parameters()
         elif isinstance(module, BlockMap):
             module.position.normal_(std=0.02, generator=generator)
@@ -52,12 +52,12 @@ def _match(layer: SparseAttention | DenseAttention) -> None:
 
 
 def _follow(layer: SparseAttention, indexer: Indexer) -> None:
-    """The indexer starts with every so-manyth channel of each group's first head and of the selected branch's keys."""
+    """The indexer starts with the queries of each group's first head and with the selected branch's keys."""
     c = layer.config
     queries, keys = _rows(layer)
-    asked, found = indexer.qk.weight.view(2, c.n_kv_groups, c.indexer_width, c.dim)
-    asked.copy_(queries[:: c.heads_per_group, :: c.indexer_step])
-    found.copy_(keys[1, :, :: c.indexer_step])
+    asked, found = indexer.qk.weight.view(2, c.n_kv_groups, c.d_k, c.dim)
+    asked.copy_(queries[:: c.heads_per_group])
+    found.copy_(keys[1])
 
 
 def _rows(layer: SparseAttention | DenseAttention) -> tuple[Tensor, Tensor]:

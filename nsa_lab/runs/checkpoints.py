@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,22 @@ def folder_of(run_dir: str | Path) -> Path:
 def path_of(folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` lies in a run's `checkpoints/` folder."""
     return folder / f"{PREFIX}{step:08d}"
+
+
+def misfit(checkpoint: Path, saved: Iterable[str], wanted: Iterable[str]) -> str | None:
+    """None, or in a sentence how the names of a checkpoint's weights differ from those of the model that asks."""
+    has, needs = set(saved), set(wanted)
+    if has == needs:
+        return None
+    parts = [
+        f"{words} {', '.join(sorted(names)[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for words, names in (("it lacks", needs - has), ("it has", has - needs))
+        if names
+    ]
+    return (
+        f"{checkpoint}: its weights are not those of this model: {', and '.join(parts)}. Other code wrote it: use the "
+        "commit that its run's environment.json names"
+    )
 
 
 def step_of(checkpoint: Path) -> int:

@@ -124,7 +124,7 @@ class RunView:
     def numbers(self) -> dict[str, str]:
         """What a person asks of a run under way, by name, as text; a dash where the run has not said."""
         age = self._phase_age_s + max(time.time() - self._heard, 0.0) if self._heard else 0.0
-        shares = {branch: self._mean(f"gate_share_{branch}") for branch in BRANCHES}
+        shares = {words: self._mean(f"gate_share_{branch}") for branch, words in BRANCHES.items()}
         return {
             "bits per byte, training": "–" if (training := self.training_bpb) is None else f"{training:.3f}",
             "bits per byte, validation": self._number("validation", "{:.3f}"),
@@ -133,8 +133,7 @@ class RunView:
             "tokens per second, now": self._number("tokens_per_s", "{:,.0f}"),
             "time left": clock(self.eta_s),
             "phase": f"{self._doing}, {age:.0f} s",
-            "gates": ", ".join(f"{BRANCHES[branch]} {share:.0%}" for branch, share in shares.items() if share is not None)
-            or "–",
+            "gates": ", ".join(f"{words} {share:.0%}" for words, share in shares.items() if share is not None) or "–",
             "blocks reused": "–" if (reuse := self._mean("sel_reuse")) is None else f"{reuse:.0%}",
         }
 

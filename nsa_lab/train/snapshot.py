@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from nsa_lab.config import RunConfig
+from nsa_lab.runs import checkpoints
 from nsa_lab.train.checkpoint import Serialiser
 from nsa_lab.train.parts import Parts
 
@@ -121,9 +122,9 @@ def read_state(path: Path) -> dict[str, Any]:
 def restore(path: Path, parts: Parts) -> None:
     """Put weights, moments and random states back. Every name must match; nothing is left as it was."""
     live, saved = parts.model.state_dict(), load_file(path / MODEL)
-    parts.model.load_state_dict(
-        {name: _placed(parts, value, live[name]) if name in live else value for name, value in saved.items()}, strict=True
-    )
+    if other := checkpoints.misfit(path, saved, live):
+        raise ResumeRefused(other)
+    parts.model.load_state_dict({name: _placed(parts, value, live[name]) for name, value in saved.items()}, strict=True)
     rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
     parts.optimizer.state.clear()
     for name, parameter in parts.model.named_parameters():

@@ -51,10 +51,12 @@ def layer_example(model: NSATransformer, task: TinyRecall, tokens: torch.Tensor,
     blocks = cast("list[Block]", list(model.blocks))
     for block in blocks[:layer]:
         x, _ = block(x, rotary)
-    heads = cast(SparseAttention, blocks[layer].attention).heads(blocks[layer].attention_norm(x), rotary)
+    attention, normed = cast(SparseAttention, blocks[layer].attention), blocks[layer].attention_norm(x)
+    heads = attention.heads(normed, rotary)
     (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = heads.keys, heads.values
     about = f"tiny recall, layer {layer}"
-    return Example(about, letters(task, tokens[0]), heads.q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+    chosen_by = attention.scoring(normed, attention.project(normed, rotary), rotary) if attention.indexer else None
+    return Example(about, letters(task, tokens[0]), heads.q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, chosen_by)
 
 
 def hidden_question(task: TinyRecall, nsa: NSAConfig, seed: int = 0) -> tuple[int, int]:

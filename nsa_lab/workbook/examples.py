@@ -12,7 +12,7 @@ from sysconfig import get_path
 import torch
 from torch import Tensor
 
-from nsa_lab.model import rotary_table, rotate
+from nsa_lab.model import Scoring, rotary_table, rotate
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Example:
     v_sel: Tensor
     k_win: Tensor
     v_win: Tensor
+    chosen_by: Scoring | None = None  # an indexer's; None: q and k_cmp choose
 
     @property
     def length(self) -> int:
@@ -39,6 +40,8 @@ class Example:
 
     def document(self, first: int, last: int) -> Example:
         """Tokens first .. last-1 by themselves, as a document in a row: what stands before them is not there."""
+        if self.chosen_by is not None:
+            raise ValueError("document: an indexer's keys are compressed already, and cannot be cut to a document")
         tensors = {name: value[:, first:last] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, text=self.text[first:last], **tensors)
 
@@ -53,8 +56,8 @@ def random_example(
         return torch.randn(1, length, n, width, generator=generator, dtype=torch.float64).to(dtype)
 
     q = normal(heads)
-    branches = {name: normal(groups) for name in ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")}
-    return Example(f"independent normal numbers, seed {seed}", "", q, **branches)
+    k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = (normal(groups) for _ in range(6))
+    return Example(f"independent normal numbers, seed {seed}", "", q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
 
 
 def standard_library_text(length: int, module: str = "textwrap.py") -> str:

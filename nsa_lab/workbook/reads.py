@@ -25,11 +25,16 @@ def reads_of(example: Example, nsa: NSAConfig, position: int, group: int = 0) ->
     q = example.q[0, position, group * heads : (group + 1) * heads]  # [h, D]
     t = torch.tensor(position)
     visible = int(geometry.visible_compressed(t, nsa))
-    p_cmp = _softmax(q, reference.compress(example.k_cmp[:, : position + 1], nsa)[0, :visible, group])
+    p_cmp = p_choice = _softmax(q, reference.compress(example.k_cmp[:, : position + 1], nsa)[0, :visible, group])
+    chooser = nsa
+    if example.chosen_by:
+        q_index, k_index, chooser = example.chosen_by
+        visible = int(geometry.visible_compressed(t, chooser))
+        p_choice = _softmax(q_index[0, position, group][None], k_index[0, :visible, group])
 
     begun = geometry.num_selection(position + 1, nsa)
-    carry = geometry.overlap(visible, begun, nsa, dtype=p_cmp.dtype)
-    importance = (p_cmp.sum(0) @ carry).float()
+    carry = geometry.overlap(visible, begun, chooser, dtype=p_cmp.dtype)
+    importance = (p_choice.sum(0) @ carry).float()
     chosen = reference.choose(importance[None, None, None], nsa, first=position)[0, 0, 0]
     blocks = [int(block) for block in chosen if block >= 0]
     forced = geometry.forced_blocks(t, begun, nsa).nonzero().flatten().tolist()

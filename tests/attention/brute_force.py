@@ -60,6 +60,16 @@ def mlp(position: Array, first: Array, second: Array) -> Callable[[Array], Array
     return apply
 
 
+def pool(score: Array, place: Array) -> Callable[[Array], Array]:
+    """phi = pool: every channel a softmax-weighted mean of the block's tokens; score [D, D], place [D, l]."""
+
+    def apply(block: Array) -> Array:
+        weights = np.stack([score @ token + place[:, i] for i, token in enumerate(block)])  # [l, D]
+        return np.array([softmax(weights[:, c]) @ block[:, c] for c in range(block.shape[1])])
+
+    return apply
+
+
 def compress(x: Array, geometry: Geometry, phi: Callable[[Array], Array] = mean) -> Array:
     B, T, G, D = x.shape
     blocks = compressed_blocks(T, geometry)
@@ -199,11 +209,11 @@ def nsa_attention(
     v_win: Array,
     gates: Array,
     geometry: Geometry,
-    chosen_by: tuple[Array, Array] | None = None,
+    chosen_by: tuple[Array, Array, Geometry] | None = None,
     first: int = 0,
 ) -> Array:
-    """`chosen_by`: queries and compressed keys that choose the blocks; None: q and k_cmp."""
-    blocks = select_blocks(*(chosen_by or (q, k_cmp)), geometry, first)
+    """`chosen_by`: queries and compressed keys that choose the blocks, and their geometry; None: q and k_cmp."""
+    blocks = select_blocks(*(chosen_by or (q, k_cmp, geometry)), first)
     branches = [
         compressed_attention(q, k_cmp, v_cmp, geometry, first)[0],
         selected_attention(q, k_sel, v_sel, blocks, geometry, first)[0],
@@ -245,7 +255,7 @@ class Model(NamedTuple):
     gated_mlp: bool
     weights: dict[str, Array]
     turned: int | None = None  # channels of a head that rotary embedding turns; None: all
-    indexer: int = 0  # width of the queries and keys that choose; 0: the compressed branch's scores do
+    indexer: int = 0  # tokens that share a key of what chooses; 0: the compressed branch's scores choose
 
 
 def attention_layer(x: Array, model: Model, prefix: str) -> Array:
@@ -289,21 +299,25 @@ def two_taps(x: Array, weight: Array) -> Array:
     return out
 
 
-def index(x: Array, model: Model, prefix: str) -> tuple[Array, Array]:
-    """The indexer's queries [B, T, G, width] and compressed keys [B, N, G, width]."""
+def index(x: Array, model: Model, prefix: str) -> tuple[Array, Array, Geometry]:
+    """The indexer's queries [B, T, G, d_k] and compressed keys [B, N, G, d_k], and the geometry of these."""
     B, T, _ = x.shape
-    G, width = model.groups, model.indexer
+    G, width = model.groups, model.d_k
+    geometry = model.geometry._replace(l=model.indexer, d=model.indexer)
     q, k = (rows.reshape(B, T, G, width) for rows in np.split(x @ model.weights[f"{prefix}.qk.weight"].T, 2, axis=-1))
     if f"{prefix}.convolution.weight" in model.weights:
         k = two_taps(k, model.weights[f"{prefix}.convolution.weight"][:, 0])
-    R = (model.turned or model.d_k) * width // model.d_k  # the same share of the width as a head has
+    R = model.turned or width
     q, k = (np.concatenate([rotate(rows[..., :R], model.theta), rows[..., R:]], axis=-1) for rows in (q, k))
-    return q, compress(k, model.geometry, phi_of(model, f"{prefix}.phi"))
+    phi = pool(model.weights[f"{prefix}.phi.score"], model.weights[f"{prefix}.phi.place"])
+    return q, compress(k, geometry, phi), geometry
 
 
 def phi_of(model: Model, prefix: str) -> Callable[[Array], Array]:
     if model.phi == "avg":
         return mean
+    if model.phi == "pool":
+        return pool(model.weights[f"{prefix}.score"], model.weights[f"{prefix}.place"])
     position = model.weights[f"{prefix}.position"]
     if model.phi == "linear":
         return linear(position, model.weights[f"{prefix}.map.weight"])

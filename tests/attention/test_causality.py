@@ -163,7 +163,7 @@ def test_the_window_holds_exactly_w_keys(arm: str, w: int) -> None:
             torch.testing.assert_close(out, v.repeat_interleave(shape.h, dim=2), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("operator", [attention.reference.compress, attention.compress], ids=["reference", "fast"])
 def test_a_compressed_block_holds_its_own_tokens_and_no_other(operator, phi: str) -> None:
     nsa = NSAConfig(l=6, d=3, l_sel=6, n_sel=3, w=4, phi=phi)

@@ -92,7 +92,7 @@ def test_importance_of_a_whole_row_is_the_overlap_it_hands_out(shape: Shape) -> 
 
 
 @pytest.mark.parametrize("implementation", [reference.compress, compress], ids=["reference", "fast"])
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @given(shape=shapes(most_tokens=25))
 def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) -> None:
     nsa = shape.nsa.model_copy(update={"phi": phi})
@@ -101,11 +101,14 @@ def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) 
     module = make_phi(nsa, shape.d_k)
     if module is not None:
         module = module.double()
+        for p in module.parameters():  # a pool starts as the mean
+            torch.nn.init.normal_(p)
         weights = [p.detach().numpy() for p in module.parameters()]
     true_phi = {
         "avg": lambda: brute_force.mean,
         "linear": lambda: brute_force.linear(*weights),
         "mlp": lambda: brute_force.mlp(*weights),
+        "pool": lambda: brute_force.pool(*weights),
     }[phi]()
     with torch.no_grad():
         blocks = implementation(x, nsa, module)

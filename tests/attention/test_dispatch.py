@@ -287,7 +287,7 @@ def test_flash_attn_names_the_widths_that_it_takes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("operator", [reference.compress, compress], ids=["reference", "fast"])
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 def test_phi_must_be_the_one_that_was_configured(operator: Callable[..., Any], phi: str) -> None:
     nsa = NSA.model_copy(update={"phi": phi})
     other = make_phi(nsa.model_copy(update={"phi": "linear"}), 6) if phi == "avg" else None

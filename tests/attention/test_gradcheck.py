@@ -78,7 +78,7 @@ def test_the_three_branches_and_their_gates(arm: str, projected: bool) -> None:
 
 
 @pytest.mark.parametrize("implementation", [attention.reference.compress, compress], ids=["reference", "fast"])
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 def test_compression(implementation: Callable[..., Tensor], phi: str) -> None:
     nsa = NSAConfig(l=4, d=2, l_sel=2, n_sel=3, w=3, phi=phi)
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_compression(implementation: Callable[..., Tensor], phi: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "torch"])
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_the_whole_layer(backend: str, phi: str, gate: str) -> None:
     """Projection, rotation, compression, branches, gate and output, with respect to its input and every weight."""

@@ -73,7 +73,7 @@ def test_what_is_taken_and_its_gradients() -> None:
 
 @every_geometry
 @every_row
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("more", [None, 0, 3])
 def test_every_document_is_compressed_as_if_alone(geometry: str, lengths: str, phi: str, more: int | None) -> None:
     """Values, and gradients of x and of phi's weights; padding is 0 and moves no gradient."""
@@ -104,7 +104,7 @@ def test_the_mean_has_the_bits_of_the_document_alone(geometry: str, dtype: torch
 
 
 @every_geometry
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_compressed_within_its_document(geometry: str, phi: str, poison: float) -> None:
     """At any token, those in no block among them: nothing else changes by one bit, and what reads it does not hide it."""

@@ -269,7 +269,7 @@ def test_what_is_not_finite_changes_no_bit_of_the_past(case: Case, arm: str) -> 
                 assert not after["mixed"][:, t - start, 0].isfinite().any()
 
 
-@pytest.mark.parametrize("phi", ["linear", "mlp", "avg"])
+@pytest.mark.parametrize("phi", ["linear", "mlp", "pool", "avg"])
 @pytest.mark.parametrize("operator", [attention.reference.compress, compress], ids=["reference", "fast"])
 @pytest.mark.parametrize("capacity", [None, 9])
 @dtypes

@@ -113,7 +113,7 @@ def test_gradients_for_any_shape(arm: str, shape: Shape) -> None:
     assert_alike(gradients, shape, torch.float64, LIMITS[torch.float64], arm)
 
 
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 @dtypes
 def test_every_variant_from_raw_keys_to_output(phi: str, gate: str, dtype: torch.dtype) -> None:
@@ -142,7 +142,7 @@ def test_every_variant_from_raw_keys_to_output(phi: str, gate: str, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("length", [1, 5, 40])
 def test_compression_alike_in_half_precision(phi: str, dtype: torch.dtype, length: int) -> None:
     nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=3, w=4, phi=phi)

@@ -175,6 +175,7 @@ def test_an_interrupted_filling_gives_the_same_shards(hub: Hub, client: Run, tmp
     assert len(tokens) == sum(len(text.encode()) + 1 for text in TEXTS) and tokens.count(b"\xff") == len(TEXTS)
 
 
+@pytest.mark.slow
 def test_filled_shards_need_no_network(hub: Hub, client: Run, tmp_path: Path) -> None:
     client(fill_shards, data(), str(tmp_path))
     hub.log.clear()

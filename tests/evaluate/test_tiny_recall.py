@@ -12,7 +12,7 @@ from nsa_lab.evaluate.answers import teacher_forced
 from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TRAINED, TinyRecall, learn, tiny_model
 
 TASK = TinyRecall()
-RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.2}
+RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.2, "indexer_block": 2}
 
 
 def test_every_question_repeats_a_pair_that_was_told_once() -> None:

@@ -65,9 +65,35 @@ def test_a_stage_that_has_no_reading_yet_is_not_judged_by_the_one_before() -> No
     assert told is not None and told.ok is None and "no reading yet" in told.text
 
 
+# The last stage of a run of two texts of 32 768 bytes per step: what each step happened to read differs by a third.
+READ_BY_CHANCE = [0.83, 0.83, 0.92, 0.87, 0.74, 0.78, 0.76, 0.59, 0.83, 0.79, 0.76, 0.84, 0.79, 0.71, 0.79, 1.0]
+
+
+def test_what_few_texts_differ_by_is_no_rise_of_the_training_loss() -> None:
+    def judged(last_stage: list[float]) -> bool | None:
+        losses = [5.5 - 0.18 * n for n in range(24)] + last_stage
+        run = history(FLAT, losses, {0: 8.0})
+        verdict = training_loss(replace(run, steps=[{**step, "loss": step["bpb"]} for step in run.steps]), LIMITS)
+        assert verdict is not None
+        return verdict.ok
+
+    assert judged(READ_BY_CHANCE)
+    assert judged([*READ_BY_CHANCE[:-2], 2.4, 2.5]) is False
+    assert judged([0.8 + 0.001 * (n % 2) for n in range(14)] + [1.1, 1.1]) is False
+
+
 def test_the_rate_that_health_expects_is_the_schedules() -> None:
     train = RunConfig.from_dict({"train": {"stages": [*STAGES, {**STAGES[0], "lr_schedule": "constant"}]}}).train
     assert [expected_learning_rate(step, train) for step in range(1, 61)] == pytest.approx(
         [learning_rate(step, train) for step in range(1, 61)], rel=1e-12
     )
     assert isinstance(train.plan[2], StageConfig)
+
+
+@pytest.mark.parametrize(("warmup", "share"), [(0, 0.2), (4, 0.35), (0, 1.0), (10, 0.5), (1, 0.01)])
+def test_the_rate_that_health_expects_of_wsd_is_the_schedules(warmup: int, share: float) -> None:
+    train = {"steps": 20, "warmup_steps": warmup, "decay_share": share, "lr_schedule": "wsd", "min_lr": 1e-5}
+    config = RunConfig.from_dict({"train": train}).train
+    assert [expected_learning_rate(step, config) for step in range(1, 21)] == pytest.approx(
+        [learning_rate(step, config) for step in range(1, 21)], rel=1e-12
+    )

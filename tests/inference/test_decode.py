@@ -22,8 +22,8 @@ LENGTH = 48
         {"n_kv_groups": 1},
         {"n_kv_groups": 4},
         {"rotary_share": 0.5, "matching_heads": 1},
-        {"d_k": 8, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_width": 4},
-        {"d_k": 8, "selection_loss": 0.1, "indexer_width": 4, "nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
+        {"d_k": 8, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1},
+        {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2, "nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
         {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense"},
     ],
 )
@@ -43,9 +43,9 @@ def test_a_cache_reads_what_the_definition_reads() -> None:
     decoder.append(torch.zeros(1, 40, dtype=torch.int64))
     decoder.append(torch.ones(1, 8, dtype=torch.int64))
     cache = decoder._caches[0]
-    assert cache._blocks == (LENGTH - GEOMETRY.l) // GEOMETRY.d + 1
+    assert cache._k_cmp.rows.shape[1] == (LENGTH - GEOMETRY.l) // GEOMETRY.d + 1
     assert cache._k_win.shape[1] == GEOMETRY.w
-    assert cache._k_raw.shape[1] < GEOMETRY.l
+    assert cache._k_cmp._raw.shape[1] < GEOMETRY.l
 
 
 def test_a_decoder_that_is_full_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
         load_model(folder)
     with pytest.raises(NoCheckpoint, match="no such folder; give a run directory"):
         load_model(tmp_path / "nowhere")
+
+
+def test_weights_of_other_code_are_told_by_their_names(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    weights = NSATransformer(configuration().model, seed=1).state_dict()
+    weights["blocks.0.attention.former"] = weights.pop("blocks.0.attention.gate.weight")
+    folder = write_checkpoint(run_dir, 200, save(weights))
+    said = (
+        "it lacks blocks.0.attention.gate.weight, and it has blocks.0.attention.former. Other code wrote it: use the commit"
+    )
+    with pytest.raises(NoCheckpoint, match=re.escape(said)):
+        load_model(folder)
 
 
 def test_weights_that_are_broken_are_explained(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from nsa_lab.model import NSATransformer
 TINY_NSA = {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 10}
 VARIANTS = [
     {"phi": phi, "gate": gate, "mlp": mlp}
-    for phi, gate, mlp in itertools.product(["avg", "linear", "mlp"], ["sigmoid", "softmax"], ["plain", "gated"])
+    for phi, gate, mlp in itertools.product(["avg", "linear", "mlp", "pool"], ["sigmoid", "softmax"], ["plain", "gated"])
 ]
 
 

@@ -33,7 +33,7 @@ def plain(model: NSATransformer) -> brute_force.Model:
         c.mlp == "gated",
         {name: x.numpy() for name, x in model.state_dict().items()},
         c.rotary_width,
-        c.indexer_width,
+        c.indexer_block,
     )
 
 
@@ -42,8 +42,9 @@ RECALL = [
     {"d_k": 8, "rotary_share": 0.5},
     {"matching_heads": 2},
     {"d_k": 8, "rotary_share": 0.25, "matching_heads": 1},
-    INDEXER | {"indexer_width": 4, "matching_heads": 1},
-    INDEXER | {"indexer_width": 8, "phi": "linear"},
+    INDEXER | {"indexer_block": 2, "matching_heads": 1},
+    INDEXER | {"indexer_block": 1},
+    INDEXER | {"indexer_block": 4, "phi": "linear"},
 ]
 
 

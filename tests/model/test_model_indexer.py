@@ -6,11 +6,11 @@ import pytest
 import torch
 from model_inputs import config_of, loss_of, tokens_of
 
-from nsa_lab.attention import Span, choose_blocks, reference, selection_loss
+from nsa_lab.attention import Span, choose_blocks, reference, resolve_backend, selection_loss
 from nsa_lab.config import ConfigError, ModelConfig
 from nsa_lab.model import NSATransformer, SparseAttention
 
-RECIPE = {"d_k": 8, "rotary_share": 0.5, "matching_heads": 2, "selection_loss": 0.1, "indexer_width": 4}
+RECIPE = {"d_k": 8, "rotary_share": 0.5, "matching_heads": 2, "selection_loss": 0.1, "indexer_block": 2}
 
 
 def built(**changes: object) -> NSATransformer:
@@ -46,34 +46,25 @@ def test_blocks_are_those_of_its_queries_and_keys() -> None:
     x, rotary = model._enter(tokens)
     seen = layer.observe(x, rotary)
     inputs = layer.project(x, rotary)
-    q, k = layer.scoring(x, inputs, rotary)
-    assert q.shape == (2, 61, 2, 4) and k.shape[2:] == (2, 4)
-    assert torch.equal(seen["blocks"], choose_blocks(q, k, model.config.nsa))
+    q, k, nsa = layer.scoring(x, inputs, rotary)
+    assert q.shape == (2, 61, 2, 8) and k.shape == (2, 30, 2, 8)
+    assert torch.equal(seen["blocks"], choose_blocks(q, k, nsa))
     own = reference.select_blocks(inputs[0], inputs[1], seen["lse_cmp"], model.config.nsa)
     assert not torch.equal(seen["blocks"], own)
-    mixed = layer._attend(inputs, (q, k), None)
+    mixed = layer._attend(inputs, (q, k, nsa), None)
     torch.testing.assert_close(mixed, reference.nsa_attention(*inputs, model.config.nsa, blocks=seen["blocks"]))
 
 
 @pytest.mark.parametrize("matching", [0, 1])
 def test_it_starts_as_the_first_head_of_its_group_looks(matching: int) -> None:
-    """As wide as a head, it asks with that head's queries and is found by the selected branch's keys."""
-    model = built(indexer_width=8, matching_heads=matching)
+    """It asks with that head's queries and is found by the selected branch's keys."""
+    model = built(matching_heads=matching)
     layer, tokens = model.blocks[0].attention, tokens_of(model.config, 40)
     assert isinstance(layer, SparseAttention) and layer.indexer is not None
     x, rotary = model._enter(tokens)
     heads, index = layer.heads(x, rotary), layer.indexer(x, rotary)
     torch.testing.assert_close(index.q, heads.q[:, :, ::2])
     torch.testing.assert_close(index.k, heads.keys[1])
-
-
-def test_a_narrow_one_has_every_other_channel_with_its_own_angle() -> None:
-    model = built(d_k=16, indexer_width=8)
-    layer, tokens = model.blocks[0].attention, tokens_of(model.config, 40)
-    x, rotary = model._enter(tokens)
-    heads, index = layer.heads(x, rotary), layer.indexer(x, rotary)
-    torch.testing.assert_close(index.q, heads.q[:, :, ::2, ::2])
-    torch.testing.assert_close(index.k, heads.keys[1][..., ::2])
 
 
 def test_its_documents_are_alone() -> None:
@@ -88,11 +79,12 @@ def test_its_documents_are_alone() -> None:
 def test_the_loss_holds_its_scores_against_the_heads_own_attention() -> None:
     """By brute force: what the heads look at among the free blocks, against the importances of the indexer."""
     config = config_of(**RECIPE)
-    nsa, generator = config.nsa, torch.Generator().manual_seed(0)
-    T, G, N = 37, 2, (37 - nsa.l) // nsa.d + 1
+    nsa, generator = config.choice_nsa, torch.Generator().manual_seed(0)
+    T, G = 37, 2
     looking = torch.randn(1, T, 4, 8, generator=generator, dtype=torch.float64)
     k_sel = torch.randn(1, T, G, 8, generator=generator, dtype=torch.float64)
-    q, k = (torch.randn(1, n, G, 4, generator=generator, dtype=torch.float64) for n in (T, N))
+    # Narrower than the heads, as an indexer may be.
+    q, k = (torch.randn(1, n, G, 4, generator=generator, dtype=torch.float64) for n in (T, T // 2))
     _, lse = reference.compressed_attention(q, k, k, nsa)
     importance = reference.block_importance(q, k, lse, nsa).double()
     expected = 0.0
@@ -111,14 +103,14 @@ def test_the_loss_holds_its_scores_against_the_heads_own_attention() -> None:
     torch.testing.assert_close(found, torch.as_tensor(expected / (T * G)), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("T", [17, 97])
+@pytest.mark.parametrize("T", [17, pytest.param(97, marks=pytest.mark.slow)])
 def test_under_the_interpreter_blocks_from_outside_are_read(T: int) -> None:
     """Forward and every gradient, against the definition."""
     pytest.importorskip("triton")
     sizes = {"dim": 32, "d_k": 16, "d_v": 16, "nsa": {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4}}
     tokens, found = tokens_of(config_of(**sizes), T + 1), {}
     for backend in ("triton", "reference"):
-        config = config_of(**{**RECIPE, "indexer_width": 16, **sizes})
+        config = config_of(**{**RECIPE, **sizes})
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = NSATransformer(config, backend=backend, seed=0)
         for block in model.blocks:
@@ -134,9 +126,9 @@ def test_under_the_interpreter_blocks_from_outside_are_read(T: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"indexer_width": 24, "selection_loss": 0.1}, "indexer_width = 24: .* use 2 or 4 or 8 or 16 or 32 or 64"),
-        ({"indexer_width": 4, "selection_loss": 0.1, "rotary_share": 0.0625}, r"\(4 channels\); use 32 or 64"),
-        ({"indexer_width": 32}, "nothing else teaches an indexer; use model.selection_loss = 0.05"),
+        ({"indexer_block": 24, "selection_loss": 0.1}, "24 does not divide .* 64; use model.indexer_block = 16"),
+        ({"indexer_block": 99, "selection_loss": 0.1}, "99 does not divide .* 64; use model.indexer_block = 64"),
+        ({"indexer_block": 8}, "nothing else teaches an indexer; use model.selection_loss = 0.05"),
     ],
 )
 def test_what_no_indexer_can_be_is_refused(wrong: dict[str, float], words: str) -> None:
@@ -145,18 +137,38 @@ def test_what_no_indexer_can_be_is_refused(wrong: dict[str, float], words: str) 
 
 
 def test_the_production_model_stays_under_80_million_parameters_with_it() -> None:
-    config = ModelConfig(rotary_share=0.5, matching_heads=3, selection_loss=0.05, indexer_width=32)
+    config = ModelConfig(rotary_share=0.5, matching_heads=3, selection_loss=0.05, indexer_block=8, mlp_hidden=3008)
     assert 79_000_000 < NSATransformer(config, seed=0).parameter_count() <= 80_000_000
 
 
 def test_the_model_holds_it_against_the_heads_and_not_against_itself() -> None:
-    model = built(indexer_width=8)
+    model = built()
     layer, tokens = model.blocks[0].attention, tokens_of(model.config, 61)
     torch.nn.init.normal_(layer.indexer.qk.weight)
     x, rotary = model._enter(tokens)
     x = 50 * x
     _, taught = layer(x, rotary)
     inputs = layer.project(x, rotary)
-    q, k = layer.scoring(x, inputs, rotary)
-    torch.testing.assert_close(taught, selection_loss(q, k, inputs[3], model.config.nsa, looking=inputs[0]))
-    assert (taught - selection_loss(q, k, inputs[3], model.config.nsa)).abs() > 1e-3
+    q, k, nsa = layer.scoring(x, inputs, rotary)
+    torch.testing.assert_close(taught, selection_loss(q, k, inputs[3], nsa, looking=inputs[0]))
+    assert (taught - selection_loss(q, k, inputs[3], nsa)).abs() > 1e-3
+
+
+def test_weights_that_are_reset_are_those_of_a_new_model() -> None:
+    """The pooling of an indexer's keys starts as the mean, whatever it had become, and the convolution as a shift."""
+    model, new = (NSATransformer(config_of(**RECIPE), seed=0) for _ in range(2))
+    assert not any(p.any() for name, p in model.named_parameters() if ".phi." in name)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    model.reset_parameters(0)
+    for (name, a), b in zip(model.named_parameters(), new.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_kernels_say_which_of_its_blocks_they_take() -> None:
+    pytest.importorskip("triton")
+    model = ModelConfig(selection_loss=0.05, indexer_block=2)
+    with pytest.raises(NotImplementedError, match=r"16 times model\.indexer_block = 2, .* model\.indexer_block = 4"):
+        resolve_backend("cpu", torch.float32, model.nsa, model, "triton")
+    resolve_backend("cpu", torch.float32, model.nsa, model.model_copy(update={"indexer_block": 4}), "triton")

@@ -20,7 +20,7 @@ from nsa_lab.config import NSAConfig
 from nsa_lab.model import NSATransformer, NSAttention, SparseAttention, rotary_at, rotary_table
 from nsa_lab.model import attention as layers_module
 
-PHIS = ["avg", "linear", "mlp"]
+PHIS = ["avg", "linear", "mlp", "pool"]
 LENGTHS = (0, 21, 1, 40, 7, 0, 9)
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def test_the_signature_is_the_public_one() -> None:
         "(dim: 'int', n_heads: 'int', n_kv_groups: 'int', *, head_dim: 'int | None' = None, "
         f"value_dim: 'int | None' = None, nsa: 'NSAConfig' = {NSAConfig()!r}, rope_theta: 'float' = 10000.0, "
         "rotary_share: 'float' = 1.0, matching_heads: 'int' = 0, selection_loss: 'float' = 0.0, "
-        "indexer_width: 'int' = 0) -> 'None'"
+        "indexer_block: 'int' = 0) -> 'None'"
     )
     assert str(inspect.signature(NSAttention)) == expected
     assert list(inspect.signature(NSAttention.forward).parameters) == ["self", "x", "span"]
@@ -291,7 +291,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
 @pytest.mark.parametrize("taught", [False, True])
 def test_a_step_launches_as_much_for_forty_documents_as_for_two(
     monkeypatch: pytest.MonkeyPatch, phi: str, taught: bool

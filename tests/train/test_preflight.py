@@ -140,7 +140,7 @@ def test_a_parameter_without_gradient_is_named(parts: Callable[..., Parts]) -> N
 @pytest.mark.parametrize("l_sel", [4, 16])
 def test_an_indexer_learns_from_its_own_loss(parts: Callable[..., Parts], l_sel: int) -> None:
     """Of 32 tokens: with blocks of 16 every one is read, so there is nothing to choose and nothing to learn."""
-    model = {"selection_loss": 0.1, "indexer_width": 2}
+    model = {"selection_loss": 0.1, "indexer_block": 4}
     built = parts(model=model, nsa={"l_sel": l_sel})
     assert checks.gradients(built).ok
     for name, p in built.model.named_parameters():

@@ -28,7 +28,7 @@ from nsa_lab.runs import directory, events, launch, watched
 from nsa_lab.runs.history import History
 from nsa_lab.runs.live import RunView
 from nsa_lab.runs.lock import take_lock
-from nsa_lab.train import attempt, trainer
+from nsa_lab.train import attempt, snapshot, trainer
 from nsa_lab.train.checkpoint import Filesystem
 from nsa_lab.train.parts import Builders, build_model
 from nsa_lab.train.signals import StopRequested
@@ -202,6 +202,17 @@ def test_resuming_on_another_trajectory_is_refused_by_name(
     (key,) = change
     assert key in directory.read_status(run_dir)["reason"] or section == "model"
     assert kinds(run_dir, "error")[0]["type"] in ("ResumeRefused", "DataError")
+
+
+def test_weights_of_other_code_are_refused_in_a_sentence(
+    finished: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a run whose model had no convolution yet are."""
+    rewind(finished, 5)
+    monkeypatch.setattr(snapshot, "load_file", lambda path: {k: v for k, v in load_file(path).items() if "gate" not in k})
+    assert train(finished) == directory.EXIT_USAGE
+    reason = directory.read_status(finished)["reason"]
+    assert "it lacks blocks.0.attention.gate.weight, blocks.1.attention.gate.weight. Other code wrote it" in reason
 
 
 def test_a_run_resumed_with_other_cadences_is_judged_by_what_each_attempt_ran_with(finished: Path, train: Train) -> None:

@@ -183,6 +183,7 @@ def test_resident_memory_is_in_bytes() -> None:
     assert 1e7 < resident_bytes() < 1e11
 
 
+@pytest.mark.slow
 def test_a_trainer_that_does_not_leave_a_stalled_phase_is_called_deaf(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

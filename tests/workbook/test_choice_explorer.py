@@ -26,16 +26,19 @@ def model_of(**changes: object):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("indexer", [{}, {"selection_loss": 0.2, "indexer_block": 2}], ids=["compressed", "indexer"])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_layer_reads_what_the_model_chooses(layer: int) -> None:
-    model, (tokens, _) = model_of(), TASK.batch(0, 1)
+def test_a_layer_reads_what_the_model_chooses(layer: int, indexer: dict[str, float]) -> None:
+    model, (tokens, _) = model_of(**indexer), TASK.batch(0, 1)
+    if indexer:
+        torch.nn.init.normal_(model.blocks[layer].attention.indexer.qk.weight)
     example = layer_example(model, TASK, tokens, layer)
     x, rotary = model.embedding(tokens), rotary_table(64, 8, model.config.rope_theta, tokens.device)
     for block in model.blocks[:layer]:
         x, _ = block(x, rotary)
     inner = model.blocks[layer].attention
-    backend = {part: choice.backend for part, choice in model.backends.items()}
-    chosen = chosen_blocks(inner.project(model.blocks[layer].attention_norm(x), rotary), inner, backend)
+    normed = model.blocks[layer].attention_norm(x)
+    chosen = chosen_blocks(inner.scoring(normed, inner.project(normed, rotary), rotary), inner)
     for t in (20, 52, 63):
         for group in (0, 1):
             assert reads_of(example, GEOMETRY, t, group).blocks == [b for b in chosen[0, t, group].tolist() if b >= 0]

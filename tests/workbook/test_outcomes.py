@@ -135,7 +135,7 @@ def test_decoding_is_the_model(with_checkpoint):
 
 def test_decoding_that_is_not_the_model_is_found(with_checkpoint, monkeypatch):
     one = cache.NSACache._one
-    monkeypatch.setattr(cache.NSACache, "_one", lambda cache, q, gates, position: one(cache, q, gates, position - 1))
+    monkeypatch.setattr(cache.NSACache, "_one", lambda cache, *x: one(cache, *x[:-1], x[-1] - 1))
     assert samples.decode_check(with_checkpoint).ok is False
 
 

@@ -69,6 +69,7 @@ def test_equation_nine_is_the_overlap_once_its_erratum_is_mended(sizes):
     assert printed[:, 0].nonzero().flatten().tolist() == [0] and printed[0, 0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, *(pytest.param(length, marks=pytest.mark.slow) for length in (7, 8, 64))])
 def test_pictures_of_any_length_have_a_title(example, length):
     x = examples.random_example(length, heads=2, groups=1, width=4)
@@ -139,6 +140,7 @@ def test_the_picture_of_a_border_shows_what_the_mask_takes_away():
     assert len(starts) == read and min(starts) == 26 and png(figure).startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_explorer_moves_and_explains_an_impossible_geometry(example):
     box = explorer(example, TOY, position=57)
     (query, _), sizes, picture, text = box.children[0].children, box.children[1].children, box.children[2], box.children[3]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention.span import Span
-from nsa_lab.config import NSAConfig
+from nsa_lab.config import ModelConfig, NSAConfig
 
 WIDTH_STEP, WIDTH_LIMIT = 16, 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -68,6 +68,20 @@ def unsupported(nsa: NSAConfig, d_k: int | None = None, d_v: int | None = None) 
     A width of None is not known yet and not judged.
     """
     return _width_limit(d_k, d_v) or _selected_limit(nsa) or _choice_limit(nsa)
+
+
+def unsupported_indexer(model: ModelConfig) -> str | None:
+    """Why the kernels do not take the blocks of a model's indexer, and the nearest that they take; None if they do.
+
+    `unsupported` comes first: l_sel is a multiple of 16 here.
+    """
+    l_sel, block = model.nsa.l_sel, model.indexer_block
+    if not model.indexed or l_sel <= STRIDES_LIMIT * block:
+        return None
+    return (
+        f"the kernels take nsa.l_sel up to {STRIDES_LIMIT} times model.indexer_block = {block}, and it is {l_sel}; "
+        f"the nearest is model.indexer_block = {l_sel // STRIDES_LIMIT}"
+    )
 
 
 def _width_limit(d_k: int | None, d_v: int | None) -> str | None:
