@@ -91,7 +91,7 @@ SUITES = {
     "attention.packing": attention_tests("packing", "span"),
     "attention.torch_backend": attention_tests("span", "definition", "gradcheck", "torch_parity"),
     "attention.checks": attention_tests("dispatch"),
-    "attention.dispatch": attention_tests("launches", "dispatch"),
+    "attention.dispatch": [*attention_tests("launches", "dispatch"), "tests/model/test_model_indexer.py"],
     "model.attention": [*MODEL, "tests/inference/test_decode.py"],
     "model.indexer": MODEL,
     "model.initial": MODEL,
@@ -137,6 +137,8 @@ OTHERS = {
     "train.plan": ["tests/train/test_plan.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
     "train.step": ["tests/train/test_step.py", *MASKED],
+    "train.muon": ["tests/train/test_muon.py"],
+    "train.snapshot": cases("train/test_run.py", "a_run_without_a_word_of_its_optimiser_goes_on_with_adamw_alone"),
     **{f"train.{part}": MASKED for part in ("documents", "preflight.leakage")},
     "attention.kernels.choice": cases(
         "kernels/test_choice.py",
@@ -157,6 +159,7 @@ OTHERS = {
         "model/test_model_indexer.py", "under_the_interpreter_blocks_from_outside_are_read"
     ),
     "train.preflight.checks": ["tests/train/test_preflight.py"],
+    "train.preflight.parity": ["tests/train/test_preflight.py"],
     "inference.cache": ["tests/inference/test_decode.py"],
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
@@ -1079,6 +1082,8 @@ MUTANTS = [
         "unsupported or kernels.unsupported_indexer(model)",
         "unsupported",
     ),
+    Mutant("preflight: an indexer's choice is not compared", "train.preflight.parity", "if model.indexed:", "if False:"),
+    Mutant("indexer: its scores are not counted", "model.transformer", "if c.indexed:", "if False:"),
     Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1]", "found.copy_(keys[2]"),
     Mutant("indexer: taught by its own attention", "model.attention", "looking=looking,", "looking=None,"),
     Mutant(
@@ -1658,6 +1663,75 @@ MUTANTS = [
         "train.step",
         "return self._world.sum(weights.to(self._device, non_blocking=True).sum())",
         "return self.stage.tokens_per_step",
+    ),
+    Mutant(
+        "muon: the queries and a branch's keys are one matrix",
+        "train.muon",
+        "[c.n_heads * c.d_k, *keys, *values]",
+        "[c.n_heads * c.d_k + keys[0], *keys[1:], *values]",
+    ),
+    Mutant(
+        "muon: the halves of a gated MLP are one matrix",
+        "train.muon",
+        "[module.down.in_features] * (2 if module.gated else 1)",
+        "[module.up.out_features]",
+    ),
+    Mutant(
+        "muon: gates are orthogonalised",
+        "train.muon",
+        "            found[module.out.weight] = [c.dim]\n",
+        "            found[module.out.weight] = [c.dim]\n"
+        "            found |= {m.gate.weight: [3 * c.n_heads] for m in [module] if branches == 3}\n",
+    ),
+    Mutant(
+        "muon: the largest matrix of a shape sets the norm of all",
+        "train.muon",
+        "torch.linalg.matrix_norm(x, keepdim=True).clamp_min(SMALLEST)",
+        "torch.linalg.matrix_norm(x, keepdim=True).amax().clamp_min(SMALLEST)",
+    ),
+    Mutant("muon: four steps of Newton-Schulz", "train.muon", "2.0315), 5", "2.0315), 4"),
+    Mutant(
+        "muon: momentum looks no step ahead",
+        "train.muon",
+        "newton_schulz(grad.lerp(momentum, MOMENTUM), precision)",
+        "newton_schulz(momentum, precision)",
+    ),
+    Mutant(
+        "muon: scaled by the rows alone", "train.muon", "math.sqrt(max(weight.shape[-2:]))", "math.sqrt(weight.shape[-2])"
+    ),
+    Mutant(
+        "muon: decay at the rate of its updates", "train.muon", "weight.mul(1 - lr * decay)", "weight.mul(1 - rate * decay)"
+    ),
+    Mutant(
+        "muon: a bad gradient stays in the momentum",
+        "train.muon",
+        "torch.where(bad, before, momentum), torch",
+        "momentum, torch",
+    ),
+    Mutant("muon: AdamW's half takes a bad update", "train.muon", "found_inf=self.found_inf,", "found_inf=None,"),
+    Mutant(
+        "plan: muon holds two moments of its matrices, too",
+        "train.plan",
+        'if train.optimizer == "muon" else 0',
+        'if train.optimizer == "nobody" else 0',
+    ),
+    Mutant(
+        "config: muon of sharded matrices",
+        "config.run",
+        'self.train.optimizer == "muon" and self.runtime.parallel == "fsdp"',
+        'self.train.optimizer == "muon" and self.runtime.parallel == "no"',
+    ),
+    Mutant(
+        "config: runs that knew of no muon get another hash",
+        "config.run",
+        ', "optimizer": "adamw"}',
+        "}",
+    ),
+    Mutant(
+        "resume: muon goes on where there was adamw",
+        "train.snapshot",
+        '        "micro_batch_size",\n        "log_every",',
+        '        "micro_batch_size",\n        "optimizer",\n        "log_every",',
     ),
     Mutant("stages: all with one seed", "data.staged", "if index == 0:", "if index >= 0:"),
     Mutant(

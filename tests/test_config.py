@@ -111,6 +111,15 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: st
         ({"train": {"steps": 10, "warmup_steps": 10}}, ["warmup_steps = 10", "at most 9", "optimiser steps"]),
         ({"train": {"min_lr": 1.0}}, ["train.min_lr", "above train.lr"]),
         ({"train": {"batch_size": 4, "micro_batch_size": 3}}, ["micro_batch_size = 3", "use 2"]),
+        ({"train": {"optimizer": "sgd"}}, ["train.optimizer = 'sgd'", "adamw", "muon"]),
+        (
+            {"train": {"optimizer": "muon"}, "runtime": {"parallel": "fsdp"}},
+            ["train.optimizer = muon", "shards", "runtime.parallel: ddp", "train.optimizer: adamw"],
+        ),
+        (
+            {"train": {"optimizer": "muon"}, "runtime": {"cuda_graph": True}},
+            ["train.optimizer = muon", "runtime.cuda_graph: false", "train.optimizer: adamw"],
+        ),
         ({"data": {"source": "local"}}, ["data.path"]),
         ({"data": {"path": "x"}}, ["data.path", "source: local"]),
         ({"data": {"val_fraction": 0.0}}, ["data.val_fraction"]),
@@ -171,9 +180,10 @@ def test_a_key_that_came_later_leaves_the_hash_of_runs_that_were_made_without_it
     for path in recorded:
         said = json.loads(path.with_name("environment.json").read_text(encoding="utf-8"))["config_hash"]
         assert RunConfig.from_yaml(path).hash() == said
-    halting = RunConfig(train=TrainConfig(stall_action="halt"))
-    assert halting.hash() != RunConfig().hash()
-    assert RunConfig.from_dict(yaml.safe_load(halting.to_yaml())) == halting
+    for later in (TrainConfig(stall_action="halt"), TrainConfig(optimizer="muon")):
+        config = RunConfig(train=later)
+        assert config.hash() != RunConfig().hash()
+        assert RunConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
 
 
 def test_the_hash_is_of_every_value() -> None:

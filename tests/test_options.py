@@ -71,9 +71,10 @@ def configured(number: int) -> tuple[dict[str, Any], RunConfig]:
     """Run `number` takes that value of every key, in turn, so that as many runs as a key has values take them all.
 
     The last is dense, since keys of NSA need another; facts are planted in every other run, and their keys turn half as
-    fast.
+    fast. Muon turns against sharding, which it does not go with.
     """
     turns = {"model.attention": number // (RUNS - 1), "data.names": number // 2, "data.distance": number // 2}
+    turns["train.optimizer"] = number + 1
     chosen = {key: values[turns.get(key, number) % len(values)] for key, values in usable().items()}
     sections = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in SECTIONS.items()}
     for key, value in chosen.items():

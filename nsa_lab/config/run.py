@@ -44,6 +44,20 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _muon_has_whole_matrices(self) -> RunConfig:
+        if self.train.optimizer == "muon" and self.runtime.parallel == "fsdp":
+            raise ValueError(
+                "train.optimizer = muon needs every matrix whole, and runtime.parallel = fsdp shards them; "
+                "set runtime.parallel: ddp, or train.optimizer: adamw"
+            )
+        if self.train.optimizer == "muon" and self.runtime.cuda_graph:
+            raise ValueError(
+                "train.optimizer = muon is not supported with runtime.cuda_graph = True; "
+                "set runtime.cuda_graph: false, or train.optimizer: adamw"
+            )
+        return self
+
     def __init__(self, /, **values: Any) -> None:
         if "nsa" in values:
             values["model"] = _with_nsa(values.get("model", {}), values["nsa"])
@@ -99,10 +113,10 @@ class RunConfig(Section):
         sections = self.model_dump(mode="json")
         nsa = sections["model"].pop("nsa")
         for name, unread in (("model", frozenset[str]()), ("train", self.train.unread), ("data", self.data.unread)):
-            later = _LATER_KEYS.get(name, {})
+            later = LATER_KEYS.get(name, {})
             sections[name] = _as_written({k: v for k, v in sections[name].items() if k not in unread}, later)
         if stages := sections["train"].get("stages"):
-            sections["train"]["stages"] = [_as_written(stage, _LATER_KEYS["train"]) for stage in stages]
+            sections["train"]["stages"] = [_as_written(stage, LATER_KEYS["train"]) for stage in stages]
         return {
             "name": sections["name"],
             "model": sections["model"],
@@ -124,9 +138,9 @@ KNOWN_KEYS += known_keys(RunConfig)
 
 # Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
 # configuration is what it was.
-_LATER_KEYS: dict[str, dict[str, Any]] = {
+LATER_KEYS: dict[str, dict[str, Any]] = {
     "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0, "indexer_block": 0},
-    "train": {"stall_action": "record", "decay_share": 0.2},
+    "train": {"stall_action": "record", "decay_share": 0.2, "optimizer": "adamw"},
     "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0},
 }
 

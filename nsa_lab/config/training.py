@@ -121,8 +121,11 @@ class TrainConfig(StageConfig):
     stages: tuple[StageConfig, ...] = Field(
         default=(), strict=False, description="stretches of training, one after another, each with its own seq_len, lr, ..."
     )
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: for the matrices of the blocks, at the same rate; adamw has the rest"
+    )
     weight_decay: float = Field(default=0.01, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="of adamw, as beta2 and eps are")
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     grad_clip: float = Field(default=1.0, gt=0, description="limit of the global gradient norm")

@@ -37,7 +37,7 @@ def suspect(history: History, limits: Limits) -> Suspect | None:
     if not (rose or broke):
         return None
     gradient = _growth(history, limits)
-    # AdamW moves every weight by about the rate in a step, however small its gradient.
+    # AdamW, and Muon at its scale, moves every weight by about the rate in a step, however small its gradient.
     rash = _peak(history) > limits.rash_rate or history.reached <= history.config.train.warmup_steps
     seen = [_last_losses(steps, losses), _rate(history), gradient]
     return Suspect([line for line in seen if line], _change(history, rose or rash or bool(gradient)), _resume(history))

@@ -127,18 +127,21 @@ class NSATransformer(nn.Module):
         """Training FLOPs per token in documents of `lengths`, forward and backward, of this model's weights.
 
         One length, or how many documents there are of each; the mean is over their tokens. `nsa` and `dense` differ in
-        attention: the keys that NSA reads, or all causal ones. Lookups, norms and the recomputation inside kernels are not
-        counted.
+        attention: the keys that NSA reads, or all causal ones. An indexer scores its keys once, forward, with one query per
+        group. Lookups, norms, the recomputation inside kernels and the selection loss's few queries are not counted.
         """
         c = self.config
         matmul = 2 * (self.parameter_count() - self.embedding.weight.numel())
         per_key = 2 * c.n_layers * c.n_heads * (c.d_k + c.d_v)
         reads = geometry.mean_reads(lengths, c.nsa)
         sparse = reads["cmp"] + reads["sel"] + reads["win"]
-        return {
+        flops = {
             kind: (1 + BACKWARD_FLOPS) * (matmul + per_key * keys)
             for kind, keys in (("nsa", sparse), ("dense", reads["dense"]))
         }
+        if c.indexed:
+            flops["nsa"] += 2 * c.n_layers * c.n_kv_groups * c.d_k * geometry.mean_reads(lengths, c.choice_nsa)["cmp"]
+        return flops
 
     def describe(self, length: int) -> str:
         """One line: what was built, with the real counts."""

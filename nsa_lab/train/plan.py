@@ -17,6 +17,7 @@ import torch
 from nsa_lab.config import ConfigError, ModelConfig, RunConfig, TrainConfig
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs.summary import duration, size_text
+from nsa_lab.train.muon import matrices
 from nsa_lab.train.telemetry.machine import memory_bytes
 
 # Per parameter: float32 weights and gradients and two float32 moments.
@@ -24,6 +25,7 @@ STATE_BYTES = 16
 WEIGHT_BYTES = 4
 # A checkpoint holds weights and moments.
 CHECKPOINT_BYTES = 12
+MOMENT_BYTES = 4
 # The smallest model that a production run may train.
 PRODUCTION_PARAMS = 50_000_000
 
@@ -88,10 +90,11 @@ def plan(config: RunConfig, tokens_per_s: float | None = None, ranks: int = 1) -
     model, train = shape_of(config.model), config.train
     flops, params, tokens = flops_per_token(model, train), model.parameter_count(), train.tokens
     speed = tokens_per_s or train.min_tokens_per_s or None
-    state, activations = params * STATE_BYTES, activation_bytes(config, ranks)
+    unneeded = unneeded_moments(model, train) * MOMENT_BYTES
+    state, activations = params * STATE_BYTES - unneeded, activation_bytes(config, ranks)
     kept = checkpoints_kept(config)
     shards = min(tokens, config.data.max_tokens or tokens) * (1 if config.model.vocab_size <= 256 else 2)
-    checkpoint = params * CHECKPOINT_BYTES
+    checkpoint = params * CHECKPOINT_BYTES - unneeded
     return Plan(
         name=config.name,
         attention=config.model.attention,
@@ -115,10 +118,11 @@ def plan(config: RunConfig, tokens_per_s: float | None = None, ranks: int = 1) -
 
 def check_room(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
     """Raise `ConfigError` if the model's state alone is larger than the memory of the device of one rank."""
-    params, there = shape_of(config.model).parameter_count(), memory_bytes(device)
-    shards = ranks if config.runtime.parallel == "fsdp" else 1
+    model, there = shape_of(config.model), memory_bytes(device)
+    params, shards = model.parameter_count(), ranks if config.runtime.parallel == "fsdp" else 1
     # Every rank builds the model whole before it is sharded.
-    needed = max(params * STATE_BYTES // shards, params * WEIGHT_BYTES)
+    state = params * STATE_BYTES - unneeded_moments(model, config.train) * MOMENT_BYTES
+    needed = max(state // shards, params * WEIGHT_BYTES)
     if needed > there:
         raise ConfigError(
             f"a model of {params:,} parameters: its float32 weights, gradients and moments take {needed:,} bytes "
@@ -126,6 +130,11 @@ def check_room(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
             f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {there:,} ({size_text(there)}). "
             "Lower model.dim or model.n_layers"
         )
+
+
+def unneeded_moments(model: NSATransformer, train: TrainConfig) -> int:
+    """How many numbers the optimiser holds less than two for every weight: of Muon's, one."""
+    return sum(weight.numel() for weight in matrices(model)) if train.optimizer == "muon" else 0
 
 
 def flops_per_token(

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from nsa_lab.config import RunConfig
+from nsa_lab.config.run import LATER_KEYS
 from nsa_lab.runs import checkpoints
 from nsa_lab.train.checkpoint import Serialiser
 from nsa_lab.train.parts import Parts
@@ -73,7 +74,9 @@ def trajectory(config: RunConfig) -> dict[str, Any]:
 
 def check_same_trajectory(state: dict[str, Any], config: RunConfig, data_identity: str) -> None:
     """Raise `ResumeRefused` unless `state` (of a checkpoint) was on the way that `config` and the data describe."""
-    now, then = trajectory(config), state["trajectory"]
+    # What neither wrote is at the value that it had before there was such a key.
+    unwritten = {f"{section}.{key}": value for section, keys in LATER_KEYS.items() for key, value in keys.items()}
+    now, then = unwritten | trajectory(config), unwritten | state["trajectory"]
     changed = [
         f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
         for key in sorted(now | then)

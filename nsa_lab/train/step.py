@@ -23,6 +23,7 @@ from nsa_lab.data import Batch, Documents
 from nsa_lab.train.cuda_graph import GraphedGradients
 from nsa_lab.train.distributed import World
 from nsa_lab.train.documents import logits_of
+from nsa_lab.train.muon import Muon, matrices
 
 LOSS, GRAD_NORM, BAD, STOP, AUXILIARY = range(5)
 # What a step with weights says besides: summed loss and number of the tokens that weigh 1 (text), and of all others that
@@ -30,16 +31,22 @@ LOSS, GRAD_NORM, BAD, STOP, AUXILIARY = range(5)
 TEXT_LOSS, TEXT_TOKENS, MARKED_LOSS, MARKED_TOKENS, FIRST_LOSS, FIRST_TOKENS = range(5, 11)
 
 
-def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW whose weight decay spares vectors (norms, biases). Fused: its kernel can skip an update on the device."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """`train.optimizer`, with weight decay that spares vectors (norms, biases).
+
+    AdamW is fused: its kernel can skip an update on the device.
+    """
+    by_muon = matrices(model) if train.optimizer == "muon" else {}
+    rest = [p for p in model.parameters() if p.requires_grad and p not in by_muon]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True
-    )
+    groups = [g for g in groups if g["params"]]
+    lr, betas, eps = train.lr, (train.beta1, train.beta2), train.eps
+    if train.optimizer == "muon":
+        return Muon(by_muon, groups, lr=lr, betas=betas, eps=eps, weight_decay=train.weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -170,19 +170,20 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(arm: str, scale: float) 
 
 @arms
 def test_blocks_from_outside_are_read_in_place_of_the_chosen_ones(arm: str) -> None:
-    """Chosen by queries and keys of another width, one query per group: forward and gradients."""
+    """Chosen by queries and keys of another width, one query per group, a key per two tokens: forward and gradients."""
     shape = Shape(SMALL.model_copy(update={"n_sel": 5}), T=45)
     inputs, nsa, g = shape.inputs(), shape.nsa, plain(shape.nsa)
-    generator = torch.Generator().manual_seed(5)
-    rows = [torch.randn(*x.shape[:2], inputs.k_cmp.shape[2], 3, generator=generator) for x in (inputs.q, inputs.k_cmp)]
-    q, k = (x.to(inputs.q.dtype) for x in rows)
+    chooser = nsa.model_copy(update={"l": 2, "d": 2})
+    generator, (B, _, G, _) = torch.Generator().manual_seed(5), inputs.k_sel.shape
+    q, k = (torch.randn(B, n, G, 3, generator=generator).to(inputs.q.dtype) for n in (45, 45 // 2))
     leaves = [x.clone().requires_grad_() for x in inputs]
     with running(arm) as backend:
-        blocks = attention.choose_blocks(q, k, nsa, backend=backend)
+        blocks = attention.choose_blocks(q, k, chooser, backend=backend)
         out = attention.nsa_attention(*leaves, nsa, blocks=blocks, backend=backend)
         own = attention.nsa_attention(*inputs, nsa, backend=backend)
-    assert as_lists(blocks) == brute_force.select_blocks(q.numpy(), k.numpy(), g)
-    assert_equal(out.detach(), brute_force.nsa_attention(*arrays(inputs), g, (q.numpy(), k.numpy())))
+    assert as_lists(blocks) == brute_force.select_blocks(q.numpy(), k.numpy(), plain(chooser))
+    chosen_by = q.numpy(), k.numpy(), plain(chooser)
+    assert_equal(out.detach(), brute_force.nsa_attention(*arrays(inputs), g, chosen_by))
     assert not torch.allclose(out.detach(), own)
     definition = [x.clone().requires_grad_() for x in inputs]
     expected = attention.reference.nsa_attention(*definition, nsa, blocks=blocks)

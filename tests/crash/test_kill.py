@@ -20,16 +20,18 @@ from nsa_lab.runs import directory, events, launch
 
 STEPS, KILLS = 100, 20
 
-# The same steps as one stage, and as three of different lengths, batches and rates; and steps that one process and two
-# ranks compute alike to the bit: two sequences, forward and backward one by one, so that there is one sum and one order.
+# The same steps as one stage, and as three of different lengths, batches and rates, with Muon; and steps that one process
+# and two ranks compute alike to the bit: two sequences, forward and backward one by one, so that there is one sum and one
+# order.
 PLANS: dict[str, dict[str, Any]] = {
     "one": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
     "stages": {
+        "optimizer": "muon",
         "stages": [
             {"steps": 33, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
             {"steps": 27, "seq_len": 48, "batch_size": 2, "lr": 5e-3, "warmup_steps": 10},
             {"steps": 40, "seq_len": 77, "batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
-        ]
+        ],
     },
     "ranks": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "micro_batch_size": 1, "lr": 1e-2},
 }

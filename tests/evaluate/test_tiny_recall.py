@@ -89,7 +89,7 @@ def test_what_is_told_is_that_of_the_far_questions_of_fresh_sequences() -> None:
 @pytest.mark.soak
 @pytest.mark.slow  # about a minute of one core
 def test_the_recipe_finds_long_before_plain_nsa_copies() -> None:
-    """docs/science/tiny_recall.md has whole curves: after 100 steps of 700, .83 against .13."""
+    """docs/science/tiny_recall.md has whole curves: after 100 steps of 700, 1 against .13."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,11 +97,11 @@ def test_the_recipe_finds_long_before_plain_nsa_copies() -> None:
         recipe, plain = (list(learn(model, TASK, steps=100))[-1].accuracy for model in models)
     finally:
         torch.set_num_threads(threads)
-    assert recipe > 0.75 and plain < 0.3
+    assert recipe > 0.95 and plain < 0.3
     tokens, places = TASK.batch(1, 256, 0, ASKED)
     effects = intervene(models[0].eval(), tokens, places[:, -TASK.far :], sequences_at_once=64)
     change = {effect.name: effect.d_accuracy for effect in effects}
-    assert change["random"] < -0.1, "it is the choice that finds"
+    assert change["random"] < -0.3, "it is the choice that finds"
     assert change["no_sel"] < -0.2, "and the selected branch that reads"
 
 

@@ -172,3 +172,14 @@ def test_the_kernels_say_which_of_its_blocks_they_take() -> None:
     with pytest.raises(NotImplementedError, match=r"16 times model\.indexer_block = 2, .* model\.indexer_block = 4"):
         resolve_backend("cpu", torch.float32, model.nsa, model, "triton")
     resolve_backend("cpu", torch.float32, model.nsa, model.model_copy(update={"indexer_block": 4}), "triton")
+
+
+def test_its_scores_are_counted() -> None:
+    """Of 61 tokens and 61 // 2 keys of two tokens, query t scores (t + 1) // 2, in two groups of two layers, 8 wide."""
+    model = built()
+    scores = sum((t + 1) // 2 for t in range(61)) / 61
+    weights = sum(p.numel() for name, p in model.named_parameters() if is_of_indexer(name))
+    without = NSATransformer(config_of(**{**RECIPE, "indexer_block": 0}), seed=0)
+    more = model.flops_per_token(61)["nsa"] - without.flops_per_token(61)["nsa"]
+    assert more == pytest.approx(3 * 2 * weights + 2 * 2 * 2 * 8 * scores)
+    assert model.flops_per_token(61)["dense"] - without.flops_per_token(61)["dense"] == pytest.approx(3 * 2 * weights)

@@ -33,9 +33,9 @@ GPU: dict[str, Any] = {
 RUNTIME = {"device": "cuda", "precision": "bf16"}
 
 
-@pytest.fixture
-def parts(tiny: Tiny, builders: Builders) -> Parts:
-    config = tiny(**GPU, runtime=RUNTIME)
+@pytest.fixture(params=["adamw", "muon"])
+def parts(tiny: Tiny, builders: Builders, request: pytest.FixtureRequest) -> Parts:
+    config = tiny(**GPU, runtime=RUNTIME, optimizer=request.param)
     dataset = builders.data(config.data, config.model.vocab_size, config.train.seq_len, None)
     return assemble(config, World(), torch.device("cuda", 0), dataset, builders)
 
@@ -83,11 +83,11 @@ def losses(run_dir: Path) -> list[float]:
     return [e["loss"] for e in events.steps(events.read_events(run_dir))]
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize(("backend", "optimizer"), [("torch", "adamw"), ("auto", "adamw"), ("auto", "muon")])
 def test_in_deterministic_mode_a_resumed_run_is_the_same_bit_for_bit(
-    new_run: Make, train: Callable[..., int], backend: str
+    new_run: Make, train: Callable[..., int], backend: str, optimizer: str
 ) -> None:
-    run_dir = new_run(**GPU, runtime=RUNTIME | {"deterministic": True, "backend": backend})
+    run_dir = new_run(**GPU, optimizer=optimizer, runtime=RUNTIME | {"deterministic": True, "backend": backend})
     assert train(run_dir) == 0
     final = run_dir / "checkpoints/step-00000012"
     expected, told = load_file(final / "model.safetensors"), losses(run_dir)

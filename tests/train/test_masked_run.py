@@ -187,7 +187,7 @@ def test_a_masked_run_that_is_killed_goes_on_as_the_same_run_and_as_no_other(
     path = parted / "config.yaml"
     path.write_text(path.read_text().replace("  documents: mask\n", ""))
     assert train(parted) == 2
-    assert "data.documents: 'mask' then, None now" in directory.read_status(parted)["reason"]
+    assert "data.documents: 'mask' then, 'cross' now" in directory.read_status(parted)["reason"]
 
 
 def test_a_token_costs_what_documents_of_its_length_cost(parts: Callable[..., Parts]) -> None:

@@ -13,6 +13,7 @@ from nsa_lab.config import ConfigError, ModelConfig, RunConfig
 from nsa_lab.model import NSATransformer
 from nsa_lab.train import measured
 from nsa_lab.train.plan import check_room, checkpoints_kept, compare, hours, plan
+from nsa_lab.train.step import make_optimizer
 from nsa_lab.train.telemetry import machine
 
 PRODUCTION = RunConfig.from_dict(
@@ -72,6 +73,24 @@ def test_memory_falls_with_checkpointing_and_smaller_micro_batches() -> None:
     assert whole.state_bytes == 16 * whole.params and whole.memory_bytes > whole.state_bytes
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_is_what_weights_gradients_and_the_optimiser_hold_after_a_step(kind: str) -> None:
+    """But for the counters: one number for every tensor of AdamW's."""
+    shape = {"dim": 24, "n_layers": 2, "n_heads": 2, "n_kv_groups": 1, "d_k": 10, "d_v": 6, "mlp": "gated"}
+    config = RunConfig.from_dict({"model": shape, "train": {"optimizer": kind}})
+    model = NSATransformer(config.model)
+    optimizer = make_optimizer(model, config.train)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    numbers = sum(p.numel() for p in model.parameters())
+    moments = sum(t.numel() for state in optimizer.state.values() for t in state.values() if t.ndim)
+    assert (moments == 2 * numbers) is (kind == "adamw")
+    planned = plan(config)
+    assert planned.state_bytes == 4 * (2 * numbers + moments)
+    assert planned.checkpoint_bytes == 4 * (numbers + moments)
+
+
 def test_disk_is_what_retention_keeps_and_the_one_being_written() -> None:
     assert checkpoints_kept(PRODUCTION) == 3 + 5 + 1
     planned = plan(PRODUCTION)
@@ -94,6 +113,19 @@ def test_memory_is_that_of_the_machine_or_what_is_granted(monkeypatch: pytest.Mo
     for limit, there in (("max", installed), (2**20, 2**20), (2**60, installed)):
         allow(monkeypatch, tmp_path, limit)
         assert machine.memory_bytes(CPU) == there
+
+
+def test_a_model_that_fits_with_muon_may_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    muon = RunConfig.from_dict({"train": {"optimizer": "muon"}})
+    needed = plan(muon).state_bytes
+    assert needed < plan(RunConfig()).state_bytes
+    allow(monkeypatch, tmp_path, needed)
+    check_room(muon, CPU)
+    with pytest.raises(ConfigError):
+        check_room(RunConfig(), CPU)
+    allow(monkeypatch, tmp_path, needed - 1)
+    with pytest.raises(ConfigError, match=f"take {needed:,} bytes"):
+        check_room(muon, CPU)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,21 @@ def test_a_kernel_that_is_wrong_is_named(parts: Callable[..., Parts], monkeypatc
     assert not check.ok and "window" in check.value
 
 
+def test_an_indexers_choice_is_held_against_the_definition(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = parts(model={"selection_loss": 0.1, "indexer_block": 2}, nsa={"l_sel": 4, "n_sel": 5})
+    assert checks.kernel_parity(built).ok
+    right = torch_backend.select_blocks
+
+    def wrong(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: Any) -> Tensor:
+        return right(q, k_cmp.flip(1) if nsa.l == 2 else k_cmp, lse, nsa)
+
+    monkeypatch.setattr(torch_backend, "select_blocks", wrong)
+    check = checks.kernel_parity(built)
+    assert not check.ok and "selection" in check.value
+
+
 def test_a_checkpoint_that_does_not_come_back_is_seen(
     parts: Callable[..., Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,17 @@ def test_the_same_global_batch_gives_the_same_losses(new_run: Make, train: Calla
 
 
 @pytest.mark.slow
+def test_two_ranks_with_muon_end_with_the_weights_of_one_bit_for_bit(new_run: Make, train: Callable[..., int]) -> None:
+    """Of two sequences taken one by one there is one sum, in whatever order."""
+    two = {"steps": 10, "batch_size": 2, "accumulate_grad_batches": 1, "micro_batch_size": 1, "save_every": 0}
+    alone, shared = (new_run(**two, optimizer="muon") for _ in range(2))
+    assert train(alone) == 0
+    assert run_with(shared, 2) == 0
+    weights = [(run / "checkpoints/step-00000010/model.safetensors").read_bytes() for run in (alone, shared)]
+    assert weights[0] == weights[1] and losses(alone) == losses(shared)
+
+
+@pytest.mark.slow
 def test_sharded_ranks_compute_the_same_and_their_checkpoint_is_anybodys(new_run: Make, train: Callable[..., int]) -> None:
     alone, shared = new_run(**CHANGES, **RECALL), new_run(**CHANGES, **RECALL, runtime={"parallel": "fsdp"})
     assert train(alone) == 0

@@ -30,6 +30,7 @@ from nsa_lab.runs.live import RunView
 from nsa_lab.runs.lock import take_lock
 from nsa_lab.train import attempt, snapshot, trainer
 from nsa_lab.train.checkpoint import Filesystem
+from nsa_lab.train.muon import Muon
 from nsa_lab.train.parts import Builders, build_model
 from nsa_lab.train.signals import StopRequested
 from nsa_lab.train.step import Readback
@@ -173,6 +174,33 @@ def test_a_resumed_run_is_the_same_run(finished: Path, train: Train) -> None:
     assert [e["loss"] for e in events.steps(events.read_events(run_dir))] == losses
 
 
+def test_so_is_one_with_muon_which_goes_on_with_no_other_optimiser(new_run: Make, train: Train) -> None:
+    run_dir = new_run(optimizer="muon")
+    assert train(run_dir) == 0
+    last = run_dir / "checkpoints/step-00000012/optimizer.pt"
+    expected, moments = final_weights(run_dir), torch.load(last, weights_only=True)["moments"]
+    rewind(run_dir, 5)
+    edit(run_dir, "train", optimizer="adamw")
+    assert train(run_dir) == directory.EXIT_USAGE
+    assert "train.optimizer: 'muon' then, 'adamw' now" in directory.read_status(run_dir)["reason"]
+    edit(run_dir, "train", optimizer="muon")
+    assert train(run_dir) == 0
+    assert same(final_weights(run_dir), expected)
+    again = torch.load(last, weights_only=True)["moments"]
+    assert again.keys() == moments.keys() and all(same(again[name], moments[name]) for name in moments)
+    assert moments["blocks.0.mlp.up.weight"].keys() == {"momentum_buffer"}
+    assert moments["head.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_run_without_a_word_of_its_optimiser_goes_on_with_adamw_alone(finished: Path, train: Train) -> None:
+    rewind(finished, 5)
+    edit(finished, "train", optimizer="muon")
+    assert train(finished) == directory.EXIT_USAGE
+    assert "train.optimizer: 'adamw' then, 'muon' now" in directory.read_status(finished)["reason"]
+    edit(finished, "train", optimizer="adamw")
+    assert train(finished) == 0
+
+
 def edit(run_dir: Path, section: str, **changes: Any) -> None:
     sections = yaml.safe_load((run_dir / "config.yaml").read_text())
     sections[section] |= changes
@@ -228,20 +256,22 @@ def test_a_run_resumed_with_other_cadences_is_judged_by_what_each_attempt_ran_wi
     assert all(found[name].ok for name in ("evaluations", "statistics", "every step once", "checkpoints")), found
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
 def test_the_rate_in_the_record_is_what_the_optimiser_held_when_it_stepped(
-    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]
 ) -> None:
     """The rates that torch saw at each update; and they are those that the configuration asks for."""
     seen: list[float] = []
-    update = torch.optim.AdamW.step
+    update = kind.step
 
-    def spy(self: torch.optim.AdamW, *rest: Any) -> Any:
-        seen.append(self.param_groups[0]["lr"])
+    def spy(self: torch.optim.Optimizer, *rest: Any) -> Any:
+        (rate,) = {group["lr"] for group in self.param_groups}
+        seen.append(rate)
         return update(self, *rest)
 
-    run_dir = new_run(save_every=0, eval_every=0)
+    run_dir = new_run(save_every=0, eval_every=0, optimizer=kind.__name__.lower())
     with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", spy)
+        patch.setattr(kind, "step", spy)
         assert train(run_dir) == 0
     told = [event["lr"] for event in kinds(run_dir, "step")]
     settings = RunConfig.from_yaml(run_dir / "config.yaml").train

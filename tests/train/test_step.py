@@ -108,9 +108,12 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
     return [t.detach().clone() for t in (*model.parameters(), *moments)]
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_bad_gradient_changes_neither_weights_nor_moments_and_the_flag_sticks(tiny: Tiny, value: float) -> None:
-    model, optimizer, step = stepper(tiny())
+def test_a_bad_gradient_changes_neither_weights_nor_moments_and_the_flag_sticks(
+    tiny: Tiny, value: float, kind: str
+) -> None:
+    model, optimizer, step = stepper(tiny(optimizer=kind))
     step.step(*batch(0), 1e-3, nothing)
     before = state_of(model, optimizer)
     handle = model.head.register_forward_hook(lambda module, inputs, output: output * value)
@@ -120,8 +123,9 @@ def test_a_bad_gradient_changes_neither_weights_nor_moments_and_the_flag_sticks(
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
 
 
-def test_a_good_gradient_changes_every_weight_and_raises_no_flag(tiny: Tiny) -> None:
-    model, optimizer, step = stepper(tiny())
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_good_gradient_changes_every_weight_and_raises_no_flag(tiny: Tiny, kind: str) -> None:
+    model, optimizer, step = stepper(tiny(optimizer=kind))
     step.step(*batch(0), 1e-3, nothing)
     before = state_of(model, optimizer)
     assert step.step(*batch(1), 1e-3, nothing)[BAD] == 0

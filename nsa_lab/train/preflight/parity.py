@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import compressed_attention, reference, select_blocks, selected_attention, window_attention
+from nsa_lab.config import NSAConfig
 from nsa_lab.train.parts import Parts
 
 Function = Callable[..., Tensor]
@@ -35,13 +36,14 @@ def worst_ratio(parts: Parts) -> tuple[float, str]:
         return torch.randn(1, length, heads, width, generator=generator).to(parts.device, dtype)
 
     q, k, v = draw(model.n_heads, model.d_k), draw(model.n_kv_groups, model.d_k), draw(model.n_kv_groups, model.d_v)
-    # What is compared takes compressed keys as they come, so a mean serves whatever the run's own operator is.
-    averaged = nsa.model_copy(update={"phi": "avg"})
-    k_cmp, v_cmp = (reference.compress(x, averaged) for x in (k, v))
+    k_cmp, v_cmp = (_means(x, nsa) for x in (k, v))
     name = {part: choice.backend for part, choice in parts.model.backends.items()}
-    _, lse = reference.compressed_attention(q, k_cmp, v_cmp, nsa)
-    expected = reference.select_blocks(q, k_cmp, lse, nsa)
-    found = select_blocks(q, k_cmp, lse, nsa, backend=name["selection"])
+    chooser, asking, asked = model.choice_nsa, q, k_cmp
+    if model.indexed:
+        asking, asked = draw(model.n_kv_groups, model.d_k), _means(draw(model.n_kv_groups, model.d_k), chooser)
+    _, lse = reference.compressed_attention(asking, asked, asked, chooser)
+    expected = reference.select_blocks(asking, asked, lse, chooser)
+    found = select_blocks(asking, asked, lse, chooser, backend=name["selection"])
     differing = (found != expected).any(-1).float().mean().item()
     cases: dict[str, tuple[Function, Function, tuple[Tensor, ...]]] = {
         "compressed": (
@@ -67,6 +69,11 @@ def worst_ratio(parts: Parts) -> tuple[float, str]:
     for branch, (fast, definition, inputs) in cases.items():
         ratios += [(ratio, f"{branch}, {what}") for what, ratio in _compare(fast, definition, inputs).items()]
     return max(ratios)
+
+
+def _means(x: Tensor, nsa: NSAConfig) -> Tensor:
+    """Compressed keys or values. What is compared takes them as they come, so a mean serves whatever the run's phi is."""
+    return reference.compress(x, nsa.model_copy(update={"phi": "avg"}))
 
 
 def _compare(fast: Function, definition: Function, inputs: tuple[Tensor, ...]) -> dict[str, float]:
