@@ -22,7 +22,7 @@
 # | understand NSA: equation, code, picture; explore what a query reads | [01][1] | under a minute | as on a CPU |
 # | see that fast paths compute what the definition says, and how fast | [02][2] | under a minute | 3 minutes, measured |
 # | train a small model on real text and watch it | [03][3] | a few minutes | `name = "smoke_gpu"`: minutes, estimated |
-# | do the 50 000-step run | [04][4] | `name = "ci"`: seconds | 18 minutes, measured |
+# | do the 50,000-step run | [04][4] | `name = "ci"`: seconds | 18 minutes, measured |
 # | judge a run, or compare several | [05][5] | seconds | half a minute, measured |
 # | see whether selection finds, on models that train in front of you | [06][6] | a few minutes | as on a CPU |
 #

@@ -27,7 +27,7 @@
 # continuous integration compares them character by character. All of it takes well under a minute on a CPU.
 
 # %% tags=["parameters"]
-length: int = 2048  # tokens (characters) of the real text, at most 2048
+length: int = 2048  # tokens (characters) of the real text, at most 2,048
 query: int = 1900  # position of the query whose reads are shown, below length
 widgets: bool | None = None  # True or False; None: controls only where a Jupyter front end has this notebook open
 
@@ -82,7 +82,7 @@ print(f"NSA reads fewer keys than dense attention in texts of {first:,} tokens a
 show(figures.reads_by_length([2**k for k in range(5, 17)], usual))
 
 # %% [markdown]
-# **What to notice.** The black line crosses the dashed one at some 1 600 tokens. From there on only the overview (blue)
+# **What to notice.** The black line crosses the dashed one at some 1,600 tokens. From there on only the overview (blue)
 # still gets longer, by one key for every 16 tokens. In shorter texts NSA reads *more* than dense attention; it is made
 # for long ones. The *reads* get fewer, not what is kept: any token may be chosen later, so the cache holds all of
 # them.
@@ -582,7 +582,7 @@ print("outputs at t > 40 changed:", not torch.equal(before[41:], after[41:]))
 # ### Predict 5
 #
 # The usual sizes: $l_{sel} = 64$, $n_{sel} = 16$. For how many queries does the selected branch differ from dense
-# attention in a text of 1 024 tokens, of 1 025, and of 1 200?
+# attention in a text of 1,024 tokens, of 1,025, and of 1,200?
 
 # %%
 lines = []
@@ -594,13 +594,13 @@ for T_short in (1024, 1025, 1200):
         one.q, one.k_sel, one.v_sel, select_blocks(one.q, summaries, score, usual), usual
     )
     differs = (sparse - dense_attention(one.q, one.k_sel, one.v_sel)).abs().amax((0, 2, 3)) > 1e-9
-    lines.append(f"T = {T_short}: {int(differs.sum())} queries differ from dense attention")
+    lines.append(f"T = {T_short:,}: {int(differs.sum())} queries differ from dense attention")
 fold("What comes out", "\n".join(lines))
 
 # %% [markdown]
 # <details><summary>Why</summary>
-# <p>$n_{sel} \cdot l_{sel} = 1024$. Up to query 1023 there are at most 16 blocks, and every candidate is chosen. Query
-# 1024 opens the 17th block and is the first that has to leave one out: 0, then 1, then 176. A comparison of speed or
+# <p>$n_{sel} \cdot l_{sel} = 1{,}024$. Up to query 1,023 there are at most 16 blocks, and every candidate is chosen. Query
+# 1,024 opens the 17th block and is the first that has to leave one out: 0, then 1, then 176. A comparison of speed or
 # quality at shorter lengths compares dense attention with dense attention plus overhead.</p>
 # </details>
 #
@@ -622,7 +622,7 @@ show(figures.across_documents(reads_of(example, toy, t), reads_of(alone, toy, t 
 #
 # ## 14 · A real text
 #
-# 2048 characters of Python's own `textwrap` module, with the usual sizes. The heads are **made by hand, not trained**:
+# 2,048 characters of Python's own `textwrap` module, with the usual sizes. The heads are **made by hand, not trained**:
 # the query at $t$ encodes the last few characters, the key at $s$ the characters before $s$, so that a query looks for
 # what came after passages like the present one (trained models grow such *induction heads*). Group 0 looks 4 characters
 # back, group 1 looks 12. All branches share keys and values here, so that their reads can be compared.
@@ -636,7 +636,7 @@ text_blocks = select_blocks(text.q, text_k, text_lse, usual)
 show(figures.importance_map(text_importance[0, :, 1], text_blocks[0, :, 1], usual, "real text, group 1"))
 
 # %% [markdown]
-# **What to notice.** Up to $t = 1023$ everything is chosen, as predicted; then the grey of blocks that are passed over
+# **What to notice.** Up to $t = 1{,}023$ everything is chosen, as predicted; then the grey of blocks that are passed over
 # sets in, and takes up more and more: 13 free places, ever more candidates. The staircase and the floor are the forced
 # blocks. Look closely at those chosen by score: neighbouring queries look for different passages, and so hand-made
 # heads choose anew at almost every character. What trained heads do with their freedom, notebook 05 shows of any run.
@@ -710,7 +710,7 @@ def native_sparse_attention(x, weights, H, G, l, d, l_sel, n_sel, w):  # x [T, C
 
 # %% [markdown]
 # Beside the library's layer with the same weights: outputs, and the gradients of the input and of every weight, in
-# float64. The lengths are a single token, less than one block, the toy's 64, an odd one, and one past the 1 024 tokens
+# float64. The lengths are a single token, less than one block, the toy's 64, an odd one, and one past the 1,024 tokens
 # up to which the usual sizes are dense.
 
 # %%
@@ -724,7 +724,7 @@ for T_here, nsa in ((1, toy), (7, toy), (64, toy), (203, toy), (1100, usual)):
     pair = (native_sparse_attention(x, weights, 4, 2, **sizes), layer(x[None])[0])
     here, library = (torch.autograd.grad(y.square().sum(), (x, *weights.values())) for y in pair)
     torch.testing.assert_close((pair[0], *here), (pair[1], *library), rtol=1e-10, atol=1e-10)
-    print(f"T = {T_here:>4}, l, d, l_sel, n_sel, w = {tuple(sizes.values())}: outputs and all gradients equal to 1e-10")
+    print(f"T = {T_here:>5,}, l, d, l_sel, n_sel, w = {tuple(sizes.values())}: outputs and all gradients equal to 1e-10")
 
 # %% [markdown]
 # ## 17 · What to take along

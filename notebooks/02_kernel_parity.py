@@ -27,7 +27,7 @@
 # **selected** blocks, the **window**, and the **whole** with its gates. On two CPU cores this takes less than a minute.
 
 # %% tags=["parameters"]
-lengths: list = [1, 33, 65, 512, 1025]  # sequence lengths, tokens: below one block, odd, and past n_sel * l_sel = 1024
+lengths: list = [1, 33, 65, 512, 1025]  # sequence lengths, tokens: below one block, odd, and past n_sel * l_sel = 1,024
 heads: int = 4  # query heads H on a CPU; a GPU takes 12 in 2 groups
 speeds: bool = True  # measure speeds too, where there is a CUDA device
 
@@ -60,7 +60,7 @@ print(parity.what_runs(device, dtypes, nsa))
 
 # %%
 rows = list(parity.compare(lengths, dtypes, nsa, device=device, **shape))
-over = f"worst error over T = {', '.join(map(str, lengths))}"
+over = f"worst error over T = {', '.join(f'{length:,}' for length in lengths)}"
 for dtype in dtypes:
     named = str(dtype).removeprefix("torch.")
     show(figures.shares_of_allowed(parity.worst_shares(rows, dtype), f"{named}: {over}, as a share of what is allowed"))
@@ -114,7 +114,7 @@ lines = [
     for row in exact
     if row.backend == "torch"
 ]
-print("\n".join([*lines, f"mean selected keys at T = 2048: {geometry.mean_selected_keys(2048, nsa)}"]))
+print("\n".join([*lines, f"mean selected keys at T = 2,048: {geometry.mean_selected_keys(2048, nsa)}"]))
 
 # %% [markdown]
 # ## Speeds

@@ -61,9 +61,9 @@ Markdown("\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, valu
 #
 # ## Did it learn?
 #
-# Bits per byte: loss / ln 2 for bytes. 8 is a model that knows nothing, and text compressors of the zip family reach
-# 2 to 3 on such text. *What to notice:* held-out text (dashed) beside training, and whether both still fall at the
-# end.
+# Bits per byte: loss / ln 2 for bytes. 8 is a model that knows nothing, and programs that compress files, such as zip
+# or xz, reach 2 to 3 on such text. *What to notice:* held-out text (dashed) beside training, and whether both still
+# fall at the end.
 
 # %%
 show(figures.loss_curves(history))
@@ -188,7 +188,7 @@ print(*compared(pair or runs), sep="\n")
 # *What to notice:* two loss curves over each other hide what is asked. Below is their difference, on the same
 # batches, and on held-out text. A large one at the beginning is mostly a delay: a model that learns to copy from
 # earlier in its text some hundred steps after the other is far behind for just so long (the production run was 16 %
-# behind its twin at step 2 000, and level at 4 000).
+# behind its twin at step 2,000, and level at 4,000).
 
 # %%
 if len(runs) == 2:
@@ -236,13 +236,13 @@ display(Markdown(earlier_reports.table(*(pair or runs[:1]))))
 # **Gate entropy 1.098.** Three gates of equal share have the entropy $\ln 3 = 1.0986$. Logged step after step, it says
 # that the gate never moved: it was not learning at all.
 #
-# **721 selected keys per query.** At $T = 2048$ the mean must be 752.5, whatever is chosen (notebook 01, section 9).
+# **721 selected keys per query.** At $T = 2{,}048$ the mean must be 752.5, whatever is chosen (notebook 01, section 9).
 # 721.0 is exactly what comes out if a block counts as a candidate only once it is *whole*: the query's own block is
 # forced, found invalid, and its place is wasted, so that a query reads 15 old blocks and never its own, except at the
-# one position in 64 where it is just complete. (The same log has 0.83 % of the queries at 1 024 keys, 17 of 2 048: that
+# one position in 64 where it is just complete. (The same log has 0.83 % of the queries at 1,024 keys, 17 of 2,048: that
 # is right either way.) `tests/attention/test_block_arithmetic.py` derives these numbers.
 #
-# **Learning rate 8.71e-05 at step 1740.** A warm-up of 2 000 steps to 2e-4 gives 1.74e-4 there. Half of it says that
+# **Learning rate 8.71e-05 at step 1,740.** A warm-up of 2,000 steps to 2e-4 gives 1.74e-4 there. Half of it says that
 # the schedule went on by one for every two logged steps (two micro-batches make one optimiser step), while its length
 # was counted in micro-batches. The rate was half of what the configuration said, and would have ended above half its
 # peak.

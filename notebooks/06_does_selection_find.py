@@ -156,14 +156,14 @@ explore_choices(sparse, task, seed=seed, with_widgets=widgets)
 # %% [markdown]
 # ## The same at 78.6 M parameters
 #
-# Real text with facts planted into it, 90 M bytes, lengths 2 048, 8 192, 32 768 one after another, one H200. Share
-# of facts found among 32 768 bytes, held-out text in bits per byte; one run for each row, taken from
+# Real text with facts planted into it, 90 M bytes, lengths 2,048, then 8,192, then 32,768, one H200. Share
+# of facts found among 32,768 bytes, held-out text in bits per byte; one run for each row, taken from
 # [docs/science/retrieval.md][1], which has all rows and what they were trained with. Nothing of it is computed
 # here.
 #
-# | | facts found at 32 768 | text |
+# | | facts found at 32,768 | text |
 # |---|---|---|
-# | NSA avg | none; stopped after 8 192, where it found none either | |
+# | NSA avg | none; stopped after 8,192, where it found none either | |
 # | NSA, matching heads with a convolution of width 2, half rotary | 60 % (all blocks: 100 %; random: 10 %) | 1.500 |
 # | NSA, matching heads, half rotary, the loss on the compressed keys themselves | 100 % (random: 10 %) | 1.564 |
 # | NSA, matching heads, half rotary, an indexer with a key per 32 tokens | 99.5 % | 1.468 |
@@ -171,7 +171,7 @@ explore_choices(sparse, task, seed=seed, with_widgets=widgets)
 # | the last once more, from another seed | 99.5 % | 1.447 |
 # | its dense control, with the same start | 100 % | 1.413 |
 #
-# At 65 536, twice the length of the training, the two last NSA find 159 of 160 facts and 38 of 40, and the dense
+# At 65,536, twice the length of the training, the two last NSA find 159 of 160 facts and 38 of 40, and the dense
 # control 145 of 160. In text, runs from one start differ by as much as these two; why is an open question. What made
 # the difference is seen here, too: the one token that a query looks for drowns in the mean of many, so a key of the
 # choice has to stand for few.

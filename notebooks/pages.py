@@ -67,7 +67,7 @@ GALLERY = (
     Page(
         "04_production_run",
         "The production run",
-        "50 000 steps on one H200, executed there",
+        "50,000 steps on one H200, executed there",
         instead=f"../../outputs/{NSA}/report.html",
     ),
     Page(

@@ -342,7 +342,7 @@ def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
 
     guard = {"kind": "guard", "attempt": 1, "step": 90, "rule": "slowdown", "action": "warn", "text": "slow\nindeed"}
     run_dir = write_run(tmp_path, spoil=lambda events: [*events, guard])
-    terminal = Console(force_terminal=True, width=110, record=True)
+    terminal = Console(force_terminal=True, width=100, record=True)
     view = watch(run_dir, lambda: True, terminal)
     shown = terminal.export_text()
     assert view.numbers()["phase"].startswith("ended, ")  # nothing hangs in the phase that it ended in

@@ -30,7 +30,9 @@ def architecture(reads: Reads) -> Figure:
     figure = Figure(figsize=(10, 5.4), layout="constrained")
     axes = figure.subplots()
     axes.set_axis_off()
-    axes.set(xlim=(-1, 100), ylim=(0, 54), title=f"NSA for one query, t = {reads.position}: three branches, one gated sum")
+    axes.set(
+        xlim=(-1, 100), ylim=(0, 54), title=f"NSA for one query, t = {reads.position:,}: three branches, one gated sum"
+    )
     for branch, middle in LANES.items():
         axes.text(0, middle + (7.6 if branch == "cmp" else 2.4), NAMES[branch], fontsize=9.5, color=BRANCH_COLOURS[branch])
     _compressed(axes, reads)
@@ -55,7 +57,7 @@ def branch_masks(blocks: Tensor, nsa: NSAConfig) -> Figure:
         f"window: {nsa.w} tokens": ((s <= t) & (s > t - nsa.w), WIN),
     }
     figure = Figure(figsize=(10.5, 3.1), layout="constrained")
-    figure.suptitle(f"Which pairs are computed: {length} queries (rows) by keys (columns)", fontsize=11)
+    figure.suptitle(f"Which pairs are computed: {length:,} queries (rows) by keys (columns)", fontsize=11)
     for axes, (named, (computed, colour)) in zip(figure.subplots(1, 4, sharey=True), panels.items(), strict=True):
         pairs = int(computed.sum())
         extent = (-0.5, max(computed.shape[1], 1) - 0.5, length - 0.5, -0.5)  # short texts have no compressed block at all

@@ -16,7 +16,7 @@ from nsa_lab.figures.style import BRANCH_COLOURS, CMP, DENSE, PALE, SEL, WIN, co
 
 def block_geometry(length: int, nsa: NSAConfig, position: int) -> Figure:
     """Where the blocks of each branch lie, and which of them the query at `position` may read."""
-    figure, axes = panel(10, 3.2, f"Blocks over {length} tokens, seen from query t = {position}")
+    figure, axes = panel(10, 3.2, f"Blocks over {length:,} tokens, seen from query t = {position:,}")
     visible = int(geometry.visible_compressed(torch.tensor(position), nsa))
     rows = max(-(-nsa.l // nsa.d), 1)  # blocks that overlap lie on rows of their own
     for i in range(geometry.num_compressed(length, nsa)):
@@ -43,7 +43,7 @@ def visible_blocks(length: int, nsa: NSAConfig) -> Figure:
     count = geometry.num_compressed(length, nsa)
     t = torch.arange(length)
     seen = torch.arange(count) < geometry.visible_compressed(t, nsa).unsqueeze(-1)
-    figure, axes = panel(6.4, 4.2, f"Compressed blocks that a query sees: [T, N] = [{length}, {count}]")
+    figure, axes = panel(6.4, 4.2, f"Compressed blocks that a query sees: [T, N] = [{length:,}, {count:,}]")
     axes.imshow(
         seen.T.numpy(),
         aspect="auto",
@@ -120,7 +120,7 @@ def reads_by_length(lengths: list[int], nsa: NSAConfig) -> Figure:
     budget = nsa.n_sel * nsa.l_sel
     axes.axvline(budget, color=SEL, linestyle=":", linewidth=1)
     axes.annotate(
-        f"n_sel · l_sel = {budget}:\nselection is dense up to here",
+        f"n_sel · l_sel = {budget:,}:\nselection is dense up to here",
         (budget, 1),
         xytext=(6, 8),
         textcoords="offset points",

@@ -70,7 +70,7 @@ def selection_statistics(run: Run) -> Figure:
     length, nsa = history.config.train.stage_at(history.reached).seq_len, history.config.nsa
     span = choice_range(length, nsa)
     figure = Figure(figsize=(10, 6.4), layout="constrained")
-    figure.suptitle(f"Block selection of {history.run} ({length} tokens, {nsa.n_sel} blocks of {nsa.l_sel})", fontsize=11)
+    figure.suptitle(f"Block selection of {history.run} ({length:,} tokens, {nsa.n_sel} blocks of {nsa.l_sel})", fontsize=11)
     panels = figure.subplots(2, 2, sharex=True).flatten()
     named = {
         "sel_reuse": ("blocks shared with the query before", {"by chance": span.chance_reuse}),

@@ -26,7 +26,7 @@ def across_documents(whole: Reads, alone: Reads, bounds: Sequence[int]) -> Figur
     """
     begin = whole.position - alone.position
     figure = Figure(figsize=(11, 4.8), layout="constrained")
-    figure.suptitle(f"What query t = {whole.position} reads: it is token {alone.position} of its document", fontsize=11)
+    figure.suptitle(f"What query t = {whole.position:,} reads: it is token {alone.position:,} of its document", fontsize=11)
     one, apart = figure.subplots(2, 1, sharex=True)
     for axes, reads, first in ((one, whole, 0), (apart, alone, begin)):
         _documents(axes, bounds)

@@ -41,9 +41,9 @@ def query_reads(reads: Reads, about: str) -> Figure:
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     counts = reads.counts()
     figure.suptitle(
-        f"What query t = {t} of group {reads.group} reads "
-        f"({counts['cmp']} compressed + {counts['sel']} selected + {counts['win']} window keys, "
-        f"dense would read {t + 1})\n{about}",
+        f"What query t = {t:,} of group {reads.group} reads "
+        f"({counts['cmp']:,} compressed + {counts['sel']:,} selected + {counts['win']:,} window keys, "
+        f"dense would read {t + 1:,})\n{about}",
         fontsize=10,
     )
     cmp, score, sel, win = figure.subplots(4, 1, sharex=True)

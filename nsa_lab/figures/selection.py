@@ -34,9 +34,9 @@ def importance_map(importance: Tensor, blocks: Tensor, nsa: NSAConfig, about: st
         extent=(0, length, -0.5, count - 0.5),
     )
     figure.colorbar(picture, ax=left, label="importance, sum over heads (log)")
-    left.set_title(f"importance [T, blocks] = [{length}, {count}]", fontsize=9)
+    left.set_title(f"importance [T, blocks] = [{length:,}, {count:,}]", fontsize=9)
     _draw_kinds(right, blocks, count, nsa)
-    right.set_title(f"chosen blocks [T, n_sel] = [{length}, {blocks.shape[1]}]", fontsize=9)
+    right.set_title(f"chosen blocks [T, n_sel] = [{length:,}, {blocks.shape[1]}]", fontsize=9)
     for axes in (left, right):
         axes.set(xlabel="query t, token", ylabel=f"selection block j ({nsa.l_sel} tokens each)")
     colour_legend(right, KINDS, inside=True)

@@ -7,6 +7,7 @@ import io
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import ScalarFormatter, StrMethodFormatter
 
 # Colour-blind-safe (Okabe and Ito), the same branch in the same colour in every picture.
 CMP, SEL, WIN, DENSE, FORCED, PALE = "#0072B2", "#E69F00", "#009E73", "#666666", "#D55E00", "#DDDDDD"
@@ -16,7 +17,11 @@ DPI = 110
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG."""
+    """The figure as a PNG; numbers along its axes are written as those of the text, 2,048."""
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        # Labels that a picture sets itself, and powers of ten, stay.
+        if type(axis.get_major_formatter()) is ScalarFormatter and max(map(abs, axis.get_view_interval())) >= 1000:
+            axis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, bbox_inches="tight", facecolor="white")
     return buffer.getvalue()

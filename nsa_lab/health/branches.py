@@ -8,9 +8,8 @@ import numpy as np
 
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
+from nsa_lab.runs.summary import BRANCHES
 
-BRANCHES = ("cmp", "sel", "win")
-WORDS = {"cmp": "compressed", "sel": "selected", "win": "window"}
 EVEN = math.log(3)
 
 
@@ -112,7 +111,7 @@ def gates_alive(history: History, limits: Limits) -> Verdict | None:
                 share,
                 share < limits.gate_share,
                 limits.gate_share,
-                f"branch {branch} holds {{value:.1%}} of the gates in {{where}}",
+                f"the {BRANCHES[branch]} branch holds {{value:.1%}} of the gates in {{where}}",
             )
             for branch, share in shares.items()
         ),
@@ -131,7 +130,7 @@ def gates_alive(history: History, limits: Limits) -> Verdict | None:
             when = "" if now.any() else f", in {ill[:, wrong].mean(axis=0).max():.0%} of the readings"
             return Verdict("gates alive", False, value, limit, text.format(value=value, where=layers_named(wrong)) + when)
     last = entropy[-1]
-    split = ", ".join(f"{WORDS[branch]} {values[-1].mean():.0%}" for branch, values in shares.items() if len(values))
+    split = ", ".join(f"{BRANCHES[branch]} {values[-1].mean():.0%}" for branch, values in shares.items() if len(values))
     return Verdict(
         "gates alive",
         True,
@@ -149,12 +148,12 @@ def branch_outputs(history: History, limits: Limits) -> Verdict | None:
     for branch, (steps, values) in norms.items():
         if len(values) and (silent := values == 0).any():
             first = int(steps[silent.any(axis=1).argmax()])
-            text = f"branch {branch} is 0 in {layers_named(silent.any(axis=0))}, first at step {first:,}"
+            text = f"the {BRANCHES[branch]} branch is 0 in {layers_named(silent.any(axis=0))}, first at step {first:,}"
             return Verdict("branch outputs", False, 0.0, 0.0, text)
     if not all(len(values) for _, values in norms.values()):
         return Verdict("branch outputs", None, None, 0.0, "no norms were recorded")
     last = {branch: values[-1].mean() for branch, (_, values) in norms.items()}
-    split = ", ".join(f"{WORDS[branch]} {value:.2f}" for branch, value in last.items())
+    split = ", ".join(f"{BRANCHES[branch]} {value:.2f}" for branch, value in last.items())
     return Verdict("branch outputs", True, float(min(last.values())), 0.0, f"root mean square {split}, over the layers")
 
 

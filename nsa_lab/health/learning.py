@@ -125,7 +125,7 @@ def gradients(history: History, limits: Limits) -> Verdict:
     if not len(norms):
         return Verdict("gradients", None, None, limit, "none was recorded")
     if (none := norms == 0).any():
-        text = f"the gradient is 0 at {none.sum()} logged steps, the first {steps[none.argmax()]:,}"
+        text = f"the gradient is 0 at {none.sum():,} logged steps, the first {steps[none.argmax()]:,}"
         return Verdict("gradients", False, 0.0, 0.0, text)
     at, layers = history.layers("grad_norm_layers")
     if len(layers) and (none := layers == 0).any():
@@ -186,7 +186,7 @@ def learning_rate(history: History, limits: Limits) -> Verdict:
     off[~np.isfinite(off)] = np.inf
     worst = int(np.argmax(off))
     schedule = " and ".join(dict.fromkeys(stage.lr_schedule for stage in history.config.train.plan))
-    text = f"follows the configured {schedule} schedule at {len(steps)} logged steps"
+    text = f"follows the configured {schedule} schedule at {len(steps):,} logged steps"
     if off[worst] > limits.lr_error:
         text = f"{rates[worst]:.4g} at step {steps[worst]:,}, where the configuration says {wanted[worst]:.4g}"
     return Verdict("learning rate", bool(off[worst] <= limits.lr_error), float(off[worst]), limits.lr_error, text)

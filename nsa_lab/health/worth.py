@@ -95,7 +95,9 @@ def _earlier(run: History) -> Reference:
 def _compressors(history: History) -> list[Reference]:
     told = {event.get("name"): event for event in history.of_kind("reference")}
     return [
-        Reference(f"{name} of the same text", event["bpb"], f"{size_text(event['bytes'])} of the held-out text")
+        Reference(
+            f"the compressor {name} on the same text", event["bpb"], f"{size_text(event['bytes'])} of the held-out text"
+        )
         for name, event in told.items()
         if event.get("bpb") and event.get("bytes")
     ]

@@ -93,7 +93,7 @@ def run_summary(run: Any, *, picture: bool = True) -> dict[str, Any]:
 def trained(known: Facts, history: History) -> str:
     """What was trained, on what, in a line."""
     config, size = history.config, f"{known.parameters:,} parameters, " if known.parameters else ""
-    model = f"{KINDS[known.attention]}, {size}{config.model.n_layers} layers of width {config.model.dim}"
+    model = f"{KINDS[known.attention]}, {size}{config.model.n_layers} layers of width {config.model.dim:,}"
     where = f"{config.runtime.precision}{f' on {known.device}' if known.device else ''}"
     return f"{model}: {steps_of(config.train)} tokens, {SOURCES[known.source]}, {where}"
 

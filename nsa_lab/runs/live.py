@@ -24,10 +24,9 @@ from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory
 from nsa_lab.runs.events import Event, Tail
 from nsa_lab.runs.history import latest
-from nsa_lab.runs.summary import filling_text
+from nsa_lab.runs.summary import BRANCHES, filling_text
 
 REDRAW_S, LINE_EVERY_S = 1.0, 10.0
-BRANCHES = {"cmp": "compressed", "sel": "selected", "win": "window"}
 NUMBERS = ("lr", "tokens_per_s", "grad_norm")
 NOTED = ("start", "resume", "guard", "stall", "error", "halt", "signal", "checkpoint", "end")
 
@@ -138,12 +137,14 @@ class RunView:
             "blocks reused": "–" if (reuse := self._mean("sel_reuse")) is None else f"{reuse:.0%}",
         }
 
-    def _table(self) -> Table:
+    def _table(self) -> Group:
         table = Table.grid(padding=(0, 2), expand=True)
-        items = list(self.numbers().items())
-        for first in range(0, len(items), 3):
-            table.add_row(*(Text.assemble((f"{name}  ", "dim"), value) for name, value in items[first : first + 3]))
-        return table
+        items = [(name, Text.assemble((f"{name}  ", "dim"), value)) for name, value in self.numbers().items()]
+        short = [shown for name, shown in items if name != "gates"]
+        for first in range(0, len(short), 3):
+            table.add_row(*short[first : first + 3])
+        # Three shares with their names are as long as two numbers: in the table they would wrap at 100 columns.
+        return Group(table, dict(items)["gates"])
 
     def _number(self, name: str, form: str) -> str:
         return form.format(self._latest[name]) if name in self._latest else "–"

@@ -8,6 +8,8 @@ from typing import Any
 from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs.history import Facts, History, facts, median_speeds
 
+# Of the branches, as records name them, the words that a person reads.
+BRANCHES = {"cmp": "compressed", "sel": "selected", "win": "window"}
 # What `data.source` means.
 SOURCES = {
     "stdlib": "the text that comes with Python",
@@ -22,19 +24,21 @@ def settings_of(config: RunConfig) -> str:
     """The configuration in one line, for a heading."""
     model = config.model
     return (
-        f"{model.attention}, {model.n_layers} layers of width {model.dim}, {steps_of(config.train)} tokens, "
+        f"{model.attention}, {model.n_layers} layers of width {model.dim:,}, {steps_of(config.train)} tokens, "
         f"{SOURCES[config.data.source]}, {config.runtime.precision}"
     )
 
 
 def steps_of(train: TrainConfig) -> str:
     """`300 steps of 4 × 512`, stage by stage."""
-    return ", then ".join(f"{stage.steps:,} steps of {stage.sequences_per_step} × {stage.seq_len}" for stage in train.plan)
+    return ", then ".join(
+        f"{stage.steps:,} steps of {stage.sequences_per_step:,} × {stage.seq_len:,}" for stage in train.plan
+    )
 
 
 def lengths_of(train: TrainConfig) -> str:
-    """`512`, or `2048, 8192` where stages differ."""
-    return ", ".join(dict.fromkeys(str(stage.seq_len) for stage in train.plan))
+    """`512`, or `2,048, then 8,192` where stages differ."""
+    return ", then ".join(dict.fromkeys(f"{stage.seq_len:,}" for stage in train.plan))
 
 
 def shown_facts(history: History) -> list[tuple[str, str]]:
@@ -50,6 +54,7 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "tokens per second, median": speed_of(history),
         "training time": time_of(known),
         "peak memory": _format(known.memory_peak_bytes, size_text),
+        "peak memory counts": memory_counts(known),
         "attempts": attempts_of(history),
         "attention": known.attention,
         "parameters": _format(known.parameters, "{:,}"),
@@ -115,6 +120,13 @@ def time_of(known: Facts) -> str | None:
     if known.attempts < 2:
         return duration(known.wall_s)
     return f"{duration(known.wall_s)} over {known.attempts} attempts; {duration(known.elapsed_s)} from start to end"
+
+
+def memory_counts(known: Facts) -> str | None:
+    """What `peak memory` is the size of, which differs by device (`memory_peak_bytes` of the trainer)."""
+    if not known.memory_peak_bytes or not known.device:
+        return None
+    return "the whole process, with Python and torch" if known.device == "cpu" else "tensors on the GPU"
 
 
 def size_text(size_bytes: float) -> str:

@@ -1,7 +1,8 @@
 """What a run will take, from its configuration alone: parameters, tokens, FLOPs, memory, disk and, given a speed, hours.
 
 Memory is what PyTorch will have allocated at the peak of a step on a GPU (`torch.cuda.max_memory_allocated`), not what the
-driver reserves. `compare` puts a plan beside what a run measured.
+driver reserves. A run on a CPU records the whole process, with Python and torch, which is more. `compare` puts a plan
+beside what a run measured.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Plan:
             ("FLOPs per token, dense", f"{self.flops_per_token_dense:.3g}"),
             (
                 "memory at the peak",
-                f"{size_text(self.memory_bytes)} (state {size_text(self.state_bytes)}, activations "
-                f"{size_text(self.activation_bytes)})",
+                f"{size_text(self.memory_bytes)} of tensors (state {size_text(self.state_bytes)}, activations "
+                f"{size_text(self.activation_bytes)}); on a CPU Python and torch come on top",
             ),
             (
                 "disk",

@@ -158,7 +158,7 @@ def table(rows: list[Comparison]) -> str:
     for row in rows:
         gradient = f"{_numbers(row.gradient)}  {row.gradient.of:<6}" if row.gradient else f"{'–':>8} {'–':>8}  {'':<6}"
         lines.append(
-            f"{row.part:<11} {row.backend:<8} {row.length:>6} {row.dtype:<9} {_numbers(row.output)}  {gradient}  "
+            f"{row.part:<11} {row.backend:<8} {row.length:>6,} {row.dtype:<9} {_numbers(row.output)}  {gradient}  "
             f"{'ok' if row.ok else 'TOO LARGE'}"
         )
     return "\n".join(lines)

@@ -13,6 +13,8 @@ SHOWN = {
     "memory_bytes": ("memory at the peak", size_text),
     "hours": ("time of the steps alone, at the median speed", lambda hours: duration(3600 * hours)),
 }
+# The two are no measure of each other, and a reader who divides them should know why.
+ON_CPU = "planned are tensors alone, measured is the whole process, with Python and torch"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ def outcome(history: History, tokens_per_s: float | None = None, limits: Limits 
         f"ratio {found / expected:.2f}"
         for name, (expected, found) in measured.items()
     ]
+    if begin.get("device") == "cpu":
+        lines = [f"{line}; {ON_CPU}" if line.startswith(SHOWN["memory_bytes"][0]) else line for line in lines]
     told = begin.get("params")
     lines.append(f"parameters: planned {planned.params:,}, trained {'not recorded' if told is None else f'{told:,}'}")
     peak = measured.get("memory_bytes", (0.0, None))[1]
@@ -55,7 +59,7 @@ def _measured_before(history: History) -> float | None:
 def _memory(planned: Plan, peak: float | None, device: str | None, limits: Limits) -> Verdict:
     if peak is None or device in (None, "cpu"):
         unknown = peak is None or device is None
-        why = "not recorded" if unknown else "the plan is of a GPU's memory, and this run was on a CPU"
+        why = "not recorded" if unknown else "the plan counts tensors, and a run on a CPU records the whole process"
         return Verdict("memory as planned", None, None, limits.plan_memory, why)
     off = peak / planned.memory_bytes - 1
     return Verdict(

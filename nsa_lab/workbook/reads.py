@@ -59,7 +59,7 @@ def describe(reads: Reads, text: str, width: int = 48) -> str:
     n = reads.nsa
     before = text[max(reads.position - width + 1, 0) : reads.position + 1]
     lines = [
-        f"query {reads.position}, group {reads.group}; the text up to it ends with {before!r}",
+        f"query {reads.position:,}, group {reads.group}; the text up to it ends with {before!r}",
         f"{'block':>5}  {'why':<8} {'importance':>10} {'weight':>7}  text",
     ]
     for block in reads.blocks:

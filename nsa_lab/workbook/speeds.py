@@ -67,11 +67,11 @@ def crossover(rows: Sequence[Row]) -> str:
         dense = {by: ns for (part, by), ns in taken.items() if part == "dense"}
         whole = min((ns for (part, _), ns in taken.items() if part == WHOLE), default=None)
         if whole is not None and dense:
-            lines.append(f"T = {length:>6}: " + ", ".join(f"{whole / ns:.2f} of {by}" for by, ns in dense.items()))
+            lines.append(f"T = {length:>6,}: " + ", ".join(f"{whole / ns:.2f} of {by}" for by, ns in dense.items()))
             faster += [length] * (whole < min(dense.values()))
     if not lines:
         return "nothing to compare: the whole of NSA or dense attention was not measured"
-    said = f"NSA is the faster from T = {min(faster)} on" if faster else "dense attention is the faster throughout"
+    said = f"NSA is the faster from T = {min(faster):,} on" if faster else "dense attention is the faster throughout"
     return "\n".join([*lines, f"of these lengths, {said}"])
 
 
@@ -81,9 +81,15 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         passes = f"{_number(row.forward_ms):>9}{_number(row.backward_ms):>10}"
         rest = f"{_number(row.peak_mib, 0):>10}{_number(row.share, 2):>7}"
-        lines.append(f"{row.shape:<9}{row.part:<18}{row.by:<14}{passes}{rest}  {row.note}".rstrip())
+        lines.append(f"{_shape(row.shape):<9}{row.part:<18}{row.by:<14}{passes}{rest}  {row.note}".rstrip())
     return "\n".join(lines)
 
 
 def _number(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _shape(recorded: str) -> str:
+    """`2048x8`, as records name it, as `2,048x8`."""
+    length, _, batch = recorded.partition("x")
+    return f"{int(length):,}x{batch}"

@@ -96,9 +96,9 @@ def table(report: Report) -> str:
         parts, least = by_part(row, "nsa"), floors(row, model, report["gemm_flops_per_s"] or float("nan"))["nsa"]
         for part, took in sorted(parts.items(), key=lambda item: -item[1]):
             floor = f"{least[part]:8.0f}{took / least[part]:7.1f}" if part in least else ""
-            lines.append(f"{row['seq_len']:>6} x {row['micro_batch']:<5}{part:<24}{took:>13.0f}{floor}")
+            lines.append(f"{row['seq_len']:>6,} x {row['micro_batch']:<5}{part:<24}{took:>13,.0f}{floor}")
         lines.append(
-            f"{'':<14}{'whole step':<24}{sum(parts.values()):>13.0f}{sum(least.values()):8.0f}"
+            f"{'':<14}{'whole step':<24}{sum(parts.values()):>13,.0f}{sum(least.values()):8,.0f}"
             f"{sum(parts.values()) / sum(least.values()):7.1f}"
         )
     return "\n".join(lines)

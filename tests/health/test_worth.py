@@ -59,8 +59,8 @@ def test_the_counts_are_of_all_verdicts(tmp_path: Path) -> None:
 def test_references_are_the_twin_and_the_compressor_that_the_record_tells(tmp_path: Path) -> None:
     xz = {"kind": "reference", "attempt": 1, "step": 0, "name": "xz", "bytes": 2_000_000, "bpb": 2.3}
     nsa = written(tmp_path, "nsa-1", spoil=lambda events: [*events[:1], xz, *events[1:]])
-    assert [str(found) for found in references(nsa)] == ["xz of the same text 2.300"]
-    assert worth(facts(nsa), references(nsa)) == "2.140 bits per byte; xz of the same text 2.300"
+    assert [str(found) for found in references(nsa)] == ["the compressor xz on the same text 2.300"]
+    assert worth(facts(nsa), references(nsa)) == "2.140 bits per byte; the compressor xz on the same text 2.300"
     written(tmp_path, "other-1", model__attention="dense", train__lr=2e-3)
     written(tmp_path, "shorter-1", model__attention="dense", train__steps=150)
     assert len(references(nsa)) == 1, "another rate, another length: no twins"

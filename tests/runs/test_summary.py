@@ -9,7 +9,7 @@ import pytest
 
 from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs.history import History
-from nsa_lab.runs.summary import guards_of, shown_facts
+from nsa_lab.runs.summary import guards_of, settings_of, shown_facts
 
 HALTS = "halts on a number that is not finite"
 
@@ -36,3 +36,9 @@ def test_a_report_says_so_and_the_production_run_has_all_of_them_on(tmp_path: Pa
     assert dict(shown_facts(History.read(fake_run.write_run(tmp_path))))["guards"].startswith("halts on")
     production = RunConfig.from_yaml(Path(__file__).parents[2] / "params/production_50k.yaml")
     assert "off:" not in guards_of(production.train)
+
+
+def test_numbers_of_four_digits_have_a_comma(tmp_path: Path) -> None:
+    run = History.read(fake_run.write_run(tmp_path, fake_run.configuration(train__seq_len=2048)))
+    assert "× 2,048 tokens" in settings_of(run.config)
+    assert "2,048 tokens per sequence" in dict(shown_facts(run))["text"]

@@ -9,6 +9,7 @@ from nsa_lab import figures
 from nsa_lab.inference import NoCheckpoint, cache
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs.history import History, facts
+from nsa_lab.runs.summary import shown_facts
 from nsa_lab.train.plan import plan
 from nsa_lab.workbook import earlier_reports, samples
 from nsa_lab.workbook.planned import outcome
@@ -50,6 +51,17 @@ def test_the_clock_is_held_against_the_plan(off, ok, tmp_path):
     memory, time = outcome(history, known.tokens * (1 + off) / known.wall_s).verdicts
     assert time.ok is ok and time.value == pytest.approx(off)
     assert memory.ok is None and "on a CPU" in memory.text
+
+
+def test_a_reader_is_told_what_each_memory_counts(tmp_path):
+    """A process with Python and torch in it is several times the tensors of a small model."""
+    cpu, gpu = History.read(write_run(tmp_path / "cpu")), run_on_gpu(tmp_path / "gpu", 2 * 10**9)
+    assert "of tensors (state" in str(plan(configuration())) and "on a CPU Python and torch" in str(plan(configuration()))
+    (line,) = (line for line in outcome(cpu).lines if line.startswith("memory at the peak"))
+    assert "tensors alone" in line and "the whole process" in line
+    assert not [line for line in outcome(gpu).lines if "whole process" in line]
+    assert dict(shown_facts(cpu))["peak memory counts"] == "the whole process, with Python and torch"
+    assert dict(shown_facts(gpu))["peak memory counts"] == "tensors on the GPU"
 
 
 def test_a_plan_without_a_speed_or_a_run_without_an_end_is_not_judged(tmp_path):

@@ -25,9 +25,9 @@ ROWS = [
 
 def test_nsa_is_faster_only_where_it_beats_every_dense_contender() -> None:
     assert speeds.crossover(ROWS).splitlines() == [
-        "T =   1000: 0.75 of SDPA flash, 1.50 of SDPA cuDNN",
-        "T =   4000: 0.25 of SDPA flash, 0.50 of SDPA cuDNN",
-        "of these lengths, NSA is the faster from T = 4000 on",
+        "T =  1,000: 0.75 of SDPA flash, 1.50 of SDPA cuDNN",
+        "T =  4,000: 0.25 of SDPA flash, 0.50 of SDPA cuDNN",
+        "of these lengths, NSA is the faster from T = 4,000 on",
     ]
     assert speeds.crossover(ROWS[:3]).endswith("dense attention is the faster throughout")
     assert "was not measured" in speeds.crossover(ROWS[:2])

@@ -216,7 +216,9 @@ def _usable(gradient: torch.Tensor) -> bool:
 def memory(parts: Parts, planned: Plan) -> Check:
     """After `gradients`: its peak, and the moments that the first step will add."""
     if parts.device.type != "cuda":
-        return Check("memory", True, "the device is a CPU", f"{size_text(planned.memory_bytes)} planned for a GPU")
+        return Check(
+            "memory", True, "the device is a CPU", f"{size_text(planned.memory_bytes)} of tensors planned, for a GPU"
+        )
     moments = sum(2 * 4 * p.numel() for p in parts.model.parameters())
     peak = torch.cuda.max_memory_allocated(parts.device) + moments
     capacity = memory_bytes(parts.device)
