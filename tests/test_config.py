@@ -36,6 +36,8 @@ runtime: {device: "cuda", precision: "bf16", gradient_checkpointing: true}
 train: {steps: 50000, seq_len: 2048, batch_size: 2, accumulate_grad_batches: 2, lr: 2.0e-4, lr_schedule: "cosine",
         warmup_steps: 2000, weight_decay: 0.01, grad_clip: 1.0, save_every: 5000}
 """
+# What the presets add: the start, the indexer and what teaches it, and an MLP that keeps the model under 80 M parameters.
+RECIPE = {"rotary_share": 0.5, "matching_heads": 3, "selection_loss": 0.05, "indexer_block": 8, "mlp_hidden": 3008}
 SWITCHES = {"use_flash": True, "use_triton_sel": False, "sel_triton_min_L": 4096}
 
 
@@ -156,7 +158,9 @@ def test_the_production_run_is_the_model_that_it_says() -> None:
     (path,) = [path for path in PARAMS if path.stem == "production_50k"]
     config = RunConfig.from_yaml(path)
     said = yaml.safe_load(PRODUCTION)
-    assert config.model == RunConfig.from_dict(said).model
+    assert config.model == RunConfig.from_dict(said).model.model_copy(update=RECIPE)
+    with torch.device("meta"):
+        assert NSATransformer(config.model, device="meta", backend="torch").parameter_count() == 79_848_192
     assert (config.train.steps, config.train.seq_len, config.train.sequences_per_step) == (50_000, 2048, 4)
     assert {key: getattr(config.train, key) for key in said["train"]} == said["train"]
     assert (config.runtime.precision, config.runtime.device) == ("bf16", "cuda")
@@ -184,6 +188,18 @@ def test_a_key_that_came_later_leaves_the_hash_of_runs_that_were_made_without_it
         config = RunConfig(train=later)
         assert config.hash() != RunConfig().hash()
         assert RunConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
+
+
+@pytest.mark.parametrize("name", ["smoke", "smoke_gpu", "production_50k"])
+def test_presets_have_the_recipe_and_a_configuration_without_its_keys_is_the_papers_definition(name: str) -> None:
+    (path,) = [path for path in PARAMS if path.stem == name]
+    model = RunConfig.from_yaml(path).model
+    assert (
+        model.indexed and model.taught and model.rotary_share == 0.5 and 2 * model.matching_heads == model.heads_per_group
+    )
+    plain = RunConfig.from_dict({"model": {"attention": "nsa"}}).model
+    assert (plain.rotary_share, plain.matching_heads, plain.selection_loss, plain.indexer_block) == (1.0, 0, 0.0, 0)
+    assert not plain.indexed and not plain.taught
 
 
 def test_the_hash_is_of_every_value() -> None:

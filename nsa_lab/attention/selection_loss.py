@@ -98,7 +98,7 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
             ],
         )
 
-    # Of one document all of it follows from the shapes: nothing to keep, and worked out on the device, as a CUDA graph asks.
+    # Of one document all of it follows from the shapes: nothing to keep, and it is made on the device, as CUDA graphs need.
     return span.kept(("asked", device, nsa.l, nsa.d, nsa.l_sel, queries), make) if span.kind == "packed" else make()
 
 

@@ -49,8 +49,8 @@ class NSAConfig(Section):
 class ModelConfig(Section):
     """A decoder-only transformer. `nsa` is read from the YAML section of that name.
 
-    By default that of the production run: 78,600,960 parameters, 0.3 M of them in gates per head. What this project
-    began from calls it "125M".
+    By default the paper's definition, and the size of the production run of 21 November 2026: 78,600,960 parameters, 0.3 M
+    of them in gates per head. What this project began from calls it "125M". `params/` adds what makes selection find.
     """
 
     dim: int = Field(default=768, ge=1, le=SIZE, description="width of the residual stream")
