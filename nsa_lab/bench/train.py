@@ -81,8 +81,9 @@ def run_train_bench(
 ) -> dict[str, Any]:
     """Measure NSA and dense at `shapes` (tokens, sequences a forward pass), print a table, write JSON and a picture.
 
-    On a CUDA device the default is the production model without the recipe of its preset, `ModelConfig()`, at the four shapes
-    of `BARS`, bf16 and compiled; on a CPU a tiny model in float32, which proves the path and measures nothing worth quoting. Raises ConfigError for an unusable shape.
+    On a CUDA device the default is the production model without its preset's recipe, `ModelConfig()`, at the four shapes of
+    `BARS`, bf16 and compiled; on a CPU a tiny model in float32, which proves the path and measures nothing worth quoting.
+    Raises ConfigError for an unusable shape.
     """
     cuda = torch.cuda.is_available()
     shapes = shapes or (GPU_SHAPES if cuda else CPU_SHAPES)
