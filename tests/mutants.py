@@ -1347,7 +1347,13 @@ MUTANTS = [
         "query - row[owner]",
     ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
-    Mutant("selection loss: equal distances", "attention.selection_loss", "int(i * GOLDEN % 1 * (end - begin))", "0"),
+    Mutant("selection loss: equal distances", "attention.selection_loss", "turned * bounds.diff() // TURN", "0"),
+    Mutant(
+        "selection loss: its queries copied from the host",
+        "attention.selection_loss",
+        "spread(span.queries, queries, device)",
+        "spread(span.queries, queries).to(device)",
+    ),
     Mutant("model: FLOPs of the forward pass alone", "model.transformer", "BACKWARD_FLOPS = 2.0", "BACKWARD_FLOPS = 0.0"),
     # The configuration.
     Mutant("config: unknown keys ignored", "config.section", 'extra="forbid"', 'extra="ignore"'),

@@ -186,6 +186,18 @@ def test_a_key_that_came_later_leaves_the_hash_of_runs_that_were_made_without_it
         assert RunConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
 
 
+@pytest.mark.parametrize("name", ["smoke", "recall_taught"])
+def test_presets_have_the_recipe_and_a_configuration_without_its_keys_is_the_papers_definition(name: str) -> None:
+    (path,) = [path for path in PARAMS if path.stem == name]
+    model = RunConfig.from_yaml(path).model
+    assert (
+        model.indexed and model.taught and model.rotary_share == 0.5 and 2 * model.matching_heads == model.heads_per_group
+    )
+    plain = RunConfig.from_dict({"model": {"attention": "nsa"}}).model
+    assert (plain.rotary_share, plain.matching_heads, plain.selection_loss, plain.indexer_block) == (1.0, 0, 0.0, 0)
+    assert not plain.indexed and not plain.taught
+
+
 def test_the_hash_is_of_every_value() -> None:
     base = RunConfig()
     changed = [

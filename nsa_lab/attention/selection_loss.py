@@ -8,7 +8,7 @@ loss of this kind (arXiv 2512.02556, section 2.1); docs/science/retrieval.md sho
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,9 @@ from nsa_lab.config import NSAConfig
 
 # Added to every importance: a block that no visible compressed block overlaps has none, and log 0 has no gradient.
 FLOOR = 1e-9
-GOLDEN = (5**0.5 - 1) / 2
+# The golden ratio's fraction of a turn, in whole numbers: every device and compiler then names the same rows.
+TURN = 2**32
+GOLDEN = round((5**0.5 - 1) / 2 * TURN)
 
 
 def selection_loss(
@@ -77,12 +79,11 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
     """Of packed documents, made once per span, device, geometry and number; shapes as in `Span.packed`."""
 
     def make() -> AskedQueries:
-        rows = spread(span.queries, queries)
+        query = spread(span.queries, queries, device)
         # Counted for the keys: of a chunk, those before it too.
         tokens = tuple(accumulate((document.last for document in span.documents), initial=0))
         layouts = [span.bounds, tokens, span.compressed_bounds(nsa), span.selection_bounds(nsa)]
         row, key, compressed, block = span.on_device(layouts, device)
-        query = torch.tensor(rows).to(device, non_blocking=True)
         owner = owners(span.queries, row)[query]
         t = span.start + query - row[owner]
         first_key, first_compressed, place = key[owner], compressed[owner], block[owner] * nsa.l_sel
@@ -97,7 +98,7 @@ def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None 
             ],
         )
 
-    # Of one document all of it follows from the shapes: nothing to keep, and constants where it is traced.
+    # Of one document all of it follows from the shapes: nothing to keep, and it is made on the device, as CUDA graphs need.
     return span.kept(("asked", device, nsa.l, nsa.d, nsa.l_sel, queries), make) if span.kind == "packed" else make()
 
 
@@ -131,17 +132,18 @@ def _picked(q: Tensor, rows: AskedQueries, groups: int) -> Tensor:
     return torch.unflatten(picked, 2, (groups, -1)) * q.shape[-1] ** -0.5
 
 
-def spread(length: int, count: int | None) -> list[int]:
-    """`count` different rows of `length`, one in each of as many equal stretches; all rows if there are no more.
+def spread(length: int, count: int | None, device: torch.device | None = None) -> Tensor:
+    """`count` different rows of `length`, one in each of as many equal stretches; all rows if there are no more. int64.
 
     Where in its stretch a row stands follows multiples of the golden ratio, so that rows do not fall into step with blocks.
     """
     if count is None or count >= length:
-        return list(range(length))
+        return geometry.positions(0, length, device)
     if count < 1:
         raise ValueError(f"queries = {count}: expected at least 1, or None for all")
-    bounds = [i * length // count for i in range(count + 1)]
-    return [begin + int(i * GOLDEN % 1 * (end - begin)) for i, (begin, end) in enumerate(pairwise(bounds))]
+    bounds = geometry.positions(0, count + 1, device) * length // count
+    turned = geometry.positions(0, count, device) * GOLDEN % TURN
+    return bounds[:-1] + turned * bounds.diff() // TURN
 
 
 def _shares(q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:

@@ -200,7 +200,12 @@ class Span:
         return self._kept[key]
 
     def on_device(self, bounds: list[tuple[int, ...]], device: torch.device) -> Tensor:
-        """Bounds of several layouts as int32 [len(bounds), documents + 1], copied; padded as those of `cu_seqlens`."""
+        """Bounds of several layouts as int32 [len(bounds), documents + 1], padded as those of `cu_seqlens`.
+
+        Those of packed documents are copied there; those of one text are worked out there, and a CUDA graph may hold that.
+        """
+        if self.kind != "packed":
+            return torch.stack([geometry.positions(0, 2, device) * end for _, end in bounds]).int()
         return _copied([self._padded(rows, 1) for rows in bounds], device)
 
     def cu_seqlens(self, device: torch.device) -> Tensor:

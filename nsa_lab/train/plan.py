@@ -180,8 +180,9 @@ def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
     Per token and layer: the float32 residual stream, twice; two norms with their float32 and compute-dtype results, of
     which compilation keeps the latter only; the projections before and after rotation (dense, compiled: after); the
     outputs of the branches and their mix; the MLP before and after its non-linearity. Measured on one H200 at 65 536
-    tokens, compiled: 414 KB per token for the production model, 314 KB for its dense twin. With gradient checkpointing
-    only the residual stream of a layer is kept, and one layer is recomputed.
+    tokens, compiled: 414 KB per token for the production model without an indexer, 314 KB for its dense twin; what an
+    indexer and the selection loss hold is not counted. With gradient checkpointing only the residual stream of a layer
+    is kept, and one layer is recomputed.
     """
     m, train = config.model, config.train
     width = 2 if config.runtime.precision == "bf16" else 4

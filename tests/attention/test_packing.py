@@ -139,7 +139,7 @@ def test_the_loss_is_that_of_the_documents_alone(geometry: str, lengths: str, qu
     nsa, of = nsa_of(geometry), LENGTHS[lengths]
     total = sum(of)
     q, raw = ((2 * drawn(total, seed, heads)).requires_grad_() for seed, heads in ((5, 4), (6, 2)))
-    k_sel, rows = 2 * drawn(total, 7), spread(total, queries)
+    k_sel, rows = 2 * drawn(total, 7), spread(total, queries).tolist()
     wanted = 0 * (q.sum() + raw.sum())
     for document in span_of(of).documents:
         own = [row - document.queries.start for row in rows if document.queries.start <= row < document.queries.stop]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from brute_force import Geometry, choose, importance, selection_blocks, softmax
 from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nsa_lab.attention import Span, compress, selection_loss
-from nsa_lab.attention.selection_loss import FLOOR, spread
+from nsa_lab.attention.selection_loss import FLOOR, asked, loss_of, spread
 from nsa_lab.config import NSAConfig
 
 GEOMETRIES = [Geometry(4, 2, 4, 3, 5), Geometry(6, 3, 3, 4, 7), Geometry(8, 4, 4, 3, 6), Geometry(3, 1, 5, 5, 4)]
@@ -55,7 +60,7 @@ def test_is_the_sum_written_out(T: int, geometry: Geometry) -> None:
     nsa = nsa_of(geometry)
     q, k_cmp, k_sel = tensors(T, nsa)
     for queries in (None, 7):
-        rows = spread(T, queries)
+        rows = spread(T, queries).tolist()
         wanted = slowly(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, rows) / (2 * 2 * len(rows))
         torch.testing.assert_close(
             selection_loss(q, k_cmp, k_sel, nsa, queries=queries).item(), wanted, rtol=1e-11, atol=1e-11
@@ -89,10 +94,10 @@ def test_gradients_reach_queries_and_compressed_keys_and_not_the_target() -> Non
     nsa = nsa_of(GEOMETRIES[0])
     q, k_cmp, k_sel = (x.requires_grad_() for x in tensors(23, nsa, B=1))
 
-    def loss_of(k: torch.Tensor) -> torch.Tensor:
+    def of_keys(k: torch.Tensor) -> torch.Tensor:
         return selection_loss(q.detach(), k, k_sel, nsa, queries=9)
 
-    assert torch.autograd.gradcheck(loss_of, (k_cmp,))
+    assert torch.autograd.gradcheck(of_keys, (k_cmp,))
     selection_loss(q, k_cmp, k_sel, nsa).backward()
     assert k_sel.grad is None
     assert q.grad is not None and q.grad.abs().sum() > 0
@@ -125,7 +130,7 @@ def test_half_precision_is_scored_in_float32_under_autocast_too() -> None:
 def test_the_future_and_forced_blocks_do_not_enter() -> None:
     nsa = nsa_of(GEOMETRIES[0])
     q, k_cmp, k_sel = tensors(31, nsa)
-    t = spread(31, 1)[0]
+    (t,) = spread(31, 1).tolist()
     before = selection_loss(q, k_cmp, k_sel, nsa, queries=1)
     k_sel[:, t + 1 :] = 1e30
     k_cmp[:, max(0, (t + 1 - nsa.l) // nsa.d + 1) :] = 1e30
@@ -137,13 +142,38 @@ def test_the_future_and_forced_blocks_do_not_enter() -> None:
 
 @pytest.mark.parametrize("length", [65, 100, 2048, 32768])
 def test_queries_are_spread_over_the_text_and_over_places_in_a_block(length: int) -> None:
-    rows = spread(length, 64)
+    rows = spread(length, 64).tolist()
     assert len(set(rows)) == 64 and rows == sorted(rows) and rows[0] >= 0 and rows[-1] < length
     for piece in range(4):
         assert 15 <= sum(piece * length <= 4 * row < (piece + 1) * length for row in rows) <= 17
     if length >= 2048:
         assert len({row % 64 for row in rows}) >= 24
-    assert spread(length, None) == list(range(length))
+    assert spread(length, None).tolist() == list(range(length))
+
+
+class SeesDevices(TorchDispatchMode):
+    """The kinds of device that tensors of any operation lie on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = (x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor))
+        self.seen |= {x.device.type for x in tensors}
+        return result
+
+
+@pytest.mark.parametrize("span", [Span.full(37), Span.chunk(21, 8)], ids=str)
+def test_nothing_of_one_text_is_copied_from_the_host(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph would replay a copy from memory that is no longer there. A tensor of the CPU betrays one."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none on this device
+    nsa = nsa_of(GEOMETRIES[0])
+    q, k_cmp, k_sel = (x.to("meta").requires_grad_() for x in tensors(37, nsa, span))
+    with SeesDevices() as devices:
+        loss_of(q, k_cmp, q, k_sel, nsa, asked(span, nsa, q.device, 5)).backward()
+    assert devices.seen == {"meta"}
 
 
 def test_refuses_what_does_not_go_together() -> None:
