@@ -1600,6 +1600,7 @@ MUTANTS = [
         'if not compiles and event.get("dt_s") is not None:',
         'if event.get("dt_s") is not None:',
     ),
+    Mutant("sweep: noise is called a gain", "health.sweep", "abs(less.mean) <= less.half", "False"),
     Mutant("sweep: two runs on one GPU", "runs.sweep", "[gpu for gpu in gpus if gpu not in busy.values()]", "gpus"),
     Mutant(
         "sweep: what was halted is trained again", "runs.sweep", "not in (RUNNING, DONE, HALTED)", "not in (RUNNING, DONE)"

@@ -129,6 +129,7 @@ def _result(
     has_mean = len(texts) == 1
     # A baseline that has not been read yet contradicts nobody.
     comparable = has_mean and (not baseline or not _texts(baseline) or texts == _texts(baseline))
+    less = _less(read, _by_seed(baseline)) if comparable and baseline else None
     seconds = [run.seconds for run in runs if run.seconds is not None]
     return VariantResult(
         name=variant,
@@ -139,8 +140,8 @@ def _result(
         seconds=float(np.mean(seconds)) if seconds else None,
         bpb=OverSeeds.of([float(np.mean(values)) for values in read.values()]) if has_mean else None,
         apart=_apart(read) if has_mean else None,
-        less_baseline=_less(read, _by_seed(baseline)) if comparable and baseline else None,
-        notes=_notes(runs, texts, comparable),
+        less_baseline=less,
+        notes=_notes(runs, texts, comparable, less),
         curve=_curve(variant, [histories[run.run] for run in runs if run.bpb is not None]) if comparable else None,
     )
 
@@ -168,7 +169,7 @@ def _apart(by_seed: dict[int, list[float]]) -> float | None:
     return (squares / freedom) ** 0.5 if freedom else None
 
 
-def _notes(runs: list[RunResult], texts: set[str], comparable: bool) -> list[str]:
+def _notes(runs: list[RunResult], texts: set[str], comparable: bool, less: OverSeeds | None) -> list[str]:
     notes = []
     if len(texts) > 1:
         notes.append("its runs were evaluated on different texts, which have no mean")
@@ -176,6 +177,8 @@ def _notes(runs: list[RunResult], texts: set[str], comparable: bool) -> list[str
         notes.append("evaluated on another text than the baseline, or at another length: not compared")
     if len(texts) == 1 and len(_by_seed(runs)) == 1:
         notes.append("a single seed has no interval")
+    if less and less.half is not None and abs(less.mean) <= less.half:
+        notes.append("no difference to the baseline can be told")
     if unread := [run.run for run in runs if run.state == DONE and run.bpb is None]:
         notes.append(f"not evaluated at their end, and left out: {', '.join(unread)}")
     return notes

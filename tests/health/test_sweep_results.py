@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from fake_run import Event, write_run
+from matplotlib.figure import Figure
 
 from nsa_lab.figures.sweep import sweep_curves
 from nsa_lab.health.sweep import OverSeeds, VariantResult, results
+from nsa_lab.report.sweep import write_picture
 from nsa_lab.runs.history import History, training_seconds
 from nsa_lab.runs.sweep import Sweep
 
@@ -68,7 +70,14 @@ def test_the_interval_is_that_of_a_hand(found: Found) -> None:
     assert other.less_baseline == OverSeeds(pytest.approx(-0.08 / 3), pytest.approx(HALF_DIFFERENCE, rel=1e-12), 3)
     assert abs(HALF_BASELINE - 0.089574) < 1e-6 and abs(HALF_DIFFERENCE - 0.037949) < 1e-6
     assert baseline.less_baseline is None and baseline.apart is None and not baseline.notes
+    assert other.notes == ["no difference to the baseline can be told"]
     assert (baseline.done, len(baseline.runs), baseline.parameters, baseline.tokens) == (3, 3, 123_456, 200 * 2 * 2048)
+
+
+def test_a_difference_beyond_its_interval_is_one(found: Found) -> None:
+    """Seeds scatter by more than the difference, and every seed says the same of it."""
+    baseline, other = found([2.0, 2.2, 2.4], [1.9, 2.1, 2.31])
+    assert baseline.bpb.half > abs(other.less_baseline.mean) > other.less_baseline.half and not other.notes
 
 
 def test_runs_of_one_seed_are_one_seed(found: Found) -> None:
@@ -87,13 +96,14 @@ def test_a_single_seed_has_no_interval_and_says_so(found: Found) -> None:
     assert (other.done, len(other.runs), baseline.bpb.seeds) == (1, 3, 3)
 
 
-def test_what_is_not_there_yet_has_no_numbers(found: Found) -> None:
+def test_what_is_not_there_yet_has_no_numbers(found: Found, tmp_path: Path) -> None:
+    assert write_picture(found([None], [None]), "rates", tmp_path / "none.png") is None
     baseline, other = found([None, None], [None, 2.0])
     assert baseline.bpb is None and baseline.curve is None and baseline.seconds is None and not baseline.notes
     assert other.bpb is not None and other.less_baseline is None and other.curve is not None
 
 
-def test_different_texts_are_not_compared(found: Found) -> None:
+def test_different_texts_are_not_compared(found: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def other_text(events: list[Event]) -> None:
         for event in events:
             if event["kind"] == "eval":
@@ -102,6 +112,10 @@ def test_different_texts_are_not_compared(found: Found) -> None:
     baseline, other = found([2.0, 2.1], [1.9, 2.0], spoil=other_text)
     assert other.less_baseline is None and other.curve is None and other.bpb is not None and baseline.curve is not None
     assert other.notes == ["evaluated on another text than the baseline, or at another length: not compared"]
+    drawn: list[str] = []
+    monkeypatch.setattr("nsa_lab.report.sweep.sweep_curves", lambda curves, named: drawn.append(named) or Figure())
+    assert write_picture([baseline, other], "rates", tmp_path / "rates.png") == tmp_path / "rates.png"
+    assert drawn == ["rates: validation (evaluated on another text, and not here: b)"]
 
 
 def test_runs_of_a_variant_on_different_texts_have_no_mean(found: Found) -> None:
