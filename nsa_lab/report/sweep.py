@@ -8,6 +8,7 @@ from pathlib import Path
 from nsa_lab.figures.style import png
 from nsa_lab.figures.sweep import sweep_curves
 from nsa_lab.health.sweep import VariantResult
+from nsa_lab.runs.files import write_bytes
 
 
 def write_picture(found: Sequence[VariantResult], named: str, file: Path) -> Path | None:
@@ -19,5 +20,5 @@ def write_picture(found: Sequence[VariantResult], named: str, file: Path) -> Pat
     title = f"{named}: validation" + (
         f" (evaluated on another text, and not here: {', '.join(left_out)})" if left_out else ""
     )
-    file.write_bytes(png(sweep_curves(curves, named=title)))
+    write_bytes(file, png(sweep_curves(curves, named=title)))
     return file
