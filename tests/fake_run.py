@@ -160,10 +160,11 @@ def write_run(
     config: RunConfig | None = None,
     spoil: Callable[[list[Event]], list[Event] | None] | None = None,
     status: dict[str, Any] | None = None,
+    name: str = "fake",
 ) -> Path:
     """A run directory in `folder`. `spoil` changes the events in place, or gives others."""
     config = config or configuration()
-    run_dir = folder / "fake-20260101T000000Z-abcd"
+    run_dir = folder / f"{name}-20260101T000000Z-abcd"
     run_dir.mkdir(parents=True)
     (run_dir / directory.CONFIG).write_text(config.to_yaml(), encoding="utf-8")
     (run_dir / directory.ENVIRONMENT).write_text(json.dumps({"versions": {"python": "3.11.0"}}), encoding="utf-8")

@@ -208,6 +208,9 @@ OTHERS = {
     ],
     "runs.files": ["tests/runs/test_damaged_records.py"],
     "runs.launch": ["tests/runs/test_damaged_records.py"],
+    "runs.sweep": ["tests/runs/test_sweep.py"],
+    "config.sweep": ["tests/runs/test_sweep.py"],
+    "health.sweep": ["tests/health/test_sweep_results.py"],
     # Not the whole file: a mutant's process may have no children of its own.
     "data.dataset": [
         "tests/data/test_fill.py::test_a_run_goes_on_from_the_cache_when_its_source_is_gone",
@@ -230,6 +233,7 @@ OTHERS = {
     "runs.history": [
         *cases("report/test_one_number.py", "the_list_of_runs_says_verdict_loss_speed_and_model"),
         *cases("health/test_verdicts.py", "training_loss_is_told_as_a_mean_of_the_latest_readings"),
+        "tests/health/test_sweep_results.py",
         "tests/health/test_attempts.py",
         "tests/train/test_evaluation.py",
     ],
@@ -1578,6 +1582,44 @@ MUTANTS = [
     Mutant("difference: the first tenth hides the rest", "figures.differences", "LEFT_OUT = 0.1", "LEFT_OUT = 0.0"),
     Mutant("paired: neighbours count as independent", "health.paired", "min(len(apart), STRETCHES)", "len(apart)"),
     Mutant("paired: other batches make pairs", "health.paired", "if _batches(first) != _batches(second):", "if False:"),
+    Mutant(
+        "sweep: runs of one seed count as seeds",
+        "health.sweep",
+        "[float(np.mean(values)) for values in read.values()]",
+        "[value for values in read.values() for value in values]",
+    ),
+    Mutant(
+        "sweep: other texts are compared",
+        "health.sweep",
+        "comparable = has_mean and (",
+        "comparable = has_mean or (",
+    ),
+    Mutant(
+        "sweep: a seed is paired with any of the baseline's",
+        "health.sweep",
+        "np.mean(ours[seed]) - np.mean(theirs[seed])",
+        "np.mean(ours[seed]) - np.mean(theirs[min(theirs)])",
+    ),
+    Mutant(
+        "sweep: compiling is the pace of the steps after it",
+        "runs.history",
+        'if not compiles and event.get("dt_s") is not None:',
+        'if event.get("dt_s") is not None:',
+    ),
+    Mutant("sweep: noise is called a gain", "health.sweep", "abs(less.mean) <= less.half", "False"),
+    Mutant("sweep: two runs on one GPU", "runs.sweep", "[gpu for gpu in gpus if gpu not in busy.values()]", "gpus"),
+    Mutant(
+        "sweep: what was halted is trained again", "runs.sweep", "not in (RUNNING, DONE, HALTED)", "not in (RUNNING, DONE)"
+    ),
+    Mutant("sweep: a trainer that lives has no GPU", "runs.sweep", 'run.status.get("gpu") or gpus[0]', "gpus[0]"),
+    Mutant("sweep: a name for two configurations", "runs.sweep", "            sweep._check_names()\n", ""),
+    Mutant("sweep: an interrupt leaves its runs alone", "runs.sweep", "            self._stop(say)\n", ""),
+    Mutant(
+        "sweep: a variant may set the seed",
+        "config.sweep",
+        "if taken := [key for key in keys if key in ITS_OWN]:",
+        "if taken := []:",
+    ),
     Mutant("twin: a width beside the best", "train.twin", "return 1 + round(", "return round("),
     Mutant("evaluation: windows of a batch change places", "train.measure", ".mean(1)", ".mean(1).flip(0)"),
     Mutant("report: losses on other texts are subtracted", "report.header", "if not (apart and ", "if not (False and "),

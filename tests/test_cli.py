@@ -22,6 +22,7 @@ from nsa_lab.health import write_verdict
 from nsa_lab.runs import directory, launch, names
 from nsa_lab.runs.live import RunView, note, watch
 from nsa_lab.runs.names import find_run, notebook_file, params_file
+from nsa_lab.runs.sweep import Sweep
 
 torch.set_num_threads(1)
 
@@ -140,6 +141,7 @@ def test_text_that_cannot_be_read_is_one_line_and_leaves_nothing(
     ("arguments", "answer"),
     [
         (["run", "smoek"], "did you mean smoke?"),
+        (["sweep", "smoke_rate"], "did you mean smoke_rates?"),
         (["run"], "give the NAME of a params file"),
         (["run", "smoke", "--notebook", "no_such_notebook"], "--notebook no_such_notebook: no such notebook; "),
         (["health", "no-such-run"], "no run was made yet"),
@@ -285,6 +287,47 @@ def test_train_detached_then_stop_resume_and_generate(say, tiny: Path, tmp_path:
     refused = say("generate", "latest", "--step", "5")
     assert refused.code == 2
     assert "no checkpoint of step 5; there is 3, 6" in refused.err
+
+
+@pytest.fixture
+def rates(tiny: Path, tmp_path: Path) -> Path:
+    """The file of a sweep over the rates of the tiny model."""
+    path = tmp_path / "rates.yaml"
+    path.write_text(f"preset: '{tiny}'\nvariants: {{as_it_is: , slow: train.lr=1e-5}}\nseeds: [0, 1]\n")
+    return path
+
+
+def test_a_sweep_says_what_it_would_train_and_what_is_known(say, rates: Path, tmp_path: Path) -> None:
+    said = say("sweep", rates, "--dry-run")
+    assert said.code == 0 and said.out.count("to start") == 4
+    assert "4 runs, 4 to train; the baseline is as_it_is" in said.out
+    assert not (tmp_path / "outputs").exists()
+    for run in Sweep.load(str(rates), tmp_path / "outputs").runs[:3]:
+        write_run(tmp_path / "outputs", run.config, name=run.config.name)
+    assert "4 runs, 1 to train" in say("sweep", rates, "--dry-run").out
+    table = say("sweep", rates, "--table").out
+    assert "2 of 2" in table and "1 of 2" in table and "slow: a single seed has no interval" in table
+    told = json.loads(say("sweep", rates, "--table", "--json").out)
+    assert told["baseline"] == "as_it_is" and [len(one["runs"]) for one in told["variants"]] == [2, 2]
+    assert not (tmp_path / "outputs/sweeps").exists(), "what only reads writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "answer"),
+    [
+        ("train.lr=1e-5", "train.lrr=1", "variant slow: train.lrr = 1: no such key"),
+        ("train.lr=1e-5", "data.path=nowhere", "variant slow: "),
+        ("train.lr=1e-5", "runtime.backend=flash", "variant slow: backend = 'flash' cannot run"),
+        ("[0, 1]", "[0, 1]\ngpus: [9]", "gpus = [9]: 9 is none that can be used; no run of this sweep takes one here"),
+    ],
+)
+def test_what_is_wrong_with_a_sweep_is_one_line_and_leaves_nothing(
+    say, rates: Path, tmp_path: Path, old: str, new: str, answer: str
+) -> None:
+    rates.write_text(rates.read_text().replace(old, new))
+    said = say("sweep", rates)
+    assert (said.code, said.out) == (2, "") and len(said.err.splitlines()) == 1 and answer in said.err
+    assert not (tmp_path / "outputs").exists()
 
 
 # Stands for a cell that starts a trainer and waits for it; the trainer itself is proved elsewhere.

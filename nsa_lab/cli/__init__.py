@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from nsa_lab import __version__
-from nsa_lab.cli import benches, models, reading, training
+from nsa_lab.cli import benches, models, reading, sweeps, training
 from nsa_lab.cli.common import exit_code, refuse
 from nsa_lab.config import ConfigError
 from nsa_lab.config.extras import MissingPackage
@@ -30,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Native Sparse Attention: train, follow, judge and report runs.",
 )
-for commands in (training, reading, models):  # in the order of the help
+for commands in (training, sweeps, reading, models):  # in the order of the help
     app.add_typer(commands.app)
 app.add_typer(benches.app, name="bench")
 

@@ -33,7 +33,7 @@ def run(
     if name is not None and into is None:
         config = names.load_config(name, param or [])
         source = names.notebook_file(notebook, config)
-        _check_startable(config)
+        check_startable(config)
         runner = _notebook_runner()
         run_dir = launch.create_run(config, folder)
     elif into is not None and name is None:
@@ -61,7 +61,7 @@ def train(
 ) -> None:
     """Train without a notebook: a detached process, which outlives this terminal."""
     config = names.load_config(name, param or [])
-    _check_startable(config, ranks)
+    check_startable(config, ranks)
     run_dir = launch.create_run(config, names.outputs_folder(outputs))
     if foreground:
         command = [sys.executable, "-m", "nsa_lab.train", str(run_dir)] + (["--ranks", str(ranks)] if ranks > 1 else [])
@@ -160,7 +160,7 @@ def _speed_unknown(config: RunConfig) -> str:
 def preflight(name: Name, param: Overrides = None, outputs: Outputs = None) -> None:
     """Every check before a run, one line each, without a run; exit code 3 if one fails."""
     config = names.load_config(name, param or [])
-    _check_startable(config)
+    check_startable(config)
 
     from nsa_lab.data import FillPace, FillProgress
     from nsa_lab.runs.summary import filling_text
@@ -191,7 +191,7 @@ def _notebook_runner() -> ModuleType:
     return runner
 
 
-def _check_startable(config: RunConfig, ranks: int = 1) -> None:
+def check_startable(config: RunConfig, ranks: int = 1) -> None:
     """Raise what is wrong with the data, the device, the model's size or the backend, before anything is written."""
     import torch
 

@@ -15,6 +15,7 @@ from nsa_lab.config.model import BYTE_VOCABULARY, ModelConfig, NSAConfig
 from nsa_lab.config.project import project_root
 from nsa_lab.config.run import RunConfig, apply_overrides, parse_override
 from nsa_lab.config.section import COUNT, SIZE
+from nsa_lab.config.sweep import SweepConfig, SweepRun
 from nsa_lab.config.training import Backend, RuntimeConfig, StageConfig, TrainConfig
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "RunConfig",
     "RuntimeConfig",
     "StageConfig",
+    "SweepConfig",
+    "SweepRun",
     "TrainConfig",
     "apply_overrides",
     "known_keys",

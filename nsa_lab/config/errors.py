@@ -52,6 +52,8 @@ def brief(text: str) -> str:
 
 
 def explain(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) -> str:
+    # A sweep is no part of a run, and has keys of its own.
+    known = KNOWN_KEYS if kind.__name__ in (*_PREFIX, "RunConfig") else known_keys(kind)
     lines = []
     for problem in error.errors():
         path = [str(part) for part in problem["loc"]]
@@ -59,18 +61,23 @@ def explain(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) -> 
             path = path[path.index("nsa") :]
         elif kind.__name__ in _PREFIX:
             path = [_PREFIX[kind.__name__], *path]
-        lines.append(explain_one(".".join(path), problem))
+        lines.append(explain_one(".".join(path), problem, known))
     return "\n".join(lines)
 
 
-def explain_one(key: str, problem: Mapping[str, Any]) -> str:
+def explain_one(key: str, problem: Mapping[str, Any], known: list[str] = KNOWN_KEYS) -> str:
     value = problem.get("input")
     if problem["type"] == "extra_forbidden":
-        return f"{brief(key)} = {VALUES.repr(value)}: no such key; {_nearest(key)}"
+        return f"{brief(key)} = {VALUES.repr(value)}: no such key; {_nearest(key, known)}"
     if problem["type"] == "value_error":
         said = str(problem["ctx"]["error"])
         # A stage does not know which one it is.
-        return said.replace("train.", f"{key}.") if key.startswith("train.stages.") else said
+        if key.startswith("train.stages."):
+            return said.replace("train.", f"{key}.")
+        # Nor does what a sweep changes.
+        return f"{brief(key)}: {said}" if key.startswith(("variants.", "common")) else said
+    if problem["type"] == "missing":
+        return f"{brief(key)}: missing; say it"
     reason = problem["msg"][0].lower() + problem["msg"][1:]
     if isinstance(value, float) and not math.isfinite(value):
         reason = "expected a finite number"
@@ -79,13 +86,12 @@ def explain_one(key: str, problem: Mapping[str, Any]) -> str:
     return f"{brief(key)} = {VALUES.repr(value)}: {reason}"
 
 
-def _nearest(key: str) -> str:
-    known = KNOWN_KEYS
+def _nearest(key: str, known: list[str]) -> str:
     section = key.split(".")[0]
     sections = sorted({k.split(".")[0] for k in known})
     if section not in sections:
         near = difflib.get_close_matches(section, sections, n=1, cutoff=0.6) or _same_leaf(key, known)
-        return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(sections)}"
+        return f"did you mean {near[0]}?" if near else f"known are {', '.join(sections)}"
     own = [k for k in known if k.startswith(section + ".")]
     moved = [k for k in known if k.split(".")[-1] == key.split(".")[-1]]
     if moved:

@@ -90,21 +90,7 @@ class RunConfig(Section):
     def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
         """The file at `path`, with dotted `overrides` (`{"train.steps": 10}`) laid over it."""
         path = Path(path)
-        try:
-            sections = _read_yaml(path.read_bytes().decode("utf-8-sig")) or {}
-        except (FileNotFoundError, IsADirectoryError):
-            raise ConfigError(f"{path}: no such configuration file") from None
-        except UnicodeDecodeError as error:
-            line = 1 + error.object[: error.start].count(b"\n")
-            raise ConfigError(
-                f"{path}: line {line} has a byte {error.object[error.start]:#04x}, which is not UTF-8; save it as UTF-8"
-            ) from None
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{brief(str(path))!r}: cannot be read: {getattr(error, 'strerror', error)}") from None
-        if not isinstance(sections, dict):
-            raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
+        sections = read_mapping(path)
         sections.setdefault("name", path.stem)
         return cls.from_dict(apply_overrides(sections, overrides or {}))
 
@@ -148,6 +134,26 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
 def _as_written(section: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """`section` without its later keys at the value that runs before them ran with."""
     return {key: value for key, value in section.items() if not (key in later and value == later[key])}
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What the YAML file at `path` says. Raises `ConfigError` of one line where it cannot be read, or is no mapping."""
+    try:
+        sections = _read_yaml(path.read_bytes().decode("utf-8-sig")) or {}
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except UnicodeDecodeError as error:
+        line = 1 + error.object[: error.start].count(b"\n")
+        raise ConfigError(
+            f"{path}: line {line} has a byte {error.object[error.start]:#04x}, which is not UTF-8; save it as UTF-8"
+        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{brief(str(path))!r}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    if not isinstance(sections, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
+    return sections
 
 
 def _read_yaml(text: str) -> Any:

@@ -38,19 +38,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace the file by one that holds `text` in UTF-8, flushed to the disk before it gets the name."""
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace the file by one that holds `data`, flushed to the disk before it gets the name."""
     # Two threads of one process may write at once: the trainer's, and the one that hears a second signal.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`, in UTF-8."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -255,6 +255,23 @@ def median_speeds(history: History) -> list[float]:
     return [float(np.median(speeds)) for speeds in finite if len(speeds)]
 
 
+def training_seconds(history: History) -> tuple[np.ndarray, np.ndarray]:
+    """Steps, from 0, and the seconds that all steps up to each took: without evaluations, saves, and what is done once.
+
+    A step that compiles (the first reading of an attempt, and the first step of a stage) says nothing of the others: it
+    counts as long as those of the reading after it.
+    """
+    firsts, attempts, readings = set(history.config.train.first_steps), set[int](), [(0, 0.0)]
+    for event in history.steps:
+        compiles = event["step"] in firsts or event["attempt"] not in attempts
+        attempts.add(event["attempt"])
+        if not compiles and event.get("dt_s") is not None:
+            before, seconds = readings[-1]
+            readings.append((event["step"], seconds + event["dt_s"] * (event["step"] - before)))
+    steps, seconds = zip(*readings, strict=True)
+    return np.array(steps, dtype=np.int64), np.array(seconds, dtype=np.float64)
+
+
 def evaluated_apart(runs: Sequence[History]) -> bool:
     """Whether the last evaluations of these runs read different texts, so that their losses say nothing of each other."""
     return len({run.evaluated_text(run.evaluations[-1]) for run in runs if run.evaluations}) > 1

@@ -65,24 +65,34 @@ def ensure(run: RunConfig | str | Path, outputs: Path | None = None, *, new: boo
 
 def find_unfinished(config: RunConfig, outputs: Path | None = None) -> Path | None:
     """The latest run of this name and exactly this configuration that is neither DONE nor HALTED, or None."""
-    root = outputs or names.outputs_folder()
-    candidates = sorted((p for p in root.glob(f"{config.name}-*") if (p / directory.CONFIG).is_file()), reverse=True)
-    for run_dir in candidates:
+    runs = runs_of(config, outputs)
+    return next((run_dir for run_dir, found in runs if found not in (directory.DONE, directory.HALTED)), None)
+
+
+def runs_of(config: RunConfig, outputs: Path | None = None) -> Iterator[tuple[Path, str]]:
+    """The runs of this name and exactly this configuration, the latest first, and the state of each."""
+    for run_dir in runs_named(config.name, outputs):
         try:
-            unfinished = state(run_dir) not in (directory.DONE, directory.HALTED)
+            found = state(run_dir)
         except RunDirectoryError as error:
             # A copy of another run is not the one that was asked for, and stands in nobody's way.
             say_once(str(error))
             continue
-        if unfinished and _config_hash(run_dir) == config.hash():
-            return run_dir
-    return None
+        if _config_hash(run_dir) == config.hash():
+            yield run_dir, found
 
 
-def start(run_dir: str | Path, *, ranks: int = 1) -> int:
+def runs_named(name: str, outputs: Path | None = None) -> list[Path]:
+    """The directories of runs of this name, the latest first; those of a longer name that begins with it are among them."""
+    root = outputs or names.outputs_folder()
+    return sorted((p for p in root.glob(f"{name}-*") if (p / directory.CONFIG).is_file()), reverse=True)
+
+
+def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int:
     """Start a detached trainer in the directory and return its pid; attach instead if one is alive.
 
-    It goes on from the newest checkpoint. With `ranks` above 1 the process is a supervisor of that many trainers.
+    It goes on from the newest checkpoint. With `ranks` above 1 the process is a supervisor of that many trainers. `gpu` is
+    the only one that it is to see, as CUDA_VISIBLE_DEVICES names it; by default it sees those that this process does.
     """
     folder = directory.check(run_dir)
     if warning := older_variables.warning(os.environ):
@@ -91,6 +101,7 @@ def start(run_dir: str | Path, *, ranks: int = 1) -> int:
     if lock is None:
         return attach(folder)
     try:
+        _note_gpu(folder, gpu)
         command = [sys.executable, "-m", "nsa_lab.train", str(folder), "--lock", str(lock)]
         with open(folder / directory.LOG, "ab") as log, _stops_wait():
             trainer = subprocess.Popen(
@@ -100,7 +111,7 @@ def start(run_dir: str | Path, *, ranks: int = 1) -> int:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=[lock],
-                env=_environment(),
+                env=_environment(gpu),
             )
         # A process that was quick has signed, and a supervisor has named its ranks, which must not be lost.
         if not os.fstat(lock).st_size:
@@ -167,13 +178,18 @@ def stop(run_dir: str | Path, timeout_s: float = 120.0) -> str:
     folder = directory.check(run_dir)
     if not is_alive(folder):
         return state(folder)
-    os.kill(attach(folder), signal.SIGTERM)
+    ask_to_stop(folder)
     if not wait(folder, timeout_s):
         raise TimeoutError(
             f"{folder}: the trainer was asked to stop and is alive after {timeout_s:g} s; a second request "
             "makes it exit at once, without saving"
         )
     return state(folder)
+
+
+def ask_to_stop(run_dir: str | Path) -> None:
+    """Ask the trainer to save and exit, and wait for nothing. Raises `RunDirectoryError` if there is none."""
+    os.kill(attach(run_dir), signal.SIGTERM)
 
 
 def wait(run_dir: str | Path, timeout_s: float | None = None, poll_s: float = 0.05) -> bool:
@@ -207,11 +223,18 @@ def _config_hash(run_dir: Path) -> str | None:
         return None
 
 
-def _environment() -> dict[str, Any]:
+def _note_gpu(folder: Path, gpu: str | None) -> None:
+    """Into the run's status, where whoever comes later finds which GPU its trainer has to itself."""
+    status = directory.read_status(folder)
+    if status.get("gpu") != gpu:
+        directory.write_status(folder, run=folder.name, status=status.get("status", directory.PREEMPTED), gpu=gpu)
+
+
+def _environment(gpu: str | None) -> dict[str, Any]:
     """Variables with which the trainer finds this very package, also where it is not installed."""
     package_parent = str(Path(__file__).resolve().parents[2])
     paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     # OpenMP threads that spin while they wait slow a trainer tenfold as soon as anything else wants their cores.
     settings.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return settings
+    return settings if gpu is None else {**settings, "CUDA_VISIBLE_DEVICES": gpu}

@@ -30,16 +30,24 @@ def load_config(name: str, overrides: list[str]) -> RunConfig:
 
 
 def params_file(name: str) -> Path:
+    return _yaml_file(name, root() / "params")
+
+
+def sweep_file(name: str) -> Path:
+    return _yaml_file(name, root() / "params" / "sweeps")
+
+
+def _yaml_file(name: str, folder: Path) -> Path:
     given = Path(name)
     if given.suffix in (".yaml", ".yml"):
         # A missing file is refused by the configuration, with its path.
         return given
-    found = root() / "params" / f"{name}.yaml"
+    found = folder / f"{name}.yaml"
     if _is_file(found):
         return found
-    known = sorted(path.stem for path in (root() / "params").glob("*.yaml"))
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
     instead = _instead(name, known, "give the path of a YAML file")
-    raise ConfigError(f"{name!r}: no such file in {root() / 'params'}; {instead}")
+    raise ConfigError(f"{name!r}: no such file in {folder}; {instead}")
 
 
 def notebook_file(notebook: str | None, config: RunConfig) -> Path:

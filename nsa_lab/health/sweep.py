@@ -1,0 +1,209 @@
+"""What a sweep found, variant by variant: the last validation over seeds, with its noise, and beside the baseline.
+
+A seed is what is drawn anew, so intervals are over seeds; runs of one seed are averaged first, and how far they lie apart
+is told by itself. What was evaluated on different texts, or at different lengths, is compared nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nsa_lab.health.paired import Difference, difference
+from nsa_lab.runs.directory import DONE
+from nsa_lab.runs.history import History, facts, training_seconds
+from nsa_lab.runs.sweep import Standing, Sweep
+
+
+@dataclass(frozen=True)
+class OverSeeds:
+    """A mean over seeds, bits per byte, and half of its 95 % interval; None of a single seed, which tells no noise."""
+
+    mean: float
+    half: float | None
+    seeds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> OverSeeds | None:
+        if not values:
+            return None
+        found = difference("", np.array(values), np.zeros(len(values)))
+        return cls(float(np.mean(values)), found.half if isinstance(found, Difference) else None, len(values))
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run of a sweep: its validation at its last step, and the text that was read. Both None where there is none.
+
+    `seconds` are those of optimiser steps (`training_seconds`).
+    """
+
+    run: str
+    seed: int
+    repeat: int
+    state: str | None
+    bpb: float | None = None
+    text: str | None = None
+    seconds: float | None = None
+    parameters: int | None = None
+
+    @classmethod
+    def of(cls, run: Standing, history: History | None) -> RunResult:
+        known = run.name, run.asked.seed, run.asked.repeat, run.state
+        if history is None:
+            return cls(*known)
+        last = history.evaluations[-1] if history.evaluations else {}
+        at_its_end = last.get("bpb") is not None and last["step"] == history.config.train.steps
+        steps, seconds = training_seconds(history)
+        return cls(
+            *known,
+            bpb=last["bpb"] if at_its_end else None,
+            text=history.evaluated_text(last) if at_its_end else None,
+            seconds=float(seconds[-1]) if len(steps) > 1 else None,
+            parameters=facts(history).parameters,
+        )
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Validation at every evaluation of a variant's finished runs: mean, lowest and highest; over tokens, over seconds."""
+
+    variant: str
+    seeds: int
+    tokens: list[int]
+    seconds: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """What the finished runs of a variant say. `apart` is the standard deviation of runs of one seed, pooled over seeds.
+
+    `less_baseline` is paired seed by seed; `seconds` is a mean over runs; `notes` say what could not be told, and why.
+    """
+
+    name: str
+    overrides: dict[str, Any]
+    runs: list[RunResult]
+    parameters: int | None
+    tokens: int
+    seconds: float | None
+    bpb: OverSeeds | None
+    apart: float | None
+    less_baseline: OverSeeds | None
+    notes: list[str]
+    curve: Curve | None
+
+    @property
+    def done(self) -> int:
+        return sum(run.state == DONE for run in self.runs)
+
+
+def results(sweep: Sweep) -> list[VariantResult]:
+    """One for each variant, the baseline first."""
+    found: list[VariantResult] = []
+    standing = sweep.standing()
+    for variant, overrides in sweep.config.variants.items():
+        own = [run for run in standing if run.asked.variant == variant]
+        histories = {run.name: History.read(run.run_dir) for run in own if run.run_dir and run.state == DONE}
+        runs = [RunResult.of(run, histories.get(run.name)) for run in own]
+        tokens = own[0].asked.config.train.tokens
+        found.append(_result(variant, overrides, runs, tokens, histories, found[0].runs if found else None))
+    return found
+
+
+def _result(
+    variant: str,
+    overrides: dict[str, Any],
+    runs: list[RunResult],
+    tokens: int,
+    histories: Mapping[str, History],
+    baseline: list[RunResult] | None,
+) -> VariantResult:
+    read, texts = _by_seed(runs), _texts(runs)
+    has_mean = len(texts) == 1
+    # A baseline that has not been read yet contradicts nobody.
+    comparable = has_mean and (not baseline or not _texts(baseline) or texts == _texts(baseline))
+    less = _less(read, _by_seed(baseline)) if comparable and baseline else None
+    seconds = [run.seconds for run in runs if run.seconds is not None]
+    return VariantResult(
+        name=variant,
+        overrides=overrides,
+        runs=runs,
+        parameters=next((run.parameters for run in runs if run.parameters), None),
+        tokens=tokens,
+        seconds=float(np.mean(seconds)) if seconds else None,
+        bpb=OverSeeds.of([float(np.mean(values)) for values in read.values()]) if has_mean else None,
+        apart=_apart(read) if has_mean else None,
+        less_baseline=less,
+        notes=_notes(runs, texts, comparable, less),
+        curve=_curve(variant, [histories[run.run] for run in runs if run.bpb is not None]) if comparable else None,
+    )
+
+
+def _by_seed(runs: Sequence[RunResult]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        if run.bpb is not None:
+            found.setdefault(run.seed, []).append(run.bpb)
+    return found
+
+
+def _texts(runs: Sequence[RunResult]) -> set[str]:
+    return {run.text for run in runs if run.text is not None}
+
+
+def _less(ours: dict[int, list[float]], theirs: dict[int, list[float]]) -> OverSeeds | None:
+    return OverSeeds.of([float(np.mean(ours[seed]) - np.mean(theirs[seed])) for seed in ours if seed in theirs])
+
+
+def _apart(by_seed: dict[int, list[float]]) -> float | None:
+    """Within seeds, pooled; None where no seed has two runs."""
+    freedom = sum(len(values) - 1 for values in by_seed.values())
+    squares = sum(float(((np.array(values) - np.mean(values)) ** 2).sum()) for values in by_seed.values())
+    return (squares / freedom) ** 0.5 if freedom else None
+
+
+def _notes(runs: list[RunResult], texts: set[str], comparable: bool, less: OverSeeds | None) -> list[str]:
+    notes = []
+    if len(texts) > 1:
+        notes.append("its runs were evaluated on different texts, which have no mean")
+    elif texts and not comparable:
+        notes.append("evaluated on another text than the baseline, or at another length: not compared")
+    if len(texts) == 1 and len(_by_seed(runs)) == 1:
+        notes.append("a single seed has no interval")
+    if less and less.half is not None and abs(less.mean) <= less.half:
+        notes.append("no difference to the baseline can be told")
+    if unread := [run.run for run in runs if run.state == DONE and run.bpb is None]:
+        notes.append(f"not evaluated at their end, and left out: {', '.join(unread)}")
+    return notes
+
+
+def _curve(variant: str, runs: list[History]) -> Curve:
+    """At the steps that all runs evaluated on the text that they read last; without step 0, far above all others."""
+    told = [_by_step(run) for run in runs]
+    steps = sorted(set.intersection(*map(set, told)) - {0})
+    values = np.array([[of_run[step] for step in steps] for of_run in told])
+    seeds = np.array([run.config.train.seed for run in runs])
+    over_seeds = np.array([values[seeds == seed].mean(axis=0) for seed in np.unique(seeds)])
+    times = np.array([np.interp(steps, *training_seconds(run)) for run in runs])
+    return Curve(
+        variant,
+        seeds=len(over_seeds),
+        tokens=[runs[0].config.train.tokens_by(step) for step in steps],
+        seconds=times.mean(axis=0).tolist(),
+        mean=over_seeds.mean(axis=0).tolist(),
+        low=values.min(axis=0).tolist(),
+        high=values.max(axis=0).tolist(),
+    )
+
+
+def _by_step(run: History) -> dict[int, float]:
+    text = run.evaluated_text(run.evaluations[-1])
+    known = [event for event in run.evaluations if run.evaluated_text(event) == text and event.get("bpb") is not None]
+    return {event["step"]: event["bpb"] for event in known}
