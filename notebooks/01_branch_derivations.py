@@ -741,7 +741,7 @@ for T_here, nsa in ((1, toy), (7, toy), (64, toy), (203, toy), (1100, usual)):
 # deviations above the other blocks: 1.4 for $n = 32$ and $D = 64$, and one block of noise in twelve stands as high.
 # And nobody tells a summary to do better: the choice has no slope, and what trains the summaries is what the
 # compressed branch itself brings home. It shows. A model of 78.6 million parameters, trained on text with facts that
-# are asked for later, found none of them at any length; its dense twin found every one in 32 768 bytes.
+# are asked for later, found none of them at any length; its dense twin found every one in 32,768 bytes.
 #
 # Three things together mend it:
 #
