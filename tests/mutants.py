@@ -1395,6 +1395,12 @@ MUTANTS = [
         "fall = abs(1 - bpb[-1] / bpb[0])",
     ),
     Mutant(
+        "health: rounding decides the unit of the training loss",
+        "health.learning",
+        "per_token if per_token[0] < limit <= per_byte[0] else per_byte",
+        "min(falls)",
+    ),
+    Mutant(
         "health: the best validation instead of the last",
         "health.learning",
         "ratio = bpb[-1] / bpb[best]",

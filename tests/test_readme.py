@@ -63,6 +63,11 @@ def test_a_notebook_that_papermill_is_given_is_there(command: list[str]) -> None
     assert given and all((ROOT / word).is_file() for word in given)
 
 
+def test_a_number_of_thousands_is_written_in_one_way() -> None:
+    prose = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\d,\d{3}\b", prose) and not re.findall(r"\b\d{1,3} \d{3}\b", prose)
+
+
 @pytest.mark.parametrize("link", LINKS)
 def test_a_link_leads_somewhere(link: str) -> None:
     assert (ROOT / link).exists()

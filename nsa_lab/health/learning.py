@@ -86,7 +86,9 @@ def training_loss(history: History, limits: Limits) -> Verdict | None:
             text = f"{name} is {last:.3f} {unit} at the end, and was {lowest:.3f} about step {lowest_at:,}"
             return Verdict("training loss", False, last / lowest, limits.training_kept, text)
         falls.append((1 - last / values[0], f"from {values[0]:.3f} to {last:.3f} {unit}"))
-    fall, text = min(falls)
+    per_token, per_byte = falls
+    # In bits per byte, as everywhere, unless it is the loss per token alone that fell too little.
+    fall, text = per_token if per_token[0] < limit <= per_byte[0] else per_byte
     return Verdict("training loss", bool(fall >= limit), fall, limit, f"{text} (at least {limit:.1%} below asked)")
 
 

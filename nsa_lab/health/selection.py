@@ -78,7 +78,7 @@ def selection_finds(history: History, limits: Limits) -> Verdict | None:
     words = {"random": "random blocks are", "nearest": "the nearest blocks are", "no_sel": "no selected branch is"}
     text += f"; {words[least]} as good: the choice saves {max(gain, 0):.2f} nats, and {limit:g} were asked"
     if history.config.data.source != "recall":
-        text += ". It was not trained on facts (data.source: recall), so that says little"
+        text += ". It was not trained on facts, as it would be with data.source: recall, so that says little"
         return Verdict(name, None, gain, limit, text)
     if last["step"] < limits.reach_after * history.config.train.steps:
         return Verdict(name, None, gain, limit, f"{text}. Not judged before {limits.reach_after:.0%} of the steps")
@@ -201,7 +201,7 @@ def _selection(history: History, name: str, verdict: str) -> tuple[np.ndarray, C
             None,
             None,
             None,
-            f"not in play: {length} tokens hold {-(-length // nsa.l_sel)} blocks, "
+            f"not in play: {length:,} tokens hold {-(-length // nsa.l_sel):,} blocks, "
             f"and all of them are selected (nsa.n_sel = {nsa.n_sel})",
         )
     _, values = history.layers(name)

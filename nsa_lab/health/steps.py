@@ -33,7 +33,7 @@ def steps_counted_once(history: History, limits: Limits) -> Verdict:
         return Verdict("every step once", None, 0, 0, "no step was logged yet")
     for what, which in (("lost", lost), ("doubled", doubled), ("counted with wrong tokens", miscounted)):
         if which:
-            shown = ", ".join(str(step) for step in which[:5]) + (" …" if len(which) > 5 else "")
+            shown = ", ".join(f"{step:,}" for step in which[:5]) + (" …" if len(which) > 5 else "")
             return Verdict("every step once", False, len(which), 0, f"steps {what}: {shown}; {story}")
     return if_told(history, Verdict("every step once", True, 0, 0, f"none lost, none doubled; {story}"))
 

@@ -55,13 +55,15 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line, as a person reads them."""
+        # One model's weights, read both ways: a dense twin has weights, and FLOPs, of its own.
+        other = {"nsa": "", "dense": ""} | {"dense" if self.attention == "nsa" else "nsa": ", by the same weights"}
         speed = "not known" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f} tokens/s"
         return [
             ("parameters", f"{self.params:,}"),
             ("optimiser steps", ", then ".join(f"{steps:,} of {tokens:,} tokens" for steps, tokens in self.stages)),
             ("tokens", f"{self.tokens:,}"),
-            ("FLOPs per token, NSA", f"{self.flops_per_token_nsa:.3g}"),
-            ("FLOPs per token, dense", f"{self.flops_per_token_dense:.3g}"),
+            ("MFLOPs per token, NSA", f"{self.flops_per_token_nsa / 1e6:,.4g}{other['nsa']}"),
+            ("MFLOPs per token, dense", f"{self.flops_per_token_dense / 1e6:,.4g}{other['dense']}"),
             (
                 "memory at the peak",
                 f"{size_text(self.memory_bytes)} of tensors (state {size_text(self.state_bytes)}, activations "

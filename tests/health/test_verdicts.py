@@ -410,6 +410,29 @@ def test_a_killed_and_resumed_run_counts_every_step_once_and_tells_its_story(tmp
     assert facts(history).attempts == 2
 
 
+@pytest.mark.parametrize("rounding", [-1e-9, 1e-9])
+def test_training_loss_is_told_in_bits_per_byte_however_it_rounds(rounding: float, tmp_path: Path) -> None:
+    """Of bytes, both losses fell by the same share but for the last bit, which decides nothing."""
+
+    def nearly(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == "step":
+                event["loss"] = event["bpb"] * math.log(2) * (1 + rounding * (event["step"] > 1))
+
+    told = named(verdicts(write_run(tmp_path, spoil=nearly)), "training loss")
+    assert told.ok is True and "bits per byte" in told.text and "nats" not in told.text
+
+
+def test_training_loss_that_fell_per_byte_alone_is_told_per_token(tmp_path: Path) -> None:
+    def flat_per_token(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == "step":
+                event["loss"] = 5.5 + event["step"] * 1e-6
+
+    told = named(verdicts(write_run(tmp_path, spoil=flat_per_token)), "training loss")
+    assert told.ok is False and "to 5.500 nats per token" in told.text
+
+
 def test_training_loss_is_told_as_a_mean_of_the_latest_readings(tmp_path: Path) -> None:
     """The last batch alone is noise. Over fewer readings where the run has few, or it would lag behind."""
 
@@ -523,6 +546,12 @@ def test_a_resume_that_skips_steps_is_named(tmp_path: Path) -> None:
     assert "steps lost: 90, 100;" in verdict.text
 
 
+def test_steps_that_are_lost_are_written_as_numbers_are(tmp_path: Path) -> None:
+    settings = configuration(train__steps=2000)
+    run = write_run(tmp_path, settings, lambda events: [e for e in events if (e["kind"], e["step"]) != ("step", 1010)])
+    assert "steps lost: 1,010;" in named(verdicts(run), "every step once").text
+
+
 def falsify(folder: Path) -> None:
     """A manifest that was edited: what it says of the weights is true, what it says of itself is not."""
     manifest = json.loads((folder / "MANIFEST.json").read_text())
@@ -596,7 +625,7 @@ def test_a_dense_run_has_no_verdicts_on_gates_or_selection(tmp_path: Path) -> No
 def test_selection_is_not_judged_where_there_is_nothing_to_choose(tmp_path: Path) -> None:
     verdict = named(verdicts(write_run(tmp_path, configuration(train__seq_len=1024))), "selection chooses")
     assert verdict.ok is None
-    assert "1024 tokens hold 16 blocks" in verdict.text
+    assert "1,024 tokens hold 16 blocks" in verdict.text
 
 
 def test_noise_must_stay_at_its_entropy(tmp_path: Path) -> None:

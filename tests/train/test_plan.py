@@ -33,6 +33,17 @@ PRODUCTION = RunConfig.from_dict(
 )
 
 
+@pytest.mark.parametrize(("attention", "unlike"), [("nsa", "dense"), ("dense", "NSA")])
+def test_the_flops_of_the_other_attention_are_told_to_be_of_the_same_weights(attention: Any, unlike: str) -> None:
+    """Those of a dense twin are fewer: it has no weights of branches and gates."""
+    planned = plan(PRODUCTION.model_copy(update={"model": ModelConfig(attention=attention)}))
+    rows = {name: value for name, value in planned.rows() if name.startswith("MFLOPs per token, ")}
+    assert len(rows) == 2
+    for kind, flops in (("NSA", planned.flops_per_token_nsa), ("dense", planned.flops_per_token_dense)):
+        value = f"{flops / 1e6:,.4g}" + (", by the same weights" if kind == unlike else "")
+        assert rows[f"MFLOPs per token, {kind}"] == value
+
+
 @pytest.mark.slow
 def test_counts_are_those_of_the_model() -> None:
     small = RunConfig(model=ModelConfig(dim=64, n_layers=2, n_heads=4))

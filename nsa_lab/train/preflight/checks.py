@@ -94,7 +94,9 @@ def preflight_alone(
 
 
 def profile(config: RunConfig, planned: Plan) -> Check:
-    value = f"{planned.params:,} parameters, a checkpoint every {config.train.save_every} steps, {config.data.source} data"
+    value = (
+        f"{planned.params:,} parameters, a checkpoint every {config.train.save_every:,} steps, {config.data.source} data"
+    )
     if config.runtime.profile == "smoke":
         return Check("profile", True, value, "smoke: any")
     ok = planned.params >= PRODUCTION_PARAMS and config.train.save_every > 0 and config.data.source != "synthetic"
