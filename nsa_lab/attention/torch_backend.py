@@ -65,9 +65,11 @@ def compressed_attention(
 
 
 @untraced
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """As `reference.select_blocks`, streamed over chunks of queries."""
     span = span or Span.full(q.shape[1])
+    if lse is None:
+        _, lse = compressed_attention(q.detach(), k_cmp.detach(), k_cmp.detach(), nsa, span=span)
     B, T, H, _ = q.shape
     G = k_cmp.shape[2]
     wide = _choice_dtype(q.dtype)

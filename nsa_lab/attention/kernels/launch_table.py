@@ -115,6 +115,10 @@ def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
             return Tile(64, 64, 4, 3)
 
 
+STRIDES_AT_ONCE = 8
+"""Of every selection block, where blocks are chosen without an LSE: 8 of 16 blocks are the 128 columns of `choice`."""
+
+
 def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection: int) -> Tile:
     """`keys` are selection blocks, each of `strides` compressed keys; the next step scores `spill` of them again."""
     padded = padded_width(strides)
