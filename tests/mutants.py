@@ -1089,8 +1089,8 @@ MUTANTS = [
     Mutant(
         "choice kernel: sums of other strides are not brought to one peak",
         "attention.kernels.choice",
-        "total = total * tl.exp2(peak - new_peak)[:, None]",
-        "total = total",
+        "total = total * tl.exp2(peak - new_peak) +",
+        "total = total +",
     ),
     Mutant(
         "choice kernel: without an LSE, keys are seen before their block is whole",

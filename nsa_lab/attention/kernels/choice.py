@@ -125,7 +125,8 @@ def _step_logarithm(
     """
     column = tl.arange(0, STRIDES_AT_ONCE * BLOCKS)
     columns = tl.arange(0, DK_PAD)
-    peak = tl.full([QUERIES], -3.0e38, tl.float32)
+    # Each selection block has a peak of its own: beside that of others, its sum could be less than the smallest number.
+    peak = tl.full([QUERIES, BLOCKS], -3.0e38, tl.float32)
     total = tl.zeros([QUERIES, BLOCKS], tl.float32)
     for s0 in range(0, STRIDES, STRIDES_AT_ONCE):
         s = s0 + column // BLOCKS
@@ -133,13 +134,11 @@ def _step_logarithm(
         k = load_rows(k_base, tl.minimum(i, N - 1).to(tl.int64) * stride_kn, columns, DK, DK_PAD)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         seen = (s < STRIDES)[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.reshape(tl.where(seen, scores, float("-inf")), [QUERIES, STRIDES_AT_ONCE, BLOCKS])
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weight = tl.exp2(scores - new_peak[:, None])
-        total = total * tl.exp2(peak - new_peak)[:, None]
-        total += tl.sum(tl.reshape(weight, [QUERIES, STRIDES_AT_ONCE, BLOCKS]), 1)
+        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None, :]), 1)
         peak = new_peak
-    return tl.log2(total) + peak[:, None]
+    return tl.log2(total) + peak
 # fmt: on
 
 
