@@ -73,8 +73,9 @@ def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, s
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """The n_sel blocks that each query and group reads (eq. 11), int32 [B, T, G, n_sel], ascending, then -1.
 
-    `lse` is that of `compressed_attention` for q and k_cmp; None: it is computed. Candidates have begun (j*l_sel <= t). Block 0, the query's own and the one before it are always in and count towards
-    n_sel; the rest go by importance, ties to the lower index. Carries no gradient.
+    `lse` is that of `compressed_attention` for q and k_cmp; None: it is computed. Candidates have begun (j*l_sel <= t).
+    Block 0, the query's own and the one before it are always in and count towards n_sel; the rest go by importance, ties to
+    the lower index. Carries no gradient.
     """
     span = span or Span.full(q.shape[1])
     with torch.no_grad():

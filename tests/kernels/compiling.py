@@ -89,6 +89,12 @@ def attend(
     kernels.selected_attention(q, *kv[2:4], blocks, nsa, span=span)[0].sum().backward()
 
 
+def choose(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """An indexer's choice: one head per group, a key for every d tokens."""
+    q, k = torch.zeros(1, T, G, D, dtype=dtype), torch.zeros(1, T // d, G, D, dtype=dtype)
+    kernels.select_blocks(q, k, None, NSAConfig(l=d, d=d))
+
+
 driver.set_active(AbsentDevice())
 JITFunction.__getitem__ = compile_only
 launch_table.is_hopper = lambda device: ARCHITECTURE == 90
@@ -103,6 +109,7 @@ def narrow() -> None:
     attend(T=300, H=6, G=1, D=64)
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)
+    choose(T=300, G=2, D=64, d=2)
 
 
 def wide() -> None:
@@ -111,6 +118,7 @@ def wide() -> None:
     attend(T=320, H=32, G=2, D=128)  # a length that fills its tiles
     pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
     attend(T=300, H=32, G=2, D=128)
+    choose(T=300, G=2, D=128, d=8)
 
 
 def wider() -> None:
@@ -118,11 +126,14 @@ def wider() -> None:
     selected.UNION_TOKENS = 0
     attend(T=320, H=16, G=2, D=256, Dv=128)
     attend(T=320, H=2, G=2, D=256, dtype=torch.float32)
+    choose(T=320, G=2, D=256, d=8)
+    choose(T=320, G=2, D=256, d=1, dtype=torch.float32)
 
 
 def corners() -> None:
     """Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes."""
     attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
+    choose(130, 1, 96, 16, torch.float16)
 
 
 def documents() -> None:

@@ -147,8 +147,8 @@ def test_runs_are_bit_identical_and_strides_do_not_matter(device):
             assert torch.equal(first, select_blocks(*arguments, nsa))
 
 
-# B, T, G, D, geometry: one head per group and compressed blocks side by side. Strides at once, fewer, more, and no whole number
-# of times as many; more selection blocks than a step takes, and as many as there are places.
+# B, T, G, D, geometry: one head per group and compressed blocks side by side. As many strides as are taken at once, fewer,
+# more, and no whole number of times as many; more selection blocks than a step takes, and as many as there are places.
 ALONE = [
     (2, 77, 2, 32, NSAConfig(l=4, d=4, l_sel=16, n_sel=4)),
     (1, 411, 1, 64, NSAConfig(l=1, d=1, l_sel=16, n_sel=5)),
@@ -170,7 +170,7 @@ GPU_ALONE = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ALONE + (GPU_ALONE if CUDA else []), ids=lambda c: "x".join(map(str, c[:4])))
 def test_one_head_with_blocks_side_by_side_needs_no_lse(case, dtype, scale, device, poisoned):
-    """Sharp: most importances are far below float32's smallest number beside the largest, and are told apart all the same."""
+    """Sharp: beside the largest importance most are below float32's smallest number, and are told apart all the same."""
     B, T, G, D, nsa = case
     q, k, lse = inputs(B, T, G, G, D, nsa, dtype, device, scale)
     blocks = select_blocks(q, k, None, nsa)
@@ -180,12 +180,12 @@ def test_one_head_with_blocks_side_by_side_needs_no_lse(case, dtype, scale, devi
 
 @pytest.mark.parametrize("case", ALONE[:4], ids=lambda c: "x".join(map(str, c[:4])))
 def test_without_an_lse_ties_go_to_the_lower_index(case, device):
-    """Scores are -1000 or -1001, and small whole numbers of them make a block: sums of the same keys are equal to the bit."""
+    """All keys of a selection block score -1000, or all -1001: sums of as many equal keys are equal to the bit."""
     B, T, G, D, nsa = case
     q, k = torch.zeros(B, T, G, D), torch.zeros(B, geometry.num_compressed(T, nsa), G, D)
     q[..., 0] = D**0.5
     generator = torch.Generator().manual_seed(3)
-    per_block = nsa.l_sel // nsa.d  # all keys of a selection block are alike, so that the order of its sum says nothing
+    per_block = nsa.l_sel // nsa.d
     few = torch.rand(B, geometry.num_selection(T, nsa), G, generator=generator) < 0.4
     k[..., 0] = -1000 - few.repeat_interleave(per_block, 1)[:, : k.shape[1]].float()
     q, k = q.to(device), k.to(device)

@@ -111,15 +111,15 @@ def _step_importance(
     return importance
 
 
-# fmt: off
 @triton.jit
 def _step_logarithm(
     q, k_base, stride_kn, t, j0, N, scale_log2,
     L: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
 ):
-    """Logarithm to base 2, [QUERIES, BLOCKS], of the sum of exp(score) over the compressed blocks of selection blocks j0 ..,
-    for one head and blocks that do not overlap. -inf where a query sees none of them.
+    """Logarithm to base 2, [QUERIES, BLOCKS], of the sum of exp(score) over the compressed blocks of selection blocks j0 ..
+
+    For one head, and blocks that do not overlap. -inf where a query sees none of them.
 
     Columns are ordered as in `_step_importance`, STRIDES_AT_ONCE strides of every selection block at a time.
     """
@@ -139,7 +139,6 @@ def _step_logarithm(
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None, :]), 1)
         peak = new_peak
     return tl.log2(total) + peak
-# fmt: on
 
 
 @triton.jit
@@ -219,11 +218,13 @@ def nsa_choice(
         q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
         k_base = k_ptr + b * stride_kb + g * stride_kg
         if lse_ptr is None:
-            q = load_rows(q_base, t.to(tl.int64) * stride_qt, tl.arange(0, DK_PAD), DK, DK_PAD)
+            own_q = load_rows(q_base, t.to(tl.int64) * stride_qt, tl.arange(0, DK_PAD), DK, DK_PAD)
+        else:
+            own_q = None  # of every head in turn
         for j0 in range(1 - SPILL, stop - SPILL, BLOCKS - SPILL):
             if lse_ptr is None:
                 score = _step_logarithm(
-                    q, k_base, stride_kn, t, j0, N, scale_log2,
+                    own_q, k_base, stride_kn, t, j0, N, scale_log2,
                     L, STRIDE, STRIDES, STRIDES_PAD, DK, DK_PAD, QUERIES, BLOCKS,
                 )
             else:
@@ -280,7 +281,9 @@ def forward(
     bounds = compressed_bounds(documents, longest, T + first)
     tf32 = COMPILES_TF32_MOVES and not launch_table.is_blackwell(q.device)
     tile = launch_table.choice(q.dtype, Dk, n_strides, spill, ceil_div(bounds.longest, l_sel))
-    at_once = padded_width(n_strides) if lse is not None else min(padded_width(n_strides), launch_table.STRIDES_AT_ONCE)
+    at_once = padded_width(n_strides)
+    if lse is None:
+        at_once = min(at_once, launch_table.choice_strides(q.dtype, Dk))
     nsa_choice[(bounds.tiles(T, tile.rows) * B * G,)](
         q, k_cmp, None if lse is None else lse.contiguous(), blocks, bounds.q, bounds.k,
         *strides(q, k_cmp),

@@ -115,10 +115,6 @@ def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
             return Tile(64, 64, 4, 3)
 
 
-STRIDES_AT_ONCE = 8
-"""Of every selection block, where blocks are chosen without an LSE: 8 of 16 blocks are the 128 columns of `choice`."""
-
-
 def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection: int) -> Tile:
     """`keys` are selection blocks, each of `strides` compressed keys; the next step scores `spill` of them again."""
     padded = padded_width(strides)
@@ -128,6 +124,11 @@ def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection
     if dtype == torch.float32 or width > WIDEST:
         return Tile(32, max(64 // padded, least), 4, 1)
     return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
+
+
+def choice_strides(dtype: torch.dtype, width: int) -> int:
+    """The most strides of every selection block that are scored at once, where blocks are chosen without an LSE."""
+    return 2 if dtype == torch.float32 and width > WIDEST else 8
 
 
 class Rows(NamedTuple):
