@@ -125,9 +125,7 @@ def evaluate_run(
     counts = [list(depths), per_depth, written_per_depth, windows, intervened]
     parts = Parts(folder, json.loads(json.dumps([asking, counts])))
     if parts.earlier:
-        say(
-            f"{len(parts.earlier)} parts are known from an evaluation that was broken off: {', '.join(sorted(parts.earlier))}"
-        )
+        say(f"known from an evaluation that was broken off: {', '.join(sorted(parts.earlier))}")
     found = {
         **asking,
         **_retrieval(ask, asked, parts, say),
