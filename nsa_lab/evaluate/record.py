@@ -33,7 +33,7 @@ from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import step_of
 from nsa_lab.runs.environment import code_identity, versions
-from nsa_lab.runs.evaluation import VERSION, Parts, write_evaluation
+from nsa_lab.runs.evaluation import VERSION, Unfinished, write_evaluation
 
 Say = Callable[[str], object]
 
@@ -123,7 +123,7 @@ def evaluate_run(
         "attention": config.model.attention,
     }
     counts = [list(depths), per_depth, written_per_depth, windows, intervened]
-    parts = Parts(folder, json.loads(json.dumps([asking, counts])))
+    parts = Unfinished(folder, json.loads(json.dumps([asking, counts])))
     if parts.earlier:
         say(f"known from an evaluation that was broken off: {', '.join(sorted(parts.earlier))}")
     found = {
@@ -146,7 +146,7 @@ def _lengths(config: RunConfig) -> list[int]:
     return [*(stage.seq_len for stage in config.train.plan), 2 * config.train.longest.seq_len]
 
 
-def _retrieval(ask: _Questions, lengths: Sequence[int], parts: Parts, say: Say) -> dict[str, Any]:
+def _retrieval(ask: _Questions, lengths: Sequence[int], parts: Unfinished, say: Say) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     not_asked: list[dict[str, Any]] = []
     for task, length in itertools.product(TASKS, lengths):

@@ -13,7 +13,7 @@ UNFINISHED = "evaluation.unfinished.json"
 VERSION = 1
 
 
-class Parts:
+class Unfinished:
     """What an evaluation has found so far, kept in the run: one that is broken off goes on where it was.
 
     `asked` says what is evaluated and how, as plain JSON: what was found for anything else is of no use, and is dropped.
