@@ -516,7 +516,7 @@ def test_a_twin_may_have_a_wider_mlp_and_what_differs_is_said(pair: Any) -> None
     same = beside_twin(nsa, dense)[0]
     assert same.ok is True
     assert "an MLP of 128 against 160; parameters 131,928 against 123,456, +6.9%" in same.text
-    assert "MFLOPs per token 1 against 0.9, +11.1%" in same.text
+    assert "MFLOPs per token 1.0 against 0.9, +11.1%" in same.text
 
 
 def test_what_a_resumed_run_may_change_makes_no_other_twin_but_how_much_is_evaluated() -> None:
