@@ -80,8 +80,8 @@ def finite(history: History, limits: Limits) -> Verdict:
         return Verdict("finite numbers", False, len(impossible), 0, text)
     if not bad:
         skipped = any(event.get("rule") == "non_finite" for event in history.current("guard"))
-        text = "every recorded number is finite" + ("; the step that was not was skipped, as guards tells" if skipped else "")
-        return Verdict("finite numbers", True, 0, 0, text)
+        but = "; a step that was not finite was skipped: see guards" if skipped else ""
+        return Verdict("finite numbers", True, 0, 0, f"every recorded number is finite{but}")
     step, name = bad[0]
     return Verdict("finite numbers", False, len(bad), 0, f"{name} is not finite at step {step:,} ({len(bad)} such numbers)")
 

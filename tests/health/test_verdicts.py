@@ -276,7 +276,7 @@ def test_a_halt_is_named_before_the_end_that_it_caused(tmp_path: Path) -> None:
     assert health.headline.startswith("NOT healthy: guards: non_finite (halt): step 91: the loss is nan")
     assert named(health.verdicts, "finished").ok is False
     numbers = named(health.verdicts, "finite numbers")
-    assert numbers.ok and numbers.text.endswith("the step that was not was skipped, as guards tells")
+    assert numbers.ok and numbers.text.endswith("; a step that was not finite was skipped: see guards")
 
 
 def test_a_trainer_that_died_is_not_healthy_and_one_that_runs_is_not_judged(tmp_path: Path) -> None:
