@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import geometry, reference
 from nsa_lab.attention.torch_backend import CHUNK_BYTES, carry, choice_dtype, wide_dtype
@@ -38,7 +39,9 @@ class LayerCache(NamedTuple):
 
     def rows(self, rows: slice) -> LayerCache:
         """The same of some of the sequences."""
-        return LayerCache(*(None if x is None else x[rows] for x in self))
+        index = None if self.k_index is None else self.k_index[rows]
+        raw = self.k_sel[rows], self.v_sel[rows], self.k_win[rows], self.v_win[rows]
+        return LayerCache(self.k_cmp[rows], self.v_cmp[rows], *raw, index)
 
 
 def cached_attention(
@@ -74,6 +77,36 @@ def cached_attention(
     return out
 
 
+def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """Causal attention for S >= 1 new tokens of each sequence, for the dense twin -> [B, S, H, d_v].
+
+    q [B, S, H, d_k]; k [B, capacity, G, d_k] and v [B, capacity, G, d_v] hold those of the new tokens already; `lengths`
+    as in `cached_attention`. Rows beyond a sequence's length are never read.
+    """
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    with torch.no_grad():
+        for rows, start in _runs(lengths):
+            out[rows] = _attend_all(q[rows], k[rows], v[rows], start)
+    return out
+
+
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """`cached_dense_attention` of sequences that all have `start` tokens before these, some queries at a time."""
+    B, S, H, _ = q.shape
+    size = max(CHUNK_BYTES[q.device.type] // (B * H * (start + S) * q.itemsize), 1)
+    parts: list[Tensor] = []
+    for first in range(start, start + S, size):
+        last = min(first + size, start + S)
+        # The heads of a group are queries of one matrix, which reads its keys and values once.
+        chunk = q[:, first - start : last - start]
+        rows = torch.unflatten(chunk, 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3)
+        seen = geometry.positions(0, last, q.device) <= geometry.positions(first, last, q.device)[:, None]
+        mask = seen.repeat_interleave(H // k.shape[2], dim=0) if last - first > 1 else None
+        out = scaled_dot_product_attention(rows, k[:, :last].transpose(1, 2), v[:, :last].transpose(1, 2), attn_mask=mask)
+        parts.append(_positions_first(out, chunk))
+    return torch.cat(parts, dim=1)
+
+
 def _check(q: Tensor, cache: LayerCache, nsa: NSAConfig, index_q: Tensor | None, choice_nsa: NSAConfig | None) -> None:
     least, ring = nsa.w + q.shape[1] - 1, cache.k_win.shape[1]
     if ring < least:
@@ -88,7 +121,7 @@ def _check(q: Tensor, cache: LayerCache, nsa: NSAConfig, index_q: Tensor | None,
 def _runs(lengths: Tensor) -> Iterator[tuple[slice, int]]:
     """Neighbouring rows of one length, and that length. On a GPU the host waits for the lengths, which kernels need not."""
     begin = 0
-    for length, run in groupby(lengths.tolist()):
+    for length, run in groupby(cast("list[int]", lengths.tolist())):  # pyright: ignore[reportUnknownMemberType]
         end = begin + len(list(run))
         yield slice(begin, end), length
         begin = end

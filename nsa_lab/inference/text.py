@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -45,13 +45,23 @@ def write_on(
     """Pieces of text that follow `prompt`, `n` tokens of them, each as soon as its characters are whole."""
     # In training a separator stands before every document.
     begin = torch.tensor([tokenizer.separator, *map(int, tokenizer.encode(prompt))], dtype=torch.int64)
-    drawn: list[int] = []
-    said = ""
-    for token in tokens_after(model, begin, n, sampling, seed, drawable=tokenizer.vocab_size):
-        drawn.append(token)
-        text = tokenizer.decode(drawn)
+    yield from whole_characters(tokenizer, tokens_after(model, begin, n, sampling, seed, drawable=tokenizer.vocab_size))
+
+
+def whole_characters(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens, in pieces that end with whole characters; only what is not told yet is decoded, and its prefix."""
+    prefix: list[int] = []  # told already; a tokenizer may decode a token by the one before it
+    waiting: list[int] = []
+    for token in tokens:
+        waiting.append(token)
+        piece = _after(tokenizer, prefix, waiting)
         # Half a character shows as U+FFFD until its other half is drawn.
-        if not text.endswith("\ufffd"):
-            yield text[len(said) :]
-            said = text
-    yield tokenizer.decode(drawn)[len(said) :]
+        if not piece.endswith("\ufffd"):
+            yield piece
+            prefix, waiting = waiting, []
+    yield _after(tokenizer, prefix, waiting)
+
+
+def _after(tokenizer: Tokenizer, prefix: list[int], tokens: list[int]) -> str:
+    """What `tokens` add to the text of `prefix`."""
+    return tokenizer.decode(prefix + tokens)[len(tokenizer.decode(prefix)) :]

@@ -37,17 +37,6 @@ def test_token_by_token_equals_full_forward(variant: dict) -> None:
         torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-10)
 
 
-def test_a_cache_reads_what_the_definition_reads() -> None:
-    model = built(tiny(n_layers=1))
-    decoder = Decoder(model, LENGTH)
-    decoder.append(torch.zeros(1, 40, dtype=torch.int64))
-    decoder.append(torch.ones(1, 8, dtype=torch.int64))
-    cache = decoder._caches[0]
-    assert cache._k_cmp.rows.shape[1] == (LENGTH - GEOMETRY.l) // GEOMETRY.d + 1
-    assert cache._k_win.shape[1] == GEOMETRY.w
-    assert cache._k_cmp._raw.shape[1] < GEOMETRY.l
-
-
 def test_a_decoder_that_is_full_says_so() -> None:
     decoder = Decoder(built(tiny(n_layers=1)), 4)
     with pytest.raises(ValueError, match="5 tokens do not fit into a decoder of capacity 4"):
