@@ -97,7 +97,9 @@ def test_every_token_is_streamed_when_it_is_drawn(model: NSATransformer) -> None
     heard: list[tuple[int, int]] = []
     prompts = prompts_of((3, 9))
     found = generate(model, prompts, max_new_tokens=5, stream=lambda index, token: heard.append((index, token)))
-    assert heard == [(index, token) for tokens in zip(*found, strict=True) for index, token in enumerate(tokens.tolist())]
+    assert heard == [
+        (index, token) for tokens in zip(*map(Tensor.tolist, found), strict=True) for index, token in enumerate(tokens)
+    ]
 
     def interrupt(index: int, token: int) -> None:
         raise KeyboardInterrupt
