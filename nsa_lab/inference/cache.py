@@ -11,7 +11,6 @@ Shape suffixes: B batch, S new tokens, N compressed blocks, G key/value groups, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
@@ -20,12 +19,9 @@ from torch import Tensor
 
 from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, nsa_attention
 from nsa_lab.attention.decoding import LayerCache, cached_attention, cached_dense_attention
-from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.config import NSAConfig
+from nsa_lab.inference import memory
 from nsa_lab.model import Block, DenseAttention, Indexer, NSATransformer, Rotary, SparseAttention
-from nsa_lab.runs.summary import size_text
-
-# Tokens that a step may append to sequences which have begun; rings have room for them beside what is read.
-STEP = 256
 
 
 class Step(NamedTuple):
@@ -80,7 +76,7 @@ class Ring:
         self.kept.copy_(x[torch.arange(len(x), device=x.device)[:, None], places])
 
     def put(self, x: Tensor, step: Step) -> None:
-        """x [B, S, G, D] behind what there is, S <= `STEP`."""
+        """x [B, S, G, D] behind what there is, S <= `memory.STEP`."""
         batch = torch.arange(len(x), device=x.device)[:, None]
         self.kept[batch, step.positions % self.kept.shape[1]] = x
 
@@ -104,7 +100,7 @@ class Compressed:
     ) -> None:
         self.nsa, self._phi = nsa, phi
         self.blocks = Rows(geometry.num_compressed(capacity, nsa), groups, width, batch, like)
-        self.raw = Ring(nsa.l - 1 + STEP, groups, width, batch, like)
+        self.raw = Ring(memory.raw_slots(nsa), groups, width, batch, like)
 
     def put(self, x: Tensor, step: Step) -> None:
         """New tokens [B, S, G, D], and the blocks that they complete in any sequence."""
@@ -156,7 +152,7 @@ class NSACache:
         self.k_cmp = Compressed(nsa, lambda k: compress(k, nsa, phi_k), capacity, G, c.d_k, batch, like)
         self.v_cmp = Compressed(nsa, lambda v: compress(v, nsa, phi_v), capacity, G, c.d_v, batch, like)
         self.k_sel, self.v_sel = (Rows(capacity, G, width, batch, like) for width in (c.d_k, c.d_v))
-        self.k_win, self.v_win = (Ring(nsa.w - 1 + STEP, G, width, batch, like) for width in (c.d_k, c.d_v))
+        self.k_win, self.v_win = (Ring(memory.window_slots(nsa), G, width, batch, like) for width in (c.d_k, c.d_v))
         self._before = Latest()
         self.index = IndexCache(attention.indexer, capacity, batch, like) if attention.indexer else None
 
@@ -266,7 +262,7 @@ class Cache:
 
     def __init__(self, model: NSATransformer, capacity: int, batch: int = 1) -> None:
         like = model.head.weight
-        check_fits(model.config, capacity, batch, like)
+        memory.check_fits(model.config, capacity, batch, like.device, like.element_size())
         self.capacity, self.batch = capacity, batch
         self.starts = (0,) * batch
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
@@ -289,49 +285,6 @@ class Cache:
         index = torch.tensor(rows, device=self.lengths.device)
         for kept in (self.lengths, *(tensor for layer in self.layers for tensor in layer.tensors())):
             kept.copy_(kept[index])
-
-
-def sequence_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
-    """Bytes that a `Cache` lays out for one sequence of `capacity` tokens, at `itemsize` bytes a number."""
-    both = config.n_kv_groups * (config.d_k + config.d_v)
-    rows = (capacity + 1) * both
-    if config.attention == "nsa":
-        nsa, choice = config.nsa, config.choice_nsa
-        rows += (nsa.w - 1 + STEP + _compressed_rows(capacity, nsa)) * both
-        if config.indexed:
-            rows += _compressed_rows(capacity, choice) * config.n_kv_groups * config.d_k
-    return config.n_layers * rows * itemsize
-
-
-def token_bytes(config: ModelConfig, itemsize: int) -> float:
-    """Bytes that another token of a sequence takes in a `Cache`, compressed blocks in their share."""
-    k, v = config.n_kv_groups * config.d_k, config.n_kv_groups * config.d_v
-    per_token = float(k + v)
-    if config.attention == "nsa":
-        per_token += (k + v) / config.nsa.d + (k / config.choice_nsa.d if config.indexed else 0)
-    return config.n_layers * per_token * itemsize
-
-
-def check_fits(config: ModelConfig, capacity: int, batch: int, like: Tensor) -> None:
-    """Raises ValueError unless a `Cache` of this size fits the memory of the device of `like`."""
-    if batch < 1 or capacity < 1:
-        raise ValueError(f"a cache of {batch} sequences of {capacity} tokens: expected at least 1 of each")
-    each, there = sequence_bytes(config, capacity, like.element_size()), _free_bytes(like.device)
-    if batch * each > there:
-        raise ValueError(
-            f"a cache of {batch} sequences of {capacity} tokens takes {size_text(batch * each)}, and {like.device} has "
-            f"{size_text(there)}; {there // each} would fit"
-        )
-
-
-def _compressed_rows(capacity: int, nsa: NSAConfig) -> int:
-    return geometry.num_compressed(capacity, nsa) + 1 + nsa.l - 1 + STEP
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _layer(attention: object, capacity: int, batch: int, like: Tensor) -> NSACache | DenseCache:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nsa_lab.inference.cache import STEP, Cache
+from nsa_lab.inference import memory
+from nsa_lab.inference.cache import Cache
 from nsa_lab.model import NSATransformer, rotary_table
 
 # Tokens of all sequences together that are read at once while nothing stands before them: what a layer holds of them grows
@@ -20,7 +21,7 @@ FIRST = 2**16
 
 
 class Decoder:
-    """Feeds a model with the tokens of `batch` sequences of at most `capacity` tokens each, and keeps what it needs of them.
+    """Feeds a model with the tokens of `batch` sequences, at most `capacity` each, and keeps what it needs of them.
 
     Raises ValueError where the cache does not fit, as `Cache` does.
     """
@@ -55,7 +56,7 @@ class Decoder:
         self._check(tokens, counts)
         at = 0
         while at < tokens.shape[1]:
-            width = STEP if any(self.cache.starts) else max(FIRST // len(tokens), STEP)
+            width = memory.STEP if any(self.cache.starts) else max(FIRST // len(tokens), memory.STEP)
             part = tokens[:, at : at + width]
             own = [min(max(count - at, 0), part.shape[1]) for count in counts]
             hidden = self._advance(part, own)
@@ -79,13 +80,13 @@ class Decoder:
             raise ValueError(f"tokens: expected int64 [B, n], n >= 1, got {tokens.dtype} {tuple(tokens.shape)}")
         if len(tokens) != cache.batch or len(counts) != cache.batch:
             raise ValueError(
-                f"tokens: {len(tokens)} rows and {len(counts)} counts for a decoder of {cache.batch} sequences; give one of "
-                "each for every sequence, or build a decoder of that batch"
+                f"tokens: {len(tokens)} rows and {len(counts)} counts for a decoder of {cache.batch} sequences; give one of each "
+                "for every sequence, or build a decoder of that batch"
             )
         if min(counts) < 0 or max(counts) != tokens.shape[1]:
             raise ValueError(
-                f"counts = {list(counts)}: expected numbers from 0 to {tokens.shape[1]}, the longest row's; cut padding that "
-                "no row needs"
+                f"counts = {list(counts)}: expected numbers from 0 to {tokens.shape[1]}, the longest row's; cut padding "
+                "that no row needs"
             )
         least, most = (int(end) for end in tokens.aminmax())
         if least < 0 or most >= vocab_size:

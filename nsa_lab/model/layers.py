@@ -73,7 +73,7 @@ class MLP(nn.Module):
 
 
 def rotary_at(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [..., width/2], of the angles t * theta**(-2i/width) at positions int [...] (arXiv 2104.09864)."""
+    """cos and sin, float32 [..., width/2], of the angles t * theta**(-2i/width) at positions [...] (arXiv 2104.09864)."""
     rate = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width)
     angle = positions.to(torch.float32)[..., None] * rate
     return angle.cos(), angle.sin()

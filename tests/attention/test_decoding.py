@@ -24,7 +24,7 @@ LENGTHS = (0, 1, 5, 33, 33, 97, 2)
 
 
 class Sequences:
-    """Random inputs of sequences of `lengths` + S tokens: what a full call takes of each, and a cache that holds them all."""
+    """Random inputs of sequences of `lengths` + S tokens: what a full call takes of each, and a cache of them all."""
 
     def __init__(self, nsa: NSAConfig, S: int, *, G: int = 2, h: int = 3, lengths: tuple[int, ...] = LENGTHS) -> None:
         self.nsa, self.S, self.lengths, self.G, self.h = nsa, S, lengths, G, h

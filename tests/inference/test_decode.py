@@ -9,8 +9,8 @@ import torch
 from tiny_models import GEOMETRY, built, tiny
 from torch import Tensor
 
-from nsa_lab.config import NSAConfig
-from nsa_lab.inference import Decoder, cache, decode
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.inference import Decoder, cache, decode, memory
 from nsa_lab.model import NSATransformer
 
 # Around every length that something begins or ends at: d, l, l_sel, w, n_sel * l_sel.
@@ -67,8 +67,7 @@ def in_chunks(model: NSATransformer, texts: list[Tensor], chunks: list[int], poi
 
 @pytest.fixture(params=[5, 256], ids="steps of {}".format)
 def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "STEP", request.param)
-    monkeypatch.setattr(decode, "STEP", request.param)
+    monkeypatch.setattr(memory, "STEP", request.param)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -92,7 +91,7 @@ def test_sequences_of_any_lengths_in_chunks_of_any_sizes_equal_full_forward(vari
 
 def test_what_is_read_first_is_bounded_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "FIRST", 40)
-    monkeypatch.setattr(decode, "STEP", 5)
+    monkeypatch.setattr(memory, "STEP", 5)
     model, texts = built(tiny()), [drawn(60), drawn(21)]
     tokens, counts = ragged(texts)
     widths: list[int] = []
@@ -148,10 +147,18 @@ def test_the_likeliest_tokens_of_long_ragged_batches_are_those_of_full_passes(va
 def test_the_memory_of_a_cache_is_what_is_planned(variant: dict, capacity: int) -> None:
     config = tiny(**variant)
     held = sum(kept.nbytes for layer in cache.Cache(built(config), capacity, 3).layers for kept in layer.tensors())
-    assert held == 3 * cache.sequence_bytes(config, capacity, 8)
+    assert held == 3 * memory.sequence_bytes(config, capacity, 8)
     far = 10**5 * config.nsa.d
-    more = cache.sequence_bytes(config, 2 * far, 8) - cache.sequence_bytes(config, far, 8)
-    assert more == far * cache.token_bytes(config, 8)
+    more = memory.sequence_bytes(config, 2 * far, 8) - memory.sequence_bytes(config, far, 8)
+    assert more == far * memory.token_bytes(config, 8)
+
+
+@pytest.mark.parametrize(("attention", "megabytes"), [("nsa", (12.6, 34.6, 60)), ("dense", (50, 403, 805))])
+def test_reads_are_those_of_the_formula(attention: str, megabytes: tuple[float, ...]) -> None:
+    """N(S) + n_sel * l_sel + w keys and values of two groups of 64 channels, in twelve layers, two bytes each."""
+    config = ModelConfig(attention=attention)
+    found = [memory.read_bytes(config, length, 2) / 1e6 for length in (8192, 65_536, 131_072)]
+    assert found == pytest.approx(megabytes, rel=0.01)
 
 
 def test_phi_is_computed_once_for_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +192,8 @@ def test_what_a_decoder_cannot_read_is_explained(rows: Tensor, counts: list[int]
 
 def test_a_batch_that_does_not_fit_says_how_many_would(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(tiny())
-    each = cache.sequence_bytes(model.config, 100, 8)
-    monkeypatch.setattr(cache, "_free_bytes", lambda device: 3 * each + 1)
+    each = memory.sequence_bytes(model.config, 100, 8)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 3 * each + 1)
     Decoder(model, 100, batch=3)
     with pytest.raises(ValueError, match=r"a cache of 4 sequences of 100 tokens takes .*; 3 would fit"):
         Decoder(model, 100, batch=4)
