@@ -167,8 +167,14 @@ def _shares(q: Tensor, k: Tensor, first: int, nsa: NSAConfig) -> Tensor:
     """
     n = geometry.num_compressed(first + q.shape[1], nsa)
     scores = _scores(q, k[:, :n], choice_dtype(q.dtype))
-    seen = geometry.sees_compressed(geometry.positions(first, first + q.shape[1], q.device), n, nsa)[:, None]  # [C, 1, n]
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0.0)
+    # What the first query sees, all of them see.
+    seen_by_all = geometry.num_compressed(first + 1, nsa)
+    hidden = ~geometry.sees_compressed(geometry.positions(first, first + q.shape[1], q.device), n, nsa)
+    hidden = hidden[:, None, seen_by_all:]  # [C, 1, rest]
+    scores[..., seen_by_all:].masked_fill_(hidden, float("-inf"))
+    p = scores.softmax(-1)
+    p[..., seen_by_all:].masked_fill_(hidden, 0.0)
+    return p
 
 
 def _choose(p: Tensor, first: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> Tensor:
@@ -205,7 +211,10 @@ def _window(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> Tens
 def _scores(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
     """Scaled products of q [B, C, H, D] and k [B, n, G, D]: [B, G, C, h, n]."""
     rows = torch.unflatten(q.to(wide), 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3) * q.shape[-1] ** -0.5
-    return torch.unflatten(rows @ k.transpose(1, 2).to(wide).mT, 2, (q.shape[1], -1))
+    # Keys that have to be converted stay in the cache meanwhile.
+    some = max(CHUNK_BYTES[q.device.type] // (2 * k.shape[0] * k.shape[2] * k.shape[3] * wide.itemsize), 1)
+    parts = [rows @ part.transpose(1, 2).to(wide).mT for part in torch.split(k, some, dim=1)]
+    return torch.unflatten(torch.cat(parts, dim=-1), 2, (q.shape[1], -1))
 
 
 def _positions_first(out: Tensor, q: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ class Step(NamedTuple):
     """Of the new tokens, int64 [B, S]."""
     counts: Tensor
     """How many of them are no padding, int64 [B]."""
+    rows: Tensor
+    """0 .. B-1, int64 [B, 1]."""
 
     @property
     def width(self) -> int:
@@ -56,10 +58,9 @@ class Rows:
     def rows(self) -> Tensor:
         return self.kept[:, :-1]
 
-    def put(self, x: Tensor, places: Tensor) -> None:
+    def put(self, x: Tensor, places: Tensor, step: Step) -> None:
         """x [B, S, G, D] at `places`, int64 [B, S]."""
-        batch = torch.arange(len(x), device=x.device)[:, None]
-        self.kept[batch, places.clamp_max(self.kept.shape[1] - 1)] = x
+        self.kept[step.rows, places.clamp_max(self.kept.shape[1] - 1)] = x
 
 
 class Ring:
@@ -73,16 +74,15 @@ class Ring:
         latest = step.counts[:, None] - 1
         slots = torch.arange(self.kept.shape[1], device=x.device)
         places = (latest - (latest - slots) % len(slots)).clamp_min(0)
-        self.kept.copy_(x[torch.arange(len(x), device=x.device)[:, None], places])
+        self.kept.copy_(x[step.rows, places])
 
     def put(self, x: Tensor, step: Step) -> None:
         """x [B, S, G, D] behind what there is, S <= `memory.STEP`."""
-        batch = torch.arange(len(x), device=x.device)[:, None]
-        self.kept[batch, step.positions % self.kept.shape[1]] = x
+        self.kept[step.rows, step.positions % self.kept.shape[1]] = x
 
-    def read(self, positions: Tensor) -> Tensor:
+    def read(self, positions: Tensor, step: Step) -> Tensor:
         """Tokens at `positions`, int64 [B, n] -> [B, n, G, D]."""
-        return self.kept[torch.arange(len(positions), device=positions.device)[:, None], positions % self.kept.shape[1]]
+        return self.kept[step.rows, positions % self.kept.shape[1]]
 
 
 class Compressed:
@@ -106,18 +106,18 @@ class Compressed:
         """New tokens [B, S, G, D], and the blocks that they complete in any sequence."""
         if step.begins:
             self.raw.begin(x, step)
-            self._put_blocks(self._phi(x), torch.zeros_like(step.lengths))
+            self._put_blocks(self._phi(x), torch.zeros_like(step.rows), step)
             return
         self.raw.put(x, step)
         d, l = self.nsa.d, self.nsa.l
         new = max(self._whole(start + step.width) - self._whole(start) for start in step.starts)
         if new:
-            first = geometry.visible_compressed(step.lengths.long() - 1, self.nsa)
-            tokens = torch.arange((new - 1) * d + l, device=x.device)
-            self._put_blocks(self._phi(self.raw.read(first[:, None] * d + tokens)), first)
+            first = geometry.visible_compressed(step.positions[:, :1] - 1, self.nsa)
+            tokens = first * d + torch.arange((new - 1) * d + l, device=x.device)
+            self._put_blocks(self._phi(self.raw.read(tokens, step)), first, step)
 
-    def _put_blocks(self, blocks: Tensor, first: Tensor) -> None:
-        self.blocks.put(blocks, first[:, None].long() + torch.arange(blocks.shape[1], device=blocks.device))
+    def _put_blocks(self, blocks: Tensor, first: Tensor, step: Step) -> None:
+        self.blocks.put(blocks, first + torch.arange(blocks.shape[1], device=blocks.device), step)
 
     def _whole(self, length: int) -> int:
         return geometry.num_compressed(length, self.nsa)
@@ -133,8 +133,7 @@ class Latest:
         """x [B, S, ...]; None where there is no convolution."""
         if x is not None:
             before = torch.zeros_like(x[:, :1]) if self.kept is None else self.kept
-            batch = torch.arange(len(x), device=x.device)
-            self.kept = torch.cat([before, x], dim=1)[batch, step.counts].unsqueeze(1)
+            self.kept = torch.cat([before, x], dim=1)[step.rows, step.counts[:, None]]
 
 
 class NSACache:
@@ -164,7 +163,7 @@ class NSACache:
         for kept, new in zip((self.k_cmp, self.v_cmp), (keys[0], values[0]), strict=True):
             kept.put(new, step)
         for kept, new in zip((self.k_sel, self.v_sel), (keys[1], values[1]), strict=True):
-            kept.put(new, step.positions)
+            kept.put(new, step.positions, step)
         for kept, new in zip((self.k_win, self.v_win), (keys[2], values[2]), strict=True):
             kept.begin(new, step) if step.begins else kept.put(new, step)
         index_q = self.index.put(x, rotary, step) if self.index else None
@@ -239,8 +238,8 @@ class DenseCache:
         """As `NSACache.attend`."""
         q, (k,), (v,), unmixed = self._attention.heads(x, rotary, before=self._before.kept)
         self._before.put(unmixed, step)
-        self.k.put(k, step.positions)
-        self.v.put(v, step.positions)
+        self.k.put(k, step.positions, step)
+        self.v.put(v, step.positions, step)
         if step.begins:
             out = dense_attention(q, k, v, backend=self._attention.backends["dense"].backend)
         else:
@@ -266,13 +265,14 @@ class Cache:
         self.capacity, self.batch = capacity, batch
         self.starts = (0,) * batch
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
+        self._rows = torch.arange(batch, device=like.device)[:, None]
         self.layers = [_layer(cast(Block, block).attention, capacity, batch, like) for block in model.blocks]
 
     def step(self, width: int, counts: Sequence[int]) -> Step:
         """The next `width` tokens of every sequence, of which `counts` are no padding."""
         positions = self.lengths.long()[:, None] + torch.arange(width, device=self.lengths.device)
         told = torch.tensor(counts, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
-        return Step(self.starts, self.lengths, positions, told)
+        return Step(self.starts, self.lengths, positions, told, self._rows)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Every sequence is so many tokens longer."""

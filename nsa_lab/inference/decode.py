@@ -7,13 +7,14 @@ split into calls nor what else is in the batch enters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from nsa_lab.inference import memory
 from nsa_lab.inference.cache import Cache
-from nsa_lab.model import NSATransformer, rotary_table
+from nsa_lab.model import Block, NSATransformer, rotary_table
 
 # Tokens of all sequences together that are read at once while nothing stands before them: what a layer holds of them grows
 # with their number.
@@ -68,7 +69,7 @@ class Decoder:
         places = step.positions.clamp_max(self.cache.capacity - 1)  # of padding
         rotary = self._rotary[0][places], self._rotary[1][places]
         x = model.embedding(tokens)
-        for block, layer in zip(model.blocks, self.cache.layers, strict=True):
+        for block, layer in zip(cast("list[Block]", model.blocks), self.cache.layers, strict=True):
             x = x + layer.attend(block.attention_norm(x), rotary, step)
             x = x + block.mlp(block.mlp_norm(x))
         self.cache.advance(counts)
@@ -80,8 +81,8 @@ class Decoder:
             raise ValueError(f"tokens: expected int64 [B, n], n >= 1, got {tokens.dtype} {tuple(tokens.shape)}")
         if len(tokens) != cache.batch or len(counts) != cache.batch:
             raise ValueError(
-                f"tokens: {len(tokens)} rows and {len(counts)} counts for a decoder of {cache.batch} sequences; give one of each "
-                "for every sequence, or build a decoder of that batch"
+                f"tokens: {len(tokens)} rows, {len(counts)} counts for a decoder of {cache.batch} sequences; give one of "
+                "each for every sequence, or build a decoder of that batch"
             )
         if min(counts) < 0 or max(counts) != tokens.shape[1]:
             raise ValueError(
