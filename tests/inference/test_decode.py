@@ -113,7 +113,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
     assert torch.equal(by_itself, beside) and by_itself.isfinite().all()
 
 
-def test_sequences_change_places() -> None:
+def test_sequences_change_places(step: None) -> None:
     model, texts = built(tiny(rotary_share=0.5, matching_heads=1)), [drawn(30), drawn(14, seed=2), drawn(21, seed=3)]
     decoder = Decoder(model, 40, batch=3)
     decoder.append(*ragged(texts))
