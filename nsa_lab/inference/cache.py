@@ -48,7 +48,7 @@ class Step(NamedTuple):
         return not any(self.starts)
 
 
-class Rows:
+class TokenRows:
     """[B, capacity, G, D], and one row more, where padding past the capacity goes."""
 
     def __init__(self, capacity: int, groups: int, width: int, batch: int, like: Tensor) -> None:
@@ -99,7 +99,7 @@ class Compressed:
         like: Tensor,
     ) -> None:
         self.nsa, self._phi = nsa, phi
-        self.blocks = Rows(geometry.num_compressed(capacity, nsa), groups, width, batch, like)
+        self.blocks = TokenRows(geometry.num_compressed(capacity, nsa), groups, width, batch, like)
         self.raw = Ring(memory.raw_slots(nsa), groups, width, batch, like)
 
     def put(self, x: Tensor, step: Step) -> None:
@@ -150,7 +150,7 @@ class NSACache:
         phi_k, phi_v = attention.phi_k, attention.phi_v
         self.k_cmp = Compressed(nsa, lambda k: compress(k, nsa, phi_k), capacity, G, c.d_k, batch, like)
         self.v_cmp = Compressed(nsa, lambda v: compress(v, nsa, phi_v), capacity, G, c.d_v, batch, like)
-        self.k_sel, self.v_sel = (Rows(capacity, G, width, batch, like) for width in (c.d_k, c.d_v))
+        self.k_sel, self.v_sel = (TokenRows(capacity, G, width, batch, like) for width in (c.d_k, c.d_v))
         self.k_win, self.v_win = (Ring(memory.window_slots(nsa), G, width, batch, like) for width in (c.d_k, c.d_v))
         self._before = Latest()
         self.index = IndexCache(attention.indexer, capacity, batch, like) if attention.indexer else None
@@ -232,7 +232,7 @@ class DenseCache:
     def __init__(self, attention: DenseAttention, capacity: int, batch: int, like: Tensor) -> None:
         c = attention.config
         self._attention, self._before = attention, Latest()
-        self.k, self.v = (Rows(capacity, c.n_kv_groups, width, batch, like) for width in (c.d_k, c.d_v))
+        self.k, self.v = (TokenRows(capacity, c.n_kv_groups, width, batch, like) for width in (c.d_k, c.d_v))
 
     def attend(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
         """As `NSACache.attend`."""
