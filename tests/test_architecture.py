@@ -38,6 +38,7 @@ OPTIONAL = {
     "datasets": "data/sources/fineweb_edu.py",
     "huggingface_hub": "data/sources/fineweb_edu.py",
     "tokenizers": "data/tokenizer.py",
+    "transformers": "inference/hf.py",
     "torch.utils.tensorboard": "train/telemetry/mirror.py",
     "ipywidgets": "workbook/",
     "IPython": "workbook/",

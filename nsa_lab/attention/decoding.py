@@ -108,7 +108,7 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
 
 
 def _check(q: Tensor, cache: LayerCache, nsa: NSAConfig, index_q: Tensor | None, choice_nsa: NSAConfig | None) -> None:
-    least, ring = nsa.w + q.shape[1] - 1, cache.k_win.shape[1]
+    least, ring = geometry.ring_slots(q.shape[1], nsa), cache.k_win.shape[1]
     if ring < least:
         raise ValueError(
             f"cached_attention: k_win is a ring of {ring} slots, and {q.shape[1]} queries with w = {nsa.w} read {least}; "

@@ -1,4 +1,4 @@
-"""Commands that ask a run's model: generate, evaluate."""
+"""Commands that ask a run's model, or hand it on: generate, export-hf, evaluate."""
 
 from __future__ import annotations
 
@@ -45,6 +45,21 @@ def generate(
         typer.echo(piece, nl=False)
     typer.echo()
     typer.echo(pace, err=True)
+
+
+@app.command("export-hf")
+def export_hf(
+    run: Run,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder")],
+    step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
+    outputs: Outputs = None,
+) -> None:
+    """Write a run's model and tokenizer as transformers' from_pretrained loads them; needs nsa-lab[hf]."""
+    run_dir = names.find_run(run, names.outputs_folder(outputs))
+
+    from nsa_lab.inference import hf
+
+    typer.echo(hf.export(run_dir, folder, step=step))
 
 
 @app.command()

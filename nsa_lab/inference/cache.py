@@ -58,6 +58,12 @@ class TokenRows:
     def rows(self) -> Tensor:
         return self.kept[:, :-1]
 
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens; what is there stays."""
+        there, batch = self.rows, len(self.kept)
+        self.kept = there.new_zeros(batch, capacity + 1, *there.shape[2:])
+        self.kept[:, : there.shape[1]] = there
+
     def put(self, x: Tensor, places: Tensor, step: Step) -> None:
         """x [B, S, G, D] at `places`, int64 [B, S]."""
         self.kept[step.rows, places.clamp_max(self.kept.shape[1] - 1)] = x
@@ -115,6 +121,9 @@ class Compressed:
             first = geometry.visible_compressed(step.positions[:, :1] - 1, self.nsa)
             tokens = first * d + torch.arange((new - 1) * d + l, device=x.device)
             self._put_blocks(self._phi(self.raw.read(tokens, step)), first, step)
+
+    def grow(self, capacity: int) -> None:
+        self.blocks.grow(self._whole(capacity))
 
     def _put_blocks(self, blocks: Tensor, first: Tensor, step: Step) -> None:
         self.blocks.put(blocks, first + torch.arange(blocks.shape[1], device=blocks.device), step)
@@ -201,10 +210,17 @@ class NSACache:
             self.index.keys.blocks.rows if self.index else None,
         )
 
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens; what is there stays."""
+        for kept in (*self._compressed(), self.k_sel, self.v_sel):
+            kept.grow(capacity)
+
+    def _compressed(self) -> tuple[Compressed, ...]:
+        return (self.k_cmp, self.v_cmp, *([self.index.keys] if self.index else []))
+
     def tensors(self) -> Iterator[Tensor]:
         """Everything that is kept, a sequence in every row."""
-        compressed = (self.k_cmp, self.v_cmp, *([self.index.keys] if self.index else []))
-        yield from (kept for one in compressed for kept in (one.blocks.kept, one.raw.kept))
+        yield from (kept for one in self._compressed() for kept in (one.blocks.kept, one.raw.kept))
         yield from (one.kept for one in (self.k_sel, self.v_sel, self.k_win, self.v_win))
         latest = (self._before, *([self.index.before] if self.index else []))
         yield from (one.kept for one in latest if one.kept is not None)
@@ -246,6 +262,11 @@ class DenseCache:
             out = cached_dense_attention(q, self.k.rows, self.v.rows, step.lengths)
         return self._attention.out(out.flatten(2))
 
+    def grow(self, capacity: int) -> None:
+        """As `NSACache.grow`."""
+        self.k.grow(capacity)
+        self.v.grow(capacity)
+
     def tensors(self) -> Iterator[Tensor]:
         """As `NSACache.tensors`."""
         yield from (self.k.kept, self.v.kept)
@@ -278,6 +299,12 @@ class Cache:
         """Every sequence is so many tokens longer."""
         self.starts = tuple(start + count for start, count in zip(self.starts, counts, strict=True))
         self.lengths = torch.tensor(self.starts, dtype=torch.int32).to(self.lengths.device, non_blocking=True)
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens of every sequence; everything that grows with them is copied."""
+        self.capacity = capacity
+        for layer in self.layers:
+            layer.grow(capacity)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Sequence i becomes what sequence rows[i] was, as a search with beams asks for."""

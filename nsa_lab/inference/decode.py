@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_lab.inference import memory
 from nsa_lab.inference.cache import Cache
-from nsa_lab.model import Block, NSATransformer, rotary_table
+from nsa_lab.model import Block, NSATransformer, Rotary, rotary_table
 
 # Tokens of all sequences together that are read at once while nothing stands before them: what a layer holds of them grows
 # with their number.
@@ -29,7 +29,12 @@ class Decoder:
 
     def __init__(self, model: NSATransformer, capacity: int, batch: int = 1) -> None:
         self._model, self.cache = model, Cache(model, capacity, batch)
-        self._rotary = rotary_table(capacity, model.config.rotary_width, model.config.rope_theta, model.head.weight.device)
+        self._rotary = self._angles()
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens of every sequence, by copying what there is."""
+        self.cache.grow(capacity)
+        self._rotary = self._angles()
 
     @torch.no_grad()
     def append(self, tokens: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -50,6 +55,10 @@ class Decoder:
         for hidden, within in self._read(tokens, counts):
             found |= {row: hidden[row, end] for row, end in within.items()}
         return self._model.head(torch.stack([found[row] for row in range(len(found))]))
+
+    def _angles(self) -> Rotary:
+        c = self._model.config
+        return rotary_table(self.cache.capacity, c.rotary_width, c.rope_theta, self._model.head.weight.device)
 
     def _read(self, tokens: Tensor, counts: Sequence[int] | None) -> Iterator[tuple[Tensor, dict[int, int]]]:
         """Hidden states [B, n, C], some tokens at a time, and the rows that end in them, with the place."""

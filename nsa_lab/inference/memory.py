@@ -19,7 +19,7 @@ HALF = 2  # bytes of a number in bf16
 
 def window_slots(nsa: NSAConfig) -> int:
     """Of the ring that keeps window keys: what the first of `STEP` new tokens sees, and all of them."""
-    return nsa.w - 1 + STEP
+    return geometry.ring_slots(STEP, nsa)
 
 
 def raw_slots(nsa: NSAConfig) -> int:

@@ -125,6 +125,17 @@ def test_sequences_change_places(step: None) -> None:
         torch.testing.assert_close(found[row], full, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("variant", [{}, INDEXED, {"attention": "dense"}])
+def test_a_cache_that_grows_keeps_what_it_has(variant: dict) -> None:
+    model, text = built(tiny(**variant)), drawn(1, 40)
+    decoder = Decoder(model, 13)
+    parts = [decoder.append(text[:, :13])]
+    for begin, end in ((13, 14), (14, 40)):
+        decoder.grow(end)
+        parts.append(decoder.append(text[:, begin:end]))
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(text), rtol=0, atol=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 64, 500])
 @pytest.mark.parametrize("variant", [{}, {"rotary_share": 0.5, "matching_heads": 1, **INDEXED}, {"attention": "dense"}])
