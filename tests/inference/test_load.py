@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from fake_run import configuration, write_checkpoint, write_run
 from safetensors.torch import save
 
-from nsa_lab.config.extras import MissingPackage
 from nsa_lab.data import load_tokenizer
 from nsa_lab.inference import NoCheckpoint, Sampling, complete, find_checkpoint, load_model, write_on
 from nsa_lab.model import NSATransformer
@@ -81,10 +79,3 @@ def test_weights_that_are_broken_are_explained(tmp_path: Path) -> None:
     for temperature in (0.0, 0.8):
         with pytest.raises(NoCheckpoint, match="logits are not finite; use an earlier checkpoint"):
             "".join(complete(run_dir, "def ", 3, Sampling(temperature)))
-
-
-def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "nsa_lab.inference.hf", raising=False)
-    monkeypatch.setattr("nsa_lab.config.extras._is_there", lambda module: module != "transformers")
-    with pytest.raises(MissingPackage, match=r"transformers is not installed; run: pip install 'nsa-lab\[hf\]'"):
-        import nsa_lab.inference.hf  # noqa: F401
