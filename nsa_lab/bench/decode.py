@@ -100,7 +100,7 @@ def run_decode_bench(
     rows: list[StepTime] = []
     for batch in batches:
         level = _operator_level(heads, config.nsa, lengths, batch, dtype, device, backend, found["passed"])
-        rows += _with_shares(level) + _with_shares(_model_level(config, lengths, batch, dtype, device))
+        rows += _with_shares(level) + time_models(config, lengths, batch=batch, dtype=dtype, device=device)
     report = {
         **records.origin(records.device_name() if on_gpu else str(device)),
         "machine": machine(device),
@@ -192,9 +192,16 @@ def _operator_level(
     return rows
 
 
-def _model_level(
-    config: ModelConfig, lengths: Sequence[int], batch: int, dtype: torch.dtype, device: torch.device
+def time_models(
+    config: ModelConfig,
+    lengths: Sequence[int],
+    *,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> list[StepTime]:
+    """A step of a model of `config` and of its dense twin, of random weights, at each number of tokens before it."""
+    device = torch.device(device)
     models = {
         kind: NSATransformer(config.model_copy(update={"attention": kind}), device=device, dtype=dtype, seed=0)
         .to(dtype)
@@ -207,7 +214,7 @@ def _model_level(
         token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         runs = {kind: (lambda decoder=decoder: decoder.last(token)) for kind, decoder in decoders.items()}  # noqa: B023
         rows += _rows(f"model, {config.n_layers} layers", runs, config, length, batch, dtype, device)
-    return rows
+    return _with_shares(rows)
 
 
 def _full(model: NSATransformer, length: int, batch: int) -> Decoder:
