@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa_lab.attention import geometry, reference
+from nsa_lab.attention import geometry, reference, torch_backend
+from nsa_lab.attention.span import Span
 from nsa_lab.attention.torch_backend import CHUNK_BYTES, carry, choice_dtype, wide_dtype
 from nsa_lab.config import NSAConfig
+
+# So many queries at once gather their own blocks; more read the past together, as a prompt does.
+FEW = 8
 
 
 class LayerCache(NamedTuple):
@@ -131,26 +135,25 @@ def _attend(
     q: Tensor, gates: Tensor, cache: LayerCache, start: int, nsa: NSAConfig, index_q: Tensor | None, choice_nsa: NSAConfig
 ) -> Tensor:
     """`cached_attention` of sequences that all have `start` tokens before these, some queries at a time."""
-    size = max(CHUNK_BYTES[q.device.type] // _query_bytes(q, cache, start, nsa, choice_nsa), 1)
-    parts: list[Tensor] = []
-    for at in range(0, q.shape[1], size):
-        rows, first = slice(at, at + size), start + at
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for rows in _pieces(q, start, nsa, choice_nsa):
+        first = start + rows.start
         p, out_cmp = _compressed(q[:, rows], cache.k_cmp, cache.v_cmp, first, nsa)
         if index_q is not None and cache.k_index is not None:
             p = _shares(index_q[:, rows], cache.k_index, first, choice_nsa)
-        blocks = _choose(p, first, nsa, choice_nsa)
-        out_sel = _selected(q[:, rows], cache.k_sel, cache.v_sel, blocks, first, nsa)
         out_win = _window(q[:, rows], cache.k_win, cache.v_win, first, nsa)
-        parts.append(reference.combine(out_cmp, out_sel, out_win, gates[:, rows]))
-    return torch.cat(parts, dim=1)
+        found.append((out_cmp, _choose(p, first, nsa, choice_nsa), out_win))
+    out_cmp, blocks, out_win = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    select = _selected if q.shape[1] <= FEW else _selected_of_many
+    return reference.combine(out_cmp, select(q, cache.k_sel, cache.v_sel, blocks, start, nsa), out_win, gates)
 
 
-def _query_bytes(q: Tensor, cache: LayerCache, start: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> int:
-    """Of the scores against all compressed keys, and of the tokens that are gathered, for one query of every sequence."""
+def _pieces(q: Tensor, start: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> Iterator[slice]:
+    """Queries whose scores take a bounded number of bytes, one after another."""
     B, S, H, _ = q.shape
-    G, d_k = cache.k_sel.shape[2:]
-    scores = H * geometry.num_compressed(start + S, nsa) + G * geometry.num_compressed(start + S, choice_nsa)
-    return 8 * B * (scores + G * nsa.n_sel * nsa.l_sel * (d_k + cache.v_sel.shape[3]))
+    compressed = max(geometry.num_compressed(start + S, of) for of in (nsa, choice_nsa))
+    size = max(CHUNK_BYTES[q.device.type] // (8 * B * H * (compressed + nsa.w)), 1)
+    return (slice(first, min(first + size, S)) for first in range(0, S, size))
 
 
 def _compressed(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
@@ -196,6 +199,12 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: 
     scores = torch.unflatten(q, 2, (k.shape[2], -1)).to(wide) @ k[at].to(wide).mT * q.shape[-1] ** -0.5  # [B, C, G, h, n]
     p = scores.masked_fill_(hidden.unsqueeze(3), float("-inf")).softmax(-1)
     return (p @ v[at].to(wide)).flatten(2, 3).to(q.dtype)
+
+
+def _selected_of_many(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
+    """As `_selected`, of queries that have much of what they read in common."""
+    span = Span.chunk(first, q.shape[1])
+    return torch_backend.selected_attention(q, k[:, : span.keys], v[:, : span.keys], blocks, nsa, span=span)[0]
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> Tensor:
