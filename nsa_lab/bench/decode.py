@@ -32,7 +32,8 @@ CPU_LENGTHS = (4096, 16_384, 65_536, 131_072)
 GPU_LENGTHS = (8192, 65_536, 131_072)
 PARITY_LENGTHS = (1999, 700, 3)  # tokens before the new one, of three sequences in one batch
 PARITY_LIMIT = 2.0  # of the error that the same mathematics makes in plain torch at the same dtype
-REPEATS, WARM_UP = 15, 8  # steps that are timed, and before them, since the first ones find nothing in place
+# Steps of a turn: one model alone, as when it writes, once what the other one left in the caches is gone.
+ROUNDS, UNTIMED, TIMED = 4, 3, 6
 TABLE_WIDTH = 120
 
 
@@ -223,7 +224,7 @@ def _full(model: NSATransformer, length: int, batch: int) -> Decoder:
     for layer in decoder.cache.layers:
         for kept in layer.tensors():
             kept.normal_()
-    decoder.cache.advance([length - REPEATS - WARM_UP] * batch)
+    decoder.cache.advance([length - ROUNDS * (UNTIMED + TIMED)] * batch)
     return decoder
 
 
@@ -246,19 +247,21 @@ def _rows(
 
 
 def _times(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Median milliseconds of each, in turn, so that what else the machine does meets all alike."""
-    for _ in range(WARM_UP):
-        for run in runs.values():
-            run()
+    """Median milliseconds of each. They take turns, so that what else the machine does meets all alike."""
     took: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(REPEATS):
+    for _ in range(ROUNDS):
         for name, run in runs.items():
-            _wait(device)
-            begin = time.perf_counter()
-            run()
-            _wait(device)
-            took[name].append((time.perf_counter() - begin) * 1e3)
+            steps = [_time(run, device) for _ in range(UNTIMED + TIMED)]
+            took[name] += steps[UNTIMED:]
     return {name: statistics.median(times) for name, times in took.items()}
+
+
+def _time(run: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    begin = time.perf_counter()
+    run()
+    _wait(device)
+    return (time.perf_counter() - begin) * 1e3
 
 
 def _wait(device: torch.device) -> None:
