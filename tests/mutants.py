@@ -160,7 +160,8 @@ OTHERS = {
     ),
     "train.preflight.checks": ["tests/train/test_preflight.py"],
     "train.preflight.parity": ["tests/train/test_preflight.py"],
-    "inference.cache": ["tests/inference/test_decode.py"],
+    "attention.decoding": attention_tests("decoding"),
+    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("cache", "decode", "memory")},
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
     "inference.stops": ["tests/inference/test_generate.py"],
@@ -839,41 +840,66 @@ MUTANTS = [
     ),
     # Decoding and generation.
     Mutant(
-        "decoding: a cache of w - 1 keys",
-        "inference.cache",
-        "self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w :]\n"
-        "        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, -self._nsa.w :]",
-        "self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, 1 - self._nsa.w :]\n"
-        "        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, 1 - self._nsa.w :]",
+        "decoding: a window of w - 1 keys",
+        "attention.decoding",
+        "max(first - nsa.w + 1, 0)",
+        "max(first - nsa.w + 2, 0)",
     ),
     Mutant(
         "decoding: a query does not read itself",
-        "inference.cache",
-        "(tokens <= position)",
-        "((tokens < position) | (tokens == 0))",
+        "attention.decoding",
+        "(tokens < 0) | (tokens > t)",
+        "(tokens < 0) | ((tokens >= t) & (tokens > 0))",
     ),
-    Mutant(
-        "decoding: blocks that overlap forget what they share",
-        "inference.cache",
-        "self._raw[:, new * self.nsa.d :]",
-        "self._raw[:, new * self.nsa.l :]",
-    ),
-    Mutant("decoding: the strongest head chooses", "inference.cache", "(p.sum(2) @ carry)", "(p.amax(2) @ carry)"),
+    Mutant("decoding: the strongest head chooses", "attention.decoding", "carry(p.sum(3)", "carry(p.amax(3)"),
     Mutant(
         "decoding: the choice of the query before",
+        "attention.decoding",
+        "transpose(1, 2), nsa, first=first)",
+        "transpose(1, 2), nsa, first=first - 1)",
+    ),
+    Mutant(
+        "decoding: every row as long as the first",
+        "attention.decoding",
+        "yield slice(begin, end), length",
+        "yield slice(begin, end), lengths[0].item()",
+    ),
+    Mutant(
+        "decoding: of a chunk, the first query's compressed blocks alone are masked",
+        "attention.decoding",
+        "scores[..., seen_by_all:].masked_fill_(hidden,",
+        "scores[..., seen_by_all:].masked_fill_(hidden & False,",
+    ),
+    Mutant(
+        "decoding: blocks that overlap forget what they share", "inference.memory", "return nsa.l - 1 + STEP", "return STEP"
+    ),
+    Mutant(
+        "decoding: padding makes a sequence longer",
+        "inference.decode",
+        "self.cache.advance(counts)",
+        "self.cache.advance([tokens.shape[1]] * len(tokens))",
+    ),
+    Mutant(
+        "decoding: a ring begins with the padding of its prompt",
         "inference.cache",
-        "first=position).squeeze(1)",
-        "first=position - 1).squeeze(1)",
+        "latest = step.counts[:, None] - 1",
+        "latest = torch.full_like(step.counts, x.shape[1])[:, None] - 1",
+    ),
+    Mutant(
+        "decoding: a convolution reads the padding",
+        "inference.cache",
+        "[step.rows, step.counts[:, None]]",
+        "[step.rows, torch.full_like(step.counts, x.shape[1])[:, None]]",
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
     ),
-    Mutant("generation: nothing stops it", "inference.generate", "if stops.reached(drawn):", "if False:"),
+    Mutant("generation: nothing stops it", "inference.generate", "stops.reached(answers[row])", "False"),
     Mutant(
         "generation: ids past the tokenizer's are drawn",
         "inference.generate",
-        "sampling.draw(logits[:drawable]",
-        "sampling.draw(logits[:None]",
+        "logits[:, :drawable]",
+        "logits[:, :None]",
     ),
     Mutant(
         "generation: a stop by its last token alone",
@@ -1115,18 +1141,21 @@ MUTANTS = [
         "indexer: a prompt is read by other blocks", "inference.cache", "blocks=blocks, backend", "blocks=None, backend"
     ),
     Mutant(
-        "indexer: decoding chooses by the compressed keys", "inference.cache", "        if index:\n", "        if False:\n"
+        "indexer: decoding chooses by the compressed keys",
+        "attention.decoding",
+        "if index_q is not None and cache.k_index",
+        "if False and cache.k_index",
     ),
     Mutant(
         "indexer: decoding carries by the compressed branch's geometry",
-        "inference.cache",
-        "index.k if index else self._k_cmp, position",
-        "self._k_cmp, position",
+        "attention.decoding",
+        "geometry.num_selection(last, nsa), choice_nsa)",
+        "geometry.num_selection(last, nsa), nsa)",
     ),
     Mutant(
         "indexer: decoding forgets its unread key",
         "inference.cache",
-        "self._indexer(x, rotary, before=self._unread)",
+        "self._indexer(x, rotary, before=self.before.kept)",
         "self._indexer(x, rotary, before=None)",
     ),
     Mutant(
