@@ -153,6 +153,7 @@ OTHERS = {
     "attention.kernels.selected.inverted_index": PACKED,
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
+    "attention.kernels.ahead": cases("kernels/test_compiling.py", "launches_are_launches_again_after_a_failure"),
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
     "attention.kernels.operator": cases(
@@ -261,6 +262,12 @@ class Mutant:
 
 
 MUTANTS = [
+    Mutant(
+        "compiling ahead: nothing is launched ever after",
+        "attention.kernels.ahead",
+        "        JITFunction.run = run\n",
+        "        pass\n",
+    ),
     # The block arithmetic that every backend takes from one place.
     Mutant(
         "eq. 9 read with indices from 0",

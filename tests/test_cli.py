@@ -420,3 +420,11 @@ def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
     assert RunView(run_dir).line() == "step 0/200  starting"
     stall = {"kind": "stall", "t": 0.0, "step": 3, "phase": "data", "phase_age_s": 9}
     assert note(stall).endswith("step 3  stall in data after 9 s")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: nothing is refused")
+def test_warmup_needs_a_gpu(say, tiny: Path) -> None:
+    said = say("warmup", tiny, outputs=False)
+    assert said.code == 2 and said.err == (
+        "nsa-lab: nsa-lab warmup compiles kernels for the GPU of this machine, and torch sees none\n"
+    )

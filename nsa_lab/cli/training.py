@@ -196,6 +196,21 @@ def preflight(name: Name, param: Overrides = None, outputs: Outputs = None) -> N
     raise typer.Exit(directory.EXIT_HALTED if failed else directory.EXIT_DONE)
 
 
+@app.command()
+def warmup(
+    name: Name,
+    param: Overrides = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="kernels compiled at once [the cores of this machine]")] = None,
+) -> None:
+    """Compile a run's GPU kernels ahead, in parallel, into Triton's cache; nothing is trained."""
+    config = names.load_config(name, param or [])
+
+    from nsa_lab.train.warmup import warm_up
+
+    warmed = warm_up(config, threads)
+    typer.echo(f"{warmed.kernels} kernels for {config.name} compiled in {warmed.seconds:.1f} s, {warmed.threads} at once")
+
+
 def _notebook_runner() -> ModuleType:
     try:
         require("papermill", "nbclient", "nbconvert")

@@ -2,9 +2,9 @@
 
 On a CPU under TRITON_INTERPRET=1, where it takes minutes per packing of any size: `packings.py 2 40`. The second number is
 the most tokens of a document, a third would be the number of the first packing, and a fourth the step from one to the next:
-`packings.py 84 4096 3 12` takes the fourth configuration alone, so that twelve processes share a thousand and no two compile
-the same kernels. Prints the worst relative error of each part, over what is allowed, by configuration; exits with 1 where
-one is above it, and where a document's neighbours change a bit of what it gives.
+`packings.py 84 4096 3 12` takes the fourth configuration alone, so that twelve processes share a thousand and no two
+compile the same kernels. Prints the worst relative error of each part, over what is allowed, by configuration; exits with
+1 where one is above it, and where a document's neighbours change a bit of what it gives.
 
 What is allowed is the parity bar: 2 (outputs) or 3 (gradients) times what the same maths in plain low precision errs. In
 half precision that is one rounding of the result at least, and no more is allowed here. In float32, where a sum over

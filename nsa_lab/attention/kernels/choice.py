@@ -29,6 +29,7 @@ from nsa_lab.attention.kernels import launch_table, vocabulary
 from nsa_lab.attention.kernels.documents import compressed_bounds, document_of_tile, document_rows
 from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
 from nsa_lab.attention.kernels.tiles import LOG2E, last_tile_first, load_at, load_rows
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 ABSENT = tl.constexpr(0x7FFFFFFF)
 """Sorts after every block index."""
@@ -164,7 +165,7 @@ def _merge(best, score, j0, N_FREE: tl.constexpr, BLOCKS: tl.constexpr):
     return best
 
 
-@triton.jit(do_not_specialize=("T", "N", "B", "G", "documents", "first_query"))
+@triton.jit(do_not_specialize=SIZES)
 def nsa_choice(
     q_ptr, k_ptr, lse_ptr, blocks_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
