@@ -50,7 +50,7 @@ def cases(file: str, *names: str) -> list[str]:
 
 MODEL = [
     f"tests/model/test_model_{name}.py"
-    for name in ("definition", "recall", "indexer", "numbers", "observe", "precision", "layer", "silent")
+    for name in ("definition", "silent", "recall", "indexer", "numbers", "observe", "precision", "layer")
 ]
 PACKED = cases(
     "kernels/test_packed.py",
@@ -179,6 +179,7 @@ OTHERS = {
     "report.once": cases("report/test_one_number.py", "what_the_header_says_a_notebook_below_it_does_not"),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "data.staged": [
+        "tests/data/test_stage_text.py",
         "tests/data/test_documents.py",
         "tests/train/test_stages.py",
         "tests/train/test_evaluation.py",
@@ -1856,8 +1857,8 @@ MUTANTS = [
     Mutant(
         "config: runs that knew of no muon get another hash",
         "config.run",
-        ', "optimizer": "adamw"}',
-        "}",
+        '        "optimizer": "adamw",\n',
+        "",
     ),
     Mutant(
         "resume: muon goes on where there was adamw",
