@@ -1,4 +1,4 @@
-"""Branches that are silent by configuration: the rest computes as if they said nothing, and nothing of theirs is trained."""
+"""Branches that are silent by configuration: the rest computes as if they said nothing, and nothing of theirs learns."""
 
 from __future__ import annotations
 
