@@ -50,7 +50,7 @@ def cases(file: str, *names: str) -> list[str]:
 
 MODEL = [
     f"tests/model/test_model_{name}.py"
-    for name in ("definition", "recall", "indexer", "numbers", "observe", "precision", "layer")
+    for name in ("definition", "silent", "recall", "indexer", "numbers", "observe", "precision", "layer")
 ]
 PACKED = cases(
     "kernels/test_packed.py",
@@ -170,7 +170,7 @@ OTHERS = {
     **{f"data.{part}": ["tests/data/test_batches.py", "tests/data/test_documents.py"] for part in ("batches", "rows")},
     "data.documents": ["tests/data/test_documents.py"],
     "data.fill": [*FILLING, *cases("train/test_masked_run.py", "short_documents_are_left_out_of_both_parts")],
-    "data.shards": ["tests/data/test_batches.py", *FILLING],
+    "data.shards": ["tests/data/test_batches.py", "tests/data/test_stage_text.py", *FILLING],
     "data.tokenizer": ["tests/data/test_tokenizer.py"],
     "data.sources.local": ["tests/data/test_sources.py"],
     "config.yaml_text": ["tests/test_config.py"],
@@ -180,11 +180,12 @@ OTHERS = {
     "report.once": cases("report/test_one_number.py", "what_the_header_says_a_notebook_below_it_does_not"),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "data.staged": [
+        "tests/data/test_stage_text.py",
         "tests/data/test_documents.py",
         "tests/train/test_stages.py",
         "tests/train/test_evaluation.py",
     ],
-    "data.recall.planting": ["tests/data/test_recall.py"],
+    "data.recall.planting": ["tests/data/test_recall.py", "tests/data/test_stage_text.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
     "evaluate.reach": ["tests/evaluate/test_reach.py"],
@@ -1048,6 +1049,13 @@ MUTANTS = [
         "compress_documents(v_cmp, nsa, self.phi_v, ",
         "compress_documents(v_sel, nsa, self.phi_v, ",
     ),
+    Mutant("model: a silent branch is heard", "model.attention", "if self.config.silent:", "if False:"),
+    Mutant(
+        "model: the wrong branches are silent",
+        "model.attention",
+        "name in self.config.silent else",
+        "name not in self.config.silent else",
+    ),
     Mutant("model: softmax gate over the heads", "model.attention", "logits.softmax(-1)", "logits.softmax(-2)"),
     Mutant(
         "model: the late key of a document's first token is the last document's",
@@ -1283,8 +1291,8 @@ MUTANTS = [
     Mutant(
         "documents: facts across them",
         "data.staged",
-        "plant = by_document(plant, separator)",
-        "pass",
+        "by_document(plant, separator) if",
+        "plant if",
     ),
     Mutant(
         "documents: evaluated as one text",
@@ -1297,6 +1305,36 @@ MUTANTS = [
         "data.fill",
         "max(self._plan.min_document_bytes, 1)",
         "max(self._plan.min_document_bytes * (split_fraction(document.text) >= self._plan.val_fraction), 1)",
+    ),
+    Mutant(
+        "stages: as long as is left out all the same",
+        "data.shards",
+        "kept = lengths > least",
+        "kept = lengths > least + 1",
+    ),
+    Mutant(
+        "stages: a stretch that goes on in the next shard is cut",
+        "data.shards",
+        "bisect.bisect_right(ends, first), bisect.bisect_left(begins, last)",
+        "bisect.bisect_left(begins, first), bisect.bisect_left(begins, last)",
+    ),
+    Mutant(
+        "stages: short documents in all of them",
+        "data.staged",
+        "tokens = tokens.without_short_documents(separator, stage.min_document_tokens)",
+        "pass",
+    ),
+    Mutant(
+        "stages: facts in every sequence",
+        "data.staged",
+        "return sparingly(whole, stage.planted_share)",
+        "return whole",
+    ),
+    Mutant(
+        "stages: the share all at once",
+        "data.recall.planting",
+        "if int((sequence + 1) * share) > int(sequence * share):",
+        "if sequence % 10 < 10 * share:",
     ),
     Mutant(
         "documents: trained on as one text",
@@ -1826,8 +1864,8 @@ MUTANTS = [
     Mutant(
         "config: runs that knew of no muon get another hash",
         "config.run",
-        ', "optimizer": "adamw"}',
-        "}",
+        '        "optimizer": "adamw",\n',
+        "",
     ),
     Mutant(
         "resume: muon goes on where there was adamw",

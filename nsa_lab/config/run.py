@@ -45,6 +45,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _shares_are_of_planted_text(self) -> RunConfig:
+        shares = [stage.planted_share for stage in self.train.plan if stage.planted_share != 1]
+        if shares and self.data.source != "recall":
+            raise ValueError(
+                f"train.planted_share = {shares[0]:g}, and data.source = {self.data.source} plants nothing; "
+                "set data.source: recall, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _muon_has_whole_matrices(self) -> RunConfig:
         if self.train.optimizer == "muon" and self.runtime.parallel == "fsdp":
             raise ValueError(
@@ -125,8 +135,14 @@ KNOWN_KEYS += known_keys(RunConfig)
 # Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
 # configuration is what it was.
 LATER_KEYS: dict[str, dict[str, Any]] = {
-    "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0, "indexer_block": 0},
-    "train": {"stall_action": "record", "decay_share": 0.2, "optimizer": "adamw"},
+    "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0, "indexer_block": 0, "silent": []},
+    "train": {
+        "stall_action": "record",
+        "decay_share": 0.2,
+        "optimizer": "adamw",
+        "min_document_tokens": 0,
+        "planted_share": 1.0,
+    },
     "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0},
 }
 

@@ -64,6 +64,12 @@ class StageConfig(Section):
     decay_share: float = Field(default=0.2, gt=0, le=1, description="wsd: the share of the steps in which the rate falls")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: int = Field(default=0, ge=0, le=COUNT)
+    min_document_tokens: int = Field(
+        default=0, ge=0, le=COUNT, description="shorter documents are not trained on here; held-out text keeps them"
+    )
+    planted_share: float = Field(
+        default=1.0, ge=0, le=1, description="data.source: recall: share of the sequences that facts are planted into"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

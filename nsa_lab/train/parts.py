@@ -96,8 +96,7 @@ def set_determinism(deterministic: bool) -> None:
 def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dataset, builders: Builders) -> Parts:
     """Model, optimiser and batches around data that is ready."""
     train = config.train
-    masked = config.data.documents == "mask"
-    separator = dataset.tokenizer.separator if masked or config.data.packing == "best_fit" else None
+    masked, separator = config.data.documents == "mask", dataset.tokenizer.separator
     batches = StagedBatches(dataset.train, train, config.data, separator)
     evaluations = held_out(dataset.validation, train, separator if masked else None)
     world = replace(world, sharded=config.runtime.parallel == "fsdp" and world.size > 1)
