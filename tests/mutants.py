@@ -315,8 +315,8 @@ MUTANTS = [
     Mutant(
         "evaluation: padding counts as text of documents",
         "evaluate.documents",
-        "targets, reading)[:filled]",
-        "targets, reading)",
+        "window, reading)[:filled]",
+        "window, reading)",
     ),
     Mutant(
         "notebook 01: the erratum of eq. 9 shown with the other sign",
