@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_lab.data import BestFitRows, ByteTokenizer, DataError, TokenStore
+from nsa_lab.data import BestFitRows, ByteTokenizer, TokenStore
 from nsa_lab.data.sources.local import LocalSource
 from nsa_lab.evaluate.documents import packed_row, token_losses
 from nsa_lab.evaluate.positions import octaves
@@ -46,8 +46,6 @@ def read_text(path: str) -> TokenStore:
     tokenizer = ByteTokenizer()
     end = np.array([tokenizer.separator], np.uint8)
     documents = [tokenizer.encode(document.text).astype(np.uint8) for document in LocalSource(path).documents()]
-    if not any(map(len, documents)):
-        raise DataError(f"{path}: no text in it; give documents that are not empty")
     return TokenStore([np.concatenate([part for text in documents if len(text) for part in (text, end)])])
 
 

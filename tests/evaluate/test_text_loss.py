@@ -76,7 +76,7 @@ def test_a_text_is_known_by_its_bytes(path: str, documents: list[str], tmp_path:
     copies = [TokenStore([text.read(0, 400).astype(np.uint8), text.read(400, len(text) - 400).astype(np.uint8)])]
     assert identity_of(copies[0]) == identity_of(text) != identity_of(TokenStore([text.read(0, 400).astype(np.uint8)]))
     (tmp_path / "none.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match="no text in it; give documents that are not empty"):
+    with pytest.raises(DataError, match="no text in it; remove the file or fill it"):
         read_text(str(tmp_path / "none.jsonl"))
 
 
