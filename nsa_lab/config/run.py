@@ -125,7 +125,19 @@ KNOWN_KEYS += known_keys(RunConfig)
 # Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
 # configuration is what it was.
 LATER_KEYS: dict[str, dict[str, Any]] = {
-    "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0, "indexer_block": 0},
+    "model": {
+        "rotary_share": 1.0,
+        "matching_heads": 0,
+        "selection_loss": 0.0,
+        "indexer_block": 0,
+        "norm_weights": True,
+        "qk_norm": False,
+        "value_residual": False,
+        "embedding": "plain",
+        "tied_head": False,
+        "logit_cap": 0.0,
+        "residual_init": 1.0,
+    },
     "train": {"stall_action": "record", "decay_share": 0.2, "optimizer": "adamw"},
     "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0},
 }
