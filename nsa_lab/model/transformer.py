@@ -85,7 +85,9 @@ class NSATransformer(nn.Module):
         """
         x, rotary = self._enter(tokens, span)
         losses: list[Tensor] = []
-        first = values_of(self.blocks[0].attention, self.blocks[0].attention_norm(x)) if self.config.value_residual else None
+        first = (
+            values_of(self.blocks[0].attention, self.blocks[0].attention_norm(x)) if self.config.value_residual else None
+        )
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
                 x, taught = checkpoint(block, x, rotary, span, first, use_reentrant=False)
