@@ -21,6 +21,7 @@ from nsa_lab.runs import directory, events, launch
 from nsa_lab.runs.history import facts
 from nsa_lab.train.plan import flops_per_token, plan, shape_of
 from nsa_lab.train.schedule import learning_rate
+from nsa_lab.train.snapshot import probe_input
 
 Make, Train = Callable[..., Path], Callable[..., int]
 
@@ -236,6 +237,7 @@ def test_a_checkpoint_computes_with_the_rotary_base_of_its_stage(whole: Path) ->
         plain.load_state_dict(load_file(folder / "model.safetensors"))
         with torch.no_grad():
             assert torch.equal(load_model(folder)(tokens), plain(tokens)), step
+            assert torch.equal(load_file(folder / "probe.safetensors")["logits"], plain(probe_input(256, 77))), step
 
 
 def test_a_graph_replays_one_rotary_base_only() -> None:
