@@ -61,9 +61,7 @@ class ModelConfig(Section):
     d_v: int = Field(default=64, ge=1, le=SIZE, description="width of a value head")
     vocab_size: int = Field(default=BYTE_VOCABULARY, ge=2, le=2**24)
     attention: Literal["nsa", "dense"] = "nsa"
-    mlp: Literal["plain", "gated", "relu2"] = Field(
-        default="plain", description="plain: SiLU; gated: SwiGLU; relu2: ReLU squared"
-    )
+    mlp: Literal["plain", "gated"] = Field(default="plain", description="plain: SiLU; gated: SwiGLU")
     mlp_hidden: int | None = Field(default=None, ge=1, le=SIZE, description="hidden width of the MLP; None: 4 * dim")
     rope_theta: float = Field(default=10000.0, gt=0)
     rotary_share: float = Field(default=1.0, gt=0, le=1, description="share of a head's width that rotary embedding turns")
@@ -83,18 +81,10 @@ class ModelConfig(Section):
         description="tokens that share a key of the indexer, a query and a key per group that choose the blocks and learn "
         "from the selection loss alone; 0: none, the compressed branch's scores choose (eq. 9)",
     )
+    embedding_norm: bool = Field(
+        default=False, description="embeddings are normed, without weights, before the first layer"
+    )
     norm_eps: float = Field(default=1e-5, gt=0)
-    norm_weights: bool = Field(default=True, description="whether norms have a weight per channel")
-    qk_norm: bool = Field(default=False, description="queries and keys are normed, each head by itself, before rotation")
-    value_residual: bool = Field(default=False, description="values of later layers are mixed with those of the first")
-    embedding: Literal["plain", "normed", "scaled"] = Field(
-        default="plain", description="what enters the first layer: as looked up, normed, or times sqrt(dim)"
-    )
-    tied_head: bool = Field(default=False, description="the head's weights are the embedding's")
-    logit_cap: float = Field(default=0.0, ge=0, description="logits x become cap tanh(x / cap); 0: as they are")
-    residual_init: float = Field(
-        default=1.0, gt=0, description="what outputs into the residual stream start at, over the usual"
-    )
     nsa: NSAConfig = NSAConfig()
 
     @model_validator(mode="after")

@@ -185,8 +185,9 @@ def _notes(runs: list[RunResult], texts: set[str], comparable: bool, less: OverS
 
 
 def curve_of(variant: str, runs: list[History]) -> Curve:
-    """Of runs that were evaluated: at the steps that all of them read the text that they read last, without step 0, far above
-    all others.
+    """Of runs that were evaluated: at the steps that all of them read the text that they read last.
+
+    Without step 0, far above all others.
     """
     told = [_by_step(run) for run in runs]
     steps = sorted(set.intersection(*map(set, told)) - {0})

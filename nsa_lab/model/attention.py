@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
 
 from nsa_lab.attention import (
     Span,
@@ -86,8 +85,6 @@ def project_heads(
     rotary: Rotary,
     begins: Tensor | None,
     before: Tensor | None,
-    first: Tensor | None = None,
-    mix: Tensor | None = None,
 ) -> Heads:
     """`Heads` of a projection's output [B, T, H d_k + branches G (d_k + d_v)], for x of positions `rotary`.
 
@@ -101,19 +98,9 @@ def project_heads(
         q, k = roped.split([c.n_heads, keys], dim=2)
         unmixed = k.unflatten(2, (branches, c.n_kv_groups))
         roped = torch.cat([q, convolution(unmixed, begins, before).flatten(2, 3)], dim=2)
-    if c.qk_norm:
-        roped = rms_norm(roped, (c.d_k,), eps=c.norm_eps)
-    if first is not None and mix is not None:
-        values = torch.lerp(values, first, mix)
     # q and all keys are neighbours in the projection, so that one rotation turns them all.
     q, *turned = rotate(roped, rotary).split([c.n_heads, *[c.n_kv_groups] * branches], dim=2)
     return Heads(q, tuple(turned), values.unflatten(-1, (keys, c.d_v)).split(c.n_kv_groups, dim=2), unmixed)
-
-
-def values_of(layer: SparseAttention | DenseAttention, x: Tensor) -> Tensor:
-    """The values of x [B, T, C] as they are projected, [B, T, branches G d_v]."""
-    c = layer.config
-    return linear(x, layer.qkv.weight[-layer.BRANCHES * c.n_kv_groups * c.d_v :])
 
 
 def weighted(taught: Tensor | None, weight: float, like: Tensor) -> Tensor:
@@ -129,7 +116,7 @@ class SparseAttention(nn.Module):
 
     BRANCHES = 3
 
-    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice] | None, mixes: bool = False) -> None:
+    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice] | None) -> None:
         super().__init__()
         H, G, d_k, d_v = config.n_heads, config.n_kv_groups, config.d_k, config.d_v
         self.config, self.backends = config, backends
@@ -138,16 +125,13 @@ class SparseAttention(nn.Module):
         self.phi_k, self.phi_v = make_phi(config.nsa, d_k), make_phi(config.nsa, d_v)
         self.convolution = ShortConvolution(self.BRANCHES, G, d_k) if config.matching_heads else None
         self.indexer = Indexer(config) if config.indexer_block else None
-        self.mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
         self._resolved: dict[tuple[torch.device, torch.dtype, bool], Mapping[str, Choice]] = {}
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, span: Span | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, Tensor | None]:
         """The output, and in training the layer's `selection_loss`, 0-d; None where `ModelConfig.selection_loss` is 0."""
         packing = self._packing(span, x.device)
-        inputs = self._project(x, rotary, span, packing, first)
+        inputs = self._project(x, rotary, span, packing)
         index = self._index(x, rotary, span, packing)
         taught = self._teach(inputs, index, span, packing) if self._teaches else None
         attend = SparseAttention._attend if packing is None else _attend_documents
@@ -164,18 +148,9 @@ class SparseAttention(nn.Module):
         """What chooses the blocks: the indexer, or the compressed branch; `inputs` are those of `project` for this x."""
         return self._index(x, rotary, span, self._packing(span, x.device)) or (*inputs[:2], self.config.nsa)
 
-    def heads(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        begins: Tensor | None = None,
-        before: Tensor | None = None,
-        first: Tensor | None = None,
-    ) -> Heads:
+    def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
         """Queries, keys and values of x, before compression; `begins` and `before` as in `project_heads`."""
-        return project_heads(
-            self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, begins, before, first, self.mix
-        )
+        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, begins, before)
 
     def _packing(self, span: Span | None, device: torch.device) -> Packing | None:
         """None where there is one document."""
@@ -183,10 +158,8 @@ class SparseAttention(nn.Module):
             return None
         return _packing_of(span, self.config, device, self._teaches)
 
-    def _project(
-        self, x: Tensor, rotary: Rotary, span: Span | None, packing: Packing | None, first: Tensor | None = None
-    ) -> AttentionInputs:
-        q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = self.heads(x, rotary, packing and packing.begins, None, first)
+    def _project(self, x: Tensor, rotary: Rotary, span: Span | None, packing: Packing | None) -> AttentionInputs:
+        q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = self.heads(x, rotary, packing and packing.begins)
         nsa = self.config.nsa
         if packing is None:
             k_cmp, v_cmp = compress(k_cmp, nsa, self.phi_k, span=span), compress(v_cmp, nsa, self.phi_v, span=span)
@@ -273,36 +246,24 @@ class DenseAttention(nn.Module):
 
     BRANCHES = 1
 
-    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice], mixes: bool = False) -> None:
+    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice]) -> None:
         super().__init__()
         H, G, d_k, d_v = config.n_heads, config.n_kv_groups, config.d_k, config.d_v
         self.config, self.backends = config, backends
         self.qkv = nn.Linear(config.dim, H * d_k + G * (d_k + d_v), bias=False)
         self.convolution = ShortConvolution(self.BRANCHES, G, d_k) if config.matching_heads else None
-        self.mix = nn.Parameter(torch.full((1,), 0.5)) if mixes else None
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, span: Span | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, None]:
         """The output, and no selection loss: as `SparseAttention.forward`."""
         begins = None if span is None or span.kind != "packed" else _begins(span, x.device)
-        q, (k,), (v,), _ = self.heads(x, rotary, begins, None, first)
+        q, (k,), (v,), _ = self.heads(x, rotary, begins)
         attend = dense_attention if begins is None else _attend_densely
         return self.out(attend(q, k, v, backend=self.backends["dense"].backend, span=span).flatten(2)), None
 
-    def heads(
-        self,
-        x: Tensor,
-        rotary: Rotary,
-        begins: Tensor | None = None,
-        before: Tensor | None = None,
-        first: Tensor | None = None,
-    ) -> Heads:
+    def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
         """As `SparseAttention.heads`, of one branch."""
-        return project_heads(
-            self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, begins, before, first, self.mix
-        )
+        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, begins, before)
 
 
 # Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.

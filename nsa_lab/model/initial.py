@@ -21,8 +21,7 @@ def initialise(root: nn.Module, into_residual: float, generator: torch.Generator
     """
     for name, module in root.named_modules():
         if isinstance(module, RMSNorm):
-            if module.weight is not None:
-                module.weight.fill_(1.0)
+            module.weight.fill_(1.0)
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(std=0.02, generator=generator)
         elif isinstance(module, ShortConvolution | BlockPool):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, relu, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from nsa_lab.attention import Span, geometry
 from nsa_lab.config import ModelConfig
@@ -15,15 +15,19 @@ Rotary = tuple[Tensor, Tensor]
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, in float32 (arXiv 1910.07467)."""
 
-    def __init__(self, width: int, eps: float, weights: bool = True) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.width, self.eps = width, eps
-        self.register_parameter("weight", nn.Parameter(torch.ones(width)) if weights else None)
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = None if self.weight is None else self.weight.to(wide)
-        return rms_norm(x.to(wide), (self.width,), weight, self.eps).to(x.dtype)
+        return normed(x, self.eps, self.weight)
+
+
+def normed(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """x / rms(x) over the last dimension, times `weight` where there is one, in float32; as x in shape and dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)
 
 
 class ShortConvolution(nn.Module):
@@ -61,7 +65,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gated, self.activation = config.mlp == "gated", squared_relu if config.mlp == "relu2" else silu
+        self.gated = config.mlp == "gated"
         self.up = nn.Linear(config.dim, config.hidden * (2 if self.gated else 1), bias=False)
         self.down = nn.Linear(config.hidden, config.dim, bias=False)
 
@@ -70,39 +74,7 @@ class MLP(nn.Module):
         if self.gated:
             gate, hidden = hidden.chunk(2, dim=-1)
             return self.down(silu(gate) * hidden)
-        return self.down(self.activation(hidden))
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    return relu(x).square()
-
-
-class Head(nn.Linear):
-    """Logits of hidden states; past `cap` they bend (arXiv 2408.00118, section 2)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.dim, config.vocab_size, bias=False)
-        self.cap = config.logit_cap
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
-        return self.cap * (logits / self.cap).tanh() if self.cap else logits
-
-
-class TiedHead(nn.Module):
-    """A head whose weights are the embedding's."""
-
-    def __init__(self, embedding: nn.Embedding, cap: float) -> None:
-        super().__init__()
-        self._of, self.cap = [embedding], cap
-
-    @property
-    def weight(self) -> Tensor:
-        return self._of[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = linear(x, self.weight)
-        return self.cap * (logits / self.cap).tanh() if self.cap else logits
+        return self.down(silu(hidden))
 
 
 def rotary_at(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:

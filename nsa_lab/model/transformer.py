@@ -7,15 +7,14 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from nsa_lab.attention import Span, geometry, resolve_backend
 from nsa_lab.attention.dispatch import Choice
 from nsa_lab.config import ModelConfig
-from nsa_lab.model.attention import DenseAttention, SparseAttention, values_of, weighted
+from nsa_lab.model.attention import DenseAttention, SparseAttention, weighted
 from nsa_lab.model.initial import initialise
-from nsa_lab.model.layers import MLP, Head, RMSNorm, TiedHead, check_span, rotary_table
+from nsa_lab.model.layers import MLP, RMSNorm, check_span, normed, rotary_table
 from nsa_lab.model.statistics import branch_statistics
 
 BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
@@ -24,20 +23,18 @@ BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
 class Block(nn.Module):
     """x + attention(norm x), then x + MLP(norm x)."""
 
-    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice], mixes: bool = False) -> None:
+    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice]) -> None:
         super().__init__()
         mixing = SparseAttention if config.attention == "nsa" else DenseAttention
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps, config.norm_weights)
-        self.attention = mixing(config, backends, mixes)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, config.norm_weights)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = mixing(config, backends)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None, first: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> tuple[Tensor, Tensor | None]:
         """The output, and the selection loss of its attention or None."""
         # Returned, and not kept aside: what shards or recomputes a block knows of its outputs alone.
-        mixed, taught = self.attention(self.attention_norm(x), rotary, span, first)
+        mixed, taught = self.attention(self.attention_norm(x), rotary, span)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), taught
 
@@ -65,18 +62,16 @@ class NSATransformer(nn.Module):
         self.gradient_checkpointing = False
         self._taught: Tensor | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(
-            Block(config, self.backends, config.value_residual and layer > 0) for layer in range(config.n_layers)
-        )
-        self.norm = RMSNorm(config.dim, config.norm_eps, config.norm_weights)
-        self.head = TiedHead(self.embedding, config.logit_cap) if config.tied_head else Head(config)
+        self.blocks = nn.ModuleList(Block(config, self.backends) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters(seed)
         self.to(device)
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """New weights, a function of `seed` alone; outputs into the residual stream are smaller by sqrt(2 * layers)."""
         generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
-        initialise(self, into_residual=self.config.residual_init * (2 * self.config.n_layers) ** -0.5, generator=generator)
+        initialise(self, into_residual=(2 * self.config.n_layers) ** -0.5, generator=generator)
 
     def forward(self, tokens: Tensor, span: Span | None = None) -> Tensor:
         """tokens int64 [B, T] -> logits [B, T, V]. With `Span.packed`, B is 1 and every document is alone, from position 0.
@@ -85,18 +80,21 @@ class NSATransformer(nn.Module):
         """
         x, rotary = self._enter(tokens, span)
         losses: list[Tensor] = []
-        first = (
-            values_of(self.blocks[0].attention, self.blocks[0].attention_norm(x)) if self.config.value_residual else None
-        )
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
-                x, taught = checkpoint(block, x, rotary, span, first, use_reentrant=False)
+                x, taught = checkpoint(block, x, rotary, span, use_reentrant=False)
             else:
-                x, taught = block(x, rotary, span, first)
+                x, taught = block(x, rotary, span)
             if taught is not None:
                 losses.append(taught)
         self._taught = torch.stack(losses).sum() if losses else None
         return self.head(self.norm(x))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What enters the first layer, [B, T, C], of tokens int64 [B, T]."""
+        x = self.embedding(tokens)
+        # Looked up, a vector is small (a deviation of .02), and what layers add to it drowns it.
+        return normed(x, self.config.norm_eps) if self.config.embedding_norm else x
 
     def auxiliary_loss(self) -> Tensor:
         """What to add to the loss of the last forward pass: `ModelConfig.selection_loss` times the sum over layers, 0-d.
@@ -160,13 +158,6 @@ class NSATransformer(nn.Module):
             f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention] / 1e6:,.1f} MFLOPs per token at {length:,} "
             f"tokens ({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
         )
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """What enters the first layer, [B, T, C]."""
-        x, c = self.embedding(tokens), self.config
-        if c.embedding == "normed":
-            return rms_norm(x, (c.dim,), eps=c.norm_eps)
-        return x * c.dim**0.5 if c.embedding == "scaled" else x
 
     def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
