@@ -1838,8 +1838,8 @@ MUTANTS = [
     Mutant(
         "config: runs that knew of no muon get another hash",
         "config.run",
-        ', "optimizer": "adamw"}',
-        "}",
+        ', "optimizer": "adamw",',
+        ",",
     ),
     Mutant(
         "resume: muon goes on where there was adamw",
