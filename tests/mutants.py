@@ -100,7 +100,11 @@ SUITES = {
     "model.transformer": MODEL,
 }
 OTHERS = {
-    **{key: ["tests/test_config.py"] for key in ("config.section", "config.training", "config.run")},
+    **{key: ["tests/test_config.py"] for key in ("config.section", "config.run")},
+    "config.training": [
+        "tests/test_config.py",
+        *cases("train/test_stages.py", "a_budget_of_tokens_is_as_many_whole_steps_as_it_pays_for"),
+    ],
     "config.model": ["tests/test_config.py", *MODEL],
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
     "attention.padding": ["tests/attention/test_padding.py"],
@@ -179,6 +183,8 @@ OTHERS = {
     "health.suspect": ["tests/health/test_worth.py"],
     "report.once": cases("report/test_one_number.py", "what_the_header_says_a_notebook_below_it_does_not"),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
+    "train.parts": ["tests/train/test_stages.py"],
+    "inference.load": cases("train/test_stages.py", "a_checkpoint_computes_with_the_rotary_base_of_its_stage"),
     "data.staged": [
         "tests/data/test_stage_text.py",
         "tests/data/test_documents.py",
@@ -1205,6 +1211,19 @@ MUTANTS = [
     ),
     Mutant("model: head starts as large as any other", "model.initial", "std = 1.0 / module.in_features", "pass"),
     Mutant("model: residual outputs not reduced", "model.initial", "std *= into_residual", "std *= 1.0"),
+    Mutant(
+        "model: embeddings are normed in no model",
+        "model.transformer",
+        "if self.config.embedding_norm else x",
+        "if False else x",
+    ),
+    Mutant(
+        "model: embeddings are normed in every model",
+        "model.transformer",
+        "if self.config.embedding_norm else x",
+        "if True else x",
+    ),
+    Mutant("decode: embeddings are never normed", "inference.decode", "model.embed(tokens)", "model.embedding(tokens)"),
     Mutant("model: no norm before the MLP", "model.transformer", "self.mlp(self.mlp_norm(x))", "self.mlp(x)"),
     Mutant("model: the first layer's selection loss alone", "model.transformer", "torch.stack(losses).sum()", "losses[0]"),
     Mutant("model: a constant of the rotation frozen at 10000", "model.layers", "rate = theta ** (", "rate = 10000.0 ** ("),
@@ -1872,6 +1891,24 @@ MUTANTS = [
         "train.snapshot",
         '        "micro_batch_size",\n        "log_every",',
         '        "micro_batch_size",\n        "optimizer",\n        "log_every",',
+    ),
+    Mutant(
+        "stages: the rotary base is that of the first all along",
+        "train.parts",
+        "self.model.config = self.config.model_at(step)",
+        "self.model.config = self.config.model_at(0)",
+    ),
+    Mutant(
+        "load: a checkpoint's rotary base is that of no stage",
+        "inference.load",
+        "config.model_at(checkpoints.step_of(folder))",
+        "config.model",
+    ),
+    Mutant(
+        "stages: a budget of tokens is overdrawn",
+        "config.training",
+        "self.token_budget // self.tokens_per_step)",
+        "-(-self.token_budget // self.tokens_per_step))",
     ),
     Mutant("stages: all with one seed", "data.staged", "if index == 0:", "if index >= 0:"),
     Mutant(

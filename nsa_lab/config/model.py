@@ -84,6 +84,9 @@ class ModelConfig(Section):
     silent: tuple[Literal["cmp", "sel", "win"], ...] = Field(
         default=(), strict=False, description="branches whose gates are 0, in training too: for ablations"
     )
+    embedding_norm: bool = Field(
+        default=False, description="embeddings are normed, without weights, before the first layer"
+    )
     norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
 
