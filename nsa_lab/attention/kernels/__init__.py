@@ -2,6 +2,7 @@
 
     vocabulary     the words that all of it uses, and the names that its kernels have in a profile
     operator       all of NSA as one operator;  gating: the gated sum;  choice: the block choice
+    decoding/      all of NSA for a few new tokens, through a cache
     band/          the compressed and the window branch;  selected/: the selected branch
     documents      several documents in one row: which of them a program works on, and where its rows begin
     launch_table   tile sizes and how each kernel is compiled;  tiles, host: what kernels, or launchers, do alike
@@ -18,6 +19,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -186,4 +188,25 @@ def nsa_attention(
 
     _refuse("nsa_attention", unsupported(nsa, q.shape[3], v_cmp.shape[3]))
     return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks, *_where(span, nsa, q))
+
+
+def cached_attention(
+    q: Tensor, gates: Tensor, cache: Sequence[Tensor | None], lengths: Tensor, nsa: NSAConfig, *,
+    index_q: Tensor | None = None, choice_nsa: NSAConfig | None = None,
+) -> Tensor:
+    """As `decoding.cached_attention`; `cache` in the order of `LayerCache`. Carries no gradient.
+
+    Nothing waits on the host, and what is launched depends on shapes alone: it can be captured in a CUDA graph, and
+    lengths changed in place between replays.
+    """
+    from nsa_lab.attention.kernels.decoding import launch
+
+    geometry = choice_nsa or nsa
+    limits = (unsupported(nsa, q.shape[3], cache[1].shape[3]), _choice_limit(geometry))
+    _refuse("cached_attention", limits[0] or limits[1])
+    branches, k_index = cache[:6], cache[6]
+    with torch.no_grad():
+        return launch.cached_attention(
+            q, gates, lengths, *branches, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w, index_q, k_index, geometry.l, geometry.d
+        )
 # fmt: on
