@@ -195,7 +195,7 @@ DECODING_PROGRAMS = 256
 DECODING_PARTS = 32
 """Parts that the keys of a branch are split into at most; each costs a partial output."""
 DECODING_ROWS = 64
-MERGE_ELEMENTS = 8192
+MERGE_ELEMENTS = 4096
 SHARES_ELEMENTS = 4096
 BEST_BLOCKS, BEST_WARPS = 4096, 8
 

@@ -20,7 +20,9 @@ from nsa_lab.attention.kernels.decoding.keys import (
 from nsa_lab.attention.kernels.tiles import batch_and_group
 
 # Their values do not shape the code; specialising on them would only compile the same kernel again.
-SIZES = ("T", "N", "slots", "B", "G", "row_tiles")
+SIZES = ("T", "N", "ring", "B", "G", "row_tiles")
+NEVER = tl.constexpr(1 << 30)
+"""Tokens after which a compressed key is not read any more."""
 
 
 # fmt: off
@@ -29,7 +31,7 @@ def nsa_compressed_and_window(
     q_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, lengths_ptr, scores_ptr, part_out_ptr, part_lse_ptr,
     stride_qb, stride_qt, stride_qh, stride_kcb, stride_kcn, stride_kcg, stride_vcb, stride_vcn, stride_vcg,
     stride_kwb, stride_kwn, stride_kwg, stride_vwb, stride_vwn, stride_vwg,
-    T, N, slots, B, G, row_tiles, scale_log2,
+    T, N, ring, B, G, row_tiles, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr, PARTS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
@@ -45,21 +47,21 @@ def nsa_compressed_and_window(
     q, t, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, HEADS, DK, DK_PAD, ROWS)
     position = before + t
     rows = (b * T + t) * (G * HEADS) + g * HEADS + head
-    if part < CMP_PARTS:
+    # One loop takes either branch: two would each have shared memory of their own.
+    compressed = part < CMP_PARTS
+    if compressed:
         stop = tl.minimum(visible(before + T - 1, L, STRIDE), N)
         start, stop = part_range(0, stop, part, CMP_PARTS, KEYS)
-        acc, peak, total = attend_range(
-            q, k_cmp_ptr + b * stride_kcb + g * stride_kcg, v_cmp_ptr + b * stride_vcb + g * stride_vcg,
-            stride_kcn, stride_vcn, position, start, stop, slots, scores_ptr, rows, inside, N, scale_log2,
-            L, STRIDE, 0, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
-        )
+        k_base, v_base = k_cmp_ptr + b * stride_kcb + g * stride_kcg, v_cmp_ptr + b * stride_vcb + g * stride_vcg
+        stride_kn, stride_vn, slots, period, reach, near = stride_kcn, stride_vcn, N, STRIDE, L - 1, NEVER
     else:
         start, stop = part_range(tl.maximum(before - W + 1, 0), before + T, part - CMP_PARTS, WIN_PARTS, KEYS)
-        acc, peak, total = attend_range(
-            q, k_win_ptr + b * stride_kwb + g * stride_kwg, v_win_ptr + b * stride_vwb + g * stride_vwg,
-            stride_kwn, stride_vwn, position, start, stop, slots, None, rows, inside, N, scale_log2,
-            1, 1, W, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
-        )
+        k_base, v_base = k_win_ptr + b * stride_kwb + g * stride_kwg, v_win_ptr + b * stride_vwb + g * stride_vwg
+        stride_kn, stride_vn, slots, period, reach, near = stride_kwn, stride_vwn, ring, 1, 0, W
+    acc, peak, total = attend_range(
+        q, k_base, v_base, stride_kn, stride_vn, position, start, stop, slots, period, reach, near,
+        scores_ptr, rows, inside & compressed, N, scale_log2, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
+    )
     store_part(part_out_ptr, part_lse_ptr, rows * PARTS + part, acc, peak, total, inside, DV, DV_PAD)
 
 

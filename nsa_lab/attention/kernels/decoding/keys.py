@@ -25,11 +25,9 @@ def block_offset(block, stride_n, L_SEL: tl.constexpr):
 
 
 @triton.jit
-def slot_offsets(n, stride_n, RING: tl.constexpr, slots):
-    """Elements from slot 0 to the slots that hold the keys n, in a RING of that many slots or in a row without end."""
-    if RING:
-        n = n % slots
-    return n.to(tl.int64) * stride_n
+def slot_offsets(n, stride_n, slots):
+    """Elements from slot 0 of a ring to those that hold the keys n. What never wraps is a ring too."""
+    return (n % slots).to(tl.int64) * stride_n
 
 
 @triton.jit
@@ -91,24 +89,22 @@ def store_part(part_out_ptr, part_lse_ptr, place, acc, peak, total, inside, DV: 
 
 @triton.jit
 def attend_range(
-    q, k_base, v_base, stride_kn, stride_vn, position, start, stop, slots, scores_ptr, score_rows, inside, N, scale_log2,
-    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, k_base, v_base, stride_kn, stride_vn, position, start, stop, slots, period, reach, near,
+    scores_ptr, score_rows, scored, N, scale_log2,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """acc, peak and total of keys [start, stop); their scores are stored where there is a `scores_ptr`.
-
-    A window (W > 0) lies in a ring of `slots`.
-    """
+    """acc, peak and total of keys [start, stop), each of which a query sees once it has ended, at `n * period + reach`, and
+    while it is one of the `near` latest. Where there is a `scores_ptr`, it takes the scores of rows that are `scored`."""
     acc, peak, total = new_sums(ROWS, DV_PAD)
     for first in range(start, stop, KEYS):
         n = first + tl.arange(0, KEYS)
-        k = load_rows_inside(k_base, slot_offsets(n, stride_kn, W > 0, slots), tl.arange(0, DK_PAD), n < stop, DK, DK_PAD)
-        v = load_rows_inside(v_base, slot_offsets(n, stride_vn, W > 0, slots), tl.arange(0, DV_PAD), n < stop, DV, DV_PAD)
+        k = load_rows_inside(k_base, slot_offsets(n, stride_kn, slots), tl.arange(0, DK_PAD), n < stop, DK, DK_PAD)
+        v = load_rows_inside(v_base, slot_offsets(n, stride_vn, slots), tl.arange(0, DV_PAD), n < stop, DV, DV_PAD)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if scores_ptr is not None:
-            store_scores(scores_ptr, score_rows, n, scores, inside, stop, N)
-        seen = in_band(n[None, :], position[:, None], stop, L, STRIDE, W) & (n < stop)[None, :]
+            store_scores(scores_ptr, score_rows, n, scores, scored, stop, N)
+        seen = (n * period + reach)[None, :] <= position[:, None]
+        seen = seen & (n[None, :] > position[:, None] - near) & (n < stop)[None, :]
         acc, peak, total = add_tile(acc, peak, total, tl.where(seen, scores, float("-inf")), v)
     return acc, peak, total
 
@@ -122,7 +118,7 @@ def score_range(
     peak, total = tl.full([ROWS], -3.0e38, tl.float32), tl.zeros([ROWS], tl.float32)
     for first in range(start, stop, KEYS):
         n = first + tl.arange(0, KEYS)
-        k = load_rows_inside(k_base, slot_offsets(n, stride_kn, False, N), tl.arange(0, DK_PAD), n < stop, DK, DK_PAD)
+        k = load_rows_inside(k_base, n.to(tl.int64) * stride_kn, tl.arange(0, DK_PAD), n < stop, DK, DK_PAD)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         store_scores(scores_ptr, score_rows, n, scores, inside, stop, N)
         seen = in_band(n[None, :], position[:, None], stop, L, STRIDE, 0)
