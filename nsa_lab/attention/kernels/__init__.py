@@ -204,6 +204,9 @@ def cached_attention(
     geometry = choice_nsa or nsa
     limits = (unsupported(nsa, q.shape[3], cache[1].shape[3]), _choice_limit(geometry))
     _refuse("cached_attention", limits[0] or limits[1])
+    for name, x in zip(("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "k_index"), cache, strict=False):
+        if x is not None and x.stride(3) != 1:  # a copy would cost more than the step
+            raise ValueError(f"{name}: expected a cache whose last axis is contiguous; got strides {x.stride()}")
     branches, k_index = cache[:6], cache[6]
     with torch.no_grad():
         return launch.cached_attention(

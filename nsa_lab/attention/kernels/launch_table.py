@@ -196,7 +196,7 @@ DECODING_PARTS = 32
 """Parts that the keys of a branch are split into at most; each costs a partial output."""
 DECODING_ROWS = 64
 MERGE_ELEMENTS = 4096
-SHARES_ELEMENTS = 4096
+SHARES_ELEMENTS, SHARES_KEYS = 4096, 256
 BEST_BLOCKS, BEST_WARPS = 4096, 8
 
 
@@ -204,6 +204,11 @@ def decoding_parts(programs: int, tiles: int) -> int:
     """Into how many parts the keys of each of so many programs are split, where they are so many tiles at most."""
     wanted = min(ceil_div(DECODING_PROGRAMS, programs), tiles, DECODING_PARTS)
     return padded_width(max(wanted, 1))
+
+
+def shares_keys(heads: int) -> int:
+    """Compressed keys whose scores of so many heads a program sums."""
+    return min(SHARES_ELEMENTS // heads, SHARES_KEYS)
 
 
 def best_blocks(blocks: int) -> int:

@@ -95,22 +95,23 @@ def nsa_choice_scores(
 def nsa_selected_decode(
     q_ptr, k_ptr, v_ptr, blocks_ptr, lengths_ptr, part_out_ptr, part_lse_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
-    T, N, B, G, scale_log2,
+    T, N, B, G, row_tiles, scale_log2,
     HEADS: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     FIRST_PART: tl.constexpr, SEL_PARTS: tl.constexpr, PARTS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """One part of the selected branch of one query, all of whose heads are one tile."""
+    """One part of the selected branch of one tile of the heads of one query."""
     b, g = batch_and_group(B, G)
-    part = tl.program_id(0) // (B * G)
+    tile = tl.program_id(0) // (B * G)
+    part, tile = tile // row_tiles, tile % row_tiles
     part, t = part // T, part % T
     position = tl.load(lengths_ptr + b) + t
     # Every block that has begun is chosen while there is room for it, so that so many are not -1.
     chosen = tl.minimum(position // L_SEL + 1, N_SEL)
     start, stop = part_range(0, chosen, part, SEL_PARTS, 1)
     q_base = q_ptr + b * stride_qb + t * stride_qt + g * HEADS * stride_qh
-    q, _, head, inside = load_queries(q_base, stride_qt, stride_qh, 0, 1, HEADS, DK, DK_PAD, ROWS)
+    q, _, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, 1, HEADS, DK, DK_PAD, ROWS)
     acc, peak, total = attend_blocks(
         q, k_ptr + b * stride_kb + g * stride_kg, v_ptr + b * stride_vb + g * stride_vg, stride_kn, stride_vn,
         blocks_ptr + ((b * T + t) * G + g) * N_SEL, position, start, stop, N, scale_log2,

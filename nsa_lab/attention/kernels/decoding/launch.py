@@ -79,15 +79,15 @@ def _tile(q: Tensor, groups: int, width: int, queries: int) -> Tile:
     return launch_table.decoding_keys(q.dtype, width, queries * (q.shape[2] // groups), q.device)
 
 
-def _row_tiles(q: Tensor, groups: int, tile: Tile) -> int:
-    return ceil_div(q.shape[1] * (q.shape[2] // groups), tile.rows)
+def _row_tiles(q: Tensor, groups: int, tile: Tile, queries: int) -> int:
+    return ceil_div(queries * (q.shape[2] // groups), tile.rows)
 
 
 def _parts(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, n_sel: int, w: int) -> Parts:
     B, T, H, _ = q.shape
     N, G, Dv = v_cmp.shape[1:]
     tile = _tile(q, G, max(q.shape[3], Dv), T)
-    programs = B * G * _row_tiles(q, G, tile)
+    programs = B * G * _row_tiles(q, G, tile, T)
     cmp = launch_table.decoding_parts(programs, ceil_div(N, tile.keys))
     win = launch_table.decoding_parts(programs, ceil_div(w + T - 1, tile.keys))
     sel = launch_table.decoding_parts(B * G * T, n_sel)
@@ -108,7 +108,7 @@ def _compressed_and_window(
     B, T, H, Dk = q.shape
     N, G, Dv = v_cmp.shape[1:]
     tile = _tile(q, G, max(Dk, Dv), T)
-    row_tiles = _row_tiles(q, G, tile)
+    row_tiles = _row_tiles(q, G, tile, T)
     nsa_compressed_and_window[(B * G * row_tiles * (parts.cmp + parts.win),)](
         q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts.out, parts.lse,
         *strides(q, k_cmp, v_cmp, k_win, v_win),
@@ -126,7 +126,7 @@ def _score(q: Tensor, keys: Tensor, lengths: Tensor, l: int, d: int) -> Scored:
     B, T, H, Dk = q.shape
     N, G = keys.shape[1:3]
     tile = _tile(q, G, Dk, T)
-    row_tiles = _row_tiles(q, G, tile)
+    row_tiles = _row_tiles(q, G, tile, T)
     parts = launch_table.decoding_parts(B * G * row_tiles, ceil_div(N, tile.keys))
     scored = Scored(_room(q, keys), q.new_empty(B, T, H, parts, dtype=torch.float32), parts, l, d)
     nsa_choice_scores[(B * G * row_tiles * parts,)](
@@ -148,7 +148,7 @@ def choose(T: int, G: int, scored: Scored | None, lengths: Tensor, l_sel: int, n
         N, l, d = scored.scores.shape[3], scored.l, scored.d
         shares = scored.scores.new_empty(B, T, G, N)
         heads = padded_width(scored.scores.shape[2] // G)
-        keys = launch_table.SHARES_ELEMENTS // heads
+        keys = launch_table.shares_keys(heads)
         nsa_choice_shares[(B * T * G, ceil_div(N, keys))](
             scored.scores, scored.part_lse, lengths, shares,
             T, N, G, scored.part_lse.shape[3],
@@ -171,10 +171,11 @@ def _selected(
     B, T, H, Dk = q.shape
     N, G, Dv = v.shape[1:]
     tile = _tile(q, G, max(Dk, Dv), 1)
-    nsa_selected_decode[(B * G * T * parts.sel,)](
+    row_tiles = _row_tiles(q, G, tile, 1)
+    nsa_selected_decode[(B * G * T * row_tiles * parts.sel,)](
         q, k, v, blocks, lengths, parts.out, parts.lse,
         *strides(q, k, v),
-        T, N, B, G, Dk**-0.5 * LOG2E,
+        T, N, B, G, row_tiles, Dk**-0.5 * LOG2E,
         HEADS=H // G, L_SEL=l_sel, N_SEL=blocks.shape[3],
         FIRST_PART=parts.cmp + parts.win, SEL_PARTS=parts.sel, PARTS=parts.lse.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
