@@ -56,18 +56,18 @@ def _(
 ) -> Tensor:
     with torch.cuda.device_of(q):
         q = q if q.stride(3) == 1 else q.contiguous()
-        parts = _parts(q, k_cmp, v_cmp, n_sel, w)
+        parts = split(q, v_cmp, n_sel, w)
         # Where every block that fits the cache has a place, scores do not matter.
         competing = ceil_div(k_sel.shape[1], l_sel) > n_sel
         indexed = index_q is not None and k_index is not None
         scores = _room(q, k_cmp) if competing and not indexed else None
-        _compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
+        compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
         scored = None if scores is None else Scored(scores, parts.lse, parts.cmp, l, d)
         if competing and indexed:
             scored = _score(index_q, k_index, lengths, index_l, index_d)
         blocks = choose(q.shape[1], k_sel.shape[2], scored, lengths, l_sel, n_sel)
         _selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel)
-        return _merged(q, gates, parts)
+        return merged(q, gates, parts)
 
 
 @torch.library.register_fake("nsa_lab::cached_attention")
@@ -83,14 +83,15 @@ def _row_tiles(q: Tensor, groups: int, tile: Tile, queries: int) -> int:
     return ceil_div(queries * (q.shape[2] // groups), tile.rows)
 
 
-def _parts(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, n_sel: int, w: int) -> Parts:
+def split(q: Tensor, v_cmp: Tensor, n_sel: int, w: int) -> Parts:
+    """Room for the parts of a step; none for the selected branch if n_sel is 0."""
     B, T, H, _ = q.shape
     N, G, Dv = v_cmp.shape[1:]
     tile = _tile(q, G, max(q.shape[3], Dv), T)
     programs = B * G * _row_tiles(q, G, tile, T)
     cmp = launch_table.decoding_parts(programs, ceil_div(N, tile.keys))
     win = launch_table.decoding_parts(programs, ceil_div(w + T - 1, tile.keys))
-    sel = launch_table.decoding_parts(B * G * T, n_sel)
+    sel = launch_table.decoding_parts(B * G * T, n_sel) if n_sel else 0
     lse = q.new_empty(B, T, H, cmp + win + sel, dtype=torch.float32)
     return Parts(lse.new_empty(*lse.shape, Dv), lse, cmp, win, sel)
 
@@ -100,7 +101,7 @@ def _room(q: Tensor, keys: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:3], keys.shape[1], dtype=torch.float32)
 
 
-def _compressed_and_window(
+def compressed_and_window(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor, lengths: Tensor, scores: Tensor | None,
     parts: Parts, l: int, d: int, w: int,
 ) -> None:
@@ -183,7 +184,7 @@ def _selected(
     )
 
 
-def _merged(q: Tensor, gates: Tensor, parts: Parts) -> Tensor:
+def merged(q: Tensor, gates: Tensor, parts: Parts) -> Tensor:
     """The gated sum of all parts, in q's dtype."""
     B, T, H, number, Dv = parts.out.shape
     out = q.new_empty(B, T, H, Dv)
