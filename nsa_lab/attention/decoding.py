@@ -51,7 +51,8 @@ def _by_definition(
 ) -> Tensor:
     """Sequence by sequence, with the reference on what the cache holds of each."""
     rows: list[Tensor] = []
-    for b, before in enumerate(lengths.tolist()):
+    for b in range(q.shape[0]):
+        before = int(lengths[b])
         here, end = slice(b, b + 1), before + q.shape[1]
         span = Span.chunk(before, q.shape[1])
         n = span.num_compressed(nsa)
@@ -63,7 +64,9 @@ def _by_definition(
             keys = cache.k_index[here, : span.num_compressed(choice)]
             lse = reference.compressed_attention(index_q[here], keys, keys, choice, span=span)[1]
             blocks = reference.select_blocks(index_q[here], keys, lse, choice, span=span)
-        out_sel, _ = reference.selected_attention(q[here], cache.k_sel[here, :end], cache.v_sel[here, :end], blocks, nsa, span=span)
+        out_sel, _ = reference.selected_attention(
+            q[here], cache.k_sel[here, :end], cache.v_sel[here, :end], blocks, nsa, span=span
+        )
         slots = torch.arange(end, device=q.device) % cache.k_win.shape[1]
         out_win, _ = reference.window_attention(q[here], cache.k_win[here, slots], cache.v_win[here, slots], nsa, span=span)
         rows.append(reference.combine(out_cmp, out_sel, out_win, gates[here]))

@@ -1,8 +1,8 @@
 """One decoding step of one layer, through a cache, beside the fastest dense one that runs here; parity first.
 
-Every contender is timed as a CUDA graph of as many layers as fit, each with a cache of its own, from a cold L2 cache: what a
-model's step is. A step is bound by the bytes that it has to read, so these are told, and which share of an H200's 4.8 TB/s
-they come to. Bytes are those of the keys and values that the definition reads, never of partial results.
+Every contender is timed as a CUDA graph of as many layers as fit, each with a cache of its own, from a cold L2 cache: what
+a model's step is. A step is bound by the bytes that it has to read, so these are told, and which share of an H200's 4.8
+TB/s they come to. Bytes are those of the keys and values that the definition reads, never of partial results.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CPU_STEPS = (Step(300, 2, 6, 2, 32),)
 
 @dataclass
 class Reading:
-    """One contender at one shape; `ms` is None where it did not run or failed parity. `ratio` is of the fastest dense one."""
+    """One contender at one shape; `ms` is None where it did not run or failed parity. `ratio` is to the fastest dense."""
 
     shape: str
     by: str
@@ -99,7 +99,7 @@ def run_decode_bench(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if gpu else torch.float32)
-    bench = _Bench(nsa or NSAConfig(), device, dtype, backend or ("triton" if gpu else "torch"))
+    bench = DecodeBench(nsa or NSAConfig(), device, dtype, backend or ("triton" if gpu else "torch"))
     end, readings = time.monotonic() + seconds, list[Reading]()
     for step in steps or (GPU_STEPS if gpu else CPU_STEPS):
         if time.monotonic() > end:
@@ -122,7 +122,7 @@ def run_decode_bench(
 
 
 @dataclass
-class _Bench:
+class DecodeBench:
     nsa: NSAConfig
     device: torch.device
     dtype: torch.dtype
@@ -270,7 +270,10 @@ def _plain(inputs: list[Tensor], blocks: Tensor, position: int, nsa: NSAConfig) 
     n = geometry.num_compressed(position + 1, nsa)
     tokens = blocks.long()[..., None] * nsa.l_sel + torch.arange(nsa.l_sel, device=q.device)
     read = (blocks[..., None] >= 0) & (tokens <= position)
-    at = torch.stack([one[mask] for one, mask in zip(tokens, read, strict=True)], 1), torch.arange(len(blocks), device=q.device)
+    at = (
+        torch.stack([one[mask] for one, mask in zip(tokens, read, strict=True)], 1),
+        torch.arange(len(blocks), device=q.device),
+    )
     near = torch.arange(max(0, position - nsa.w + 1), position + 1, device=q.device) % len(k_win)
     outs = _attend(q, k_cmp[:n], v_cmp[:n]), _attend(q, k_sel[at], v_sel[at]), _attend(q, k_win[near], v_win[near])
     return reference.combine(*outs, gates)

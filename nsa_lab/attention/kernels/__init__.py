@@ -19,13 +19,16 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nsa_lab.attention.span import Span
 from nsa_lab.config import ModelConfig, NSAConfig
+
+if TYPE_CHECKING:
+    from nsa_lab.attention.decoding import LayerCache
 
 WIDTH_STEP, WIDTH_LIMIT = 16, 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -191,10 +194,10 @@ def nsa_attention(
 
 
 def cached_attention(
-    q: Tensor, gates: Tensor, cache: Sequence[Tensor | None], lengths: Tensor, nsa: NSAConfig, *,
+    q: Tensor, gates: Tensor, cache: LayerCache, lengths: Tensor, nsa: NSAConfig, *,
     index_q: Tensor | None = None, choice_nsa: NSAConfig | None = None,
 ) -> Tensor:
-    """As `decoding.cached_attention`; `cache` in the order of `LayerCache`. Carries no gradient.
+    """As `decoding.cached_attention`; carries no gradient.
 
     Nothing waits on the host, and what is launched depends on shapes alone: it can be captured in a CUDA graph, and
     lengths changed in place between replays.
@@ -202,14 +205,14 @@ def cached_attention(
     from nsa_lab.attention.kernels.decoding import launch
 
     geometry = choice_nsa or nsa
-    limits = (unsupported(nsa, q.shape[3], cache[1].shape[3]), _choice_limit(geometry))
-    _refuse("cached_attention", limits[0] or limits[1])
-    for name, x in zip(("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "k_index"), cache, strict=False):
+    _refuse("cached_attention", unsupported(nsa, q.shape[3], cache.v_cmp.shape[3]) or _choice_limit(geometry))
+    for name, x in cache._asdict().items():
         if x is not None and x.stride(3) != 1:  # a copy would cost more than the step
             raise ValueError(f"{name}: expected a cache whose last axis is contiguous; got strides {x.stride()}")
-    branches, k_index = cache[:6], cache[6]
+    branches = cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
+    sizes = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
     with torch.no_grad():
         return launch.cached_attention(
-            q, gates, lengths, *branches, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w, index_q, k_index, geometry.l, geometry.d
+            q, gates, lengths, *branches, *sizes, index_q, cache.k_index, geometry.l, geometry.d
         )
 # fmt: on

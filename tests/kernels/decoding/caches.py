@@ -113,7 +113,7 @@ def brute_importances(inputs: Inputs, case: Case) -> dict[tuple[int, int, int], 
         for s in range(case.S):
             seen = whole_blocks(before + s + 1, geometry)
             for g in range(case.G):
-                if case.choice:
+                if wide.index_q is not None and wide.cache.k_index is not None:
                     q, k = wide.index_q[b, s, g : g + 1], wide.cache.k_index[b, :seen, g]
                 else:
                     q, k = wide.q[b, s, g * h : (g + 1) * h], wide.cache.k_cmp[b, :seen, g]

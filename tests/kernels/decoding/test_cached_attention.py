@@ -1,4 +1,4 @@
-"""Attention through a cache by the kernels: against plain loops in float64, NaN in every row and slot that is not theirs."""
+"""Attention through a cache by the kernels: against plain loops in float64, NaN wherever nothing may be read."""
 
 from __future__ import annotations
 
@@ -168,7 +168,9 @@ def test_the_operator_is_well_formed(device):
     q, gates, cache, lengths, _ = make(case, torch.float32, device)
     geometry = SMALL.l, SMALL.d, SMALL.l_sel, SMALL.n_sel, SMALL.w
     arguments = (q, gates, lengths, *(x.nan_to_num() for x in cache[:6]), *geometry)
-    torch.library.opcheck(torch.ops.nsa_lab.cached_attention.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.nsa_lab.cached_attention.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_refusals_name_the_limit(device):
@@ -179,7 +181,7 @@ def test_refusals_name_the_limit(device):
     with pytest.raises(NotImplementedError, match="at most"):
         run(inputs, case._replace(nsa=SMALL.model_copy(update={"n_sel": 65})))
     k_sel = inputs.cache.k_sel.mT.contiguous().mT
-    with pytest.raises(ValueError, match="k_sel.*last axis"):
+    with pytest.raises(ValueError, match=r"k_sel.*last axis"):
         run(inputs._replace(cache=inputs.cache._replace(k_sel=k_sel)), case)
 
 

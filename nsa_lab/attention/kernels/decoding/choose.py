@@ -74,7 +74,7 @@ def importance_of(shares_base, j, position, N, L: tl.constexpr, STRIDE: tl.const
 
 @triton.jit
 def merge_keys(best, keys, N_FREE: tl.constexpr, N_SEL_PAD: tl.constexpr):
-    """The N_FREE greatest of `best` int64 [1, N_SEL_PAD] and `keys` int64 [1, BLOCKS], none twice; -1 where there are none."""
+    """The N_FREE greatest of `best` int64 [1, N_SEL_PAD] and `keys` int64 [1, BLOCKS], -1 where there are none."""
     place = tl.arange(0, N_SEL_PAD)[None, :]
     merged = tl.full([1, N_SEL_PAD], -1, tl.int64)
     for taken in range(N_FREE):

@@ -32,7 +32,7 @@ def slot_offsets(n, stride_n, slots):
 
 @triton.jit
 def part_range(first, stop, part, PARTS: tl.constexpr, KEYS: tl.constexpr):
-    """The keys [start, stop) of a part: of [first, stop) as many whole tiles as every other, the last parts less or none."""
+    """The keys [start, stop) of a part: as many whole tiles of [first, stop) as others, the last ones fewer or none."""
     keys = tl.cdiv(tl.cdiv(stop - first, KEYS), PARTS) * KEYS
     start = first + part * keys
     return start, tl.minimum(start + keys, stop)
@@ -78,7 +78,7 @@ def store_scores(scores_ptr, rows, n, scores, inside, stop, N):
 
 @triton.jit
 def store_part(part_out_ptr, part_lse_ptr, place, acc, peak, total, inside, DV: tl.constexpr, DV_PAD: tl.constexpr):
-    """The normalised partial output of each row, and its LSE in units of log2; of a part without keys the LSE alone, -inf."""
+    """The partial output of each row, normalised, and its LSE in units of log2; without any keys the LSE alone, -inf."""
     some = total != 0.0  # also where it is NaN, which must show
     total = tl.where(some, total, 1.0)
     tl.store(part_lse_ptr + place, tl.where(some, peak + tl.log2(total), float("-inf")), mask=inside)

@@ -37,7 +37,7 @@ class Scored(NamedTuple):
     d: int
 
 
-class Parts(NamedTuple):
+class PartialOutputs(NamedTuple):
     """Partial outputs of all branches, and how many parts each of them has; in this order."""
 
     out: Tensor  # float32 [B, T, H, cmp + win + sel, Dv]
@@ -59,11 +59,10 @@ def _(
         parts = split(q, v_cmp, n_sel, w)
         # Where every block that fits the cache has a place, scores do not matter.
         competing = ceil_div(k_sel.shape[1], l_sel) > n_sel
-        indexed = index_q is not None and k_index is not None
-        scores = _room(q, k_cmp) if competing and not indexed else None
+        scores = _room(q, k_cmp) if competing and index_q is None else None
         compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
         scored = None if scores is None else Scored(scores, parts.lse, parts.cmp, l, d)
-        if competing and indexed:
+        if competing and index_q is not None and k_index is not None:
             scored = _score(index_q, k_index, lengths, index_l, index_d)
         blocks = choose(q.shape[1], k_sel.shape[2], scored, lengths, l_sel, n_sel)
         _selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel)
@@ -83,7 +82,7 @@ def _row_tiles(q: Tensor, groups: int, tile: Tile, queries: int) -> int:
     return ceil_div(queries * (q.shape[2] // groups), tile.rows)
 
 
-def split(q: Tensor, v_cmp: Tensor, n_sel: int, w: int) -> Parts:
+def split(q: Tensor, v_cmp: Tensor, n_sel: int, w: int) -> PartialOutputs:
     """Room for the parts of a step; none for the selected branch if n_sel is 0."""
     B, T, H, _ = q.shape
     N, G, Dv = v_cmp.shape[1:]
@@ -93,7 +92,7 @@ def split(q: Tensor, v_cmp: Tensor, n_sel: int, w: int) -> Parts:
     win = launch_table.decoding_parts(programs, ceil_div(w + T - 1, tile.keys))
     sel = launch_table.decoding_parts(B * G * T, n_sel) if n_sel else 0
     lse = q.new_empty(B, T, H, cmp + win + sel, dtype=torch.float32)
-    return Parts(lse.new_empty(*lse.shape, Dv), lse, cmp, win, sel)
+    return PartialOutputs(lse.new_empty(*lse.shape, Dv), lse, cmp, win, sel)
 
 
 def _room(q: Tensor, keys: Tensor) -> Tensor:
@@ -103,7 +102,7 @@ def _room(q: Tensor, keys: Tensor) -> Tensor:
 
 def compressed_and_window(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor, lengths: Tensor, scores: Tensor | None,
-    parts: Parts, l: int, d: int, w: int,
+    parts: PartialOutputs, l: int, d: int, w: int,
 ) -> None:
     """Fills `scores` and the parts of both branches."""
     B, T, H, Dk = q.shape
@@ -144,29 +143,31 @@ def choose(T: int, G: int, scored: Scored | None, lengths: Tensor, l_sel: int, n
     """The blocks int32 [B, T, G, n_sel] of T queries after `lengths`; `scored` may be None where each block has a place."""
     B = lengths.shape[0]
     blocks = torch.empty(B, T, G, n_sel, dtype=torch.int32, device=lengths.device)
-    shares, N, l, d = None, 0, l_sel, l_sel
-    if scored is not None:
-        N, l, d = scored.scores.shape[3], scored.l, scored.d
-        shares = scored.scores.new_empty(B, T, G, N)
-        heads = padded_width(scored.scores.shape[2] // G)
-        keys = launch_table.shares_keys(heads)
-        nsa_choice_shares[(B * T * G, ceil_div(N, keys))](
-            scored.scores, scored.part_lse, lengths, shares,
-            T, N, G, scored.part_lse.shape[3],
-            HEADS=scored.scores.shape[2] // G, HEADS_PAD=heads, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel,
-            PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), KEYS=keys, num_warps=launch_table.STREAMING_WARPS,
-        )
+    keys, l, d = (0, l_sel, l_sel) if scored is None else (scored.scores.shape[3], scored.l, scored.d)
     nsa_choice_best[(B * T * G,)](
-        shares, lengths, blocks,
-        T, N, G,
+        None if scored is None else _shares(T, G, scored, lengths, l_sel, n_sel), lengths, blocks,
+        T, keys, G,
         L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
-        BLOCKS=launch_table.best_blocks(N * d // l_sel), num_warps=launch_table.BEST_WARPS,
+        BLOCKS=launch_table.best_blocks(keys * d // l_sel), num_warps=launch_table.BEST_WARPS,
     )
     return blocks
 
 
+def _shares(T: int, G: int, scored: Scored, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
+    B, _, H, N = scored.scores.shape
+    shares = scored.scores.new_empty(B, T, G, N)
+    keys = launch_table.shares_keys(padded_width(H // G))
+    nsa_choice_shares[(B * T * G, ceil_div(N, keys))](
+        scored.scores, scored.part_lse, lengths, shares,
+        T, N, G, scored.part_lse.shape[3],
+        HEADS=H // G, HEADS_PAD=padded_width(H // G), L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
+        PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), KEYS=keys, num_warps=launch_table.STREAMING_WARPS,
+    )
+    return shares
+
+
 def _selected(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, lengths: Tensor, parts: Parts, l_sel: int
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, lengths: Tensor, parts: PartialOutputs, l_sel: int
 ) -> None:
     """Fills the parts of the selected branch."""
     B, T, H, Dk = q.shape
@@ -184,7 +185,7 @@ def _selected(
     )
 
 
-def merged(q: Tensor, gates: Tensor, parts: Parts) -> Tensor:
+def merged(q: Tensor, gates: Tensor, parts: PartialOutputs) -> Tensor:
     """The gated sum of all parts, in q's dtype."""
     B, T, H, number, Dv = parts.out.shape
     out = q.new_empty(B, T, H, Dv)
