@@ -190,6 +190,12 @@ SCATTER_ENTRIES = 1024
 FIRST_QUERY_ITEMS = 256
 
 
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one ahead of it has ended, which spares a step most of its launch times:
+    programmatic dependent launch, from Hopper on."""
+    return is_hopper(device) or is_blackwell(device)
+
+
 DECODING_PROGRAMS = 256
 """Programs that a kernel of a decoding step is split into at least: about two for each multiprocessor of an H200."""
 DECODING_PARTS = 32
