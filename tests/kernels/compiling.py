@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_lab.attention import Span, kernels
+from nsa_lab.attention.decoding import LayerCache
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.documents import raw_bounds
@@ -89,6 +90,28 @@ def attend(
     kernels.selected_attention(q, *kv[2:4], blocks, nsa, span=span)[0].sum().backward()
 
 
+def decode(
+    S: int,
+    H: int,
+    G: int,
+    D: int,
+    Dv: int | None = None,
+    nsa: NSAConfig | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    indexed: bool = False,
+) -> None:
+    """A decoding step of one sequence."""
+    nsa, capacity = nsa or NSAConfig(), 2000
+    rows = (num_compressed(capacity, nsa), capacity, nsa.w + S)
+    cache = [torch.zeros(1, n, G, width, dtype=dtype) for n in rows for width in (D, Dv or D)]
+    index_q, k_index = (torch.zeros(1, n, G, D, dtype=dtype) if indexed else None for n in (S, capacity // nsa.d))
+    choice_nsa = nsa.model_copy(update={"l": nsa.d}) if indexed else None
+    q, gates = torch.zeros(1, S, H, D, dtype=dtype), torch.zeros(1, S, H, 3, dtype=dtype)
+    lengths = torch.zeros(1, dtype=torch.int32)
+    kernels.cached_attention(q, gates, LayerCache(*cache, k_index), lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
+
+
 driver.set_active(AbsentDevice())
 JITFunction.__getitem__ = compile_only
 launch_table.is_hopper = lambda device: ARCHITECTURE == 90
@@ -103,6 +126,7 @@ def narrow() -> None:
     attend(T=300, H=6, G=1, D=64)
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)
+    decode(S=1, H=6, G=1, D=64, indexed=True)
 
 
 def wide() -> None:
@@ -111,6 +135,8 @@ def wide() -> None:
     attend(T=320, H=32, G=2, D=128)  # a length that fills its tiles
     pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
     attend(T=300, H=32, G=2, D=128)
+    decode(S=8, H=32, G=2, D=128)
+    decode(S=1, H=32, G=2, D=128, indexed=True)
 
 
 def wider() -> None:
@@ -118,11 +144,15 @@ def wider() -> None:
     selected.UNION_TOKENS = 0
     attend(T=320, H=16, G=2, D=256, Dv=128)
     attend(T=320, H=2, G=2, D=256, dtype=torch.float32)
+    decode(S=1, H=16, G=2, D=192, Dv=128)
+    decode(S=8, H=16, G=2, D=256)
+    decode(S=8, H=16, G=2, D=256, dtype=torch.float32)
 
 
 def corners() -> None:
     """Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes."""
     attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
+    decode(3, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, indexed=True)
 
 
 def documents() -> None:

@@ -227,7 +227,8 @@ def decoding_keys(dtype: torch.dtype, width: int, rows: int, device: torch.devic
 
     Not timed yet: the tile of 64 keys is what keeps enough bytes in flight with two programs on a multiprocessor.
     """
+    padded = max(padded_width(rows), 16)
     if dtype == torch.float32:
-        return Tile(min(max(padded_width(rows), 16), 16 if width > WIDEST else 32), _float32(width).keys, 4, 1)
-    padded = min(max(padded_width(rows), 16), DECODING_ROWS)
-    return Tile(padded, 32 if width > WIDEST else 64, 8 if width > WIDEST else 4, 3 if is_roomy(device) else 2)
+        return Tile(min(padded, 16 if width > 64 else 32), _float32(width).keys, 4, 1)
+    keys, warps = (32, 8) if width > WIDEST else (64, 4)
+    return Tile(min(padded, DECODING_ROWS), keys, warps, 3 if is_roomy(device) else 2)
