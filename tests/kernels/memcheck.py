@@ -1,5 +1,5 @@
-"""The whole operator, forward and backward, by every path on small odd shapes, and steps through a cache that is full, for a
-memory checker to watch:
+"""The whole operator, forward and backward, by every path on small odd shapes, and decoding steps through full caches, for
+a memory checker to watch:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernels/memcheck.py
 

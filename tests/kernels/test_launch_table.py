@@ -124,7 +124,7 @@ def test_decoding(monkeypatch):
     """Not timed entry by entry; by what ptxas says no half-precision one spills for sm_90."""
     for roomy, stages in ((True, 3), (False, 2)):
         monkeypatch.setattr(launch_table, "is_roomy", lambda device, roomy=roomy: roomy)
-        assert launch_table.decoding_keys(HALF, 128, 6, CPU) == Tile(16, 64, 4, stages)
+        assert launch_table.decoding_keys(HALF, 128, 6, CPU) == Tile(16, 64, 4, stages, 168)
         assert launch_table.decoding_keys(HALF, 64, 512, CPU) == Tile(64, 64, 4, stages)
         assert launch_table.decoding_keys(HALF, 192, 17, CPU) == Tile(32, 32, 8, stages)
     tiles = [launch_table.decoding_keys(SINGLE, width, 100, CPU) for width in (64, 128, 256)]

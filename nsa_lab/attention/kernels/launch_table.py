@@ -225,10 +225,12 @@ def best_blocks(blocks: int) -> int:
 def decoding_keys(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:
     """Of the kernels that read a cache. `rows` are those that there are; a tensor core takes 16 at least.
 
-    Not timed yet: the tile of 64 keys is what keeps enough bytes in flight with two programs on a multiprocessor.
+    Not timed yet: with two of three stages on their way, 64 keys of 128 are 64 KB in flight per program.
     """
     padded = max(padded_width(rows), 16)
     if dtype == torch.float32:
         return Tile(min(padded, 16 if width > 64 else 32), _float32(width).keys, 4, 1)
     keys, warps = (32, 8) if width > WIDEST else (64, 4)
-    return Tile(min(padded, DECODING_ROWS), keys, warps, 3 if is_roomy(device) else 2)
+    # So that a third program fits beside two; with more rows it would spill.
+    registers = 168 if padded == 16 and 64 < width <= WIDEST else None
+    return Tile(min(padded, DECODING_ROWS), keys, warps, 3 if is_roomy(device) else 2, registers)

@@ -31,8 +31,8 @@ Partial results, which a later kernel sums in a fixed order: no floating-point a
     pair_x       one row per query, block that it chose, and head
     item_x       one per work item of the inverted index (selected/inverted_index.py)
     chunk_x      one per chunk of the queries that see a key tile (band/)
-    part_x       one per part of the keys that a decoding step splits a branch into (decoding/), PARTS of them a row; cmp, win and
-                 sel parts one after another. `tile` is then a tile of (query, head) rows, and `before` the tokens before them
+    part_x       one per part of the keys that a decoding step splits a branch into (decoding/): PARTS of them per row,
+                 those of cmp, win and sel one after another. `before` are then the tokens before the first query
 Bounds and masks
     first_query  the position of query 0, where keys came before; None: 0
     start, stop  a half-open range;  first, last: both inside it
