@@ -140,7 +140,7 @@ training.pace()
 # %% [markdown]
 # ## What it writes
 #
-# Left, text of the kind it learned from, which training never read; then what the model makes of the prompt `def
+# First, text of the kind it learned from, which training never read; then what the model makes of the prompt `def
 # main(` (or whatever `prompt` says above), before the first step and after the last. *What to notice:* the untrained
 # model writes any byte. After some minutes there are words, indentation and names of Python, and no sense.
 

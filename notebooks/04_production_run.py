@@ -141,7 +141,7 @@ training.pace()
 # %% [markdown]
 # ## What it writes
 #
-# Left, text of the kind it learned from, which training never read; then what the model makes of the prompt `def
+# First, text of the kind it learned from, which training never read; then what the model makes of the prompt `def
 # main(` (or whatever `prompt` says above), before the first step and after the last. *What to notice:* words, markup
 # and the layout of the text beside it are right, and the sense is not. With `params/ci.yaml` (20 steps) expect noise.
 

@@ -78,6 +78,7 @@ GALLERY = (
         picture=8,
     ),
     Page("06_does_selection_find", "Does selection find?", "tiny models learn to recall; their choice is replaced"),
+    Page("07_decoding", "Decoding", "what one more token reads, and how long that takes", picture=1),
 )
 
 

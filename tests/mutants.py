@@ -153,6 +153,7 @@ OTHERS = {
     "attention.kernels.selected.inverted_index": PACKED,
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
+    "attention.kernels.ahead": cases("kernels/test_compiling.py", "launches_are_launches_again_after_a_failure"),
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
     "attention.kernels.operator": cases(
@@ -160,7 +161,8 @@ OTHERS = {
     ),
     "train.preflight.checks": ["tests/train/test_preflight.py"],
     "train.preflight.parity": ["tests/train/test_preflight.py"],
-    "inference.cache": ["tests/inference/test_decode.py"],
+    "attention.decoding": attention_tests("decoding"),
+    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("cache", "decode", "memory")},
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
     "inference.stops": ["tests/inference/test_generate.py"],
@@ -260,6 +262,12 @@ class Mutant:
 
 
 MUTANTS = [
+    Mutant(
+        "compiling ahead: nothing is launched ever after",
+        "attention.kernels.ahead",
+        "        JITFunction.run = run\n",
+        "        pass\n",
+    ),
     # The block arithmetic that every backend takes from one place.
     Mutant(
         "eq. 9 read with indices from 0",
@@ -839,41 +847,66 @@ MUTANTS = [
     ),
     # Decoding and generation.
     Mutant(
-        "decoding: a cache of w - 1 keys",
-        "inference.cache",
-        "self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w :]\n"
-        "        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, -self._nsa.w :]",
-        "self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, 1 - self._nsa.w :]\n"
-        "        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, 1 - self._nsa.w :]",
+        "decoding: a window of w - 1 keys",
+        "attention.decoding",
+        "max(first - nsa.w + 1, 0)",
+        "max(first - nsa.w + 2, 0)",
     ),
     Mutant(
         "decoding: a query does not read itself",
-        "inference.cache",
-        "(tokens <= position)",
-        "((tokens < position) | (tokens == 0))",
+        "attention.decoding",
+        "(tokens < 0) | (tokens > t)",
+        "(tokens < 0) | ((tokens >= t) & (tokens > 0))",
     ),
-    Mutant(
-        "decoding: blocks that overlap forget what they share",
-        "inference.cache",
-        "self._raw[:, new * self.nsa.d :]",
-        "self._raw[:, new * self.nsa.l :]",
-    ),
-    Mutant("decoding: the strongest head chooses", "inference.cache", "(p.sum(2) @ carry)", "(p.amax(2) @ carry)"),
+    Mutant("decoding: the strongest head chooses", "attention.decoding", "carry(p.sum(3)", "carry(p.amax(3)"),
     Mutant(
         "decoding: the choice of the query before",
+        "attention.decoding",
+        "transpose(1, 2), nsa, first=first)",
+        "transpose(1, 2), nsa, first=first - 1)",
+    ),
+    Mutant(
+        "decoding: every row as long as the first",
+        "attention.decoding",
+        "yield slice(begin, end), length",
+        "yield slice(begin, end), lengths[0].item()",
+    ),
+    Mutant(
+        "decoding: of a chunk, the first query's compressed blocks alone are masked",
+        "attention.decoding",
+        "scores[..., seen_by_all:].masked_fill_(hidden,",
+        "scores[..., seen_by_all:].masked_fill_(hidden & False,",
+    ),
+    Mutant(
+        "decoding: blocks that overlap forget what they share", "inference.memory", "return nsa.l - 1 + STEP", "return STEP"
+    ),
+    Mutant(
+        "decoding: padding makes a sequence longer",
+        "inference.decode",
+        "self.cache.advance(counts)",
+        "self.cache.advance([tokens.shape[1]] * len(tokens))",
+    ),
+    Mutant(
+        "decoding: a ring begins with the padding of its prompt",
         "inference.cache",
-        "first=position).squeeze(1)",
-        "first=position - 1).squeeze(1)",
+        "latest = step.counts[:, None] - 1",
+        "latest = torch.full_like(step.counts, x.shape[1])[:, None] - 1",
+    ),
+    Mutant(
+        "decoding: a convolution reads the padding",
+        "inference.cache",
+        "[step.rows, step.counts[:, None]]",
+        "[step.rows, torch.full_like(step.counts, x.shape[1])[:, None]]",
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
     ),
-    Mutant("generation: nothing stops it", "inference.generate", "if stops.reached(drawn):", "if False:"),
+    Mutant("generation: nothing stops it", "inference.generate", "stops.reached(answers[row])", "False"),
     Mutant(
         "generation: ids past the tokenizer's are drawn",
         "inference.generate",
-        "sampling.draw(logits[:drawable]",
-        "sampling.draw(logits[:None]",
+        "logits[:, :drawable]",
+        "logits[:, :None]",
     ),
     Mutant(
         "generation: a stop by its last token alone",
@@ -1081,10 +1114,22 @@ MUTANTS = [
         "q, k_cmp, nsa = (*(index or (looking, k_cmp))[:2], self.config.nsa)",
     ),
     Mutant(
-        "dispatch: an indexer's blocks are not judged",
-        "attention.dispatch",
-        "unsupported or kernels.unsupported_indexer(model)",
-        "unsupported",
+        "choice kernel: negative scores ordered by their bits",
+        "attention.kernels.choice",
+        "return score ^ ((score >> 31) & 0x7FFFFFFF)",
+        "return score",
+    ),
+    Mutant(
+        "choice kernel: sums of other strides are not brought to one peak",
+        "attention.kernels.choice",
+        "total = total * tl.exp2(peak - new_peak) +",
+        "total = total +",
+    ),
+    Mutant(
+        "choice kernel: without an LSE, keys are seen before their block is whole",
+        "attention.kernels.choice",
+        "(i[None, :] * STRIDE + L - 1 <= t[:, None])\n        scores",
+        "(i[None, :] * STRIDE <= t[:, None])\n        scores",
     ),
     Mutant("preflight: an indexer's choice is not compared", "train.preflight.parity", "if model.indexed:", "if False:"),
     Mutant("indexer: its scores are not counted", "model.transformer", "if c.indexed:", "if False:"),
@@ -1103,18 +1148,21 @@ MUTANTS = [
         "indexer: a prompt is read by other blocks", "inference.cache", "blocks=blocks, backend", "blocks=None, backend"
     ),
     Mutant(
-        "indexer: decoding chooses by the compressed keys", "inference.cache", "        if index:\n", "        if False:\n"
+        "indexer: decoding chooses by the compressed keys",
+        "attention.decoding",
+        "if index_q is not None and cache.k_index",
+        "if False and cache.k_index",
     ),
     Mutant(
         "indexer: decoding carries by the compressed branch's geometry",
-        "inference.cache",
-        "index.k if index else self._k_cmp, position",
-        "self._k_cmp, position",
+        "attention.decoding",
+        "geometry.num_selection(last, nsa), choice_nsa)",
+        "geometry.num_selection(last, nsa), nsa)",
     ),
     Mutant(
         "indexer: decoding forgets its unread key",
         "inference.cache",
-        "self._indexer(x, rotary, before=self._unread)",
+        "self._indexer(x, rotary, before=self.before.kept)",
         "self._indexer(x, rotary, before=None)",
     ),
     Mutant(

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "health": {"config", "runs"},
     "figures": {"config", "attention", "runs", "health"},
     "report": {"config", "runs", "health", "figures"},
-    "bench": {"config", "attention", "data", "runs", "train"},
+    "bench": {"config", "attention", "model", "data", "runs", "inference", "train"},
 }
 READERS = ["health", "report", "figures", "runs"]  # they read files, and never load the trainer
 
@@ -38,6 +38,7 @@ OPTIONAL = {
     "datasets": "data/sources/fineweb_edu.py",
     "huggingface_hub": "data/sources/fineweb_edu.py",
     "tokenizers": "data/tokenizer.py",
+    "transformers": "inference/hf.py",
     "torch.utils.tensorboard": "train/telemetry/mirror.py",
     "ipywidgets": "workbook/",
     "IPython": "workbook/",

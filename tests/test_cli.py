@@ -157,6 +157,15 @@ def test_a_name_that_is_not_there_says_what_is(say, arguments: list[str], answer
     assert not (tmp_path / "outputs").exists()
 
 
+def test_a_prompt_is_one_text_that_can_be_read(say, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "outputs")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for path in (tmp_path / "nowhere", tmp_path / "bytes", tmp_path):
+        said = say("generate", run_dir, "--prompt-file", path)
+        assert said.code == 2 and f"--prompt-file {path}: expected a UTF-8 text" in said.err and said.err.count("\n") == 1
+    assert say("generate", run_dir, "--prompt", "a", "--prompt-file", tmp_path / "bytes").code == 2
+
+
 def test_a_bug_is_not_dressed_up_as_a_wrong_usage(say, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise AttributeError("a bug")
@@ -270,6 +279,9 @@ def test_plan_reckons_with_a_recorded_speed_only_for_the_very_same_training(say)
     gated = say("plan", "production_50k", "-p", "model.dim=384")
     assert "20,000 tokens/s" in gated.out and "the slowest that the run accepts" in gated.out
     assert "2 h 16 min" in say("plan", "production_50k", "--tokens-per-s", "50000").out
+    decoding = say("plan", "production_50k", "--decode").out.splitlines()
+    assert any(line.split()[0] == "65,536" and line.endswith("34.60 MB") for line in decoding if line)
+    assert decoding[-1] == "  each token of a sequence takes 6,528 bytes"
 
 
 @pytest.mark.slow
@@ -284,6 +296,11 @@ def test_train_detached_then_stop_resume_and_generate(say, tiny: Path, tmp_path:
     assert refused.code == 2
     assert "DONE" in refused.err
     assert len(say("generate", "latest", "--prompt", "the ", "--tokens", "20").out) > 1
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("the " * 30)
+    told = say("generate", "latest", "--prompt-file", prompt, "--tokens", "20", "--temperature", "0")
+    assert told.out == say("generate", "latest", "--prompt", "the " * 30, "--tokens", "20", "--temperature", "0").out
+    assert told.err.startswith("121 tokens read, the first drawn after ") and told.err.endswith(" tokens/s\n")
     refused = say("generate", "latest", "--step", "5")
     assert refused.code == 2
     assert "no checkpoint of step 5; there is 3, 6" in refused.err
@@ -403,3 +420,11 @@ def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
     assert RunView(run_dir).line() == "step 0/200  starting"
     stall = {"kind": "stall", "t": 0.0, "step": 3, "phase": "data", "phase_age_s": 9}
     assert note(stall).endswith("step 3  stall in data after 9 s")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: nothing is refused")
+def test_warmup_needs_a_gpu(say, tiny: Path) -> None:
+    said = say("warmup", tiny, outputs=False)
+    assert said.code == 2 and said.err == (
+        "nsa-lab: nsa-lab warmup compiles kernels for the GPU of this machine, and torch sees none\n"
+    )

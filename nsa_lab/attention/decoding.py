@@ -1,27 +1,51 @@
-"""Attention of a few new tokens to all that their sequences have seen, through a cache."""
+"""Attention of new tokens over what a layer has kept of the tokens before them: decoding, and prefill in chunks.
+
+Rows of one length are computed together, over views that end where those sequences do. So what a step costs follows what
+it reads, whatever room the cache has and however long the neighbours are, and what was never written is never touched.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from nsa_lab.attention import kernels, reference
+from nsa_lab.attention import geometry, kernels, reference, torch_backend
 from nsa_lab.attention.span import Span
+from nsa_lab.attention.torch_backend import CHUNK_BYTES, carry, choice_dtype, wide_dtype
 from nsa_lab.config import NSAConfig
+
+# So many queries at once gather their own blocks; more read the past together, as a prompt does.
+FEW = 8
 
 
 class LayerCache(NamedTuple):
-    """What one NSA layer keeps of B sequences. Rows beyond a sequence's length are never read."""
+    """What one NSA layer keeps of B sequences. Rows beyond a sequence's length are never read; they may be NaN."""
 
-    k_cmp: Tensor  # [B, N_max, G, d_k]; block i covers tokens i*d .. i*d+l-1
-    v_cmp: Tensor  # [B, N_max, G, d_v]
-    k_sel: Tensor  # [B, capacity, G, d_k]
-    v_sel: Tensor  # [B, capacity, G, d_v]
-    k_win: Tensor  # [B, R, G, d_k], a ring: position p lies in slot p % R, and R >= w + S - 1
-    v_win: Tensor  # [B, R, G, d_v]
-    k_index: Tensor | None = None  # [B, N_idx_max, G, d_k], the indexer's compressed keys
+    k_cmp: Tensor
+    """[B, N_max, G, d_k], block i of tokens i*d .. i*d+l-1."""
+    v_cmp: Tensor
+    """[B, N_max, G, d_v]"""
+    k_sel: Tensor
+    """[B, capacity, G, d_k]"""
+    v_sel: Tensor
+    """[B, capacity, G, d_v]"""
+    k_win: Tensor
+    """[B, R, G, d_k], a ring: position p lies in slot p % R, and R >= w + S - 1 for S new tokens."""
+    v_win: Tensor
+    """[B, R, G, d_v]"""
+    k_index: Tensor | None = None
+    """[B, N_index_max, G, d_k], the indexer's compressed keys."""
+
+    def rows(self, rows: slice) -> LayerCache:
+        """The same of some of the sequences."""
+        index = None if self.k_index is None else self.k_index[rows]
+        raw = self.k_sel[rows], self.v_sel[rows], self.k_win[rows], self.v_win[rows]
+        return LayerCache(self.k_cmp[rows], self.v_cmp[rows], *raw, index)
 
 
 def cached_attention(
@@ -35,39 +59,175 @@ def cached_attention(
     choice_nsa: NSAConfig | None = None,
     backend: str = "torch",
 ) -> Tensor:
-    """The three branches and their gated sum [B, S, H, d_v] for S new tokens, whose keys are in the cache already.
+    """The gated sum of the three branches (eq. 5) for S >= 1 new tokens of each sequence -> [B, S, H, d_v].
 
-    q [B, S, H, d_k], gates [B, S, H, 3] in the order cmp, sel, win. `lengths` int32 [B], on q's device: the tokens of each
-    sequence before these, so that query s of row b stands at lengths[b] + s. index_q [B, S, G, d_k] and choice_nsa are an
-    indexer's queries and geometry; None: the compressed branch's own scores choose (eq. 8, 9).
+    q [B, S, H, d_k] and gates [B, S, H, 3] (cmp, sel, win) are of tokens whose keys are in the cache already. `lengths`,
+    int32 [B] on q's device, are the tokens of each sequence before these: query s of row b stands at lengths[b] + s.
+    `index_q` [B, S, G, d_k] and `choice_nsa` are an indexer's queries, and the geometry of `cache.k_index`; without them
+    the compressed branch's own scores choose (eq. 8, 9). No gradients. What is not finite in a chunk may reach all
+    queries of its sequence in it.
+
+    Raises ValueError for a ring that is too small and for an indexer's queries without its keys, NotImplementedError for
+    a backend other than torch.
     """
+    _check(q, cache, nsa, index_q, choice_nsa)
     if backend == "triton":
         return kernels.cached_attention(q, gates, cache, lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
-    return _by_definition(q, gates, cache, lengths, nsa, index_q, choice_nsa or nsa)
+    if backend != "torch":
+        raise NotImplementedError(f"cached_attention: backend = {backend!r}: expected torch or triton")
+    out = q.new_empty(*q.shape[:3], cache.v_sel.shape[3])
+    with torch.no_grad():
+        for rows, start in _runs(lengths):
+            index = None if index_q is None else index_q[rows]
+            out[rows] = _attend(q[rows], gates[rows], cache.rows(rows), start, nsa, index, choice_nsa or nsa)
+    return out
 
 
-def _by_definition(
-    q: Tensor, gates: Tensor, cache: LayerCache, lengths: Tensor, nsa: NSAConfig, index_q: Tensor | None, choice: NSAConfig
-) -> Tensor:
-    """Sequence by sequence, with the reference on what the cache holds of each."""
-    rows: list[Tensor] = []
-    for b in range(q.shape[0]):
-        before = int(lengths[b])
-        here, end = slice(b, b + 1), before + q.shape[1]
-        span = Span.chunk(before, q.shape[1])
-        n = span.num_compressed(nsa)
-        k_cmp, v_cmp = cache.k_cmp[here, :n], cache.v_cmp[here, :n]
-        out_cmp, lse = reference.compressed_attention(q[here], k_cmp, v_cmp, nsa, span=span)
-        if index_q is None or cache.k_index is None:
-            blocks = reference.select_blocks(q[here], k_cmp, lse, nsa, span=span)
-        else:
-            keys = cache.k_index[here, : span.num_compressed(choice)]
-            lse = reference.compressed_attention(index_q[here], keys, keys, choice, span=span)[1]
-            blocks = reference.select_blocks(index_q[here], keys, lse, choice, span=span)
-        out_sel, _ = reference.selected_attention(
-            q[here], cache.k_sel[here, :end], cache.v_sel[here, :end], blocks, nsa, span=span
+def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """Causal attention for S >= 1 new tokens of each sequence, for the dense twin -> [B, S, H, d_v].
+
+    q [B, S, H, d_k]; k [B, capacity, G, d_k] and v [B, capacity, G, d_v] hold those of the new tokens already; `lengths`
+    as in `cached_attention`. Rows beyond a sequence's length are never read.
+    """
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    with torch.no_grad():
+        for rows, start in _runs(lengths):
+            out[rows] = _attend_all(q[rows], k[rows], v[rows], start)
+    return out
+
+
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """`cached_dense_attention` of sequences that all have `start` tokens before these, some queries at a time."""
+    B, S, H, _ = q.shape
+    size = max(CHUNK_BYTES[q.device.type] // (B * H * (start + S) * q.itemsize), 1)
+    parts: list[Tensor] = []
+    for first in range(start, start + S, size):
+        last = min(first + size, start + S)
+        # The heads of a group are queries of one matrix, which reads its keys and values once.
+        chunk = q[:, first - start : last - start]
+        rows = torch.unflatten(chunk, 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3)
+        seen = geometry.positions(0, last, q.device) <= geometry.positions(first, last, q.device)[:, None]
+        mask = seen.repeat_interleave(H // k.shape[2], dim=0) if last - first > 1 else None
+        out = scaled_dot_product_attention(rows, k[:, :last].transpose(1, 2), v[:, :last].transpose(1, 2), attn_mask=mask)
+        parts.append(_positions_first(out, chunk))
+    return torch.cat(parts, dim=1)
+
+
+def _check(q: Tensor, cache: LayerCache, nsa: NSAConfig, index_q: Tensor | None, choice_nsa: NSAConfig | None) -> None:
+    least, ring = geometry.ring_slots(q.shape[1], nsa), cache.k_win.shape[1]
+    if ring < least:
+        raise ValueError(
+            f"cached_attention: k_win is a ring of {ring} slots, and {q.shape[1]} queries with w = {nsa.w} read {least}; "
+            "make the ring larger, or give fewer queries at once"
         )
-        slots = torch.arange(end, device=q.device) % cache.k_win.shape[1]
-        out_win, _ = reference.window_attention(q[here], cache.k_win[here, slots], cache.v_win[here, slots], nsa, span=span)
-        rows.append(reference.combine(out_cmp, out_sel, out_win, gates[here]))
-    return torch.cat(rows)
+    if len({index_q is None, choice_nsa is None, cache.k_index is None}) > 1:
+        raise ValueError("cached_attention: index_q, choice_nsa and cache.k_index belong together; give all three or none")
+
+
+def _runs(lengths: Tensor) -> Iterator[tuple[slice, int]]:
+    """Neighbouring rows of one length, and that length. On a GPU the host waits for the lengths, which kernels need not."""
+    begin = 0
+    for length, run in groupby(cast("list[int]", lengths.tolist())):  # pyright: ignore[reportUnknownMemberType]
+        end = begin + len(list(run))
+        yield slice(begin, end), length
+        begin = end
+
+
+def _attend(
+    q: Tensor, gates: Tensor, cache: LayerCache, start: int, nsa: NSAConfig, index_q: Tensor | None, choice_nsa: NSAConfig
+) -> Tensor:
+    """`cached_attention` of sequences that all have `start` tokens before these, some queries at a time."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for rows in _pieces(q, start, nsa, choice_nsa):
+        first = start + rows.start
+        p, out_cmp = _compressed(q[:, rows], cache.k_cmp, cache.v_cmp, first, nsa)
+        if index_q is not None and cache.k_index is not None:
+            p = _shares(index_q[:, rows], cache.k_index, first, choice_nsa)
+        out_win = _window(q[:, rows], cache.k_win, cache.v_win, first, nsa)
+        found.append((out_cmp, _choose(p, first, nsa, choice_nsa), out_win))
+    out_cmp, blocks, out_win = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    select = _selected if q.shape[1] <= FEW else _selected_of_many
+    return reference.combine(out_cmp, select(q, cache.k_sel, cache.v_sel, blocks, start, nsa), out_win, gates)
+
+
+def _pieces(q: Tensor, start: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> Iterator[slice]:
+    """Queries whose scores take a bounded number of bytes, one after another."""
+    B, S, H, _ = q.shape
+    compressed = max(geometry.num_compressed(start + S, of) for of in (nsa, choice_nsa))
+    size = max(CHUNK_BYTES[q.device.type] // (8 * B * H * (compressed + nsa.w)), 1)
+    return (slice(first, min(first + size, S)) for first in range(0, S, size))
+
+
+def _compressed(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
+    """`_shares`, and the compressed branch's output [B, C, H, d_v]."""
+    p = _shares(q, k, first, nsa)
+    out = p.to(wide_dtype(q.dtype)).flatten(2, 3) @ v[:, : p.shape[-1]].transpose(1, 2).to(wide_dtype(q.dtype))
+    return p, _positions_first(out, q)
+
+
+def _shares(q: Tensor, k: Tensor, first: int, nsa: NSAConfig) -> Tensor:
+    """What queries [B, C, H, D] at `first`, ... give each compressed block that one of them sees: [B, G, C, h, N].
+
+    In the dtype of the definition's choice, so that a near-tie falls the same way; 0 for a query that sees nothing.
+    """
+    n = geometry.num_compressed(first + q.shape[1], nsa)
+    scores = _scores(q, k[:, :n], choice_dtype(q.dtype))
+    # What the first query sees, all of them see.
+    seen_by_all = geometry.num_compressed(first + 1, nsa)
+    hidden = ~geometry.sees_compressed(geometry.positions(first, first + q.shape[1], q.device), n, nsa)
+    hidden = hidden[:, None, seen_by_all:]  # [C, 1, rest]
+    scores[..., seen_by_all:].masked_fill_(hidden, float("-inf"))
+    p = scores.softmax(-1)
+    p[..., seen_by_all:].masked_fill_(hidden, 0.0)
+    return p
+
+
+def _choose(p: Tensor, first: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> Tensor:
+    """The blocks int32 [B, C, G, n_sel] of queries at `first`, ..., by their shares p [B, G, C, ., N] (eq. 9 to 11)."""
+    last = first + p.shape[2]
+    importance = carry(p.sum(3), geometry.num_selection(last, nsa), choice_nsa)
+    return reference.choose(importance.float().transpose(1, 2), nsa, first=first)
+
+
+def _selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
+    """The selected branch's output [B, C, H, d_v]: every query gathers the tokens of its own blocks."""
+    begun = blocks[..., : geometry.num_selection(first + q.shape[1], nsa)].long()
+    tokens = (begun.unsqueeze(-1) * nsa.l_sel + torch.arange(nsa.l_sel, device=q.device)).flatten(-2)  # [B, C, G, n]
+    t = geometry.positions(first, first + q.shape[1], q.device)[:, None, None]
+    hidden = (tokens < 0) | (tokens > t)
+    batch = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
+    at = batch, torch.where(hidden, 0, tokens), torch.arange(k.shape[2], device=q.device)[:, None]
+    wide = wide_dtype(q.dtype)
+    scores = torch.unflatten(q, 2, (k.shape[2], -1)).to(wide) @ k[at].to(wide).mT * q.shape[-1] ** -0.5  # [B, C, G, h, n]
+    p = scores.masked_fill_(hidden.unsqueeze(3), float("-inf")).softmax(-1)
+    return (p @ v[at].to(wide)).flatten(2, 3).to(q.dtype)
+
+
+def _selected_of_many(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
+    """As `_selected`, of queries that have much of what they read in common."""
+    span = Span.chunk(first, q.shape[1])
+    return torch_backend.selected_attention(q, k[:, : span.keys], v[:, : span.keys], blocks, nsa, span=span)[0]
+
+
+def _window(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> Tensor:
+    """The window branch's output [B, C, H, d_v], of rings k, v."""
+    last = first + q.shape[1]
+    near = geometry.positions(max(first - nsa.w + 1, 0), last, q.device)
+    t = geometry.positions(first, last, q.device)[:, None, None]
+    slots = near % k.shape[1]
+    scores = _scores(q, k[:, slots], wide_dtype(q.dtype)).masked_fill_((near > t) | (near <= t - nsa.w), float("-inf"))
+    return _positions_first(scores.softmax(-1).flatten(2, 3) @ v[:, slots].transpose(1, 2).to(wide_dtype(q.dtype)), q)
+
+
+def _scores(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
+    """Scaled products of q [B, C, H, D] and k [B, n, G, D]: [B, G, C, h, n]."""
+    rows = torch.unflatten(q.to(wide), 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3) * q.shape[-1] ** -0.5
+    # Keys that have to be converted stay in the cache meanwhile.
+    some = max(CHUNK_BYTES[q.device.type] // (2 * k.shape[0] * k.shape[2] * k.shape[3] * wide.itemsize), 1)
+    parts = [rows @ part.transpose(1, 2).to(wide).mT for part in torch.split(k, some, dim=1)]
+    return torch.unflatten(torch.cat(parts, dim=-1), 2, (q.shape[1], -1))
+
+
+def _positions_first(out: Tensor, q: Tensor) -> Tensor:
+    """[B, G, C*h, D] -> [B, C, H, D], as q [B, C, H, .] has it."""
+    return torch.unflatten(out, 2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3).to(q.dtype)

@@ -68,8 +68,6 @@ def resolve_backend(
     unusable = kernels.unusable(device, dtype)
     # Without a model the widths are not known yet; the kernels judge them when they are called.
     unsupported = kernels.unsupported(nsa, *(() if model is None else (model.d_k, model.d_v)))
-    if model is not None:
-        unsupported = unsupported or kernels.unsupported_indexer(model)
     if backend == "triton":
         if unusable:
             raise BackendError(f"backend = 'triton' cannot run: {unusable}")
@@ -196,10 +194,12 @@ def choose_blocks(
     multiple of G. No gradient. Raises as `compressed_attention`.
     """
     checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
-    run, where = _modules(backend, q, nsa, span), _unless_full(span)
-    # Half precision keeps what the kernels compute in; the LSE comes with an output that nothing reads.
-    _, lse = run["compressed"].compressed_attention(q, k_cmp, k_cmp, nsa, **where)
-    return run["selection"].select_blocks(q, k_cmp, lse, nsa, **where)
+    judged = nsa
+    if q.shape[2] == k_cmp.shape[2] and nsa.l == nsa.d:
+        # The kernels' limit on strides per selection block is not one for a single head with blocks side by side.
+        judged = nsa.model_copy(update={"l": nsa.l_sel, "d": nsa.l_sel})
+    run = _modules(backend, q, judged, span)["selection"]
+    return run.select_blocks(q, k_cmp, None, nsa, **_unless_full(span))
 
 
 def _modules(backend: str | Mapping[str, Choice], q: Tensor, nsa: NSAConfig, span: Span | None) -> dict[str, Any]:

@@ -126,6 +126,11 @@ def mean_selected_keys(length: int, nsa: NSAConfig) -> float:
     return total / length
 
 
+def ring_slots(queries: int, nsa: NSAConfig) -> int:
+    """Latest tokens that so many neighbouring queries see through the window, their own included."""
+    return nsa.w + queries - 1
+
+
 def decode_reads(length: int, nsa: NSAConfig) -> dict[str, int]:
     """Keys read by the query at the end of `length` tokens, by branch: N(S), min(n_sel*l_sel, causal), min(w, S)."""
     return {

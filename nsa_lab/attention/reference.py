@@ -70,14 +70,16 @@ def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, s
     return torch.cat(parts, dim=1)
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """The n_sel blocks that each query and group reads (eq. 11), int32 [B, T, G, n_sel], ascending, then -1.
 
-    Candidates have begun (j*l_sel <= t). Block 0, the query's own and the one before it are always in and count towards
-    n_sel; the rest go by importance, ties to the lower index. Carries no gradient.
+    `lse` is that of `compressed_attention` for q and k_cmp; None: it is computed. Candidates have begun (j*l_sel <= t).
+    Block 0, the query's own and the one before it are always in and count towards n_sel; the rest go by importance, ties to
+    the lower index. Carries no gradient.
     """
     span = span or Span.full(q.shape[1])
     with torch.no_grad():
+        lse = compressed_attention(q, k_cmp, k_cmp, nsa, span=span)[1] if lse is None else lse
         importance = block_importance(q, k_cmp, lse, nsa, span=span)
     return torch.cat([choose(importance[:, d.queries], nsa, d.first) for d in span.documents], dim=1)
 

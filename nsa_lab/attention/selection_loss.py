@@ -21,9 +21,9 @@ from nsa_lab.config import NSAConfig
 
 # Added to every importance: a block that no visible compressed block overlaps has none, and log 0 has no gradient.
 FLOOR = 1e-9
-# The golden ratio's fraction of a turn, in whole numbers: every device and compiler then names the same rows.
-TURN = 2**32
-GOLDEN = round((5**0.5 - 1) / 2 * TURN)
+# The golden ratio's fraction of a turn, as a ratio of Fibonacci numbers: in whole numbers every device and compiler names
+# the same rows, and in small ones their products fit 32 bits, which torch.compile's kernels count in.
+GOLDEN, TURN = 10_946, 17_711
 
 
 def selection_loss(

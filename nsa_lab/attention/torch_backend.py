@@ -51,7 +51,7 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`. Computes in `reference`'s wide dtype, since the block choice hangs on it."""
     span = span or Span.full(q.shape[1])
-    wide = _choice_dtype(q.dtype)
+    wide = choice_dtype(q.dtype)
 
     def keys(chunk: Chunk) -> tuple[slice, Tensor]:
         seen = geometry.num_compressed(chunk.last, nsa)
@@ -65,12 +65,14 @@ def compressed_attention(
 
 
 @untraced
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """As `reference.select_blocks`, streamed over chunks of queries."""
     span = span or Span.full(q.shape[1])
+    if lse is None:
+        _, lse = compressed_attention(q.detach(), k_cmp.detach(), k_cmp.detach(), nsa, span=span)
     B, T, H, _ = q.shape
     G = k_cmp.shape[2]
-    wide = _choice_dtype(q.dtype)
+    wide = choice_dtype(q.dtype)
     k = k_cmp.detach().to(wide).transpose(1, 2)  # [B, G, N, D]
     chosen = torch.empty(B, T, G, nsa.n_sel, dtype=torch.int32, device=q.device)
     with torch.no_grad():
@@ -83,7 +85,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span
                 norm = _per_row(lse[:, chunk.rows], G, wide).unsqueeze(-1)
                 seen = geometry.sees_compressed(geometry.positions(first, last, q.device), n, nsa)
                 p = torch.where(seen.unsqueeze(1), s - norm, float("-inf")).exp().sum(3)  # [B, G, C, n]
-                importance = _carry(p, geometry.num_selection(last, nsa), nsa).float().transpose(1, 2)
+                importance = carry(p, geometry.num_selection(last, nsa), nsa).float().transpose(1, 2)
                 chosen[:, chunk.rows] = reference.choose(importance, nsa, first=first)
     return chosen
 
@@ -120,7 +122,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
         too_old = _causal(first - nsa.w, last - nsa.w, start, last, q.device)
         return _rows_from(chunk, start, last), (future | too_old)[None, None]
 
-    wide = _wide(q.dtype)
+    wide = wide_dtype(q.dtype)
     chunks: list[Chunk] = []
     for document in span.documents:
         # The chunk's own length adds to its range, so chunks longer than the window would only grow the mask.
@@ -144,7 +146,7 @@ def _attend_selected(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, long: bool, documents: list[DocumentRows]
 ) -> tuple[Tensor, Tensor]:
     """`selected_attention` of documents that are all long, or all short."""
-    wide = _wide(q.dtype)
+    wide = wide_dtype(q.dtype)
     chunks: list[Chunk] = []
     if long:
         B, G, h = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
@@ -231,7 +233,7 @@ class _GatherAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         B, T, H, D = q.shape
         G, Dv = k.shape[2], v.shape[3]
-        wide = _wide(q.dtype)
+        wide = wide_dtype(q.dtype)
         out = q.new_empty(B, T, H, Dv)
         lse = torch.empty(B, T, H, dtype=_lse_dtype(q.dtype), device=q.device)
         k_marked, v_sound = _sound(k, v, mark=float("nan"))
@@ -251,7 +253,7 @@ class _GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_out, grad_lse = grad_outputs
         q, k, v, blocks, out, lse = ctx.saved_tensors
-        G, scale, wide = k.shape[2], q.shape[-1] ** -0.5, _wide(q.dtype)
+        G, scale, wide = k.shape[2], q.shape[-1] ** -0.5, wide_dtype(q.dtype)
         grad_q = torch.empty_like(q)
         grad_k = torch.zeros(k.shape, dtype=wide, device=k.device)
         grad_v = torch.zeros(v.shape, dtype=wide, device=k.device)
@@ -300,7 +302,7 @@ def _scatter_add(grad: Tensor, tokens: Tensor, parts: Tensor) -> None:
     grad.transpose(1, 2).scatter_add_(2, index.expand_as(flat), flat)
 
 
-def _carry(p: Tensor, blocks: int, nsa: NSAConfig) -> Tensor:
+def carry(p: Tensor, blocks: int, nsa: NSAConfig) -> Tensor:
     """Eq. 9 without its matrix: p [..., n] over compressed blocks -> importance [..., blocks].
 
     Every selection block collects the same run of l_sel/d + l/d - 1 compressed blocks with the same weights, l_sel/d apart.
@@ -391,11 +393,11 @@ def _heads(x: Tensor, groups: int, wide: torch.dtype) -> Tensor:
     return torch.unflatten(x.to(wide), 2, (groups, -1))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _choice_dtype(dtype: torch.dtype) -> torch.dtype:
+def choice_dtype(dtype: torch.dtype) -> torch.dtype:
     """As in `reference`: two backends that round alike here choose the same blocks."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
 

@@ -1,4 +1,4 @@
-"""Commands that measure: bench attention, bench train, bench curves, bench trainer; and bench stands, of records."""
+"""Commands that measure: bench attention, decode, train, curves and trainer; and bench stands, of records."""
 
 from __future__ import annotations
 
@@ -38,6 +38,23 @@ def bench_attention(
         run_packed_bench(json_file, backend=backend)
         return
     run_attention_bench(_shapes(parse_shape, shape), json_file, backend=backend, picture=picture)
+
+
+@app.command("decode")
+def bench_decode(
+    json_file: JsonFile = None,
+    length: Annotated[
+        list[int] | None, typer.Option(min=512, help="tokens before the new one; repeat [4096 to 131072]")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="sequences at once; repeat [1]")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="of the model [2; on a GPU 12]")] = None,
+    backend: Annotated[str, typer.Option(help="of attention over a cache: torch")] = "torch",
+    picture: Picture = None,
+) -> None:
+    """Time of one more token against context, of NSA and of dense attention; parity first."""
+    from nsa_lab.bench.decode import run_decode_bench
+
+    run_decode_bench(length, json_file, batches=batch or (1,), layers=layers, backend=backend, picture=picture)
 
 
 @app.command("train")

@@ -1,7 +1,8 @@
-"""Commands that ask a run's model: generate, evaluate."""
+"""Commands that ask a run's model, or hand it on: generate, export-hf, evaluate."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +17,8 @@ app = typer.Typer()
 @app.command()
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="the text to go on from")] = "\n",
+    prompt: Annotated[str | None, typer.Option(help="the text to go on from [a new line]")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="a file with that text")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from this many likeliest tokens")] = None,
@@ -28,18 +30,36 @@ def generate(
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Let a run's model go on from a prompt."""
+    """Let a run's model go on from a prompt; how fast it does comes last, on stderr."""
     run_dir = names.find_run(run, names.outputs_folder(outputs))
+    text = _prompt(prompt, prompt_file)
 
-    from nsa_lab.inference import Sampling, complete
+    from nsa_lab.inference import Pace, Sampling, complete
 
     try:
         chosen = Sampling(temperature, top_k, top_p)
     except ValueError as error:
         raise ConfigError(f"nsa-lab generate: {error}") from None
-    for piece in complete(run_dir, prompt, tokens, chosen, seed=seed, step=step):
+    pace = Pace()
+    for piece in complete(run_dir, text, tokens, chosen, seed=seed, step=step, pace=pace):
         typer.echo(piece, nl=False)
     typer.echo()
+    typer.echo(pace, err=True)
+
+
+@app.command("export-hf")
+def export_hf(
+    run: Run,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder")],
+    step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
+    outputs: Outputs = None,
+) -> None:
+    """Write a run's model and tokenizer as transformers' from_pretrained loads them; needs nsa-lab[hf]."""
+    run_dir = names.find_run(run, names.outputs_folder(outputs))
+
+    from nsa_lab.inference import hf
+
+    typer.echo(hf.export(run_dir, folder, step=step))
 
 
 @app.command()
@@ -63,3 +83,14 @@ def evaluate(
 
     evaluate_run(run_dir, step=step, lengths=length or (), per_depth=per_depth, windows=windows, seed=seed, say=typer.echo)
     typer.echo(run_dir / EVALUATION)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if file is None:
+        return "\n" if prompt is None else prompt
+    if prompt is not None:
+        raise typer.BadParameter("one text to go on from: --prompt or --prompt-file, not both", param_hint="--prompt-file")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file {file}: expected a UTF-8 text: {error}") from None

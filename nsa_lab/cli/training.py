@@ -106,6 +106,9 @@ def plan(
     run: Annotated[str | None, typer.Option("--run", metavar="RUN", help="a run to compare the plan with")] = None,
     outputs: Outputs = None,
     twin: Annotated[bool, typer.Option("--twin", help="the dense twin with as many parameters, and what differs")] = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="what generating takes, and how many sequences fit here")
+    ] = False,
 ) -> None:
     """What a run will take: parameters, tokens, FLOPs, memory, disk, hours; with --run, beside what that run took."""
     config = names.load_config(name, param or [])
@@ -128,12 +131,24 @@ def plan(
         typer.echo(f"  (the speed: {whence})")
     if twin:
         typer.echo(f"\n{twin_of(config)}")
+    if decode:
+        typer.echo(f"\n{_decoding(config)}")
     if run_dir:
         from nsa_lab.runs.history import History
         from nsa_lab.workbook.planned import outcome
 
         typer.echo(f"\n{run_dir.name}, planned with the speed that its preflight measured:")
         typer.echo(outcome(History.read(run_dir), tokens_per_s))
+
+
+def _decoding(config: RunConfig) -> str:
+    import torch
+
+    from nsa_lab.inference import memory
+    from nsa_lab.train.plan import shape_of
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return memory.decoding_text(config.model, shape_of(config.model).parameter_count(), memory.free_bytes(device))
 
 
 def _run_of(config: RunConfig, folder: Path) -> tuple[str, float] | None:
@@ -179,6 +194,21 @@ def preflight(name: Name, param: Overrides = None, outputs: Outputs = None) -> N
         mark = typer.style("ok  ", fg="green") if check.ok else typer.style("FAIL", fg="red")
         typer.echo(f"{mark} {check.name:14} {check.value}  [limit: {check.limit}]  {check.seconds:.1f} s")
     raise typer.Exit(directory.EXIT_HALTED if failed else directory.EXIT_DONE)
+
+
+@app.command()
+def warmup(
+    name: Name,
+    param: Overrides = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="kernels compiled at once [the cores of this machine]")] = None,
+) -> None:
+    """Compile a run's GPU kernels ahead, in parallel, into Triton's cache; nothing is trained."""
+    config = names.load_config(name, param or [])
+
+    from nsa_lab.train.warmup import warm_up
+
+    warmed = warm_up(config, threads)
+    typer.echo(f"{warmed.kernels} kernels for {config.name} compiled in {warmed.seconds:.1f} s, {warmed.threads} at once")
 
 
 def _notebook_runner() -> ModuleType:

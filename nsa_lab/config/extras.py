@@ -19,6 +19,7 @@ BROUGHT_BY = {
     "huggingface_hub": "data",
     "pyarrow": "data",
     "tokenizers": "data",
+    "transformers": "hf",
     "IPython": "notebooks",
     "ipywidgets": "notebooks",
     "jinja2": "notebooks",

@@ -3,12 +3,14 @@
 Invariants
 * `evaluation.json` is replaced whole or not at all, and says what it was made from: checkpoint, data, seeds, counts, code,
   device. Weights and attention are float32.
+* Each part is kept as soon as it is found, so that an evaluation that was broken off goes on with the next.
 * What could not be asked stands there with its reason; nothing is left out in silence.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +33,7 @@ from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import step_of
 from nsa_lab.runs.environment import code_identity, versions
-from nsa_lab.runs.evaluation import VERSION, write_evaluation
+from nsa_lab.runs.evaluation import VERSION, Unfinished, write_evaluation
 
 Say = Callable[[str], object]
 
@@ -82,7 +84,8 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate a run's checkpoint (of `step`; default: the newest) on its own held-out text; also written into the run.
 
-    lengths: of the sequences with facts; by default those of the run's stages, and twice the longest.
+    lengths: of the sequences with facts; by default those of the run's stages, and twice the longest. They may differ from
+        those of an evaluation that was broken off and is gone on with; nothing else may.
     depths, per_depth, written_per_depth: as `retrieval` has them.
     windows: of `loss_by_position`, and rows of `document_loss`, at the longest of the run's lengths.
     intervened: sequences that the interventions are measured on, at each length.
@@ -104,7 +107,7 @@ def evaluate_run(
     text = dataset.validation.read(0, len(dataset.validation))
     asked = sorted(set(lengths or _lengths(config)))
     ask = _Questions(model, text, config.data, tuple(depths), per_depth, written_per_depth, seed)
-    found = {
+    asking = {
         "v": VERSION,
         "run": folder.name,
         "step": step_of(checkpoint),
@@ -118,13 +121,24 @@ def evaluate_run(
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
         "dtype": "float32",
         "attention": config.model.attention,
-        **_retrieval(ask, asked, say),
-        "positions": _positions(model, dataset, config, windows, say),
-        "documents": _documents(model, dataset, config, windows, say),
-        "selection": [] if config.model.attention == "dense" else [_selection(ask, n, intervened, say) for n in asked],
     }
-    found["seconds"] = round(time.monotonic() - begun, 3)
+    counts = [list(depths), per_depth, written_per_depth, windows, intervened]
+    parts = Unfinished(folder, json.loads(json.dumps([asking, counts])))
+    if parts.earlier:
+        say(f"known from an evaluation that was broken off: {', '.join(sorted(parts.earlier))}")
+    found = {
+        **asking,
+        **_retrieval(ask, asked, parts, say),
+        "positions": parts.find("positions", lambda: _positions(model, dataset, config, windows, say)),
+        "documents": parts.find("documents", lambda: _documents(model, dataset, config, windows, say)),
+        "selection": [
+            parts.find(f"selection at {n:,}", lambda n=n: _selection(ask, n, intervened, say))
+            for n in ([] if config.model.attention == "dense" else asked)
+        ],
+        "seconds": round(time.monotonic() - begun, 3),
+    }
     write_evaluation(folder, found)
+    parts.done()
     return found
 
 
@@ -132,19 +146,24 @@ def _lengths(config: RunConfig) -> list[int]:
     return [*(stage.seq_len for stage in config.train.plan), 2 * config.train.longest.seq_len]
 
 
-def _retrieval(ask: _Questions, lengths: Sequence[int], say: Say) -> dict[str, Any]:
-    cells, not_asked = [], []
+def _retrieval(ask: _Questions, lengths: Sequence[int], parts: Unfinished, say: Say) -> dict[str, Any]:
+    cells: list[dict[str, Any]] = []
+    not_asked: list[dict[str, Any]] = []
     for task, length in itertools.product(TASKS, lengths):
         why = fits(task, length, ask.recall, ask.text)
         if why:
             not_asked.append({"task": task, "length": length, "why": why})
             say(f"{task} at {length:,}: not asked: {why}")
             continue
-        row = ask.answers(task, length)
-        cells += [asdict(cell) for cell in row]
-        right, answers = sum(cell.right for cell in row), sum(cell.answers for cell in row)
-        say(f"{task} at {length:,}: {right} of {answers} answers right")
+        cells += parts.find(f"{task} at {length:,}", lambda task=task, length=length: _answers(ask, task, length, say))
     return {"retrieval": cells, "not_asked": not_asked}
+
+
+def _answers(ask: _Questions, task: str, length: int, say: Say) -> list[dict[str, Any]]:
+    row = ask.answers(task, length)
+    right, answers = sum(cell.right for cell in row), sum(cell.answers for cell in row)
+    say(f"{task} at {length:,}: {right} of {answers} answers right")
+    return [asdict(cell) for cell in row]
 
 
 def _positions(model: NSATransformer, dataset: Dataset, config: RunConfig, windows: int, say: Say) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from nsa_lab.figures.architecture import architecture, branch_masks
 from nsa_lab.figures.blocks import block_geometry, overlap_weights, reads_by_length, visible_blocks
 from nsa_lab.figures.branches import branch_norms, gate_layers, gate_shares, selection_statistics
+from nsa_lab.figures.decoding import against_context
 from nsa_lab.figures.differences import loss_difference
 from nsa_lab.figures.documents import across_documents
 from nsa_lab.figures.layers import gates_of_layer, statistic_of_layer
@@ -37,6 +38,7 @@ __all__ = [
     "Run",
     "accuracy_curves",
     "across_documents",
+    "against_context",
     "architecture",
     "block_geometry",
     "branch_masks",

@@ -81,7 +81,7 @@ def _never_specialised(shares: dict[str, np.ndarray], limits: Limits) -> str:
     if not even.any():
         return "every layer left even shares" if len(even) else "which layers specialised is not known"
     told = f"within {np.max(away, axis=0)[even].max():.3f} of 1/3"
-    return f"never specialised, every share {told} throughout: {layers_named(even)}"
+    return f"never specialised, on average every share {told} throughout: {layers_named(even)}"
 
 
 def gates_alive(history: History, limits: Limits) -> Verdict | None:

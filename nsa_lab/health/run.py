@@ -79,7 +79,9 @@ def finite(history: History, limits: Limits) -> Verdict:
         text = f"{_impossible(first)} at step {first['step']:,}, which cannot be ({len(impossible)} such events)"
         return Verdict("finite numbers", False, len(impossible), 0, text)
     if not bad:
-        return Verdict("finite numbers", True, 0, 0, "every recorded number is finite")
+        skipped = any(event.get("rule") == "non_finite" for event in history.current("guard"))
+        but = "; a step that was not finite was skipped: see guards" if skipped else ""
+        return Verdict("finite numbers", True, 0, 0, f"every recorded number is finite{but}")
     step, name = bad[0]
     return Verdict("finite numbers", False, len(bad), 0, f"{name} is not finite at step {step:,} ({len(bad)} such numbers)")
 

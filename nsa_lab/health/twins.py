@@ -76,7 +76,7 @@ def _unequal(nsa: History, dense: History) -> list[str]:
     lines = [] if widths[0] == widths[1] else [f"an MLP of {widths[0]:,} against {widths[1]:,}"]
     counts = [facts(run).parameters for run in (nsa, dense)]
     flops = [_flops(run) for run in (nsa, dense)]
-    for name, (ours, theirs), form in (("parameters", counts, "{:,}"), ("MFLOPs per token", flops, "{:,.4g}")):
+    for name, (ours, theirs), form in (("parameters", counts, "{:,}"), ("MFLOPs per token", flops, "{:,.1f}")):
         if ours and theirs:
             lines.append(f"{name} {form.format(ours)} against {form.format(theirs)}, {ours / theirs - 1:+.1%}")
     return lines

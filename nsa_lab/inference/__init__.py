@@ -1,4 +1,4 @@
-"""Asking a trained model: load it, decode with a cache, continue prompts.
+"""Asking a trained model: load it, decode with a cache, continue prompts, many at once.
 
 model = load_model("outputs/smoke-...")
 (new,) = generate(model, ["def "], max_new_tokens=40)
@@ -8,6 +8,16 @@ from nsa_lab.inference.decode import Decoder
 from nsa_lab.inference.generate import generate
 from nsa_lab.inference.load import NoCheckpoint, find_checkpoint, load_model
 from nsa_lab.inference.sampling import Sampling
-from nsa_lab.inference.text import complete, write_on
+from nsa_lab.inference.text import Pace, complete, write_on
 
-__all__ = ["Decoder", "NoCheckpoint", "Sampling", "complete", "find_checkpoint", "generate", "load_model", "write_on"]
+__all__ = [
+    "Decoder",
+    "NoCheckpoint",
+    "Pace",
+    "Sampling",
+    "complete",
+    "find_checkpoint",
+    "generate",
+    "load_model",
+    "write_on",
+]

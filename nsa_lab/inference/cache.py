@@ -1,23 +1,148 @@
-"""What a layer keeps of the tokens it has seen, and attention of new ones through it.
+"""What a model keeps of the sequences that it reads, and attention of new tokens through it.
 
 Invariants
-* A layer caches selection keys and values of every token, window keys and values of the last w, and compressed ones of
-  every whole block. Raw compression inputs are kept only until the last block that needs them is whole.
-Shape suffixes: B batch, S cached tokens, N compressed blocks, G key/value groups, h heads per group, D head width.
+* Everything is laid out once, for `batch` sequences of at most `capacity` tokens; a step writes into it and moves nothing.
+* Sequences have lengths of their own. A step gives each the same number of tokens, of which the last ones may be padding:
+  what they leave is beyond the sequence's length, is read by no token of it, and is overwritten by what comes.
+* An NSA layer keeps selection keys and values of every token, window keys and values of the latest in a ring, compressed
+  ones of every whole block and, in rings too, the tokens that the next block needs: phi is computed once for each block.
+Shape suffixes: B batch, S new tokens, N compressed blocks, G key/value groups, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from nsa_lab.attention import choose_blocks, compress, geometry, nsa_attention, reference
-from nsa_lab.config import ModelConfig, NSAConfig
-from nsa_lab.model import DenseAttention, Indexer, Rotary, SparseAttention
+from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, nsa_attention
+from nsa_lab.attention.decoding import LayerCache, cached_attention, cached_dense_attention
+from nsa_lab.config import NSAConfig
+from nsa_lab.inference import memory
+from nsa_lab.model import Block, DenseAttention, Indexer, NSATransformer, Rotary, SparseAttention
+
+
+class Step(NamedTuple):
+    """New tokens of every sequence."""
+
+    starts: tuple[int, ...]
+    """Tokens of each sequence before these."""
+    lengths: Tensor
+    """The same, int32 [B] on the device."""
+    positions: Tensor
+    """Of the new tokens, int64 [B, S]."""
+    counts: Tensor
+    """How many of them are no padding, int64 [B]."""
+    rows: Tensor
+    """0 .. B-1, int64 [B, 1]."""
+
+    @property
+    def width(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def begins(self) -> bool:
+        """Whether there is nothing before them in any sequence."""
+        return not any(self.starts)
+
+
+class TokenRows:
+    """[B, capacity, G, D], and one row more, where padding past the capacity goes."""
+
+    def __init__(self, capacity: int, groups: int, width: int, batch: int, like: Tensor) -> None:
+        self.kept = like.new_zeros(batch, capacity + 1, groups, width)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.kept[:, :-1]
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens; what is there stays."""
+        there, batch = self.rows, len(self.kept)
+        self.kept = there.new_zeros(batch, capacity + 1, *there.shape[2:])
+        self.kept[:, : there.shape[1]] = there
+
+    def put(self, x: Tensor, places: Tensor, step: Step) -> None:
+        """x [B, S, G, D] at `places`, int64 [B, S]."""
+        self.kept[step.rows, places.clamp_max(self.kept.shape[1] - 1)] = x
+
+
+class Ring:
+    """[B, R, G, D]: the token at position p lies in slot p % R."""
+
+    def __init__(self, slots: int, groups: int, width: int, batch: int, like: Tensor) -> None:
+        self.kept = like.new_zeros(batch, slots, groups, width)
+
+    def begin(self, x: Tensor, step: Step) -> None:
+        """x [B, S, G, D] from position 0, any S."""
+        latest = step.counts[:, None] - 1
+        slots = torch.arange(self.kept.shape[1], device=x.device)
+        places = (latest - (latest - slots) % len(slots)).clamp_min(0)
+        self.kept.copy_(x[step.rows, places])
+
+    def put(self, x: Tensor, step: Step) -> None:
+        """x [B, S, G, D] behind what there is, S <= `memory.STEP`."""
+        self.kept[step.rows, step.positions % self.kept.shape[1]] = x
+
+    def read(self, positions: Tensor, step: Step) -> Tensor:
+        """Tokens at `positions`, int64 [B, n] -> [B, n, G, D]."""
+        return self.kept[step.rows, positions % self.kept.shape[1]]
+
+
+class Compressed:
+    """The blocks of the tokens seen, compressed as `nsa` says, and the raw tokens that blocks to come need."""
+
+    def __init__(
+        self,
+        nsa: NSAConfig,
+        phi: Callable[[Tensor], Tensor],
+        capacity: int,
+        groups: int,
+        width: int,
+        batch: int,
+        like: Tensor,
+    ) -> None:
+        self.nsa, self._phi = nsa, phi
+        self.blocks = TokenRows(geometry.num_compressed(capacity, nsa), groups, width, batch, like)
+        self.raw = Ring(memory.raw_slots(nsa), groups, width, batch, like)
+
+    def put(self, x: Tensor, step: Step) -> None:
+        """New tokens [B, S, G, D], and the blocks that they complete in any sequence."""
+        if step.begins:
+            self.raw.begin(x, step)
+            self._put_blocks(self._phi(x), torch.zeros_like(step.rows), step)
+            return
+        self.raw.put(x, step)
+        d, l = self.nsa.d, self.nsa.l
+        new = max(self._whole(start + step.width) - self._whole(start) for start in step.starts)
+        if new:
+            first = geometry.visible_compressed(step.positions[:, :1] - 1, self.nsa)
+            tokens = first * d + torch.arange((new - 1) * d + l, device=x.device)
+            self._put_blocks(self._phi(self.raw.read(tokens, step)), first, step)
+
+    def grow(self, capacity: int) -> None:
+        self.blocks.grow(self._whole(capacity))
+
+    def _put_blocks(self, blocks: Tensor, first: Tensor, step: Step) -> None:
+        self.blocks.put(blocks, first + torch.arange(blocks.shape[1], device=blocks.device), step)
+
+    def _whole(self, length: int) -> int:
+        return geometry.num_compressed(length, self.nsa)
+
+
+class Latest:
+    """Of every sequence, the row of its latest token before a convolution; zeros before there is one."""
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+
+    def put(self, x: Tensor | None, step: Step) -> None:
+        """x [B, S, ...]; None where there is no convolution."""
+        if x is not None:
+            before = torch.zeros_like(x[:, :1]) if self.kept is None else self.kept
+            self.kept = torch.cat([before, x], dim=1)[step.rows, step.counts[:, None]]
 
 
 class NSACache:
@@ -29,160 +154,167 @@ class NSACache:
                 "NSACache: expected a layer whose backends are resolved, as those of an NSATransformer are; got one that "
                 "resolves them anew for each input"
             )
-        config, nsa = attention.config, attention.config.nsa
-        self._attention, self._backends, self._config, self._nsa = attention, attention.backends, config, nsa
-        self._k_sel, self._v_sel = _room(config, capacity, batch, like)
-        self._k_win, self._v_win = _room(config, 0, batch, like)
-        room = like.new_empty(batch, geometry.num_compressed(capacity, nsa), config.n_kv_groups, 0)
+        c, nsa, G = attention.config, attention.config.nsa, attention.config.n_kv_groups
+        self._attention, self._nsa, self._backends = attention, nsa, attention.backends
         phi_k, phi_v = attention.phi_k, attention.phi_v
-        self._k_cmp = _Compressed(nsa, lambda k: compress(k, nsa, phi_k), room, config.d_k)
-        self._v_cmp = _Compressed(nsa, lambda v: compress(v, nsa, phi_v), room, config.d_v)
-        self._unread: Tensor | None = None
-        self._index = _IndexCache(attention.indexer, capacity, batch, like) if attention.indexer else None
+        self.k_cmp = Compressed(nsa, lambda k: compress(k, nsa, phi_k), capacity, G, c.d_k, batch, like)
+        self.v_cmp = Compressed(nsa, lambda v: compress(v, nsa, phi_v), capacity, G, c.d_v, batch, like)
+        self.k_sel, self.v_sel = (TokenRows(capacity, G, width, batch, like) for width in (c.d_k, c.d_v))
+        self.k_win, self.v_win = (Ring(memory.window_slots(nsa), G, width, batch, like) for width in (c.d_k, c.d_v))
+        self._before = Latest()
+        self.index = IndexCache(attention.indexer, capacity, batch, like) if attention.indexer else None
 
-    def attend(self, x: Tensor, rotary: Rotary, position: int) -> Tensor:
-        """Output [B, n, C] for x [B, n, C] at `position`, `position` + 1, ...; n is 1 unless `position` is 0."""
-        q, (k_raw, k_sel, k_win), (v_raw, v_sel, v_win), self._unread = self._attention.heads(
-            x, rotary, before=self._unread
+    def attend(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
+        """Output [B, S, C] for new tokens x [B, S, C]."""
+        attention = self._attention
+        q, keys, values, unmixed = attention.heads(x, rotary, before=self._before.kept)
+        self._before.put(unmixed, step)
+        for kept, new in zip((self.k_cmp, self.v_cmp), (keys[0], values[0]), strict=True):
+            kept.put(new, step)
+        for kept, new in zip((self.k_sel, self.v_sel), (keys[1], values[1]), strict=True):
+            kept.put(new, step.positions, step)
+        for kept, new in zip((self.k_win, self.v_win), (keys[2], values[2]), strict=True):
+            kept.begin(new, step) if step.begins else kept.put(new, step)
+        index_q = self.index.put(x, rotary, step) if self.index else None
+        gates = attention.gates(x).to(q.dtype)
+        branches = keys[1], values[1], keys[2], values[2]
+        mixed = self._first(q, branches, gates, index_q) if step.begins else self._next(q, gates, index_q, step)
+        return attention.out(mixed.flatten(2))
+
+    def _first(
+        self, q: Tensor, branches: tuple[Tensor, Tensor, Tensor, Tensor], gates: Tensor, index_q: Tensor | None
+    ) -> Tensor:
+        """Attention of queries that are all tokens there are: the operator that trains."""
+        k_cmp, v_cmp = (
+            kept.blocks.rows[:, : geometry.num_compressed(q.shape[1], self._nsa)] for kept in (self.k_cmp, self.v_cmp)
         )
-        end, gates = position + x.shape[1], self._attention.gates(x).to(q.dtype)
-        self._k_sel[:, position:end], self._v_sel[:, position:end] = k_sel, v_sel
-        self._k_win = torch.cat([self._k_win, k_win], dim=1)[:, -self._nsa.w :]
-        self._v_win = torch.cat([self._v_win, v_win], dim=1)[:, -self._nsa.w :]
-        self._k_cmp.append(k_raw)
-        self._v_cmp.append(v_raw)
-        index = self._index.append(x, rotary) if self._index else None
-        if position == 0:
-            branches = (q, self._k_cmp.rows, self._v_cmp.rows, k_sel, v_sel, k_win, v_win, gates)
-            blocks = choose_blocks(index.q, index.k.rows, index.k.nsa, backend=self._backends) if index else None
-            mixed = nsa_attention(*branches, self._nsa, blocks=blocks, backend=self._backends)
-        else:
-            mixed = self._one(q, index, gates, position)
-        return self._attention.out(mixed.flatten(2))
+        blocks = None
+        if self.index and index_q is not None:
+            k_index = self.index.keys.blocks.rows[:, : geometry.num_compressed(q.shape[1], self.index.nsa)]
+            blocks = choose_blocks(index_q, k_index, self.index.nsa, backend=self._backends)
+        return nsa_attention(q, k_cmp, v_cmp, *branches, gates, self._nsa, blocks=blocks, backend=self._backends)
 
-    def _one(self, q: Tensor, index: _Asked | None, gates: Tensor, position: int) -> Tensor:
-        """The three branches for one query [B, 1, H, D] at `position`, and their gated sum."""
-        q = q.squeeze(1).unflatten(1, (self._config.n_kv_groups, -1))  # [B, G, h, D]
-        p, v_cmp = _shares(q, self._k_cmp), self._v_cmp.rows.transpose(1, 2)
-        out_cmp = p @ v_cmp.to(p.dtype)
-        if index:
-            p = _shares(index.q.squeeze(1).unsqueeze(2), index.k)
-        out_sel = self._read_selected(q, self._choose(p, index.k if index else self._k_cmp, position), position)
-        out_win = _attend(q, self._k_win.transpose(1, 2), self._v_win.transpose(1, 2))
-        cmp, sel, win = (out.flatten(1, 2).unsqueeze(1).to(gates.dtype) for out in (out_cmp, out_sel, out_win))
-        return reference.combine(cmp, sel, win, gates)
+    def _next(self, q: Tensor, gates: Tensor, index_q: Tensor | None, step: Step) -> Tensor:
+        choice_nsa = self.index.nsa if self.index else None
+        return cached_attention(q, gates, self.layer(), step.lengths, self._nsa, index_q=index_q, choice_nsa=choice_nsa)
 
-    def _choose(self, p: Tensor, keys: _Compressed, position: int) -> Tensor:
-        """The blocks [B, G, n_sel] of the query at `position`, by the shares p [B, G, h, N] that it gives to `keys`."""
-        candidates = geometry.num_selection(position + 1, self._nsa)
-        carry = geometry.overlap(p.shape[-1], candidates, keys.nsa, dtype=p.dtype, device=p.device)
-        importance = (p.sum(2) @ carry).float().unsqueeze(1)
-        return reference.choose(importance, self._nsa, first=position).squeeze(1)
+    def layer(self) -> LayerCache:
+        """As `cached_attention` takes it."""
+        return LayerCache(
+            self.k_cmp.blocks.rows,
+            self.v_cmp.blocks.rows,
+            self.k_sel.rows,
+            self.v_sel.rows,
+            self.k_win.kept,
+            self.v_win.kept,
+            self.index.keys.blocks.rows if self.index else None,
+        )
 
-    def _read_selected(self, q: Tensor, blocks: Tensor, position: int) -> Tensor:
-        within = torch.arange(self._nsa.l_sel, device=q.device)
-        tokens = (blocks.long().unsqueeze(-1) * self._nsa.l_sel + within).flatten(-2)  # [B, G, n_sel * l_sel]
-        read = (tokens >= 0) & (tokens <= position)
-        index = torch.where(read, tokens, 0)
-        batch = torch.arange(len(index), device=q.device)[:, None, None]
-        group = torch.arange(index.shape[1], device=q.device)[:, None]
-        return _attend(q, self._k_sel[batch, index, group], self._v_sel[batch, index, group], read.unsqueeze(2))
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens; what is there stays."""
+        for kept in (*self._compressed(), self.k_sel, self.v_sel):
+            kept.grow(capacity)
+
+    def _compressed(self) -> tuple[Compressed, ...]:
+        return (self.k_cmp, self.v_cmp, *([self.index.keys] if self.index else []))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that is kept, a sequence in every row."""
+        yield from (kept for one in self._compressed() for kept in (one.blocks.kept, one.raw.kept))
+        yield from (one.kept for one in (self.k_sel, self.v_sel, self.k_win, self.v_win))
+        latest = (self._before, *([self.index.before] if self.index else []))
+        yield from (one.kept for one in latest if one.kept is not None)
 
 
-class _Compressed:
-    """The whole blocks of the tokens seen, compressed as `nsa` says; of raw tokens, those that the next block needs.
-
-    `room` [B, N, G, 0] has the sizes, dtype and device of N blocks, of keys or values `width` wide.
-    """
-
-    def __init__(self, nsa: NSAConfig, phi: Callable[[Tensor], Tensor], room: Tensor, width: int) -> None:
-        batch, blocks, groups, _ = room.shape
-        self.nsa, self._phi, self._whole = nsa, phi, 0
-        self._rows = room.new_empty(batch, blocks, groups, width)
-        self._raw = room.new_empty(batch, 0, groups, width)
-
-    @property
-    def rows(self) -> Tensor:
-        """[B, blocks, G, D]"""
-        return self._rows[:, : self._whole]
-
-    def append(self, x: Tensor) -> None:
-        """New tokens [B, n, G, D], and the blocks that they complete."""
-        self._raw = torch.cat([self._raw, x], dim=1)
-        new = geometry.num_compressed(self._raw.shape[1], self.nsa)
-        if new:
-            self._rows[:, self._whole : self._whole + new] = self._phi(self._raw)
-            self._whole += new
-            self._raw = self._raw[:, new * self.nsa.d :]
-
-
-class _Asked(NamedTuple):
-    """The indexer's queries [B, n, G, D] of new tokens, and all of its keys."""
-
-    q: Tensor
-    k: _Compressed
-
-
-class _IndexCache:
+class IndexCache:
     """What a layer's indexer keeps: its compressed keys."""
 
     def __init__(self, indexer: Indexer, capacity: int, batch: int, like: Tensor) -> None:
-        self._indexer, config = indexer, indexer.config
-        room = like.new_empty(batch, geometry.num_compressed(capacity, indexer.nsa), config.n_kv_groups, 0)
-        self._keys = _Compressed(indexer.nsa, indexer.compress, room, config.d_k)
-        self._unread: Tensor | None = None
+        c = indexer.config
+        self._indexer, self.nsa, self.before = indexer, indexer.nsa, Latest()
+        self.keys = Compressed(indexer.nsa, indexer.compress, capacity, c.n_kv_groups, c.d_k, batch, like)
 
-    def append(self, x: Tensor, rotary: Rotary) -> _Asked:
-        """Keeps the keys of new tokens x [B, n, C]."""
-        q, k, self._unread = self._indexer(x, rotary, before=self._unread)
-        self._keys.append(k)
-        return _Asked(q, self._keys)
-
-
-def _shares(q: Tensor, keys: _Compressed) -> Tensor:
-    """What q [B, G, h, D] gives each whole block, all of them visible: [B, G, h, N].
-
-    In the dtype of the definition's choice, so that a near-tie falls the same way.
-    """
-    wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else torch.float64
-    return (q.to(wide) @ keys.rows.transpose(1, 2).to(wide).mT * q.shape[-1] ** -0.5).softmax(-1)
+    def put(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
+        """Keeps the keys of new tokens x [B, S, C]; their queries [B, S, G, D]."""
+        q, k, unmixed = self._indexer(x, rotary, before=self.before.kept)
+        self.before.put(unmixed, step)
+        self.keys.put(k, step)
+        return q
 
 
 class DenseCache:
     """The cache of one dense layer, and attention through it."""
 
     def __init__(self, attention: DenseAttention, capacity: int, batch: int, like: Tensor) -> None:
-        self._attention = attention
-        self._k, self._v = _room(attention.config, capacity, batch, like)
-        self._unread: Tensor | None = None
+        c = attention.config
+        self._attention, self._before = attention, Latest()
+        self.k, self.v = (TokenRows(capacity, c.n_kv_groups, width, batch, like) for width in (c.d_k, c.d_v))
 
-    def attend(self, x: Tensor, rotary: Rotary, position: int) -> Tensor:
+    def attend(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
         """As `NSACache.attend`."""
-        end = position + x.shape[1]
-        q, (k,), (v,), self._unread = self._attention.heads(x, rotary, before=self._unread)
-        self._k[:, position:end], self._v[:, position:end] = k, v
-        out = scaled_dot_product_attention(
-            q.transpose(1, 2),
-            self._k[:, :end].transpose(1, 2),
-            self._v[:, :end].transpose(1, 2),
-            is_causal=x.shape[1] > 1,
-            enable_gqa=True,
-        )
-        return self._attention.out(out.transpose(1, 2).flatten(2))
+        q, (k,), (v,), unmixed = self._attention.heads(x, rotary, before=self._before.kept)
+        self._before.put(unmixed, step)
+        self.k.put(k, step.positions, step)
+        self.v.put(v, step.positions, step)
+        if step.begins:
+            out = dense_attention(q, k, v, backend=self._attention.backends["dense"].backend)
+        else:
+            out = cached_dense_attention(q, self.k.rows, self.v.rows, step.lengths)
+        return self._attention.out(out.flatten(2))
+
+    def grow(self, capacity: int) -> None:
+        """As `NSACache.grow`."""
+        self.k.grow(capacity)
+        self.v.grow(capacity)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """As `NSACache.tensors`."""
+        yield from (self.k.kept, self.v.kept)
+        if self._before.kept is not None:
+            yield self._before.kept
 
 
-def _room(config: ModelConfig, tokens: int, batch: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty keys and values [B, tokens, G, D]."""
-    return (
-        like.new_empty(batch, tokens, config.n_kv_groups, config.d_k),
-        like.new_empty(batch, tokens, config.n_kv_groups, config.d_v),
-    )
+class Cache:
+    """What a model keeps of `batch` sequences of at most `capacity` tokens.
+
+    Raises ValueError where that is more memory than there is, and says how many sequences would fit.
+    """
+
+    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1) -> None:
+        like = model.head.weight
+        memory.check_fits(model.config, capacity, batch, like.device, like.element_size())
+        self.capacity, self.batch = capacity, batch
+        self.starts = (0,) * batch
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
+        self._rows = torch.arange(batch, device=like.device)[:, None]
+        self.layers = [_layer(cast(Block, block).attention, capacity, batch, like) for block in model.blocks]
+
+    def step(self, width: int, counts: Sequence[int]) -> Step:
+        """The next `width` tokens of every sequence, of which `counts` are no padding."""
+        positions = self.lengths.long()[:, None] + torch.arange(width, device=self.lengths.device)
+        told = torch.tensor(counts, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
+        return Step(self.starts, self.lengths, positions, told, self._rows)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Every sequence is so many tokens longer."""
+        self.starts = tuple(start + count for start, count in zip(self.starts, counts, strict=True))
+        self.lengths = torch.tensor(self.starts, dtype=torch.int32).to(self.lengths.device, non_blocking=True)
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens of every sequence; everything that grows with them is copied."""
+        self.capacity = capacity
+        for layer in self.layers:
+            layer.grow(capacity)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Sequence i becomes what sequence rows[i] was, as a search with beams asks for."""
+        self.starts = tuple(self.starts[row] for row in rows)
+        index = torch.tensor(rows, device=self.lengths.device)
+        for kept in (self.lengths, *(tensor for layer in self.layers for tensor in layer.tensors())):
+            kept.copy_(kept[index])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, read: Tensor | None = None) -> Tensor:
-    """Softmax attention of q [B, G, h, D] over k, v [B, G, S, D], where `read` [B, G, 1, S] allows it."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
-    if read is not None:
-        scores = scores.masked_fill(~read, float("-inf"))
-    return scores.softmax(-1) @ v.to(wide)
+def _layer(attention: object, capacity: int, batch: int, like: Tensor) -> NSACache | DenseCache:
+    if isinstance(attention, SparseAttention):
+        return NSACache(attention, capacity, batch, like)
+    return DenseCache(cast(DenseAttention, attention), capacity, batch, like)

@@ -1,57 +1,106 @@
-"""Token by token with a cache: a forward pass over one new token reads what NSA reads, not the whole past.
+"""A model that reads on: new tokens cost what they read, not the whole past.
 
-Invariant: the logits of a token are those of a full forward pass over everything up to it; how the tokens were split into
-`append` calls does not enter.
+Invariant: the logits of a token are those of a full forward pass over its sequence up to it; neither how the tokens were
+split into calls nor what else is in the batch enters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from nsa_lab.inference.cache import DenseCache, NSACache
-from nsa_lab.model import Block, DenseAttention, NSATransformer, SparseAttention, rotary_table
+from nsa_lab.inference import memory
+from nsa_lab.inference.cache import Cache
+from nsa_lab.model import Block, NSATransformer, Rotary, rotary_table
+
+# Tokens of all sequences together that are read at once while nothing stands before them: what a layer holds of them grows
+# with their number.
+FIRST = 2**16
 
 
 class Decoder:
-    """Feeds a model token by token. Holds the caches of `batch` sequences of at most `capacity` tokens."""
+    """Feeds a model with the tokens of `batch` sequences, at most `capacity` each, and keeps what it needs of them.
+
+    Raises ValueError where the cache does not fit, as `Cache` does.
+    """
 
     def __init__(self, model: NSATransformer, capacity: int, batch: int = 1) -> None:
-        self._model, self.capacity, self.position = model, capacity, 0
-        config, weight = model.config, model.head.weight
-        self._blocks = [cast(Block, block) for block in model.blocks]
-        self._caches = [_cache_of(block.attention, capacity, batch, weight) for block in self._blocks]
-        self._rotary = rotary_table(capacity, config.rotary_width, config.rope_theta, weight.device)
+        self._model, self.cache = model, Cache(model, capacity, batch)
+        self._rotary = self._angles()
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens of every sequence, by copying what there is."""
+        self.cache.grow(capacity)
+        self._rotary = self._angles()
 
     @torch.no_grad()
-    def append(self, tokens: Tensor) -> Tensor:
-        """Logits [B, n, V] of the tokens int64 [B, n] that follow those given before. Raises ValueError past `capacity`.
+    def append(self, tokens: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Logits [B, n, V] of the tokens int64 [B, n] that follow those given before.
 
-        The first call runs them all at once; later ones run one after the other.
+        counts: how many tokens of each row belong to its sequence, from the left; the rest is padding, whose logits mean
+        nothing. None: all. Raises ValueError for what is not this, for ids that the model does not have, for another batch
+        than the cache's and for sequences that would be longer than its capacity.
         """
-        end = self.position + tokens.shape[1]
-        if end > self.capacity:
-            raise ValueError(f"{end} tokens do not fit into a decoder of capacity {self.capacity}; make it larger")
-        if self.position == 0:
-            return self._advance(tokens)
-        return torch.cat([self._advance(one) for one in tokens.split(1, dim=1)], dim=1)
+        return self._model.head(torch.cat([hidden for hidden, _ in self._read(tokens, counts)], dim=1))
 
-    def _advance(self, tokens: Tensor) -> Tensor:
-        model, end = self._model, self.position + tokens.shape[1]
-        cos, sin = (table[self.position : end] for table in self._rotary)
+    @torch.no_grad()
+    def last(self, tokens: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Logits [B, V] of each sequence's last token in `tokens`; `append` says the rest. Counts are at least 1."""
+        if counts is not None and min(counts) < 1:
+            raise ValueError(f"counts = {list(counts)}: expected at least 1 token of each sequence to tell the next one")
+        found: dict[int, Tensor] = {}
+        for hidden, within in self._read(tokens, counts):
+            found |= {row: hidden[row, end] for row, end in within.items()}
+        return self._model.head(torch.stack([found[row] for row in range(len(found))]))
+
+    def _angles(self) -> Rotary:
+        c = self._model.config
+        return rotary_table(self.cache.capacity, c.rotary_width, c.rope_theta, self._model.head.weight.device)
+
+    def _read(self, tokens: Tensor, counts: Sequence[int] | None) -> Iterator[tuple[Tensor, dict[int, int]]]:
+        """Hidden states [B, n, C], some tokens at a time, and the rows that end in them, with the place."""
+        counts = [tokens.shape[-1]] * len(tokens) if counts is None else list(counts)
+        self._check(tokens, counts)
+        at = 0
+        while at < tokens.shape[1]:
+            width = memory.STEP if any(self.cache.starts) else max(FIRST // len(tokens), memory.STEP)
+            part = tokens[:, at : at + width]
+            own = [min(max(count - at, 0), part.shape[1]) for count in counts]
+            hidden = self._advance(part, own)
+            yield hidden, {row: count - at - 1 for row, count in enumerate(counts) if at < count <= at + part.shape[1]}
+            at += part.shape[1]
+
+    def _advance(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        model, step = self._model, self.cache.step(tokens.shape[1], counts)
+        places = step.positions.clamp_max(self.cache.capacity - 1)  # of padding
+        rotary = self._rotary[0][places], self._rotary[1][places]
         x = model.embedding(tokens)
-        for block, cache in zip(self._blocks, self._caches, strict=True):
-            x = x + cache.attend(block.attention_norm(x), (cos, sin), self.position)
+        for block, layer in zip(cast("list[Block]", model.blocks), self.cache.layers, strict=True):
+            x = x + layer.attend(block.attention_norm(x), rotary, step)
             x = x + block.mlp(block.mlp_norm(x))
-        self.position = end
-        return model.head(model.norm(x))
+        self.cache.advance(counts)
+        return model.norm(x)
 
-
-def _cache_of(
-    attention: SparseAttention | DenseAttention, capacity: int, batch: int, like: Tensor
-) -> NSACache | DenseCache:
-    if isinstance(attention, SparseAttention):
-        return NSACache(attention, capacity, batch, like)
-    return DenseCache(attention, capacity, batch, like)
+    def _check(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        cache, vocab_size = self.cache, self._model.config.vocab_size
+        if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.shape[1]:
+            raise ValueError(f"tokens: expected int64 [B, n], n >= 1, got {tokens.dtype} {tuple(tokens.shape)}")
+        if len(tokens) != cache.batch or len(counts) != cache.batch:
+            raise ValueError(
+                f"tokens: {len(tokens)} rows, {len(counts)} counts for a decoder of {cache.batch} sequences; give one of "
+                "each for every sequence, or build a decoder of that batch"
+            )
+        if min(counts) < 0 or max(counts) != tokens.shape[1]:
+            raise ValueError(
+                f"counts = {list(counts)}: expected numbers from 0 to {tokens.shape[1]}, the longest row's; cut padding "
+                "that no row needs"
+            )
+        least, most = (int(end) for end in tokens.aminmax())
+        if least < 0 or most >= vocab_size:
+            raise ValueError(f"tokens: ids lie in {least}..{most}, and the model has 0..{vocab_size - 1}")
+        end = max(start + count for start, count in zip(cache.starts, counts, strict=True))
+        if end > cache.capacity:
+            raise ValueError(f"{end} tokens do not fit into a decoder of capacity {cache.capacity}; make it larger")

@@ -1,4 +1,4 @@
-"""Tokens that follow prompts. `tokens_after` is the one place where a model is asked for the next token."""
+"""Tokens that follow prompts. `_drawn` is the one place where a model is asked for the next token."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nsa_lab.config import BYTE_VOCABULARY
-from nsa_lab.inference.decode import Decoder
+from nsa_lab.inference.decode import FIRST, Decoder
 from nsa_lab.inference.sampling import Sampling
 from nsa_lab.inference.stops import Stop, Stops
 from nsa_lab.model import NSATransformer
@@ -38,7 +39,8 @@ def generate(
         call with several seeds. None: draws follow torch's global generator.
     stop: a token id, a text or bytes, or a list of these; the first to come ends the generation of its prompt and is itself
         the end of what is returned. Only new tokens are searched. None: every prompt gets `max_new_tokens`.
-    stream: called as `stream(index of the prompt, token)` as soon as a token is drawn. Prompts are taken in their order.
+    stream: called as `stream(index of the prompt, token)` as soon as a token is drawn. Prompts that fit together are read
+        together, and are given a token each in turn.
 
     Raises ValueError for an argument that cannot be used, before anything is computed, and ArithmeticError for logits that
     are not finite.
@@ -49,17 +51,15 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     stops = Stops(stop, vocab_size=vocab_size, bytewise=vocab_size == BYTE_VOCABULARY)
     read = [_prompt_tokens(prompt, index, vocab_size) for index, prompt in enumerate(_listed(prompts))]
-    answers: list[Tensor] = []
-    for index, tokens in enumerate(read):
-        drawn: list[int] = []
-        for token in tokens_after(model, tokens, max_new_tokens, sampling, seed):
-            drawn.append(token)
+    answers: list[list[int]] = [[] for _ in read]
+    for at, batch in _batches(read, max_new_tokens):
+        for row, token in _drawn(model, batch, max_new_tokens, sampling, seed, stops=stops):
+            answers[at + row].append(token)
             if stream is not None:
-                stream(index, token)
-            if stops.reached(drawn):
-                break
-        answers.append(torch.tensor(drawn, dtype=torch.int64, device=tokens.device))
-    return answers
+                stream(at + row, token)
+    return [
+        torch.tensor(answer, dtype=torch.int64, device=prompt.device) for answer, prompt in zip(answers, read, strict=True)
+    ]
 
 
 def tokens_after(
@@ -76,14 +76,50 @@ def tokens_after(
     Ids from `drawable` on, which pad a model's vocabulary beyond its tokenizer's, are never drawn. Raises ArithmeticError
     for logits that are not finite.
     """
-    device, generator = model.head.weight.device, _generator(seed, sampling)
-    decoder = Decoder(model, capacity=len(prompt) + count)
-    ahead = prompt[None].to(device)
-    for _ in range(count):
-        logits = decoder.append(ahead)[0, -1]
-        token = sampling.draw(logits[:drawable].float().cpu(), generator)
-        yield token
-        ahead = torch.tensor([[token]], device=device)
+    return (token for _, token in _drawn(model, [prompt], count, sampling, seed, drawable=drawable))
+
+
+def _drawn(
+    model: NSATransformer,
+    prompts: Sequence[Tensor],
+    count: int,
+    sampling: Sampling,
+    seed: int | None,
+    *,
+    drawable: int | None = None,
+    stops: Stops | None = None,
+) -> Iterator[tuple[int, int]]:
+    """The number of a prompt and its next token, a token of every prompt that goes on in turn."""
+    device, generators = model.head.weight.device, [_generator(seed, sampling) for _ in prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    decoder = Decoder(model, max(lengths) + count, len(prompts))
+    logits = decoder.last(pad_sequence([prompt.to(device) for prompt in prompts], batch_first=True), lengths)
+    answers: list[list[int]] = [[] for _ in prompts]
+    going = list(range(len(prompts)))
+    while True:
+        told = logits[:, :drawable].float().cpu()
+        for row in going:
+            answers[row].append(sampling.draw(told[row], generators[row]))
+            yield row, answers[row][-1]
+        going = [row for row in going if len(answers[row]) < count and not (stops and stops.reached(answers[row]))]
+        if not going:
+            return
+        # Those that have ended go on unheard: the batch keeps its shape, and nothing has to be moved.
+        logits = decoder.last(torch.tensor([[answer[-1]] for answer in answers], device=device))
+
+
+def _batches(prompts: Sequence[Tensor], count: int) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Neighbouring prompts that are read together, and the number of the first."""
+    at = 0
+    while at < len(prompts):
+        end, longest = at + 1, len(prompts[at])
+        while end < len(prompts):
+            longest = max(longest, len(prompts[end]))
+            if (end + 1 - at) * (longest + count) > FIRST:
+                break
+            end += 1
+        yield at, prompts[at:end]
+        at = end
 
 
 def _generator(seed: int | None, sampling: Sampling) -> torch.Generator:

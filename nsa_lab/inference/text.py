@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,28 @@ from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
 
 
+class Pace:
+    """How fast tokens come, the prompt's reading included in the time of the first."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.tokens = 0
+        self.first_s = self.seconds = 0.0
+
+    def of(self, tokens: Iterable[int], prompt_tokens: int) -> Iterator[int]:
+        """The same tokens, timed from the moment the first is asked for."""
+        self.prompt_tokens, begin = prompt_tokens, time.perf_counter()
+        for token in tokens:
+            self.tokens, self.seconds = self.tokens + 1, time.perf_counter() - begin
+            self.first_s = self.first_s or self.seconds
+            yield token
+
+    def __str__(self) -> str:
+        told = f"{self.prompt_tokens:,} tokens read, the first drawn after {self.first_s:.2f} s"
+        if self.tokens < 2:
+            return told
+        return f"{told}, then {(self.tokens - 1) / (self.seconds - self.first_s):,.1f} tokens/s"
+
+
 def complete(
     run_dir: str | Path,
     prompt: str,
@@ -24,9 +47,11 @@ def complete(
     *,
     seed: int = 0,
     step: int | None = None,
+    pace: Pace | None = None,
 ) -> Iterator[str]:
     """Pieces of text that follow `prompt`, `n` tokens of them, from a run's checkpoint (of `step`; default: the newest).
 
+    `pace` is told how fast they come.
     Raises `NoCheckpoint`, also for one whose weights are broken, and `DataError` if the run's tokenizer is gone.
     """
     folder = find_checkpoint(run_dir, step)
@@ -34,24 +59,41 @@ def complete(
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = load_model(folder, device="cuda" if torch.cuda.is_available() else "cpu")
     try:
-        yield from write_on(model, tokenizer, prompt, n, sampling, seed)
+        yield from write_on(model, tokenizer, prompt, n, sampling, seed, pace)
     except ArithmeticError as error:
         raise NoCheckpoint(f"{folder}: {error} of the run") from None
 
 
 def write_on(
-    model: NSATransformer, tokenizer: Tokenizer, prompt: str, n: int, sampling: Sampling, seed: int = 0
+    model: NSATransformer,
+    tokenizer: Tokenizer,
+    prompt: str,
+    n: int,
+    sampling: Sampling,
+    seed: int = 0,
+    pace: Pace | None = None,
 ) -> Iterator[str]:
     """Pieces of text that follow `prompt`, `n` tokens of them, each as soon as its characters are whole."""
     # In training a separator stands before every document.
     begin = torch.tensor([tokenizer.separator, *map(int, tokenizer.encode(prompt))], dtype=torch.int64)
-    drawn: list[int] = []
-    said = ""
-    for token in tokens_after(model, begin, n, sampling, seed, drawable=tokenizer.vocab_size):
-        drawn.append(token)
-        text = tokenizer.decode(drawn)
+    tokens = tokens_after(model, begin, n, sampling, seed, drawable=tokenizer.vocab_size)
+    yield from whole_characters(tokenizer, pace.of(tokens, len(begin)) if pace else tokens)
+
+
+def whole_characters(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens, in pieces that end with whole characters. Each is decoded behind the one before it alone."""
+    prefix: list[int] = []  # told already; a tokenizer may decode a token by the one before it
+    waiting: list[int] = []
+    for token in tokens:
+        waiting.append(token)
+        piece = _after(tokenizer, prefix, waiting)
         # Half a character shows as U+FFFD until its other half is drawn.
-        if not text.endswith("\ufffd"):
-            yield text[len(said) :]
-            said = text
-    yield tokenizer.decode(drawn)[len(said) :]
+        if not piece.endswith("\ufffd"):
+            yield piece
+            prefix, waiting = waiting, []
+    yield _after(tokenizer, prefix, waiting)
+
+
+def _after(tokenizer: Tokenizer, prefix: list[int], tokens: list[int]) -> str:
+    """What `tokens` add to the text of `prefix`."""
+    return tokenizer.decode(prefix + tokens)[len(tokenizer.decode(prefix)) :]

@@ -73,8 +73,8 @@ class Heads(NamedTuple):
     """[B, T, G, d_k] each, before compression; of cmp, sel, win."""
     values: tuple[Tensor, ...]
     """[B, T, G, d_v] each."""
-    unread: Tensor | None
-    """With matching heads, the last token's keys before the convolution, [B, 1, branches, G, d_k]: the next `before`."""
+    unmixed: Tensor | None
+    """With matching heads, keys before the convolution, [B, T, branches, G, d_k]; a token's are the next one's `before`."""
 
 
 def project_heads(
@@ -88,19 +88,19 @@ def project_heads(
 ) -> Heads:
     """`Heads` of a projection's output [B, T, H d_k + branches G (d_k + d_v)], for x of positions `rotary`.
 
-    `begins` as in `Packing`; None: one document. `before` is the `unread` of the tokens before these; None: these are the
-    first.
+    `begins` as in `Packing`; None: one document. `before` is `unmixed` of the tokens before these, [B, 1, ...];
+    None: these are the first.
     """
     c, keys = config, branches * config.n_kv_groups
     roped, values = qkv.split([(c.n_heads + keys) * c.d_k, keys * c.d_v], dim=-1)
-    roped, unread = roped.unflatten(-1, (c.n_heads + keys, c.d_k)), None
+    roped, unmixed = roped.unflatten(-1, (c.n_heads + keys, c.d_k)), None
     if convolution:
         q, k = roped.split([c.n_heads, keys], dim=2)
-        k, unread = convolution(k.unflatten(2, (branches, c.n_kv_groups)), begins, before)
-        roped = torch.cat([q, k.flatten(2, 3)], dim=2)
+        unmixed = k.unflatten(2, (branches, c.n_kv_groups))
+        roped = torch.cat([q, convolution(unmixed, begins, before).flatten(2, 3)], dim=2)
     # q and all keys are neighbours in the projection, so that one rotation turns them all.
     q, *turned = rotate(roped, rotary).split([c.n_heads, *[c.n_kv_groups] * branches], dim=2)
-    return Heads(q, tuple(turned), values.unflatten(-1, (keys, c.d_v)).split(c.n_kv_groups, dim=2), unread)
+    return Heads(q, tuple(turned), values.unflatten(-1, (keys, c.d_v)).split(c.n_kv_groups, dim=2), unmixed)
 
 
 def weighted(taught: Tensor | None, weight: float, like: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ class Index(NamedTuple):
     """[B, T, G, D]"""
     k: Tensor
     """[B, T, G, D], before compression."""
-    unread: Tensor | None
-    """With matching heads, the last token's key before the convolution, [B, 1, 1, G, D]: the next token's `before`."""
+    unmixed: Tensor | None
+    """With matching heads, keys before the convolution, [B, T, 1, G, D]; a token's are the next one's `before`."""
 
 
 class Indexer(nn.Module):
@@ -46,12 +46,12 @@ class Indexer(nn.Module):
         """`rotary` is the heads', for x's positions; `begins` and `before` are as in `project_heads`."""
         G = self.config.n_kv_groups
         q, k = self.qk(x.detach()).unflatten(-1, (2 * G, self.config.d_k)).split(G, dim=2)
-        unread = None
+        unmixed = None
         if self.convolution:
-            k, unread = self.convolution(k.unsqueeze(2), begins, before)
-            k = k.squeeze(2)
+            unmixed = k.unsqueeze(2)
+            k = self.convolution(unmixed, begins, before).squeeze(2)
         q, k = rotate(torch.cat([q, k], dim=2), rotary).split(G, dim=2)
-        return Index(q, k, unread)
+        return Index(q, k, unmixed)
 
     def compress(self, k: Tensor, span: Span | None = None, rows: BlockRows | None = None) -> Tensor:
         """k [B, T, G, D] -> [B, N, G, D]; `rows` are those of packed documents."""

@@ -42,8 +42,8 @@ class ShortConvolution(nn.Module):
         self.weight.zero_()
         self.weight[1, :, 0] = self.weight[0, :, 1:] = 1.0
 
-    def forward(self, x: Tensor, begins: Tensor | None = None, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The sum, and x's last row, which is `before` for the rows that follow; None: these are the first.
+    def forward(self, x: Tensor, begins: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+        """The sum. `before` [B, 1, branches, G, D] is the row before these; None: these are the first.
 
         `begins`, bool [T]: whether a row is the first of its document; None: one document.
         """
@@ -52,7 +52,7 @@ class ShortConvolution(nn.Module):
         if begins is not None:
             late = late.masked_fill(begins.view(-1, *[1] * (x.ndim - 2)), 0)
         this, last = self.weight.to(x.dtype)
-        return x * this + late * last, x[:, -1:]
+        return x * this + late * last
 
 
 class MLP(nn.Module):
@@ -73,9 +73,9 @@ class MLP(nn.Module):
 
 
 def rotary_at(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [T, width/2], of the angles t * theta**(-2i/width) at positions int [T] (arXiv 2104.09864)."""
+    """cos and sin, float32 [..., width/2], of the angles t * theta**(-2i/width) at positions [...] (arXiv 2104.09864)."""
     rate = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width)
-    angle = positions.to(torch.float32)[:, None] * rate
+    angle = positions.to(torch.float32)[..., None] * rate
     return angle.cos(), angle.sin()
 
 
@@ -90,11 +90,13 @@ def rotary_table(
 def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turns the pairs (i, i + R/2) of every head by its position's angle, in float32; R is twice the width of the tables.
 
+    Tables are [T, R/2], or [B, T, R/2] where rows stand at positions of their own.
+
     Where R < D, what comes after the first R stays as it is: it says what a token is, wherever it stands (partial rotary
     embedding, as in GPT-NeoX, arXiv 2204.06745).
     """
     wide = torch.promote_types(x_BTHD.dtype, torch.float32)
-    cos, sin = (table.to(wide).unsqueeze(1) for table in rotary)
+    cos, sin = (table.to(wide).unsqueeze(-2) for table in rotary)
     turned, still = x_BTHD.split([2 * cos.shape[-1], x_BTHD.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     first, second = turned.to(wide).chunk(2, dim=-1)
     parts = [first * cos - second * sin, second * cos + first * sin]

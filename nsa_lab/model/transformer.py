@@ -149,8 +149,8 @@ class NSATransformer(nn.Module):
         backends = ", ".join(f"{part} {choice.backend}" for part, choice in self.backends.items())
         return (
             f"{c.attention} transformer: {self.parameter_count():,} parameters, {c.n_layers} layers of width {c.dim}, "
-            f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention]:.3g} FLOPs per token at {length} tokens "
-            f"({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
+            f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention] / 1e6:,.1f} MFLOPs per token at {length:,} "
+            f"tokens ({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
         )
 
     def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -102,7 +102,7 @@ def worth(known: Facts, others: Sequence[Reference], untrained: bool = False) ->
     """`0.922 bits per byte; dense twin 0.925`, or that there is no loss of the model that was trained."""
     if known.last_validation_bpb is None or untrained:
         return "not evaluated since training began"
-    return "; ".join([f"{known.last_validation_bpb:.3f} bits per byte", ", ".join(map(str, others))]).rstrip("; ")
+    return "; ".join([f"{known.last_validation_bpb:,.3f} bits per byte", ", ".join(map(str, others))]).rstrip("; ")
 
 
 def mood(health: Health, history: History) -> str:
@@ -119,7 +119,7 @@ def _figures(known: Facts, history: History, others: Sequence[Reference]) -> lis
     before = [f"untrained {first or 0:.3f}"] if at else []
     what = "bits per byte on held-out text" + ("" if at else ", untrained")
     shown = [
-        (last, f"{last or 0:.3f}", what, [*before, *_told(others)]),
+        (last, f"{last or 0:,.3f}", what, [*before, *_told(others)]),
         (known.tokens_per_s, speed_of(history), "tokens per second, median", []),
         (known.wall_s, *_time(known)),
     ]

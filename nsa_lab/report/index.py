@@ -55,7 +55,7 @@ def _row(run_dir: Path) -> dict[str, Any]:
         "settings": settings_of(history.config),
         "began": _date(history),
         "steps": f"{known.step:,} of {known.steps:,}",
-        "validation": "" if last is None else f"{first:.3f} → {last:.3f}",
+        "validation": "" if last is None else f"{first:,.3f} → {last:,.3f}",
         "speed": speed_of(history) or "",
         "time": "" if known.wall_s is None else duration(known.wall_s),
     }

@@ -95,7 +95,7 @@ class RunView:
         """One line for a log."""
         parts = [f"step {self.step:,}/{self.config.train.steps:,}"]
         losses = {"bpb": self.training_bpb, "validation": self._latest.get("validation")}
-        parts += [f"{name} {value:.3f}" for name, value in losses.items() if value is not None]
+        parts += [f"{name} {value:,.3f}" for name, value in losses.items() if value is not None]
         if self.step < self.config.train.steps:
             parts += [f"{self._latest['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in self._latest else []
             parts.append(f"{clock(self.eta_s)} left" if self.eta_s else self._doing)
@@ -126,8 +126,8 @@ class RunView:
         age = self._phase_age_s + max(time.time() - self._heard, 0.0) if self._heard else 0.0
         shares = {words: self._mean(f"gate_share_{branch}") for branch, words in BRANCHES.items()}
         return {
-            "bits per byte, training": "–" if (training := self.training_bpb) is None else f"{training:.3f}",
-            "bits per byte, validation": self._number("validation", "{:.3f}"),
+            "bits per byte, training": "–" if (training := self.training_bpb) is None else f"{training:,.3f}",
+            "bits per byte, validation": self._number("validation", "{:,.3f}"),
             "learning rate": self._number("lr", "{:.3g}"),
             "gradient norm": self._number("grad_norm", "{:.3g}"),
             "tokens per second, now": self._number("tokens_per_s", "{:,.0f}"),

@@ -44,13 +44,12 @@ def lengths_of(train: TrainConfig) -> str:
 def shown_facts(history: History) -> list[tuple[str, str]]:
     """Names and values as a person reads them; what the run does not say is left out."""
     known = facts(history)
-    first, last, best = known.first_validation_bpb, known.last_validation_bpb, known.best_validation_bpb
     shown = {
         "state": history.state,
         "steps": f"{known.step:,} of {known.steps:,}",
         "tokens": f"{known.tokens:,}",
-        "validation, bits per byte": f"{first:.3f} → {last:.3f} (best {best:.3f})" if best is not None else None,
-        "training, bits per byte": _format(known.last_train_bpb, "{:.3f}" + _over(known.last_train_readings)),
+        "validation, bits per byte": validation_of(history, known),
+        "training, bits per byte": _format(known.last_train_bpb, "{:,.3f}" + _over(known.last_train_readings)),
         "tokens per second, median": speed_of(history),
         "training time": time_of(known),
         "peak memory": _format(known.memory_peak_bytes, size_text),
@@ -66,6 +65,15 @@ def shown_facts(history: History) -> list[tuple[str, str]]:
         "configuration": known.config_hash,
     }
     return [(name, value) for name, value in shown.items() if value]
+
+
+def validation_of(history: History, known: Facts) -> str | None:
+    """`7.991 → 0.922 (best 0.921)`, or `7.991, untrained`."""
+    first, last, best = known.first_validation_bpb, known.last_validation_bpb, known.best_validation_bpb
+    if first is None or last is None or best is None:
+        return None
+    trained = any(event["step"] for event in history.evaluations)
+    return f"{first:,.3f} → {last:,.3f} (best {best:,.3f})" if trained else f"{first:,.3f}, untrained"
 
 
 def _over(readings: int) -> str:

@@ -62,8 +62,8 @@ class Plan:
             ("parameters", f"{self.params:,}"),
             ("optimiser steps", ", then ".join(f"{steps:,} of {tokens:,} tokens" for steps, tokens in self.stages)),
             ("tokens", f"{self.tokens:,}"),
-            ("MFLOPs per token, NSA", f"{self.flops_per_token_nsa / 1e6:,.4g}{other['nsa']}"),
-            ("MFLOPs per token, dense", f"{self.flops_per_token_dense / 1e6:,.4g}{other['dense']}"),
+            ("MFLOPs per token, NSA", f"{self.flops_per_token_nsa / 1e6:,.1f}{other['nsa']}"),
+            ("MFLOPs per token, dense", f"{self.flops_per_token_dense / 1e6:,.1f}{other['dense']}"),
             (
                 "memory at the peak",
                 f"{size_text(self.memory_bytes)} of tensors (state {size_text(self.state_bytes)}, activations "
@@ -181,7 +181,7 @@ def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
 
     Per token and layer: the float32 residual stream, twice; two norms with their float32 and compute-dtype results, of
     which compilation keeps the latter only; the projections before and after rotation (dense, compiled: after); the
-    outputs of the branches and their mix; the MLP before and after its non-linearity. Measured on one H200 at 65 536
+    outputs of the branches and their mix; the MLP before and after its non-linearity. Measured on one H200 at 65,536
     tokens, compiled: 414 KB per token for the production model without an indexer, 314 KB for its dense twin; what an
     indexer and the selection loss hold is not counted. With gradient checkpointing only the residual stream of a layer
     is kept, and one layer is recomputed.

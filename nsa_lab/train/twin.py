@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.runs.summary import size_text
 from nsa_lab.train.plan import Plan, plan, shape_of
 
 
@@ -27,15 +28,18 @@ class Twin:
     def __str__(self) -> str:
         nsa, dense = self.planned
         rows = [
-            ("parameters", nsa.params, dense.params),
-            ("FLOPs per token", nsa.flops_per_token_nsa, dense.flops_per_token_dense),
-            ("memory at the peak, bytes", nsa.memory_bytes, dense.memory_bytes),
+            ("parameters", nsa.params, dense.params, "{:,}".format),
+            ("MFLOPs per token", nsa.flops_per_token_nsa / 1e6, dense.flops_per_token_dense / 1e6, "{:,.1f}".format),
+            ("memory at the peak", nsa.memory_bytes, dense.memory_bytes, size_text),
         ]
         return "\n".join(
             [
                 f"the dense twin of {nsa.name} with as many parameters has model.mlp_hidden = {self.config.model.hidden:,}",
-                f"  {'':<26}{'NSA':>18}{'twin':>18}{'NSA / twin':>13}",
-                *(f"  {name:<26}{ours:>18,.0f}{theirs:>18,.0f}{ours / theirs - 1:>+13.2%}" for name, ours, theirs in rows),
+                f"  {'':<20}{'NSA':>14}{'twin':>14}{'NSA / twin':>13}",
+                *(
+                    f"  {name:<20}{write(ours):>14}{write(theirs):>14}{ours / theirs - 1:>+13.2%}"
+                    for name, ours, theirs, write in rows
+                ),
                 f"  train it with: {self.command}",
             ]
         )

@@ -29,7 +29,10 @@ def numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
     columns = [_numbers(history, layer, step) for history in histories]
     # Names of runs are wider than a page has room for columns.
     lines = [f"[{number}] {history.run}" for number, history in enumerate(histories, 1)]
-    lines += [" " * NAMES_WIDTH + "".join(f"{f'[{number}]':>12}" for number in range(1, len(columns) + 1))]
+    lines += [
+        f"{f'gates and selection: layer {layer}':<{NAMES_WIDTH}}"
+        + "".join(f"{f'[{number}]':>12}" for number in range(1, len(columns) + 1))
+    ]
     for name in columns[0] if columns else {}:
         lines.append(f"{name:<{NAMES_WIDTH}}" + "".join(f"{column[name]:>12}" for column in columns))
     if evaluated_apart(histories):

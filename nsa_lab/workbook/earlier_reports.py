@@ -103,12 +103,11 @@ def _silence(run: History, _: History | None) -> str | None:
 
 
 def _gpu_use(run: History, _: History | None) -> str | None:
-    beats = [
-        event["gpu_util"]
-        for event in run.of_kind("heartbeat")
-        if event.get("phase") == "step" and event.get("gpu_util") is not None
-    ]
-    return f"{np.median(beats):.0f} % median over {len(beats)} heartbeats" if beats else None
+    beats = run.of_kind("heartbeat")
+    used = [beat["gpu_util"] for beat in beats if beat.get("phase") == "step" and beat.get("gpu_util") is not None]
+    return (
+        f"{np.median(used):.0f} % median, over the {len(used)} of {len(beats)} heartbeats within a step" if used else None
+    )
 
 
 def _memory(run: History, _: History | None) -> str | None:

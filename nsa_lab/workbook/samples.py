@@ -54,7 +54,8 @@ def decode_check(run: Path, limits: Limits = LIMITS) -> Verdict:
     tokens = _standard_tokens(RunConfig.from_yaml(Path(run) / "config.yaml"), None)
     begin = tokens.shape[1] - min(DECODED, tokens.shape[1] // 2)
     decoder = Decoder(model, capacity=tokens.shape[1])
-    stepped = torch.cat([decoder.append(tokens[:, :begin]), decoder.append(tokens[:, begin:])], dim=1)
+    parts = [tokens[:, :begin], *tokens[:, begin:].split(1, dim=1)]
+    stepped = torch.cat([decoder.append(part) for part in parts], dim=1)
     with torch.no_grad():
         whole = model(tokens)
     error = ((stepped - whole).abs().max() / whole.abs().max()).item()

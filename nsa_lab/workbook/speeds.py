@@ -15,7 +15,7 @@ from nsa_lab.config import project_root
 from nsa_lab.figures.speeds import COLOURS, WHOLE, time_by_length
 from nsa_lab.workbook.show import fold, show
 
-# One length a step, 16 384 tokens each up to there: where the crossover lies shows between them.
+# One length a step, 16,384 tokens each up to there: where the crossover lies shows between them.
 SHAPES = (Shape(1024, 16), Shape(2048, 8), Shape(4096, 4), Shape(8192, 2), Shape(16384, 1), Shape(32768, 1))
 RECORD = Path("docs", "benchmarks", "attention-h200.json")  # in the project's folder
 

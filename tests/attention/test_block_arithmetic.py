@@ -89,7 +89,7 @@ def test_the_torch_backend_carries_importance_as_the_matrix_does(nsa: NSAConfig,
     n, blocks = geometry.num_compressed(length, nsa), geometry.num_selection(length, nsa)
     p = torch.rand(2, n, dtype=torch.float64)
     expected = p @ geometry.overlap(n, blocks, nsa, dtype=torch.float64)
-    torch.testing.assert_close(torch_backend._carry(p, blocks, nsa), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(torch_backend.carry(p, blocks, nsa), expected, rtol=1e-13, atol=1e-13)
 
 
 @given(nsa=geometries(), length=st.integers(1, 150))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa_lab.attention import Span, compress, selection_loss
+from nsa_lab.attention import Span, compress, geometry, selection_loss
 from nsa_lab.attention.selection_loss import FLOOR, asked, loss_of, spread
 from nsa_lab.config import NSAConfig
 
@@ -149,6 +149,15 @@ def test_queries_are_spread_over_the_text_and_over_places_in_a_block(length: int
     if length >= 2048:
         assert len({row % 64 for row in rows}) >= 24
     assert spread(length, None).tolist() == list(range(length))
+
+
+def test_queries_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled kernels count them: a product past 2**31 does not compile there, or wraps around."""
+    lengths = [*range(513, 3000, 97), 32768, 65536, 100_001, 2**20]
+    wide = [spread(length, count) for length in lengths for count in (64, 512)]
+    monkeypatch.setattr(geometry, "positions", lambda *among: torch.arange(*among[:2], dtype=torch.int32))
+    narrow = [spread(length, count) for length in lengths for count in (64, 512)]
+    assert all(rows.dtype == torch.int32 and torch.equal(rows, same) for rows, same in zip(narrow, wide, strict=True))
 
 
 class SeesDevices(TorchDispatchMode):

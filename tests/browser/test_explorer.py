@@ -19,7 +19,7 @@ def test_the_slider_moves_the_picture(browser, lab, screenshots):
     picture = until(lambda: shown(browser, ".widget-image"), "the explorer has its picture")
     wait_until_idle()
     before, text = picture.get_attribute("src"), told(browser)
-    assert "query 1900" in text
+    assert "query 1,900" in text
 
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", slider)
     slider.click()
@@ -27,7 +27,7 @@ def test_the_slider_moves_the_picture(browser, lab, screenshots):
     until(lambda: told(browser) != text, "the text follows the slider")
     settle(lambda: told(browser))
     value = shown(browser, ".widget-slider .widget-readout").text
-    assert f"query {value}" in told(browser) and value != "1900"
+    assert f"query {int(value):,}," in told(browser) and value != "1900"
     after = shown(browser, ".widget-image").get_attribute("src")
     assert after and after != before
     keep(browser, slider, screenshots, "explorer.png")

@@ -15,10 +15,10 @@ from unpainted import unpainted
 from nsa_lab import cli, figures
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import prepare
-from nsa_lab.evaluate import INTERVENTIONS, evaluate_run
+from nsa_lab.evaluate import INTERVENTIONS, evaluate_run, record
 from nsa_lab.report import write_report
 from nsa_lab.runs import events, launch
-from nsa_lab.runs.evaluation import EVALUATION, read_evaluation, write_evaluation
+from nsa_lab.runs.evaluation import EVALUATION, UNFINISHED, read_evaluation, write_evaluation
 from nsa_lab.train.attempt import run
 from nsa_lab.train.parts import Builders
 
@@ -120,6 +120,27 @@ def test_the_same_again_but_for_the_clock_and_another_checkpoint_differs(
     earlier = evaluated(run_dir, place, step=2, lengths=[450])
     assert earlier["step"] == 2 and {cell["length"] for cell in earlier["retrieval"]} == {450}
     assert earlier["positions"] != evaluation["positions"]
+    write_evaluation(run_dir, evaluation)
+
+
+def test_one_that_was_broken_off_goes_on(
+    run_dir: Path, place: Path, evaluation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error in its last part, twice: what was answered is not asked again, and of another seed nothing is known."""
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "intervene", lambda *_, **__: 1 / 0)
+        for seed in (0, 0, 1):
+            with pytest.raises(ZeroDivisionError):
+                evaluated(run_dir, place, lengths=[260], seed=seed, say=told.append)
+            assert read_evaluation(run_dir) == json.loads(json.dumps(evaluation))
+            with pytest.raises(ZeroDivisionError):
+                evaluated(run_dir, place, lengths=[260, 330], seed=seed, say=told.append)
+    assert sum(line.startswith("needle at 260") for line in told) == 2
+    assert sum(line.startswith("needle at 330") for line in told) == 2
+    found = evaluated(run_dir, place, lengths=[260], seed=1, say=told.append)
+    assert sum(line.startswith("needle at 260") for line in told) == 2 and not (run_dir / UNFINISHED).exists()
+    assert {**found, "seconds": 0} == {**evaluated(run_dir, place, lengths=[260], seed=1), "seconds": 0}
     write_evaluation(run_dir, evaluation)
 
 

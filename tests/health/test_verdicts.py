@@ -223,7 +223,7 @@ def test_shares_and_entropy_of_gates_are_told_apart_and_a_layer_that_stayed_even
     assert found.ok
     assert found.text == (
         "shares moved by 0.018 (layer 1) to 0.090 (layer 0), of 1; entropy by 0.090 (layer 0) to 0.450 (layer 1), nats; "
-        "never specialised, every share within 0.020 of 1/3 throughout: layer 1"
+        "never specialised, on average every share within 0.020 of 1/3 throughout: layer 1"
     )
     shipped = named(verdicts(names.root() / "outputs/production_50k-20261121T141448Z-afd3"), "gates moved")
     assert "shares moved by 0.035 (layer 0)" in shipped.text and "entropy by 0.251 (layer 0)" in shipped.text
@@ -275,6 +275,8 @@ def test_a_halt_is_named_before_the_end_that_it_caused(tmp_path: Path) -> None:
     health = examine(run_dir)
     assert health.headline.startswith("NOT healthy: guards: non_finite (halt): step 91: the loss is nan")
     assert named(health.verdicts, "finished").ok is False
+    numbers = named(health.verdicts, "finite numbers")
+    assert numbers.ok and numbers.text.endswith("; a step that was not finite was skipped: see guards")
 
 
 def test_a_trainer_that_died_is_not_healthy_and_one_that_runs_is_not_judged(tmp_path: Path) -> None:
@@ -516,7 +518,7 @@ def test_a_twin_may_have_a_wider_mlp_and_what_differs_is_said(pair: Any) -> None
     same = beside_twin(nsa, dense)[0]
     assert same.ok is True
     assert "an MLP of 128 against 160; parameters 131,928 against 123,456, +6.9%" in same.text
-    assert "MFLOPs per token 1 against 0.9, +11.1%" in same.text
+    assert "MFLOPs per token 1.0 against 0.9, +11.1%" in same.text
 
 
 def test_what_a_resumed_run_may_change_makes_no_other_twin_but_how_much_is_evaluated() -> None:

@@ -2,53 +2,209 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tiny_models import GEOMETRY, built, tiny
+from torch import Tensor
 
-from nsa_lab.inference import Decoder
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.inference import Decoder, cache, decode, memory
+from nsa_lab.model import NSATransformer
 
 # Around every length that something begins or ends at: d, l, l_sel, w, n_sel * l_sel.
 PREFILLS = (1, 3, 4, 7, 8, 9, 11, 12, 13, 16, 31, 32, 33, 47)
 LENGTH = 48
+GEOMETRIES = [
+    NSAConfig(l=6, d=3, l_sel=9, n_sel=3, w=1),
+    NSAConfig(l=5, d=5, l_sel=5, n_sel=5, w=7),
+    NSAConfig(l=4, d=4, l_sel=12, n_sel=3, w=31),
+    NSAConfig(l=12, d=2, l_sel=4, n_sel=6, w=3),
+    NSAConfig(l=1, d=1, l_sel=1, n_sel=3, w=2),
+]
+INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
+VARIANTS = [
+    {},
+    *({"nsa": GEOMETRY.model_copy(update={"phi": phi, "gate": "softmax"})} for phi in ("linear", "mlp", "pool")),
+    {"attention": "dense"},
+    {"n_kv_groups": 1},
+    {"n_kv_groups": 4},
+    {"rotary_share": 0.5, "matching_heads": 1},
+    {"d_k": 8, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1},
+    INDEXED | {"nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
+    {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense"},
+    *({"nsa": nsa} for nsa in GEOMETRIES),
+]
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 37, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ragged(rows: list[Tensor]) -> tuple[Tensor, list[int]]:
+    """Rows of any lengths as a decoder takes them, and those lengths."""
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), [len(row) for row in rows]
+
+
+def in_chunks(model: NSATransformer, texts: list[Tensor], chunks: list[int], poison: bool = False) -> list[Tensor]:
+    """Logits of every text, read `chunks[i]` tokens at a time, in turn; texts of one batch run out at their own times."""
+    decoder = Decoder(model, max(map(len, texts)), batch=len(texts))
+    if poison:
+        for layer in decoder.cache.layers:
+            for kept in layer.tensors():
+                kept.fill_(float("nan"))
+    at, found = 0, [[] for _ in texts]
+    while at < max(map(len, texts)):
+        size = chunks.pop(0) if len(chunks) > 1 else chunks[0]
+        tokens, counts = ragged([text[at : at + size] for text in texts])
+        logits = decoder.append(tokens, counts)
+        for row, count in enumerate(counts):
+            found[row].append(logits[row, :count])
+        at += size
+    return [torch.cat(parts) for parts in found]
+
+
+@pytest.fixture(params=[5, 256], ids="steps of {}".format)
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "STEP", request.param)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_token_by_token_equals_full_forward(variant: dict) -> None:
+    model, tokens = built(tiny(**variant)), drawn(2, LENGTH)
+    full = model(tokens)
+    for prefill in PREFILLS if not variant else (1, 9, 33):
+        found = torch.stack(in_chunks(model, [*tokens], [prefill, 1]))
+        torch.testing.assert_close(found, full, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sequences_of_any_lengths_in_chunks_of_any_sizes_equal_full_forward(variant: dict, step: None) -> None:
+    """Whatever lay in the cache before."""
+    model = built(tiny(**variant))
+    texts = [drawn(length, seed=length) for length in (70, 1, 33, 13, 13, 64, 8)]
+    for chunks in ([7], [1, 13, 30], [40, 2, 3, 17], [100]):
+        for text, found in zip(texts, in_chunks(model, texts, chunks, poison=True), strict=True):
+            torch.testing.assert_close(found, model(text[None])[0], rtol=0, atol=1e-10)
+
+
+def test_what_is_read_first_is_bounded_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "FIRST", 40)
+    monkeypatch.setattr(memory, "STEP", 5)
+    model, texts = built(tiny()), [drawn(60), drawn(21)]
+    tokens, counts = ragged(texts)
+    widths: list[int] = []
+    model.blocks[0].attention_norm.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
+    last = Decoder(model, 60, batch=2).last(tokens, counts)
+    assert widths == [20, *[5] * 8]
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(last[row], model(text[None])[0, -1], rtol=0, atol=1e-10)
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
+    """To the bit, at one shape; and a neighbour's NaN is its own."""
+    model, text = built(tiny()), drawn(50)
+    by_itself = in_chunks(model, [text, drawn(50, seed=2)], [9])[0]
+    model.embedding.weight.data[36] = float("nan")
+    text = text.clamp_max(35)
+    by_itself = in_chunks(model, [text, drawn(50, seed=2).clamp_max(35)], [9])[0]
+    beside = in_chunks(model, [text, torch.full((50,), 36)], [9])[0]
+    assert torch.equal(by_itself, beside) and by_itself.isfinite().all()
+
+
+def test_sequences_change_places(step: None) -> None:
+    model, texts = built(tiny(rotary_share=0.5, matching_heads=1)), [drawn(30), drawn(14, seed=2), drawn(21, seed=3)]
+    decoder = Decoder(model, 40, batch=3)
+    decoder.append(*ragged(texts))
+    decoder.cache.reorder([2, 0, 2])
+    goes_on = drawn(3, 6, seed=4)
+    found = decoder.append(goes_on)
+    for row, was in enumerate((2, 0, 2)):
+        full = model(torch.cat([texts[was], goes_on[row]])[None])[0, -6:]
+        torch.testing.assert_close(found[row], full, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", [{}, INDEXED, {"attention": "dense"}])
+def test_a_cache_that_grows_keeps_what_it_has(variant: dict) -> None:
+    model, text = built(tiny(**variant)), drawn(1, 40)
+    decoder = Decoder(model, 13)
+    parts = [decoder.append(text[:, :13])]
+    for begin, end in ((13, 14), (14, 40)):
+        decoder.grow(end)
+        parts.append(decoder.append(text[:, begin:end]))
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(text), rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 7, 64, 500])
+@pytest.mark.parametrize("variant", [{}, {"rotary_share": 0.5, "matching_heads": 1, **INDEXED}, {"attention": "dense"}])
+def test_the_likeliest_tokens_of_long_ragged_batches_are_those_of_full_passes(variant: dict, chunk: int) -> None:
+    """In float32, at every position; of two that are equal but for rounding, either."""
+    nsa = NSAConfig(l=16, d=8, l_sel=32, n_sel=6, w=40)
+    model = NSATransformer(tiny(nsa=nsa, **variant), seed=3)
+    lengths = (3000, 1, 777, 64, 1500, 1500, 333, 2047) if chunk > 7 else (1, 300, 64, 301)
+    texts = [drawn(length, seed=length) for length in lengths]
+    with torch.no_grad():
+        for text, found in zip(texts, in_chunks(model, texts, [chunk]), strict=True):
+            full = model(text[None])[0]
+            likeliest = full.gather(-1, found.argmax(-1, keepdim=True)).squeeze(-1)
+            assert (full.amax(-1) - likeliest).max() < 2e-6
+            assert (found.argmax(-1) != full.argmax(-1)).sum() <= 1
+
+
+@pytest.mark.parametrize("variant", [{}, {"attention": "dense"}, INDEXED])
+@pytest.mark.parametrize("capacity", [1, 7, 8, 61])
+def test_the_memory_of_a_cache_is_what_is_planned(variant: dict, capacity: int) -> None:
+    config = tiny(**variant)
+    held = sum(kept.nbytes for layer in cache.Cache(built(config), capacity, 3).layers for kept in layer.tensors())
+    assert held == 3 * memory.sequence_bytes(config, capacity, 8)
+    far = 10**5 * config.nsa.d
+    more = memory.sequence_bytes(config, 2 * far, 8) - memory.sequence_bytes(config, far, 8)
+    assert more == far * memory.token_bytes(config, 8)
+
+
+@pytest.mark.parametrize(("attention", "megabytes"), [("nsa", (12.6, 34.6, 60)), ("dense", (50, 403, 805))])
+def test_reads_are_those_of_the_formula(attention: str, megabytes: tuple[float, ...]) -> None:
+    """N(S) + n_sel * l_sel + w keys and values of two groups of 64 channels, in twelve layers, two bytes each."""
+    config = ModelConfig(attention=attention)
+    found = [memory.read_bytes(config, length, 2) / 1e6 for length in (8192, 65_536, 131_072)]
+    assert found == pytest.approx(megabytes, rel=0.01)
+
+
+def test_phi_is_computed_once_for_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(tiny(n_layers=1, nsa=GEOMETRY.model_copy(update={"phi": "linear"})))
+    blocks: list[int] = []
+    model.blocks[0].attention.phi_k.register_forward_hook(lambda _, __, out: blocks.append(out.shape[1]))
+    in_chunks(model, [drawn(LENGTH)], [5, 1])
+    assert [n for n in blocks if n] == [1] * ((LENGTH - GEOMETRY.l) // GEOMETRY.d + 1)
 
 
 @pytest.mark.parametrize(
-    "variant",
+    ("rows", "counts", "message"),
     [
-        {},
-        {"nsa": GEOMETRY.model_copy(update={"phi": "mlp", "gate": "softmax"})},
-        {"attention": "dense"},
-        {"n_kv_groups": 1},
-        {"n_kv_groups": 4},
-        {"rotary_share": 0.5, "matching_heads": 1},
-        {"d_k": 8, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1},
-        {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2, "nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
-        {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense"},
+        (torch.zeros(2, 5, dtype=torch.int64), None, "5 tokens do not fit into a decoder of capacity 4"),
+        (torch.zeros(2, 3), None, "expected int64 [B, n], n >= 1, got torch.float32 (2, 3)"),
+        (torch.zeros(2, 0, dtype=torch.int64), None, "n >= 1, got torch.int64 (2, 0)"),
+        (torch.zeros(3, 1, dtype=torch.int64), None, "3 rows, 3 counts for a decoder of 2 sequences"),
+        (torch.zeros(2, 2, dtype=torch.int64), [2], "2 rows, 1 counts for a decoder of 2 sequences"),
+        (torch.full((2, 2), 37), None, "ids lie in 37..37, and the model has 0..36"),
+        (torch.full((2, 2), -1), None, "ids lie in -1..-1"),
+        (torch.zeros(2, 2, dtype=torch.int64), [1, 3], "counts = [1, 3]: expected numbers from 0 to 2"),
+        (torch.zeros(2, 2, dtype=torch.int64), [1, 1], "cut padding that no row needs"),
+        (torch.zeros(2, 2, dtype=torch.int64), [0, 2], "expected at least 1 token of each sequence"),
     ],
 )
-def test_token_by_token_equals_full_forward(variant: dict) -> None:
-    model = built(tiny(**variant))
-    tokens = torch.randint(0, 37, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    full = model(tokens)
-    for prefill in PREFILLS if not variant else (1, 9, 33):
-        decoder = Decoder(model, LENGTH, batch=2)
-        parts = [decoder.append(tokens[:, :prefill]), decoder.append(tokens[:, prefill:])]
-        torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-10)
+def test_what_a_decoder_cannot_read_is_explained(rows: Tensor, counts: list[int] | None, message: str) -> None:
+    decoder = Decoder(built(tiny(n_layers=1)), 4, batch=2)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decoder.last(rows, counts)
 
 
-def test_a_cache_reads_what_the_definition_reads() -> None:
-    model = built(tiny(n_layers=1))
-    decoder = Decoder(model, LENGTH)
-    decoder.append(torch.zeros(1, 40, dtype=torch.int64))
-    decoder.append(torch.ones(1, 8, dtype=torch.int64))
-    cache = decoder._caches[0]
-    assert cache._k_cmp.rows.shape[1] == (LENGTH - GEOMETRY.l) // GEOMETRY.d + 1
-    assert cache._k_win.shape[1] == GEOMETRY.w
-    assert cache._k_cmp._raw.shape[1] < GEOMETRY.l
-
-
-def test_a_decoder_that_is_full_says_so() -> None:
-    decoder = Decoder(built(tiny(n_layers=1)), 4)
-    with pytest.raises(ValueError, match="5 tokens do not fit into a decoder of capacity 4"):
-        decoder.append(torch.zeros(1, 5, dtype=torch.int64))
+def test_a_batch_that_does_not_fit_says_how_many_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(tiny())
+    each = memory.sequence_bytes(model.config, 100, 8)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 3 * each + 1)
+    Decoder(model, 100, batch=3)
+    with pytest.raises(ValueError, match=r"a cache of 4 sequences of 100 tokens takes .*; 3 would fit"):
+        Decoder(model, 100, batch=4)

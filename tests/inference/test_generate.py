@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tiny_models import built, tiny
 from torch import Tensor
 
-from nsa_lab.inference import generate
+from nsa_lab.inference import Decoder, generate
 from nsa_lab.inference.stops import Stops
 from nsa_lab.model import NSATransformer
 
@@ -62,6 +63,29 @@ def test_a_list_is_its_prompts_one_by_one(model: NSATransformer, temperature: fl
         assert torch.equal(new, generate(model, [prompt], max_new_tokens=9, temperature=temperature, seed=4)[0])
 
 
+def test_prompts_that_are_too_many_at_once_are_read_in_batches(
+    model: NSATransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, sizes = prompts_of((17, 1, 40, 17, 5, 90)), []
+    together = generate(model, prompts, max_new_tokens=9, temperature=1.5, seed=4)
+    module = importlib.import_module("nsa_lab.inference.generate")
+
+    class Counted(Decoder):
+        def __init__(self, model: NSATransformer, capacity: int, batch: int) -> None:
+            sizes.append((capacity, batch))
+            super().__init__(model, capacity, batch)
+
+    monkeypatch.setattr(module, "Decoder", Counted)
+    monkeypatch.setattr(module, "FIRST", 98)
+    heard: list[tuple[int, int]] = []
+    apart = generate(
+        model, prompts, max_new_tokens=9, temperature=1.5, seed=4, stream=lambda index, token: heard.append((index, token))
+    )
+    assert sizes == [(26, 2), (49, 2), (14, 1), (99, 1)]
+    for index, (one, other) in enumerate(zip(together, apart, strict=True)):
+        assert torch.equal(one, other) and [token for at, token in heard if at == index] == other.tolist()
+
+
 @pytest.mark.slow
 def test_a_result_is_a_function_of_its_seed() -> None:
     model, prompts = built(tiny()), prompts_of()
@@ -97,7 +121,9 @@ def test_every_token_is_streamed_when_it_is_drawn(model: NSATransformer) -> None
     heard: list[tuple[int, int]] = []
     prompts = prompts_of((3, 9))
     found = generate(model, prompts, max_new_tokens=5, stream=lambda index, token: heard.append((index, token)))
-    assert heard == [(index, token) for index, new in enumerate(found) for token in new.tolist()]
+    assert heard == [
+        (index, token) for tokens in zip(*map(Tensor.tolist, found), strict=True) for index, token in enumerate(tokens)
+    ]
 
     def interrupt(index: int, token: int) -> None:
         raise KeyboardInterrupt

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import built, tiny
 from torch import Tensor
 
@@ -35,3 +37,29 @@ def test_what_is_written_is_what_follows_the_separator_and_the_prompt() -> None:
     behind = tokens_after(model, torch.tensor([255, 97, 98]), 12, sampling, 3, drawable=256)
     without = tokens_after(model, torch.tensor([97, 98]), 12, sampling, 3, drawable=256)
     assert said == tokenizer.decode(list(behind)) != tokenizer.decode(list(without))
+
+
+@given(st.lists(st.integers(0, 255), max_size=40))
+def test_pieces_are_the_text_whatever_the_bytes(tokens: list[int]) -> None:
+    tokenizer = load_tokenizer("byte")
+    assert "".join(text.whole_characters(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_a_character_is_told_once_it_is_whole_and_nothing_is_decoded_anew() -> None:
+    tokenizer, decoded = load_tokenizer("byte"), []
+
+    class Spy:
+        def decode(self, ids: list[int]) -> str:
+            decoded.append(len(ids))
+            return tokenizer.decode(ids)
+
+    said = "a\u00e9\u20ac" * 50
+    assert [piece for piece in text.whole_characters(Spy(), said.encode()) if piece] == list(said)
+    assert max(decoded) <= 6
+
+
+def test_a_pace_counts_what_it_hands_on() -> None:
+    pace = text.Pace()
+    assert list(pace.of(iter([5, 6, 7]), 1234)) == [5, 6, 7]
+    assert pace.tokens == 3 and 0 < pace.first_s < pace.seconds
+    assert str(pace).startswith("1,234 tokens read, the first drawn after ")

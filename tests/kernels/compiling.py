@@ -1,8 +1,9 @@
 """Compiles kernels for a GPU that is not there: `python compiling.py 80 narrow wide`. `narrow` and `wide` are heads of 64
 and of 128, the shapes that kernels are tuned for, and together every kernel; `wider`, heads that nobody timed; `corners`,
-the ends of what they take; `documents`, packed rows.
+the ends of what they take; `documents`, packed rows. `ahead` compiles `chosen`, two kernels, in parallel; `lengths`
+compiles nothing, and counts what another length would compile anew.
 
-Prints the bytes of shared memory of each kernel, as JSON.
+Prints the bytes of shared memory of each kernel, or those counts, as JSON.
 
 The launchers run as they are, on CPU tensors; Triton is told of a device of that architecture, compiles, and launches
 nothing. Not under the interpreter.
@@ -10,10 +11,14 @@ nothing. Not under the interpreter.
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 import sys
+from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
@@ -23,6 +28,7 @@ from nsa_lab.attention import Span, kernels
 from nsa_lab.attention.decoding import LayerCache
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.ahead import compile_ahead
 from nsa_lab.attention.kernels.documents import raw_bounds
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import pieces
@@ -112,7 +118,17 @@ def decode(
     kernels.cached_attention(q, gates, LayerCache(*cache, k_index), lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
 
 
+def choose(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """An indexer's choice: one head per group, a key for every d tokens."""
+    q, k = torch.zeros(1, T, G, D, dtype=dtype), torch.zeros(1, T // d, G, D, dtype=dtype)
+    kernels.select_blocks(q, k, None, NSAConfig(l=d, d=d))
+
+
+# Lengths between which the launchers decide alike: for each, all of its kernels are compiled by three lengths.
+CLASSES = ((1024, 2047), (2112, 4031), (4160, 16000))
+
 driver.set_active(AbsentDevice())
+as_it_is = JITFunction.__getitem__
 JITFunction.__getitem__ = compile_only
 launch_table.is_hopper = lambda device: ARCHITECTURE == 90
 launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90, 100)
@@ -127,6 +143,7 @@ def narrow() -> None:
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)
     decode(S=1, H=6, G=1, D=64, indexed=True)
+    choose(T=300, G=2, D=64, d=2)
 
 
 def wide() -> None:
@@ -137,6 +154,7 @@ def wide() -> None:
     attend(T=300, H=32, G=2, D=128)
     decode(S=8, H=32, G=2, D=128)
     decode(S=1, H=32, G=2, D=128, indexed=True)
+    choose(T=300, G=2, D=128, d=8)
 
 
 def wider() -> None:
@@ -147,12 +165,15 @@ def wider() -> None:
     decode(S=1, H=16, G=2, D=192, Dv=128)
     decode(S=8, H=16, G=2, D=256)
     decode(S=8, H=16, G=2, D=256, dtype=torch.float32)
+    choose(T=320, G=2, D=256, d=8)
+    choose(T=320, G=2, D=256, d=1, dtype=torch.float32)
 
 
 def corners() -> None:
     """Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes."""
     attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
     decode(3, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, indexed=True)
+    choose(130, 1, 96, 16, torch.float16)
 
 
 def documents() -> None:
@@ -163,6 +184,42 @@ def documents() -> None:
     attend(300, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, span)
 
 
+def lengths() -> None:
+    """Counts, in place of bytes: what lengths compile anew although others of their class came before them."""
+    known: set[tuple[str, str]] = set()
+    settled = False
+
+    def tell(*, key: Any, fn: Any, **_: Any) -> bool:
+        """Asked by Triton for every kernel that it would compile, which then it does not."""
+        new = settled and (fn.name, str(key)) not in known
+        shared_memory[fn.name] = shared_memory.get(fn.name, 0) + new
+        known.add((fn.name, str(key)))
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = tell
+    JITFunction.__getitem__ = lambda kernel, grid: functools.partial(kernel.run, grid=grid, warmup=True)
+    draw = random.Random(3)
+    for low, high in CLASSES:
+        # The last tile of keys is full, or it is not.
+        for number, T in enumerate([low, low + 1, high, *(draw.randint(low, high) for _ in range(12))]):
+            settled = number > 2
+            attend(T, H=6, G=2, D=64)
+            choose(T, G=2, D=64, d=8)
+            table = torch.tensor([0, 3, T // 2, T], dtype=torch.int32)
+            attend(T, H=6, G=2, D=64, span=Span.packed(table, capacity=4, longest=high))
+
+
+def chosen() -> None:
+    choose(T=300, G=2, D=64, d=8)
+    choose(T=300, G=2, D=32, d=8)
+
+
+def ahead() -> None:
+    """How many kernels of `chosen` are compiled in parallel, in place of bytes."""
+    JITFunction.__getitem__ = as_it_is
+    shared_memory["kernels"] = compile_ahead(chosen, threads=2)
+
+
 for shapes in sys.argv[2:]:
-    {"narrow": narrow, "wide": wide, "wider": wider, "corners": corners, "documents": documents}[shapes]()
+    globals()[shapes]()
 print(json.dumps(shared_memory))

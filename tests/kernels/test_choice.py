@@ -147,12 +147,77 @@ def test_runs_are_bit_identical_and_strides_do_not_matter(device):
             assert torch.equal(first, select_blocks(*arguments, nsa))
 
 
+# B, T, G, D, geometry: one head per group and compressed blocks side by side. As many strides as are taken at once, fewer,
+# more, and no whole number of times as many; more selection blocks than a step takes, and as many as there are places.
+ALONE = [
+    (2, 77, 2, 32, NSAConfig(l=4, d=4, l_sel=16, n_sel=4)),
+    (1, 411, 1, 64, NSAConfig(l=1, d=1, l_sel=16, n_sel=5)),
+    (1, 700, 1, 16, NSAConfig(l=2, d=2, l_sel=32, n_sel=6)),
+    (1, 333, 3, 32, NSAConfig(l=4, d=4, l_sel=48, n_sel=5)),
+    (1, 300, 1, 48, NSAConfig(l=16, d=16, l_sel=16, n_sel=7)),
+    (1, 130, 1, 32, NSAConfig(l=8, d=8, l_sel=16, n_sel=3)),
+    (2, 1, 1, 32, NSAConfig(l=8, d=8)),
+]
+GPU_ALONE = [
+    (2, 2500, 2, 64, NSAConfig(l=8, d=8)),
+    (1, 20000, 2, 64, NSAConfig(l=2, d=2)),
+    (1, 9000, 2, 128, NSAConfig(l=1, d=1, n_sel=32)),
+    (1, 5000, 1, 192, NSAConfig(l=4, d=4)),
+]
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0], ids=["even", "sharp"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ALONE + (GPU_ALONE if CUDA else []), ids=lambda c: "x".join(map(str, c[:4])))
+def test_one_head_with_blocks_side_by_side_needs_no_lse(case, dtype, scale, device, poisoned):
+    """Sharp: beside the largest importance most are below float32's smallest number, and are told apart all the same."""
+    B, T, G, D, nsa = case
+    q, k, lse = inputs(B, T, G, G, D, nsa, dtype, device, scale)
+    blocks = select_blocks(q, k, None, nsa)
+    assert_same_choice(blocks, q, k, lse.double(), nsa)
+    assert torch.equal(blocks, attention.choose_blocks(q, k, nsa, backend="triton"))
+
+
+@pytest.mark.parametrize("case", ALONE[:4], ids=lambda c: "x".join(map(str, c[:4])))
+def test_without_an_lse_ties_go_to_the_lower_index(case, device):
+    """All keys of a selection block score -1000, or all -1001: sums of as many equal keys are equal to the bit."""
+    B, T, G, D, nsa = case
+    q, k = torch.zeros(B, T, G, D), torch.zeros(B, geometry.num_compressed(T, nsa), G, D)
+    q[..., 0] = D**0.5
+    generator = torch.Generator().manual_seed(3)
+    per_block = nsa.l_sel // nsa.d
+    few = torch.rand(B, geometry.num_selection(T, nsa), G, generator=generator) < 0.4
+    k[..., 0] = -1000 - few.repeat_interleave(per_block, 1)[:, : k.shape[1]].float()
+    q, k = q.to(device), k.to(device)
+    lse = torch.full(q.shape[:3], -1000.0, dtype=torch.float64, device=device)
+    importance = reference.block_importance(q.double(), k.double(), lse, nsa)
+    assert torch.equal(select_blocks(q, k, None, nsa), reference.choose(importance, nsa))
+
+
+def test_without_an_lse_the_choice_is_causal_bit_for_bit(device):
+    nsa = NSAConfig(l=4, d=4, l_sel=16, n_sel=5)
+    T, cut = 250, 150
+    q, k, _ = inputs(1, T, 2, 2, 32, nsa, torch.float32, device)
+    for future in (37.0, -1e30, float("inf"), float("nan")):
+        changed = k.clone()
+        changed[:, geometry.num_compressed(cut, nsa) :] = future
+        assert torch.equal(select_blocks(q, k, None, nsa)[:, :cut], select_blocks(q, changed, None, nsa)[:, :cut])
+
+
+def test_several_heads_or_overlapping_blocks_get_their_lse(device):
+    for heads, nsa in ((4, NSAConfig(l=4, d=4, l_sel=16, n_sel=5)), (2, NSAConfig(l=8, d=4, l_sel=16, n_sel=5))):
+        q, k, lse = inputs(1, 200, heads, 2, 32, nsa, torch.float32, device)
+        assert_same_choice(select_blocks(q, k, None, nsa), q, k, lse.double(), nsa)
+
+
 def test_the_operator_is_well_formed_and_compiles(device):
     nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
     q, k, lse = inputs(1, 60, 2, 1, 32, nsa, torch.float32, device)
     torch.library.opcheck(torch.ops.nsa_lab.select_blocks.default, (q, k, lse, 8, 4, 8, 4))
     compiled = torch.compile(lambda *x: select_blocks(*x, nsa), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q.requires_grad_(), k, lse), select_blocks(q, k, lse, nsa))
+    q, k, _ = inputs(1, 60, 2, 2, 32, nsa, torch.float32, device)
+    torch.library.opcheck(torch.ops.nsa_lab.select_blocks.default, (q, k, None, 4, 4, 8, 4))
 
 
 def test_refusals_name_the_limit(device):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import triton
 from kernel_sources import launched_names
+from triton.runtime.jit import JITFunction
+
+from nsa_lab.attention.kernels.ahead import compile_ahead
 
 # KB of shared memory that a block may have: A100 and the smaller GPUs of its kin, Ada, H100 and H200, B200, and the smaller
 # GPUs of its kin.
@@ -36,6 +41,39 @@ def test_every_kernel_compiles_and_fits(tmp_path):
     assert set(on_a100) | set(on_h100) == launched_names()
     assert_they_fit(on_a100, 80)
     assert_they_fit(on_h100, 90)
+
+
+@pytest.mark.slow
+def test_another_length_compiles_nothing_anew(tmp_path):
+    """Nor do other documents: lengths that 16 divides or not, tiles that are full or not, one block or many."""
+    new = compiled(90, tmp_path, "lengths")
+    assert {name.removeprefix("nsa_") for name, count in new.items() if count} == set() and len(new) > 10
+
+
+@pytest.mark.slow
+def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path):
+    assert compiled(90, tmp_path, "ahead") == {"kernels": 2}
+    files = sorted(tmp_path.rglob("*.cubin"))
+    compiled(90, tmp_path, "chosen")
+    assert sorted(tmp_path.rglob("*.cubin")) == files and len(files) == 2
+
+
+def test_a_triton_that_compiles_one_by_one_is_refused(monkeypatch):
+    monkeypatch.delattr(triton, "AsyncCompileMode", raising=False)
+    with pytest.raises(NotImplementedError, match=f"this is {re.escape(triton.__version__)}: upgrade triton"):
+        compile_ahead(pytest.fail, threads=1)
+
+
+def test_launches_are_launches_again_after_a_failure(monkeypatch):
+    run = JITFunction.run
+
+    def work() -> None:
+        assert JITFunction.run is not run
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        compile_ahead(work, threads=1)
+    assert JITFunction.run is run
 
 
 @pytest.mark.soak

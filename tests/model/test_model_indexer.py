@@ -7,6 +7,7 @@ import torch
 from model_inputs import config_of, loss_of, tokens_of
 
 from nsa_lab.attention import Span, choose_blocks, reference, resolve_backend, selection_loss
+from nsa_lab.attention.dispatch import PARTS
 from nsa_lab.config import ConfigError, ModelConfig
 from nsa_lab.model import NSATransformer, SparseAttention
 
@@ -166,12 +167,11 @@ def test_weights_that_are_reset_are_those_of_a_new_model() -> None:
         assert torch.equal(a, b), name
 
 
-def test_the_kernels_say_which_of_its_blocks_they_take() -> None:
+@pytest.mark.parametrize("block", [1, 2, 64])
+def test_the_kernels_take_its_blocks_of_any_length(block: int) -> None:
     pytest.importorskip("triton")
-    model = ModelConfig(selection_loss=0.05, indexer_block=2)
-    with pytest.raises(NotImplementedError, match=r"16 times model\.indexer_block = 2, .* model\.indexer_block = 4"):
-        resolve_backend("cpu", torch.float32, model.nsa, model, "triton")
-    resolve_backend("cpu", torch.float32, model.nsa, model.model_copy(update={"indexer_block": 4}), "triton")
+    model = ModelConfig(selection_loss=0.05, indexer_block=block)
+    assert set(resolve_backend("cpu", torch.float32, model.nsa, model, "triton")) == set(PARTS)
 
 
 def test_its_scores_are_counted() -> None:

@@ -168,6 +168,8 @@ def test_describe_holds_the_real_counts() -> None:
     model = NSATransformer(config_of(), seed=0)
     line = model.describe(64)
     assert f"{model.parameter_count():,} parameters" in line and "compressed torch" in line and "\n" not in line
+    flops = model.flops_per_token(64)
+    assert f"{flops['nsa'] / 1e6:,.1f} MFLOPs per token at 64 tokens (" in line, "in the unit of a plan"
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated"])

@@ -42,3 +42,14 @@ def test_numbers_of_four_digits_have_a_comma(tmp_path: Path) -> None:
     run = History.read(fake_run.write_run(tmp_path, fake_run.configuration(train__seq_len=2048)))
     assert "× 2,048 tokens" in settings_of(run.config)
     assert "2,048 tokens per sequence" in dict(shown_facts(run))["text"]
+
+
+def test_a_loss_that_was_read_before_the_first_step_alone_has_not_come_from_anywhere(tmp_path: Path) -> None:
+    def large(events: list[dict]) -> list[dict]:
+        return [event | ({"bpb": 58690.294} if event["kind"] == "step" else {}) for event in events if event["step"] <= 1]
+
+    told = dict(shown_facts(History.read(fake_run.write_run(tmp_path / "begun", spoil=large))))
+    assert told["validation, bits per byte"].endswith(", untrained")
+    assert told["training, bits per byte"] == "58,690.294"
+    whole = dict(shown_facts(History.read(fake_run.write_run(tmp_path / "whole"))))
+    assert "→" in whole["validation, bits per byte"]

@@ -40,7 +40,7 @@ def test_the_flops_of_the_other_attention_are_told_to_be_of_the_same_weights(att
     rows = {name: value for name, value in planned.rows() if name.startswith("MFLOPs per token, ")}
     assert len(rows) == 2
     for kind, flops in (("NSA", planned.flops_per_token_nsa), ("dense", planned.flops_per_token_dense)):
-        value = f"{flops / 1e6:,.4g}" + (", by the same weights" if kind == unlike else "")
+        value = f"{flops / 1e6:,.1f}" + (", by the same weights" if kind == unlike else "")
         assert rows[f"MFLOPs per token, {kind}"] == value
 
 

@@ -169,7 +169,7 @@ def test_an_indexers_choice_is_held_against_the_definition(
     assert checks.kernel_parity(built).ok
     right = torch_backend.select_blocks
 
-    def wrong(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: Any) -> Tensor:
+    def wrong(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: Any) -> Tensor:
         return right(q, k_cmp.flip(1) if nsa.l == 2 else k_cmp, lse, nsa)
 
     monkeypatch.setattr(torch_backend, "select_blocks", wrong)

@@ -134,8 +134,12 @@ def test_decoding_is_the_model(with_checkpoint):
 
 
 def test_decoding_that_is_not_the_model_is_found(with_checkpoint, monkeypatch):
-    one = cache.NSACache._one
-    monkeypatch.setattr(cache.NSACache, "_one", lambda cache, *x: one(cache, *x[:-1], x[-1] - 1))
+    right = cache.cached_attention
+
+    def a_token_late(q, gates, layer, lengths, nsa, **index):
+        return right(q, gates, layer, lengths - 1, nsa, **index)
+
+    monkeypatch.setattr(cache, "cached_attention", a_token_late)
     assert samples.decode_check(with_checkpoint).ok is False
 
 

@@ -30,7 +30,7 @@ def test_every_view_takes_runs_of_both_kinds(view, pair):
 def test_numbers_are_those_of_the_last_reading_before_the_step(pair):
     told = compare.numbers_at(pair, 1, 110)
     rows = {line[: compare.NAMES_WIDTH].strip(): line[compare.NAMES_WIDTH :].split() for line in told.splitlines()}
-    assert rows["step"] == ["110", "110"]
+    assert rows["step"] == ["110", "110"] and rows["gates and selection: layer 1"] == ["[1]", "[2]"]
     assert max(map(len, told.splitlines())) <= 80, "columns that a page would wrap"
     assert rows["gate share, compressed"] == ["0.350", "–"]
     assert rows["validation, bits per byte"][0] == f"{History.read(pair[0]).evaluations[2]['bpb']:.3f}"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention.span import Span
-from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.config import NSAConfig
 
 if TYPE_CHECKING:
     from nsa_lab.attention.decoding import LayerCache
@@ -75,20 +75,6 @@ def unsupported(nsa: NSAConfig, d_k: int | None = None, d_v: int | None = None) 
     return _width_limit(d_k, d_v) or _selected_limit(nsa) or _choice_limit(nsa)
 
 
-def unsupported_indexer(model: ModelConfig) -> str | None:
-    """Why the kernels do not take the blocks of a model's indexer, and the nearest that they take; None if they do.
-
-    `unsupported` comes first: l_sel is a multiple of 16 here.
-    """
-    l_sel, block = model.nsa.l_sel, model.indexer_block
-    if not model.indexed or l_sel <= STRIDES_LIMIT * block:
-        return None
-    return (
-        f"the kernels take nsa.l_sel up to {STRIDES_LIMIT} times model.indexer_block = {block}, and it is {l_sel}; "
-        f"the nearest is model.indexer_block = {l_sel // STRIDES_LIMIT}"
-    )
-
-
 def _width_limit(d_k: int | None, d_v: int | None) -> str | None:
     for name, width in (("d_k", d_k), ("d_v", d_v)):
         if width is not None and (width % WIDTH_STEP or width > WIDTH_LIMIT):
@@ -111,9 +97,11 @@ def _selected_limit(nsa: NSAConfig) -> str | None:
     )
 
 
-def _choice_limit(nsa: NSAConfig) -> str | None:
+def _choice_limit(nsa: NSAConfig, *, with_lse: bool = True) -> str | None:
     if nsa.n_sel > N_SEL_LIMIT:
         return f"the kernels keep at most nsa.n_sel = {N_SEL_LIMIT} blocks per query, and it is {nsa.n_sel}"
+    if not with_lse:  # one head per group, of blocks side by side: any number of them per selection block
+        return None
     for name, length, limit in (("l_sel", nsa.l_sel, STRIDES_LIMIT), ("l", nsa.l, 4 * STRIDES_LIMIT)):
         if length // nsa.d > limit:
             return (
@@ -148,11 +136,13 @@ def compressed_attention(
     return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_where(span, nsa, q))
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
     """As `reference.select_blocks`."""
     from nsa_lab.attention.kernels import choice
 
-    _refuse("select_blocks", _width_limit(q.shape[3], None) or _choice_limit(nsa))
+    if lse is None and (q.shape[2] != k_cmp.shape[2] or nsa.l != nsa.d):
+        _, lse = compressed_attention(q, k_cmp, k_cmp, nsa, span=span)
+    _refuse("select_blocks", _width_limit(q.shape[3], None) or _choice_limit(nsa, with_lse=lse is not None))
     return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_where(span, nsa, q))
 
 

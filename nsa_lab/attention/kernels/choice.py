@@ -1,12 +1,14 @@
-"""Block choice in Triton: importance of selection blocks from saved LSE, and the n_sel best (eq. 8 to 11).
+"""Block choice in Triton: importance of selection blocks, and the n_sel best (eq. 8 to 11).
 
 One program owns a tile of queries and one group. It walks the selection blocks a few at a time, rebuilds the compressed
 probabilities p = exp(score - lse) of every head, sums heads and blocks in registers, and keeps the best blocks seen so
 far. Nothing larger than that tile exists at once, nothing is left to the order of execution, and nothing waits on the host.
 
 * Forced blocks need no score: only blocks 1 .. own-2 compete, for n_sel - 3 places. Where all of them fit, none is scored.
-* A place is one int64: the bits of the score above those of the inverted index. Floats from 0 up order as their bits do, so
-  the greater number is the better score or, at equal scores, the lower index: the tie rule is exact.
+* One head per group whose compressed blocks do not overlap (an indexer's) needs no LSE: it is the same for all blocks of a
+  query, so that their order is that of log sum exp(score), and the pass that would find it is saved.
+* A place is one int64: the score, as an integer of the same order, above the bits of the inverted index. So the greater
+  number is the better score or, at equal scores, the lower index: the tie rule is exact.
 """
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
@@ -27,9 +29,12 @@ from nsa_lab.attention.kernels import launch_table, vocabulary
 from nsa_lab.attention.kernels.documents import compressed_bounds, document_of_tile, document_rows
 from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
 from nsa_lab.attention.kernels.tiles import LOG2E, last_tile_first, load_at, load_rows
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 ABSENT = tl.constexpr(0x7FFFFFFF)
 """Sorts after every block index."""
+LEAST = tl.constexpr(-3.4e38)
+"""The score of a candidate that has none; below it is only -inf, that of no candidate."""
 COMPILES_TF32_MOVES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 """Triton 3.2 crashes on compiling `_add_shifted`'s tf32 products: on sm_80 always, elsewhere for float32 inputs. So does
 3.7.1 for sm_100, in a pass on the memory of its tensor cores; there they are never asked for."""
@@ -108,19 +113,55 @@ def _step_importance(
 
 
 @triton.jit
+def _step_logarithm(
+    q, k_base, stride_kn, t, j0, N, scale_log2,
+    L: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+):
+    """Logarithm to base 2, [QUERIES, BLOCKS], of the sum of exp(score) over the compressed blocks of selection blocks j0 ..
+
+    For one head, and blocks that do not overlap. -inf where a query sees none of them.
+
+    Columns are ordered as in `_step_importance`, STRIDES_AT_ONCE strides of every selection block at a time.
+    """
+    column = tl.arange(0, STRIDES_AT_ONCE * BLOCKS)
+    columns = tl.arange(0, DK_PAD)
+    # Each selection block has a peak of its own: beside that of others, its sum could be less than the smallest number.
+    peak = tl.full([QUERIES, BLOCKS], -3.0e38, tl.float32)
+    total = tl.zeros([QUERIES, BLOCKS], tl.float32)
+    for s0 in range(0, STRIDES, STRIDES_AT_ONCE):
+        s = s0 + column // BLOCKS
+        i = (j0 + column % BLOCKS) * STRIDES + s
+        k = load_rows(k_base, tl.minimum(i, N - 1).to(tl.int64) * stride_kn, columns, DK, DK_PAD)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        seen = (s < STRIDES)[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None])
+        scores = tl.reshape(tl.where(seen, scores, float("-inf")), [QUERIES, STRIDES_AT_ONCE, BLOCKS])
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None, :]), 1)
+        peak = new_peak
+    return tl.log2(total) + peak
+
+
+@triton.jit
+def _order(score):
+    """float32 -> int32 of the same order, and back: of negative numbers all bits but the sign are turned over."""
+    return score ^ ((score >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _merge(best, score, j0, N_FREE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Put those of `score` [Q, BLOCKS] (negative: no candidate) that beat the worst place into `best` int64 [Q, P]."""
+    """Put those of `score` [Q, BLOCKS] (-inf: no candidate) that beat the worst place into `best` int64 [Q, P]."""
     column = tl.arange(0, BLOCKS)
-    worst = (tl.min(best, 1) >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    worst = _order((tl.min(best, 1) >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
     beats = tl.sum((score > worst[:, None]).to(tl.int32), 1)
     rounds = tl.minimum(tl.max(beats, 0), N_FREE)
     for _ in range(rounds):
         top = tl.max(score, 1)
         at = tl.min(tl.where(score == top[:, None], column[None, :], BLOCKS), 1)
-        key = (top.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ((at + j0) ^ ABSENT).to(tl.int64)
-        score = tl.where(column[None, :] == at[:, None], -1.0, score)
+        key = (_order(top.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | ((at + j0) ^ ABSENT).to(tl.int64)
+        score = tl.where(column[None, :] == at[:, None], float("-inf"), score)
         lowest = tl.min(best, 1)
-        best = tl.where((best == lowest[:, None]) & ((key > lowest) & (top >= 0.0))[:, None], key[:, None], best)
+        best = tl.where((best == lowest[:, None]) & ((key > lowest) & (top >= LEAST))[:, None], key[:, None], best)
     return best
 
 
@@ -138,7 +179,7 @@ def with_forced(chosen, own, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr):
     return tl.where(chosen == ABSENT, -1, chosen)
 
 
-@triton.jit(do_not_specialize=("T", "N", "B", "G", "documents", "first_query"))
+@triton.jit(do_not_specialize=SIZES)
 def nsa_choice(
     q_ptr, k_ptr, lse_ptr, blocks_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
@@ -150,7 +191,8 @@ def nsa_choice(
     """The chosen blocks of QUERIES queries of one group.
 
     A selection block has STRIDES strides, a compressed block reaches over REACH of them, and so from the selection block
-    that it begins in into SPILL further ones.
+    that it begins in into SPILL further ones. STRIDES_PAD columns of each are scored at once. Without an LSE there is one
+    head, and REACH is 1.
     """
     tile, b, g = last_tile_first(B, G)
     if q_bounds_ptr is not None:
@@ -159,7 +201,8 @@ def nsa_choice(
         if tile * QUERIES >= T:
             return
         q_ptr += first * stride_qt
-        lse_ptr += first * (G * HEADS)
+        if lse_ptr is not None:
+            lse_ptr += first * (G * HEADS)
         blocks_ptr += first * (G * N_SEL)
         first, own_keys = document_rows(k_bounds_ptr, document)
         # Of a document without any, some row that exists is read; its queries see nothing of it.
@@ -169,14 +212,16 @@ def nsa_choice(
     if first_query is not None:
         t += first_query
         q_ptr -= tl.cast(first_query, tl.int64) * stride_qt
-        lse_ptr -= tl.cast(first_query, tl.int64) * (G * HEADS)
+        if lse_ptr is not None:
+            lse_ptr -= tl.cast(first_query, tl.int64) * (G * HEADS)
         blocks_ptr -= tl.cast(first_query, tl.int64) * (G * N_SEL)
     own = t // L_SEL
     N_FREE: tl.constexpr = N_SEL - 3
     place = tl.arange(0, N_SEL_PAD)
 
-    # Empty places hold the bits of -1.0, below every score, and differ in their index. Places past N_FREE are never taken.
-    empty = (tl.full([N_SEL_PAD], -1.0, tl.float32).to(tl.int32, bitcast=True).to(tl.int64) << 32) | place.to(tl.int64)
+    # Empty places hold -inf, below every score, and differ in their index. Places past N_FREE are never taken.
+    none = _order(tl.full([N_SEL_PAD], float("-inf"), tl.float32).to(tl.int32, bitcast=True)).to(tl.int64)
+    empty = (none << 32) | place.to(tl.int64)
     best = tl.where(place < N_FREE, empty, 0x7FFFFFFFFFFFFFFF)
     best = tl.broadcast_to(best[None, :], [QUERIES, N_SEL_PAD])
     last_t = tl.minimum(tile * QUERIES + QUERIES - 1, T - 1)
@@ -187,18 +232,28 @@ def nsa_choice(
         column = tl.arange(0, BLOCKS)
         q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
         k_base = k_ptr + b * stride_kb + g * stride_kg
-        lse_base = lse_ptr + (b * T * G + g) * HEADS
+        if lse_ptr is None:
+            own_q = load_rows(q_base, t.to(tl.int64) * stride_qt, tl.arange(0, DK_PAD), DK, DK_PAD)
+        else:
+            own_q = None  # of every head in turn
         for j0 in range(1 - SPILL, stop - SPILL, BLOCKS - SPILL):
-            score = _step_importance(
-                q_base, k_base, lse_base, stride_qt, stride_qh, stride_kn, t, own - 2, j0, N, G * HEADS, scale_log2,
-                HEADS, L, STRIDE, STRIDES, STRIDES_PAD, REACH, SPILL, DK, DK_PAD, QUERIES, BLOCKS, TF32,
-            )
+            if lse_ptr is None:
+                score = _step_logarithm(
+                    own_q, k_base, stride_kn, t, j0, N, scale_log2,
+                    L, STRIDE, STRIDES, STRIDES_PAD, DK, DK_PAD, QUERIES, BLOCKS,
+                )
+            else:
+                lse_base = lse_ptr + (b * T * G + g) * HEADS
+                score = _step_importance(
+                    q_base, k_base, lse_base, stride_qt, stride_qh, stride_kn, t, own - 2, j0, N, G * HEADS, scale_log2,
+                    HEADS, L, STRIDE, STRIDES, STRIDES_PAD, REACH, SPILL, DK, DK_PAD, QUERIES, BLOCKS, TF32,
+                )
             j = j0 + column
             competes = ((column >= SPILL) & (j >= 1))[None, :] & (j[None, :] <= own[:, None] - 2)
-            # A NaN score ranks as zero, so that what is chosen stays a valid set.
-            score = tl.where(competes, tl.where(score > 0.0, score, 0.0), -1.0)
+            # A NaN score ranks last, so that what is chosen stays a valid set.
+            score = tl.where(competes, tl.where(score > LEAST, score, LEAST), float("-inf"))
             best = _merge(best, score, j0, N_FREE, BLOCKS)
-        chosen = tl.where(best >= 0, (best & ABSENT).to(tl.int32) ^ ABSENT, ABSENT)
+        chosen = tl.where((best >> 32) > tl.min(none, 0), (best & ABSENT).to(tl.int32) ^ ABSENT, ABSENT)
     else:
         chosen = tl.where(place[None, :] + 1 <= own[:, None] - 2, place[None, :] + 1, ABSENT)
 
@@ -213,7 +268,7 @@ def nsa_choice(
 # Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
     "nsa_lab::select_blocks",
-    "(Tensor q, Tensor k_cmp, Tensor lse, int l, int d, int l_sel, int n_sel, Tensor? documents=None, int longest=0,"
+    "(Tensor q, Tensor k_cmp, Tensor? lse, int l, int d, int l_sel, int n_sel, Tensor? documents=None, int longest=0,"
     " int first=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -222,7 +277,7 @@ _select_blocks = torch.ops.nsa_lab.select_blocks.default
 
 # fmt: off
 def forward(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int,
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, n_sel: int,
     documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> Tensor:
     """`select_blocks` itself, past PyTorch's dispatcher."""
@@ -237,12 +292,15 @@ def forward(
     bounds = compressed_bounds(documents, longest, T + first)
     tf32 = COMPILES_TF32_MOVES and not launch_table.is_blackwell(q.device)
     tile = launch_table.choice(q.dtype, Dk, n_strides, spill, ceil_div(bounds.longest, l_sel))
+    at_once = padded_width(n_strides)
+    if lse is None:
+        at_once = min(at_once, launch_table.choice_strides(q.dtype, Dk))
     nsa_choice[(bounds.tiles(T, tile.rows) * B * G,)](
-        q, k_cmp, lse.contiguous(), blocks, bounds.q, bounds.k,
+        q, k_cmp, None if lse is None else lse.contiguous(), blocks, bounds.q, bounds.k,
         *strides(q, k_cmp),
         T, N, B, G, bounds.documents, first or None, Dk**-0.5 * vocabulary.LOG2E,
         HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel,
-        STRIDES=n_strides, STRIDES_PAD=padded_width(n_strides), REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(n_sel),
+        STRIDES=n_strides, STRIDES_PAD=at_once, REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(n_sel),
         DK=Dk, DK_PAD=padded_width(Dk), QUERIES=tile.rows, BLOCKS=tile.keys, TF32=tf32, **tile.options(),
     )
     return blocks
@@ -253,22 +311,24 @@ torch.library.impl("nsa_lab::select_blocks", ("cpu", "cuda"), forward)
 
 
 @torch.library.register_fake("nsa_lab::select_blocks")
-def _(q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int, *_: Any) -> Tensor:
+def _(q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, n_sel: int, *_: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], k_cmp.shape[2], n_sel, dtype=torch.int32)
 
 
 # fmt: off
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, l: int, d: int, l_sel: int, n_sel: int,
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, l: int, d: int, l_sel: int, n_sel: int,
     documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> Tensor:
     """The n_sel blocks that each query and group reads: int32 [B, T, G, n_sel], ascending, distinct, then -1.
 
-    q [B, T, H, Dk], k_cmp [B, N, G, Dk], lse float32 [B, T, H] of the compressed branch. Block 0, the query's own and the
-    one before it are always in; the rest by importance in float32, ties to the lower index. Carries no gradient.
+    q [B, T, H, Dk], k_cmp [B, N, G, Dk], lse float32 [B, T, H] of the compressed branch; None is for one head per group
+    and l = d, which need none. Block 0, the query's own and the one before it are always in; the rest by importance in
+    float32, ties to the lower index. Carries no gradient.
     With `documents` (`Span.row_bounds`; B = 1), none of more than `longest` tokens, block numbers are each document's own.
     Query 0 stands at `first`, and keys from 0 on.
     """
     with torch.no_grad():
-        return _select_blocks(q.detach(), k_cmp.detach(), lse.detach(), l, d, l_sel, n_sel, documents, longest, first)
+        lse = None if lse is None else lse.detach()
+        return _select_blocks(q.detach(), k_cmp.detach(), lse, l, d, l_sel, n_sel, documents, longest, first)
 # fmt: on

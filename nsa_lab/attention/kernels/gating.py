@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.host import ceil_div, padded_width
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off
@@ -39,7 +40,7 @@ def _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3
     return cmp, sel, win
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def nsa_gate_forward(
     cmp_ptr, sel_ptr, win_ptr, gates_ptr, out_ptr,
     n_rows, T, H,
@@ -63,7 +64,7 @@ def _branch_backward(out_ptr, d_out_ptr, do, gate, at, mask):
     return tl.sum(out * do, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def nsa_gate_backward(
     do_ptr, cmp_ptr, sel_ptr, win_ptr, gates_ptr, d_cmp_ptr, d_sel_ptr, d_win_ptr, dgates_ptr, deltas_ptr,
     n_rows, T, H,

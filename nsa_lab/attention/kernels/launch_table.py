@@ -126,6 +126,11 @@ def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection
     return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
 
 
+def choice_strides(dtype: torch.dtype, width: int) -> int:
+    """The most strides of every selection block that are scored at once, where blocks are chosen without an LSE."""
+    return 2 if dtype == torch.float32 and width > WIDEST else 8
+
+
 class Rows(NamedTuple):
     """Rows of a tile, where its keys are a kv block or there are none."""
 

@@ -47,6 +47,18 @@ from __future__ import annotations
 
 LOG2E = 1.4426950408889634
 
+SIZES = (
+    "T", "N", "B", "G", "G_all", "documents", "first_query", "n_rows", "n_blocks", "n_items", "n_spans", "first_span",
+    "pass_spans", "row_programs", "rows_total", "work_size", "tiles", "reductions", "parts", "chunk_steps",
+    "stride_gb", "stride_lseb",
+)  # fmt: skip
+"""Arguments of kernels that follow from how long texts are, how many, and in how many pieces.
+
+No kernel is compiled for their values (`do_not_specialize`), so that another length compiles nothing anew: by default
+Triton would compile again for a 1 and for what 16 divides. Strides of rows are not among them, which loads of 16 bytes
+need to know, nor those of batches that are whole rows.
+"""
+
 KERNEL_PARTS = {
     "nsa_compressed_": "compressed",
     "nsa_window_": "window",

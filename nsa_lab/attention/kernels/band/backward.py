@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.band.bounds import (
-    SIZES,
     in_band,
     key_range,
     named_by_branch,
@@ -27,6 +26,7 @@ from nsa_lab.attention.kernels.tiles import (
     load_rows,
     row_offsets,
 )
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off

@@ -15,9 +15,6 @@ from typing import Protocol
 import triton
 import triton.language as tl
 
-# Their values do not shape the code; specialising on them would only compile the same kernel again.
-SIZES = ("T", "N", "B", "G", "documents", "first_query", "chunk_steps")
-
 
 class Specialization(Protocol):
     """What Triton tells of a kernel that it is about to compile."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.band.bounds import SIZES, in_band, key_range, key_tile, named_by_branch, row_tile
+from nsa_lab.attention.kernels.band.bounds import in_band, key_range, key_tile, named_by_branch, row_tile
 from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
 from nsa_lab.attention.kernels.tiles import LN2, last_tile_first, load_consecutive, load_rows, row_offsets
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off

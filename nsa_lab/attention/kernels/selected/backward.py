@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.selected.forward import (
-    PIECE_SIZES,
     diagonal_rows,
     item_of_program,
     pair_numbers,
@@ -26,12 +25,13 @@ from nsa_lab.attention.kernels.selected.forward import (
 )
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
 from nsa_lab.attention.kernels.tiles import LOG2E, load_rows, load_rows_inside, row_offsets
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 _CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)  # from Triton 3.5 on
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_delta(
     out_ptr, do_ptr, dlse_ptr, delta_ptr,
     n_rows, T, H,
@@ -221,7 +221,7 @@ def _backward_rows(
     return dk, dk_rest, dv, dv_rest
 
 
-@triton.jit(do_not_specialize=PIECE_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_backward(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr,
     pair_dq_ptr, item_dkv_ptr, dk_ptr, dv_ptr, bounds_ptr,
@@ -304,7 +304,7 @@ def nsa_selected_backward(
         _store_halves(base + BLOCK * DK, local, dv, dv_rest, inside_block, DV, DV_PAD, DV_PART)
 
 
-@triton.jit(do_not_specialize=PIECE_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_sum(
     pair_dq_ptr, blocks_ptr, dq_ptr, item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr,
     T, N, G, G_all, n_blocks, first_query, documents,

@@ -20,13 +20,7 @@ import triton.language as tl
 from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
 from nsa_lab.attention.kernels.tiles import LN2, load_rows, load_rows_inside, row_offsets
-
-PIECE_SIZES = (
-    "G",
-    "G_all",
-    "first_query",
-    "documents",
-)  # differ from piece to piece; compiling for each value would gain nothing
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off
@@ -116,7 +110,7 @@ def _gather_rows(
             tl.store(pointers, out, mask=(columns_v < DV)[None, :], eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=PIECE_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_gather(
     q_ptr, k_ptr, v_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr, pair_out_ptr, pair_lse_ptr, bounds_ptr,
     T, N, G, n_blocks, first_query, documents,
@@ -178,7 +172,7 @@ def row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constex
     return b, g, t, head, inside, slots, pair
 
 
-@triton.jit(do_not_specialize=PIECE_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_merge(
     pair_out_ptr, pair_lse_ptr, blocks_ptr, out_ptr, lse_ptr,
     T, G, first_query,
@@ -273,7 +267,7 @@ def _union_blocks(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=("documents", "first_query"))
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_union(
     q_ptr, k_ptr, v_ptr, blocks_ptr, unions_ptr, out_ptr, lse_ptr, bounds_ptr,
     T, G, n_blocks, documents, first_query,

@@ -37,6 +37,7 @@ from nsa_lab.attention.kernels.documents import (
     first_tile,
 )
 from nsa_lab.attention.kernels.host import ceil_div, padded_width
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 QUERIES_PER_SPAN = 256  # a span's bitmap has one bit per query and block; spans are counted independently
 # The bitmap is quadratic in T (T^2 / 256 bytes per group): long inputs take several passes.
@@ -102,7 +103,7 @@ def block_keys(block, N, bounds_ptr, documents, BLOCK: tl.constexpr):
     return first, N
 
 
-@triton.jit(do_not_specialize=("documents",))
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_number_blocks(
     blocks_ptr, numbers_ptr, bounds_ptr,
     documents,
@@ -119,7 +120,7 @@ def nsa_selected_number_blocks(
     tl.store(numbers_ptr + at, tl.where(live, number, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=("documents",))
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_index_count(
     blocks_ptr, bitmap_ptr, below_ptr, counts_ptr, bounds_ptr,
     T, G, first_query, n_blocks, n_spans, first_span, pass_spans, documents,
@@ -174,7 +175,7 @@ def nsa_selected_index_count(
         tl.store(counts_ptr + (bg * n_blocks + column) * n_spans + span, tl.sum(ones, 0), mask=column < stop_block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_index_scatter(
     blocks_ptr, bitmap_ptr, below_ptr, ends_ptr, entries_ptr, starts_ptr, work_ptr,
     T, G, first_query, n_blocks, n_spans, first_span, pass_spans, row_programs, rows_total, work_size,
@@ -219,7 +220,7 @@ def nsa_selected_index_scatter(
                 tl.store(work_ptr + number + i + offsets, owner, mask=i + offsets < room)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_index_first_query(
     entries_ptr, starts_ptr, work_ptr, keys_ptr,
     n_items, T, n_blocks,

@@ -154,7 +154,7 @@ def cut(sizes: Sizes, width: int) -> list[Piece]:
 def is_ordered(sizes: Sizes, queries: int, width: int) -> bool:
     """Whether the q of so many queries of a group is too much for the L2 cache, where that is what work items wait for.
 
-    With 64 heads of 128 and 32 768 tokens, items in the order of their blocks read 6.9 GB of q from memory, of the 8.6 GB
+    With 64 heads of 128 and 32,768 tokens, items in the order of their blocks read 6.9 GB of q from memory, of the 8.6 GB
     they read in all; in the order of their queries 2.5 GB. Heads of 64 hide the wait: more of their programs fit on a
     multiprocessor.
     """

@@ -1,0 +1,161 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: kernelspec,-jupytext.text_representation.jupytext_version,-language_info,-widgets
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Decoding
+#
+# A model that writes reads its whole past once more for every token, if its attention is dense. A query of NSA reads
+# the compressed past, a few blocks in full and a window. Decoding is where that shows first, since a single
+# query is limited by the bytes that it reads and by nothing else.
+#
+# This notebook draws what one step reads, shows what a cache keeps for it, checks that decoding is the model, times it
+# against context beside the dense twin, and marks in a text the blocks that were read for each answer.
+
+# %% tags=["parameters"]
+longest: int = 65536  # tokens of the longest context that is timed
+layers: int = 2  # of the models that are timed
+steps: int = 300  # optimiser steps of the small model that writes at the end
+seed: int = 0  # of weights and sequences
+
+# %%
+import torch
+from IPython.display import display
+
+from nsa_lab import figures
+from nsa_lab.attention import geometry
+from nsa_lab.bench.decode import time_models
+from nsa_lab.config import ModelConfig
+from nsa_lab.evaluate.tiny_recall import GEOMETRY, TinyRecall, learn, tiny_model
+from nsa_lab.inference import Decoder, memory
+from nsa_lab.model import NSATransformer
+from nsa_lab.workbook.examples import standard_library_text, text_example
+from nsa_lab.workbook.reads import reads_of
+from nsa_lab.workbook.show import show
+from nsa_lab.workbook.written import answers, marked, told
+
+config = ModelConfig()  # of the production run: 12 layers, 12 heads in 2 groups
+nsa = config.nsa
+
+# %% [markdown]
+# ## What one step reads
+#
+# The last of 2,048 tokens, in one group of heads: the bars of each lane are the weights that the branch gives to what
+# it reads. The text is real; the vectors are made up of it and of nothing that was learned.
+
+# %%
+example = text_example(standard_library_text(2048))
+show(figures.query_reads(reads_of(example, nsa, 2047), example.about))
+
+# %% [markdown]
+# At position $S$ that is $N(S)$ compressed keys, $\min(n_{sel}\, l_{sel},\ S)$ selected and $\min(w, S)$ of the
+# window, where a dense query reads $S$. The first grows with the text, at a sixteenth of its pace; the others do not.
+
+# %%
+contexts = [2**n for n in range(10, 18)]
+for length in contexts[::3]:
+    reads = geometry.decode_reads(length, nsa)
+    told_reads = ", ".join(f"{branch} {keys:,}" for branch, keys in reads.items())
+    print(f"{length:>7,} tokens: {told_reads}; {sum(reads.values()):,} keys, dense {length:,}")
+kinds = {kind: config.model_copy(update={"attention": kind}) for kind in ("nsa", "dense")}
+curves = {kind: [(n, memory.read_bytes(kind_config, n, 2) / 1e6) for n in contexts] for kind, kind_config in kinds.items()}
+show(figures.against_context(curves, "MB read per token", "12 layers, bf16, keys and values"))
+
+# %% [markdown]
+# ## What is kept for it
+#
+# A layer keeps the selection keys and values of every token, compressed ones of every whole block, the window's in a
+# ring of some more than $w$ slots and, in another ring, the tokens of the block that is not whole yet. So the compression
+# operator runs once for every $d$ tokens, and nothing is ever moved. NSA keeps slightly more than dense attention, and
+# reads much less.
+
+# %%
+params = NSATransformer(config, seed=seed).parameter_count()
+print(memory.decoding_text(config, params, 80 * 10**9))
+
+# %% [markdown]
+# ## Is it the model?
+#
+# Two texts of different lengths in one batch, the first part of each read at once, the rest in chunks of 7 and then one
+# by one, against a full forward pass over each, in float64.
+
+# %%
+small = ModelConfig(dim=96, n_layers=2, n_heads=6, n_kv_groups=2, d_k=16, d_v=16)
+model = NSATransformer(small, dtype=torch.float64, seed=seed).double().eval()
+draw = torch.Generator().manual_seed(seed)
+texts = [torch.randint(0, 256, (length,), generator=draw) for length in (1500, 1211)]
+decoder, found, at = Decoder(model, 1500, batch=2), [[], []], 0
+for size in (1100, *[7] * 50, *[1] * 50):
+    parts = [text[at : at + size] for text in texts]
+    counts = [len(part) for part in parts]
+    logits = decoder.append(torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), counts)
+    for row, count in enumerate(counts):
+        found[row].append(logits[row, :count])
+    at += size
+with torch.no_grad():
+    for text, parts in zip(texts, found, strict=True):
+        error = (torch.cat(parts) - model(text[None])[0]).abs().max()
+        print(f"{len(text):,} tokens in {len(parts)} chunks: logits differ by {error:.1e} at most")
+
+# %% [markdown]
+# ## Tokens per second against context
+#
+# Two models of the production run's width, NSA and its dense twin, float32 on this machine's cores, weights, MLP and all.
+# Their caches hold random numbers: what a step costs does not depend on them. On a GPU `nsa-lab bench decode` measures
+# more.
+
+# %%
+lengths = [length for length in (1024, 4096, 16_384, 65_536, 131_072) if length <= longest]
+timed = time_models(config.model_copy(update={"n_layers": layers}), lengths)
+for row in timed:
+    print(f"{row.tokens:>7,} tokens before, {row.by:<5}: {row.ms:.1f} ms, {row.tokens_per_s:.0f} tokens/s")
+speeds = {kind: [(row.tokens, row.tokens_per_s) for row in timed if row.by == kind] for kind in ("nsa", "dense")}
+show(figures.against_context(speeds, "tokens per second", f"{layers} layers, batch 1, this machine"))
+
+# %% [markdown]
+# Where the context is short, NSA has more to do than dense attention: three branches and a choice. What it costs beyond
+# that grows with $N(S)$ alone.
+#
+# ## What was read for each answer
+#
+# The small model of [notebook 06][1], with its recipe, learns to recall: small letters are keys, capitals their values,
+# and the last pairs are questions. Then it answers them with a cache, one after another. On a coloured ground stand the
+# blocks that its query chose in the first layer, in the group that starts with matching heads: three that are forced,
+# and one that is chosen. An answer is green where it is right.
+#
+# [1]: 06_does_selection_find.ipynb
+
+# %%
+task = TinyRecall()
+recipe = {"rotary_share": 0.5, "matching_heads": 1, "indexer_block": 2, "selection_loss": 0.2}
+model = tiny_model(task, seed=seed, **recipe)
+torch.set_num_threads(1)  # tensors this small lose more to waiting threads than they win
+for point in learn(model, task, steps=steps, seed=seed, every=max(steps // 3, 1), asked=64):
+    print(f"step {point.step}: {point.accuracy:.0%} of the far questions right")
+model.eval()
+written = []
+handle = display({"text/plain": ""}, raw=True, display_id=True)
+for answer in answers(model, task, layer=0, group=0, seed=seed):
+    written.append(answer)
+    handle.update(
+        {"text/html": marked(written, GEOMETRY.l_sel), "text/plain": told(written, GEOMETRY.l_sel)},
+        raw=True,
+    )
+print(f"{sum(one.token == one.right for one in written)} of {len(written)} right")
+print(f"of {sum(one.found(GEOMETRY.l_sel) for one in written)}, a block that was read holds where the answer was told")
+
+# %% [markdown]
+# A run of yours goes on from a prompt with `nsa-lab generate latest --prompt-file FILE`, which ends with the time to the
+# first token and tokens per second, and with `nsa-lab export-hf latest FOLDER` it becomes a model of `transformers`.

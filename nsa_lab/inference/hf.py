@@ -1,0 +1,297 @@
+"""Models of this project in `transformers` (extra `hf`): `generate`, `pipeline`, `from_pretrained`, by that library's code.
+
+Importing this module registers a configuration, a model and a tokenizer with the Auto classes, under the name `nsa_lab`.
+Padding may stand anywhere: rows are read without it, each at positions of its own, so that a sequence in a batch is the
+sequence by itself.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa_lab.attention import resolve_backend
+from nsa_lab.config import ConfigError, ModelConfig, RunConfig
+from nsa_lab.config.extras import require
+from nsa_lab.data import ByteTokenizer, load_tokenizer
+from nsa_lab.inference.decode import Decoder
+from nsa_lab.inference.load import find_checkpoint, load_model
+from nsa_lab.model import Block, NSATransformer
+from nsa_lab.runs import directory, files
+
+require("transformers")
+from transformers import (  # noqa: E402 - the extra is named first
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizer,
+    PreTrainedTokenizerFast,
+)
+from transformers.cache_utils import Cache as TransformersCache  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+
+LEAST_ROOM = 256  # tokens that a cache begins with; it doubles as it fills
+# What a folder needs so that `trust_remote_code=True` loads it where this module was not imported.
+REMOTE_CODE = "nsa_lab_in_transformers.py"
+AUTO_MAP = {"AutoConfig": "NSALabConfig", "AutoModelForCausalLM": "NSALabForCausalLM"}
+
+
+class NSALabConfig(PreTrainedConfig):
+    """`architecture` is a `ModelConfig` as a mapping, with its section `nsa`; `backend` as `NSATransformer` takes it."""
+
+    model_type = "nsa_lab"
+
+    def __init__(self, architecture: Mapping[str, Any] | None = None, backend: str = "auto", **kwargs: Any) -> None:
+        config = ModelConfig(**(architecture or {}))
+        self.architecture, self.backend = config.model_dump(), backend
+        self.vocab_size, self.hidden_size = config.vocab_size, config.dim
+        self.num_hidden_layers, self.num_attention_heads = config.n_layers, config.n_heads
+        super().__init__(**{"tie_word_embeddings": False, **kwargs})
+
+
+class NSALabCache(TransformersCache):
+    """What a model keeps of the sequences that it generates: a `Decoder`, with more room whenever it is full."""
+
+    def __init__(self, model: NSATransformer, batch: int) -> None:
+        super().__init__(layers=[])
+        self._model, self._batch, self._columns = model, batch, 0
+        self.decoder: Decoder | None = None
+
+    def read(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """Logits [B, n, V] of the next tokens int64 [B, n]; `counts` as `Decoder.append` has them."""
+        needed = (max(self.decoder.cache.starts) if self.decoder else 0) + tokens.shape[1]
+        if self.decoder is None:
+            self.decoder = Decoder(self._model, max(LEAST_ROOM, 2 * needed), self._batch)
+        elif needed > self.decoder.cache.capacity:
+            self.decoder.grow(2 * needed)
+        return self.decoder.append(tokens, counts)
+
+    def seen(self, columns: int) -> None:
+        """So many columns of input, padding included, were read: what `transformers` calls a length."""
+        self._columns += columns
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.decoder is not None:
+            self.decoder.cache.reorder(beam_idx.tolist())
+
+    def reset(self) -> None:
+        self.decoder, self._columns = None, 0
+
+    def crop(self, *_: Any) -> None:
+        raise NotImplementedError("NSALabCache: tokens cannot be taken back, as assisted generation asks; use no assistant")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("NSALabCache: repeat the prompts, not their cache")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise NotImplementedError("NSALabCache: a batch keeps its size; begin a cache of another size anew")
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch
+
+
+class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
+    """`NSATransformer` as `transformers` has causal language models; `self.model` is the model itself."""
+
+    config_class = NSALabConfig
+    base_model_prefix = "model"
+    _no_split_modules = ("Block",)
+
+    def __init__(self, config: NSALabConfig) -> None:
+        super().__init__(config)
+        # On the meta device, where weights are loaded from disk, there is nothing to compute on yet.
+        device = torch.empty(0).device
+        backend = "torch" if device.type == "meta" else config.backend
+        self.model = NSATransformer(ModelConfig(**config.architecture), backend=backend, device=device)
+        self._resolved_for: tuple[torch.device, torch.dtype] | None = None
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """`NSATransformer` has done it."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the first forward pass of a generation makes its own
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: NSALabCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits [B, T, V] of input_ids int64 [B, T]; those of padding mean nothing.
+
+        attention_mask: [B, T] or longer, of which the last T columns are read; 0 is padding, on either side. With
+        `use_cache` or a cache, what was read is kept, and there are no gradients. labels: as everywhere in that library,
+        shifted inside, -100 left out.
+        """
+        self._resolve()
+        order = None if attention_mask is None else _tokens_first(attention_mask[:, -input_ids.shape[1] :])
+        tokens = input_ids if order is None else input_ids.gather(1, order.rows)
+        if past_key_values is None and use_cache:
+            past_key_values = NSALabCache(self.model, len(tokens))
+        if past_key_values is None:
+            logits = self.model(tokens)
+        else:
+            counts = order.counts if order else [tokens.shape[1]] * len(tokens)
+            logits = _padded(past_key_values.read(tokens[:, : max(counts)], counts), tokens.shape[1])
+            past_key_values.seen(tokens.shape[1])
+        if order is not None:
+            logits = logits.gather(1, order.back[:, :, None].expand_as(logits))
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        if logits_to_keep:
+            logits = logits[:, -logits_to_keep:]
+        if return_dict is False:
+            return tuple(part for part in (loss, logits, past_key_values) if part is not None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _resolve(self) -> None:
+        """Backends follow the device and dtype that the weights have now."""
+        weight, config = self.model.head.weight, self.model.config
+        if (weight.device, weight.dtype) != self._resolved_for:
+            backends = resolve_backend(weight.device, weight.dtype, config.nsa, config, self.config.backend)
+            self.model.backends = backends
+            for block in self.model.blocks:
+                assert isinstance(block, Block)
+                block.attention.backends = backends
+            self._resolved_for = weight.device, weight.dtype
+
+
+class NSALabTokenizer(PreTrainedTokenizer):
+    """UTF-8 bytes as tokens; 255, which is in no text, separates documents, begins every prompt, ends and pads."""
+
+    SEPARATOR = "<|separator|>"
+    model_input_names = ("input_ids", "attention_mask")
+
+    def __init__(self, **kwargs: Any) -> None:
+        special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), self.SEPARATOR)
+        from_file = {"padding_side": "left", "clean_up_tokenization_spaces": False, **special, **kwargs}
+        super().__init__(**{"special_tokens_pattern": "bos", **from_file})
+
+    @property
+    def vocab_size(self) -> int:
+        return ByteTokenizer.vocab_size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {self._convert_id_to_token(index): index for index in range(self.vocab_size)}
+
+    def build_inputs_with_special_tokens(self, token_ids_0: list[int], token_ids_1: list[int] | None = None) -> list[int]:
+        # In training a separator stands before every document.
+        parts = [token_ids_0] if token_ids_1 is None else [token_ids_0, token_ids_1]
+        return [index for part in parts for index in (ByteTokenizer.separator, *part)]
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        return [chr(byte) for byte in text.encode("utf-8")]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ByteTokenizer.separator if token == self.SEPARATOR else ord(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self.SEPARATOR if index == ByteTokenizer.separator else chr(index)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        ids = [self._convert_token_to_id(token) for token in tokens]
+        return ByteTokenizer().decode(index for index in ids if index != ByteTokenizer.separator)
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        return ()
+
+
+class _Order:
+    """Of a mask [B, T], in every row: the columns of tokens and then of padding, how many are tokens, and the way back."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.rows = mask.bool().logical_not().byte().argsort(dim=1, stable=True)
+        self.back = self.rows.argsort(dim=1)
+        self.counts = [int(count) for count in mask.bool().sum(1).tolist()]
+
+
+def _tokens_first(mask: Tensor) -> _Order | None:
+    """None where there is no padding."""
+    return None if bool(mask.all()) else _Order(mask)
+
+
+def _padded(logits: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(logits, (0, 0, 0, columns - logits.shape[1]))
+
+
+def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, max_shard_size: str = "5GB") -> Path:
+    """A run's model, of its newest checkpoint or of `step`, as a folder that `from_pretrained` loads, tokenizer included.
+
+    Raises `NoCheckpoint` where there is none, `ConfigError` where `folder` is there already and not empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: expected an empty or a new folder to write the model to; it has files; name another")
+    checkpoint = find_checkpoint(run_dir, step)
+    run = RunConfig.from_yaml(directory.check(run_dir) / directory.CONFIG)
+    model, tokenizer = load_model(checkpoint), load_tokenizer(run.data.tokenizer)
+    exported = NSALabForCausalLM(NSALabConfig(run.model.model_dump()))
+    exported.model.load_state_dict(model.state_dict())
+    separator = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.separator)
+    exported.generation_config = GenerationConfig(**separator)
+    exported.save_pretrained(folder, max_shard_size=max_shard_size)
+    if isinstance(tokenizer, ByteTokenizer):
+        NSALabTokenizer().save_pretrained(folder)
+    else:
+        PreTrainedTokenizerFast(tokenizer_file=run.data.tokenizer).save_pretrained(folder)
+    _name_our_code(folder, byte=isinstance(tokenizer, ByteTokenizer))
+    return folder
+
+
+def _name_our_code(folder: Path, byte: bool) -> None:
+    """`trust_remote_code=True` then finds the classes of the installed nsa_lab, also where this module was not imported."""
+    names = [*AUTO_MAP.values(), "NSALabTokenizer"]
+    listed = ", ".join(names)
+    files.write_text(folder / REMOTE_CODE, f"from nsa_lab.inference.hf import {listed}\n\n__all__ = {names}\n")
+    module = REMOTE_CODE.removesuffix(".py")
+    _add_to(folder / "config.json", {"auto_map": {auto: f"{module}.{name}" for auto, name in AUTO_MAP.items()}})
+    if byte:
+        _add_to(folder / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": [f"{module}.NSALabTokenizer", None]}})
+
+
+def _add_to(path: Path, entries: Mapping[str, Any]) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    files.write_text(path, json.dumps({**found, **entries}, indent=2) + "\n")
+
+
+AutoConfig.register(NSALabConfig.model_type, NSALabConfig)
+AutoModelForCausalLM.register(NSALabConfig, NSALabForCausalLM)
+AutoTokenizer.register(NSALabConfig, slow_tokenizer_class=NSALabTokenizer)

@@ -1,0 +1,125 @@
+"""Attention over a cache is the definition's rows, whatever else lies in the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import Span, geometry, reference
+from nsa_lab.attention.decoding import LayerCache, cached_attention
+from nsa_lab.config import NSAConfig
+
+GEOMETRIES = [
+    NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=12),
+    NSAConfig(l=6, d=3, l_sel=9, n_sel=3, w=1),
+    NSAConfig(l=5, d=5, l_sel=5, n_sel=5, w=7),
+    NSAConfig(l=4, d=4, l_sel=12, n_sel=3, w=31),
+    NSAConfig(l=12, d=2, l_sel=4, n_sel=6, w=3),
+    NSAConfig(l=1, d=1, l_sel=1, n_sel=3, w=2),
+]
+CHOICE = {"l": 2, "d": 2, "phi": "pool"}
+# Before the new tokens: nothing, less than a block, all that is selected, several windows; equal neighbours too.
+LENGTHS = (0, 1, 5, 33, 33, 97, 2)
+
+
+class Sequences:
+    """Random inputs of sequences of `lengths` + S tokens: what a full call takes of each, and a cache of them all."""
+
+    def __init__(self, nsa: NSAConfig, S: int, *, G: int = 2, h: int = 3, lengths: tuple[int, ...] = LENGTHS) -> None:
+        self.nsa, self.S, self.lengths, self.G, self.h = nsa, S, lengths, G, h
+        self._draw = torch.Generator().manual_seed(S)
+        self.ends = [length + S for length in lengths]
+        self.raw = [[self.normal(end, G, width) for width in (6, 5, 6, 5)] for end in self.ends]
+        self.compressed = [
+            [self.normal(geometry.num_compressed(end, nsa), G, width) for width in (6, 5)] for end in self.ends
+        ]
+        self.q, self.gates = (self.normal(len(lengths), S, G * h, width) for width in (6, 3))
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._draw, dtype=torch.float64)
+
+    def cache(self, ring: int, spare: int = 17) -> LayerCache:
+        """NaN wherever no sequence has a token."""
+        k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = (
+            self.laid_out([sequence[i] for sequence in kept], spare)
+            for kept, i in ((self.compressed, 0), (self.compressed, 1), *((self.raw, i) for i in range(4)))
+        )
+        return LayerCache(k_cmp, v_cmp, k_sel, v_sel, self.ringed(k_win, ring), self.ringed(v_win, ring))
+
+    def laid_out(self, rows: list[Tensor], spare: int) -> Tensor:
+        out = rows[0].new_full((len(rows), max(map(len, rows)) + spare, *rows[0].shape[1:]), float("nan"))
+        for b, row in enumerate(rows):
+            out[b, : len(row)] = row
+        return out
+
+    def ringed(self, x: Tensor, ring: int) -> Tensor:
+        out = x.new_full((len(x), ring, *x.shape[2:]), float("nan"))
+        for b, end in enumerate(self.ends):
+            for p in range(end):
+                out[b, p % ring] = x[b, p]
+        return out
+
+    def by_definition(self, b: int, blocks: Tensor | None = None) -> Tensor:
+        raw, compressed = ([x[None] for x in kept[b]] for kept in (self.raw, self.compressed))
+        span = Span.chunk(self.lengths[b], self.S)
+        return reference.nsa_attention(
+            self.q[b : b + 1], *compressed, *raw, self.gates[b : b + 1], self.nsa, blocks=blocks, span=span
+        )
+
+
+@pytest.mark.parametrize("S", [1, 2, 7, 40])
+@pytest.mark.parametrize("nsa", GEOMETRIES)
+def test_every_row_is_that_of_the_definition(nsa: NSAConfig, S: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = Sequences(nsa, S)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    for chunk_bytes in (4 * 2**20, 2**15):
+        monkeypatch.setattr("nsa_lab.attention.decoding.CHUNK_BYTES", {"cpu": chunk_bytes})
+        for ring in (nsa.w + S - 1, nsa.w + S + 10):
+            found = cached_attention(sequences.q, sequences.gates, sequences.cache(ring), lengths, nsa)
+            for b in range(len(LENGTHS)):
+                torch.testing.assert_close(found[b : b + 1], sequences.by_definition(b), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("S", [1, 7])
+def test_an_indexer_chooses_by_its_own_keys(S: int) -> None:
+    nsa = GEOMETRIES[0]
+    choice, sequences = nsa.model_copy(update=CHOICE), Sequences(nsa, S)
+    keys = [sequences.normal(geometry.num_compressed(end, choice), 2, 4) for end in sequences.ends]
+    index_q = sequences.normal(len(LENGTHS), S, 2, 4)
+    cache = sequences.cache(nsa.w + S - 1)._replace(k_index=sequences.laid_out(keys, 5))
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    found = cached_attention(sequences.q, sequences.gates, cache, lengths, nsa, index_q=index_q, choice_nsa=choice)
+    moved = 0
+    for b, (length, k) in enumerate(zip(LENGTHS, keys, strict=True)):
+        span = Span.chunk(length, S)
+        _, lse = reference.compressed_attention(index_q[b : b + 1], k[None], k[None], choice, span=span)
+        blocks = reference.select_blocks(index_q[b : b + 1], k[None], lse, choice, span=span)
+        torch.testing.assert_close(found[b : b + 1], sequences.by_definition(b, blocks), rtol=0, atol=1e-12)
+        moved += not torch.allclose(found[b : b + 1], sequences.by_definition(b))
+    assert moved
+
+
+def test_half_precision_keeps_its_dtype_and_chooses_in_float32() -> None:
+    nsa, lengths = GEOMETRIES[0], torch.tensor(LENGTHS, dtype=torch.int32)
+    sequences = Sequences(nsa, 3)
+    cache = LayerCache(*(x if x is None else x.bfloat16() for x in sequences.cache(40)))
+    found = cached_attention(sequences.q.bfloat16(), sequences.gates.bfloat16(), cache, lengths, nsa)
+    assert found.dtype == torch.bfloat16
+    for name in ("q", "gates"):
+        setattr(sequences, name, getattr(sequences, name).bfloat16())
+    for kept in (sequences.raw, sequences.compressed):
+        kept[:] = [[x.bfloat16() for x in row] for row in kept]
+    for b in range(len(LENGTHS)):
+        torch.testing.assert_close(found[b : b + 1], sequences.by_definition(b), rtol=8e-3, atol=8e-3)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    nsa, lengths = GEOMETRIES[0], torch.tensor(LENGTHS, dtype=torch.int32)
+    sequences = Sequences(nsa, 3)
+    with pytest.raises(ValueError, match="k_win is a ring of 13 slots, and 3 queries with w = 12 read 14"):
+        cached_attention(sequences.q, sequences.gates, sequences.cache(13), lengths, nsa)
+    with pytest.raises(ValueError, match="belong together"):
+        cached_attention(sequences.q, sequences.gates, sequences.cache(14), lengths, nsa, choice_nsa=nsa)
+    with pytest.raises(NotImplementedError, match="backend = 'flash'"):
+        cached_attention(sequences.q, sequences.gates, sequences.cache(14), lengths, nsa, backend="flash")

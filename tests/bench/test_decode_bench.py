@@ -1,0 +1,54 @@
+"""The decode bench: parity before speed, NSA beside dense, bytes by the formula."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from nsa_lab.bench import decode
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.inference import memory
+
+CONFIG = ModelConfig(dim=24, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, nsa=NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13))
+
+
+def bench(tmp_path, **options):
+    console = Console(file=(tmp_path / "table.txt").open("w"), width=200)
+    small = {"layers": 1, "device": "cpu", "config": CONFIG, "heads": decode.HeadSizes(4, 2, 8)}
+    return decode.run_decode_bench([300, 97], tmp_path / "bench.json", batches=[1, 2], console=console, **small, **options)
+
+
+def test_both_levels_are_checked_timed_compared_and_recorded(tmp_path):
+    rows = bench(tmp_path, picture=tmp_path / "bench.png")
+    assert len(rows) == 2 * 2 * 2 * 2 and all(row.ms > 0 for row in rows)
+    recorded = json.loads((tmp_path / "bench.json").read_text())
+    assert recorded["parity"]["passed"] and len(recorded["rows"]) == len(rows) and "sources" in recorded["code"]
+    by_place = {(row.level, row.batch, row.tokens, row.by): row for row in rows}
+    for (level, batch, tokens, by), row in by_place.items():
+        assert row.of_dense == row.ms / by_place[level, batch, tokens, "dense"].ms
+        assert row.of_shortest == row.ms / by_place[level, batch, 97, by].ms
+        one = CONFIG.model_copy(update={"n_layers": 1, "attention": by})
+        assert row.read_bytes == batch * memory.read_bytes(one, tokens, 4)
+    assert (tmp_path / "bench.png").stat().st_size > 0
+
+
+def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
+    honest = decode.cached_attention
+
+    def one_key_fewer(q, gates, cache, lengths, nsa, **options):
+        return honest(q, gates, cache, lengths, nsa.model_copy(update={"w": nsa.w - 1}), **options)
+
+    monkeypatch.setattr(decode, "cached_attention", one_key_fewer)
+    rows = bench(tmp_path)
+    operator = {row.by: row for row in rows if row.level.startswith("operator") and row.batch == 1}
+    assert operator["nsa"].ms is None and operator["dense"].ms > 0
+    assert "FAILED PARITY" in (tmp_path / "table.txt").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_torch_backend_passes(dtype):
+    found = decode.parity(decode.HeadSizes(12, 2, 64), NSAConfig(), dtype, torch.device("cpu"), "torch")
+    assert found["passed"], found

@@ -1,0 +1,151 @@
+"""In `transformers` a model generates what it does here: greedily, in beams, padded, from disk, in a pipeline."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fake_run import configuration, write_checkpoint, write_run
+from safetensors.torch import save
+from tiny_models import GEOMETRY, tiny
+from torch import Tensor
+
+from nsa_lab.config import ConfigError
+from nsa_lab.inference import generate
+from nsa_lab.model import NSATransformer
+
+transformers = pytest.importorskip(
+    "transformers", reason="nsa-lab[hf] is not installed: models in transformers are NOT tested"
+)
+from nsa_lab.inference import hf  # noqa: E402 - it needs the extra
+
+ROOT = Path(__file__).parents[2]
+VARIANTS = [
+    {},
+    {"attention": "dense"},
+    {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 2},
+    {"nsa": GEOMETRY.model_copy(update={"phi": "mlp", "gate": "softmax"})},
+]
+PROMPTS = ["a", "def generate(model, prompts):\n    ", "h\u00e9llo"]
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request: pytest.FixtureRequest) -> hf.NSALabForCausalLM:
+    torch.manual_seed(3)
+    config = hf.NSALabConfig(tiny(vocab_size=256, **request.param).model_dump())
+    return hf.NSALabForCausalLM(config).double().eval()
+
+
+@pytest.fixture
+def tokenizer() -> hf.NSALabTokenizer:
+    return hf.NSALabTokenizer()
+
+
+def padded(tokenizer: hf.NSALabTokenizer, side: str = "left") -> dict[str, Tensor]:
+    return tokenizer(PROMPTS, padding=True, padding_side=side, return_tensors="pt")
+
+
+def test_greedy_is_ours(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer) -> None:
+    """Prompts padded on the left, and the padding is a token that they begin with."""
+    inputs = padded(tokenizer)
+    found = model.generate(**inputs, max_new_tokens=30, do_sample=False, eos_token_id=None)
+    rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+    ours = generate(model.model, [row[mask] for row, mask in rows], max_new_tokens=30)
+    assert torch.equal(found[:, inputs["input_ids"].shape[1] :], torch.stack(ours))
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 4}, {"num_beams": 3, "length_penalty": 2.0, "num_return_sequences": 2}, {}])
+def test_with_a_cache_generation_is_that_of_full_forward_passes(
+    model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, how: dict
+) -> None:
+    inputs = padded(tokenizer)
+    cached, full = (
+        model.generate(**inputs, max_new_tokens=16, do_sample=False, use_cache=use_cache, **how)
+        for use_cache in (True, False)
+    )
+    assert torch.equal(cached, full)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_row_is_the_row_alone(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, side: str) -> None:
+    inputs = padded(tokenizer, side)
+    for use_cache in (False, True):
+        logits = model(**inputs, use_cache=use_cache).logits
+        for row, mask, found in zip(inputs["input_ids"], inputs["attention_mask"].bool(), logits, strict=True):
+            torch.testing.assert_close(found[mask], model.model(row[mask][None])[0], rtol=0, atol=1e-10)
+
+
+def test_labels_give_the_mean_loss_and_its_gradients(model: hf.NSALabForCausalLM) -> None:
+    tokens = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(1))
+    labels = tokens.masked_fill(torch.arange(30) < 7, -100)
+    loss = model(input_ids=tokens, labels=labels).loss
+    ours = torch.nn.functional.cross_entropy(model.model(tokens)[:, 6:-1].flatten(0, 1), tokens[:, 7:].flatten())
+    torch.testing.assert_close(loss.double(), ours, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    assert model.model.embedding.weight.grad.abs().sum() > 0
+
+
+def test_a_cache_grows_and_goes_on(model: hf.NSALabForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "LEAST_ROOM", 4)
+    tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
+    first = model(tokens[:, :5], use_cache=True)
+    rest = [model(tokens[:, at : at + 7], past_key_values=first.past_key_values).logits for at in range(5, 40, 7)]
+    assert first.past_key_values.get_seq_length() == 40
+    torch.testing.assert_close(torch.cat([first.logits, *rest], dim=1), model.model(tokens), rtol=0, atol=1e-10)
+
+
+def test_what_a_cache_cannot_do_it_refuses(model: hf.NSALabForCausalLM) -> None:
+    cache = model(torch.zeros(2, 5, dtype=torch.int64), use_cache=True).past_key_values
+    for call in (lambda: cache.crop(1), lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices([0])):
+        with pytest.raises(NotImplementedError, match="NSALabCache"):
+            call()
+
+
+def test_the_tokenizer_is_bytes_behind_a_separator(tokenizer: hf.NSALabTokenizer, tmp_path: Path) -> None:
+    for text in ("h\u00e9llo", "", "\n a  b", "\x00\x7f"):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [255, *text.encode()] and tokenizer.decode(ids, skip_special_tokens=True) == text
+    tokenizer.save_pretrained(tmp_path)
+    again = hf.NSALabTokenizer.from_pretrained(tmp_path)
+    assert len(again) == 256 and again.padding_side == "left" and again("a")["input_ids"] == [255, 97]
+    assert {again.bos_token_id, again.eos_token_id, again.pad_token_id} == {255}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run_dir = write_run(tmp_path)
+    write_checkpoint(run_dir, 200, save(NSATransformer(configuration().model, seed=1).state_dict()))
+    return run_dir
+
+
+def test_an_exported_run_is_the_run_s_model(run_dir: Path, tmp_path: Path) -> None:
+    folder = hf.export(run_dir, tmp_path / "exported", max_shard_size="50KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    weights = NSATransformer(configuration().model, seed=1).state_dict()
+    assert all(torch.equal(model.model.state_dict()[name], weights[name]) for name in weights)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 255
+    told = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)("def ", max_new_tokens=3)
+    assert told[0]["generated_text"].startswith("def ")
+    with pytest.raises(ConfigError, match="expected an empty or a new folder"):
+        hf.export(run_dir, folder)
+
+
+@pytest.mark.slow
+def test_a_folder_names_the_code_that_loads_it(run_dir: Path, tmp_path: Path) -> None:
+    """In a process that has imported nothing of ours."""
+    folder = hf.export(run_dir, tmp_path / "exported")
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
+        "out = model.generate(**tokenizer('def ', return_tensors='pt'), max_new_tokens=5, eos_token_id=None)\n"
+        "assert out.shape == (1, 10), out.shape\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "PATH": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
