@@ -105,10 +105,11 @@ def decode(
     nsa: NSAConfig | None = None,
     dtype: torch.dtype = torch.bfloat16,
     *,
+    capacity: int = 2000,
     indexed: bool = False,
 ) -> None:
-    """A decoding step of one sequence."""
-    nsa, capacity = nsa or NSAConfig(), 2000
+    """A decoding step of one sequence, through a cache for `capacity` tokens."""
+    nsa = nsa or NSAConfig()
     rows = (num_compressed(capacity, nsa), capacity, nsa.w + S)
     cache = [torch.zeros(1, n, G, width, dtype=dtype) for n in rows for width in (D, Dv or D)]
     index_q, k_index = (torch.zeros(1, n, G, D, dtype=dtype) if indexed else None for n in (S, capacity // nsa.d))
@@ -143,6 +144,7 @@ def narrow() -> None:
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)
     decode(S=1, H=6, G=1, D=64, indexed=True)
+    decode(S=1, H=6, G=1, D=64, capacity=1024)  # every block has a place
     choose(T=300, G=2, D=64, d=2)
 
 
@@ -205,6 +207,8 @@ def lengths() -> None:
             settled = number > 2
             attend(T, H=6, G=2, D=64)
             choose(T, G=2, D=64, d=8)
+            decode(S=1, H=6, G=2, D=64, capacity=T)
+            decode(S=1, H=6, G=2, D=64, capacity=T, indexed=True)
             table = torch.tensor([0, 3, T // 2, T], dtype=torch.int32)
             attend(T, H=6, G=2, D=64, span=Span.packed(table, capacity=4, longest=high))
 

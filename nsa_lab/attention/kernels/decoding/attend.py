@@ -18,9 +18,8 @@ from nsa_lab.attention.kernels.decoding.keys import (
     store_part,
 )
 from nsa_lab.attention.kernels.tiles import after_the_last, batch_and_group
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
-# Their values do not shape the code; specialising on them would only compile the same kernel again.
-SIZES = ("T", "N", "ring", "B", "G", "row_tiles")
 NEVER = tl.constexpr(1 << 30)
 """Tokens after which a compressed key is not read any more."""
 

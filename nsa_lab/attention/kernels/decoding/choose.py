@@ -15,8 +15,7 @@ import triton.language as tl
 from nsa_lab.attention.kernels.band.bounds import visible
 from nsa_lab.attention.kernels.choice import ABSENT, with_forced
 from nsa_lab.attention.kernels.tiles import after_the_last
-
-SIZES = ("T", "N", "G")
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off
@@ -29,13 +28,13 @@ def some_go_without(position, L_SEL: tl.constexpr, N_SEL: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choice_shares(
     scores_ptr, part_lse_ptr, lengths_ptr, shares_ptr,
-    T, N, G, stride_lse,
+    T, N, G, row_parts,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """What one query gives to KEYS compressed keys, summed over the heads of a group: shares float32 [B, T, G, N].
 
-    `stride_lse` is from one row's partial LSEs to the next's, of which the first PARTS are these keys'.
+    A row has `row_parts` partial LSEs, of which the first PARTS are these keys'.
     """
     after_the_last(EARLY)
     first = tl.program_id(1) * KEYS
@@ -47,7 +46,7 @@ def nsa_choice_shares(
         return
     head = tl.arange(0, HEADS_PAD)
     part = tl.arange(0, PARTS_PAD)
-    pointers = part_lse_ptr + (row * HEADS + head)[:, None] * stride_lse + part[None, :]
+    pointers = part_lse_ptr + (row * HEADS + head)[:, None] * row_parts + part[None, :]
     part_lse = tl.load(pointers, mask=(head < HEADS)[:, None] & (part < PARTS)[None, :], other=float("-inf"))
     peak = tl.max(part_lse, 1)
     # A head that is not there has no LSE and no shares.
@@ -94,7 +93,7 @@ def nsa_choice_best(
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
     BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """The chosen blocks of one query and group, as `nsa_choice` gives them."""
+    """The chosen blocks of one query and group, as `nsa_choice` gives them; without `shares_ptr` every block has a place."""
     after_the_last(EARLY)
     N_FREE: tl.constexpr = N_SEL - 3
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)
@@ -103,17 +102,19 @@ def nsa_choice_best(
     own = position // L_SEL
     place = tl.arange(0, N_SEL_PAD)[None, :]
     chosen = tl.where(place + 1 <= own - 2, place + 1, ABSENT)
-    if some_go_without(position, L_SEL, N_SEL):
-        best = tl.full([1, N_SEL_PAD], -1, tl.int64)
-        for first in range(1, own - 1, BLOCKS):
-            j = first + tl.arange(0, BLOCKS)[None, :]
-            score = importance_of(shares_ptr + row * N, j, position, N, L, STRIDE, L_SEL)
-            # A NaN score ranks as zero, so that what is chosen stays a valid set.
-            score = tl.where(score > 0.0, score, 0.0)
-            # As in choice.py: the greater number is the better score or, at equal scores, the lower index.
-            keys = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (j ^ ABSENT).to(tl.int64)
-            best = merge_keys(best, tl.where(j <= own - 2, keys, -1), N_FREE, N_SEL_PAD)
-        chosen = tl.where(best >= 0, (best & ABSENT).to(tl.int32) ^ ABSENT, ABSENT)
+    # Compiled in, or not: what a run-time condition guards would be compiled even of shares that are not there.
+    if shares_ptr is not None:
+        if some_go_without(position, L_SEL, N_SEL):
+            best = tl.full([1, N_SEL_PAD], -1, tl.int64)
+            for first in range(1, own - 1, BLOCKS):
+                j = first + tl.arange(0, BLOCKS)[None, :]
+                score = importance_of(shares_ptr + row * N, j, position, N, L, STRIDE, L_SEL)
+                # A NaN score ranks as zero, so that what is chosen stays a valid set.
+                score = tl.where(score > 0.0, score, 0.0)
+                # As in choice.py: the greater number is the better score or, at equal scores, the lower index.
+                keys = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (j ^ ABSENT).to(tl.int64)
+                best = merge_keys(best, tl.where(j <= own - 2, keys, -1), N_FREE, N_SEL_PAD)
+            chosen = tl.where(best >= 0, (best & ABSENT).to(tl.int32) ^ ABSENT, ABSENT)
     blocks = with_forced(chosen, own + tl.zeros([1], tl.int32), N_SEL, N_SEL_PAD)
     tl.store(blocks_ptr + row * N_SEL + place, blocks, mask=place < N_SEL)
 # fmt: on

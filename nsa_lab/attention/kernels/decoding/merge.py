@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.tiles import after_the_last
+from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off
@@ -22,7 +23,7 @@ def branch_weights(part_lse, own, gate):
     return p * (gate / tl.where(total == 0.0, 1.0, total))
 
 
-@triton.jit(do_not_specialize=["T", "H"])
+@triton.jit(do_not_specialize=SIZES)
 def nsa_gate_merge(
     part_out_ptr, part_lse_ptr, gates_ptr, out_ptr,
     T, H, stride_gb, stride_gt, stride_gh, stride_g3,
