@@ -195,12 +195,6 @@ SCATTER_ENTRIES = 1024
 FIRST_QUERY_ITEMS = 256
 
 
-def launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one ahead of it has ended, which spares a step most of its launch times:
-    programmatic dependent launch, from Hopper on."""
-    return is_hopper(device) or is_blackwell(device)
-
-
 DECODING_PROGRAMS = 256
 """Programs that a kernel of a decoding step is split into at least: about two for each multiprocessor of an H200."""
 DECODING_PARTS = 32
@@ -228,14 +222,8 @@ def best_blocks(blocks: int) -> int:
 
 
 def decoding_keys(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:
-    """Of the kernels that read a cache. `rows` are those that there are; a tensor core takes 16 at least.
-
-    Not timed yet: with two of three stages on their way, 64 keys of 128 are 64 KB in flight per program.
-    """
-    padded = max(padded_width(rows), 16)
+    """Of the kernels that read a cache. `rows` are those that there are; a tensor core takes 16 at least."""
     if dtype == torch.float32:
-        return Tile(min(padded, 16 if width > 64 else 32), _float32(width).keys, 4, 1)
-    keys, warps = (32, 8) if width > WIDEST else (64, 4)
-    # So that a third program fits beside two; with more rows it would spill.
-    registers = 168 if padded == 16 and 64 < width <= WIDEST else None
-    return Tile(min(padded, DECODING_ROWS), keys, warps, 3 if is_roomy(device) else 2, registers)
+        return Tile(min(max(padded_width(rows), 16), 16 if width > WIDEST else 32), _float32(width).keys, 4, 1)
+    padded = min(max(padded_width(rows), 16), DECODING_ROWS)
+    return Tile(padded, 32 if width > WIDEST else 64, 8 if width > WIDEST else 4, 3 if is_roomy(device) else 2)

@@ -79,14 +79,5 @@ def load_consecutive(
     return load_at(pointers, columns, WIDTH, PAD)
 
 
-@triton.jit
-def after_the_last(EARLY: tl.constexpr):
-    """Where kernels are launched before the one ahead has ended, the first thing that each does: wait until it has, and let
-    the next one be launched. Every program does, also one with nothing to do, so that who waits for it waits for all."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
 INTERPRETED = not isinstance(load_at, triton.runtime.JITFunction)
 """True when Triton was imported under TRITON_INTERPRET=1, and so runs kernels on CPU tensors."""

@@ -17,7 +17,7 @@ from nsa_lab.attention.kernels.decoding.keys import (
     score_range,
     store_part,
 )
-from nsa_lab.attention.kernels.tiles import after_the_last, batch_and_group
+from nsa_lab.attention.kernels.tiles import batch_and_group
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 NEVER = tl.constexpr(1 << 30)
@@ -34,11 +34,10 @@ def nsa_compressed_and_window(
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr, PARTS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """One part of the compressed branch, or of the window's, of one tile of rows; both in one launch, since neither waits
     for the other. Where there is a `scores_ptr`, float32 [B, T, H, N], it takes the compressed scores in units of log2."""
-    after_the_last(EARLY)
     b, g = batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     part, tile = tile // row_tiles, tile % row_tiles
@@ -71,10 +70,9 @@ def nsa_choice_scores(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, N, B, G, row_tiles, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """Scores of keys that serve the choice alone, float32 [B, T, H, N] in units of log2, and the LSE of each part."""
-    after_the_last(EARLY)
     b, g = batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     part, tile = tile // row_tiles, tile % row_tiles
@@ -100,10 +98,9 @@ def nsa_selected_decode(
     HEADS: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     FIRST_PART: tl.constexpr, SEL_PARTS: tl.constexpr, PARTS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """One part of the selected branch of one tile of the heads of one query."""
-    after_the_last(EARLY)
     b, g = batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     part, tile = tile // row_tiles, tile % row_tiles

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from nsa_lab.attention.kernels.band.bounds import visible
 from nsa_lab.attention.kernels.choice import ABSENT, with_forced
-from nsa_lab.attention.kernels.tiles import after_the_last
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -30,13 +29,12 @@ def nsa_choice_shares(
     scores_ptr, part_lse_ptr, lengths_ptr, shares_ptr,
     T, N, G, row_parts,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr,
-    N_SEL: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
+    N_SEL: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, KEYS: tl.constexpr,
 ):
     """What one query gives to KEYS compressed keys, summed over the heads of a group: shares float32 [B, T, G, N].
 
     A row has `row_parts` partial LSEs, of which the first PARTS are these keys'.
     """
-    after_the_last(EARLY)
     first = tl.program_id(1) * KEYS
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)
     t = (row // G % T).to(tl.int32)
@@ -91,10 +89,9 @@ def nsa_choice_best(
     shares_ptr, lengths_ptr, blocks_ptr,
     T, N, G,
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
-    BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """The chosen blocks of one query and group, as `nsa_choice` gives them; without `shares_ptr` every block has a place."""
-    after_the_last(EARLY)
     N_FREE: tl.constexpr = N_SEL - 3
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)
     t = (row // G % T).to(tl.int32)

@@ -74,11 +74,6 @@ def _(q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, *
     return q.new_empty(*q.shape[:3], v_cmp.shape[3])
 
 
-def _early(device: torch.device) -> dict[str, bool]:
-    """Of a kernel that follows one of these; the first of a step follows another library's, and waits for its end."""
-    return {"EARLY": True, "launch_pdl": True} if launch_table.launches_early(device) else {"EARLY": False}
-
-
 def _tile(q: Tensor, groups: int, width: int, queries: int) -> Tile:
     return launch_table.decoding_keys(q.dtype, width, queries * (q.shape[2] // groups), q.device)
 
@@ -121,7 +116,7 @@ def compressed_and_window(
         HEADS=H // G, L=l, STRIDE=d, W=w,
         CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=parts.lse.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
-        ROWS=tile.rows, KEYS=tile.keys, **tile.options(), EARLY=launch_table.launches_early(q.device),
+        ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
     )
 
 
@@ -139,7 +134,7 @@ def _score(q: Tensor, keys: Tensor, lengths: Tensor, l: int, d: int) -> Scored:
         *strides(q, keys),
         T, N, B, G, row_tiles, Dk**-0.5 * LOG2E,
         HEADS=H // G, L=l, STRIDE=d, PARTS=parts, DK=Dk, DK_PAD=padded_width(Dk),
-        ROWS=tile.rows, KEYS=tile.keys, **tile.options(), **_early(q.device),
+        ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
     )
     return scored
 
@@ -153,7 +148,7 @@ def choose(T: int, G: int, scored: Scored | None, lengths: Tensor, l_sel: int, n
         None if scored is None else _shares(T, G, scored, lengths, l_sel, n_sel), lengths, blocks,
         T, keys, G,
         L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
-        BLOCKS=launch_table.best_blocks(keys * d // l_sel), num_warps=launch_table.BEST_WARPS, **_early(lengths.device),
+        BLOCKS=launch_table.best_blocks(keys * d // l_sel), num_warps=launch_table.BEST_WARPS,
     )
     return blocks
 
@@ -167,7 +162,7 @@ def _shares(T: int, G: int, scored: Scored, lengths: Tensor, l_sel: int, n_sel: 
         T, N, G, scored.part_lse.shape[3],
         HEADS=H // G, HEADS_PAD=padded_width(H // G), L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
         PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), KEYS=keys,
-        num_warps=launch_table.STREAMING_WARPS, **_early(lengths.device),
+        num_warps=launch_table.STREAMING_WARPS,
     )
     return shares
 
@@ -187,7 +182,7 @@ def _selected(
         HEADS=H // G, L_SEL=l_sel, N_SEL=blocks.shape[3],
         FIRST_PART=parts.cmp + parts.win, SEL_PARTS=parts.sel, PARTS=parts.lse.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
-        ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)), **tile.options(), **_early(q.device),
+        ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)), **tile.options(),
     )
 
 
@@ -200,7 +195,7 @@ def merged(q: Tensor, gates: Tensor, parts: PartialOutputs) -> Tensor:
         parts.out, parts.lse, gates, out,
         T, H, *gates.stride(),
         CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=number, PARTS_PAD=padded_width(number),
-        DV=Dv, COLUMNS=columns, num_warps=launch_table.STREAMING_WARPS, **_early(q.device),
+        DV=Dv, COLUMNS=columns, num_warps=launch_table.STREAMING_WARPS,
     )
     return out
 # fmt: on

@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.tiles import after_the_last
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -28,10 +27,9 @@ def nsa_gate_merge(
     part_out_ptr, part_lse_ptr, gates_ptr, out_ptr,
     T, H, stride_gb, stride_gt, stride_gh, stride_g3,
     CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
-    DV: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    DV: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """COLUMNS columns of the output of one row (b, t, head)."""
-    after_the_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     gates = gates_ptr + row // (T * H) * stride_gb + row // H % T * stride_gt + row % H * stride_gh
     part = tl.arange(0, PARTS_PAD)
