@@ -114,7 +114,8 @@ def test_of_equals_the_lower_index_is_chosen(device, monkeypatch):
     N = (before + T - nsa.l) // nsa.d + 1
     heads = torch.rand(1, T, G * h, N, generator=torch.Generator().manual_seed(1)) < 0.3
     scores = torch.where(heads, 0.0, float("-inf"))
-    scored = Scored(scores.to(device), torch.zeros(1, T, G * h, 1, device=device), 1, nsa.l, nsa.d)
+    sums = torch.tensor([0.0, 1.0], device=device).expand(1, T, G * h, 1, 2).contiguous()
+    scored = Scored(scores.to(device), sums, 1, nsa.l, nsa.d)
     lengths = torch.tensor([before], dtype=torch.int32, device=device)
     blocks = launch.choose(T, G, scored, lengths, nsa.l_sel, nsa.n_sel)
     for t in range(T):

@@ -16,6 +16,7 @@ from nsa_lab.attention.kernels.decoding.keys import (
     part_range,
     score_range,
     store_part,
+    store_sums,
 )
 from nsa_lab.attention.kernels.tiles import batch_and_group
 from nsa_lab.attention.kernels.vocabulary import SIZES
@@ -27,7 +28,7 @@ NEVER = tl.constexpr(1 << 30)
 # fmt: off
 @triton.jit(do_not_specialize=SIZES)
 def nsa_compressed_and_window(
-    q_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, lengths_ptr, scores_ptr, part_out_ptr, part_lse_ptr,
+    q_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, lengths_ptr, scores_ptr, part_out_ptr, part_sums_ptr,
     stride_qb, stride_qt, stride_qh, stride_kcb, stride_kcn, stride_kcg, stride_vcb, stride_vcn, stride_vcg,
     stride_kwb, stride_kwn, stride_kwg, stride_vwb, stride_vwn, stride_vwg,
     T, N, ring, B, G, row_tiles, scale_log2,
@@ -61,18 +62,18 @@ def nsa_compressed_and_window(
         q, k_base, v_base, stride_kn, stride_vn, position, start, stop, slots, period, reach, near,
         scores_ptr, rows, inside & compressed, N, scale_log2, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
     )
-    store_part(part_out_ptr, part_lse_ptr, rows * PARTS + part, acc, peak, total, inside, DV, DV_PAD)
+    store_part(part_out_ptr, part_sums_ptr, rows * PARTS + part, acc, peak, total, inside, DV, DV_PAD)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choice_scores(
-    q_ptr, k_ptr, lengths_ptr, scores_ptr, part_lse_ptr,
+    q_ptr, k_ptr, lengths_ptr, scores_ptr, part_sums_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
     T, N, B, G, row_tiles, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """Scores of keys that serve the choice alone, float32 [B, T, H, N] in units of log2, and the LSE of each part."""
+    """Scores of keys that serve the choice alone, float32 [B, T, H, N] in units of log2, and the sums of each part."""
     b, g = batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     part, tile = tile // row_tiles, tile % row_tiles
@@ -86,13 +87,12 @@ def nsa_choice_scores(
         q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, before + t, start, stop, scores_ptr, rows, inside, N,
         scale_log2, L, STRIDE, DK, DK_PAD, ROWS, KEYS,
     )
-    lse = tl.where(total != 0.0, peak + tl.log2(tl.where(total != 0.0, total, 1.0)), float("-inf"))
-    tl.store(part_lse_ptr + rows * PARTS + part, lse, mask=inside)
+    store_sums(part_sums_ptr, rows * PARTS + part, peak, total, inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_decode(
-    q_ptr, k_ptr, v_ptr, blocks_ptr, lengths_ptr, part_out_ptr, part_lse_ptr,
+    q_ptr, k_ptr, v_ptr, blocks_ptr, lengths_ptr, part_out_ptr, part_sums_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     T, N, B, G, row_tiles, scale_log2,
     HEADS: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
@@ -117,5 +117,5 @@ def nsa_selected_decode(
         L_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
     )
     place = ((b * T + t) * (G * HEADS) + g * HEADS + head) * PARTS + FIRST_PART + part
-    store_part(part_out_ptr, part_lse_ptr, place, acc, peak, total, inside, DV, DV_PAD)
+    store_part(part_out_ptr, part_sums_ptr, place, acc, peak, total, inside, DV, DV_PAD)
 # fmt: on

@@ -1,6 +1,6 @@
 """From the scores of compressed keys to the blocks that a query reads (eq. 8 to 11). launch.py launches these kernels.
 
-The scores of all heads were kept by whoever read the keys, since a share needs the LSE of them all. The importance of a
+The scores of all heads were kept by whoever read the keys, since a share needs the sum over them all. The importance of a
 block is then a sum of the few neighbouring shares that reach into it: nothing as large as keys times blocks exists.
 """
 
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from nsa_lab.attention.kernels.band.bounds import visible
 from nsa_lab.attention.kernels.choice import ABSENT, with_forced
+from nsa_lab.attention.kernels.decoding.keys import load_sums
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -26,14 +27,14 @@ def some_go_without(position, L_SEL: tl.constexpr, N_SEL: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choice_shares(
-    scores_ptr, part_lse_ptr, lengths_ptr, shares_ptr,
+    scores_ptr, part_sums_ptr, lengths_ptr, shares_ptr,
     T, N, G, row_parts,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr,
     N_SEL: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, KEYS: tl.constexpr,
 ):
     """What one query gives to KEYS compressed keys, summed over the heads of a group: shares float32 [B, T, G, N].
 
-    A row has `row_parts` partial LSEs, of which the first PARTS are these keys'.
+    A row has `row_parts` parts, of which the first PARTS are these keys'.
     """
     first = tl.program_id(1) * KEYS
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)
@@ -44,16 +45,16 @@ def nsa_choice_shares(
         return
     head = tl.arange(0, HEADS_PAD)
     part = tl.arange(0, PARTS_PAD)
-    pointers = part_lse_ptr + (row * HEADS + head)[:, None] * row_parts + part[None, :]
-    part_lse = tl.load(pointers, mask=(head < HEADS)[:, None] & (part < PARTS)[None, :], other=float("-inf"))
-    peak = tl.max(part_lse, 1)
-    # A head that is not there has no LSE and no shares.
-    peak = tl.where(head < HEADS, peak, 0.0)
-    lse = peak + tl.log2(tl.where(head < HEADS, tl.sum(tl.exp2(part_lse - peak[:, None]), 1), 1.0))
+    place = (row * HEADS + head)[:, None] * row_parts + part[None, :]
+    part_peak, part_total = load_sums(part_sums_ptr, place, (head < HEADS)[:, None] & (part < PARTS)[None, :])
+    peak = tl.max(part_peak, 1)
+    total = tl.sum(part_total * tl.exp2(part_peak - peak[:, None]), 1)
+    # A head that is not there has no total, and no shares.
+    inverse = 1.0 / tl.where(head < HEADS, total, 1.0)
     n = first + tl.arange(0, KEYS)
     inside = (head < HEADS)[:, None] & (n < stop)[None, :]
     scores = tl.load(scores_ptr + (row * HEADS + head)[:, None] * N + n[None, :], mask=inside, other=float("-inf"))
-    tl.store(shares_ptr + row * N + n, tl.sum(tl.exp2(scores - lse[:, None]), 0), mask=n < stop)
+    tl.store(shares_ptr + row * N + n, tl.sum(tl.exp2(scores - peak[:, None]) * inverse[:, None], 0), mask=n < stop)
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def nsa_choice_best(
     L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The chosen blocks of one query and group, as `nsa_choice` gives them; without `shares_ptr` every block has a place."""
+    """The chosen blocks of one query and group, as `nsa_choice` gives them; without shares every block has a place."""
     N_FREE: tl.constexpr = N_SEL - 3
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)
     t = (row // G % T).to(tl.int32)
@@ -99,8 +100,8 @@ def nsa_choice_best(
     own = position // L_SEL
     place = tl.arange(0, N_SEL_PAD)[None, :]
     chosen = tl.where(place + 1 <= own - 2, place + 1, ABSENT)
-    # Compiled in, or not: what a run-time condition guards would be compiled even of shares that are not there.
-    if shares_ptr is not None:
+    # By itself, so that it is decided at compile time: of shares that are not there nothing can be compiled.
+    if shares_ptr is not None:  # noqa: SIM102
         if some_go_without(position, L_SEL, N_SEL):
             best = tl.full([1, N_SEL_PAD], -1, tl.int64)
             for first in range(1, own - 1, BLOCKS):

@@ -15,6 +15,9 @@ import triton.language as tl
 from nsa_lab.attention.kernels.band.bounds import in_band
 from nsa_lab.attention.kernels.tiles import load_rows_inside
 
+NO_PEAK = tl.constexpr(-3.0e38)
+"""Of what has seen nothing: finite, so that a wholly masked tile gives exp2(-inf - peak) = 0 and never inf - inf."""
+
 
 # fmt: off
 @triton.jit
@@ -55,8 +58,21 @@ def load_queries(
 def new_sums(ROWS: tl.constexpr, DV_PAD: tl.constexpr):
     """acc, peak and total of an online softmax that has seen nothing."""
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
-    # Finite, so that a wholly masked tile gives exp2(-inf - peak) = 0 and never inf - inf.
-    return acc, tl.full([ROWS], -3.0e38, tl.float32), tl.zeros([ROWS], tl.float32)
+    return acc, tl.full([ROWS], NO_PEAK, tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def products(q, k):
+    """q [ROWS, D] times each of k [KEYS, D]: [ROWS, KEYS].
+
+    In float32 a wide head is summed in stretches: one chain of 256 additions rounds 2.5 times as much as four of 64.
+    """
+    STRETCHES: tl.constexpr = q.shape[1] // 64
+    if q.dtype != tl.float32 or STRETCHES < 2:
+        return tl.dot(q, tl.trans(k), input_precision="ieee")
+    q_stretches = tl.permute(tl.reshape(q, [q.shape[0], STRETCHES, 64]), [1, 0, 2])
+    k_stretches = tl.permute(tl.reshape(k, [k.shape[0], STRETCHES, 64]), [1, 2, 0])
+    return tl.sum(tl.dot(q_stretches, k_stretches, input_precision="ieee"), 0)
 
 
 @triton.jit
@@ -77,14 +93,27 @@ def store_scores(scores_ptr, rows, n, scores, inside, stop, N):
 
 
 @triton.jit
-def store_part(part_out_ptr, part_lse_ptr, place, acc, peak, total, inside, DV: tl.constexpr, DV_PAD: tl.constexpr):
-    """The partial output of each row, normalised, and its LSE in units of log2; without any keys the LSE alone, -inf."""
-    some = total != 0.0  # also where it is NaN, which must show
-    total = tl.where(some, total, 1.0)
-    tl.store(part_lse_ptr + place, tl.where(some, peak + tl.log2(total), float("-inf")), mask=inside)
+def store_sums(part_sums_ptr, place, peak, total, inside):
+    """Peak and total of each row's part, side by side. One LSE in their stead would be rounded by its own size."""
+    tl.store(part_sums_ptr + 2 * place, peak, mask=inside)
+    tl.store(part_sums_ptr + 2 * place + 1, total, mask=inside)
+
+
+@triton.jit
+def load_sums(part_sums_ptr, place, inside):
+    """What `store_sums` left; of parts that are not `inside`, that they saw nothing."""
+    peak = tl.load(part_sums_ptr + 2 * place, mask=inside, other=NO_PEAK)
+    return peak, tl.load(part_sums_ptr + 2 * place + 1, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_part(part_out_ptr, part_sums_ptr, place, acc, peak, total, inside, DV: tl.constexpr, DV_PAD: tl.constexpr):
+    """All sums of each row's part; without any keys peak and total alone."""
+    store_sums(part_sums_ptr, place, peak, total, inside)
     columns = tl.arange(0, DV_PAD)
     pointers = part_out_ptr + place[:, None] * DV + columns[None, :]
-    tl.store(pointers, acc / total[:, None], mask=(inside & some)[:, None] & (columns < DV)[None, :])
+    # Also where the total is NaN, which must show.
+    tl.store(pointers, acc, mask=(inside & (total != 0.0))[:, None] & (columns < DV)[None, :])
 
 
 @triton.jit
@@ -100,7 +129,7 @@ def attend_range(
         n = first + tl.arange(0, KEYS)
         k = load_rows_inside(k_base, slot_offsets(n, stride_kn, slots), tl.arange(0, DK_PAD), n < stop, DK, DK_PAD)
         v = load_rows_inside(v_base, slot_offsets(n, stride_vn, slots), tl.arange(0, DV_PAD), n < stop, DV, DV_PAD)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = products(q, k) * scale_log2
         if scores_ptr is not None:
             store_scores(scores_ptr, score_rows, n, scores, scored, stop, N)
         seen = (n * period + reach)[None, :] <= position[:, None]
@@ -115,11 +144,11 @@ def score_range(
     L: tl.constexpr, STRIDE: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """peak and total of keys [start, stop), which have no values; their scores are stored."""
-    peak, total = tl.full([ROWS], -3.0e38, tl.float32), tl.zeros([ROWS], tl.float32)
+    peak, total = tl.full([ROWS], NO_PEAK, tl.float32), tl.zeros([ROWS], tl.float32)
     for first in range(start, stop, KEYS):
         n = first + tl.arange(0, KEYS)
         k = load_rows_inside(k_base, n.to(tl.int64) * stride_kn, tl.arange(0, DK_PAD), n < stop, DK, DK_PAD)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = products(q, k) * scale_log2
         store_scores(scores_ptr, score_rows, n, scores, inside, stop, N)
         seen = in_band(n[None, :], position[:, None], stop, L, STRIDE, 0)
         scores = tl.where(seen, scores, float("-inf"))
@@ -146,7 +175,7 @@ def attend_blocks(
         v_block = v_base + block_offset(block, stride_vn, L_SEL)
         k = load_rows_inside(k_block, within * stride_kn, tl.arange(0, DK_PAD), seen, DK, DK_PAD)
         v = load_rows_inside(v_block, within * stride_vn, tl.arange(0, DV_PAD), seen, DV, DV_PAD)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = products(q, k) * scale_log2
         acc, peak, total = add_tile(acc, peak, total, tl.where(seen[None, :], scores, float("-inf")), v)
     return acc, peak, total
 # fmt: on

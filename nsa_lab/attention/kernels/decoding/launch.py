@@ -31,17 +31,17 @@ class Scored(NamedTuple):
     """What the choice is made from."""
 
     scores: Tensor  # float32 [B, T, H, N], in units of log2
-    part_lse: Tensor  # float32 [B, T, H, parts or more], in units of log2
+    sums: Tensor  # float32 [B, T, H, parts or more, 2]: peak, in units of log2, and total
     parts: int
     l: int
     d: int
 
 
 class PartialOutputs(NamedTuple):
-    """Partial outputs of all branches, and how many parts each of them has; in this order."""
+    """Partial outputs of all branches, not divided by their totals, and how many parts each branch has; in this order."""
 
     out: Tensor  # float32 [B, T, H, cmp + win + sel, Dv]
-    lse: Tensor  # float32 [B, T, H, cmp + win + sel], in units of log2
+    sums: Tensor  # float32 [B, T, H, cmp + win + sel, 2]: peak, in units of log2, and total
     cmp: int
     win: int
     sel: int
@@ -61,7 +61,7 @@ def _(
         competing = ceil_div(k_sel.shape[1], l_sel) > n_sel
         scores = _room(q, k_cmp) if competing and index_q is None else None
         compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
-        scored = None if scores is None else Scored(scores, parts.lse, parts.cmp, l, d)
+        scored = None if scores is None else Scored(scores, parts.sums, parts.cmp, l, d)
         if competing and index_q is not None and k_index is not None:
             scored = _score(index_q, k_index, lengths, index_l, index_d)
         blocks = choose(q.shape[1], k_sel.shape[2], scored, lengths, l_sel, n_sel)
@@ -91,8 +91,8 @@ def split(q: Tensor, v_cmp: Tensor, n_sel: int, w: int) -> PartialOutputs:
     cmp = launch_table.decoding_parts(programs, ceil_div(N, tile.keys))
     win = launch_table.decoding_parts(programs, ceil_div(w + T - 1, tile.keys))
     sel = launch_table.decoding_parts(B * G * T, n_sel) if n_sel else 0
-    lse = q.new_empty(B, T, H, cmp + win + sel, dtype=torch.float32)
-    return PartialOutputs(lse.new_empty(*lse.shape, Dv), lse, cmp, win, sel)
+    out = q.new_empty(B, T, H, cmp + win + sel, Dv, dtype=torch.float32)
+    return PartialOutputs(out, out.new_empty(*out.shape[:4], 2), cmp, win, sel)
 
 
 def _room(q: Tensor, keys: Tensor) -> Tensor:
@@ -110,11 +110,11 @@ def compressed_and_window(
     tile = _tile(q, G, max(Dk, Dv), T)
     row_tiles = _row_tiles(q, G, tile, T)
     nsa_compressed_and_window[(B * G * row_tiles * (parts.cmp + parts.win),)](
-        q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts.out, parts.lse,
+        q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts.out, parts.sums,
         *strides(q, k_cmp, v_cmp, k_win, v_win),
         T, N, k_win.shape[1], B, G, row_tiles, Dk**-0.5 * LOG2E,
         HEADS=H // G, L=l, STRIDE=d, W=w,
-        CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=parts.lse.shape[3],
+        CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
         ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
     )
@@ -128,9 +128,9 @@ def _score(q: Tensor, keys: Tensor, lengths: Tensor, l: int, d: int) -> Scored:
     tile = _tile(q, G, Dk, T)
     row_tiles = _row_tiles(q, G, tile, T)
     parts = launch_table.decoding_parts(B * G * row_tiles, ceil_div(N, tile.keys))
-    scored = Scored(_room(q, keys), q.new_empty(B, T, H, parts, dtype=torch.float32), parts, l, d)
+    scored = Scored(_room(q, keys), q.new_empty(B, T, H, parts, 2, dtype=torch.float32), parts, l, d)
     nsa_choice_scores[(B * G * row_tiles * parts,)](
-        q, keys, lengths, scored.scores, scored.part_lse,
+        q, keys, lengths, scored.scores, scored.sums,
         *strides(q, keys),
         T, N, B, G, row_tiles, Dk**-0.5 * LOG2E,
         HEADS=H // G, L=l, STRIDE=d, PARTS=parts, DK=Dk, DK_PAD=padded_width(Dk),
@@ -158,8 +158,8 @@ def _shares(T: int, G: int, scored: Scored, lengths: Tensor, l_sel: int, n_sel: 
     shares = scored.scores.new_empty(B, T, G, N)
     keys = launch_table.shares_keys(padded_width(H // G))
     nsa_choice_shares[(B * T * G, ceil_div(N, keys))](
-        scored.scores, scored.part_lse, lengths, shares,
-        T, N, G, scored.part_lse.shape[3],
+        scored.scores, scored.sums, lengths, shares,
+        T, N, G, scored.sums.shape[3],
         HEADS=H // G, HEADS_PAD=padded_width(H // G), L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
         PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), KEYS=keys,
         num_warps=launch_table.STREAMING_WARPS,
@@ -176,11 +176,11 @@ def _selected(
     tile = _tile(q, G, max(Dk, Dv), 1)
     row_tiles = _row_tiles(q, G, tile, 1)
     nsa_selected_decode[(B * G * T * row_tiles * parts.sel,)](
-        q, k, v, blocks, lengths, parts.out, parts.lse,
+        q, k, v, blocks, lengths, parts.out, parts.sums,
         *strides(q, k, v),
         T, N, B, G, row_tiles, Dk**-0.5 * LOG2E,
         HEADS=H // G, L_SEL=l_sel, N_SEL=blocks.shape[3],
-        FIRST_PART=parts.cmp + parts.win, SEL_PARTS=parts.sel, PARTS=parts.lse.shape[3],
+        FIRST_PART=parts.cmp + parts.win, SEL_PARTS=parts.sel, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
         ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)), **tile.options(),
     )
@@ -192,7 +192,7 @@ def merged(q: Tensor, gates: Tensor, parts: PartialOutputs) -> Tensor:
     out = q.new_empty(B, T, H, Dv)
     columns = min(launch_table.MERGE_ELEMENTS // padded_width(number), padded_width(Dv))
     nsa_gate_merge[(B * T * H, ceil_div(Dv, columns))](
-        parts.out, parts.lse, gates, out,
+        parts.out, parts.sums, gates, out,
         T, H, *gates.stride(),
         CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=number, PARTS_PAD=padded_width(number),
         DV=Dv, COLUMNS=columns, num_warps=launch_table.STREAMING_WARPS,
