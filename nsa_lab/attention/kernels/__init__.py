@@ -190,17 +190,19 @@ def cached_attention(
     """As `decoding.cached_attention`; carries no gradient.
 
     Nothing waits on the host, and what is launched depends on shapes alone: it can be captured in a CUDA graph, and
-    lengths changed in place between replays.
+    lengths changed in place between replays. Meant for a few new tokens: the scores of all compressed keys that the cache
+    has room for are kept meanwhile, float32 [B, S, H, N_max].
     """
     from nsa_lab.attention.kernels.decoding import launch
 
-    geometry = choice_nsa or nsa
-    _refuse("cached_attention", unsupported(nsa, q.shape[3], cache.v_cmp.shape[3]) or _choice_limit(geometry))
+    _refuse("cached_attention", unsupported(nsa, q.shape[3], cache.v_cmp.shape[3]))
+    _refuse("cached_attention, the indexer", None if index_q is None else _width_limit(index_q.shape[3], None))
     for name, x in cache._asdict().items():
         if x is not None and x.stride(3) != 1:  # a copy would cost more than the step
             raise ValueError(f"{name}: expected a cache whose last axis is contiguous; got strides {x.stride()}")
     branches = cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     sizes = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
+    geometry = choice_nsa or nsa
     with torch.no_grad():
         return launch.cached_attention(
             q, gates, lengths, *branches, *sizes, index_q, cache.k_index, geometry.l, geometry.d

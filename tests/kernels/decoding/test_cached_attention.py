@@ -30,6 +30,8 @@ CASES = [
     Case((3,), 1, 2, 1, 16, 16, NSAConfig(l=32, d=16, l_sel=64, n_sel=4, w=7), spare=0),  # no room for a compressed key
     Case((201, 9, 64), 1, 6, 2, 32, 32, SMALL, NSAConfig(l=8, d=8, l_sel=16, n_sel=4)),
     Case((140, 0), 4, 4, 2, 32, 16, NSAConfig(l=16, d=8, l_sel=32, n_sel=4, w=9), NSAConfig(l=8, d=8, l_sel=32, n_sel=4)),
+    Case((140, 3), 2, 4, 2, 16, 16, SMALL, NSAConfig(l=1, d=1, l_sel=16, n_sel=4)),  # a key for every token
+    Case((77, 240), 19, 6, 2, 16, 16, SMALL),  # a chunk of a prompt
     Case((260,), 2, 3, 1, 48, 80, NSAConfig(l=24, d=8, l_sel=80, n_sel=3, w=19)),  # blocks longer than a tile
 ]
 GPU_CASES = [
@@ -181,6 +183,10 @@ def test_refusals_name_the_limit(device):
         run(inputs._replace(q=inputs.q[..., :12]), case)
     with pytest.raises(NotImplementedError, match="at most"):
         run(inputs, case._replace(nsa=SMALL.model_copy(update={"n_sel": 65})))
+    small = case._replace(choice=NSAConfig(l=8, d=8, l_sel=16, n_sel=4))
+    indexed = make(small, torch.float32, device)
+    with pytest.raises(NotImplementedError, match="the indexer.*head widths"):
+        run(indexed._replace(index_q=indexed.index_q[..., :12]), small)
     k_sel = inputs.cache.k_sel.mT.contiguous().mT
     with pytest.raises(ValueError, match=r"k_sel.*last axis"):
         run(inputs._replace(cache=inputs.cache._replace(k_sel=k_sel)), case)
