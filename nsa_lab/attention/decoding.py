@@ -1,7 +1,8 @@
 """Attention of new tokens over what a layer has kept of the tokens before them: decoding, and prefill in chunks.
 
-In plain torch here, or by the kernels of kernels/decoding/. In torch, rows of one length are computed together, over views that end where those sequences do. So what a step costs follows what
-it reads, whatever room the cache has and however long the neighbours are, and what was never written is never touched.
+In plain torch here, or by the kernels of kernels/decoding/. In torch, rows of one length are computed together, over views
+that end where those sequences do. So what a step costs follows what it reads, whatever room the cache has and however long
+the neighbours are, and what was never written is never touched.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ import torch
 from tiny_models import GEOMETRY, built, tiny
 from torch import Tensor
 
+from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding import launch
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.inference import Decoder, cache, decode, memory
 from nsa_lab.model import NSATransformer
@@ -184,7 +186,9 @@ def test_phi_is_computed_once_for_every_block(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("variant", [{}, {"selection_loss": 0.1, "indexer_block": 2}], ids=["own", "indexer"])
 def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk behind the first one, then greedily: the tokens, and nearly the logits, that torch gives."""
-    monkeypatch.setattr("nsa_lab.attention.kernels.launch_table.DECODING_PROGRAMS", 8)  # interpreted one after another
+    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 8)  # interpreted one after another
+    calls, choose = [], launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *given: calls.append(given) or choose(*given))
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20)
     model = NSATransformer(tiny(d_k=16, d_v=32, nsa=nsa, **variant), dtype=torch.float32, seed=5)
     texts = [drawn(length, seed=length) for length in (81, 74, 77)]
@@ -197,6 +201,7 @@ def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.
         torch.testing.assert_close(by_kernels, by_torch, rtol=0, atol=1e-5)
         tokens, counts = by_torch.argmax(-1, keepdim=True), None
         assert torch.equal(by_kernels.argmax(-1, keepdim=True), tokens)
+    assert len(calls) == 4 * len(model.blocks)
 
 
 def test_a_backend_that_cannot_decode_a_model_is_refused_at_once() -> None:

@@ -185,7 +185,7 @@ def test_refusals_name_the_limit(device):
         run(inputs, case._replace(nsa=SMALL.model_copy(update={"n_sel": 65})))
     small = case._replace(choice=NSAConfig(l=8, d=8, l_sel=16, n_sel=4))
     indexed = make(small, torch.float32, device)
-    with pytest.raises(NotImplementedError, match="the indexer.*head widths"):
+    with pytest.raises(NotImplementedError, match=r"the indexer.*head widths"):
         run(indexed._replace(index_q=indexed.index_q[..., :12]), small)
     k_sel = inputs.cache.k_sel.mT.contiguous().mT
     with pytest.raises(ValueError, match=r"k_sel.*last axis"):
