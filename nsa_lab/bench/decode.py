@@ -121,8 +121,7 @@ def run_decode_bench(
 def _operator_level(step: QueryStep, backend: str, passed: bool) -> list[StepTime]:
     """NSA, and the fastest dense attention of all that there are."""
     found, heads = contend(step, backend, passed), step.heads
-    sizes = {"n_heads": heads.H, "n_kv_groups": heads.G, "d_k": heads.D, "d_v": heads.D}
-    config = ModelConfig(n_layers=1, nsa=step.nsa, **sizes)
+    config = ModelConfig(n_layers=1, n_heads=heads.H, n_kv_groups=heads.G, d_k=heads.D, d_v=heads.D, nsa=step.nsa)
     rows: list[StepTime] = []
     for kind in ("nsa", "dense"):
         mine = sorted((one for one in found if one.kind == kind), key=lambda one: one.ms or float("inf"))

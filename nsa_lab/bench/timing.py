@@ -79,7 +79,7 @@ def memory_bytes_per_s(device: torch.device) -> float | None:
     """What the memory of a GPU can give, by its clock and the width of its bus; None on a CPU."""
     if device.type != "cuda":
         return None
-    from triton.testing import get_dram_gbps
+    from triton.testing import get_dram_gbps  # pyright: ignore[reportAttributeAccessIssue]
 
     return get_dram_gbps(torch.cuda.current_device() if device.index is None else device.index) * 1e9
 
