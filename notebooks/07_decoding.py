@@ -18,8 +18,8 @@
 # # Decoding
 #
 # A model that writes reads its whole past once more for every token, if its attention is dense. A query of NSA reads
-# the compressed past, a few blocks in full and a window. Decoding is where that shows first, since a single
-# query is limited by the bytes that it reads and by nothing else.
+# the compressed past, a few blocks in full and a window. Decoding is where that shows first, since in long
+# contexts a single query is limited mostly by the bytes that it reads.
 #
 # This notebook draws what one step reads, shows what a cache keeps for it, checks that decoding is the model, times it
 # against context beside the dense twin, and marks in a text the blocks that were read for each answer.

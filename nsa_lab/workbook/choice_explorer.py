@@ -81,6 +81,14 @@ def _asked(task: TinyRecall, sequence: int, question: int, seed: int) -> tuple[t
     return tokens, query, row.index(row[query]) + 1
 
 
+@torch.no_grad()
+def readers(model: NSATransformer, tokens: torch.Tensor, query: int, token: int) -> list[tuple[int, int]]:
+    """(layer, group) of every choice of `query` that holds the block of `token`, in tokens int64 [1, T]."""
+    block = token // model.config.nsa.l_sel
+    holds = [(seen["blocks"][0, query] == block).any(-1) for seen in model.observe(tokens)]
+    return [(layer, group) for layer, groups in enumerate(holds) for group in groups.nonzero().flatten().tolist()]
+
+
 def picture_of(
     model: NSATransformer, name: str, task: TinyRecall, sequence: int, question: int, layer: int, group: int, seed: int = 0
 ) -> tuple[Figure, str]:
@@ -92,6 +100,7 @@ def picture_of(
         said = letters(task, model(tokens[:, : query + 1])[0, -1:].argmax(-1))
     right, block = example.text[query + 1], told // model.config.nsa.l_sel
     where = "read" if block in reads.blocks else "not read"
+    all_of_them = ", ".join(f"layer {layer} group {own}" for layer, own in readers(model, tokens, query, told)) or "nobody"
     about = (
         f"{name}, {example.about}: asked for {example.text[query]!r}, the answer {right!r} stands at token {told} "
         f"in block {block}, {where} here; the model says {said!r}"
@@ -99,7 +108,7 @@ def picture_of(
     figure = query_reads(reads, about)
     for axes in figure.axes:
         axes.axvline(told + 0.5, color="#CC79A7", linewidth=1.5, linestyle="--")
-    return figure, f"{about}\n{describe(reads, example.text)}"
+    return figure, f"{about}\nthe answer's block is read by {all_of_them}\n{describe(reads, example.text)}"
 
 
 def explore_choices(
@@ -111,13 +120,17 @@ def explore_choices(
     seed: int = 0,
     with_widgets: bool | None = None,
 ) -> None:
-    """Show the explorer on trained models by name. `with_widgets`: yes, no, or (None) only where a front end is open."""
+    """Show the explorer on trained models by name. `with_widgets`: yes, no, or (None) only where a front end is open.
+
+    Without one, each model's picture is of the first layer and group that read the answer's block, if any did.
+    """
     if has_front_end() if with_widgets is None else with_widgets:
         display(choice_explorer(models, task, layer=layer, group=group, seed=seed))
         return
     for name, model in models.items():
         sequence, question = hidden_question(task, model.config.nsa, seed)
-        figure, words = picture_of(model, name, task, sequence, question, layer, group, seed)
+        at_layer, at_group = next(iter(readers(model, *_asked(task, sequence, question, seed))), (layer, group))
+        figure, words = picture_of(model, name, task, sequence, question, at_layer, at_group, seed)
         show(figure)
         print(words)
 

@@ -23,6 +23,7 @@ SETTINGS = {"@jupyterlab/notebook-extension/tracker.jupyterlab-settings": {"wind
 
 def pytest_addoption(parser):
     parser.addoption("--screenshots", metavar="DIR", help="browser tests: keep their pictures in this folder")
+    parser.addoption("--made", metavar="DIR", help="browser tests: outputs/ of a project in which `make run` has trained")
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
     python tests/browser/pictures.py RUN DIVERGED    # the report.html of a run by `make run`, and of one that diverged
 
 A diverged run: `nsa-lab run ci -p train.lr=100 -p train.warmup_steps=4`. Needs chromium, its driver and selenium. The
-pictures of widgets come from the browser tests (`--screenshots docs`), those of figures from `make pages`.
+pictures of widgets come from the browser tests (`--screenshots docs`; notebook 05 after `make run`: `--screenshots
+docs/pictures --made outputs -k after_make_run`), those of figures from `make pages`.
 """
 
 from __future__ import annotations

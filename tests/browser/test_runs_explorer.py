@@ -2,6 +2,7 @@
 
 import re
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 from page import (
@@ -21,7 +22,7 @@ from page import (
 )
 
 from nsa_lab.config import RunConfig
-from nsa_lab.runs import launch, names
+from nsa_lab.runs import directory, launch, names
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,15 +40,43 @@ def runs(project, tmp_path):
         config = RunConfig.from_yaml(names.params_file("ci"), {"train.steps": STEPS, **changes})
         made.append(launch.ensure(config, outputs))
         assert launch.wait(made[-1], 120) and launch.state(made[-1]) == "DONE"
+    begin_with(project, outputs, made[0])
+    return [run.name for run in made]
+
+
+def begin_with(project, outputs, run_dir) -> None:
+    """Put these into notebook 05's parameters."""
     source = project / "notebooks" / "05_health_analysis.py"
     text = source.read_text()
-    for name, value in {"run_dir: str": str(made[0]), "outputs: str": str(outputs)}.items():
+    for name, value in {"run_dir: str": str(run_dir), "outputs: str": str(outputs)}.items():
         text, edited = re.subn(
             rf"^{name} = .*?  #", lambda found, name=name, value=value: f"{name} = {value!r}  #", text, flags=re.MULTILINE
         )
         assert edited == 1, name
     source.write_text(text)
-    return [run.name for run in made]
+
+
+@pytest.fixture
+def made(request, project):
+    """The newest run of `make run`'s own outputs, which notebook 05 begins with."""
+    folder = request.config.getoption("--made")
+    if folder is None:
+        pytest.skip("--made OUTPUTS names a folder in which `make run` has trained")
+    run_dir = names.run_directories(Path(folder).resolve())[-1]
+    begin_with(project, run_dir.parent, run_dir)
+    return run_dir
+
+
+def test_after_make_run_it_offers_what_that_run_has(browser, made, lab, screenshots):
+    config = RunConfig.from_yaml(made / directory.CONFIG)
+    open_notebook(browser, lab, "05_health_analysis")
+    run_all(browser)
+    until(lambda: shown(browser, ".widget-image"), "the explorer has its picture", 240)
+    wait_until_idle()
+    assert chosen(browser, "runs") == [made.name]
+    assert options(browser, "layer") == [str(layer) for layer in range(config.model.n_layers)]
+    assert columns(browser, "step") == [str(config.train.steps)]
+    keep(browser, control(browser, "runs"), screenshots, "run_explorer_after_make_run.png")
 
 
 def test_runs_layers_groups_and_steps_are_chosen(browser, runs, lab, screenshots):

@@ -48,9 +48,10 @@ def _find(bounds_ptr, found_ptr, row_ptr, documents, EACH: tl.constexpr, TILE: t
         tl.store(row_ptr + tile, document_of_row(bounds_ptr, documents, tile))
 
 
-@pytest.mark.parametrize(("each", "tile"), [(3, 2)])
-def test_every_tile_of_every_document_has_one_program(each: int, tile: int, device: torch.device) -> None:
-    lengths = (0, 5, 0, 0, 1, 8, 3, 4, 0)
+@pytest.mark.parametrize("times", [1, 4, 15])
+def test_every_tile_of_every_document_has_one_program(times: int, device: torch.device) -> None:
+    """Of a few documents, and of many, of which none may have a token."""
+    lengths, each, tile = (0, 5, 0, 0, 1, 8, 3, 4, 0) * times, 3, 2
     span = Span.packed(bounds(*lengths))
     table = span.row_bounds(NSA, device)
     rows = Bounds(table[0], table[0], table.shape[1] - 1, 0)

@@ -15,6 +15,7 @@ from nsa_lab.workbook.choice_explorer import (
     layer_example,
     letters,
     picture_of,
+    readers,
 )
 from nsa_lab.workbook.reads import reads_of
 
@@ -55,6 +56,23 @@ def test_the_first_question_shown_is_out_of_reach_and_its_answer_is_named() -> N
     assert {told + 0.5} <= {line.get_xdata()[0] for line in figure.axes[0].lines}
 
 
+def test_who_read_a_token_is_told_by_every_choice() -> None:
+    """Held against what `reads_of` of each layer and group reads; the token of a block that nobody chose has no reader."""
+    model, query = model_of(), 63
+    tokens = TASK.batch(0, 1, 0, ASKED)[0]
+    for token in range(0, query, 7):
+        expected = [
+            (layer, group)
+            for layer in range(2)
+            for group in range(2)
+            if token // GEOMETRY.l_sel in reads_of(layer_example(model, TASK, tokens, layer), GEOMETRY, query, group).blocks
+        ]
+        assert readers(model, tokens, query, token) == expected
+    assert any(len(readers(model, tokens, query, token)) not in (0, 4) for token in range(query)), (
+        "nothing tells them apart"
+    )
+
+
 @pytest.mark.slow
 def test_the_explorer_moves() -> None:
     box = choice_explorer(
@@ -73,7 +91,8 @@ def test_the_explorer_moves() -> None:
 
 def test_without_a_front_end_one_question_of_each_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     explore_choices({"one": model_of()}, TASK, with_widgets=False)
-    assert "one, tiny recall, layer 1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert ", read here; the model says" in said and "the answer's block is read by layer " in said
 
 
 def test_what_it_cannot_show_is_refused() -> None:
