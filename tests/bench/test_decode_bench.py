@@ -89,5 +89,6 @@ def test_the_fastest_of_those_that_are_right_is_the_dense_one(tmp_path, monkeypa
     ],
 )
 def test_the_backends_pass(dtype, backend):
-    found = decode.parity(decode.HeadSizes(12, 2, 64), NSAConfig(), dtype, torch.device("cpu"), backend)
+    device = torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+    found = decode.parity(decode.HeadSizes(12, 2, 64), NSAConfig(), dtype, device, backend)
     assert found["passed"], found

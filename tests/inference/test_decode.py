@@ -25,6 +25,8 @@ GEOMETRIES = [
     NSAConfig(l=12, d=2, l_sel=4, n_sel=6, w=3),
     NSAConfig(l=1, d=1, l_sel=1, n_sel=3, w=2),
 ]
+# Where kernels run: under the interpreter, on a machine without a GPU.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
 VARIANTS = [
     {},
@@ -190,8 +192,8 @@ def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.
     calls, choose = [], launch.choose
     monkeypatch.setattr(launch, "choose", lambda *given: calls.append(given) or choose(*given))
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20)
-    model = NSATransformer(tiny(d_k=16, d_v=32, nsa=nsa, **variant), dtype=torch.float32, seed=5)
-    texts = [drawn(length, seed=length) for length in (81, 74, 77)]
+    model = NSATransformer(tiny(d_k=16, d_v=32, nsa=nsa, **variant), dtype=torch.float32, device=DEVICE, seed=5)
+    texts = [drawn(length, seed=length).to(DEVICE) for length in (81, 74, 77)]
     decoders = [Decoder(model, 90, len(texts), backend=backend) for backend in ("torch", "triton")]
     for decoder in decoders:
         decoder.append(*ragged([text[:70] for text in texts]))
@@ -206,9 +208,9 @@ def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.
 
 def test_a_backend_that_cannot_decode_a_model_is_refused_at_once() -> None:
     with pytest.raises(NotImplementedError, match="head widths in multiples of 16"):
-        Decoder(NSATransformer(tiny()), 9, backend="triton")
+        Decoder(NSATransformer(tiny(), device=DEVICE), 9, backend="triton")
     with pytest.raises(NotImplementedError, match="no dense attention"):
-        Decoder(NSATransformer(tiny(attention="dense")), 9, backend="triton")
+        Decoder(NSATransformer(tiny(attention="dense"), device=DEVICE), 9, backend="triton")
 
 
 @pytest.mark.parametrize(
