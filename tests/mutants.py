@@ -73,7 +73,7 @@ DECODING = cases(
     "kernels/decoding/test_cached_attention.py",
     "equals_plain_loops[203+37+130x1-H6G2-32x16-l8d4s16n4w20-torch.float32]",
     "equals_plain_loops[201+9+64x1-H6G2-32x32-l8d4s16n4w20-index8-torch.float32]",
-    "any_number_of_parts[1000000]",
+    "heads_of_unlike_sharpness",
     "of_equals_the_lower_index_is_chosen",
 )
 # A fork of this script may start no process, as a filling that is killed needs.

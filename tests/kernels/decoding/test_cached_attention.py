@@ -105,6 +105,15 @@ def test_more_blocks_than_are_ranked_at_once(device, poisoned, chosen, assert_er
     assert_right(case, torch.float32, device, chosen, assert_error_within)
 
 
+def test_heads_of_unlike_sharpness(device, poisoned, chosen):
+    """A share is of all parts of its own head: one head spreads over all keys, the other is decided by a few."""
+    case = Case((520, 300, 411), 2, 6, 3, 16, 16, NSAConfig(l=8, d=4, l_sel=16, n_sel=7, w=9))
+    inputs = make(case, torch.float32, device)
+    inputs = inputs._replace(q=inputs.q * torch.tensor([0.3, 5.0], device=device).repeat(3)[:, None])
+    run(inputs, case)
+    assert_same_choice(chosen[-1], inputs, case)
+
+
 def counted(importance: torch.Tensor, nsa: NSAConfig) -> list[int]:
     return best_blocks(importance.tolist(), nsa)
 
