@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.attention import SDPBackend
 
 from nsa_lab.bench import decode, decode_operator
 from nsa_lab.config import ModelConfig, NSAConfig
@@ -78,6 +79,20 @@ def test_the_fastest_of_those_that_are_right_is_the_dense_one(tmp_path, monkeypa
     for row in dense:
         assert (row.kernel, row.ms) == ("right", 5) and row.error <= row.limit and row.others["slower"] == 6
         assert row.others["wrong"].startswith("FAILED PARITY") and row.others["none"].startswith("does not run")
+
+
+@pytest.mark.parametrize("way", ["grouped", "its own", pytest.param("kernels", marks=pytest.mark.slow)])
+def test_every_way_to_dense_attention_is_dense_attention(way):
+    """Those of a GPU, on what this machine has."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    step = decode_operator.QueryStep(decode.HeadSizes(6, 2, 16), CONFIG.nsa, 133, 3, torch.float32, device)
+    if way == "kernels":
+        attend = decode_operator._every_key(step)
+    else:
+        attend = decode_operator._sdpa(SDPBackend.MATH, grouped=way == "grouped")
+    q, k, v = step.dense()
+    for laid_out in ((k, v), (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))):
+        torch.testing.assert_close(attend(q, *laid_out), decode_operator._plain_dense(q, k, v), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
