@@ -38,6 +38,7 @@ new_run: bool = False  # start a new run even where one of this configuration ex
 outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of the project
 prompt: str = "def main("  # what the samples go on from
 sample_tokens: int = 400  # length of each sample, tokens
+reference: str = ""  # another run, by directory or id: its validation is drawn beside this one's
 
 # %%
 from nsa_lab.workbook.training import configure
@@ -50,6 +51,7 @@ training = configure(
     new_run=new_run,
     prompt=prompt,
     sample_tokens=sample_tokens,
+    reference=reference,
 )
 
 # %% [markdown]
@@ -82,6 +84,16 @@ await training.follow()
 
 # %%
 training.overview()
+
+# %% [markdown]
+# ### Beside another run
+#
+# Where `reference` names one: both validations, over tokens and over seconds of optimiser steps. *What to notice:* which
+# is lower at the same tokens says what learns more from a text, which is lower at the same second what is quicker;
+# they need not be one. One run of each proves little: `nsa-lab sweep` compares several seeds.
+
+# %%
+training.beside()
 
 # %% [markdown]
 # ### The optimiser

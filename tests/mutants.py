@@ -50,7 +50,7 @@ def cases(file: str, *names: str) -> list[str]:
 
 MODEL = [
     f"tests/model/test_model_{name}.py"
-    for name in ("definition", "recall", "indexer", "numbers", "observe", "precision", "layer")
+    for name in ("definition", "silent", "recall", "indexer", "numbers", "observe", "precision", "layer")
 ]
 PACKED = cases(
     "kernels/test_packed.py",
@@ -107,7 +107,11 @@ SUITES = {
     "model.transformer": MODEL,
 }
 OTHERS = {
-    **{key: ["tests/test_config.py"] for key in ("config.section", "config.training", "config.run")},
+    **{key: ["tests/test_config.py"] for key in ("config.section", "config.run")},
+    "config.training": [
+        "tests/test_config.py",
+        *cases("train/test_stages.py", "a_budget_of_tokens_is_as_many_whole_steps_as_it_pays_for"),
+    ],
     "config.model": ["tests/test_config.py", *MODEL],
     **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
     "attention.padding": ["tests/attention/test_padding.py"],
@@ -178,7 +182,7 @@ OTHERS = {
     **{f"data.{part}": ["tests/data/test_batches.py", "tests/data/test_documents.py"] for part in ("batches", "rows")},
     "data.documents": ["tests/data/test_documents.py"],
     "data.fill": [*FILLING, *cases("train/test_masked_run.py", "short_documents_are_left_out_of_both_parts")],
-    "data.shards": ["tests/data/test_batches.py", *FILLING],
+    "data.shards": ["tests/data/test_batches.py", "tests/data/test_stage_text.py", *FILLING],
     "data.tokenizer": ["tests/data/test_tokenizer.py"],
     "data.sources.local": ["tests/data/test_sources.py"],
     "config.yaml_text": ["tests/test_config.py"],
@@ -187,12 +191,15 @@ OTHERS = {
     "health.suspect": ["tests/health/test_worth.py"],
     "report.once": cases("report/test_one_number.py", "what_the_header_says_a_notebook_below_it_does_not"),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
+    "train.parts": ["tests/train/test_stages.py"],
+    "inference.load": cases("train/test_stages.py", "a_checkpoint_computes_with_the_rotary_base_of_its_stage"),
     "data.staged": [
+        "tests/data/test_stage_text.py",
         "tests/data/test_documents.py",
         "tests/train/test_stages.py",
         "tests/train/test_evaluation.py",
     ],
-    "data.recall.planting": ["tests/data/test_recall.py"],
+    "data.recall.planting": ["tests/data/test_recall.py", "tests/data/test_stage_text.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
     "evaluate.reach": ["tests/evaluate/test_reach.py"],
@@ -322,8 +329,8 @@ MUTANTS = [
     Mutant(
         "evaluation: padding counts as text of documents",
         "evaluate.documents",
-        "targets, reading)[:filled]",
-        "targets, reading)",
+        "window, reading)[:filled]",
+        "window, reading)",
     ),
     Mutant(
         "notebook 01: the erratum of eq. 9 shown with the other sign",
@@ -1088,6 +1095,13 @@ MUTANTS = [
         "compress_documents(v_cmp, nsa, self.phi_v, ",
         "compress_documents(v_sel, nsa, self.phi_v, ",
     ),
+    Mutant("model: a silent branch is heard", "model.attention", "if self.config.silent:", "if False:"),
+    Mutant(
+        "model: the wrong branches are silent",
+        "model.attention",
+        "name in self.config.silent else",
+        "name not in self.config.silent else",
+    ),
     Mutant("model: softmax gate over the heads", "model.attention", "logits.softmax(-1)", "logits.softmax(-2)"),
     Mutant(
         "model: the late key of a document's first token is the last document's",
@@ -1237,6 +1251,19 @@ MUTANTS = [
     ),
     Mutant("model: head starts as large as any other", "model.initial", "std = 1.0 / module.in_features", "pass"),
     Mutant("model: residual outputs not reduced", "model.initial", "std *= into_residual", "std *= 1.0"),
+    Mutant(
+        "model: embeddings are normed in no model",
+        "model.transformer",
+        "if self.config.embedding_norm else x",
+        "if False else x",
+    ),
+    Mutant(
+        "model: embeddings are normed in every model",
+        "model.transformer",
+        "if self.config.embedding_norm else x",
+        "if True else x",
+    ),
+    Mutant("decode: embeddings are never normed", "inference.decode", "model.embed(tokens)", "model.embedding(tokens)"),
     Mutant("model: no norm before the MLP", "model.transformer", "self.mlp(self.mlp_norm(x))", "self.mlp(x)"),
     Mutant("model: the first layer's selection loss alone", "model.transformer", "torch.stack(losses).sum()", "losses[0]"),
     Mutant("model: a constant of the rotation frozen at 10000", "model.layers", "rate = theta ** (", "rate = 10000.0 ** ("),
@@ -1323,8 +1350,8 @@ MUTANTS = [
     Mutant(
         "documents: facts across them",
         "data.staged",
-        "plant = by_document(plant, separator)",
-        "pass",
+        "by_document(plant, separator) if",
+        "plant if",
     ),
     Mutant(
         "documents: evaluated as one text",
@@ -1337,6 +1364,36 @@ MUTANTS = [
         "data.fill",
         "max(self._plan.min_document_bytes, 1)",
         "max(self._plan.min_document_bytes * (split_fraction(document.text) >= self._plan.val_fraction), 1)",
+    ),
+    Mutant(
+        "stages: as long as is left out all the same",
+        "data.shards",
+        "kept = lengths > least",
+        "kept = lengths > least + 1",
+    ),
+    Mutant(
+        "stages: a stretch that goes on in the next shard is cut",
+        "data.shards",
+        "bisect.bisect_right(ends, first), bisect.bisect_left(begins, last)",
+        "bisect.bisect_left(begins, first), bisect.bisect_left(begins, last)",
+    ),
+    Mutant(
+        "stages: short documents in all of them",
+        "data.staged",
+        "tokens = tokens.without_short_documents(separator, stage.min_document_tokens)",
+        "pass",
+    ),
+    Mutant(
+        "stages: facts in every sequence",
+        "data.staged",
+        "return sparingly(whole, stage.planted_share)",
+        "return whole",
+    ),
+    Mutant(
+        "stages: the share all at once",
+        "data.recall.planting",
+        "if int((sequence + 1) * share) > int(sequence * share):",
+        "if sequence % 10 < 10 * share:",
     ),
     Mutant(
         "documents: trained on as one text",
@@ -1866,14 +1923,32 @@ MUTANTS = [
     Mutant(
         "config: runs that knew of no muon get another hash",
         "config.run",
-        ', "optimizer": "adamw"}',
-        "}",
+        '        "optimizer": "adamw",\n',
+        "",
     ),
     Mutant(
         "resume: muon goes on where there was adamw",
         "train.snapshot",
         '        "micro_batch_size",\n        "log_every",',
         '        "micro_batch_size",\n        "optimizer",\n        "log_every",',
+    ),
+    Mutant(
+        "stages: the rotary base is that of the first all along",
+        "train.parts",
+        "self.model.config = self.config.model_at(step)",
+        "self.model.config = self.config.model_at(0)",
+    ),
+    Mutant(
+        "load: a checkpoint's rotary base is that of no stage",
+        "inference.load",
+        "config.model_at(checkpoints.step_of(folder))",
+        "config.model",
+    ),
+    Mutant(
+        "stages: a budget of tokens is overdrawn",
+        "config.training",
+        "self.token_budget // self.tokens_per_step)",
+        "-(-self.token_budget // self.tokens_per_step))",
     ),
     Mutant("stages: all with one seed", "data.staged", "if index == 0:", "if index >= 0:"),
     Mutant(

@@ -180,8 +180,12 @@ def test_a_key_that_came_later_leaves_the_hash_of_runs_that_were_made_without_it
     for path in recorded:
         said = json.loads(path.with_name("environment.json").read_text(encoding="utf-8"))["config_hash"]
         assert RunConfig.from_yaml(path).hash() == said
-    for later in (TrainConfig(stall_action="halt"), TrainConfig(optimizer="muon")):
-        config = RunConfig(train=later)
+    for later in (
+        {"train": TrainConfig(stall_action="halt")},
+        {"train": TrainConfig(optimizer="muon")},
+        {"model": ModelConfig(embedding_norm=True)},
+    ):
+        config = RunConfig(**later)
         assert config.hash() != RunConfig().hash()
         assert RunConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
 

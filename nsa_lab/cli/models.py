@@ -66,23 +66,68 @@ def export_hf(
 def evaluate(
     run: Run,
     length: Annotated[
-        list[int] | None,
-        typer.Option(min=64, help="of a sequence with facts, bytes; repeat [the run's own, and twice that]"),
+        list[str] | None,
+        typer.Option(
+            metavar="BYTES[:N]",
+            help="of a sequence with facts, and N at each depth; repeat [the run's own, and twice that]",
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="needle, multi_key, multi_query, or a form of needles; all: every one [the first three]; repeat"),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="documents that losses are measured on: txt, jsonl, parquet; repeat"),
     ] = None,
     per_depth: Annotated[int, typer.Option(min=1, help="sequences at each length and depth")] = 20,
     windows: Annotated[int, typer.Option(min=1, help="windows of held-out text, for the loss by position")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="of the facts, and of random blocks")] = 0,
+    bf16: Annotated[bool, typer.Option("--bf16", help="weights and attention in bfloat16, for speed [float32]")] = False,
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
     """Ask a run's model for facts in long texts, and find out what its selection does; writes evaluation.json."""
     run_dir = names.find_run(run, names.outputs_folder(outputs))
+    counts, texts = dict(map(_counted, length or ())), dict(map(_named, text or ()))
 
-    from nsa_lab.evaluate import evaluate_run
+    import torch
+
+    from nsa_lab.evaluate import FORMS, TASKS, evaluate_run
     from nsa_lab.runs.evaluation import EVALUATION
 
-    evaluate_run(run_dir, step=step, lengths=length or (), per_depth=per_depth, windows=windows, seed=seed, say=typer.echo)
+    tasks = [*TASKS, *FORMS] if task == ["all"] else task or list(TASKS)
+    evaluate_run(
+        run_dir,
+        step=step,
+        lengths=list(counts),
+        tasks=tasks,
+        texts=texts,
+        per_depth=per_depth,
+        per_depth_at={length: count for length, count in counts.items() if count},
+        windows=windows,
+        seed=seed,
+        dtype=torch.bfloat16 if bf16 else torch.float32,
+        say=typer.echo,
+    )
     typer.echo(run_dir / EVALUATION)
+
+
+def _counted(asked: str) -> tuple[int, int | None]:
+    """`131072:10` -> (131072, 10)."""
+    length, _, count = asked.partition(":")
+    if not length.isdecimal() or int(length) < 64 or (count and not (count.isdecimal() and int(count))):
+        raise ConfigError(
+            f"--length {asked}: expected bytes, 64 at least, for example --length 32768 or --length 131072:10"
+        )
+    return int(length), int(count) if count else None
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ConfigError(f"--text {text}: expected a name and a path, for example --text long=texts/long.parquet")
+    return name, path
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -81,6 +81,12 @@ class ModelConfig(Section):
         description="tokens that share a key of the indexer, a query and a key per group that choose the blocks and learn "
         "from the selection loss alone; 0: none, the compressed branch's scores choose (eq. 9)",
     )
+    silent: tuple[Literal["cmp", "sel", "win"], ...] = Field(
+        default=(), strict=False, description="branches whose gates are 0, in training too: for ablations"
+    )
+    embedding_norm: bool = Field(
+        default=False, description="embeddings are normed, without weights, before the first layer"
+    )
     norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
 
@@ -97,6 +103,16 @@ class ModelConfig(Section):
         if self.d_k % 2:
             raise ValueError(
                 f"model.d_k = {self.d_k} is odd, and rotary embedding turns pairs; use {self.d_k - 1} or {self.d_k + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _heard(self) -> ModelConfig:
+        if len({*self.silent}) != len(self.silent) or len(self.silent) > 2:
+            raise ValueError(f"model.silent = {list(self.silent)}: name a branch once, and leave one of cmp, sel and win")
+        if self.silent and self.attention == "dense":
+            raise ValueError(
+                f"model.silent = {list(self.silent)}: a dense model has no branches; remove it, or set model.attention: nsa"
             )
         return self
 

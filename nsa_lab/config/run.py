@@ -27,11 +27,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _graphs_have_one_shape(self) -> RunConfig:
-        shapes = {(stage.sequences_per_step, stage.seq_len) for stage in self.train.plan}
+        shapes = {(stage.sequences_per_step, stage.seq_len, stage.rope_theta) for stage in self.train.plan}
         if self.runtime.cuda_graph and len(shapes) > 1:
             raise ValueError(
-                f"runtime.cuda_graph = True replays batches of one shape, and train.stages has {len(shapes)}; "
-                "set it to false"
+                f"runtime.cuda_graph = True replays batches of one shape and one rotary base, and train.stages has "
+                f"{len(shapes)}; set it to false"
             )
         return self
 
@@ -41,6 +41,16 @@ class RunConfig(Section):
             raise ValueError(
                 "runtime.cuda_graph = True replays one layout of documents, and data.documents = mask has another in every "
                 "batch; set runtime.cuda_graph: false, or data.documents: cross"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_are_of_planted_text(self) -> RunConfig:
+        shares = [stage.planted_share for stage in self.train.plan if stage.planted_share != 1]
+        if shares and self.data.source != "recall":
+            raise ValueError(
+                f"train.planted_share = {shares[0]:g}, and data.source = {self.data.source} plants nothing; "
+                "set data.source: recall, or remove it"
             )
         return self
 
@@ -67,6 +77,11 @@ class RunConfig(Section):
     @property
     def nsa(self) -> NSAConfig:
         return self.model.nsa
+
+    def model_at(self, step: int) -> ModelConfig:
+        """`model` as it is trained in the stage of optimiser step `step`. Raises ValueError as `TrainConfig.at` does."""
+        theta = self.train.stage_at(step).rope_theta
+        return self.model if theta is None else self.model.model_copy(update={"rope_theta": theta})
 
     @classmethod
     def from_dict(cls, sections: dict[str, Any]) -> RunConfig:
@@ -125,8 +140,23 @@ KNOWN_KEYS += known_keys(RunConfig)
 # Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
 # configuration is what it was.
 LATER_KEYS: dict[str, dict[str, Any]] = {
-    "model": {"rotary_share": 1.0, "matching_heads": 0, "selection_loss": 0.0, "indexer_block": 0},
-    "train": {"stall_action": "record", "decay_share": 0.2, "optimizer": "adamw"},
+    "model": {
+        "rotary_share": 1.0,
+        "matching_heads": 0,
+        "selection_loss": 0.0,
+        "indexer_block": 0,
+        "embedding_norm": False,
+        "silent": [],
+    },
+    "train": {
+        "stall_action": "record",
+        "decay_share": 0.2,
+        "optimizer": "adamw",
+        "token_budget": None,
+        "rope_theta": None,
+        "min_document_tokens": 0,
+        "planted_share": 1.0,
+    },
     "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0},
 }
 

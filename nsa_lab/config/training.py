@@ -48,6 +48,9 @@ class StageConfig(Section):
     """A stretch of training with one length, one batch and one schedule. Every count is in optimiser steps."""
 
     steps: int = Field(default=200, ge=1, le=COUNT)
+    token_budget: int | None = Field(
+        default=None, ge=1, description="tokens to train on, in place of steps: as many whole steps as it pays for"
+    )
     seq_len: int = Field(default=512, ge=2, le=COUNT, description="tokens per sequence")
     batch_size: int = Field(default=4, ge=1, le=SIZE, description="sequences per forward pass")
     accumulate_grad_batches: int = Field(default=1, ge=1, le=SIZE, description="forward passes per optimiser step")
@@ -64,6 +67,35 @@ class StageConfig(Section):
     decay_share: float = Field(default=0.2, gt=0, le=1, description="wsd: the share of the steps in which the rate falls")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: int = Field(default=0, ge=0, le=COUNT)
+    min_document_tokens: int = Field(
+        default=0, ge=0, le=COUNT, description="shorter documents are not trained on here; held-out text keeps them"
+    )
+    planted_share: float = Field(
+        default=1.0, ge=0, le=1, description="data.source: recall: share of the sequences that facts are planted into"
+    )
+    rope_theta: float | None = Field(
+        default=None, gt=0, description="base of the rotary embedding in a stage; None: model.rope_theta"
+    )
+
+    @model_validator(mode="after")
+    def _paid(self) -> Self:
+        """Steps for a budget: from here on, and in files, a run is counted in steps alone."""
+        if self.token_budget is None:
+            return self
+        if "steps" in self.model_fields_set:
+            raise ValueError(
+                f"train.token_budget = {self.token_budget} beside train.steps = {self.steps}: both say how long; keep one"
+            )
+        if self.token_budget < self.tokens_per_step:
+            raise ValueError(
+                f"train.token_budget = {self.token_budget} does not pay for a step of {self.tokens_per_step} tokens; "
+                "raise it, or lower seq_len or the batch"
+            )
+        # Frozen for everyone else; here it is still being made.
+        object.__setattr__(self, "steps", self.token_budget // self.tokens_per_step)
+        object.__setattr__(self, "token_budget", None)
+        self.model_fields_set.add("steps")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -146,6 +178,11 @@ class TrainConfig(StageConfig):
     @model_validator(mode="after")
     def _of_stages(self) -> TrainConfig:
         if not self.stages:
+            if self.rope_theta is not None:
+                raise ValueError(
+                    f"train.rope_theta = {self.rope_theta:g} belongs into a stage of train.stages; without stages, set "
+                    f"model.rope_theta: {self.rope_theta:g}"
+                )
             return self
         beside = sorted(self.model_fields_set & self.unread)
         if beside:

@@ -60,6 +60,35 @@ class TokenStore:
             self._found[token] = np.concatenate([np.zeros(0, np.int64), *places])
         return self._found[token]
 
+    def without_short_documents(self, separator: int, least: int) -> TokenStore:
+        """The documents of at least `least` tokens, each with the separator that ends it; nothing is copied.
+
+        Raises `DataError` if there is none.
+        """
+        ends = self.find(separator) + 1
+        lengths = np.diff(ends, prepend=0)
+        kept = lengths > least
+        if not kept.any():
+            longest = max(lengths.tolist(), default=1) - 1
+            raise DataError(
+                f"train.min_document_tokens = {least}: the longest of {len(ends)} documents has {longest} tokens; lower it"
+            )
+        # Neighbours that are kept are one stretch.
+        edges = np.flatnonzero(np.diff(kept, prepend=False, append=False))
+        firsts, lasts = edges[::2], edges[1::2] - 1
+        return self._stretches((ends[firsts] - lengths[firsts]).tolist(), ends[lasts].tolist())
+
+    def _stretches(self, begins: list[int], ends: list[int]) -> TokenStore:
+        """The tokens from each of `begins` up to the one of `ends` that belongs to it."""
+        parts = []
+        for shard, last in zip(self._shards, self._ends, strict=True):
+            first = last - len(shard)
+            inside = slice(bisect.bisect_right(ends, first), bisect.bisect_left(begins, last))
+            parts += [
+                shard[max(begin - first, 0) : end - first] for begin, end in zip(begins[inside], ends[inside], strict=True)
+            ]
+        return TokenStore(parts)
+
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned type that holds every id, little-endian."""

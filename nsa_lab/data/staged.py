@@ -4,7 +4,8 @@ Invariants
 * `batch(step)` is a pure function of the step, counted from 0 over the whole run; a stage is a `Batches` of its own.
 * The first stage reads what a run without stages reads. Later ones have seeds of their own, so that a stage does not begin
   with the texts that the one before it began with.
-* How text becomes rows, and whether their documents are told apart, is that of the section `data`, in every stage.
+* How text becomes rows, and whether their documents are told apart, is that of the section `data`, in every stage. Which
+  documents are read, and how many sequences are planted into, a stage says itself.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 
 import torch
 
-from nsa_lab.config import DataConfig, TrainConfig
-from nsa_lab.data.batches import Batch, Batches, EvalBatches
-from nsa_lab.data.recall import by_document, planter
+from nsa_lab.config import DataConfig, StageConfig, TrainConfig
+from nsa_lab.data.batches import Batch, Batches, EvalBatches, Planter
+from nsa_lab.data.recall import by_document, planter, sparingly
 from nsa_lab.data.rows import BestFitRows
 from nsa_lab.data.shards import TokenStore
 
@@ -26,14 +27,15 @@ from nsa_lab.data.shards import TokenStore
 class StagedBatches:
     """Training batches of `train.plan`. Raises `DataError` if the tokens do not hold one sequence of every stage.
 
-    `separator` is the tokenizer's; it is needed where `data` tells documents apart or keeps them whole.
+    `separator` is the tokenizer's; it is needed where `data` tells documents apart or keeps them whole, and where a stage
+    leaves out short ones.
     """
 
     def __init__(self, tokens: TokenStore, train: TrainConfig, data: DataConfig, separator: int | None = None) -> None:
         self._train = train
         self._begins = [first - 1 for first in train.first_steps]
         self._stages = [
-            _batches(tokens, stage.seq_len, stage.sequences_per_step, seed, data, separator)
+            _batches(tokens, stage, seed, data, separator)
             for stage, seed in zip(train.plan, map(self._seed, range(len(train.plan))), strict=True)
         ]
 
@@ -89,15 +91,24 @@ def held_out(tokens: TokenStore, train: TrainConfig, separator: int | None = Non
     )
 
 
-def _batches(
-    tokens: TokenStore, seq_len: int, sequences: int, seed: int, data: DataConfig, separator: int | None
-) -> Batches:
-    masked, plant = data.documents == "mask", planter(data, seq_len, seed) if data.source == "recall" else None
-    if separator is None:
-        if masked or data.packing == "best_fit":
-            raise ValueError("StagedBatches: documents are told apart by their separator; give the tokenizer's")
-        return Batches(tokens, seq_len, sequences, seed, plant)
-    rows = BestFitRows(tokens, seq_len, separator) if data.packing == "best_fit" else None
-    if plant and masked:
-        plant = by_document(plant, separator)
-    return Batches(tokens, seq_len, sequences, seed, plant, rows=rows, separator=separator if masked else None)
+def _batches(tokens: TokenStore, stage: StageConfig, seed: int, data: DataConfig, separator: int | None) -> Batches:
+    masked, packed = data.documents == "mask", data.packing == "best_fit"
+    if separator is None and (masked or packed or stage.min_document_tokens):
+        raise ValueError("StagedBatches: documents are told apart by their separator; give the tokenizer's")
+    if separator is not None and stage.min_document_tokens:
+        tokens = tokens.without_short_documents(separator, stage.min_document_tokens)
+    return Batches(
+        tokens,
+        stage.seq_len,
+        stage.sequences_per_step,
+        seed,
+        _planter(stage, seed, data, separator) if data.source == "recall" else None,
+        rows=BestFitRows(tokens, stage.seq_len, separator) if packed and separator is not None else None,
+        separator=separator if masked else None,
+    )
+
+
+def _planter(stage: StageConfig, seed: int, data: DataConfig, separator: int | None) -> Planter:
+    plant = planter(data, stage.seq_len, seed)
+    whole = by_document(plant, separator) if data.documents == "mask" and separator is not None else plant
+    return sparingly(whole, stage.planted_share)

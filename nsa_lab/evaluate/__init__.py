@@ -2,7 +2,7 @@
 
     evaluation = evaluate_run("outputs/smoke-...")          # writes evaluation.json into the run directory
 
-Every part works on a model by itself, on a CPU too: `retrieval`, `loss_by_position`, `document_loss`,
+Every part works on a model by itself, on a CPU too: `retrieval`, `loss_by_position`, `document_loss`, `text_loss`,
 `intervene`, `choice_quality`, `reach`.
 """
 
@@ -12,13 +12,16 @@ from nsa_lab.evaluate.interventions import INTERVENTIONS, Intervention, forward,
 from nsa_lab.evaluate.positions import loss_by_position
 from nsa_lab.evaluate.reach import Reach, reach
 from nsa_lab.evaluate.record import evaluate_run
-from nsa_lab.evaluate.retrieval import TASKS, retrieval
+from nsa_lab.evaluate.retrieval import FORMS, TASKS, retrieval
+from nsa_lab.evaluate.texts import TextLoss, read_text, text_loss
 
 __all__ = [
+    "FORMS",
     "INTERVENTIONS",
     "TASKS",
     "Intervention",
     "Reach",
+    "TextLoss",
     "block_mass",
     "choice_quality",
     "document_loss",
@@ -27,5 +30,7 @@ __all__ = [
     "intervene",
     "loss_by_position",
     "reach",
+    "read_text",
     "retrieval",
+    "text_loss",
 ]

@@ -82,7 +82,7 @@ def backends_of(layer: SparseAttention) -> dict[str, str]:
 
 def _layers(model: NSATransformer, tokens: Tensor) -> Iterator[tuple[AttentionInputs, Scoring, SparseAttention]]:
     """What attention is given, and what chooses, in every layer of an undisturbed forward pass."""
-    x = model.embedding(tokens)
+    x = model.embed(tokens)
     rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)

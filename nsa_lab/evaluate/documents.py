@@ -97,19 +97,25 @@ class _Row:
 
 
 def _ask(model: NSATransformer, packed: BestFitRows, row: int, separator: int) -> _Row:
+    window, filled, span = packed_row(packed, row, separator)
+    alone, across = (token_losses(model, window, reading)[:filled] for reading in (span, None))
+    return _Row(span.cu_seqlens(torch.device("cpu")).clamp(max=filled).diff().long(), alone, across)
+
+
+def packed_row(packed: BestFitRows, row: int, separator: int) -> tuple[Tensor, int, Span]:
+    """A row of whole documents: its tokens int64 [T + 1], how many of its targets are text, and where documents begin."""
     window, filled = packed.window(row), int(packed.weights(row)[1:].sum())
     documents = documents_of([window[:-1]], separator)
     # Padding stays, so that every row has the same shapes; nothing in it comes before text.
     span = Span.packed(documents.cu_seqlens, capacity=documents.capacity, longest=documents.longest)
-    tokens, targets = torch.from_numpy(window)[None, :-1], torch.from_numpy(window)[1:]
-    alone, across = (_losses(model, tokens, targets, reading)[:filled] for reading in (span, None))
-    return _Row(documents.cu_seqlens.clamp(max=filled).diff().long(), alone, across)
+    return torch.from_numpy(window), filled, span
 
 
-def _losses(model: NSATransformer, tokens: Tensor, targets: Tensor, span: Span | None) -> Tensor:
-    device = model.head.weight.device
-    logits = model(tokens.to(device), span)[0].float()
-    return functional.cross_entropy(logits, targets.to(device), reduction="none").double().cpu()
+def token_losses(model: NSATransformer, window: Tensor, span: Span | None = None) -> Tensor:
+    """Of every token of a window int64 [T + 1] but the first, nats: float64 [T], on the CPU."""
+    window = window.to(model.head.weight.device)
+    logits = model(window[None, :-1], span)[0].float()
+    return functional.cross_entropy(logits, window[1:], reduction="none").double().cpu()
 
 
 def _by_length(documents: Tensor, alone: Tensor, across: Tensor, longest: int) -> Iterator[DocumentLengths]:

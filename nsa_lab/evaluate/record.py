@@ -2,7 +2,7 @@
 
 Invariants
 * `evaluation.json` is replaced whole or not at all, and says what it was made from: checkpoint, data, seeds, counts, code,
-  device. Weights and attention are float32.
+  device, dtype.
 * Each part is kept as soon as it is found, so that an evaluation that was broken off goes on with the next.
 * What could not be asked stands there with its reason; nothing is left out in silence.
 """
@@ -12,22 +12,24 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from nsa_lab.config import BYTE_VOCABULARY, ConfigError, RecallConfig, RunConfig
-from nsa_lab.data import Dataset, prepare
+from nsa_lab.data import Dataset, TokenStore, prepare
 from nsa_lab.evaluate.answers import stacked
 from nsa_lab.evaluate.choices import choice_quality
 from nsa_lab.evaluate.documents import document_loss
 from nsa_lab.evaluate.interventions import intervene
 from nsa_lab.evaluate.positions import loss_by_position
-from nsa_lab.evaluate.retrieval import DEPTHS, TASKS, Cell, fits, needles, retrieval
+from nsa_lab.evaluate.retrieval import DEPTHS, EVERY_TASK, TASKS, Cell, fits, needles, retrieval
+from nsa_lab.evaluate.texts import identity_of, read_text, text_loss
 from nsa_lab.inference import find_checkpoint, load_model
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory
@@ -47,6 +49,7 @@ class _Questions:
     recall: RecallConfig
     depths: tuple[float, ...]
     per_depth: int
+    per_depth_at: Mapping[int, int]
     written_per_depth: int
     seed: int
 
@@ -59,7 +62,7 @@ class _Questions:
                 [length],
                 tasks=[task],
                 depths=self.depths,
-                per_depth=self.per_depth,
+                per_depth=self.per_depth_at.get(length, self.per_depth),
                 written_per_depth=self.written_per_depth,
                 recall=self.recall,
                 seed=self.seed,
@@ -72,26 +75,34 @@ def evaluate_run(
     *,
     step: int | None = None,
     lengths: Sequence[int] = (),
+    tasks: Sequence[str] = tuple(TASKS),
+    texts: Mapping[str, str] = MappingProxyType({}),
     depths: Sequence[float] = DEPTHS,
     per_depth: int = 20,
+    per_depth_at: Mapping[int, int] = MappingProxyType({}),
     written_per_depth: int = 1,
     windows: int = 16,
     intervened: int = 10,
     seed: int = 0,
     device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
     builder: Callable[..., Dataset] = prepare,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
     """Evaluate a run's checkpoint (of `step`; default: the newest) on its own held-out text; also written into the run.
 
-    lengths: of the sequences with facts; by default those of the run's stages, and twice the longest. They may differ from
-        those of an evaluation that was broken off and is gone on with; nothing else may.
-    depths, per_depth, written_per_depth: as `retrieval` has them.
+    lengths: of the sequences with facts; by default those of the run's stages, and twice the longest.
+    tasks: of `TASKS` and `FORMS`. texts: by name, where documents lie that `text_loss` is asked of, at the longest of the
+        run's lengths. Lengths, tasks and texts may differ from those of an evaluation that was broken off and is gone on
+        with; nothing else may.
+    depths, per_depth, written_per_depth: as `retrieval` has them; per_depth_at: in place of per_depth, at these lengths.
     windows: of `loss_by_position`, and rows of `document_loss`, at the longest of the run's lengths.
     intervened: sequences that the interventions are measured on, at each length.
+    dtype: of weights and attention; what is shown of interventions is best in float32.
     builder: makes the data set, as `nsa_lab.data.prepare` does. say: gets a line as each part is done.
 
-    Raises `NoCheckpoint`, `DataError` for missing text, `ConfigError` for a model whose tokens are not bytes.
+    Raises `NoCheckpoint`, `DataError` for missing text, `ConfigError` for a model whose tokens are not bytes and for a task
+    that there is not.
     """
     folder = directory.check(run_dir)
     config = RunConfig.from_yaml(folder / directory.CONFIG)
@@ -100,13 +111,16 @@ def evaluate_run(
             f"{folder.name}: retrieval asks for bytes, and data.tokenizer = {config.data.tokenizer}; "
             "evaluate a run with data.tokenizer: byte"
         )
+    if unknown := [task for task in tasks if task not in EVERY_TASK]:
+        raise ConfigError(f"task = {unknown[0]}: there is no such task; there is {', '.join(EVERY_TASK)}")
+    read = {name: read_text(path) for name, path in texts.items()}
     checkpoint = find_checkpoint(folder, step)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    begun, model = time.monotonic(), load_model(checkpoint, device=where)
+    begun, model = time.monotonic(), load_model(checkpoint, device=where, dtype=dtype)
     dataset = builder(config.data, config.model.vocab_size, config.train.longest.seq_len)
     text = dataset.validation.read(0, len(dataset.validation))
     asked = sorted(set(lengths or _lengths(config)))
-    ask = _Questions(model, text, config.data, tuple(depths), per_depth, written_per_depth, seed)
+    ask = _Questions(model, text, config.data, tuple(depths), per_depth, per_depth_at, written_per_depth, seed)
     asking = {
         "v": VERSION,
         "run": folder.name,
@@ -119,18 +133,22 @@ def evaluate_run(
         "code": code_identity(),
         "versions": versions(),
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
-        "dtype": "float32",
+        "dtype": str(dtype).removeprefix("torch."),
         "attention": config.model.attention,
     }
-    counts = [list(depths), per_depth, written_per_depth, windows, intervened]
+    counts = [list(depths), per_depth, dict(per_depth_at), written_per_depth, windows, intervened]
     parts = Unfinished(folder, json.loads(json.dumps([asking, counts])))
     if parts.earlier:
         say(f"known from an evaluation that was broken off: {', '.join(sorted(parts.earlier))}")
     found = {
         **asking,
-        **_retrieval(ask, asked, parts, say),
+        **_retrieval(ask, tasks, asked, parts, say),
         "positions": parts.find("positions", lambda: _positions(model, dataset, config, windows, say)),
         "documents": parts.find("documents", lambda: _documents(model, dataset, config, windows, say)),
+        "texts": {
+            name: parts.find(f"text {name}, {identity_of(text)}", lambda n=name, t=text: _text(model, n, t, config, say))
+            for name, text in read.items()
+        },
         "selection": [
             parts.find(f"selection at {n:,}", lambda n=n: _selection(ask, n, intervened, say))
             for n in ([] if config.model.attention == "dense" else asked)
@@ -146,10 +164,12 @@ def _lengths(config: RunConfig) -> list[int]:
     return [*(stage.seq_len for stage in config.train.plan), 2 * config.train.longest.seq_len]
 
 
-def _retrieval(ask: _Questions, lengths: Sequence[int], parts: Unfinished, say: Say) -> dict[str, Any]:
+def _retrieval(
+    ask: _Questions, tasks: Sequence[str], lengths: Sequence[int], parts: Unfinished, say: Say
+) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     not_asked: list[dict[str, Any]] = []
-    for task, length in itertools.product(TASKS, lengths):
+    for task, length in itertools.product(tasks, lengths):
         why = fits(task, length, ask.recall, ask.text)
         if why:
             not_asked.append({"task": task, "length": length, "why": why})
@@ -178,6 +198,12 @@ def _documents(model: NSATransformer, dataset: Dataset, config: RunConfig, rows:
     length = config.train.longest.seq_len
     found = document_loss(model, dataset.validation, dataset.tokenizer.separator, length, rows)
     say(f"whole documents: {found.alone:.4f} nats per token alone, {found.across:.4f} behind others")
+    return asdict(found)
+
+
+def _text(model: NSATransformer, name: str, text: TokenStore, config: RunConfig, say: Say) -> dict[str, Any]:
+    found = text_loss(model, text, config.train.longest.seq_len)
+    say(f"{name}: {found.loss:.4f} nats per token of {found.documents:,} documents, each by itself")
     return asdict(found)
 
 

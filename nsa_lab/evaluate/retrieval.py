@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +19,31 @@ from nsa_lab.evaluate.answers import generated, stacked, teacher_forced
 from nsa_lab.model import NSATransformer
 
 Task = Callable[[int, float, RecallConfig, np.random.Generator, np.ndarray], Asked]
-# The order is part of every sequence's seed.
 TASKS: dict[str, Task] = {"needle": needle, "multi_key": multi_key, "multi_query": multi_query}
+
+
+def _in_form(**changes: Any) -> Task:
+    """`needle`, its fact told in another way than the run's."""
+
+    def ask(length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray) -> Asked:
+        return needle(length, depth, recall.model_copy(update=changes), rng, text)
+
+    return ask
+
+
+# Needles in forms that a run with the default settings is not trained on.
+FORMS: dict[str, Task] = {
+    "five_digits": _in_form(values="digits", value_length=5),
+    "twelve_digits": _in_form(values="digits", value_length=12),
+    "letters": _in_form(values="letters"),
+    "hex": _in_form(values="hex"),
+    "codes": _in_form(names="codes"),
+    "other_words": _in_form(
+        statement="\nNote that the {name} opens with {value}.\n", question="\nWhat does the {name} open with? "
+    ),
+}
+# The order is part of every sequence's seed.
+EVERY_TASK = TASKS | FORMS
 DEPTHS = tuple(depth / 10 for depth in range(10))
 
 
@@ -56,6 +80,7 @@ def retrieval(
 ) -> Iterator[Cell]:
     """Ask a byte model with facts planted into `text`, int64 bytes that it was not trained on; a `Cell` as each is done.
 
+    tasks: of `TASKS`, and of `FORMS`, needles that are told and asked for in other ways than `recall` says.
     `written_per_depth` of the `per_depth` sequences are answered by generation as well. Raises `DataError` where a task
     does not fit into a length, or the text is shorter than one.
     """
@@ -84,8 +109,8 @@ def needles(length: int, count: int, recall: RecallConfig, seed: int, text: np.n
 def _sequence(
     task: str, length: int, depth: float, number: int, recall: RecallConfig, seed: int, text: np.ndarray
 ) -> Asked:
-    key = [seed, list(TASKS).index(task), length, round(depth * 1000), number]
-    return TASKS[task](length, depth, recall, np.random.default_rng(key), text)
+    key = [seed, list(EVERY_TASK).index(task), length, round(depth * 1000), number]
+    return EVERY_TASK[task](length, depth, recall, np.random.default_rng(key), text)
 
 
 def _cell(

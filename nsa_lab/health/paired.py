@@ -123,7 +123,10 @@ def _window_bits(run: History) -> np.ndarray:
 
 def _batches(run: History) -> tuple[object, ...]:
     train, begun = run.config.train, run.of_kind("start", "resume")
-    shapes = tuple((stage.steps, stage.seq_len, stage.sequences_per_step) for stage in train.plan)
+    shapes = tuple(
+        (stage.steps, stage.seq_len, stage.sequences_per_step, stage.min_document_tokens, stage.planted_share)
+        for stage in train.plan
+    )
     return train.seed, shapes, frozenset(event.get("data_identity") for event in begun)
 
 

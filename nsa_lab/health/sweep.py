@@ -142,7 +142,7 @@ def _result(
         apart=_apart(read) if has_mean else None,
         less_baseline=less,
         notes=_notes(runs, texts, comparable, less),
-        curve=_curve(variant, [histories[run.run] for run in runs if run.bpb is not None]) if comparable else None,
+        curve=curve_of(variant, [histories[run.run] for run in runs if run.bpb is not None]) if comparable else None,
     )
 
 
@@ -184,8 +184,11 @@ def _notes(runs: list[RunResult], texts: set[str], comparable: bool, less: OverS
     return notes
 
 
-def _curve(variant: str, runs: list[History]) -> Curve:
-    """At the steps that all runs evaluated on the text that they read last; without step 0, far above all others."""
+def curve_of(variant: str, runs: list[History]) -> Curve:
+    """Of runs that were evaluated: at the steps that all of them read the text that they read last.
+
+    Without step 0, far above all others.
+    """
     told = [_by_step(run) for run in runs]
     steps = sorted(set.intersection(*map(set, told)) - {0})
     values = np.array([[of_run[step] for step in steps] for of_run in told])

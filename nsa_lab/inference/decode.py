@@ -79,7 +79,7 @@ class Decoder:
         model, step = self._model, self.cache.step(tokens.shape[1], counts)
         places = step.positions.clamp_max(self.cache.capacity - 1)  # of padding
         rotary = self._rotary[0][places], self._rotary[1][places]
-        x = model.embedding(tokens)
+        x = model.embed(tokens)
         for block, layer in zip(cast("list[Block]", model.blocks), self.cache.layers, strict=True):
             x = x + layer.attend(block.attention_norm(x), rotary, step)
             x = x + block.mlp(block.mlp_norm(x))

@@ -263,7 +263,7 @@ def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, 
     checkpoint = find_checkpoint(run_dir, step)
     run = RunConfig.from_yaml(directory.check(run_dir) / directory.CONFIG)
     model, tokenizer = load_model(checkpoint), load_tokenizer(run.data.tokenizer)
-    exported = NSALabForCausalLM(NSALabConfig(run.model.model_dump()))
+    exported = NSALabForCausalLM(NSALabConfig(model.config.model_dump()))
     exported.model.load_state_dict(model.state_dict())
     separator = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.separator)
     exported.generation_config = GenerationConfig(**separator)

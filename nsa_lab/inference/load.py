@@ -50,7 +50,8 @@ def load_model(
     if problems:
         raise NoCheckpoint(f"{folder}: {', '.join(problems)}; use another checkpoint of the run")
     config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
-    model = NSATransformer(config.model, backend=backend, device=device, dtype=dtype, seed=0)
+    trained = config.model_at(checkpoints.step_of(folder))
+    model = NSATransformer(trained, backend=backend, device=device, dtype=dtype, seed=0)
     weights = load_file(folder / WEIGHTS, device=str(device))
     if other := checkpoints.misfit(folder, weights, model.state_dict()):
         raise NoCheckpoint(other)

@@ -34,6 +34,7 @@ from nsa_lab.attention.tracing import untraced
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
+from nsa_lab.model.statistics import BRANCHES
 
 # What `nsa_attention` takes: q, then keys and values of cmp, sel and win, then gates.
 AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -193,13 +194,18 @@ class SparseAttention(nn.Module):
         return nsa_attention(*inputs, nsa, blocks=blocks, backend=backends, span=span)
 
     def gates(self, x: Tensor) -> Tensor:
-        """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over the branches.
+        """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over the branches; 0 for those that are
+        `silent`.
 
         Of one linear map, where the paper has an MLP and gives neither its width nor its activation. One map lets a gate
         depend on the token and has no hidden layer that could start dead; what an MLP would add was not measured.
         """
         logits = self.gate(x).unflatten(-1, (self.config.n_heads, 3))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.config.silent:
+            named = zip(BRANCHES, logits.unbind(-1), strict=True)
+            shut = [torch.full_like(of, float("-inf")) if name in self.config.silent else of for name, of in named]
+            logits = torch.stack(shut, dim=-1)
         return logits.sigmoid() if self.config.nsa.gate == "sigmoid" else logits.softmax(-1)
 
     def _resolve(self, q: Tensor, span: Span | None) -> Mapping[str, Choice]:

@@ -21,8 +21,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        return normed(x, self.eps, self.weight)
+
+
+def normed(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """x / rms(x) over the last dimension, times `weight` where there is one, in float32; as x in shape and dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)
 
 
 class ShortConvolution(nn.Module):

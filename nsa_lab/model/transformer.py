@@ -14,7 +14,7 @@ from nsa_lab.attention.dispatch import Choice
 from nsa_lab.config import ModelConfig
 from nsa_lab.model.attention import DenseAttention, SparseAttention, weighted
 from nsa_lab.model.initial import initialise
-from nsa_lab.model.layers import MLP, RMSNorm, check_span, rotary_table
+from nsa_lab.model.layers import MLP, RMSNorm, check_span, normed, rotary_table
 from nsa_lab.model.statistics import branch_statistics
 
 BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
@@ -90,6 +90,12 @@ class NSATransformer(nn.Module):
         self._taught = torch.stack(losses).sum() if losses else None
         return self.head(self.norm(x))
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What enters the first layer, [B, T, C], of tokens int64 [B, T]."""
+        x = self.embedding(tokens)
+        # Looked up, a vector is small (a deviation of .02), and what layers add to it drowns it.
+        return normed(x, self.config.norm_eps) if self.config.embedding_norm else x
+
     def auxiliary_loss(self) -> Tensor:
         """What to add to the loss of the last forward pass: `ModelConfig.selection_loss` times the sum over layers, 0-d.
 
@@ -158,4 +164,4 @@ class NSATransformer(nn.Module):
             raise ValueError(f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
         check_span(span, tokens.shape[1])
         c = self.config
-        return self.embedding(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)
+        return self.embed(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)

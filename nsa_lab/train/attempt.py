@@ -238,6 +238,7 @@ class _Attempt:
         state = snapshot.read_state(path)
         snapshot.check_same_trajectory(state, self.config, parts.dataset.identity)
         snapshot.restore(path, parts)
+        parts.enter(state["step"])
         difference = snapshot.replay_probe(
             path,
             probe_logits(parts),

@@ -26,10 +26,9 @@ from nsa_lab.train.step import token_losses
 def diagnose(parts: Parts, finding: Finding, good_step: int) -> dict[str, Any]:
     """What can be said about the finding's step: data, losses of its micro-batches, norms and statistics of the layers."""
     index = max(finding.step - 1, 0)
-    stage = parts.config.train.stage_at(index + 1)
+    stage = parts.enter(index + 1)
     start, count = parts.world.share(stage.sequences_per_step)
     batch = parts.batches.weighted(index, start, count)
-    parts.stepper.stage = stage
     losses, first_bad = _replay(parts, batch)
     return {
         "rule": finding.rule,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.config import ConfigError, RunConfig, StageConfig
 from nsa_lab.data import Dataset, EvalBatches, StagedBatches, held_out, prepare
 from nsa_lab.model import NSATransformer
 from nsa_lab.train.distributed import World
@@ -25,7 +25,7 @@ def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
     """The model with float32 weights on `device`; under bf16 its attention computes in bfloat16."""
     runtime = config.runtime
     dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
-    model = NSATransformer(config.model, backend=runtime.backend, device=device, dtype=dtype, seed=config.train.seed)
+    model = NSATransformer(config.model_at(0), backend=runtime.backend, device=device, dtype=dtype, seed=config.train.seed)
     model.gradient_checkpointing = runtime.gradient_checkpointing
     return model
 
@@ -58,6 +58,12 @@ class Parts:
     def evaluation_at(self, step: int) -> EvalBatches:
         """Held-out text in sequences as long as those of the stage that `step` belongs to."""
         return self.evaluations[self.config.train.at(step)[0]]
+
+    def enter(self, step: int) -> StageConfig:
+        """From here on, forward passes and steps are those of the stage that `step` belongs to."""
+        self.stepper.stage = self.config.train.stage_at(step)
+        self.model.config = self.config.model_at(step)
+        return self.stepper.stage
 
     @property
     def bf16(self) -> bool:
@@ -96,8 +102,7 @@ def set_determinism(deterministic: bool) -> None:
 def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dataset, builders: Builders) -> Parts:
     """Model, optimiser and batches around data that is ready."""
     train = config.train
-    masked = config.data.documents == "mask"
-    separator = dataset.tokenizer.separator if masked or config.data.packing == "best_fit" else None
+    masked, separator = config.data.documents == "mask", dataset.tokenizer.separator
     batches = StagedBatches(dataset.train, train, config.data, separator)
     evaluations = held_out(dataset.validation, train, separator if masked else None)
     world = replace(world, sharded=config.runtime.parallel == "fsdp" and world.size > 1)

@@ -146,7 +146,7 @@ class Trainer:
 
     def _begin_stage(self, step: int) -> None:
         """Also where an attempt begins, in the middle of a stage."""
-        self.parts.stepper.stage = self.train.stage_at(step)
+        self.parts.enter(step)
         if self.parts.config.runtime.compile and step != self._first:
             # A compiled block keeps a few shapes and gives up silently beyond them; this one's are done with.
             torch.compiler.reset()

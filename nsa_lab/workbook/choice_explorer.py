@@ -46,7 +46,7 @@ def layer_example(model: NSATransformer, task: TinyRecall, tokens: torch.Tensor,
         raise ValueError(
             f"attention = {model.config.attention}, nsa.phi = {model.config.nsa.phi}: the explorer shows NSA with phi avg"
         )
-    x = model.embedding(tokens)
+    x = model.embed(tokens)
     rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
     blocks = cast("list[Block]", list(model.blocks))
     for block in blocks[:layer]:

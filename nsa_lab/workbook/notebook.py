@@ -59,6 +59,14 @@ def run_directory(run_dir: str) -> Path:
     return names.find_run(str(here) if here.is_dir() else run_dir, names.outputs_folder())
 
 
+def found(run: str) -> Path:
+    """`run_directory`. Raises `Stop`."""
+    try:
+        return run_directory(run)
+    except RunDirectoryError as error:
+        raise Stop(f"RunDirectoryError: {error}") from None
+
+
 def start(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: bool = False) -> Path:
     """The directory of a run that is under way or finished; says what it did to get there. Raises `Stop`.
 

@@ -24,7 +24,7 @@ DECODED = 32  # tokens that the check of decoding takes one by one
 
 def untrained(config: RunConfig) -> NSATransformer:
     """The model with the weights that training starts from, on the CPU."""
-    return NSATransformer(config.model, seed=config.train.seed).eval()
+    return NSATransformer(config.model_at(0), seed=config.train.seed).eval()
 
 
 def sample_before(config: RunConfig, model: NSATransformer, prompt: str, tokens: int) -> str:

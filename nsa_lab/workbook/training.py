@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 
 import nsa_lab.figures as figures
 from nsa_lab.config import RunConfig
-from nsa_lab.runs.history import History
+from nsa_lab.figures.sweep import sweep_curves
+from nsa_lab.health.sweep import curve_of
+from nsa_lab.runs.history import History, evaluated_apart
 from nsa_lab.runs.summary import settings_of, steps_of
 from nsa_lab.workbook import beside, follow, notebook, samples
 from nsa_lab.workbook.show import show
@@ -31,6 +33,7 @@ class Training:
     new_run: bool
     prompt: str
     sample_tokens: int
+    reference: str
     _run: Path | None = field(default=None, init=False)
     _history: History | None = field(default=None, init=False)
 
@@ -69,6 +72,19 @@ class Training:
     def overview(self) -> None:
         """Show the run at a glance: loss, gates, selection and pace."""
         show(figures.overview(self.history))
+
+    def beside(self) -> None:
+        """Show validation beside that of the reference run, over tokens and over seconds of steps; say if there is none."""
+        if not self.reference:
+            print('no run to draw beside: reference = "RUN" names one, by directory or id')
+            return
+        runs = [self.history, History.read(notebook.found(self.reference))]
+        if unread := [run.run for run in runs if not any(event["step"] for event in run.evaluations)]:
+            print(f"not evaluated after a step, and not drawn: {', '.join(unread)}")
+        elif evaluated_apart(runs):
+            print(f"{runs[1].run} was evaluated on another text, or at another length: not compared")
+        else:
+            show(sweep_curves([curve_of(run.run, [run]) for run in runs], named="Validation beside another run"))
 
     def optimiser(self) -> None:
         """Show learning rate and gradient norm over steps."""
@@ -128,6 +144,7 @@ def configure(
     new_run: bool = False,
     prompt: str,
     sample_tokens: int,
+    reference: str = "",
 ) -> Training:
     """The parameters of a training notebook as a `Training`. Raises `Stop`.
 
@@ -135,4 +152,4 @@ def configure(
     parameters mean what the notebook says of them.
     """
     config = notebook.configuration(name, sections, run_dir)
-    return Training(config, run_dir, outputs, new_run, prompt, sample_tokens)
+    return Training(config, run_dir, outputs, new_run, prompt, sample_tokens, reference)

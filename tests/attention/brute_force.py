@@ -255,6 +255,7 @@ class Model(NamedTuple):
     gated_mlp: bool
     weights: dict[str, Array]
     turned: int | None = None  # channels of a head that rotary embedding turns; None: all
+    embedding_norm: bool = False
     indexer: int = 0  # tokens that share a key of what chooses; 0: the compressed branch's scores choose
 
 
@@ -328,6 +329,8 @@ def logits(tokens: Array, model: Model, layers: int) -> Array:
     """The whole transformer: tokens [B, T] -> [B, T, V]."""
     w = model.weights
     x = w["embedding.weight"][tokens]
+    if model.embedding_norm:
+        x = rms_norm(x, np.ones(x.shape[-1]), model.eps)
     for i in range(layers):
         mixed = rms_norm(x, w[f"blocks.{i}.attention_norm.weight"], model.eps)
         x = x + attention_layer(mixed, model, f"blocks.{i}.attention")

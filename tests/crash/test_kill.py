@@ -30,7 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "stages": [
             {"steps": 33, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2},
             {"steps": 27, "seq_len": 48, "batch_size": 2, "lr": 5e-3, "warmup_steps": 10},
-            {"steps": 40, "seq_len": 77, "batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
+            {"steps": 40, "seq_len": 77, "batch_size": 1, "lr": 3e-3, "min_lr": 1e-3, "rope_theta": 5e5},
         ],
     },
     "ranks": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "micro_batch_size": 1, "lr": 1e-2},

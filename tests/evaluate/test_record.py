@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 from unpainted import unpainted
 
 from nsa_lab import cli, figures
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import prepare
-from nsa_lab.evaluate import INTERVENTIONS, evaluate_run, record
+from nsa_lab.evaluate import FORMS, INTERVENTIONS, TASKS, evaluate_run, record
 from nsa_lab.report import write_report
 from nsa_lab.runs import events, launch
 from nsa_lab.runs.evaluation import EVALUATION, UNFINISHED, read_evaluation, write_evaluation
@@ -144,6 +145,47 @@ def test_one_that_was_broken_off_goes_on(
     write_evaluation(run_dir, evaluation)
 
 
+def test_tasks_counts_and_texts_are_those_asked_for_and_are_gone_on_with(
+    run_dir: Path, place: Path, evaluation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken off in the second of two texts: the first is not read again, unless its content is another."""
+    told: list[str] = []
+    for name, letters in (("first", "ab" * 200), ("second", "cd" * 300)):
+        (place / f"{name}.txt").write_text(letters)
+    asked: dict[str, Any] = {
+        "lengths": [260, 400],
+        "tasks": ["letters", "needle"],
+        "per_depth_at": {400: 3},
+        "texts": {name: str(place / f"{name}.txt") for name in ("first", "second")},
+        "say": told.append,
+    }
+    whole = record.text_loss
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(
+            record, "text_loss", lambda model, text, length: whole(model, text, length) if len(text) < 500 else 1 / 0
+        )
+        evaluated(run_dir, place, **asked)
+    found = evaluated(run_dir, place, **asked)
+    assert sum(line.startswith("first: ") for line in told) == sum(line.startswith("letters at 260") for line in told) == 1
+    cells = [(cell["task"], cell["length"], cell["depth"], cell["sequences"]) for cell in found["retrieval"]]
+    assert cells == [
+        (task, length, depth, {260: 1, 400: 3}[length])
+        for task in ("letters", "needle")
+        for length in (260, 400)
+        for depth in (0.0, 0.6)
+    ]
+    first, second = found["texts"]["first"], found["texts"]["second"]
+    assert (first["tokens"], second["tokens"], first["length"]) == (401, 601, 330) and len(second["windows"]) == 1
+    (place / "first.txt").write_text("ba" * 200)
+    again = evaluated(run_dir, place, **asked, dtype=torch.bfloat16)
+    assert again["dtype"] == "bfloat16" and found["dtype"] == "float32"
+    assert again["texts"]["first"]["identity"] != first["identity"]
+    assert again["texts"]["second"]["loss"] == pytest.approx(second["loss"], rel=0.02)
+    with pytest.raises(ConfigError, match="task = nedle: there is no such task; there is needle, multi_key"):
+        evaluated(run_dir, place, tasks=["nedle"])
+    write_evaluation(run_dir, evaluation)
+
+
 def test_where_all_blocks_are_read_nothing_is_judged(run_dir: Path, place: Path, evaluation: dict[str, Any]) -> None:
     (part,) = evaluated(run_dir, place, lengths=[120])["selection"]
     assert part["interventions"] == [] and part["why_not"]
@@ -190,6 +232,14 @@ def test_the_command_writes_the_file(run_dir: Path, place: Path, monkeypatch: py
     told = CliRunner().invoke(cli.app, arguments)
     assert told.exit_code == 0 and told.output.strip().endswith(EVALUATION)
     assert (asked["run"], asked["lengths"], asked["seed"], asked["per_depth"]) == (run_dir, [256], 4, 20)
+    assert (asked["tasks"], asked["texts"], asked["per_depth_at"]) == ([*TASKS], {}, {})
+    more = ["--length", "512:3", "--task", "all", "--text", "long=a=b.txt", "--bf16"]
+    assert CliRunner().invoke(cli.app, arguments + more).exit_code == 0
+    assert (asked["lengths"], asked["per_depth_at"], asked["texts"]) == ([256, 512], {512: 3}, {"long": "a=b.txt"})
+    assert asked["tasks"] == [*TASKS, *FORMS] and asked["dtype"] == torch.bfloat16
+    for wrong in (["--length", "63"], ["--length", "512:0"], ["--length", "many"], ["--text", "long"]):
+        with pytest.raises(ConfigError, match=rf"{wrong[0]} {wrong[1]}: expected"):
+            CliRunner().invoke(cli.app, arguments + wrong, catch_exceptions=False)
 
 
 def test_only_bytes_can_be_asked_for(run_dir: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from nsa_lab.data.recall import Asked, multi_query
 from nsa_lab.evaluate import loss_by_position, retrieval
 from nsa_lab.evaluate.answers import generated, stacked, teacher_forced
 from nsa_lab.evaluate.positions import octaves
-from nsa_lab.evaluate.retrieval import fits, needles
+from nsa_lab.evaluate.retrieval import FORMS, TASKS, _sequence, fits, needles
 from nsa_lab.model import NSATransformer
 
 TEXT = np.random.default_rng(0).integers(0x80, 0xFF, 5000)
@@ -116,3 +118,30 @@ def test_loss_by_position_is_that_of_the_windows(model: NSATransformer) -> None:
     late = losses[:, 256:].mean(1)
     assert found[1].loss == pytest.approx(late.mean().item(), rel=1e-6)
     assert found[1].error == pytest.approx((late.std() / 2).item(), rel=1e-4)
+
+
+def test_forms_are_needles_told_and_asked_for_otherwise() -> None:
+    """Each in its own alphabet, length, names or words; the text around is that of the task's own seed."""
+    asked = {task: _sequence(task, 700, 0.5, 3, RecallConfig(), 1, TEXT) for task in ("needle", *FORMS)}
+    told = {task: bytes(one.tokens.tolist()) for task, one in asked.items()}
+    values = {task: bytes(one.tokens[one.answers[0]].tolist()).decode() for task, one in asked.items()}
+    for task, value in values.items():
+        assert told[task].count(value.encode()) == 2 and told[task].endswith(value.encode()) and len(told[task]) == 700
+    assert {task: len(value) for task, value in values.items()} == {
+        **dict.fromkeys(values, 7),
+        "five_digits": 5,
+        "twelve_digits": 12,
+    }
+    digits = [task for task, value in values.items() if value.isdigit()]
+    assert digits == ["needle", "five_digits", "twelve_digits", "codes", "other_words"]
+    assert values["letters"].isalpha() and not values["hex"].isdigit() and int(values["hex"], 16) >= 0
+    assert re.search(rb"secret number of the [a-z]{2}-\d{3} is", told["codes"])
+    assert b"secret" not in told["other_words"] and b"opens with " + values["other_words"].encode() in told["other_words"]
+    assert [task for task in told if b"secret number of the" not in told[task]] == ["other_words"]
+
+
+def test_what_was_asked_before_there_were_forms_is_asked_the_same() -> None:
+    for number, (task, make) in enumerate(TASKS.items()):
+        dice = np.random.default_rng([9, number, 700, 300, 2])
+        ours, theirs = _sequence(task, 700, 0.3, 2, RecallConfig(), 9, TEXT), make(700, 0.3, RecallConfig(), dice, TEXT)
+        assert np.array_equal(ours.tokens, theirs.tokens)

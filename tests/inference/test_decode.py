@@ -37,7 +37,8 @@ VARIANTS = [
     {"rotary_share": 0.5, "matching_heads": 1},
     {"d_k": 8, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1},
     INDEXED | {"nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
-    {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense"},
+    {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense", "embedding_norm": True},
+    {"embedding_norm": True},
     *({"nsa": nsa} for nsa in GEOMETRIES),
 ]
 

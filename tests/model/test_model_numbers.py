@@ -36,6 +36,21 @@ def test_every_parameter_gets_a_gradient(variant: dict[str, str], length: int) -
         assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0, name
 
 
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_normed_embeddings_enter_the_first_layer_at_one_size(attention: str) -> None:
+    config = config_of(attention=attention, embedding_norm=True)
+    model, entered = NSATransformer(config, seed=0), []
+    plain = NSATransformer(config_of(attention=attention), seed=0)
+    assert model.parameter_count() == plain.parameter_count() and model.flops_per_token(31) == plain.flops_per_token(31)
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+    tokens = tokens_of(config, 31)
+    loss_of(model, tokens).backward()
+    looked_up = model.embedding(tokens[:, :-1]).double()
+    wanted = looked_up / (looked_up.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+    torch.testing.assert_close(entered[0].double(), wanted, rtol=1e-6, atol=1e-6)
+    assert model.embedding.weight.grad.abs().max() > 0
+
+
 def test_every_branch_moves_its_own_rows_of_the_projection() -> None:
     """Queries, and the keys and values of all three branches: each row of the one weight, not just some."""
     config = config_of()

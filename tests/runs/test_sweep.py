@@ -244,3 +244,20 @@ def test_the_launcher_says_which_gpu_a_trainer_has(tmp_path: Path, monkeypatch: 
     assert json.loads((run_dir / directory.STATUS).read_text())["gpu"] == "3"
     launch.start(run_dir)
     assert given == ["3", None] and directory.read_status(run_dir)["gpu"] is None
+
+
+def test_the_ablations_change_one_thing_of_their_preset_each() -> None:
+    """Over the same tokens; `facts_everywhere` has all but the share, and the paper's model is that of recall_nsa."""
+    preset = ROOT / "params/long_64k.yaml"
+    whole = RunConfig.from_yaml(preset)
+    runs = {
+        run.variant: run.config
+        for run in SweepConfig.from_yaml(ROOT / "params/sweeps/long_64k_ablations.yaml").runs(preset)
+    }
+    assert all(config.train.tokens == whole.train.tokens and config.train.seed == 0 for config in runs.values())
+    assert runs["as_it_is"].model == whole.model
+    everywhere = runs["facts_everywhere"].train
+    assert [stage.model_copy(update={"planted_share": 0.5}) for stage in everywhere.plan[2:]] == [*whole.train.plan[2:]]
+    assert everywhere.plan[:2] == whole.train.plan[:2] and everywhere.plan[2].planted_share == 1
+    paper = RunConfig.from_yaml(ROOT / "params/recall_nsa.yaml").model
+    assert runs["as_the_paper_has_it"].model.model_copy(update={"mlp_hidden": None}) == paper

@@ -12,19 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nsa_lab.config import RunConfig, StageConfig, TrainConfig
+from nsa_lab.config import ConfigError, RunConfig, StageConfig, TrainConfig
 from nsa_lab.data import Batches, StagedBatches
 from nsa_lab.health import examine
+from nsa_lab.inference import load_model
+from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory, events, launch
 from nsa_lab.runs.history import facts
 from nsa_lab.train.plan import flops_per_token, plan, shape_of
 from nsa_lab.train.schedule import learning_rate
+from nsa_lab.train.snapshot import probe_input
 
 Make, Train = Callable[..., Path], Callable[..., int]
 
 STAGES: list[dict[str, Any]] = [
     {"steps": 4, "seq_len": 32, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-2, "warmup_steps": 2},
-    {"steps": 3, "seq_len": 48, "batch_size": 1, "lr": 5e-3, "lr_schedule": "constant"},
+    {"steps": 3, "seq_len": 48, "batch_size": 1, "lr": 5e-3, "lr_schedule": "constant", "rope_theta": 321.0},
     {"steps": 5, "seq_len": 77, "batch_size": 2, "micro_batch_size": 1, "lr": 3e-3, "min_lr": 1e-3},
 ]
 TOKENS = [4 * 32] * 4 + [48] * 3 + [2 * 77] * 5
@@ -52,7 +55,7 @@ def new_staged_run(tiny: Callable[..., RunConfig], staged: Callable[..., dict[st
 @pytest.fixture(scope="module")
 def whole(tiny: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], train: Train, tmp_path_factory) -> Path:
     """The staged run trained to its end, every step saved. Not for tests to write to."""
-    config = RunConfig.from_dict({**tiny().to_dict(), **staged(save_every=1)})
+    config = RunConfig.from_dict({**tiny().to_dict(), **staged(save_every=1, keep_last=12)})
     run_dir = launch.create_run(config, tmp_path_factory.mktemp("whole"))
     assert train(run_dir) == 0
     return run_dir
@@ -75,7 +78,7 @@ def test_steps_tokens_and_rates_are_those_of_the_whole_run() -> None:
     assert train.longest.seq_len == 77
     with pytest.raises(ValueError, match=r"outside 0\.\.12"):
         train.at(13)
-    alone = [learning_rate(n, TrainConfig(**stage)) for stage in STAGES for n in range(1, stage["steps"] + 1)]
+    alone = [learning_rate(n, TrainConfig(stages=[stage])) for stage in STAGES for n in range(1, stage["steps"] + 1)]
     assert [learning_rate(step, train) for step in range(1, 13)] == alone
     assert alone[1] == 1e-2 and alone[4:7] == [5e-3] * 3 and alone[7] == 3e-3 and alone[11] == pytest.approx(1e-3)
 
@@ -199,18 +202,50 @@ def test_the_plan_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> None
         ({"stages": [STAGES[0], {**STAGES[1], "warmup_steps": 7}]}, ["train.stages.1.warmup_steps = 7", "at most 2"]),
         ({"stages": [{**STAGES[0], "seq_length": 3}]}, ["train.stages.0.seq_length = 3", "seq_len"]),
         ({"stages": 5}, ["train.stages = 5"]),
+        ({"rope_theta": 5e5}, ["train.rope_theta = 500000", "model.rope_theta: 500000"]),
+        ({"token_budget": 9999, "steps": 2}, ["train.token_budget = 9999 beside train.steps = 2", "keep one"]),
+        ({"token_budget": 2047}, ["does not pay for a step of 2048 tokens"]),
+        ({"stages": [{**STAGES[0], "token_budget": 9999}]}, ["train.stages.0", "token_budget = 9999 beside", "keep one"]),
+        ({"stages": STAGES, "token_budget": 9999}, ["train.stages beside train.steps, train.token_budget"]),
     ],
 )
 def test_stages_that_cannot_be_teach(train: dict[str, Any], words: list[str]) -> None:
-    from nsa_lab.config import ConfigError
-
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict({"train": train})
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_a_graph_replays_one_shape_only() -> None:
-    from nsa_lab.config import ConfigError
+def test_a_budget_of_tokens_is_as_many_whole_steps_as_it_pays_for() -> None:
+    stages = [
+        {**{k: v for k, v in stage.items() if k != "steps"}, "token_budget": paid}
+        for stage, paid in zip(STAGES, (639, 144, 770), strict=True)
+    ]
+    config = RunConfig.from_dict({"train": {"stages": stages}})
+    assert config.train.plan == RunConfig.from_dict({"train": {"stages": STAGES}}).train.plan
+    assert config.to_yaml() == RunConfig.from_dict({"train": {"stages": STAGES}}).to_yaml()
+    assert config.hash() == RunConfig.from_dict({"train": {"stages": STAGES}}).hash()
+    alone = TrainConfig(token_budget=20_000, seq_len=77, batch_size=3, accumulate_grad_batches=2)
+    assert (alone.steps, alone.tokens) == (43, 43 * 462) and alone == alone.model_copy()
 
+
+def test_a_checkpoint_computes_with_the_rotary_base_of_its_stage(whole: Path) -> None:
+    config = RunConfig.from_yaml(whole / "config.yaml")
+    tokens = torch.arange(64).view(1, 64)
+    for step, theta in ((4, 10000.0), (5, 321.0), (7, 321.0), (8, 10000.0)):
+        folder = whole / f"checkpoints/step-{step:08d}"
+        plain = NSATransformer(config.model.model_copy(update={"rope_theta": theta})).eval()
+        plain.load_state_dict(load_file(folder / "model.safetensors"))
+        with torch.no_grad():
+            assert torch.equal(load_model(folder)(tokens), plain(tokens)), step
+            assert torch.equal(load_file(folder / "probe.safetensors")["logits"], plain(probe_input(256, 77))), step
+
+
+def test_a_graph_replays_one_rotary_base_only() -> None:
+    stages = [{**STAGES[0], "rope_theta": theta} for theta in (1e4, 1e5)]
+    with pytest.raises(ConfigError, match=r"one rotary base, and train\.stages has 2; set it to false"):
+        RunConfig.from_dict({"train": {"stages": stages}, "runtime": {"cuda_graph": True}})
+
+
+def test_a_graph_replays_one_shape_only() -> None:
     with pytest.raises(ConfigError, match=r"train\.stages has 3; set it to false"):
         RunConfig.from_dict({"train": {"stages": STAGES}, "runtime": {"cuda_graph": True}})

@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_lab.cli import app
-from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.config import ConfigError, RunConfig, SweepConfig
+from nsa_lab.runs import names
 from nsa_lab.train.plan import shape_of
 from nsa_lab.train.twin import twin_of
 
@@ -45,3 +46,20 @@ def test_the_production_model_has_a_twin_of_exactly_its_size_and_what_differs_is
 def test_a_dense_configuration_has_no_twin() -> None:
     with pytest.raises(ConfigError, match="is dense: a twin is made of an NSA configuration"):
         twin_of(changed(model={"attention": "dense"}))
+
+
+@pytest.mark.parametrize(("sweep", "nsa"), [("reference_50k", "recipe"), ("fast_twins", "nsa")])
+def test_the_twins_of_sweeps_have_the_width_that_is_computed(sweep: str, nsa: str) -> None:
+    asked = SweepConfig.from_yaml(names.sweep_file(sweep))
+    first = {run.variant: run.config for run in reversed(asked.runs(names.params_file(asked.preset)))}
+    assert first["dense"].model.hidden == twin_of(first[nsa]).config.model.hidden
+    assert first["dense"].train == first[nsa].train and first["dense"].data == first[nsa].data
+
+
+def test_the_fast_preset_is_evaluated_on_the_windows_of_the_long_run_and_is_no_larger_than_the_recipe() -> None:
+    fast, long, recipe = (
+        RunConfig.from_yaml(names.params_file(n)) for n in ("production_fast", "production_50k", "recall_taught")
+    )
+    windows = [(c.train.eval_batches * c.train.batch_size, c.train.seq_len) for c in (fast, long)]
+    assert windows[0] == windows[1]
+    assert shape_of(fast.model).parameter_count() == shape_of(recipe.model).parameter_count() == 79_848_192

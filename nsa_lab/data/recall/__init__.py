@@ -5,7 +5,18 @@
 """
 
 from nsa_lab.data.recall.facts import Fact, draw_facts, fact_bytes
-from nsa_lab.data.recall.planting import by_document, planter
+from nsa_lab.data.recall.planting import by_document, planter, sparingly
 from nsa_lab.data.recall.tasks import Asked, multi_key, multi_query, needle
 
-__all__ = ["Asked", "Fact", "by_document", "draw_facts", "fact_bytes", "multi_key", "multi_query", "needle", "planter"]
+__all__ = [
+    "Asked",
+    "Fact",
+    "by_document",
+    "draw_facts",
+    "fact_bytes",
+    "multi_key",
+    "multi_query",
+    "needle",
+    "planter",
+    "sparingly",
+]

@@ -4,6 +4,7 @@ Invariants
 * What is planted is a function of the seed, of the sequence's number and, where documents are told apart, of the document's
   place in it; the text around it is the beginning of what it is planted into, byte for byte and in order; the length stays.
 * A question's answer stands earlier in the same sequence, in its statement and nowhere else.
+* Which sequences are planted into is a function of their number and of the share of them (`sparingly`).
 * The bytes of answers weigh `data.answer_weight`, the end of an answer's line and everything else 1.
 """
 
@@ -71,6 +72,17 @@ def by_document(plant: PartPlanter, separator: int) -> Planter:
         return np.concatenate(tokens), np.concatenate(weights)
 
     return plant_each
+
+
+def sparingly(plant: Planter, share: float) -> Planter:
+    """`plant` in that share of the sequences, spread evenly over their numbers."""
+
+    def plant_some(window: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        if int((sequence + 1) * share) > int(sequence * share):
+            return plant(window, sequence)
+        return window, np.ones(len(window), np.float32)
+
+    return plant_some
 
 
 def _after(

@@ -284,7 +284,7 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
 
 def _take_steps(parts: Parts, count: int) -> tuple[float, bool]:
     """Tokens per second over `count` steps of the first stage, after a warm-up if they are several; was one bad?"""
-    stage = parts.stepper.stage = parts.config.train.plan[0]
+    stage = parts.enter(1)
     start, share = parts.world.share(stage.sequences_per_step)
     readback, lr = Readback(parts.device), learning_rate(1, parts.config.train)
 

@@ -1,0 +1,88 @@
+"""Loss on texts of any kind, kept part by part: what two runs are compared by in pairs.
+
+Every part of a text is read by every model in the same cut, so that part i of one evaluation is part i of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsa_lab.data import BestFitRows, ByteTokenizer, TokenStore
+from nsa_lab.data.sources.local import LocalSource
+from nsa_lab.evaluate.documents import packed_row, token_losses
+from nsa_lab.evaluate.positions import octaves
+from nsa_lab.model import NSATransformer
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """Mean losses in nats per token, separators included; lists in the order of the text.
+
+    `loss` is that of all `tokens`, every document read by itself from its first token on (in parts of `length` where it is
+    longer), and `rows` are the tokens and the loss of each row of whole documents that it was read in. `windows` has the
+    loss in each of `octaves` of the position, of each window of `length` tokens that lies inside one document, and
+    `window_documents` the number of that document.
+    """
+
+    identity: str
+    documents: int
+    tokens: int
+    length: int
+    loss: float
+    rows: list[tuple[int, float]]
+    octaves: list[tuple[int, int]]
+    windows: list[list[float]]
+    window_documents: list[int]
+
+
+def read_text(path: str) -> TokenStore:
+    """The documents of a file, a folder or a glob of txt, jsonl or parquet, as bytes. Raises `DataError` if it cannot."""
+    tokenizer = ByteTokenizer()
+    end = np.array([tokenizer.separator], np.uint8)
+    documents = [tokenizer.encode(document.text).astype(np.uint8) for document in LocalSource(path).documents()]
+    return TokenStore([np.concatenate([part for text in documents if len(text) for part in (text, end)])])
+
+
+def identity_of(text: TokenStore) -> str:
+    """Sixteen hex digits over a text's bytes."""
+    return hashlib.sha256(text.read(0, len(text)).astype(np.uint8).tobytes()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def text_loss(model: NSATransformer, text: TokenStore, length: int) -> TextLoss:
+    """Losses of a byte model on all of `text`, documents as `read_text` gives them, in rows and windows of `length`."""
+    separator = ByteTokenizer().separator
+    packed = BestFitRows(text, length, separator)
+    rows = [_row(model, packed, row, separator) for row in range(packed.per_epoch)]
+    tokens, edges = sum(count for count, _ in rows), octaves(length)
+    numbers, windows = [], []
+    for number, window in inner_windows(text, separator, length):
+        losses = token_losses(model, window)
+        numbers.append(number)
+        windows.append([losses[first:last].mean().item() for first, last in edges])
+    loss = sum(count * mean for count, mean in rows) / tokens
+    documents = len(text.find(separator))
+    return TextLoss(identity_of(text), documents, tokens, length, loss, rows, edges, windows, numbers)
+
+
+def inner_windows(text: TokenStore, separator: int, length: int) -> Iterator[tuple[int, Tensor]]:
+    """Windows of `length` + 1 tokens that lie inside a document, with its number.
+
+    The first begins with the separator before the document; they overlap by one token, as inputs and targets of a text do.
+    """
+    ends = text.find(separator)
+    for number, (begin, tokens) in enumerate(zip(np.append(-1, ends[:-1]), np.diff(ends, prepend=-1), strict=True)):
+        for first in range(int(begin), int(begin) + int(tokens) // length * length, length):
+            inside = text.read(max(first, 0), length + 1 if first >= 0 else length)
+            yield number, torch.from_numpy(inside if first >= 0 else np.append(separator, inside))
+
+
+def _row(model: NSATransformer, packed: BestFitRows, row: int, separator: int) -> tuple[int, float]:
+    window, filled, span = packed_row(packed, row, separator)
+    return filled, token_losses(model, window, span)[:filled].mean().item()

@@ -1,0 +1,106 @@
+"""The presets of long texts: twins of one size, on one text; and that a run like theirs goes on as the same run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nsa_lab.config import RunConfig
+from nsa_lab.data import Batch
+from nsa_lab.runs import events, launch
+from nsa_lab.train.plan import plan, shape_of
+from nsa_lab.train.trainer import Trainer
+from nsa_lab.train.twin import matched_hidden
+
+PARAMS = Path(__file__).parents[2] / "params"
+NSA, DENSE = (RunConfig.from_yaml(PARAMS / f"long_64k{kind}.yaml") for kind in ("", "_dense"))
+# What a run of a minute on a CPU takes in place of the presets' sizes; everything else is theirs.
+SHRUNK = [(3, 320, 2), (2, 640, 2), (4, 1280, 1)]
+
+
+def test_the_dense_preset_is_the_twin_with_as_many_parameters() -> None:
+    """At the multiple of 8 that is nearest to the width that `nsa-lab plan --twin` finds."""
+    assert DENSE.model.hidden == 8 * round(matched_hidden(NSA) / 8) == 3416
+    counts = [shape_of(config.model).parameter_count() for config in (NSA, DENSE)]
+    assert counts == [79_848_192, 79_894_272] and counts[1] / counts[0] - 1 < 0.001
+    model = {"attention": "dense", "mlp_hidden": DENSE.model.hidden}
+    assert NSA.model_copy(update={"name": DENSE.name, "model": NSA.model.model_copy(update=model)}) == DENSE
+
+
+def test_they_grow_to_64k_on_documents_told_apart_and_on_long_ones_at_the_end() -> None:
+    stages = NSA.train.plan
+    assert [stage.seq_len for stage in stages] == [2048, 8192, 65536] and NSA.data.documents == "mask"
+    assert [stage.min_document_tokens for stage in stages] == [0, 0, 32768]
+    assert [stage.planted_share for stage in stages] == [1, 1, 0.5]
+    assert plan(NSA).tokens == plan(DENSE).tokens == (393 + 523 + 2000) * 65536
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents of 300 to 3,000 letters, one a line; a third of them have 1,500 and more."""
+    dice, path = random.Random(3), tmp_path_factory.mktemp("texts") / "some.jsonl"
+    lines = ["".join(dice.choices("abcdefgh ", k=dice.choice([300, 900, 3000]))) for _ in range(120)]
+    path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
+    return str(path)
+
+
+def shrunk(config: RunConfig, texts: str) -> RunConfig:
+    stages = [
+        {**stage.model_dump(), "steps": steps, "seq_len": length, "batch_size": size, "warmup_steps": 1}
+        for stage, (steps, length, size) in zip(config.train.plan, SHRUNK, strict=True)
+    ]
+    stages[2]["min_document_tokens"] = 1500
+    sections = config.to_dict()
+    kept = {"log_every": 1, "stats_every": 3, "eval_every": 4, "eval_batches": 1, "save_every": 2}
+    return RunConfig.from_dict(
+        {
+            **sections,
+            "model": sections["model"] | {"dim": 24, "n_layers": 1, "d_k": 4, "d_v": 4, "mlp_hidden": 32},
+            "nsa": sections["nsa"] | {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 32},
+            "runtime": {"device": "cpu", "heartbeat_s": 60.0},
+            "train": sections["train"] | kept | {"stages": stages},
+            "data": sections["data"] | {"path": texts, "val_fraction": 0.3, "bytes_per_fact": 260},
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [NSA, DENSE], ids=lambda config: config.name)
+def test_a_run_like_theirs_that_is_killed_goes_on_as_the_same_run(
+    config: RunConfig, texts: str, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second stage, and in the last, whose text and planting are its own."""
+
+    class Killed(BaseException):
+        pass
+
+    after = Trainer._after
+    whole, parted = (launch.create_run(shrunk(config, texts), tmp_path / name) for name in ("whole", "parted"))
+    assert train(whole) == 0
+    for cut in (5, 7):
+
+        def die(self: Trainer, step: int, batch: Batch, phase: str, cut: int = cut) -> None:
+            after(self, step, batch, phase)
+            if step == cut:
+                raise Killed
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Trainer, "_after", die)
+            train(parted)
+    assert train(parted) == 0
+    ours, theirs = (load_file(run_dir / "checkpoints/step-00000009/model.safetensors") for run_dir in (parted, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    told = [[_numbers(event) for event in events.steps(events.read_events(run_dir))] for run_dir in (whole, parted)]
+    assert told[0] == told[1]
+    # Half of the last stage's sequences have answers, one in every two; all of the others do.
+    assert ["marked_loss" in event for event in told[0]] == [True] * 5 + [False, True, False, True]
+
+
+def _numbers(event: dict[str, Any]) -> dict[str, Any]:
+    return {key: event[key] for key in ("step", "tokens", "loss", "lr", "grad_norm", "marked_loss") if key in event}
