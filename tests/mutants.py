@@ -69,6 +69,13 @@ SELECTED = cases(
     "later_tokens_change_nothing",
     *(f"matches_the_definition[2x77x6x2x64x32x3x16-random-torch.float32-{way}]" for way in ("union", "gather")),
 )
+DECODING = cases(
+    "kernels/decoding/test_cached_attention.py",
+    "equals_plain_loops[203+37+130x1-H6G2-32x16-l8d4s16n4w20-torch.float32]",
+    "equals_plain_loops[201+9+64x1-H6G2-32x32-l8d4s16n4w20-index8-torch.float32]",
+    "heads_of_unlike_sharpness",
+    "of_equals_the_lower_index_is_chosen",
+)
 # A fork of this script may start no process, as a filling that is killed needs.
 FILLING = cases(
     "data/test_fill.py",
@@ -157,6 +164,7 @@ OTHERS = {
     "attention.kernels.selected.inverted_index": PACKED,
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
+    **{f"attention.kernels.decoding.{part}": DECODING for part in ("keys", "attend", "choose", "merge")},
     "attention.kernels.ahead": cases("kernels/test_compiling.py", "launches_are_launches_again_after_a_failure"),
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
@@ -864,6 +872,38 @@ MUTANTS = [
         "attention.decoding",
         "(tokens < 0) | (tokens > t)",
         "(tokens < 0) | ((tokens >= t) & (tokens > 0))",
+    ),
+    Mutant(
+        "decoding kernels: a window of w - 1 keys",
+        "attention.kernels.decoding.attend",
+        "v_win_ptr + b * stride_vwb + g * stride_vwg\n        stride_kn, stride_vn, slots, period, reach, near = "
+        "stride_kwn, stride_vwn, ring, 1, 0, W",
+        "v_win_ptr + b * stride_vwb + g * stride_vwg\n        stride_kn, stride_vn, slots, period, reach, near = "
+        "stride_kwn, stride_vwn, ring, 1, 0, W - 1",
+    ),
+    Mutant(
+        "decoding kernels: a part keeps its peak for its total",
+        "attention.kernels.decoding.keys",
+        "tl.store(part_sums_ptr + 2 * place + 1, total, mask=inside)",
+        "tl.store(part_sums_ptr + 2 * place + 1, peak, mask=inside)",
+    ),
+    Mutant(
+        "decoding kernels: parts are not shrunk to one peak",
+        "attention.kernels.decoding.merge",
+        "tl.exp2(part_peak - tl.max(part_peak, 0))",
+        "tl.exp2(part_peak - part_peak)",
+    ),
+    Mutant(
+        "decoding kernels: shares by one part's total",
+        "attention.kernels.decoding.choose",
+        "total = tl.sum(part_total * tl.exp2(part_peak - peak[:, None]), 1)",
+        "total = tl.max(part_total * tl.exp2(part_peak - peak[:, None]), 1)",
+    ),
+    Mutant(
+        "decoding kernels: the block before a query's own competes too",
+        "attention.kernels.decoding.choose",
+        "tl.where(j <= own - 2, keys, -1)",
+        "tl.where(j <= own - 1, keys, -1)",
     ),
     Mutant("decoding: the strongest head chooses", "attention.decoding", "carry(p.sum(3)", "carry(p.amax(3)"),
     Mutant(

@@ -1,7 +1,8 @@
 """Attention of new tokens over what a layer has kept of the tokens before them: decoding, and prefill in chunks.
 
-Rows of one length are computed together, over views that end where those sequences do. So what a step costs follows what
-it reads, whatever room the cache has and however long the neighbours are, and what was never written is never touched.
+In plain torch here, or by the kernels of kernels/decoding/. In torch, rows of one length are computed together, over views
+that end where those sequences do. So what a step costs follows what it reads, whatever room the cache has and however long
+the neighbours are, and what was never written is never touched.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa_lab.attention import geometry, reference, torch_backend
+from nsa_lab.attention import geometry, kernels, reference, torch_backend
+from nsa_lab.attention.dispatch import resolve_backend
 from nsa_lab.attention.span import Span
 from nsa_lab.attention.torch_backend import CHUNK_BYTES, carry, choice_dtype, wide_dtype
 from nsa_lab.config import NSAConfig
 
+BACKENDS = ("torch", "triton")
 # So many queries at once gather their own blocks; more read the past together, as a prompt does.
 FEW = 8
 
@@ -67,12 +70,18 @@ def cached_attention(
     the compressed branch's own scores choose (eq. 8, 9). No gradients. What is not finite in a chunk may reach all
     queries of its sequence in it.
 
+    `backend`: torch, on every device, waits on the host for the lengths; triton does not, and can be captured in a CUDA
+    graph. torch is the default on a GPU too, until the kernels as they are have passed their tests on one.
+
     Raises ValueError for a ring that is too small and for an indexer's queries without its keys, NotImplementedError for
-    a backend other than torch.
+    another backend and for a shape that the kernels do not take, BackendError where they cannot run.
     """
-    if backend != "torch":
-        raise NotImplementedError(f"cached_attention: backend = {backend!r}: expected torch, which runs on every device")
     _check(q, cache, nsa, index_q, choice_nsa)
+    if backend not in BACKENDS:
+        raise NotImplementedError(f"cached_attention: backend = {backend!r}: expected {' or '.join(BACKENDS)}")
+    if backend == "triton":
+        resolve_backend(q.device, q.dtype, nsa, backend=backend)
+        return kernels.cached_attention(q, gates, cache, lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
     out = q.new_empty(*q.shape[:3], cache.v_sel.shape[3])
     with torch.no_grad():
         for rows, start in _runs(lengths):

@@ -19,7 +19,7 @@ from nsa_lab.runs.environment import code_identity, source_digest, versions
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # What a speed depends on, each with a digest of its own, so that a changed report does not age a kernel.
-PARTS = ("attention", "model", "data", "train", "bench")
+PARTS = ("attention", "model", "inference", "data", "train", "bench")
 STANDS = "as it stands"
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
+# Steps of a turn: one alone, as when a model writes, once what the other one left in the caches is gone.
+ROUNDS, UNTIMED, TIMED = 4, 3, 6
 REPEATS = 10  # of a call on a GPU, at least
 # Long calls meet the card's power limit, whose control lets the clock swing by several per cent about once a second: a
 # median over less time than this is that of a peak or of a dip.
@@ -17,6 +19,29 @@ LONG_MS, SUSTAINED_MS = 5, 2000
 def time_ms(run: Callable[[], object], device: torch.device) -> float:
     """Median milliseconds of `run`, warmed up. On a GPU it is captured once and replayed, with a cold L2 each time."""
     return _time_graph(run) if device.type == "cuda" else _time_clock(run)
+
+
+def turns_ms(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each by the clock. They take turns, so that what else the machine does meets all alike."""
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            steps = [_clock_ms(run, device) for _ in range(UNTIMED + TIMED)]
+            took[name] += steps[UNTIMED:]
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def _clock_ms(run: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    begin = time.perf_counter()
+    run()
+    _wait(device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
@@ -48,6 +73,15 @@ def _time_graph(run: Callable[[], object]) -> float:
     del graph
     torch.cuda.empty_cache()
     return ms
+
+
+def memory_bytes_per_s(device: torch.device) -> float | None:
+    """What the memory of a GPU can give, by its clock and the width of its bus; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    from triton.testing import get_dram_gbps  # pyright: ignore[reportAttributeAccessIssue]
+
+    return get_dram_gbps(torch.cuda.current_device() if device.index is None else device.index) * 1e9
 
 
 def _time_clock(run: Callable[[], object], repeats: int = 3) -> float:

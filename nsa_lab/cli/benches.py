@@ -48,7 +48,9 @@ def bench_decode(
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="sequences at once; repeat [1]")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="of the model [2; on a GPU 12]")] = None,
-    backend: Annotated[str, typer.Option(help="of attention over a cache: torch")] = "torch",
+    backend: Annotated[
+        str | None, typer.Option(help="of attention over a cache: torch or triton [torch; on a GPU triton]")
+    ] = None,
     picture: Picture = None,
 ) -> None:
     """Time of one more token against context, of NSA and of dense attention; parity first."""

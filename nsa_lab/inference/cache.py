@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, nsa_attention
+from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, nsa_attention, resolve_backend
 from nsa_lab.attention.decoding import LayerCache, cached_attention, cached_dense_attention
 from nsa_lab.config import NSAConfig
 from nsa_lab.inference import memory
@@ -148,14 +148,14 @@ class Latest:
 class NSACache:
     """The cache of one NSA layer, and attention through it."""
 
-    def __init__(self, attention: SparseAttention, capacity: int, batch: int, like: Tensor) -> None:
+    def __init__(self, attention: SparseAttention, capacity: int, batch: int, like: Tensor, backend: str) -> None:
         if attention.backends is None:
             raise ValueError(
                 "NSACache: expected a layer whose backends are resolved, as those of an NSATransformer are; got one that "
                 "resolves them anew for each input"
             )
         c, nsa, G = attention.config, attention.config.nsa, attention.config.n_kv_groups
-        self._attention, self._nsa, self._backends = attention, nsa, attention.backends
+        self._attention, self._nsa, self._backends, self._backend = attention, nsa, attention.backends, backend
         phi_k, phi_v = attention.phi_k, attention.phi_v
         self.k_cmp = Compressed(nsa, lambda k: compress(k, nsa, phi_k), capacity, G, c.d_k, batch, like)
         self.v_cmp = Compressed(nsa, lambda v: compress(v, nsa, phi_v), capacity, G, c.d_v, batch, like)
@@ -195,8 +195,16 @@ class NSACache:
         return nsa_attention(q, k_cmp, v_cmp, *branches, gates, self._nsa, blocks=blocks, backend=self._backends)
 
     def _next(self, q: Tensor, gates: Tensor, index_q: Tensor | None, step: Step) -> Tensor:
-        choice_nsa = self.index.nsa if self.index else None
-        return cached_attention(q, gates, self.layer(), step.lengths, self._nsa, index_q=index_q, choice_nsa=choice_nsa)
+        return cached_attention(
+            q,
+            gates,
+            self.layer(),
+            step.lengths,
+            self._nsa,
+            index_q=index_q,
+            choice_nsa=self.index.nsa if self.index else None,
+            backend=self._backend,
+        )
 
     def layer(self) -> LayerCache:
         """As `cached_attention` takes it."""
@@ -275,19 +283,21 @@ class DenseCache:
 
 
 class Cache:
-    """What a model keeps of `batch` sequences of at most `capacity` tokens.
+    """What a model keeps of `batch` sequences of at most `capacity` tokens; `backend` is `cached_attention`'s.
 
-    Raises ValueError where that is more memory than there is, and says how many sequences would fit.
+    Raises ValueError where that is more memory than there is, and says how many sequences would fit; as `resolve_backend`
+    where the backend cannot run, or does not take the model's shapes.
     """
 
-    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1) -> None:
+    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, backend: str = "torch") -> None:
         like = model.head.weight
+        resolve_backend(like.device, like.dtype, model.config.nsa, model.config, backend)
         memory.check_fits(model.config, capacity, batch, like.device, like.element_size())
         self.capacity, self.batch = capacity, batch
         self.starts = (0,) * batch
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
         self._rows = torch.arange(batch, device=like.device)[:, None]
-        self.layers = [_layer(cast(Block, block).attention, capacity, batch, like) for block in model.blocks]
+        self.layers = [_layer(cast(Block, block).attention, capacity, batch, like, backend) for block in model.blocks]
 
     def step(self, width: int, counts: Sequence[int]) -> Step:
         """The next `width` tokens of every sequence, of which `counts` are no padding."""
@@ -314,7 +324,7 @@ class Cache:
             kept.copy_(kept[index])
 
 
-def _layer(attention: object, capacity: int, batch: int, like: Tensor) -> NSACache | DenseCache:
+def _layer(attention: object, capacity: int, batch: int, like: Tensor, backend: str) -> NSACache | DenseCache:
     if isinstance(attention, SparseAttention):
-        return NSACache(attention, capacity, batch, like)
+        return NSACache(attention, capacity, batch, like, backend)
     return DenseCache(cast(DenseAttention, attention), capacity, batch, like)

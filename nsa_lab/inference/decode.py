@@ -24,11 +24,13 @@ FIRST = 2**16
 class Decoder:
     """Feeds a model with the tokens of `batch` sequences, at most `capacity` each, and keeps what it needs of them.
 
-    Raises ValueError where the cache does not fit, as `Cache` does.
+    `backend` is that of tokens behind the first chunk, torch or triton: not the layers' own, by which that chunk is read.
+
+    Raises what `Cache` raises: ValueError where it does not fit, BackendError where the backend cannot run.
     """
 
-    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1) -> None:
-        self._model, self.cache = model, Cache(model, capacity, batch)
+    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, *, backend: str = "torch") -> None:
+        self._model, self.cache = model, Cache(model, capacity, batch, backend)
         self._rotary = self._angles()
 
     def grow(self, capacity: int) -> None:

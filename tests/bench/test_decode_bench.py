@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.attention import SDPBackend
 
-from nsa_lab.bench import decode
+from nsa_lab.bench import decode, decode_operator
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.inference import memory
 
@@ -36,19 +37,73 @@ def test_both_levels_are_checked_timed_compared_and_recorded(tmp_path):
 
 
 def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
-    honest = decode.cached_attention
+    honest = decode_operator.cached_attention
 
     def one_key_fewer(q, gates, cache, lengths, nsa, **options):
         return honest(q, gates, cache, lengths, nsa.model_copy(update={"w": nsa.w - 1}), **options)
 
-    monkeypatch.setattr(decode, "cached_attention", one_key_fewer)
+    monkeypatch.setattr(decode_operator, "cached_attention", one_key_fewer)
     rows = bench(tmp_path)
     operator = {row.by: row for row in rows if row.level.startswith("operator") and row.batch == 1}
     assert operator["nsa"].ms is None and operator["dense"].ms > 0
     assert "FAILED PARITY" in (tmp_path / "table.txt").read_text()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_torch_backend_passes(dtype):
-    found = decode.parity(decode.HeadSizes(12, 2, 64), NSAConfig(), dtype, torch.device("cpu"), "torch")
+def test_a_fault_at_the_highest_addresses_alone_gets_no_speed(tmp_path, monkeypatch):
+    """Each time is checked at its own size, on the last sequence."""
+    honest = decode_operator.cached_attention
+
+    def wrong_at_the_end(q, *given, **options):
+        out = honest(q, *given, **options)
+        out[-1] += 1e-3 * (len(q) == 2)
+        return out
+
+    monkeypatch.setattr(decode_operator, "cached_attention", wrong_at_the_end)
+    rows = [row for row in bench(tmp_path) if row.level.startswith("operator")]
+    failed = {(row.by, row.batch) for row in rows if row.ms is None}
+    assert failed == {("nsa", 2)} and len(rows) == 8
+
+
+def test_the_fastest_of_those_that_are_right_is_the_dense_one(tmp_path, monkeypatch):
+    plain = decode_operator._plain_dense
+
+    def four_ways(step):
+        yield "slower", plain
+        yield "right", plain
+        yield "wrong", lambda q, k, v: q
+        yield "none", lambda q, k, v: q.view(1)
+
+    monkeypatch.setattr(decode_operator, "dense_attentions", four_ways)
+    monkeypatch.setattr(decode_operator, "turns_ms", lambda runs, device: {by: len(by) for by in runs})
+    dense = [row for row in bench(tmp_path) if row.level.startswith("operator") and row.by == "dense"]
+    for row in dense:
+        assert (row.kernel, row.ms) == ("right", 5) and row.error <= row.limit and row.others["slower"] == 6
+        assert row.others["wrong"].startswith("FAILED PARITY") and row.others["none"].startswith("does not run")
+
+
+@pytest.mark.parametrize("way", ["grouped", "its own", pytest.param("kernels", marks=pytest.mark.slow)])
+def test_every_way_to_dense_attention_is_dense_attention(way):
+    """Those of a GPU, on what this machine has."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    step = decode_operator.QueryStep(decode.HeadSizes(6, 2, 16), CONFIG.nsa, 133, 3, torch.float32, device)
+    if way == "kernels":
+        attend = decode_operator._every_key(step)
+    else:
+        attend = decode_operator._sdpa(SDPBackend.MATH, grouped=way == "grouped")
+    q, k, v = step.dense()
+    for laid_out in ((k, v), (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))):
+        torch.testing.assert_close(attend(q, *laid_out), decode_operator._plain_dense(q, k, v), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        (torch.float32, "torch"),
+        (torch.bfloat16, "torch"),
+        pytest.param(torch.float16, "triton", marks=pytest.mark.slow),
+    ],
+)
+def test_the_backends_pass(dtype, backend):
+    device = torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+    found = decode.parity(decode.HeadSizes(12, 2, 64), NSAConfig(), dtype, device, backend)
     assert found["passed"], found

@@ -9,6 +9,8 @@ import torch
 from tiny_models import GEOMETRY, built, tiny
 from torch import Tensor
 
+from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding import launch
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.inference import Decoder, cache, decode, memory
 from nsa_lab.model import NSATransformer
@@ -23,6 +25,8 @@ GEOMETRIES = [
     NSAConfig(l=12, d=2, l_sel=4, n_sel=6, w=3),
     NSAConfig(l=1, d=1, l_sel=1, n_sel=3, w=2),
 ]
+# Where kernels run: under the interpreter, on a machine without a GPU.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
 VARIANTS = [
     {},
@@ -179,6 +183,35 @@ def test_phi_is_computed_once_for_every_block(monkeypatch: pytest.MonkeyPatch) -
     model.blocks[0].attention.phi_k.register_forward_hook(lambda _, __, out: blocks.append(out.shape[1]))
     in_chunks(model, [drawn(LENGTH)], [5, 1])
     assert [n for n in blocks if n] == [1] * ((LENGTH - GEOMETRY.l) // GEOMETRY.d + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [{}, {"selection_loss": 0.1, "indexer_block": 2}], ids=["own", "indexer"])
+def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk behind the first one, then greedily: the tokens, and nearly the logits, that torch gives."""
+    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 8)  # interpreted one after another
+    calls, choose = [], launch.choose
+    monkeypatch.setattr(launch, "choose", lambda *given: calls.append(given) or choose(*given))
+    nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20)
+    model = NSATransformer(tiny(d_k=16, d_v=32, nsa=nsa, **variant), dtype=torch.float32, device=DEVICE, seed=5)
+    texts = [drawn(length, seed=length).to(DEVICE) for length in (81, 74, 77)]
+    decoders = [Decoder(model, 90, len(texts), backend=backend) for backend in ("torch", "triton")]
+    for decoder in decoders:
+        decoder.append(*ragged([text[:70] for text in texts]))
+    tokens, counts = ragged([text[70:] for text in texts])
+    for _ in range(4):
+        by_torch, by_kernels = (decoder.last(tokens, counts) for decoder in decoders)
+        torch.testing.assert_close(by_kernels, by_torch, rtol=0, atol=1e-5)
+        tokens, counts = by_torch.argmax(-1, keepdim=True), None
+        assert torch.equal(by_kernels.argmax(-1, keepdim=True), tokens)
+    assert len(calls) == 4 * len(model.blocks)
+
+
+def test_a_backend_that_cannot_decode_a_model_is_refused_at_once() -> None:
+    with pytest.raises(NotImplementedError, match="head widths in multiples of 16"):
+        Decoder(NSATransformer(tiny(), device=DEVICE), 9, backend="triton")
+    with pytest.raises(NotImplementedError, match="no dense attention"):
+        Decoder(NSATransformer(tiny(attention="dense"), device=DEVICE), 9, backend="triton")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_lab.attention import Span, kernels
+from nsa_lab.attention.decoding import LayerCache
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.ahead import compile_ahead
@@ -95,6 +96,29 @@ def attend(
     kernels.selected_attention(q, *kv[2:4], blocks, nsa, span=span)[0].sum().backward()
 
 
+def decode(
+    S: int,
+    H: int,
+    G: int,
+    D: int,
+    Dv: int | None = None,
+    nsa: NSAConfig | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    capacity: int = 2000,
+    indexed: bool = False,
+) -> None:
+    """A decoding step of one sequence, through a cache for `capacity` tokens."""
+    nsa = nsa or NSAConfig()
+    rows = (num_compressed(capacity, nsa), capacity, nsa.w + S)
+    cache = [torch.zeros(1, n, G, width, dtype=dtype) for n in rows for width in (D, Dv or D)]
+    index_q, k_index = (torch.zeros(1, n, G, D, dtype=dtype) if indexed else None for n in (S, capacity // nsa.d))
+    choice_nsa = nsa.model_copy(update={"l": nsa.d}) if indexed else None
+    q, gates = torch.zeros(1, S, H, D, dtype=dtype), torch.zeros(1, S, H, 3, dtype=dtype)
+    lengths = torch.zeros(1, dtype=torch.int32)
+    kernels.cached_attention(q, gates, LayerCache(*cache, k_index), lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
+
+
 def choose(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """An indexer's choice: one head per group, a key for every d tokens."""
     q, k = torch.zeros(1, T, G, D, dtype=dtype), torch.zeros(1, T // d, G, D, dtype=dtype)
@@ -119,6 +143,8 @@ def narrow() -> None:
     attend(T=300, H=6, G=1, D=64)
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)
+    decode(S=1, H=6, G=1, D=64, indexed=True)
+    decode(S=1, H=6, G=1, D=64, capacity=1024)  # every block has a place
     choose(T=300, G=2, D=64, d=2)
 
 
@@ -128,6 +154,8 @@ def wide() -> None:
     attend(T=320, H=32, G=2, D=128)  # a length that fills its tiles
     pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
     attend(T=300, H=32, G=2, D=128)
+    decode(S=8, H=32, G=2, D=128)
+    decode(S=1, H=32, G=2, D=128, indexed=True)
     choose(T=300, G=2, D=128, d=8)
 
 
@@ -136,6 +164,9 @@ def wider() -> None:
     selected.UNION_TOKENS = 0
     attend(T=320, H=16, G=2, D=256, Dv=128)
     attend(T=320, H=2, G=2, D=256, dtype=torch.float32)
+    decode(S=1, H=16, G=2, D=192, Dv=128)
+    decode(S=8, H=16, G=2, D=256)
+    decode(S=8, H=16, G=2, D=256, dtype=torch.float32)
     choose(T=320, G=2, D=256, d=8)
     choose(T=320, G=2, D=256, d=1, dtype=torch.float32)
 
@@ -143,6 +174,7 @@ def wider() -> None:
 def corners() -> None:
     """Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes."""
     attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
+    decode(3, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, indexed=True)
     choose(130, 1, 96, 16, torch.float16)
 
 
@@ -175,6 +207,8 @@ def lengths() -> None:
             settled = number > 2
             attend(T, H=6, G=2, D=64)
             choose(T, G=2, D=64, d=8)
+            decode(S=1, H=6, G=2, D=64, capacity=T)
+            decode(S=1, H=6, G=2, D=64, capacity=T, indexed=True)
             table = torch.tensor([0, 3, T // 2, T], dtype=torch.int32)
             attend(T, H=6, G=2, D=64, span=Span.packed(table, capacity=4, longest=high))
 

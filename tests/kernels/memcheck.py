@@ -1,4 +1,5 @@
-"""The whole operator, forward and backward, by every path on small odd shapes, for a memory checker to watch:
+"""The whole operator, forward and backward, by every path on small odd shapes, and decoding steps through full caches, for
+a memory checker to watch:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/kernels/memcheck.py
 
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_lab.attention import Span
+from nsa_lab.attention.decoding import LayerCache, cached_attention
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import nsa_attention
 from nsa_lab.attention.kernels.selected import launch as selected
@@ -80,6 +82,30 @@ def run(case: Case) -> None:
     assert all(torch.isfinite(x.grad).all() for x in (*inputs, gates))
 
 
+# Tokens before, new ones, and the other sizes.
+STEPS = [
+    (1110, 1, (2, 6, 1, 64, 64), torch.bfloat16),
+    (1103, 8, (1, 32, 2, 128, 128), torch.bfloat16),
+    (331, 2, (1, 5, 1, 96, 32), torch.float32),
+    (0, 1, (2, 4, 2, 64, 128), torch.float16),
+]
+
+
+def decode(before: int, new: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, indexed: bool) -> None:
+    """One step through a cache that has room for no more; AssertionError where an output is not finite."""
+    B, H, G, Dk, Dv = sizes
+    nsa, choice = NSAConfig(w=77), NSAConfig(l=8, d=8)
+    rows = (num_compressed(before + new, nsa), before + new, nsa.w + new - 1)
+    cache = [torch.randn(B, n, G, width, dtype=dtype, device="cuda") for n in rows for width in (Dk, Dv)]
+    index = [torch.randn(B, n, G, Dk, dtype=dtype, device="cuda") for n in (new, num_compressed(before + new, choice))]
+    q, gates = (torch.randn(B, new, H, width, dtype=dtype, device="cuda") for width in (Dk, 3))
+    lengths = torch.full((B,), before, dtype=torch.int32, device="cuda")
+    options = {"index_q": index[0], "choice_nsa": choice} if indexed else {}
+    caches = LayerCache(*cache, index[1] if indexed else None)
+    out = cached_attention(q, gates, caches, lengths, nsa, backend="triton", **options)
+    assert torch.isfinite(out).all()
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     for case in CASES:
@@ -95,3 +121,7 @@ if __name__ == "__main__":
             "ok",
             flush=True,
         )
+    for step in STEPS:
+        for indexed in (False, True):
+            decode(*step, indexed=indexed)
+            print("decoding", *step, "indexed" * indexed, "ok", flush=True)

@@ -120,6 +120,22 @@ def test_heads_wider_than_any_that_was_timed(dtype, roomy, monkeypatch):
     assert launch_table.selected_keys(dtype, 128, CPU) == 64
 
 
+def test_decoding(monkeypatch):
+    """Those of one head width, 128 in half precision, were timed, though against no others."""
+    for roomy, stages in ((True, 3), (False, 2)):
+        monkeypatch.setattr(launch_table, "is_roomy", lambda device, roomy=roomy: roomy)
+        assert launch_table.decoding_keys(HALF, 128, 6, CPU) == Tile(16, 64, 4, stages)
+        assert launch_table.decoding_keys(HALF, 64, 512, CPU) == Tile(64, 64, 4, stages)
+        assert launch_table.decoding_keys(HALF, 192, 17, CPU) == Tile(32, 32, 8, stages)
+    tiles = [launch_table.decoding_keys(SINGLE, width, 100, CPU) for width in (64, 128, 256)]
+    assert tiles == [Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)]
+    # Of 128K tokens: 8,191 compressed keys; one sequence of four groups, and 32 of them.
+    assert [launch_table.decoding_parts(programs, 128) for programs in (4, 8, 128, 1000)] == [32, 32, 2, 1]
+    assert [launch_table.decoding_parts(4, tiles) for tiles in (0, 1, 5, 8)] == [1, 1, 8, 8]
+    assert [launch_table.shares_keys(heads) for heads in (1, 16, 64)] == [256, 256, 64]
+    assert [launch_table.best_blocks(blocks) for blocks in (0, 300, 2048, 10**5)] == [256, 512, 2048, 4096]
+
+
 def test_no_launch_has_numbers_of_its_own():
     """Tiles, warps, stages and registers come from the table."""
     named = {"num_warps", "num_stages", "maxnreg", "ROWS", "KEYS", "QUERIES", "BLOCKS", "ENTRIES", "ELEMENTS", "AT_ONCE"}

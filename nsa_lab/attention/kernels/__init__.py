@@ -2,6 +2,7 @@
 
     vocabulary     the words that all of it uses, and the names that its kernels have in a profile
     operator       all of NSA as one operator;  gating: the gated sum;  choice: the block choice
+    decoding/      all of NSA for a few new tokens, through a cache
     band/          the compressed and the window branch;  selected/: the selected branch
     documents      several documents in one row: which of them a program works on, and where its rows begin
     launch_table   tile sizes and how each kernel is compiled;  tiles, host: what kernels, or launchers, do alike
@@ -18,12 +19,16 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
+
+if TYPE_CHECKING:
+    from nsa_lab.attention.decoding import LayerCache
 
 WIDTH_STEP, WIDTH_LIMIT = 16, 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -176,4 +181,30 @@ def nsa_attention(
 
     _refuse("nsa_attention", unsupported(nsa, q.shape[3], v_cmp.shape[3]))
     return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks, *_where(span, nsa, q))
+
+
+def cached_attention(
+    q: Tensor, gates: Tensor, cache: LayerCache, lengths: Tensor, nsa: NSAConfig, *,
+    index_q: Tensor | None = None, choice_nsa: NSAConfig | None = None,
+) -> Tensor:
+    """As `decoding.cached_attention`; carries no gradient.
+
+    Nothing waits on the host, and what is launched depends on shapes alone: it can be captured in a CUDA graph, and
+    lengths changed in place between replays. Meant for a few new tokens: the scores of all compressed keys that the cache
+    has room for are kept meanwhile, float32 [B, S, H, N_max].
+    """
+    from nsa_lab.attention.kernels.decoding import launch
+
+    _refuse("cached_attention", unsupported(nsa, q.shape[3], cache.v_cmp.shape[3]))
+    _refuse("cached_attention, the indexer", None if index_q is None else _width_limit(index_q.shape[3], None))
+    for name, x in cache._asdict().items():
+        if x is not None and x.stride(3) != 1:  # a copy would cost more than the step
+            raise ValueError(f"{name}: expected a cache whose last axis is contiguous; got strides {x.stride()}")
+    branches = cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
+    sizes = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
+    geometry = choice_nsa or nsa
+    with torch.no_grad():
+        return launch.cached_attention(
+            q, gates, lengths, *branches, *sizes, index_q, cache.k_index, geometry.l, geometry.d
+        )
 # fmt: on

@@ -165,6 +165,20 @@ def _merge(best, score, j0, N_FREE: tl.constexpr, BLOCKS: tl.constexpr):
     return best
 
 
+@triton.jit
+def with_forced(chosen, own, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr):
+    """The choice [Q, N_SEL_PAD], ascending, then -1: the first N_SEL - 3 of `chosen`, ABSENT where none is, and the forced
+    blocks of queries [Q] that stand in block `own`."""
+    N_FREE: tl.constexpr = N_SEL - 3
+    place = tl.arange(0, N_SEL_PAD)
+    forced = tl.where(place[None, :] == N_FREE, 0, own[:, None] + N_FREE + 1 - place[None, :])
+    # Places N_FREE .. N_FREE+2: block 0, own, own-1; the latter two only where they are not block 0 again.
+    exists = (place[None, :] == N_FREE) | (forced >= 1)
+    chosen = tl.where(place[None, :] < N_FREE, chosen, tl.where(exists & (place[None, :] < N_SEL), forced, ABSENT))
+    chosen = tl.sort(chosen, dim=1)
+    return tl.where(chosen == ABSENT, -1, chosen)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choice(
     q_ptr, k_ptr, lse_ptr, blocks_ptr, q_bounds_ptr, k_bounds_ptr,
@@ -243,14 +257,10 @@ def nsa_choice(
     else:
         chosen = tl.where(place[None, :] + 1 <= own[:, None] - 2, place[None, :] + 1, ABSENT)
 
-    forced = tl.where(place[None, :] == N_FREE, 0, own[:, None] + N_FREE + 1 - place[None, :])
-    # Places N_FREE .. N_FREE+2: block 0, own, own-1; the latter two only where they are not block 0 again.
-    exists = (place[None, :] == N_FREE) | (forced >= 1)
-    chosen = tl.where(place[None, :] < N_FREE, chosen, tl.where(exists & (place[None, :] < N_SEL), forced, ABSENT))
-    chosen = tl.sort(chosen, dim=1)
+    chosen = with_forced(chosen, own, N_SEL, N_SEL_PAD)
     rows = (b * T + t) * G + g
     inside = tile * QUERIES + tl.arange(0, QUERIES) < T
-    tl.store(blocks_ptr + rows[:, None] * N_SEL + place[None, :], tl.where(chosen == ABSENT, -1, chosen),
+    tl.store(blocks_ptr + rows[:, None] * N_SEL + place[None, :], chosen,
              mask=inside[:, None] & (place[None, :] < N_SEL))
 # fmt: on
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_lab.attention.kernels.host import padded_width
+from nsa_lab.attention.kernels.host import ceil_div, padded_width
 
 
 class Tile(NamedTuple):
@@ -193,3 +193,37 @@ SUM_ITEMS_ELEMENTS, SUM_ITEMS_AT_ONCE = 1024, 4
 COUNT_ENTRIES, COUNT_COLUMNS, COUNT_WARPS = 4096, 64, 8
 SCATTER_ENTRIES = 1024
 FIRST_QUERY_ITEMS = 256
+
+
+DECODING_PROGRAMS = 256
+"""Programs that a kernel of a decoding step is split into at least: about two for each multiprocessor of an H200."""
+DECODING_PARTS = 32
+"""Parts that the keys of a branch are split into at most; each costs a partial output."""
+DECODING_ROWS = 64
+MERGE_ELEMENTS = 4096
+SHARES_ELEMENTS, SHARES_KEYS = 4096, 256
+BEST_BLOCKS, BEST_WARPS = 4096, 8
+
+
+def decoding_parts(programs: int, tiles: int) -> int:
+    """Into how many parts the keys of each of so many programs are split, where they are so many tiles at most."""
+    wanted = min(ceil_div(DECODING_PROGRAMS, programs), tiles, DECODING_PARTS)
+    return padded_width(max(wanted, 1))
+
+
+def shares_keys(heads: int) -> int:
+    """Compressed keys whose scores of so many heads a program sums."""
+    return min(SHARES_ELEMENTS // heads, SHARES_KEYS)
+
+
+def best_blocks(blocks: int) -> int:
+    """Selection blocks that are ranked at once, where a query has so many at most."""
+    return min(max(padded_width(max(blocks, 1)), 32 * BEST_WARPS), BEST_BLOCKS)
+
+
+def decoding_keys(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:
+    """Of the kernels that read a cache. `rows` are those that there are; a tensor core takes 16 at least."""
+    if dtype == torch.float32:
+        return Tile(min(max(padded_width(rows), 16), 16 if width > WIDEST else 32), _float32(width).keys, 4, 1)
+    padded = min(max(padded_width(rows), 16), DECODING_ROWS)
+    return Tile(padded, 32 if width > WIDEST else 64, 8 if width > WIDEST else 4, 3 if is_roomy(device) else 2)

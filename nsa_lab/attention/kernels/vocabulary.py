@@ -31,6 +31,8 @@ Partial results, which a later kernel sums in a fixed order: no floating-point a
     pair_x       one row per query, block that it chose, and head
     item_x       one per work item of the inverted index (selected/inverted_index.py)
     chunk_x      one per chunk of the queries that see a key tile (band/)
+    part_x       one per part of the keys that a decoding step splits a branch into (decoding/): PARTS of them per row,
+                 those of cmp, win and sel one after another. `before` are then the tokens before the first query
 Bounds and masks
     first_query  the position of query 0, where keys came before; None: 0
     start, stop  a half-open range;  first, last: both inside it
@@ -48,7 +50,7 @@ LOG2E = 1.4426950408889634
 SIZES = (
     "T", "N", "B", "G", "G_all", "documents", "first_query", "n_rows", "n_blocks", "n_items", "n_spans", "first_span",
     "pass_spans", "row_programs", "rows_total", "work_size", "tiles", "reductions", "parts", "chunk_steps",
-    "stride_gb", "stride_lseb",
+    "stride_gb", "stride_lseb", "ring", "row_tiles", "row_parts",
 )  # fmt: skip
 """Arguments of kernels that follow from how long texts are, how many, and in how many pieces.
 

@@ -1,0 +1,121 @@
+"""The kernels that read the cache's keys and values. launch.py launches them."""
+
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_lab.attention.kernels.band.bounds import visible
+from nsa_lab.attention.kernels.decoding.keys import (
+    attend_blocks,
+    attend_range,
+    load_queries,
+    part_range,
+    score_range,
+    store_part,
+    store_sums,
+)
+from nsa_lab.attention.kernels.tiles import batch_and_group
+from nsa_lab.attention.kernels.vocabulary import SIZES
+
+NEVER = tl.constexpr(1 << 30)
+"""Tokens after which a compressed key is not read any more."""
+
+
+# fmt: off
+@triton.jit(do_not_specialize=SIZES)
+def nsa_compressed_and_window(
+    q_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, lengths_ptr, scores_ptr, part_out_ptr, part_sums_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kcb, stride_kcn, stride_kcg, stride_vcb, stride_vcn, stride_vcg,
+    stride_kwb, stride_kwn, stride_kwg, stride_vwb, stride_vwn, stride_vwg,
+    T, N, ring, B, G, row_tiles, scale_log2,
+    HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr, PARTS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):
+    """One part of the compressed branch, or of the window's, of one tile of rows; both in one launch, since neither waits
+    for the other. Where there is a `scores_ptr`, float32 [B, T, H, N], it takes the compressed scores in units of log2."""
+    b, g = batch_and_group(B, G)
+    tile = tl.program_id(0) // (B * G)
+    part, tile = tile // row_tiles, tile % row_tiles
+    before = tl.load(lengths_ptr + b)
+    q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
+    q, t, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, HEADS, DK, DK_PAD, ROWS)
+    position = before + t
+    rows = (b * T + t) * (G * HEADS) + g * HEADS + head
+    # One loop takes either branch: two would each have shared memory of their own.
+    compressed = part < CMP_PARTS
+    if compressed:
+        stop = tl.minimum(visible(before + T - 1, L, STRIDE), N)
+        start, stop = part_range(0, stop, part, CMP_PARTS, KEYS)
+        k_base, v_base = k_cmp_ptr + b * stride_kcb + g * stride_kcg, v_cmp_ptr + b * stride_vcb + g * stride_vcg
+        stride_kn, stride_vn, slots, period, reach, near = stride_kcn, stride_vcn, N, STRIDE, L - 1, NEVER
+    else:
+        start, stop = part_range(tl.maximum(before - W + 1, 0), before + T, part - CMP_PARTS, WIN_PARTS, KEYS)
+        k_base, v_base = k_win_ptr + b * stride_kwb + g * stride_kwg, v_win_ptr + b * stride_vwb + g * stride_vwg
+        stride_kn, stride_vn, slots, period, reach, near = stride_kwn, stride_vwn, ring, 1, 0, W
+    acc, peak, total = attend_range(
+        q, k_base, v_base, stride_kn, stride_vn, position, start, stop, slots, period, reach, near,
+        scores_ptr, rows, inside & compressed, N, scale_log2, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
+    )
+    store_part(part_out_ptr, part_sums_ptr, rows * PARTS + part, acc, peak, total, inside, DV, DV_PAD)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def nsa_choice_scores(
+    q_ptr, k_ptr, lengths_ptr, scores_ptr, part_sums_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
+    T, N, B, G, row_tiles, scale_log2,
+    HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):
+    """Scores of keys that serve the choice alone, float32 [B, T, H, N] in units of log2, and the sums of each part."""
+    b, g = batch_and_group(B, G)
+    tile = tl.program_id(0) // (B * G)
+    part, tile = tile // row_tiles, tile % row_tiles
+    before = tl.load(lengths_ptr + b)
+    stop = tl.minimum(visible(before + T - 1, L, STRIDE), N)
+    start, stop = part_range(0, stop, part, PARTS, KEYS)
+    q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
+    q, t, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, HEADS, DK, DK_PAD, ROWS)
+    rows = (b * T + t) * (G * HEADS) + g * HEADS + head
+    peak, total = score_range(
+        q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, before + t, start, stop, scores_ptr, rows, inside, N,
+        scale_log2, L, STRIDE, DK, DK_PAD, ROWS, KEYS,
+    )
+    store_sums(part_sums_ptr, rows * PARTS + part, peak, total, inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def nsa_selected_decode(
+    q_ptr, k_ptr, v_ptr, blocks_ptr, lengths_ptr, part_out_ptr, part_sums_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
+    T, N, B, G, row_tiles, scale_log2,
+    HEADS: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
+    FIRST_PART: tl.constexpr, SEL_PARTS: tl.constexpr, PARTS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):
+    """One part of the selected branch of one tile of the heads of one query."""
+    b, g = batch_and_group(B, G)
+    tile = tl.program_id(0) // (B * G)
+    part, tile = tile // row_tiles, tile % row_tiles
+    part, t = part // T, part % T
+    position = tl.load(lengths_ptr + b) + t
+    # Every block that has begun is chosen while there is room for it, so that so many are not -1.
+    chosen = tl.minimum(position // L_SEL + 1, N_SEL)
+    start, stop = part_range(0, chosen, part, SEL_PARTS, 1)
+    q_base = q_ptr + b * stride_qb + t * stride_qt + g * HEADS * stride_qh
+    q, _, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, 1, HEADS, DK, DK_PAD, ROWS)
+    acc, peak, total = attend_blocks(
+        q, k_ptr + b * stride_kb + g * stride_kg, v_ptr + b * stride_vb + g * stride_vg, stride_kn, stride_vn,
+        blocks_ptr + ((b * T + t) * G + g) * N_SEL, position, start, stop, N, scale_log2,
+        L_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
+    )
+    place = ((b * T + t) * (G * HEADS) + g * HEADS + head) * PARTS + FIRST_PART + part
+    store_part(part_out_ptr, part_sums_ptr, place, acc, peak, total, inside, DV, DV_PAD)
+# fmt: on

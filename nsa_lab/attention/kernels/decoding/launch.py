@@ -1,0 +1,201 @@
+"""How a decoding step is launched: five kernels, six with an indexer; no size depends on how long sequences are."""
+
+# torch.library's functions are not annotated.
+# pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding.attend import nsa_choice_scores, nsa_compressed_and_window, nsa_selected_decode
+from nsa_lab.attention.kernels.decoding.choose import nsa_choice_best, nsa_choice_shares
+from nsa_lab.attention.kernels.decoding.merge import nsa_gate_merge
+from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides
+from nsa_lab.attention.kernels.launch_table import Tile
+from nsa_lab.attention.kernels.vocabulary import LOG2E
+
+torch.library.define(
+    "nsa_lab::cached_attention",
+    "(Tensor q, Tensor gates, Tensor lengths, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win,"
+    " Tensor v_win, int l, int d, int l_sel, int n_sel, int w, Tensor? index_q=None, Tensor? k_index=None,"
+    " int index_l=0, int index_d=0) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+cached_attention = torch.ops.nsa_lab.cached_attention.default
+
+
+class Scored(NamedTuple):
+    """What the choice is made from."""
+
+    scores: Tensor  # float32 [B, T, H, N], in units of log2
+    sums: Tensor  # float32 [B, T, H, parts or more, 2]: peak, in units of log2, and total
+    parts: int
+    l: int
+    d: int
+
+
+class PartialOutputs(NamedTuple):
+    """Partial outputs of all branches, not divided by their totals, and how many parts each branch has; in this order."""
+
+    out: Tensor  # float32 [B, T, H, cmp + win + sel, Dv]
+    sums: Tensor  # float32 [B, T, H, cmp + win + sel, 2]: peak, in units of log2, and total
+    cmp: int
+    win: int
+    sel: int
+
+
+# fmt: off
+@torch.library.impl("nsa_lab::cached_attention", ("cpu", "cuda"))
+def _(
+    q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
+    v_win: Tensor, l: int, d: int, l_sel: int, n_sel: int, w: int, index_q: Tensor | None = None,
+    k_index: Tensor | None = None, index_l: int = 0, index_d: int = 0,
+) -> Tensor:
+    with torch.cuda.device_of(q):
+        q = q if q.stride(3) == 1 else q.contiguous()
+        parts = split(q, v_cmp, n_sel, w)
+        # Where every block that fits the cache has a place, scores do not matter.
+        competing = ceil_div(k_sel.shape[1], l_sel) > n_sel
+        scores = _room(q, k_cmp) if competing and index_q is None else None
+        compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
+        scored = None if scores is None else Scored(scores, parts.sums, parts.cmp, l, d)
+        if competing and index_q is not None and k_index is not None:
+            scored = _score(index_q, k_index, lengths, index_l, index_d)
+        blocks = choose(q.shape[1], k_sel.shape[2], scored, lengths, l_sel, n_sel)
+        _selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel)
+        return merged(q, gates, parts)
+
+
+@torch.library.register_fake("nsa_lab::cached_attention")
+def _(q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v_cmp.shape[3])
+
+
+def _tile(q: Tensor, groups: int, width: int, queries: int) -> Tile:
+    return launch_table.decoding_keys(q.dtype, width, queries * (q.shape[2] // groups), q.device)
+
+
+def _row_tiles(q: Tensor, groups: int, tile: Tile, queries: int) -> int:
+    return ceil_div(queries * (q.shape[2] // groups), tile.rows)
+
+
+def split(q: Tensor, v_cmp: Tensor, n_sel: int, w: int) -> PartialOutputs:
+    """Room for the parts of a step; none for the selected branch if n_sel is 0."""
+    B, T, H, _ = q.shape
+    N, G, Dv = v_cmp.shape[1:]
+    tile = _tile(q, G, max(q.shape[3], Dv), T)
+    programs = B * G * _row_tiles(q, G, tile, T)
+    cmp = launch_table.decoding_parts(programs, ceil_div(N, tile.keys))
+    win = launch_table.decoding_parts(programs, ceil_div(w + T - 1, tile.keys))
+    sel = launch_table.decoding_parts(B * G * T, n_sel) if n_sel else 0
+    out = q.new_empty(B, T, H, cmp + win + sel, Dv, dtype=torch.float32)
+    return PartialOutputs(out, out.new_empty(*out.shape[:4], 2), cmp, win, sel)
+
+
+def _room(q: Tensor, keys: Tensor) -> Tensor:
+    """For the scores of every query and head to every key that the cache has room for."""
+    return q.new_empty(*q.shape[:3], keys.shape[1], dtype=torch.float32)
+
+
+def compressed_and_window(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor, lengths: Tensor, scores: Tensor | None,
+    parts: PartialOutputs, l: int, d: int, w: int,
+) -> None:
+    """Fills `scores` and the parts of both branches."""
+    B, T, H, Dk = q.shape
+    N, G, Dv = v_cmp.shape[1:]
+    tile = _tile(q, G, max(Dk, Dv), T)
+    row_tiles = _row_tiles(q, G, tile, T)
+    nsa_compressed_and_window[(B * G * row_tiles * (parts.cmp + parts.win),)](
+        q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts.out, parts.sums,
+        *strides(q, k_cmp, v_cmp, k_win, v_win),
+        T, N, k_win.shape[1], B, G, row_tiles, Dk**-0.5 * LOG2E,
+        HEADS=H // G, L=l, STRIDE=d, W=w,
+        CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=parts.sums.shape[3],
+        DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
+        ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
+    )
+
+
+def _score(q: Tensor, keys: Tensor, lengths: Tensor, l: int, d: int) -> Scored:
+    """An indexer's scores."""
+    q = q if q.stride(3) == 1 else q.contiguous()
+    B, T, H, Dk = q.shape
+    N, G = keys.shape[1:3]
+    tile = _tile(q, G, Dk, T)
+    row_tiles = _row_tiles(q, G, tile, T)
+    parts = launch_table.decoding_parts(B * G * row_tiles, ceil_div(N, tile.keys))
+    scored = Scored(_room(q, keys), q.new_empty(B, T, H, parts, 2, dtype=torch.float32), parts, l, d)
+    nsa_choice_scores[(B * G * row_tiles * parts,)](
+        q, keys, lengths, scored.scores, scored.sums,
+        *strides(q, keys),
+        T, N, B, G, row_tiles, Dk**-0.5 * LOG2E,
+        HEADS=H // G, L=l, STRIDE=d, PARTS=parts, DK=Dk, DK_PAD=padded_width(Dk),
+        ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
+    )
+    return scored
+
+
+def choose(T: int, G: int, scored: Scored | None, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
+    """The blocks int32 [B, T, G, n_sel] of T queries after `lengths`; `scored` may be None where each block has a place."""
+    B = lengths.shape[0]
+    blocks = torch.empty(B, T, G, n_sel, dtype=torch.int32, device=lengths.device)
+    keys, l, d = (0, l_sel, l_sel) if scored is None else (scored.scores.shape[3], scored.l, scored.d)
+    nsa_choice_best[(B * T * G,)](
+        None if scored is None else _shares(T, G, scored, lengths, l_sel, n_sel), lengths, blocks,
+        T, keys, G,
+        L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
+        BLOCKS=launch_table.best_blocks(keys * d // l_sel), num_warps=launch_table.BEST_WARPS,
+    )
+    return blocks
+
+
+def _shares(T: int, G: int, scored: Scored, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
+    B, _, H, N = scored.scores.shape
+    shares = scored.scores.new_empty(B, T, G, N)
+    keys = launch_table.shares_keys(padded_width(H // G))
+    nsa_choice_shares[(B * T * G, ceil_div(N, keys))](
+        scored.scores, scored.sums, lengths, shares,
+        T, N, G, scored.sums.shape[3],
+        HEADS=H // G, HEADS_PAD=padded_width(H // G), L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
+        PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), KEYS=keys,
+        num_warps=launch_table.STREAMING_WARPS,
+    )
+    return shares
+
+
+def _selected(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, lengths: Tensor, parts: PartialOutputs, l_sel: int
+) -> None:
+    """Fills the parts of the selected branch."""
+    B, T, H, Dk = q.shape
+    N, G, Dv = v.shape[1:]
+    tile = _tile(q, G, max(Dk, Dv), 1)
+    row_tiles = _row_tiles(q, G, tile, 1)
+    nsa_selected_decode[(B * G * T * row_tiles * parts.sel,)](
+        q, k, v, blocks, lengths, parts.out, parts.sums,
+        *strides(q, k, v),
+        T, N, B, G, row_tiles, Dk**-0.5 * LOG2E,
+        HEADS=H // G, L_SEL=l_sel, N_SEL=blocks.shape[3],
+        FIRST_PART=parts.cmp + parts.win, SEL_PARTS=parts.sel, PARTS=parts.sums.shape[3],
+        DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
+        ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)), **tile.options(),
+    )
+
+
+def merged(q: Tensor, gates: Tensor, parts: PartialOutputs) -> Tensor:
+    """The gated sum of all parts, in q's dtype."""
+    B, T, H, number, Dv = parts.out.shape
+    out = q.new_empty(B, T, H, Dv)
+    columns = min(launch_table.MERGE_ELEMENTS // padded_width(number), padded_width(Dv))
+    nsa_gate_merge[(B * T * H, ceil_div(Dv, columns))](
+        parts.out, parts.sums, gates, out,
+        T, H, *gates.stride(),
+        CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=number, PARTS_PAD=padded_width(number),
+        DV=Dv, COLUMNS=columns, num_warps=launch_table.STREAMING_WARPS,
+    )
+    return out
+# fmt: on

@@ -1,0 +1,47 @@
+"""The partial outputs of all branches, merged and gated (eq. 5). launch.py launches this kernel."""
+
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_lab.attention.kernels.decoding.keys import NO_PEAK, load_sums
+from nsa_lab.attention.kernels.vocabulary import SIZES
+
+
+# fmt: off
+@triton.jit
+def branch_weights(part_peak, part_total, own, gate):
+    """What the partial outputs of a branch weigh in the gated sum: its `own` parts; all others nothing."""
+    part_peak = tl.where(own, part_peak, NO_PEAK)
+    shrink = tl.where(own, tl.exp2(part_peak - tl.max(part_peak, 0)), 0.0)
+    total = tl.sum(shrink * part_total, 0)
+    return shrink * (gate / tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def nsa_gate_merge(
+    part_out_ptr, part_sums_ptr, gates_ptr, out_ptr,
+    T, H, stride_gb, stride_gt, stride_gh, stride_g3,
+    CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
+    DV: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """COLUMNS columns of the output of one row (b, t, head)."""
+    row = tl.program_id(0).to(tl.int64)
+    gates = gates_ptr + row // (T * H) * stride_gb + row // H % T * stride_gt + row % H * stride_gh
+    part = tl.arange(0, PARTS_PAD)
+    peak, total = load_sums(part_sums_ptr, row * PARTS + part, part < PARTS)
+    windowed = (part >= CMP_PARTS) & (part < CMP_PARTS + WIN_PARTS)
+    weight = branch_weights(peak, total, part < CMP_PARTS, tl.load(gates).to(tl.float32))
+    weight += branch_weights(peak, total, part >= CMP_PARTS + WIN_PARTS, tl.load(gates + stride_g3).to(tl.float32))
+    weight += branch_weights(peak, total, windowed, tl.load(gates + 2 * stride_g3).to(tl.float32))
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    pointers = part_out_ptr + (row * PARTS + part)[:, None] * DV + columns[None, :]
+    # Of a part without keys nothing was stored.
+    stored = (total != 0.0)[:, None] & (columns < DV)[None, :]
+    out = tl.sum(tl.load(pointers, mask=stored, other=0.0) * weight[:, None], 0)
+    tl.store(out_ptr + row * DV + columns, out.to(out_ptr.dtype.element_ty), mask=columns < DV)
+# fmt: on

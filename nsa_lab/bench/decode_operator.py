@@ -1,0 +1,219 @@
+"""Attention of one query per sequence over full caches: NSA beside every dense attention here, each checked first.
+
+On a GPU each is timed as a CUDA graph of as many layers as fit, every one with a cache of its own: what a model's step is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from nsa_lab.attention import Span, compress, geometry, reference
+from nsa_lab.attention.decoding import LayerCache, cached_attention, cached_dense_attention
+from nsa_lab.bench.timing import time_ms, turns_ms
+from nsa_lab.config import NSAConfig
+
+PARITY_LENGTHS = (1999, 700, 3)  # tokens before the new one, of three sequences in one batch
+PARITY_LIMIT = 2.0  # of the error that the same mathematics makes in plain torch at the same dtype
+FAILED = "FAILED PARITY: no speed"
+LAYERS, TOKENS = 8, 2**21  # layers in a graph, and tokens of all their caches, at most
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """H query heads, G groups, head width D."""
+
+    H: int
+    G: int
+    D: int
+
+    def __str__(self) -> str:
+        return f"H{self.H} G{self.G} d{self.D}"
+
+
+@dataclass(frozen=True)
+class QueryStep:
+    """A new token at the end of each of `batch` sequences of `length` tokens, itself included."""
+
+    heads: HeadSizes
+    nsa: NSAConfig
+    length: int
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def layers(self) -> int:
+        return max(1, min(LAYERS, TOKENS // (self.batch * self.length))) if self.device.type == "cuda" else 1
+
+    @property
+    def before(self) -> Tensor:
+        return torch.full((self.batch,), self.length - 1, dtype=torch.int32, device=self.device)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(self.batch, *shape, device=self.device, dtype=self.dtype)
+
+    def sparse(self) -> tuple[Tensor, Tensor, LayerCache, Tensor]:
+        """What `cached_attention` takes."""
+        h, rows = self.heads, (geometry.num_compressed(self.length, self.nsa), self.length, self.nsa.w)
+        cache = LayerCache(*(self.random(n, h.G, h.D) for n in rows for _ in "kv"))
+        return self.random(1, h.H, h.D), self.random(1, h.H, 3).sigmoid(), cache, self.before
+
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, 1, H, D] and k, v [B, T, G, D], on a GPU in the order that its kernels like best: group by group."""
+        h = self.heads
+        if self.device.type == "cuda":
+            k, v = (self.random(h.G, self.length, h.D).transpose(1, 2) for _ in "kv")
+        else:
+            k, v = (self.random(self.length, h.G, h.D) for _ in "kv")
+        return self.random(1, h.H, h.D), k, v
+
+
+@dataclass
+class Contender:
+    """`ms` is of one token of every sequence; None where it failed parity or does not run, as `note` says."""
+
+    kind: str
+    by: str
+    error: float
+    limit: float
+    ms: float | None = None
+    note: str = ""
+
+
+def contend(step: QueryStep, backend: str, passed: bool = True) -> list[Contender]:
+    """NSA by `backend`, and every dense attention: what each errs, and the time of those that err no more than they may.
+
+    `passed`: whether `parity` allows NSA a time at all.
+    """
+    found: list[Contender] = []
+    runs: dict[str, Callable[[], object]] = {}
+    sparse = [step.sparse() for _ in range(step.layers)]
+    out = cached_attention(*sparse[-1], step.nsa, backend=backend)
+    error, limit = errors(out, sparse[-1], step.nsa, [step.batch - 1])
+    found.append(Contender("nsa", backend, error, limit, note="" if passed and error <= limit else FAILED))
+    runs[backend] = lambda: [cached_attention(*layer, step.nsa, backend=backend) for layer in sparse]
+    dense = [step.dense() for _ in range(step.layers)]
+    for by, attend in dense_attentions(step):
+        found.append(_checked_dense(by, attend, dense[-1]))
+        runs[by] = lambda attend=attend: [attend(*layer) for layer in dense]
+    good = {one.by: runs[one.by] for one in found if not one.note}
+    # What waits for the host cannot be captured.
+    graphs = step.device.type == "cuda" and backend == "triton"
+    took = {by: time_ms(run, step.device) for by, run in good.items()} if graphs else turns_ms(good, step.device)
+    for one in found:
+        one.ms = took[one.by] / step.layers if one.by in took else None
+    return found
+
+
+def parity(heads: HeadSizes, nsa: NSAConfig, dtype: torch.dtype, device: torch.device, backend: str) -> dict[str, Any]:
+    """The largest error of `cached_attention` against the definition in float64, and what is allowed."""
+    make = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make).to(device, dtype)
+
+    batch, longest = len(PARITY_LENGTHS), max(PARITY_LENGTHS) + 1
+    q, gates = normal(batch, 1, heads.H, heads.D), normal(batch, 1, heads.H, 3).sigmoid()
+    k, v = (normal(batch, longest, heads.G, heads.D) for _ in range(2))
+    k_cmp, v_cmp = (compress(normal(batch, longest, heads.G, heads.D), nsa) for _ in range(2))
+    k_win, v_win = (normal(batch, nsa.w, heads.G, heads.D) for _ in range(2))
+    lengths = torch.tensor(PARITY_LENGTHS, dtype=torch.int32, device=device)
+    inputs = q, gates, LayerCache(k_cmp, v_cmp, k, v, k_win, v_win), lengths
+    error, limit = errors(cached_attention(*inputs, nsa, backend=backend), inputs, nsa, range(batch))
+    return {"error": error, "limit": limit, "passed": error <= limit}
+
+
+def errors(
+    out: Tensor, inputs: tuple[Tensor, Tensor, LayerCache, Tensor], nsa: NSAConfig, rows: Sequence[int]
+) -> tuple[float, float]:
+    """The largest error of some sequences' `out` against the definition in float64, and what is allowed."""
+    q, gates, cache, lengths = inputs
+    ours = plain = 0.0
+    for b in rows:
+        here, length = slice(b, b + 1), int(lengths[b])
+        blocks = geometry.num_compressed(length + 1, nsa)
+        # A ring, unrolled: what it no longer holds no window reaches.
+        slots = torch.arange(length + 1, device=q.device) % cache.k_win.shape[1]
+        raw = [cache.k_sel[here, : length + 1], cache.v_sel[here, : length + 1], cache.k_win[here, slots]]
+        cut = [cache.k_cmp[here, :blocks], cache.v_cmp[here, :blocks], *raw, cache.v_win[here, slots]]
+        told, span = [q[here], *cut, gates[here]], Span.chunk(length, 1)
+        true = _by_definition([x.double() for x in told], nsa, span)
+        ours = max(ours, (out[here] - true).abs().max().item())
+        plain = max(plain, (_by_definition(told, nsa, span) - true).abs().max().item())
+    return ours, _allowed(plain)
+
+
+def _allowed(plain: float) -> float:
+    # The definition computes float32 in float64, and then makes no error to speak of.
+    return PARITY_LIMIT * plain + 8 * torch.finfo(torch.float32).eps
+
+
+def _by_definition(inputs: Sequence[Tensor], nsa: NSAConfig, span: Span) -> Tensor:
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
+    return reference.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, span=span)
+
+
+def _checked_dense(by: str, attend: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor]) -> Contender:
+    q, k, v = (x[-1:] for x in inputs)
+    true = _plain_dense(q.double(), k.double(), v.double())
+    limit = _allowed((_plain_dense(q, k, v) - true).abs().max().item())
+    try:
+        error = (attend(*inputs)[-1:] - true).abs().max().item()
+    except RuntimeError as reason:  # a kernel that does not take these shapes says so here
+        return Contender("dense", by, float("nan"), limit, note=f"does not run: {str(reason).splitlines()[0][:60]}")
+    return Contender("dense", by, error, limit, note="" if error <= limit else FAILED)
+
+
+def _plain_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, 1, H, D], k and v [B, T, G, D] -> [B, 1, H, D], in their dtype throughout."""
+    grouped = q.unflatten(2, (k.shape[2], -1))
+    p = torch.softmax(torch.einsum("bsghd,btgd->bsght", grouped, k) * q.shape[3] ** -0.5, -1)
+    return torch.einsum("bsght,btgd->bsghd", p, v).flatten(2, 3)
+
+
+def dense_attentions(step: QueryStep) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    """(name, run) of every dense attention of one query here; `run` takes and gives what `_plain_dense` does.
+
+    SDPA gets the heads of a group as that many queries of one head, which reads keys once; its own way with groups beside.
+    """
+    if step.device.type != "cuda":
+        yield "SDPA", lambda q, k, v: cached_dense_attention(q, k, v, step.before)
+        return
+    kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    kinds["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+    for name, kind in kinds.items():
+        yield f"SDPA {name}", _sdpa(kind, grouped=True)
+        yield f"SDPA {name}, enable_gqa", _sdpa(kind, grouped=False)
+    yield "these kernels, every key", _every_key(step)
+
+
+def _sdpa(kind: SDPBackend, *, grouped: bool) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = q.transpose(1, 2)
+        rows = torch.unflatten(heads_first.squeeze(2), 1, (k.shape[2], -1)) if grouped else heads_first
+        with sdpa_kernel(kind):
+            out = scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=not grouped)
+        return out.reshape(heads_first.shape).transpose(1, 2)
+
+    return run
+
+
+def _every_key(step: QueryStep) -> Callable[..., Tensor]:
+    """Dense attention as the compressed branch with a block for every token; a window of one token that no gate lets in."""
+    from nsa_lab.attention.kernels.decoding import launch
+
+    lengths, gates = step.before, torch.tensor([1.0, 0.0, 0.0], device=step.device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = launch.split(q, v, 0, 1)
+        launch.compressed_and_window(q, k, v, k, v, lengths, None, parts, 1, 1, 1)
+        return launch.merged(q, gates.expand(*q.shape[:3], 3), parts)
+
+    return run
