@@ -24,7 +24,8 @@ from nsa_lab.data import ByteTokenizer, load_tokenizer
 from nsa_lab.inference.decode import Decoder
 from nsa_lab.inference.load import find_checkpoint, load_model
 from nsa_lab.model import Block, NSATransformer
-from nsa_lab.runs import directory, files
+from nsa_lab.runs import directory
+from nsa_lab.runs.files import write_text
 
 require("transformers")
 from transformers import (  # noqa: E402 - the extra is named first
@@ -280,7 +281,7 @@ def _name_our_code(folder: Path, byte: bool) -> None:
     """`trust_remote_code=True` then finds the classes of the installed nsa_lab, also where this module was not imported."""
     names = [*AUTO_MAP.values(), "NSALabTokenizer"]
     listed = ", ".join(names)
-    files.write_text(folder / REMOTE_CODE, f"from nsa_lab.inference.hf import {listed}\n\n__all__ = {names}\n")
+    write_text(folder / REMOTE_CODE, f"from nsa_lab.inference.hf import {listed}\n\n__all__ = {names}\n")
     module = REMOTE_CODE.removesuffix(".py")
     _add_to(folder / "config.json", {"auto_map": {auto: f"{module}.{name}" for auto, name in AUTO_MAP.items()}})
     if byte:
@@ -289,7 +290,7 @@ def _name_our_code(folder: Path, byte: bool) -> None:
 
 def _add_to(path: Path, entries: Mapping[str, Any]) -> None:
     found = json.loads(path.read_text(encoding="utf-8"))
-    files.write_text(path, json.dumps({**found, **entries}, indent=2) + "\n")
+    write_text(path, json.dumps({**found, **entries}, indent=2) + "\n")
 
 
 AutoConfig.register(NSALabConfig.model_type, NSALabConfig)
