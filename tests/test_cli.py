@@ -333,8 +333,10 @@ def test_a_sweep_says_what_it_would_train_and_what_is_known(say, rates: Path, tm
     ("old", "new", "answer"),
     [
         ("train.lr=1e-5", "train.lrr=1", "variant slow: train.lrr = 1: no such key"),
-        ("train.lr=1e-5", "data.path=nowhere", "variant slow: "),
-        ("train.lr=1e-5", "runtime.backend=flash", "variant slow: backend = 'flash' cannot run"),
+        pytest.param("train.lr=1e-5", "data.path=nowhere", "variant slow: ", marks=pytest.mark.slow),
+        pytest.param(
+            "train.lr=1e-5", "runtime.backend=flash", "variant slow: backend = 'flash' cannot run", marks=pytest.mark.slow
+        ),
         ("[0, 1]", "[0, 1]\ngpus: [9]", "gpus = [9]: 9 is none that can be used; no run of this sweep takes one here"),
     ],
 )

@@ -70,7 +70,7 @@ def in_chunks(model: NSATransformer, texts: list[Tensor], chunks: list[int], poi
     return [torch.cat(parts) for parts in found]
 
 
-@pytest.fixture(params=[5, 256], ids="steps of {}".format)
+@pytest.fixture(params=[5, pytest.param(256, marks=pytest.mark.slow)], ids="steps of {}".format)
 def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "STEP", request.param)
 

@@ -48,7 +48,7 @@ def _find(bounds_ptr, found_ptr, row_ptr, documents, EACH: tl.constexpr, TILE: t
         tl.store(row_ptr + tile, document_of_row(bounds_ptr, documents, tile))
 
 
-@pytest.mark.parametrize("times", [1, 4, 15])
+@pytest.mark.parametrize("times", [1, 7])
 def test_every_tile_of_every_document_has_one_program(times: int, device: torch.device) -> None:
     """Of a few documents, and of many, of which none may have a token."""
     lengths, each, tile = (0, 5, 0, 0, 1, 8, 3, 4, 0) * times, 3, 2

@@ -146,6 +146,7 @@ def test_the_recall_sweep_is_the_first_stage_of_its_preset() -> None:
     assert baseline.model == preset.model and baseline.data == preset.data
 
 
+@pytest.mark.slow
 def test_a_run_has_a_gpu_to_itself_and_all_gpus_are_used(load: Load, trainers: FakeTrainers) -> None:
     made, said = load(BODY + "repeats: 2\n"), []
     ended = made.carry_out(["2", "5", "7"], said.append)
@@ -155,6 +156,7 @@ def test_a_run_has_a_gpu_to_itself_and_all_gpus_are_used(load: Load, trainers: F
     assert sum("is DONE: as planned" in line for line in said) == 8
 
 
+@pytest.mark.slow
 def test_started_again_it_does_what_is_left(load: Load, trainers: FakeTrainers) -> None:
     made = load()
     names = [run.config.name for run in made.runs]
@@ -170,6 +172,7 @@ def test_started_again_it_does_what_is_left(load: Load, trainers: FakeTrainers) 
     assert [name for name, _ in trainers.started[1:]] == [f"{name}.r2" for name in names] and len(third) == 8
 
 
+@pytest.mark.slow
 def test_a_trainer_that_lives_keeps_its_gpu(load: Load, trainers: FakeTrainers) -> None:
     made = load()
     living = launch.create_run(made.runs[0].config, made.outputs)
