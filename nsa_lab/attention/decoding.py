@@ -246,8 +246,12 @@ def _window(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> Tens
     near = geometry.positions(max(first - nsa.w + 1, 0), last, q.device)
     t = geometry.positions(first, last, q.device)[:, None, None]
     slots = near % k.shape[1]
-    scores = _scores(q, k[:, slots], wide_dtype(q.dtype)).masked_fill_((near > t) | (near <= t - nsa.w), float("-inf"))
-    return _positions_first(scores.softmax(-1).flatten(2, 3) @ v[:, slots].transpose(1, 2).to(wide_dtype(q.dtype)), q)
+    scores = _scores(q, k.index_select(1, slots), wide_dtype(q.dtype)).masked_fill_(
+        (near > t) | (near <= t - nsa.w), float("-inf")
+    )
+    return _positions_first(
+        scores.softmax(-1).flatten(2, 3) @ v.index_select(1, slots).transpose(1, 2).to(wide_dtype(q.dtype)), q
+    )
 
 
 def _scores(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
