@@ -151,7 +151,7 @@ def _attend(
         chooser = q[:, rows], cache.k_cmp
         if index_q is not None and cache.k_index is not None:
             chooser = index_q[:, rows], cache.k_index
-            p = _shares(*chooser, first, choice_nsa, _products(index_q))
+            p = _shares(*chooser, first, choice_nsa)
         out_win = _window(q[:, rows], cache.k_win, cache.v_win, first, nsa)
         found.append((out_cmp, _choose(p, *chooser, first, nsa, choice_nsa), out_win))
     out_cmp, blocks, out_win = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -167,28 +167,30 @@ def _pieces(q: Tensor, start: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> Ite
     return (slice(first, min(first + size, S)) for first in range(0, S, size))
 
 
-def _products(q: Tensor) -> torch.dtype:
-    """In which queries and keys are multiplied: the choice's dtype, or a cheaper one that proves its choice afterwards.
+def _products(q: Tensor, first: int, nsa: NSAConfig) -> torch.dtype:
+    """In which `_shares` multiplies queries and keys: the choice's dtype, or float32 where that is tried before.
 
     Of many queries in one call, some would be in doubt nearly always.
     """
-    return wide_dtype(q.dtype) if q.shape[1] <= FEW and narrow.suits(q) else choice_dtype(q.dtype)
+    n = geometry.num_compressed(first + q.shape[1], nsa)
+    return torch.float32 if q.shape[1] <= FEW and narrow.suits(q, n) else choice_dtype(q.dtype)
 
 
 def _compressed(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """`_shares`, and the compressed branch's output [B, C, H, d_v]."""
-    p = _shares(q, k, first, nsa, _products(q))
+    p = _shares(q, k, first, nsa)
     out = p.to(wide_dtype(q.dtype)).flatten(2, 3) @ v[:, : p.shape[-1]].transpose(1, 2).to(wide_dtype(q.dtype))
     return p, _positions_first(out, q)
 
 
-def _shares(q: Tensor, k: Tensor, first: int, nsa: NSAConfig, products: torch.dtype) -> Tensor:
+def _shares(q: Tensor, k: Tensor, first: int, nsa: NSAConfig, products: torch.dtype | None = None) -> Tensor:
     """What queries [B, C, H, D] at `first`, ... give each compressed block that one of them sees: [B, G, C, h, N].
 
-    In the dtype of the definition's choice, of scores computed in `products`; 0 for a query that sees nothing.
+    In the dtype of the definition's choice, of scores computed in `products`, or `_products`; 0 for a query that sees
+    nothing.
     """
     n = geometry.num_compressed(first + q.shape[1], nsa)
-    scores = _scores(q, k[:, :n], products)
+    scores = _scores(q, k[:, :n], products or _products(q, first, nsa))
     # What the first query sees, all of them see.
     seen_by_all = geometry.num_compressed(first + 1, nsa)
     hidden = ~geometry.sees_compressed(geometry.positions(first, first + q.shape[1], q.device), n, nsa)
@@ -205,7 +207,7 @@ def _choose(p: Tensor, q: Tensor, k: Tensor, first: int, nsa: NSAConfig, choice_
     q and k are those that the shares are of: a near-tie falls the way of the definition's dtype, whatever theirs was.
     """
     importance = _importance(p, first, nsa, choice_nsa)
-    if _products(q) == choice_dtype(q.dtype):
+    if _products(q, first, choice_nsa) == choice_dtype(q.dtype):
         return reference.choose(importance.float(), nsa, first=first)
     blocks, clear = narrow.choose(importance, narrow.doubt(q, k[:, : p.shape[-1]]), nsa, first)
     for row in (~clear).flatten(1).any(1).nonzero().flatten().tolist():

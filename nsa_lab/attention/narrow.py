@@ -20,11 +20,13 @@ from nsa_lab.config import NSAConfig
 UNIT, SLACK, RANKED = 2.0**-24, 1.01, 2.0**-22
 # Importances below this may meet the smallest number of float32, where relative bounds end.
 LEAST = 1e-30
+# Fewer keys are multiplied in float64 sooner than doubt is computed; docs/kernel_log.md has the times.
+MANY = 1024
 
 
-def suits(q: Tensor) -> bool:
-    """Whether products with q are cheaper in float32 than the choice's dtype, and of all its bits."""
-    return q.dtype == torch.float32 and q.device.type == "cpu" and _every_bit()
+def suits(q: Tensor, keys: int) -> bool:
+    """Whether products of q with so many keys are better tried in float32 than made in float64 at once."""
+    return q.dtype == torch.float32 and q.device.type == "cpu" and keys >= MANY and _every_bit()
 
 
 def _every_bit() -> bool:
@@ -43,9 +45,9 @@ def doubt(q: Tensor, k: Tensor) -> Tensor:
     """
     D, G = k.shape[3], k.shape[2]
     longest_q = torch.unflatten(torch.linalg.vector_norm(q, dim=-1), 2, (G, -1)).amax(-1)
-    longest_k = pad(torch.linalg.vector_norm(k, dim=-1), (0, 0, 1, 0)).amax(1, keepdim=True)  # of no keys: 0
-    off = SLACK * (D + 4) * UNIT * D**-0.5 * longest_q.double() * longest_k.double()
-    return (4 * off).exp() * (1 + RANKED)
+    longest_k = torch.linalg.vector_norm(k, dim=-1).amax(1, keepdim=True)
+    off = (longest_q * longest_k).double() * (4 * SLACK * (D + 4) * UNIT * D**-0.5)
+    return off.exp_() * (1 + RANKED)
 
 
 def choose(importance: Tensor, doubt: Tensor, nsa: NSAConfig, first: int) -> tuple[Tensor, Tensor]:

@@ -73,16 +73,19 @@ def importance(q: Tensor, k: Tensor, nsa: NSAConfig, products: torch.dtype) -> T
     return p.sum(3) @ overlap
 
 
-def blocks_read(q: Tensor, k: Tensor, nsa: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, int]:
+def blocks_read(
+    q: Tensor, k: Tensor, nsa: NSAConfig, monkeypatch: pytest.MonkeyPatch, **indexer: object
+) -> tuple[Tensor, int]:
     """What `cached_attention` chooses, and how often it computed shares in float64."""
     found, wide, shares = [], [], decoding._shares
     with monkeypatch.context() as patch:
+        patch.setattr(narrow, "MANY", 1)
         patch.setattr(decoding, "_selected", lambda q, k, v, blocks, *_: (found.append(blocks), torch.zeros_like(q))[1])
         patch.setattr(decoding, "_shares", lambda *told: (wide.append(told[-1] == torch.float64), shares(*told))[1])
         raw = torch.zeros(len(q), LENGTH + q.shape[1], G, D)
-        cache = LayerCache(k, torch.zeros_like(k), raw, raw, raw, raw)
+        cache = LayerCache(k, torch.zeros_like(k), raw, raw, raw, raw, indexer.pop("k_index", None))  # pyright: ignore[reportArgumentType]
         lengths = torch.full((len(q),), LENGTH, dtype=torch.int32)
-        cached_attention(q, torch.ones(*q.shape[:3], 3), cache, lengths, nsa)
+        cached_attention(q, torch.ones(*q.shape[:3], 3), cache, lengths, nsa, **indexer)  # pyright: ignore[reportArgumentType]
     return found[0], sum(wide)
 
 
@@ -96,6 +99,22 @@ def test_the_choice_is_that_of_float64(keys: object, S: int, nsa: NSAConfig, mon
         wide = decoding._shares(q, k, LENGTH, nsa, torch.float64)
         expected = reference.choose(decoding._importance(wide, LENGTH, nsa, nsa).float(), nsa, LENGTH)
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("keys", [random_keys, nudged_keys])
+def test_so_is_an_indexer_s(keys: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own queries, keys and geometry; the compressed branch's here are others."""
+    nsa = NSAS[1]
+    choice = nsa.model_copy(update={"l": 4, "d": 2})
+    for seed in SEEDS:
+        q, k = drawn(random_keys, nsa, seed)
+        index_q, k_index = drawn(keys, choice, seed + 1)
+        index_q = index_q[:, :, ::h]
+        indexer = {"k_index": k_index, "index_q": index_q, "choice_nsa": choice}
+        wide = decoding._shares(index_q, k_index, LENGTH, choice, torch.float64)
+        # The blocks that are chosen among are the compressed branch's.
+        expected = reference.choose(decoding._importance(wide, LENGTH, nsa, choice).float(), nsa, LENGTH)
+        assert torch.equal(blocks_read(q, k, nsa, monkeypatch, **indexer)[0], expected)
 
 
 @nsas
@@ -167,22 +186,15 @@ def test_what_is_not_finite_is_never_clear(bad: float) -> None:
     assert clear.flatten().tolist() == [True, False]
 
 
-def test_there_may_be_no_keys_at_all() -> None:
-    q = torch.randn(1, 1, G * h, D)
-    assert torch.equal(narrow.doubt(q, q.new_zeros(1, 0, G, D)), torch.full((1, 1, G), 1 + narrow.RANKED).double())
-
-
 @pytest.fixture
 def full_precision() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
 
 
-def test_float32_of_every_bit_alone_is_trusted(full_precision: None) -> None:
-    assert [narrow.suits(torch.ones(1).to(dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)] == [
-        True,
-        False,
-        False,
-    ]
+def test_float32_of_every_bit_over_many_keys_alone_is_tried(full_precision: None) -> None:
+    q = torch.ones(1)
+    assert narrow.suits(q, narrow.MANY) and not narrow.suits(q, narrow.MANY - 1)
+    assert not any(narrow.suits(q.to(dtype), narrow.MANY) for dtype in (torch.float64, torch.bfloat16))
     torch.set_float32_matmul_precision("medium")
-    assert not narrow.suits(torch.ones(1))
+    assert not narrow.suits(q, narrow.MANY)
