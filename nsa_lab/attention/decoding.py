@@ -259,9 +259,11 @@ def _window(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> Tens
 def _scores(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
     """Scaled products of q [B, C, H, D] and k [B, n, G, D]: [B, G, C, h, n]."""
     rows = torch.unflatten(q.to(wide), 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3) * q.shape[-1] ** -0.5
+    if k.dtype == wide:
+        return torch.unflatten(rows @ k.transpose(1, 2).mT, 2, (q.shape[1], -1))
     # Keys that have to be converted stay in the cache meanwhile.
     some = max(CHUNK_BYTES[q.device.type] // (2 * k.shape[0] * k.shape[2] * k.shape[3] * wide.itemsize), 1)
-    parts = [rows @ part.transpose(1, 2).to(wide).mT for part in ([k] if k.dtype == wide else torch.split(k, some, dim=1))]
+    parts = [rows @ part.transpose(1, 2).to(wide).mT for part in torch.split(k, some, dim=1)]
     return torch.unflatten(torch.cat(parts, dim=-1), 2, (q.shape[1], -1))
 
 
