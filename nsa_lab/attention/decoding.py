@@ -210,7 +210,8 @@ def _choose(p: Tensor, q: Tensor, k: Tensor, first: int, nsa: NSAConfig, choice_
     if _products(q, first, choice_nsa) == choice_dtype(q.dtype):
         return reference.choose(importance.float(), nsa, first=first)
     blocks, clear = narrow.choose(importance, narrow.doubt(q, k[:, : p.shape[-1]]), nsa, first)
-    for row in (~clear).flatten(1).any(1).nonzero().flatten().tolist():
+    in_doubt = (~clear).flatten(1).any(1).nonzero().flatten()
+    for row in cast("list[int]", in_doubt.tolist()):  # pyright: ignore[reportUnknownMemberType]
         one = slice(row, row + 1)
         p = _shares(q[one], k[one], first, choice_nsa, choice_dtype(q.dtype))
         blocks[one] = reference.choose(_importance(p, first, nsa, choice_nsa).float(), nsa, first=first)

@@ -9,6 +9,8 @@ have to be. Where they are not, `clear` says so, and the choice is the caller's 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -44,10 +46,13 @@ def doubt(q: Tensor, k: Tensor) -> Tensor:
     a query or a key is not finite.
     """
     D, G = k.shape[3], k.shape[2]
-    longest_q = torch.unflatten(torch.linalg.vector_norm(q, dim=-1), 2, (G, -1)).amax(-1)
-    longest_k = torch.linalg.vector_norm(k, dim=-1).amax(1, keepdim=True)
+    longest_q, longest_k = torch.unflatten(_lengths(q), 2, (G, -1)).amax(-1), _lengths(k).amax(1, keepdim=True)
     off = (longest_q * longest_k).double() * (4 * SLACK * (D + 4) * UNIT * D**-0.5)
     return off.exp_() * (1 + RANKED)
+
+
+def _lengths(x: Tensor) -> Tensor:
+    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))  # pyright: ignore[reportUnknownMemberType]
 
 
 def choose(importance: Tensor, doubt: Tensor, nsa: NSAConfig, first: int) -> tuple[Tensor, Tensor]:
