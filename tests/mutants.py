@@ -174,6 +174,7 @@ OTHERS = {
     "train.preflight.checks": ["tests/train/test_preflight.py"],
     "train.preflight.parity": ["tests/train/test_preflight.py"],
     "attention.decoding": attention_tests("decoding"),
+    "attention.narrow": ["tests/attention/test_narrow.py"],
     **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("cache", "decode", "memory")},
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
@@ -499,9 +500,9 @@ MUTANTS = [
     Mutant(
         "reference: ties broken by a bias on the index",
         "attention.reference",
-        'rank = torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf"))',
+        'return torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf")), candidate',
         "bias = 1e-8 * torch.arange(blocks)\n"
-        '    rank = torch.where(candidate, torch.where(forced, 1e9, importance - bias), float("-inf"))',
+        '    return torch.where(candidate, torch.where(forced, 1e9, importance - bias), float("-inf")), candidate',
     ),
     Mutant(
         "reference: importances ranked in bf16",
@@ -909,8 +910,16 @@ MUTANTS = [
     Mutant(
         "decoding: the choice of the query before",
         "attention.decoding",
-        "transpose(1, 2), nsa, first=first)",
-        "transpose(1, 2), nsa, first=first - 1)",
+        "return reference.choose(importance.float(), nsa, first=first)",
+        "return reference.choose(importance.float(), nsa, first=first - 1)",
+    ),
+    Mutant("decoding: float32 is never in doubt", "attention.narrow", "next_one * doubt)", "next_one)"),
+    Mutant("decoding: doubt without the length of keys", "attention.narrow", "(longest_q * longest_k)", "longest_q"),
+    Mutant(
+        "decoding: one sequence in doubt, and the first is computed wide",
+        "attention.decoding",
+        "_shares(q[one], k[one], first, choice_nsa, choice_dtype",
+        "_shares(q[:1], k[:1], first, choice_nsa, choice_dtype",
     ),
     Mutant(
         "decoding: every row as long as the first",
@@ -1210,8 +1219,8 @@ MUTANTS = [
     Mutant(
         "indexer: decoding carries by the compressed branch's geometry",
         "attention.decoding",
-        "geometry.num_selection(last, nsa), choice_nsa)",
-        "geometry.num_selection(last, nsa), nsa)",
+        "first + p.shape[2], nsa), choice_nsa)",
+        "first + p.shape[2], nsa), nsa)",
     ),
     Mutant(
         "indexer: decoding forgets its unread key",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa_lab.attention import geometry, kernels, reference, torch_backend
+from nsa_lab.attention import geometry, kernels, narrow, reference, torch_backend
 from nsa_lab.attention.dispatch import resolve_backend
 from nsa_lab.attention.span import Span
 from nsa_lab.attention.torch_backend import CHUNK_BYTES, carry, choice_dtype, wide_dtype
@@ -148,10 +148,12 @@ def _attend(
     for rows in _pieces(q, start, nsa, choice_nsa):
         first = start + rows.start
         p, out_cmp = _compressed(q[:, rows], cache.k_cmp, cache.v_cmp, first, nsa)
+        chooser = q[:, rows], cache.k_cmp
         if index_q is not None and cache.k_index is not None:
-            p = _shares(index_q[:, rows], cache.k_index, first, choice_nsa)
+            chooser = index_q[:, rows], cache.k_index
+            p = _shares(*chooser, first, choice_nsa)
         out_win = _window(q[:, rows], cache.k_win, cache.v_win, first, nsa)
-        found.append((out_cmp, _choose(p, first, nsa, choice_nsa), out_win))
+        found.append((out_cmp, _choose(p, *chooser, first, nsa, choice_nsa), out_win))
     out_cmp, blocks, out_win = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     select = _selected if q.shape[1] <= FEW else _selected_of_many
     return reference.combine(out_cmp, select(q, cache.k_sel, cache.v_sel, blocks, start, nsa), out_win, gates)
@@ -165,6 +167,15 @@ def _pieces(q: Tensor, start: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> Ite
     return (slice(first, min(first + size, S)) for first in range(0, S, size))
 
 
+def _products(q: Tensor, first: int, nsa: NSAConfig) -> torch.dtype:
+    """In which `_shares` multiplies queries and keys: the choice's dtype, or float32 where that is tried before.
+
+    Of many queries in one call, some would be in doubt nearly always.
+    """
+    n = geometry.num_compressed(first + q.shape[1], nsa)
+    return torch.float32 if q.shape[1] <= FEW and narrow.suits(q, n) else choice_dtype(q.dtype)
+
+
 def _compressed(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
     """`_shares`, and the compressed branch's output [B, C, H, d_v]."""
     p = _shares(q, k, first, nsa)
@@ -172,28 +183,44 @@ def _compressed(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> 
     return p, _positions_first(out, q)
 
 
-def _shares(q: Tensor, k: Tensor, first: int, nsa: NSAConfig) -> Tensor:
+def _shares(q: Tensor, k: Tensor, first: int, nsa: NSAConfig, products: torch.dtype | None = None) -> Tensor:
     """What queries [B, C, H, D] at `first`, ... give each compressed block that one of them sees: [B, G, C, h, N].
 
-    In the dtype of the definition's choice, so that a near-tie falls the same way; 0 for a query that sees nothing.
+    In the dtype of the definition's choice, of scores computed in `products`, or `_products`; 0 for a query that sees
+    nothing.
     """
     n = geometry.num_compressed(first + q.shape[1], nsa)
-    scores = _scores(q, k[:, :n], choice_dtype(q.dtype))
+    scores = _scores(q, k[:, :n], products or _products(q, first, nsa))
     # What the first query sees, all of them see.
     seen_by_all = geometry.num_compressed(first + 1, nsa)
     hidden = ~geometry.sees_compressed(geometry.positions(first, first + q.shape[1], q.device), n, nsa)
     hidden = hidden[:, None, seen_by_all:]  # [C, 1, rest]
     scores[..., seen_by_all:].masked_fill_(hidden, float("-inf"))
-    p = scores.softmax(-1)
+    p = scores.softmax(-1, dtype=choice_dtype(q.dtype))
     p[..., seen_by_all:].masked_fill_(hidden, 0.0)
     return p
 
 
-def _choose(p: Tensor, first: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> Tensor:
-    """The blocks int32 [B, C, G, n_sel] of queries at `first`, ..., by their shares p [B, G, C, ., N] (eq. 9 to 11)."""
-    last = first + p.shape[2]
-    importance = carry(p.sum(3), geometry.num_selection(last, nsa), choice_nsa)
-    return reference.choose(importance.float().transpose(1, 2), nsa, first=first)
+def _choose(p: Tensor, q: Tensor, k: Tensor, first: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> Tensor:
+    """The blocks int32 [B, C, G, n_sel] of queries at `first`, ..., by their shares p [B, G, C, ., N] (eq. 9 to 11).
+
+    q and k are those that the shares are of: a near-tie falls the way of the definition's dtype, whatever theirs was.
+    """
+    importance = _importance(p, first, nsa, choice_nsa)
+    if _products(q, first, choice_nsa) == choice_dtype(q.dtype):
+        return reference.choose(importance.float(), nsa, first=first)
+    blocks, clear = narrow.choose(importance, narrow.doubt(q, k[:, : p.shape[-1]]), nsa, first)
+    in_doubt = (~clear).flatten(1).any(1).nonzero().flatten()
+    for row in cast("list[int]", in_doubt.tolist()):  # pyright: ignore[reportUnknownMemberType]
+        one = slice(row, row + 1)
+        p = _shares(q[one], k[one], first, choice_nsa, choice_dtype(q.dtype))
+        blocks[one] = reference.choose(_importance(p, first, nsa, choice_nsa).float(), nsa, first=first)
+    return blocks
+
+
+def _importance(p: Tensor, first: int, nsa: NSAConfig, choice_nsa: NSAConfig) -> Tensor:
+    """Of every selection block [B, C, G, blocks], by the shares p [B, G, C, ., N] of queries at `first`, ..."""
+    return carry(p.sum(3), geometry.num_selection(first + p.shape[2], nsa), choice_nsa).transpose(1, 2)
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
@@ -222,13 +249,19 @@ def _window(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> Tens
     near = geometry.positions(max(first - nsa.w + 1, 0), last, q.device)
     t = geometry.positions(first, last, q.device)[:, None, None]
     slots = near % k.shape[1]
-    scores = _scores(q, k[:, slots], wide_dtype(q.dtype)).masked_fill_((near > t) | (near <= t - nsa.w), float("-inf"))
-    return _positions_first(scores.softmax(-1).flatten(2, 3) @ v[:, slots].transpose(1, 2).to(wide_dtype(q.dtype)), q)
+    scores = _scores(q, k.index_select(1, slots), wide_dtype(q.dtype)).masked_fill_(
+        (near > t) | (near <= t - nsa.w), float("-inf")
+    )
+    return _positions_first(
+        scores.softmax(-1).flatten(2, 3) @ v.index_select(1, slots).transpose(1, 2).to(wide_dtype(q.dtype)), q
+    )
 
 
 def _scores(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
     """Scaled products of q [B, C, H, D] and k [B, n, G, D]: [B, G, C, h, n]."""
     rows = torch.unflatten(q.to(wide), 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3) * q.shape[-1] ** -0.5
+    if k.dtype == wide:
+        return torch.unflatten(rows @ k.transpose(1, 2).mT, 2, (q.shape[1], -1))
     # Keys that have to be converted stay in the cache meanwhile.
     some = max(CHUNK_BYTES[q.device.type] // (2 * k.shape[0] * k.shape[2] * k.shape[3] * wide.itemsize), 1)
     parts = [rows @ part.transpose(1, 2).to(wide).mT for part in torch.split(k, some, dim=1)]

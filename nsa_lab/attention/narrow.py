@@ -1,0 +1,70 @@
+"""Blocks chosen by float32 products of queries and keys, wherever float64 provably chooses the same.
+
+On a CPU float64 products of many keys with one query take most of a decoding step. Of the choice they decide nearly always
+nothing: float32 misses a score by at most eps = (D + 4) 2^-24 |q| |k| D^-1/2 (D products added up in any order, a query
+rounded when scaled), so a softmax of wide arithmetic over such scores is right to a factor of exp(2 eps), and two
+importances further apart than exp(4 eps) are in their true order. Only the last block chosen and the first one left out
+have to be. Where they are not, `clear` says so, and the choice is the caller's to make wide.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nsa_lab.attention import reference
+from nsa_lab.config import NSAConfig
+
+# Roundings of one score and of the norms that bound them, and what float32 can tell apart when it ranks importances.
+UNIT, SLACK, RANKED = 2.0**-24, 1.01, 2.0**-22
+# Importances below this may meet the smallest number of float32, where relative bounds end.
+LEAST = 1e-30
+# Fewer keys are multiplied in float64 sooner than doubt is computed; docs/kernel_log.md has the times.
+MANY = 1024
+
+
+def suits(q: Tensor, keys: int) -> bool:
+    """Whether products of q with so many keys are better tried in float32 than made in float64 at once."""
+    return q.dtype == torch.float32 and q.device.type == "cpu" and keys >= MANY and _every_bit()
+
+
+def _every_bit() -> bool:
+    # oneDNN may be allowed to round factors to bfloat16 or tf32.
+    allowed = getattr(torch.backends.mkldnn, "matmul", None)
+    if allowed is None:  # before torch 2.9
+        return torch.get_float32_matmul_precision() == "highest"
+    return allowed.fp32_precision in ("none", "ieee")
+
+
+def doubt(q: Tensor, k: Tensor) -> Tensor:
+    """By what factor importances of q [B, C, H, D] over keys k [B, n, G, D] may mislead: float64 [B, C, G], above 1.
+
+    A pair further apart is in its true order, and stays in it when float64 rounds to float32 for ranking. inf or NaN where
+    a query or a key is not finite.
+    """
+    D, G = k.shape[3], k.shape[2]
+    longest_q, longest_k = torch.unflatten(_lengths(q), 2, (G, -1)).amax(-1), _lengths(k).amax(1, keepdim=True)
+    off = (longest_q * longest_k).double() * (4 * SLACK * (D + 4) * UNIT * D**-0.5)
+    return off.exp_() * (1 + RANKED)
+
+
+def _lengths(x: Tensor) -> Tensor:
+    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))  # pyright: ignore[reportUnknownMemberType]
+
+
+def choose(importance: Tensor, doubt: Tensor, nsa: NSAConfig, first: int) -> tuple[Tensor, Tensor]:
+    """As `reference.choose`, of float64 importances [B, C, G, blocks] that may mislead by factors of `doubt` [B, C, G].
+
+    -> blocks int32 [B, C, G, n_sel], and whether they are certain, bool [B, C, G]; what is not certain means nothing.
+    """
+    rank, _ = reference.ranks(importance, nsa, first)
+    most = max(rank.shape[-1], nsa.n_sel + 1)
+    rank = pad(rank, (0, most - rank.shape[-1]), value=float("-inf"))
+    best, order = rank.topk(nsa.n_sel + 1)
+    last, next_one = best[..., -2], best[..., -1]
+    clear = torch.isneginf(next_one) | ((last > next_one * doubt) & (last > LEAST))
+    order = torch.where(torch.isneginf(best), most, order)[..., :-1].sort().values
+    return torch.where(order < most, order, -1).to(torch.int32), clear

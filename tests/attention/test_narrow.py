@@ -1,0 +1,200 @@
+"""Float32 products choose the blocks that float64 chooses, or say that they cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nsa_lab.attention import decoding, geometry, narrow, reference
+from nsa_lab.attention.decoding import LayerCache, cached_attention
+from nsa_lab.config import NSAConfig
+
+# A block of each kind has one key of its own; and as the presets have them, overlapping, several to a block.
+NSAS = [NSAConfig(l=4, d=4, l_sel=4, n_sel=6, w=4), NSAConfig(l=8, d=4, l_sel=16, n_sel=5, w=8)]
+LENGTH, G, h, D = 517, 2, 3, 16
+SEEDS = range(12)
+nsas = pytest.mark.parametrize("nsa", NSAS, ids=["apart", "overlapping"])
+
+
+def random_keys(draw: torch.Generator, n: int) -> Tensor:
+    return torch.randn(1, n, G, D, generator=draw)
+
+
+def long_keys(draw: torch.Generator, n: int) -> Tensor:
+    return 30 * random_keys(draw, n)
+
+
+def nudged_keys(draw: torch.Generator, n: int) -> Tensor:
+    """All one key, but for a few units in the last place of some channels: float32 products cannot tell them apart."""
+    keys = random_keys(draw, 1).expand(1, n, G, D)
+    units = torch.randint(-2, 3, keys.shape, generator=draw) * (torch.rand(keys.shape, generator=draw) < 0.2)
+    return keys * (1 + units * 2.0**-23)
+
+
+def equal_keys(draw: torch.Generator, n: int) -> Tensor:
+    return random_keys(draw, 1).expand(1, n, G, D).contiguous()
+
+
+def few_keys(draw: torch.Generator, n: int) -> Tensor:
+    """Exact ties between random ones, as where a text repeats itself."""
+    return random_keys(draw, 5)[:, torch.randint(0, 5, (n,), generator=draw)]
+
+
+def cancelling_keys(draw: torch.Generator, n: int) -> Tensor:
+    """Products that cancel: large terms, small scores."""
+    half = 300 * torch.randn(1, n, G, D // 2, generator=draw)
+    return torch.cat([half, -half], dim=-1) + 1e-2 * random_keys(draw, n)
+
+
+KEYS = [random_keys, long_keys, nudged_keys, equal_keys, few_keys, cancelling_keys]
+
+
+def drawn(keys: object, nsa: NSAConfig, seed: int, S: int = 1) -> tuple[Tensor, Tensor]:
+    """q [1, S, G*h, D] and compressed keys [1, n, G, D], float32, of `LENGTH` + S tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, S, G * h, D, generator=draw)
+    if keys is cancelling_keys:
+        q[..., D // 2 :] = q[..., : D // 2]
+    return q, keys(draw, geometry.num_compressed(LENGTH + S, nsa))  # pyright: ignore[reportCallIssue]
+
+
+def importance(q: Tensor, k: Tensor, nsa: NSAConfig, products: torch.dtype) -> Tensor:
+    """Of every block in float64 [1, S, G, blocks], by scores in `products`: formed whole, without decoding's own code."""
+    S = q.shape[1]
+    t = geometry.positions(LENGTH, LENGTH + S)
+    s = torch.einsum("bsghd,bngd->bsghn", q.unflatten(2, (G, h)).to(products), k.to(products)).double() * D**-0.5
+    p = s.masked_fill(~geometry.sees_compressed(t, k.shape[1], nsa)[None, :, None, None], float("-inf")).softmax(-1)
+    overlap = geometry.overlap(k.shape[1], geometry.num_selection(LENGTH + S, nsa), nsa, dtype=torch.float64)
+    return p.sum(3) @ overlap
+
+
+def blocks_read(
+    q: Tensor, k: Tensor, nsa: NSAConfig, monkeypatch: pytest.MonkeyPatch, **indexer: object
+) -> tuple[Tensor, int]:
+    """What `cached_attention` chooses, and how often it computed shares in float64."""
+    found, wide, shares = [], [], decoding._shares
+    with monkeypatch.context() as patch:
+        patch.setattr(narrow, "MANY", 1)
+        patch.setattr(decoding, "_selected", lambda q, k, v, blocks, *_: (found.append(blocks), torch.zeros_like(q))[1])
+        patch.setattr(decoding, "_shares", lambda *told: (wide.append(told[-1] == torch.float64), shares(*told))[1])
+        raw = torch.zeros(len(q), LENGTH + q.shape[1], G, D)
+        cache = LayerCache(k, torch.zeros_like(k), raw, raw, raw, raw, indexer.pop("k_index", None))  # pyright: ignore[reportArgumentType]
+        lengths = torch.full((len(q),), LENGTH, dtype=torch.int32)
+        cached_attention(q, torch.ones(*q.shape[:3], 3), cache, lengths, nsa, **indexer)  # pyright: ignore[reportArgumentType]
+    return found[0], sum(wide)
+
+
+@nsas
+@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("keys", KEYS)
+def test_the_choice_is_that_of_float64(keys: object, S: int, nsa: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in SEEDS:
+        q, k = drawn(keys, nsa, seed, S)
+        found, _ = blocks_read(q, k, nsa, monkeypatch)
+        wide = decoding._shares(q, k, LENGTH, nsa, torch.float64)
+        expected = reference.choose(decoding._importance(wide, LENGTH, nsa, nsa).float(), nsa, LENGTH)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("keys", [random_keys, nudged_keys])
+def test_so_is_an_indexer_s(keys: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own queries, keys and geometry; the compressed branch's here are others."""
+    nsa = NSAS[1]
+    choice = nsa.model_copy(update={"l": 4, "d": 2})
+    for seed in SEEDS:
+        q, k = drawn(random_keys, nsa, seed)
+        index_q, k_index = drawn(keys, choice, seed + 1)
+        index_q = index_q[:, :, ::h]
+        indexer = {"k_index": k_index, "index_q": index_q, "choice_nsa": choice}
+        wide = decoding._shares(index_q, k_index, LENGTH, choice, torch.float64)
+        # The blocks that are chosen among are the compressed branch's.
+        expected = reference.choose(decoding._importance(wide, LENGTH, nsa, choice).float(), nsa, LENGTH)
+        assert torch.equal(blocks_read(q, k, nsa, monkeypatch, **indexer)[0], expected)
+
+
+@nsas
+def test_float32_alone_would_choose_otherwise(nsa: NSAConfig) -> None:
+    """Without doubt, the near-ties above fall the wrong way: those tests can fail."""
+    moved = 0
+    for seed in SEEDS:
+        q, k = drawn(nudged_keys, nsa, seed)
+        ours, wide = (importance(q, k, nsa, dtype) for dtype in (torch.float32, torch.float64))
+        moved += not torch.equal(reference.choose(ours.float(), nsa, LENGTH), reference.choose(wide.float(), nsa, LENGTH))
+    assert moved
+
+
+@nsas
+@pytest.mark.parametrize("keys", KEYS)
+def test_importances_mislead_by_no_more_than_the_bound(keys: object, nsa: NSAConfig) -> None:
+    """A pair by its factor, one of them by that factor's root."""
+    furthest = 0.0
+    for seed in SEEDS:
+        q, k = drawn(keys, nsa, seed, 3)
+        bound = narrow.doubt(q, k).log() / 2
+        ours, wide = (importance(q, k, nsa, dtype) for dtype in (torch.float32, torch.float64))
+        seen = wide > narrow.LEAST
+        off = torch.where(seen, ours / wide, 1.0).log().abs() / bound.unsqueeze(-1)
+        furthest = max(furthest, off.max().item())
+    assert 0.0 < furthest < 1.0
+
+
+@nsas
+def test_float64_is_computed_where_it_decides_and_nowhere_else(nsa: NSAConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, tied = drawn(equal_keys, nsa, 0)
+    clear = torch.linspace(-4, 4, tied.shape[1])[None, :, None, None] * torch.sign(q.unflatten(2, (G, h))[:, :, :, 0])
+    assert blocks_read(q, clear.contiguous(), nsa, monkeypatch)[1] == 0
+    assert blocks_read(q, tied, nsa, monkeypatch)[1] == 1
+    # Of three sequences in a batch, the one in doubt.
+    together, wide = blocks_read(q.expand(3, -1, -1, -1), torch.cat([clear, tied, clear]), nsa, monkeypatch)
+    assert wide == 1
+    for row, k in zip(together.split(1), (clear, tied, clear), strict=True):
+        assert torch.equal(row, blocks_read(q, k, nsa, monkeypatch)[0])
+
+
+@given(
+    scores=st.lists(
+        st.sampled_from([0.0, 1e-40, 1e-31, 0.5, 0.5 + 2**-24, 0.5 + 2**-20, 1.0, 3.0]), min_size=1, max_size=14
+    ),
+    off=st.lists(st.floats(-1, 1), min_size=14, max_size=14),
+    doubt=st.sampled_from([1 + narrow.RANKED, 1 + 2**-18, 1.5]),
+)
+def test_what_is_clear_stays_so_whatever_the_truth_within_doubt(
+    scores: list[float], off: list[float], doubt: float
+) -> None:
+    nsa = NSAS[0]
+    ours = torch.tensor(scores, dtype=torch.float64)[None, None, None]
+    blocks, clear = narrow.choose(ours, torch.full((1, 1, 1), doubt), nsa, nsa.l_sel * len(scores) - 1)
+    # Each may be off by the root of what a pair is, and what float32 rounds away is part of the doubt.
+    room = 0.5 * torch.tensor(doubt / (1 + narrow.RANKED), dtype=torch.float64).log()
+    truth = ours * (room * torch.tensor(off[: len(scores)], dtype=torch.float64)).exp()
+    if clear.all():
+        assert torch.equal(blocks, reference.choose(truth.float(), nsa, nsa.l_sel * len(scores) - 1))
+    assert len(scores) > nsa.n_sel or clear.all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_never_clear(bad: float) -> None:
+    q, k = drawn(random_keys, NSAS[0], 0)
+    k[0, 3, 1, 2] = bad
+    doubt = narrow.doubt(q, k)
+    _, clear = narrow.choose(importance(q, k, NSAS[0], torch.float32), doubt, NSAS[0], LENGTH)
+    assert clear.flatten().tolist() == [True, False]
+
+
+@pytest.fixture
+def full_precision() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_float32_of_every_bit_over_many_keys_alone_is_tried(full_precision: None) -> None:
+    q = torch.ones(1)
+    assert narrow.suits(q, narrow.MANY) and not narrow.suits(q, narrow.MANY - 1)
+    assert not any(narrow.suits(q.to(dtype), narrow.MANY) for dtype in (torch.float64, torch.bfloat16))
+    torch.set_float32_matmul_precision("medium")
+    assert not narrow.suits(q, narrow.MANY)
