@@ -27,8 +27,8 @@ from nsa_lab.model import Block, DenseAttention, Indexer, NSATransformer, Rotary
 class Step(NamedTuple):
     """New tokens of every sequence."""
 
-    starts: tuple[int, ...]
-    """Tokens of each sequence before these."""
+    starts: tuple[int, ...] | None
+    """Tokens of each sequence before these; None in a step that is captured once and replayed at any lengths."""
     lengths: Tensor
     """The same, int32 [B] on the device."""
     positions: Tensor
@@ -44,8 +44,8 @@ class Step(NamedTuple):
 
     @property
     def begins(self) -> bool:
-        """Whether there is nothing before them in any sequence."""
-        return not any(self.starts)
+        """Whether there is nothing before them in any sequence; a captured step never begins."""
+        return self.starts is not None and not any(self.starts)
 
 
 class TokenRows:
@@ -116,14 +116,20 @@ class Compressed:
             return
         self.raw.put(x, step)
         d, l = self.nsa.d, self.nsa.l
-        new = max(self._whole(start + step.width) - self._whole(start) for start in step.starts)
-        if new:
+        if new := self._completed(step):
             first = geometry.visible_compressed(step.positions[:, :1] - 1, self.nsa)
             tokens = first * d + torch.arange((new - 1) * d + l, device=x.device)
             self._put_blocks(self._phi(self.raw.read(tokens, step)), first, step)
 
     def grow(self, capacity: int) -> None:
         self.blocks.grow(self._whole(capacity))
+
+    def _completed(self, step: Step) -> int:
+        """The most blocks that a sequence completes. A block that is computed before it is complete lies beyond what any
+        query sees, and is computed anew when it is."""
+        if step.starts is None:
+            return -(-step.width // self.nsa.d)
+        return max(self._whole(start + step.width) - self._whole(start) for start in step.starts)
 
     def _put_blocks(self, blocks: Tensor, first: Tensor, step: Step) -> None:
         self.blocks.put(blocks, first + torch.arange(blocks.shape[1], device=blocks.device), step)
@@ -141,8 +147,8 @@ class Latest:
     def put(self, x: Tensor | None, step: Step) -> None:
         """x [B, S, ...]; None where there is no convolution."""
         if x is not None:
-            before = torch.zeros_like(x[:, :1]) if self.kept is None else self.kept
-            self.kept = torch.cat([before, x], dim=1)[step.rows, step.counts[:, None]]
+            self.kept = torch.zeros_like(x[:, :1]) if self.kept is None else self.kept
+            self.kept.copy_(torch.cat([self.kept, x], dim=1)[step.rows, step.counts[:, None]])
 
 
 class NSACache:
@@ -283,14 +289,16 @@ class DenseCache:
 
 
 class Cache:
-    """What a model keeps of `batch` sequences of at most `capacity` tokens; `backend` is `cached_attention`'s.
+    """What a model keeps of `batch` sequences of at most `capacity` tokens; `backend` is `cached_attention`'s, by default
+    triton for a model whose layers run on these kernels, and torch for any other.
 
     Raises ValueError where that is more memory than there is, and says how many sequences would fit; as `resolve_backend`
     where the backend cannot run, or does not take the model's shapes.
     """
 
-    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, backend: str = "torch") -> None:
+    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, backend: str | None = None) -> None:
         like = model.head.weight
+        backend = self.backend = backend or _own_backend(model)
         resolve_backend(like.device, like.dtype, model.config.nsa, model.config, backend)
         memory.check_fits(model.config, capacity, batch, like.device, like.element_size())
         self.capacity, self.batch = capacity, batch
@@ -301,14 +309,23 @@ class Cache:
 
     def step(self, width: int, counts: Sequence[int]) -> Step:
         """The next `width` tokens of every sequence, of which `counts` are no padding."""
-        positions = self.lengths.long()[:, None] + torch.arange(width, device=self.lengths.device)
         told = torch.tensor(counts, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
-        return Step(self.starts, self.lengths, positions, told, self._rows)
+        return self._step(self.starts, width, told)
+
+    def step_at_any_length(self, counts: Tensor) -> Step:
+        """The next token of every sequence, or padding, as `counts` say, int64 [B] of 1 and 0: nothing that the host would
+        do depends on the lengths or on `counts`."""
+        return self._step(None, 1, counts)
+
+    def _step(self, starts: tuple[int, ...] | None, width: int, counts: Tensor) -> Step:
+        positions = self.lengths.long()[:, None] + torch.arange(width, device=self.lengths.device)
+        return Step(starts, self.lengths, positions, counts, self._rows)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Every sequence is so many tokens longer."""
         self.starts = tuple(start + count for start, count in zip(self.starts, counts, strict=True))
-        self.lengths = torch.tensor(self.starts, dtype=torch.int32).to(self.lengths.device, non_blocking=True)
+        # In place: a captured step looks for them where they are.
+        self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` tokens of every sequence; everything that grows with them is copied."""
@@ -322,6 +339,11 @@ class Cache:
         index = torch.tensor(rows, device=self.lengths.device)
         for kept in (self.lengths, *(tensor for layer in self.layers for tensor in layer.tensors())):
             kept.copy_(kept[index])
+
+
+def _own_backend(model: NSATransformer) -> str:
+    """triton where all that a layer computes is by triton."""
+    return "triton" if all(choice.backend == "triton" for choice in model.backends.values()) else "torch"
 
 
 def _layer(attention: object, capacity: int, batch: int, like: Tensor, backend: str) -> NSACache | DenseCache:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab.inference import memory
-from nsa_lab.inference.cache import Cache
+from nsa_lab.inference.cache import Cache, Step
+from nsa_lab.inference.recorded import RecordedStep, can_be_recorded
 from nsa_lab.model import Block, NSATransformer, Rotary, rotary_table
 
 # Tokens of all sequences together that are read at once while nothing stands before them: what a layer holds of them grows
@@ -24,19 +25,23 @@ FIRST = 2**16
 class Decoder:
     """Feeds a model with the tokens of `batch` sequences, at most `capacity` each, and keeps what it needs of them.
 
-    `backend` is that of tokens behind the first chunk, torch or triton: not the layers' own, by which that chunk is read.
+    `backend` is that of tokens behind the first chunk, torch or triton; None: triton for a model whose layers run on our
+    kernels, torch for any other. The first chunk is read by the layers' own. With triton a step of one token per sequence
+    is recorded as a CUDA graph when it first comes, and replayed from then on.
 
     Raises what `Cache` raises: ValueError where it does not fit, BackendError where the backend cannot run.
     """
 
-    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, *, backend: str = "torch") -> None:
+    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, *, backend: str | None = None) -> None:
         self._model, self.cache = model, Cache(model, capacity, batch, backend)
         self._rotary = self._angles()
+        self._recorded: RecordedStep | None = None
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` tokens of every sequence, by copying what there is."""
         self.cache.grow(capacity)
         self._rotary = self._angles()
+        self._recorded = None
 
     @torch.no_grad()
     def append(self, tokens: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -76,14 +81,22 @@ class Decoder:
             at += part.shape[1]
 
     def _advance(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        model, step = self._model, self.cache.step(tokens.shape[1], counts)
+        if tokens.shape[1] == 1 and any(self.cache.starts) and can_be_recorded(self.cache):
+            self._recorded = self._recorded or RecordedStep(self._hidden, self.cache)
+            hidden = self._recorded(tokens, counts)
+        else:
+            hidden = self._hidden(tokens, self.cache.step(tokens.shape[1], counts))
+        self.cache.advance(counts)
+        return hidden
+
+    def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
+        model = self._model
         places = step.positions.clamp_max(self.cache.capacity - 1)  # of padding
         rotary = self._rotary[0][places], self._rotary[1][places]
         x = model.embed(tokens)
         for block, layer in zip(cast("list[Block]", model.blocks), self.cache.layers, strict=True):
             x = x + layer.attend(block.attention_norm(x), rotary, step)
             x = x + block.mlp(block.mlp_norm(x))
-        self.cache.advance(counts)
         return model.norm(x)
 
     def _check(self, tokens: Tensor, counts: Sequence[int]) -> None:

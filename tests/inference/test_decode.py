@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.decoding import launch
 from nsa_lab.config import ModelConfig, NSAConfig
-from nsa_lab.inference import Decoder, cache, decode, memory
+from nsa_lab.inference import Decoder, cache, decode, memory, recorded
+from nsa_lab.inference.recorded import RecordedStep
 from nsa_lab.model import NSATransformer
 
 # Around every length that something begins or ends at: d, l, l_sel, w, n_sel * l_sel.
@@ -92,6 +94,61 @@ def test_sequences_of_any_lengths_in_chunks_of_any_sizes_equal_full_forward(vari
     for chunks in ([7], [1, 13, 30], [40, 2, 3, 17], [100]):
         for text, found in zip(texts, in_chunks(model, texts, chunks, poison=True), strict=True):
             torch.testing.assert_close(found, model(text[None])[0], rtol=0, atol=1e-10)
+
+
+def run_anew(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    """In place of a recording, which needs a GPU."""
+    run()
+    result = run()
+    return lambda: result.copy_(run()), result
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_that_knows_no_lengths_equals_full_forward(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph would record, run anew each time: the same at lengths that end and complete blocks, and where the
+    rehearsals left their padding."""
+
+    monkeypatch.setattr(decode, "can_be_recorded", lambda cache: True)
+    monkeypatch.setattr(recorded, "record", run_anew)
+    steps: list[RecordedStep] = []
+    monkeypatch.setattr(decode, "RecordedStep", lambda *given: steps.append(RecordedStep(*given)) or steps[-1])
+    model = built(tiny(**variant))
+    texts = [drawn(length, seed=length) for length in (70, 33, 64, 8)]
+    for text, found in zip(texts, in_chunks(model, texts, [7, 1], poison=True), strict=True):
+        torch.testing.assert_close(found, model(text[None])[0], rtol=0, atol=1e-10)
+    assert len(steps) == 1
+
+
+def test_a_cache_that_grows_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "can_be_recorded", lambda cache: True)
+    monkeypatch.setattr(recorded, "record", run_anew)
+    model, tokens = built(tiny()), drawn(1, 30)
+    decoder = Decoder(model, 20)
+    decoder.append(tokens[:, :18])
+    decoder.last(tokens[:, 18:19])
+    decoder.grow(40)
+    for at in range(19, 30):
+        last = decoder.last(tokens[:, at : at + 1])
+    torch.testing.assert_close(last, model(tokens)[:, -1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", [{}, {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1}])
+def test_a_recorded_step_gives_what_torch_gives(variant: dict) -> None:
+    """Through ends of blocks and of a ring, in float32, one sequence after another coming to its end."""
+    nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20)
+    model = NSATransformer(tiny(d_k=16, d_v=32, nsa=nsa, **variant), dtype=torch.float32, device="cuda", seed=5)
+    texts = [drawn(length, seed=length).cuda() for length in (150, 75, 131)]
+    decoders = [Decoder(model, 150, len(texts), backend=backend) for backend in ("torch", None)]
+    assert decoders[1].cache.backend == "triton"
+    for decoder in decoders:
+        decoder.append(*ragged([text[:70] for text in texts]))
+    for at in range(70, 150):
+        tokens, counts = ragged([text[at : at + 1] for text in texts])
+        by_torch, by_kernels = (decoder.append(tokens, counts) for decoder in decoders)
+        inside = torch.tensor(counts, dtype=torch.bool)
+        torch.testing.assert_close(by_kernels[inside], by_torch[inside], rtol=0, atol=1e-5)
 
 
 def test_what_is_read_first_is_bounded_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +261,7 @@ def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.
         torch.testing.assert_close(by_kernels, by_torch, rtol=0, atol=1e-5)
         tokens, counts = by_torch.argmax(-1, keepdim=True), None
         assert torch.equal(by_kernels.argmax(-1, keepdim=True), tokens)
+    # On a GPU the single tokens were recorded: two rehearsals and the recording, three runs for three tokens.
     assert len(calls) == 4 * len(model.blocks)
 
 

@@ -1,0 +1,53 @@
+"""A decoding step as a CUDA graph. Launched one by one from Python, its kernels take many times as long as they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from nsa_lab.inference.cache import Cache, Step
+
+# Runs before a recording: kernels are compiled and libraries take their workspaces, neither of which can be recorded.
+REHEARSALS = 2
+
+
+def can_be_recorded(cache: Cache) -> bool:
+    """Whether nothing in a step waits on the host: the kernels do not, attention in torch does."""
+    return cache.backend == "triton" and cache.lengths.is_cuda
+
+
+class RecordedStep:
+    """One more token of every sequence of `cache`, recorded once and replayed at whatever lengths they have by then.
+
+    `run` takes tokens int64 [B, 1] and a `Step` and gives hidden states [B, 1, C]; those of a call are overwritten by the
+    next. A cache that grows has other tensors, and needs another recording.
+    """
+
+    def __init__(self, run: Callable[[Tensor, Step], Tensor], cache: Cache) -> None:
+        self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.lengths.device)
+        # Rehearsed with padding alone: what it leaves lies beyond every length, and is overwritten by what comes.
+        self._counts = torch.zeros(cache.batch, dtype=torch.int64, device=cache.lengths.device)
+        self._replay, self._hidden = record(lambda: run(self._tokens, cache.step_at_any_length(self._counts)))
+
+    def __call__(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        """Hidden states [B, 1, C] of tokens int64 [B, 1], of which `counts` (1 or 0) are no padding."""
+        self._tokens.copy_(tokens)
+        self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)
+        self._replay()
+        return self._hidden
+
+
+def record(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """What replays `run`, and the tensor that every replay fills anew."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(REHEARSALS):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph.replay, result
