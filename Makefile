@@ -9,8 +9,11 @@ READY  := $(VENV)/.ready
 PARAMS ?= smoke
 # Notebooks that train are checked by nbval with the parameters of the CI run, in copies of their own.
 COPIES := .cache/nbval
-# The tests do without nbval, which loads Jupyter into every process; it has a target of its own.
-PYTEST := $(BIN)/python -m pytest -p no:nbval
+# Of the plugins that are installed pytest loads those that the tests use, and rewrites the asserts of no other: nbval, which
+# has a target of its own, would bring Jupyter into every process. Bytecode is kept: without it each process rewrites and
+# compiles every test anew, which takes ten seconds.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --disable-plugin-autoload \
+  -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 # What pip says goes there: a terminal sees one line that counts packages, and a failure shows the end of it.
 INSTALL_LOG := .cache/install.log
 COUNT_PACKAGES := { n=0; all=$$(grep -c == requirements.lock); while read -r word name rest; do \

@@ -12,12 +12,6 @@ from pathlib import Path
 # tests start. OpenMP reads this when torch loads it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch
-
-if not torch.cuda.is_available():
-    # Triton reads this once, when it is first imported, and torch.compile in some other test may be what imports it.
-    os.environ["TRITON_INTERPRET"] = "1"
-
 import hypothesis
 import pytest
 
@@ -32,8 +26,6 @@ sys.path[:0] = [str(Path(__file__).parent / "attention"), str(Path(__file__).par
 from forker import Forker  # noqa: E402
 from interpreter import keep_what_it_repeats  # noqa: E402
 
-torch.set_num_threads(1)
-
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=25)
 # For planted faults, where any failing example will do.
 hypothesis.settings.register_profile(
@@ -45,9 +37,23 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Before the first test is imported, and only where tests are: the process that hands them to others needs no torch."""
+    if collector.path != Path(__file__).parent:
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        # Triton reads this once, when it is first imported, and torch.compile in some other test may be what imports it.
+        os.environ["TRITON_INTERPRET"] = "1"
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported and collected by now stays to the end; looking through it for garbage again and again takes long."""
     keep_what_it_repeats()
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,19 +56,27 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(tree: ast.AST, path: Path) -> Iterator[str]:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
+def imports_of(path: Path) -> list[str]:
     """Every module named by an import, inside functions too; `from a import b` names a and a.b."""
-    for node in ast.walk(tree):
+    names = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-IMPORTS = {path: list(imported(tree, path)) for path, tree in TREES.items()}
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def part_of(module: str) -> str:
@@ -80,7 +88,7 @@ def test_imports_point_one_way(part: str) -> None:
     wrong = []
     for path in FILES:
         if part_of(module_of(path)) == part:
-            others = {part_of(name) for name in IMPORTS[path] if name.startswith("nsa_lab.")}
+            others = {part_of(name) for name in imports_of(path) if name.startswith("nsa_lab.")}
             wrong += [f"{path.relative_to(ROOT)} imports {other}" for other in others - MAY_IMPORT[part] - {part}]
     assert not wrong
 
@@ -96,7 +104,7 @@ def test_what_reads_runs_never_loads_the_trainer(reader: str) -> None:
         if module in reached:
             continue
         reached.add(module)
-        waiting += [name for name in IMPORTS[known[module]] if name in known]
+        waiting += [name for name in imports_of(known[module]) if name in known]
     assert not [m for m in reached if m.startswith("nsa_lab.train")]
 
 
@@ -110,16 +118,15 @@ def test_what_the_documentation_shows_is_read_by_nothing_else() -> None:
     """A record that the library reckons with is package data; one under docs/ may be renamed, or missing, at any time."""
     sources = [*FILES, *(ROOT / "notebooks").glob("*.py")]
     for path in sources:
-        tree = TREES.get(path) or ast.parse(path.read_text(encoding="utf-8"))
-        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        strings = {node.value for node in nodes_of(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert not [text for text in strings if "docs/benchmarks" in text], path
 
 
 def test_no_two_classes_share_a_name() -> None:
     """In a traceback, a log or a search a class is its name."""
     places: dict[str, list[str]] = {}
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
+    for path in FILES:
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
     assert not {name: where for name, where in places.items() if len(where) > 1}
@@ -129,7 +136,7 @@ def test_no_two_classes_share_a_name() -> None:
 def test_an_optional_package_is_imported_in_one_place(package: str) -> None:
     places = []
     for path in FILES:
-        if any(name == package or name.startswith(package + ".") for name in IMPORTS[path]):
+        if any(name == package or name.startswith(package + ".") for name in imports_of(path)):
             places.append(path.relative_to(PACKAGE).as_posix())
     allowed = (OPTIONAL[package], "bench/") if package in BENCH else (OPTIONAL[package],)
     assert all(place.startswith(allowed) for place in places), places
@@ -158,8 +165,8 @@ def is_broad(node: ast.AST) -> bool:
 def test_no_handler_swallows_whatever_comes() -> None:
     """`except:` and `except Exception: pass` turn a fault into a silent fallback."""
     wrong = []
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
+    for path in FILES:
+        for node in nodes_of(path):
             if isinstance(node, ast.ExceptHandler):
                 silent = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
                 if node.type is None or (is_broad(node) and silent):
@@ -171,8 +178,8 @@ def test_broad_handlers_are_few() -> None:
     """A library that catches everything in many places hides real faults. Those that raise it again are not counted."""
     broad = [
         path.relative_to(PACKAGE).as_posix()
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
+        for path in FILES
+        for node in nodes_of(path)
         if is_broad(node) and not any(isinstance(n, ast.Raise) for n in ast.walk(node))
     ]
     assert len(broad) <= 6, broad
@@ -181,10 +188,10 @@ def test_broad_handlers_are_few() -> None:
 
 def test_no_switch_hides_in_the_environment() -> None:
     """No variable of this project's own, and none at all is read by the mathematics, but Triton's interpreter switch."""
-    for path, tree in TREES.items():
-        strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    for path in FILES:
+        strings = {n.value for n in nodes_of(path) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         assert not {s for s in strings if s.startswith("NSA_") and s.isupper()}, path
-        reads = [n for n in ast.walk(tree) if (isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv"))]
+        reads = [n for n in nodes_of(path) if (isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv"))]
         place = path.relative_to(PACKAGE).as_posix()
         if place.startswith(("attention/", "config/", "model/", "health/", "report/", "runs/history.py")) and reads:
             assert place == "attention/kernels/__init__.py" and "TRITON_INTERPRET" in strings
@@ -194,8 +201,8 @@ def test_the_mathematics_keeps_no_state() -> None:
     """No global statement, and no module-level container in lower case, in attention, model and config."""
     for path in FILES:
         if part_of(module_of(path)) in ("attention", "model", "config"):
-            assert not [n for n in ast.walk(TREES[path]) if isinstance(n, ast.Global)], path
-            for node in TREES[path].body:
+            assert not [n for n in nodes_of(path) if isinstance(n, ast.Global)], path
+            for node in tree_of(path).body:
                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict | ast.List | ast.Set):
                     names = [t.id for t in node.targets if isinstance(t, ast.Name)]
                     assert all(name.isupper() or name == "__all__" for name in names), f"{path}: {names}"

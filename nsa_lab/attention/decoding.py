@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import geometry, kernels, narrow, reference, torch_backend
 from nsa_lab.attention.dispatch import resolve_backend
+from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.attention.span import Span
 from nsa_lab.attention.torch_backend import CHUNK_BYTES, carry, choice_dtype, wide_dtype
 from nsa_lab.config import NSAConfig
@@ -24,31 +25,6 @@ from nsa_lab.config import NSAConfig
 BACKENDS = ("torch", "triton")
 # So many queries at once gather their own blocks; more read the past together, as a prompt does.
 FEW = 8
-
-
-class LayerCache(NamedTuple):
-    """What one NSA layer keeps of B sequences. Rows beyond a sequence's length are never read; they may be NaN."""
-
-    k_cmp: Tensor
-    """[B, N_max, G, d_k], block i of tokens i*d .. i*d+l-1."""
-    v_cmp: Tensor
-    """[B, N_max, G, d_v]"""
-    k_sel: Tensor
-    """[B, capacity, G, d_k]"""
-    v_sel: Tensor
-    """[B, capacity, G, d_v]"""
-    k_win: Tensor
-    """[B, R, G, d_k], a ring: position p lies in slot p % R, and R >= w + S - 1 for S new tokens."""
-    v_win: Tensor
-    """[B, R, G, d_v]"""
-    k_index: Tensor | None = None
-    """[B, N_index_max, G, d_k], the indexer's compressed keys."""
-
-    def rows(self, rows: slice) -> LayerCache:
-        """The same of some of the sequences."""
-        index = None if self.k_index is None else self.k_index[rows]
-        raw = self.k_sel[rows], self.v_sel[rows], self.k_win[rows], self.v_win[rows]
-        return LayerCache(self.k_cmp[rows], self.v_cmp[rows], *raw, index)
 
 
 def cached_attention(

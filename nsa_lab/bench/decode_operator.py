@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import Span, compress, geometry, reference
-from nsa_lab.attention.decoding import LayerCache, cached_attention, cached_dense_attention
+from nsa_lab.attention.decoding import cached_attention, cached_dense_attention
+from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.bench.timing import time_ms, turns_ms
 from nsa_lab.config import NSAConfig
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, nsa_attention, resolve_backend
-from nsa_lab.attention.decoding import LayerCache, cached_attention, cached_dense_attention
+from nsa_lab.attention.decoding import cached_attention, cached_dense_attention
+from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.config import NSAConfig
 from nsa_lab.inference import memory
 from nsa_lab.model import Block, DenseAttention, Indexer, NSATransformer, Rotary, SparseAttention

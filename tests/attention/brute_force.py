@@ -120,9 +120,8 @@ def attention_gradients(
                     by_value = v[b, keys, g] @ d_out[b, t, n]
                     d_score = p * (by_value - p @ by_value + d_lse[b, t, n]) / np.sqrt(D)
                     d_q[b, t, n] += d_score @ k[b, keys, g]
-                    for weight, change, s in zip(p, d_score, keys, strict=True):
-                        d_v[b, s, g] += weight * d_out[b, t, n]
-                        d_k[b, s, g] += change * q[b, t, n]
+                    np.add.at(d_v[b, :, g], keys, np.outer(p, d_out[b, t, n]))
+                    np.add.at(d_k[b, :, g], keys, np.outer(d_score, q[b, t, n]))
     return d_q, d_k, d_v
 
 

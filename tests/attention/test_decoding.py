@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import Span, geometry, reference
-from nsa_lab.attention.decoding import LayerCache, cached_attention
+from nsa_lab.attention.decoding import cached_attention
+from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.config import NSAConfig
 
 GEOMETRIES = [

@@ -25,7 +25,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_lab.attention import Span, kernels
-from nsa_lab.attention.decoding import LayerCache
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.ahead import compile_ahead
@@ -33,6 +32,7 @@ from nsa_lab.attention.kernels.documents import raw_bounds
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.attention.kernels.selected.inverted_index import number_blocks
+from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.config import NSAConfig
 
 ARCHITECTURE = int(sys.argv[1])

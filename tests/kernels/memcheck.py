@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 
 from nsa_lab.attention import Span
-from nsa_lab.attention.decoding import LayerCache, cached_attention
+from nsa_lab.attention.decoding import cached_attention
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import nsa_attention
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import pieces
+from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.config import NSAConfig
 
 

@@ -19,16 +19,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
-
-if TYPE_CHECKING:
-    from nsa_lab.attention.decoding import LayerCache
 
 WIDTH_STEP, WIDTH_LIMIT = 16, 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

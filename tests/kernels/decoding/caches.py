@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_lab.attention.decoding import LayerCache
+from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.config import NSAConfig
 
 

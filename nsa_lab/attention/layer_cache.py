@@ -1,0 +1,32 @@
+"""What a layer keeps of the tokens before, as decoding in torch and the kernels read it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LayerCache(NamedTuple):
+    """What one NSA layer keeps of B sequences. Rows beyond a sequence's length are never read; they may be NaN."""
+
+    k_cmp: Tensor
+    """[B, N_max, G, d_k], block i of tokens i*d .. i*d+l-1."""
+    v_cmp: Tensor
+    """[B, N_max, G, d_v]"""
+    k_sel: Tensor
+    """[B, capacity, G, d_k]"""
+    v_sel: Tensor
+    """[B, capacity, G, d_v]"""
+    k_win: Tensor
+    """[B, R, G, d_k], a ring: position p lies in slot p % R, and R >= w + S - 1 for S new tokens."""
+    v_win: Tensor
+    """[B, R, G, d_v]"""
+    k_index: Tensor | None = None
+    """[B, N_index_max, G, d_k], the indexer's compressed keys."""
+
+    def rows(self, rows: slice) -> LayerCache:
+        """The same of some of the sequences."""
+        index = None if self.k_index is None else self.k_index[rows]
+        raw = self.k_sel[rows], self.v_sel[rows], self.k_win[rows], self.v_win[rows]
+        return LayerCache(self.k_cmp[rows], self.v_cmp[rows], *raw, index)
