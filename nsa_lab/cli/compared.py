@@ -78,7 +78,7 @@ def _needles(found: Compared) -> Iterator[str]:
 def _needle_table(needles: Sequence[NeedlesFound], cell: Callable[[NeedlesFound], str]) -> Iterator[str]:
     models = list(dict.fromkeys(one.model for one in needles))
     cells = {(one.task, one.length, one.model): cell(one) for one in needles}
-    rows = dict.fromkeys((task, length) for task, length, _ in cells)
+    rows = dict.fromkeys((task, length) for (task, length, _), text in cells.items() if text != NONE)
     yield from _table(
         ("task", "bytes", *models),
         ([task, f"{length:,}", *(cells.get((task, length, model), NONE) for model in models)] for task, length in rows),

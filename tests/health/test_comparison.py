@@ -14,6 +14,7 @@ import pytest
 from fake_run import Event, configuration, write_run
 
 from nsa_lab import cli
+from nsa_lab.cli.compared import markdown
 from nsa_lab.config import ConfigError
 from nsa_lab.health.comparison import Compared, compare_models, is_far
 from nsa_lab.health.models import baseline_of, model_name, models_of
@@ -139,7 +140,7 @@ def t_interval(values: list[float]) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("right", "asked", "low", "high"),
-    # R: binom::binom.wilson, and Newcombe (1998), table I, for 81 of 263, 15 of 148, 0 of 20 and 1 of 29.
+    # Newcombe (1998), table I.
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_the_interval_of_a_share_is_that_of_the_books(right: int, asked: int, low: float, high: float) -> None:
@@ -383,6 +384,23 @@ def test_what_was_asked_otherwise_is_told(made: Make) -> None:
     assert f"needle at 260: the evaluation was not to ask it ({other.name})" in told
     assert f"multi_key at 260: not asked: too short ({one.name})" in told
     assert f"interventions at 4,096: dense attention has neither blocks nor branches ({other.name})" in told
+
+
+def test_records_that_say_little_are_told_with_gaps(made: Make, tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        kept = [event for event in events if event["kind"] in ("step", "end")]
+        return [{key: value for key, value in event.items() if key not in ("dt_s", "tokens_per_s")} for event in kept]
+
+    bare = write_run(tmp_path / "outputs", configuration(train__seed=0).model_copy(update={"name": "bare"}), spoil)
+    write_evaluation(bare, {"v": 1, "step": 200})
+    found = compared(bare, dense(made, 0))
+    cost = found.costs[0]
+    assert (cost.runs[0].parameters, cost.runs[0].seconds, cost.seconds_share) == (None, None, None)
+    assert found.texts == [] and "| bare | 0 | – | 819,200 | – | – | – | – | – |" in markdown(found)
+    told = "\n".join(found.not_compared)
+    assert (
+        f"needle at 260: the evaluation was not to ask it ({bare.name})" in told and f"{bare.name} did not read it" in told
+    )
 
 
 @pytest.fixture
