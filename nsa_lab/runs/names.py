@@ -93,7 +93,7 @@ def find_run(run: str, outputs: Path) -> Path:
 
 def find_runs(run: str, outputs: Path) -> list[Path]:
     """As `find_run`, and where `run` is a pattern (with `*`, `?` or `[`) all that it names, as ids or as paths."""
-    if not set("*?[") & set(run):
+    if not set("*?[") & set(run) or _is_file(Path(run) / directory.CONFIG):
         return [find_run(run, outputs)]
     there = run_directories(outputs)
     paths = [Path(path).resolve() for path in sorted(glob(run)) if _is_file(Path(path) / directory.CONFIG)]
