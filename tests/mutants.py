@@ -138,6 +138,10 @@ OTHERS = {
     "figures.tiny_recall": cases("evaluate/test_tiny_recall.py", "a_model_keeps_its_colour_from_one_picture_to_the_next"),
     "figures.differences": ["tests/workbook/test_differences.py"],
     "health.paired": ["tests/health/test_paired.py"],
+    "health.shares": ["tests/health/test_comparison.py"],
+    "health.models": ["tests/health/test_comparison.py"],
+    "health.text_pairs": ["tests/health/test_comparison.py"],
+    "health.comparison": ["tests/health/test_comparison.py"],
     "train.twin": ["tests/train/test_twin.py"],
     "runs.events": [
         "tests/train/test_telemetry.py",
@@ -1741,6 +1745,32 @@ MUTANTS = [
     Mutant("beside: text is fetched to be shown", "workbook.beside", "progress=_refuse, ", ""),
     Mutant("difference: the first tenth hides the rest", "figures.differences", "LEFT_OUT = 0.1", "LEFT_OUT = 0.0"),
     Mutant("paired: neighbours count as independent", "health.paired", "min(len(apart), STRETCHES)", "len(apart)"),
+    Mutant("compare: Wilson's interval around the share itself", "health.shares", "(share + z2 / 2) / (1 + z2)", "share"),
+    Mutant(
+        "compare: configurations of one name are one model",
+        "health.models",
+        "if but_seed(alike[0].history) != but_seed(run.history):",
+        "if False:",
+    ),
+    Mutant("compare: an evaluation of any step counts", "health.models", 'found.get("step") != steps', "False"),
+    Mutant(
+        "compare: other windows make pairs",
+        "health.text_pairs",
+        "if ours.cut[key] != reading.cut.get(key)",
+        "if key == 'bytes' and ours.cut[key] != reading.cut.get(key)",
+    ),
+    Mutant(
+        "compare: the windows of one seed stand for all",
+        "health.text_pairs",
+        "(np.mean(side, axis=0) for side in parts)",
+        "(side[0] for side in parts)",
+    ),
+    Mutant(
+        "compare: what was never looked for counts as far",
+        "health.comparison",
+        "depth * length >= nsa.l_sel and ",
+        "",
+    ),
     Mutant("paired: other batches make pairs", "health.paired", "if _batches(first) != _batches(second):", "if False:"),
     Mutant(
         "sweep: runs of one seed count as seeds",

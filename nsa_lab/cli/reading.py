@@ -1,10 +1,11 @@
-"""Commands that read runs and change none: status, follow, health, report, export."""
+"""Commands that read runs and change none: status, follow, health, compare, report, export."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,6 +77,35 @@ def health(
 
 
 @app.command()
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="folders, ids, or patterns like 'smoke-*'; NAME=RUN: a model of that name"),
+    ],
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="NAME", help="the model to compare with [the one dense model]")
+    ] = None,
+    outputs: Outputs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the same numbers as JSON")] = False,
+) -> None:
+    """Tables of evaluated runs, in Markdown: cost, needles, text and interventions, beside one model, seed by seed.
+
+    Runs that differ in train.seed alone are one model.
+    """
+    from nsa_lab.cli.compared import markdown
+    from nsa_lab.health.comparison import compare_models
+    from nsa_lab.health.models import baseline_of, models_of
+
+    folder, notes = names.outputs_folder(outputs), list[str]()
+    named: dict[str | None, list[Path]] = {}
+    for name, run in map(_named_run, runs):
+        named.setdefault(name, []).extend(names.find_runs(run, folder))
+    models = models_of(named.pop(None, []), {name: own for name, own in named.items() if name}, notes.append)
+    found = compare_models(models, baseline_of(models, against), notes)
+    typer.echo(json.dumps({"v": 1, **asdict(found)}, indent=1, ensure_ascii=False) if as_json else markdown(found))
+
+
+@app.command()
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="one run, or several to compare")],
     outputs: Outputs = None,
@@ -128,6 +158,16 @@ def export(
     with open(into, "w", encoding="utf-8", newline="") as file:
         rows = write_csv(history, file)
     typer.echo(f"{into}: {rows:,} rows")
+
+
+def _named_run(text: str) -> tuple[str | None, str]:
+    """`dense=long_64k_dense-*` -> the name and the run; without a name, None. A name is no path."""
+    name, equals, run = text.partition("=")
+    if not equals or "/" in name:
+        return None, text
+    if not (name and run):
+        raise ConfigError(f"{text}: expected a model's name and its runs, for example 'dense=long_64k_dense-*'")
+    return name, run
 
 
 def _health_view(found: Health) -> Iterator[Any]:

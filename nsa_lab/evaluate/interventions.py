@@ -47,7 +47,8 @@ class Effect:
     """What an intervention leaves.
 
     `loss`: mean nats per token of all that is no answer; `answer_loss`: per token of the answers; `accuracy`: share of the
-    answers that are right in every token, teacher-forced. `d_`: less the same of `chosen`.
+    answers that are right in every token, teacher-forced. `d_`: less the same of `chosen`. `right`: the share of each
+    sequence by itself, in order.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Effect:
     d_loss: float
     d_answer_loss: float
     d_accuracy: float
+    right: list[float]
 
 
 @torch.no_grad()
@@ -94,23 +96,24 @@ def intervene(
     """
     wanted = ["chosen", *(name for name in names if name != "chosen")]
     found = {name: _measured(model, tokens, places, INTERVENTIONS[name], seed, sequences_at_once) for name in wanted}
-    base = found["chosen"]
+    base, _ = found["chosen"]
     return [
-        Effect(name, *values, *(value - usual for value, usual in zip(values, base, strict=True)))
-        for name, values in found.items()
+        Effect(name, *values, *(value - usual for value, usual in zip(values, base, strict=True)), right=right)
+        for name, (values, right) in found.items()
     ]
 
 
 def _measured(
     model: NSATransformer, tokens: Tensor, places: Tensor, intervention: Intervention, seed: int, at_once: int
-) -> tuple[float, float, float]:
-    """Loss of the text, loss of the answers, and share of answers that are right."""
+) -> tuple[tuple[float, float, float], list[float]]:
+    """Loss of the text, loss of the answers, and share of answers that are right; that share in each sequence."""
     parts = [
         teacher_forced(lambda rows: forward(model, rows, intervention, seed), *rows)
         for rows in zip(tokens.split(at_once), places.split(at_once), strict=True)
     ]
     right, losses, text = (torch.cat(part) for part in zip(*parts, strict=True))
-    return text.mean().item(), losses.mean().item(), right.all(-1).float().mean().item()
+    found = right.all(-1).float().mean(1)
+    return (text.mean().item(), losses.mean().item(), found.mean().item()), found.tolist()
 
 
 def _mixed(

@@ -18,13 +18,14 @@ FIRST_OCTAVE = 256
 @dataclass(frozen=True)
 class Octave:
     """Tokens that have `first` .. `last` - 1 others before them. `loss` is nats per token, `error` its standard error over
-    the windows (0 for a single window), `tokens` how many there were."""
+    the windows (0 for a single window), `tokens` how many there were, and `windows` the loss in each window, in order."""
 
     first: int
     last: int
     loss: float
     error: float
     tokens: int
+    windows: list[float]
 
 
 def octaves(length: int) -> list[tuple[int, int]]:
@@ -51,4 +52,4 @@ def loss_by_position(model: NSATransformer, text: TokenStore, length: int, windo
 def _octave(losses: torch.Tensor, first: int, last: int) -> Octave:
     by_window = losses.mean(1)
     error = by_window.std().item() / math.sqrt(len(by_window)) if len(by_window) > 1 else 0.0
-    return Octave(first, last, by_window.mean().item(), error, losses.numel())
+    return Octave(first, last, by_window.mean().item(), error, losses.numel(), by_window.tolist())

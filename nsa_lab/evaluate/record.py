@@ -28,7 +28,7 @@ from nsa_lab.evaluate.choices import choice_quality
 from nsa_lab.evaluate.documents import document_loss
 from nsa_lab.evaluate.interventions import intervene
 from nsa_lab.evaluate.positions import loss_by_position
-from nsa_lab.evaluate.retrieval import DEPTHS, EVERY_TASK, TASKS, Cell, fits, needles, retrieval
+from nsa_lab.evaluate.retrieval import DEPTHS, EVERY_TASK, TASKS, Cell, fits, needles, retrieval, spread_depths
 from nsa_lab.evaluate.texts import identity_of, read_text, text_loss
 from nsa_lab.inference import find_checkpoint, load_model
 from nsa_lab.model import NSATransformer
@@ -223,6 +223,7 @@ def _selection(ask: _Questions, length: int, count: int, say: Say) -> dict[str, 
     return {
         "length": length,
         "sequences": count,
+        "depths": spread_depths(count),
         "why_not": None,
         "interventions": [asdict(effect) for effect in effects],
         "quality": choice_quality(ask.model, tokens[:1], ask.seed),

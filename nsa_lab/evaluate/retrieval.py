@@ -101,9 +101,15 @@ def fits(task: str, length: int, recall: RecallConfig, text: np.ndarray) -> str 
 
 
 def needles(length: int, count: int, recall: RecallConfig, seed: int, text: np.ndarray) -> list[Asked]:
-    """`count` needles of `retrieval`, at depths spread over the whole length."""
-    depths = [DEPTHS[number * len(DEPTHS) // count % len(DEPTHS)] for number in range(count)]
-    return [_sequence("needle", length, depth, number, recall, seed, text) for number, depth in enumerate(depths)]
+    """`count` needles of `retrieval`, at `spread_depths`."""
+    return [
+        _sequence("needle", length, depth, number, recall, seed, text) for number, depth in enumerate(spread_depths(count))
+    ]
+
+
+def spread_depths(count: int) -> list[float]:
+    """The depth of each of `count` needles, spread over the whole length."""
+    return [DEPTHS[number * len(DEPTHS) // count % len(DEPTHS)] for number in range(count)]
 
 
 def _sequence(

@@ -46,14 +46,19 @@ class Difference:
         return f"{self.of}: {self.mean:+.4f} ± {self.half:.4f} bits per byte over {self.pairs:,} pairs{worth}"
 
 
-def difference(of: str, first: np.ndarray, second: np.ndarray) -> Difference | str:
-    """The paired difference of two series of equal length, bits per byte; a line that says why there is none."""
-    apart = (first - second)[np.isfinite(first - second)]
+def difference(of: str, first: np.ndarray, second: np.ndarray, weights: np.ndarray | None = None) -> Difference | str:
+    """The paired difference of two series of equal length, bits per byte; a line that says why there is none.
+
+    `weights` are those of the pairs in every mean: how many tokens each is of, where that is not the same of all.
+    """
+    told = np.isfinite(first - second)
+    apart, weights = (first - second)[told], (np.ones(len(first)) if weights is None else weights)[told]
     if len(apart) < 2:
         return f"{of}: {len(apart)} pair{'s' * (len(apart) != 1)}, so no interval: two are the least"
-    means = np.array([stretch.mean() for stretch in np.array_split(apart, min(len(apart), STRETCHES))])
+    stretches = np.array_split(np.arange(len(apart)), min(len(apart), STRETCHES))
+    means = np.array([np.average(apart[one], weights=weights[one]) for one in stretches])
     half = T_QUANTILES[len(means) - 2] * means.std(ddof=1) / math.sqrt(len(means))
-    return Difference(of, float(apart.mean()), float(half), len(apart))
+    return Difference(of, float(np.average(apart, weights=weights)), float(half), len(apart))
 
 
 def over_windows(first: History, second: History) -> Difference | str:
@@ -89,7 +94,7 @@ def over_seeds(runs: Sequence[History]) -> list[Difference | str]:
     """Of NSA runs and their dense twins of the same seed: the last validation, for every configuration among the runs."""
     grouped: dict[str, list[tuple[History, History]]] = {}
     for nsa, dense in twin_pairs(runs):
-        grouped.setdefault(_but_seed(nsa) + _but_seed(dense), []).append((nsa, dense))
+        grouped.setdefault(but_seed(nsa) + but_seed(dense), []).append((nsa, dense))
     return [_over_seeds(pairs) for pairs in grouped.values()]
 
 
@@ -130,6 +135,7 @@ def _batches(run: History) -> tuple[object, ...]:
     return train.seed, shapes, frozenset(event.get("data_identity") for event in begun)
 
 
-def _but_seed(run: History) -> str:
+def but_seed(run: History) -> str:
+    """The run's configuration but for its name and its seed, as one text."""
     sections = run.config.to_dict()
     return repr({**sections, "name": None, "train": {**sections["train"], "seed": None}})

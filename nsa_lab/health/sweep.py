@@ -14,7 +14,7 @@ import numpy as np
 
 from nsa_lab.health.paired import Difference, difference
 from nsa_lab.runs.directory import DONE
-from nsa_lab.runs.history import History, facts, training_seconds
+from nsa_lab.runs.history import History, facts, seconds_of_steps, training_seconds
 from nsa_lab.runs.sweep import Standing, Sweep
 
 
@@ -38,7 +38,7 @@ class OverSeeds:
 class RunResult:
     """A run of a sweep: its validation at its last step, and the text that was read. Both None where there is none.
 
-    `seconds` are those of optimiser steps (`training_seconds`).
+    `seconds` are those of optimiser steps (`seconds_of_steps`).
     """
 
     run: str
@@ -57,12 +57,11 @@ class RunResult:
             return cls(*known)
         last = history.evaluations[-1] if history.evaluations else {}
         at_its_end = last.get("bpb") is not None and last["step"] == history.config.train.steps
-        steps, seconds = training_seconds(history)
         return cls(
             *known,
             bpb=last["bpb"] if at_its_end else None,
             text=history.evaluated_text(last) if at_its_end else None,
-            seconds=float(seconds[-1]) if len(steps) > 1 else None,
+            seconds=seconds_of_steps(history),
             parameters=facts(history).parameters,
         )
 

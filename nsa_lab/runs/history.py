@@ -272,6 +272,12 @@ def training_seconds(history: History) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps, dtype=np.int64), np.array(seconds, dtype=np.float64)
 
 
+def seconds_of_steps(history: History) -> float | None:
+    """`training_seconds` of all steps; None where too few were logged to tell."""
+    steps, seconds = training_seconds(history)
+    return float(seconds[-1]) if len(steps) > 1 else None
+
+
 def evaluated_apart(runs: Sequence[History]) -> bool:
     """Whether the last evaluations of these runs read different texts, so that their losses say nothing of each other."""
     return len({run.evaluated_text(run.evaluations[-1]) for run in runs if run.evaluations}) > 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
+from fnmatch import fnmatch
+from glob import glob
 from pathlib import Path
 
 from nsa_lab.config import ConfigError, RunConfig, parse_override, project_root
@@ -87,6 +89,18 @@ def find_run(run: str, outputs: Path) -> Path:
         )
     instead = _instead(run, [path.name for path in there], "no run was made yet: nsa-lab run smoke")
     raise RunDirectoryError(f"{run!r}: no such run in {outputs}; {instead}")
+
+
+def find_runs(run: str, outputs: Path) -> list[Path]:
+    """As `find_run`, and where `run` is a pattern (with `*`, `?` or `[`) all that it names, as ids or as paths."""
+    if not set("*?[") & set(run) or _is_file(Path(run) / directory.CONFIG):
+        return [find_run(run, outputs)]
+    there = run_directories(outputs)
+    paths = [Path(path).resolve() for path in sorted(glob(run)) if _is_file(Path(path) / directory.CONFIG)]
+    if found := [path for path in there if fnmatch(path.name, run)] or paths:
+        return found
+    instead = _instead(run, [path.name for path in there], "no run was made yet: nsa-lab run smoke")
+    raise RunDirectoryError(f"{run!r}: it names no run in {outputs}; {instead}")
 
 
 def _is_file(path: Path) -> bool:

@@ -150,7 +150,8 @@ def test_where_everything_is_read_the_choice_changes_nothing() -> None:
 def test_effects_are_differences_from_the_model_as_it_is() -> None:
     model, tokens = model_of(), tokens_of(rows=3)
     places = torch.tensor([[40, 41], [99, 100]]).expand(3, 2, 2)
-    tokens[0, 40:42] = model(tokens)[0, 39:41].argmax(-1)  # causal: the first of the two stays the likeliest
+    for place in (40, 41):  # causal: the first stays the likeliest
+        tokens[0, place] = model(tokens)[0, place - 1].argmax(-1)
     effects = intervene(model, tokens, places, sequences_at_once=2)
     assert [effect.name for effect in effects] == list(INTERVENTIONS)
     logits = model(tokens[:, :-1])
@@ -162,6 +163,7 @@ def test_effects_are_differences_from_the_model_as_it_is() -> None:
     assert base.loss == pytest.approx(losses[~answers].mean().item(), rel=1e-5)
     assert base.answer_loss == pytest.approx(losses[answers].mean().item(), rel=1e-5)
     assert base.accuracy == pytest.approx(right.float().mean().item())
+    assert base.right == right.float().mean(1).tolist() and 0 < base.accuracy < 1
     assert (base.d_loss, base.d_answer_loss, base.d_accuracy) == (0.0, 0.0, 0.0)
     for effect in effects[1:]:
         assert effect.d_loss == effect.loss - base.loss and effect.d_answer_loss == effect.answer_loss - base.answer_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -251,3 +252,30 @@ def test_only_bytes_can_be_asked_for(run_dir: Path, tmp_path: Path) -> None:
     (copy / "events.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"data\.tokenizer: byte"):
         evaluate_run(copy)
+
+
+def test_two_evaluated_runs_are_compared(run_dir: Path, place: Path, evaluation: dict[str, Any]) -> None:
+    """What an evaluation holds is what the comparison reads: two windows of 330 in one document, and two in the other."""
+    twin = trained(place, attention="dense")
+    words = random.Random(5).choices(["sun", "rain", "and", "falls"], k=400)
+    (place / "long.jsonl").write_text("".join(json.dumps({"text": " ".join(words[i::2])}) + "\n" for i in (0, 1)))
+    asked: dict[str, Any] = {"lengths": [260, 330], "tasks": ["needle"], "texts": {"long": str(place / "long.jsonl")}}
+    ours, theirs = evaluated(run_dir, place, **asked), evaluated(twin, place, **asked)
+    arguments = ["compare", f"nsa={run_dir}", f"dense={twin}"]
+    told, data = (CliRunner().invoke(cli.app, [*arguments, *more]) for more in ([], ["--json"]))
+    assert told.exit_code == data.exit_code == 0 and "### long: nsa less dense, seed 1337" in told.output
+    found = json.loads(data.output)
+    texts = {text["text"]: {place["place"]: place for place in text["places"]} for text in found["texts"]}
+    assert [place["windows"] for place in texts["long"].values()] == [len(ours["texts"]["long"]["rows"]), 4, 4]
+    apart = [one[1] - other[1] for one, other in zip(*(e["texts"]["long"]["windows"] for e in (ours, theirs)), strict=True)]
+    assert texts["long"]["256 to 329"]["difference"] == pytest.approx(sum(apart) / 4 / math.log(2))
+    apart = [e["positions"]["octaves"][0]["loss"] / math.log(2) for e in (ours, theirs)]
+    own = texts["held-out text"]["0 to 255"]
+    assert own["difference"] == pytest.approx(apart[0] - apart[1]) and own["windows"] == 3
+    right = sum(cell["right"] for cell in ours["retrieval"] if cell["length"] == 260)
+    assert found["needles"][0]["every"]["right"] == right and found["needles"][0]["every"]["asked"] == 2
+    chosen = found["interventions"][0]
+    assert (chosen["length"], chosen["name"], chosen["every"]["asked"]) == (260, "chosen", 2)
+    # Of two needles one is at depth 0, in the first block.
+    assert chosen["far"]["asked"] == 1
+    write_evaluation(run_dir, evaluation)

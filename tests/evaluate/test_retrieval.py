@@ -118,6 +118,7 @@ def test_loss_by_position_is_that_of_the_windows(model: NSATransformer) -> None:
     late = losses[:, 256:].mean(1)
     assert found[1].loss == pytest.approx(late.mean().item(), rel=1e-6)
     assert found[1].error == pytest.approx((late.std() / 2).item(), rel=1e-4)
+    assert found[1].windows == pytest.approx(late.tolist(), rel=1e-6) and len(found[0].windows) == 4
 
 
 def test_forms_are_needles_told_and_asked_for_otherwise() -> None:

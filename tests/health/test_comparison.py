@@ -1,0 +1,471 @@
+"""Models side by side: what is one model, what makes pairs, and every number of the tables against plain loops."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_run import Event, configuration, write_run
+
+from nsa_lab import cli
+from nsa_lab.cli.compared import markdown
+from nsa_lab.config import ConfigError
+from nsa_lab.health.comparison import Compared, compare_models, is_far
+from nsa_lab.health.models import baseline_of, model_name, models_of
+from nsa_lab.health.paired import STRETCHES, T_QUANTILES, Difference, difference
+from nsa_lab.health.shares import Share, wilson
+from nsa_lab.health.text_pairs import SLOPE
+from nsa_lab.runs.evaluation import write_evaluation
+from nsa_lab.runs.history import History
+
+Make = Callable[..., Path]
+OCTAVES = [[0, 256], [256, 4096], [4096, 8192], [8192, 16384], [16384, 30000]]
+NAMES = ["0 to 255", "256 to 4,095", "4,096 to 8,191", "8,192 to 16,383", "16,384 to 29,999"]
+WINDOWS, DEPTHS = 23, (0.0, 0.3, 0.9)
+
+
+def text_of(draw: np.random.Generator, **changes: Any) -> dict[str, Any]:
+    """What `text_loss` tells, with made-up losses."""
+    rows = [
+        [int(tokens), float(loss)] for tokens, loss in zip(draw.integers(50, 300, 7), draw.normal(1, 0.1, 7), strict=True)
+    ]
+    rows = [[tokens, loss] for tokens, (_, loss) in zip((300, 300, 299, 300, 280, 300, 41), rows, strict=True)]
+    return {
+        "identity": "0123456789abcdef",
+        "documents": 4,
+        "tokens": sum(tokens for tokens, _ in rows),
+        "length": 30000,
+        "loss": sum(tokens * loss for tokens, loss in rows) / sum(tokens for tokens, _ in rows),
+        "rows": rows,
+        "octaves": OCTAVES,
+        "windows": draw.normal(1, 0.1, (WINDOWS, len(OCTAVES))).tolist(),
+        "window_documents": [window // 4 for window in range(WINDOWS)],
+        **changes,
+    }
+
+
+def evaluation_of(number: int, attention: str = "nsa", step: int = 200, **changes: Any) -> dict[str, Any]:
+    """An evaluation with made-up numbers, all from `number`."""
+    draw = np.random.default_rng(number)
+    cells = [
+        {"task": task, "length": length, "depth": depth, "sequences": 7, "answers": 7, "right": int(draw.integers(8))}
+        | {"written": 1, "written_right": int(draw.integers(2))}
+        for task in ("needle", "multi_query")
+        for length in (260, 4096)
+        for depth in DEPTHS
+    ]
+    octaves = [{"first": first, "last": last, "windows": draw.normal(1, 0.1, 5).tolist()} for first, last in OCTAVES[:2]]
+    found = [draw.integers(2, size=4).tolist() for _ in range(2)]
+    effects = [
+        {"name": name, "accuracy": sum(right) / 4, "d_loss": float(draw.normal()), "right": right}
+        for name, right in zip(("chosen", "random"), found, strict=True)
+    ]
+    part = {"length": 4096, "sequences": 4, "depths": [0.0, 0.2, 0.5, 0.9], "why_not": None, "interventions": effects}
+    return {
+        "v": 1,
+        "step": step,
+        "seed": 0,
+        "data_identity": "d" * 64,
+        "recall": {"value_length": 7},
+        "code": {"source": "abc"},
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "attention": attention,
+        "retrieval": cells,
+        "not_asked": [{"task": "multi_key", "length": 260, "why": "too short"}],
+        "positions": {
+            "length": 4096,
+            "windows": 5,
+            "octaves": [{**o, "loss": float(np.mean(o["windows"]))} for o in octaves],
+        },
+        "texts": {"long": text_of(draw)},
+        "selection": [] if attention == "dense" else [part],
+        **changes,
+    }
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Make:
+    """made("long", 1, spoil, attention=, ...) -> a run of that name and seed, evaluated with numbers that are its own."""
+    count = iter(range(100))
+
+    def make(
+        name: str, seed: int, evaluate: Callable[[dict[str, Any]], Any] | None = lambda found: None, **config: Any
+    ) -> Path:
+        number = next(count)
+
+        def spoil(events: list[Event]) -> None:
+            for event in events:
+                if event["kind"] == "step":
+                    event["dt_s"] += number / 100
+
+        settings = configuration(train__seed=seed, **config).model_copy(update={"name": name})
+        run_dir = write_run(tmp_path / "outputs", settings, spoil, name=f"{name}-{number}")
+        if evaluate:
+            found = evaluation_of(number, settings.model.attention)
+            evaluate(found)
+            write_evaluation(run_dir, found)
+        return run_dir
+
+    return make
+
+
+def compared(*runs: Path, against: str | None = None, **named: list[Path]) -> Compared:
+    notes: list[str] = []
+    models = models_of([run for run in runs if not any(run in own for own in named.values())], named, notes.append)
+    return compare_models(models, baseline_of(models, against), notes)
+
+
+def dense(made: Make, seed: int, *evaluate: Any, **config: Any) -> Path:
+    return made("other", seed, *evaluate, model__attention="dense", **config)
+
+
+def evaluated(run: Path) -> dict[str, Any]:
+    return json.loads((run / "evaluation.json").read_text())
+
+
+def t_interval(values: list[float]) -> tuple[float, float]:
+    """Student's, by its formula."""
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    half = T_QUANTILES[len(values) - 2] * math.sqrt(variance / len(values))
+    return mean - half, mean + half
+
+
+@pytest.mark.parametrize(
+    ("right", "asked", "low", "high"),
+    # Newcombe (1998), table I.
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_the_interval_of_a_share_is_that_of_the_books(right: int, asked: int, low: float, high: float) -> None:
+    assert wilson(right, asked) == pytest.approx((low, high), abs=6e-5)
+    assert wilson(asked - right, asked) == pytest.approx((1 - high, 1 - low), abs=6e-5)
+
+
+@pytest.mark.parametrize(("right", "asked"), [(1, 2), (7, 11), (499, 500), (500, 500), (0, 3)])
+def test_the_ends_of_the_interval_are_where_the_score_test_begins_to_reject(right: int, asked: int) -> None:
+    for end in set(wilson(right, asked)) - {0.0, 1.0}:
+        assert abs(right / asked - end) / math.sqrt(end * (1 - end) / asked) == pytest.approx(1.959964, abs=1e-5)
+
+
+def test_of_nothing_there_is_no_share() -> None:
+    assert Share.of(0, 0) is None and Share.together([None, None]) is None
+    assert Share.together([Share.of(1, 3), None, Share.of(2, 2)]) == Share.of(3, 5)
+
+
+def test_weights_are_those_of_every_mean() -> None:
+    draw = np.random.default_rng(1)
+    first, second, weights = draw.normal(size=47), draw.normal(size=47), draw.integers(1, 9, 47)
+    found = difference("x", first, second, weights)
+    means, begin = [], 0
+    for stretch in range(STRETCHES):
+        end = begin + 47 // STRETCHES + (stretch < 47 % STRETCHES)
+        total = sum(weights[i] * (first[i] - second[i]) for i in range(begin, end))
+        means.append(total / sum(weights[i] for i in range(begin, end)))
+        begin = end
+    low, high = t_interval(means)
+    assert isinstance(found, Difference) and found.half == pytest.approx((high - low) / 2)
+    assert found.mean == pytest.approx(np.average(first - second, weights=weights))
+
+
+def test_every_number_of_a_text_is_that_of_plain_loops(made: Make) -> None:
+    seeds = (3, 1, 8)
+    runs = {seed: (made("one", seed), dense(made, seed)) for seed in seeds}
+    found = compared(*(run for pair in runs.values() for run in pair))
+    texts = {text.text: text for text in found.texts}
+    assert set(texts) == {"long", "held-out text"} and texts["long"].seeds == [1, 3, 8]
+    told = {seed: [evaluated(run)["texts"]["long"] for run in pair] for seed, pair in runs.items()}
+    places = {place.place: place for place in texts["long"].places}
+    assert list(places) == ["whole documents", *NAMES, SLOPE]
+    for column, name in enumerate(NAMES):
+        apart = [
+            [
+                (told[seed][0]["windows"][w][column] - told[seed][1]["windows"][w][column]) / math.log(2)
+                for w in range(WINDOWS)
+            ]
+            for seed in seeds
+        ]
+        by_window = [sum(seed[w] for seed in apart) / 3 for w in range(WINDOWS)]
+        # 23 windows in 20 stretches: three of two, seventeen of one.
+        stretches = [sum(by_window[w : w + 2]) / 2 for w in (0, 2, 4)] + by_window[6:]
+        by_seed = [sum(seed) / WINDOWS for seed in apart]
+        place = places[name]
+        low, high = t_interval(stretches)
+        assert place.difference == pytest.approx(sum(by_window) / WINDOWS)
+        assert place.difference == pytest.approx(place.bits - place.baseline_bits)
+        middle, half = place.difference, (high - low) / 2
+        assert place.over_windows == pytest.approx((middle - half, middle + half)) and place.windows == WINDOWS
+        assert place.over_seeds == pytest.approx(t_interval(by_seed))
+        bits = [sum(window[column] for window in told[seed][0]["windows"]) / WINDOWS / math.log(2) for seed in seeds]
+        assert place.bits == pytest.approx(sum(bits) / 3)
+    whole = places["whole documents"]
+    assert (
+        whole.bits == pytest.approx(sum(told[seed][0]["loss"] for seed in seeds) / 3 / math.log(2)) and whole.windows == 7
+    )
+    assert whole.over_windows and sum(whole.over_windows) / 2 == pytest.approx(whole.difference)
+    slopes = [
+        [np.polyfit(range(3), np.array(losses["windows"])[:, 2:].T / math.log(2), 1)[0].mean() for losses in told[seed]]
+        for seed in seeds
+    ]
+    assert places[SLOPE].over_seeds == pytest.approx(t_interval([one - other for one, other in slopes]))
+
+
+def test_needles_are_counted_by_seed_together_and_far(made: Make) -> None:
+    runs = {seed: made("one", seed) for seed in (0, 1)}
+    found = compared(*runs.values(), dense(made, 0), dense(made, 1))
+    cells = {seed: evaluated(run)["retrieval"] for seed, run in runs.items()}
+    (row,) = [one for one in found.needles if (one.model, one.task, one.length) == ("one", "needle", 4096)]
+    of = {seed: [c for c in own if (c["task"], c["length"]) == ("needle", 4096)] for seed, own in cells.items()}
+    right = {seed: sum(cell["right"] for cell in own) for seed, own in of.items()}
+    assert row.by_seed == {seed: Share.of(right[seed], 21) for seed in (0, 1)} and row.every == Share.of(
+        sum(right.values()), 42
+    )
+    # A window of 512 and a first block of 64: at depth .9 a fact is 410 bytes away, and at 0 in that block.
+    far = sum(cell["right"] for own in of.values() for cell in own if cell["depth"] == 0.3)
+    assert row.far == Share.of(far, 14)
+    assert row.written == Share.of(sum(cell["written_right"] for own in of.values() for cell in own), 6)
+    assert all(one.far is None for one in found.needles if one.task == "multi_query" or one.length == 260)
+    assert len(found.needles) == 2 * 4
+
+
+def test_far_is_beyond_the_window_and_behind_the_first_block() -> None:
+    nsa = configuration().nsa
+    assert (nsa.w, nsa.l_sel) == (512, 64)
+    assert [is_far(depth, 4096, nsa) for depth in (0.0, 0.01, 0.1, 0.8, 0.9)] == [False, False, True, True, False]
+
+
+def test_interventions_are_counted_and_told_in_bits(made: Make) -> None:
+    runs = [made("one", seed) for seed in (0, 1)]
+    found = compared(*runs, dense(made, 0), dense(made, 1)).interventions
+    assert [(one.model, one.length, one.name) for one in found] == [("one", 4096, "chosen"), ("one", 4096, "random")]
+    effects = [evaluated(run)["selection"][0]["interventions"][1] for run in runs]
+    assert found[1].by_seed == {seed: Share.of(sum(effect["right"]), 4) for seed, effect in enumerate(effects)}
+    # Of the depths 0, .2, .5 and .9 those in the middle.
+    assert found[1].far == Share.of(sum(sum(effect["right"][1:3]) for effect in effects), 4)
+    low, high = t_interval([effect["d_loss"] / math.log(2) for effect in effects])
+    text = found[1].d_text
+    assert text and (text.mean, text.half) == (pytest.approx((low + high) / 2), pytest.approx((high - low) / 2))
+
+
+def test_costs_are_shares_of_the_same_seeds(made: Make) -> None:
+    ours, theirs = [made("one", seed) for seed in (0, 1, 5)], [dense(made, seed) for seed in (1, 0)]
+    found = compared(*ours, *theirs)
+    one, other = found.costs
+    assert [run.seed for run in one.runs] == [0, 1, 5] and [run.seed for run in other.runs] == [0, 1]
+    # Every step of run `number` takes .5 s and number / 100 more.
+    seconds = [200 * (0.5 + number / 100) for number in range(5)]
+    assert [run.seconds for run in one.runs] == pytest.approx(seconds[:3])
+    assert one.seconds_share == pytest.approx(sum(seconds[:2]) / sum(seconds[3:])) and other.seconds_share == 1
+    assert one.runs[0].tokens == 200 * 2 * 2048 and one.runs[0].parameters == 123_456
+    assert "other has no run at seed 5 of one: no pairs of those" in found.not_compared
+
+
+def test_what_differs_in_its_seed_alone_is_one_model(made: Make) -> None:
+    runs = [made("one", 0), made("one", 1), made("rates.high.s0", 0), made("rates.high.s1", 1), made("rates.low.s0", 0)]
+    models = models_of([*runs, runs[0]], {}, lambda line: None)
+    assert [(model.name, list(model.runs)) for model in models] == [
+        ("one", [0, 1]),
+        ("rates.high", [0, 1]),
+        ("rates.low", [0]),
+    ]
+    assert model_name(History.read(made("s3", 3))) == "s3"
+    with pytest.raises(ConfigError, match=r"called alike and differ in train\.lr; give the runs of one of them a name"):
+        compared(*runs, made("one", 2, train__lr=3e-3))
+    with pytest.raises(ConfigError, match=r"one-0-\S+ and one-\S+ are both of one at seed 0; leave one"):
+        compared(*runs, made("one", 0))
+
+
+def test_runs_under_a_name_are_a_model_and_what_differs_is_told(made: Make) -> None:
+    cut = [dense(made, seed, train__steps=200 - seed, train__lr=2e-3) for seed in (0, 1)]
+    for run, steps in zip(cut, (200, 199), strict=True):
+        write_evaluation(run, {**evaluated(run), "step": steps})
+    ours = [made("one", seed) for seed in (0, 1)]
+    found = compared(*cut, *ours, cut=cut)
+    assert found.baseline == "cut" and [cost.model for cost in found.costs] == ["cut", "one"]
+    assert any("cut was said to be one model" in line and "differ in train.steps" in line for line in found.not_compared)
+    assert found.texts[0].seeds == [0, 1]
+
+
+def test_the_baseline_is_the_dense_model_or_is_asked_for(made: Make) -> None:
+    one, two, twin = made("one", 0), made("two", 0, train__lr=5e-4), dense(made, 0)
+    assert compared(one, two, twin).baseline == "other"
+    assert compared(one, two, twin, against="two").baseline == "two"
+    with pytest.raises(ConfigError, match="here 0 of 2 models are dense; say which is: --against NAME, of one, two"):
+        compared(one, two)
+    with pytest.raises(ConfigError, match="--against three: there is no such model among these runs; there is one, other"):
+        compared(one, twin, against="three")
+
+
+def test_a_run_without_an_evaluation_of_its_last_step_is_told_of(made: Make) -> None:
+    def early(found: dict[str, Any]) -> None:
+        found["step"] = 100
+
+    runs = [made("one", 0), made("one", 1, None), made("one", 2, early), *(dense(made, seed) for seed in (0, 1, 2))]
+    found = compared(*runs)
+    assert [run.seed for run in found.costs[0].runs] == [0, 1, 2]
+    assert [text.seeds for text in found.texts] == [[0], [0]] and found.texts[0].places[0].over_seeds is None
+    assert list(found.needles[0].by_seed) == [0]
+    told = "\n".join(found.not_compared)
+    assert f"{runs[1].name} has no evaluation that can be read" in told
+    assert f"{runs[2].name} was evaluated at step 100 of 200" in told
+    assert "one and other have one seed alone, so no interval over seeds" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"identity": "f" * 16}, "bytes"),
+        ({"length": 65536}, "length"),
+        ({"window_documents": [0] * WINDOWS}, "windows"),
+        ({"identity": "f" * 16, "length": 65536}, "bytes and length"),
+    ],
+)
+def test_a_text_that_was_read_otherwise_at_one_seed_is_refused(made: Make, changes: dict[str, Any], what: str) -> None:
+    runs = [made("one", 0), made("one", 1), dense(made, 0), dense(made, 1, lambda e: e["texts"]["long"].update(changes))]
+    found = compared(*runs)
+    assert [text.text for text in found.texts] == ["held-out text"]
+    told = f"long, one less other: not compared: {runs[0].name} and {runs[3].name} read other {what} under this name"
+    assert any(line.startswith(told) for line in found.not_compared)
+
+
+def test_a_text_that_one_run_did_not_read_or_that_holds_no_numbers_is_refused(made: Make) -> None:
+    def spoil(found: dict[str, Any]) -> None:
+        found["texts"].clear()
+        found["positions"]["octaves"][1]["windows"][2] = math.nan
+
+    runs = [made("one", 0), dense(made, 0, spoil)]
+    found = compared(*runs)
+    told = "\n".join(found.not_compared)
+    assert found.texts == [] and f"not compared: {runs[1].name} did not read it" in told
+    assert f"held-out text, one less other: not compared: {runs[1].name} has losses that are no numbers" in told
+
+
+def test_an_evaluation_from_before_windows_were_recorded_is_read(made: Make) -> None:
+    def older(found: dict[str, Any]) -> None:
+        del found["texts"]
+        for octave in found["positions"]["octaves"]:
+            del octave["windows"]
+        for part in found["selection"]:
+            del part["depths"]
+            for effect in part["interventions"]:
+                del effect["right"]
+
+    runs = [made("one", 0), made("one", 1), dense(made, 0, older), dense(made, 1, older)]
+    runs += [made("old", seed, older, train__lr=3e-3) for seed in (0, 1)]
+    found = compared(*runs)
+    for text in found.texts:
+        assert text.text == "held-out text" and all(place.over_windows is place.windows is None for place in text.places)
+        assert text.places[0].over_seeds is not None
+    assert "held-out text, one less other: intervals over windows are not known" in "\n".join(found.not_compared)
+    assert [one.far for one in found.interventions if one.model == "old"] == [None, None]
+
+
+def test_what_was_asked_otherwise_is_told(made: Make) -> None:
+    def otherwise(found: dict[str, Any]) -> None:
+        found.update(seed=4, dtype="float32", not_asked=[])
+        found["retrieval"] = [
+            {**cell, "sequences": 3} if cell["task"] == "needle" else cell
+            for cell in found["retrieval"]
+            if cell["length"] > 260
+        ]
+
+    one, other = made("one", 0), dense(made, 0, otherwise)
+    told = "\n".join(compared(one, other).not_compared)
+    assert f"the evaluations differ in the seed of their questions: 0 ({one.name}); 4 ({other.name})" in told
+    assert f"differ in dtype: bfloat16 ({one.name}); float32 ({other.name})" in told and "in device" not in told
+    counts = f"7 at depths 0, 0.3, 0.9 ({one.name}); 3 at depths 0, 0.3, 0.9 ({other.name})"
+    assert f"needle at 4,096: not asked alike: {counts}" in told and "multi_query at 4,096" not in told
+    assert f"needle at 260: the evaluation was not to ask it ({other.name})" in told
+    assert f"multi_key at 260: not asked: too short ({one.name})" in told
+    assert f"interventions at 4,096: dense attention has neither blocks nor branches ({other.name})" in told
+
+
+def test_records_that_say_little_are_told_with_gaps(made: Make, tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        kept = [event for event in events if event["kind"] in ("step", "end")]
+        return [{key: value for key, value in event.items() if key not in ("dt_s", "tokens_per_s")} for event in kept]
+
+    bare = write_run(tmp_path / "outputs", configuration(train__seed=0).model_copy(update={"name": "bare"}), spoil)
+    write_evaluation(bare, {"v": 1, "step": 200})
+    found = compared(bare, dense(made, 0))
+    cost = found.costs[0]
+    assert (cost.runs[0].parameters, cost.runs[0].seconds, cost.seconds_share) == (None, None, None)
+    assert found.texts == [] and "| bare | 0 | – | 819,200 | – | – | – | – | – |" in markdown(found)
+    told = "\n".join(found.not_compared)
+    assert (
+        f"needle at 260: the evaluation was not to ask it ({bare.name})" in told and f"{bare.name} did not read it" in told
+    )
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
+    """command(*arguments) -> exit code, standard output and standard error of nsa-lab compare."""
+
+    def run(*arguments: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nsa-lab", "compare", *arguments, "--outputs", str(tmp_path / "outputs")])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return (ended.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+def tables(text: str) -> dict[str, list[list[str]]]:
+    """The cells of each table of a Markdown page, by the heading before it; several under one heading together."""
+    found: dict[str, list[list[str]]] = {}
+    heading = ""
+    for line in text.splitlines():
+        heading = line.lstrip("# ") if line.startswith("#") else heading
+        if line.startswith("|"):
+            found.setdefault(heading, []).append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+def test_the_command_writes_tables_that_hold_the_numbers_of_its_json(made: Make, command: Callable[..., Any]) -> None:
+    for seed in (0, 1, 2):
+        made("one", seed), dense(made, seed)
+    code, page, _ = command("one-*", "other-*")
+    again, data, _ = command("one-*", "other-*", "--json")
+    assert code == again == 0
+    found, shown = json.loads(data), tables(page)
+    assert {len({len(row) for row in rows}) for rows in shown.values() if rows} <= {1, 2}
+    place = next(text for text in found["texts"] if text["text"] == "long")["places"][3]
+    row = next(row for row in shown["long: one less other, seeds 0, 1, 2"] if row[0] == place["place"])
+    low, high = place["over_seeds"]
+    assert row[3] == f"{place['difference']:+.4f}" and row[6] == f"[{low:+.4f}, {high:+.4f}]" and row[5] == str(WINDOWS)
+    needles = next(one for one in found["needles"] if [*one.values()][:3] == ["other", "needle", 4096])
+    each = " / ".join(f"{100 * share['share']:.1f}" for share in needles["by_seed"].values())
+    row = next(row for row in shown["Needles"] if row[:2] == ["needle", "4,096"])
+    assert row[3].startswith(f"{each}: {100 * needles['every']['share']:.1f} [") and row[3].endswith("of 63")
+    assert shown["Models"][2][0] == "one" and shown["Models"][2][5] == f"{found['costs'][0]['seconds_share']:.3f}"
+    assert [row[1] for row in shown["one"][2:]] == ["chosen", "random"] and "other" not in shown
+    assert found["v"] == 1 and all(f"* {line}" in page.splitlines() for line in found["not_compared"])
+
+
+def test_runs_are_named_by_id_folder_and_pattern_and_models_by_hand(made: Make, command: Callable[..., Any]) -> None:
+    one, other = made("one", 0), dense(made, 0)
+    assert command(one.name, str(other))[0] == command(str(one.parent / "o*"))[0] == 0
+    code, page, _ = command(f"a={one.name}", "b=other-*", "--against", "a")
+    assert code == 0 and "### long: b less a, seed 0" in page and "none: one seed" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["one-*"], "here 0 of 1 models are dense"),
+        (["one-*", "other-*", "--against", "three"], "--against three: there is no such model"),
+        (["none-*"], "'none-*': it names no run in"),
+        (["none"], "'none': no such run in"),
+        (["=one-*"], "=one-*: expected a model's name and its runs"),
+    ],
+)
+def test_what_is_wrong_is_one_line(made: Make, command: Callable[..., Any], arguments: list[str], said: str) -> None:
+    made("one", 0), dense(made, 0)
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "") and err.startswith("nsa-lab: ") and said in err and err.count("\n") == 1
