@@ -1,7 +1,8 @@
 """The model that ships does what its card says: it finds facts in 8,192 bytes, by its choice of blocks, through a cache.
 
 Ten facts stand at ten depths of one text and are asked for one after the other at its end, since reading 8,192 bytes takes
-a CPU some 20 seconds. The text is the manual that comes with Python, which the model was not trained on.
+a CPU some 20 seconds. The text is the manual that comes with Python, which is of the kind that it was trained on (an
+edition of it is among its documents); the facts are new.
 """
 
 from __future__ import annotations
