@@ -649,7 +649,7 @@ show(figures.importance_map(text_importance[0, :, 1], text_blocks[0, :, 1], usua
 # chosen blocks say? (In a headless run the same picture is drawn once, without controls.)
 
 # %%
-explore(text, usual, min(query, length - 1), group=1, with_widgets=widgets)
+explore([text], usual, min(query, length - 1), group=1, with_widgets=widgets)
 
 # %% [markdown]
 # **What to notice.** The second row is the first one added up by blocks. A tall narrow spike in the third is a token

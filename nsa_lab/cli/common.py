@@ -12,6 +12,9 @@ from nsa_lab.runs import directory, launch
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="a file of params/, without .yaml, or the path of a YAML file")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, its id, the beginning of its id, or latest")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="a model that ships, by its name; or a run, by its folder, id or latest")
+]
 Overrides = Annotated[list[str] | None, typer.Option("-p", metavar="KEY=VALUE", help="e.g. -p train.steps=50; repeat")]
 Outputs = Annotated[Path | None, typer.Option("--outputs", metavar="DIR", help="where run directories are kept [outputs/]")]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one per device")]

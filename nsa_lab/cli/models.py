@@ -1,4 +1,4 @@
-"""Commands that ask a run's model, or hand it on: generate, export-hf, evaluate."""
+"""Commands that ask a model, of a run or one that ships, or hand it on: generate, export-hf, ship, evaluate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nsa_lab.cli.common import Outputs, Run
+from nsa_lab.cli.common import Model, Outputs, Run
 from nsa_lab.config import ConfigError
 from nsa_lab.runs import names
 
@@ -16,7 +16,7 @@ app = typer.Typer()
 
 @app.command()
 def generate(
-    run: Run,
+    run: Model,
     prompt: Annotated[str | None, typer.Option(help="the text to go on from [a new line]")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="a file with that text")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add")] = 200,
@@ -30,8 +30,8 @@ def generate(
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Let a run's model go on from a prompt; how fast it does comes last, on stderr."""
-    run_dir = names.find_run(run, names.outputs_folder(outputs))
+    """Let a model go on from a prompt; how fast it does comes last, on stderr."""
+    run_dir = names.find_model(run, names.outputs_folder(outputs))
     text = _prompt(prompt, prompt_file)
 
     from nsa_lab.inference import Pace, Sampling, complete
@@ -49,13 +49,13 @@ def generate(
 
 @app.command("export-hf")
 def export_hf(
-    run: Run,
+    run: Model,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder")],
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Write a run's model and tokenizer as transformers' from_pretrained loads them; needs nsa-lab[hf]."""
-    run_dir = names.find_run(run, names.outputs_folder(outputs))
+    """Write a model and its tokenizer as transformers' from_pretrained loads them; needs nsa-lab[hf]."""
+    run_dir = names.find_model(run, names.outputs_folder(outputs))
 
     from nsa_lab.inference import hf
 
@@ -63,8 +63,24 @@ def export_hf(
 
 
 @app.command()
-def evaluate(
+def ship(
     run: Run,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder, called as the model is to be")],
+    about: Annotated[Path, typer.Option(metavar="FILE", help="Markdown: data, licence and limits, for the model card")],
+    outputs: Outputs = None,
+) -> None:
+    """Write the model of a run that is done and evaluated as a folder to hand on: weights in bfloat16, and a model card."""
+    run_dir = names.find_run(run, names.outputs_folder(outputs))
+    text = _text_of(about, "--about")
+
+    from nsa_lab import inference
+
+    typer.echo(inference.ship(run_dir, folder, text))
+
+
+@app.command()
+def evaluate(
+    run: Model,
     length: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,10 +101,11 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="of the facts, and of random blocks")] = 0,
     bf16: Annotated[bool, typer.Option("--bf16", help="weights and attention in bfloat16, for speed [float32]")] = False,
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="where evaluation.json goes [into the run]")] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Ask a run's model for facts in long texts, and find out what its selection does; writes evaluation.json."""
-    run_dir = names.find_run(run, names.outputs_folder(outputs))
+    """Ask a model for facts in long texts, and find out what its selection does; writes evaluation.json."""
+    run_dir = names.find_model(run, names.outputs_folder(outputs))
     counts, texts = dict(map(_counted, length or ())), dict(map(_named, text or ()))
 
     import torch
@@ -99,6 +116,7 @@ def evaluate(
     tasks = [*TASKS, *FORMS] if task == ["all"] else task or list(TASKS)
     evaluate_run(
         run_dir,
+        out=out,
         step=step,
         lengths=list(counts),
         tasks=tasks,
@@ -110,7 +128,7 @@ def evaluate(
         dtype=torch.bfloat16 if bf16 else torch.float32,
         say=typer.echo,
     )
-    typer.echo(run_dir / EVALUATION)
+    typer.echo((out or run_dir) / EVALUATION)
 
 
 def _counted(asked: str) -> tuple[int, int | None]:
@@ -135,7 +153,11 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         return "\n" if prompt is None else prompt
     if prompt is not None:
         raise typer.BadParameter("one text to go on from: --prompt or --prompt-file, not both", param_hint="--prompt-file")
+    return _text_of(file, "--prompt-file")
+
+
+def _text_of(file: Path, option: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt-file {file}: expected a UTF-8 text: {error}") from None
+        raise ConfigError(f"{option} {file}: expected a UTF-8 text: {error}") from None

@@ -32,7 +32,7 @@ from nsa_lab.evaluate.retrieval import DEPTHS, EVERY_TASK, TASKS, Cell, fits, ne
 from nsa_lab.evaluate.texts import identity_of, read_text, text_loss
 from nsa_lab.inference import find_checkpoint, load_model
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import directory
+from nsa_lab.runs import directory, names
 from nsa_lab.runs.checkpoints import step_of
 from nsa_lab.runs.environment import code_identity, versions
 from nsa_lab.runs.evaluation import VERSION, Unfinished, write_evaluation
@@ -73,6 +73,7 @@ class _Questions:
 def evaluate_run(
     run_dir: str | Path,
     *,
+    out: str | Path | None = None,
     step: int | None = None,
     lengths: Sequence[int] = (),
     tasks: Sequence[str] = tuple(TASKS),
@@ -89,8 +90,9 @@ def evaluate_run(
     builder: Callable[..., Dataset] = prepare,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """Evaluate a run's checkpoint (of `step`; default: the newest) on its own held-out text; also written into the run.
+    """Evaluate a run's checkpoint (of `step`; default: the newest) on its own held-out text; also written into a file.
 
+    out: the folder of that file; by default the run. A model that ships with the package stays as it is, and needs one.
     lengths: of the sequences with facts; by default those of the run's stages, and twice the longest.
     tasks: of `TASKS` and `FORMS`. texts: by name, where documents lie that `text_loss` is asked of, at the longest of the
         run's lengths. Lengths, tasks and texts may differ from those of an evaluation that was broken off and is gone on
@@ -101,8 +103,8 @@ def evaluate_run(
     dtype: of weights and attention; what is shown of interventions is best in float32.
     builder: makes the data set, as `nsa_lab.data.prepare` does. say: gets a line as each part is done.
 
-    Raises `NoCheckpoint`, `DataError` for missing text, `ConfigError` for a model whose tokens are not bytes and for a task
-    that there is not.
+    Raises `NoCheckpoint`, `DataError` for missing text, `ConfigError` for a model whose tokens are not bytes, for a task
+    that there is not, and for a model that ships without `out`.
     """
     folder = directory.check(run_dir)
     config = RunConfig.from_yaml(folder / directory.CONFIG)
@@ -113,6 +115,7 @@ def evaluate_run(
         )
     if unknown := [task for task in tasks if task not in EVERY_TASK]:
         raise ConfigError(f"task = {unknown[0]}: there is no such task; there is {', '.join(EVERY_TASK)}")
+    kept_in = _kept_in(folder, out)
     read = {name: read_text(path) for name, path in texts.items()}
     checkpoint = find_checkpoint(folder, step)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -137,7 +140,7 @@ def evaluate_run(
         "attention": config.model.attention,
     }
     counts = [list(depths), per_depth, dict(per_depth_at), written_per_depth, windows, intervened]
-    parts = Unfinished(folder, json.loads(json.dumps([asking, counts])))
+    parts = Unfinished(kept_in, json.loads(json.dumps([asking, counts])))
     if parts.earlier:
         say(f"known from an evaluation that was broken off: {', '.join(sorted(parts.earlier))}")
     found = {
@@ -155,9 +158,21 @@ def evaluate_run(
         ],
         "seconds": round(time.monotonic() - begun, 3),
     }
-    write_evaluation(folder, found)
+    write_evaluation(kept_in, found)
     parts.done()
     return found
+
+
+def _kept_in(run_dir: Path, out: str | Path | None) -> Path:
+    """The folder of the evaluation's file."""
+    if out is None and names.ships(run_dir):
+        raise ConfigError(
+            f"{run_dir.name} ships with nsa-lab, and its own evaluation stays as it is; say where this one goes, for "
+            f"example --out {names.outputs_folder() / run_dir.name}"
+        )
+    folder = Path(out or run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _lengths(config: RunConfig) -> list[int]:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import resolve_backend
-from nsa_lab.config import ConfigError, ModelConfig, RunConfig
+from nsa_lab.config import ModelConfig, RunConfig
 from nsa_lab.config.extras import require
 from nsa_lab.data import ByteTokenizer, load_tokenizer
 from nsa_lab.inference.decode import Decoder
 from nsa_lab.inference.load import find_checkpoint, load_model
+from nsa_lab.inference.shipping import new_folder
 from nsa_lab.model import Block, NSATransformer
 from nsa_lab.runs import directory
 from nsa_lab.runs.files import write_text
@@ -258,9 +259,7 @@ def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, 
 
     Raises `NoCheckpoint` where there is none, `ConfigError` where `folder` is there already and not empty.
     """
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: expected an empty or a new folder to write the model to; it has files; name another")
+    folder = new_folder(folder)
     checkpoint = find_checkpoint(run_dir, step)
     run = RunConfig.from_yaml(directory.check(run_dir) / directory.CONFIG)
     model, tokenizer = load_model(checkpoint), load_tokenizer(run.data.tokenizer)

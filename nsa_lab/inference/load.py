@@ -1,10 +1,11 @@
-"""A trained model from disk: which checkpoint of a run, and the model that it holds.
+"""A trained model from disk: which checkpoint of a run, or of a model that ships, and the model that it holds.
 
 Reads `model.safetensors` and `config.yaml` alone; nothing here loads the trainer or unpickles.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from nsa_lab.config import RunConfig
 from nsa_lab.config.extras import require
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import checkpoints, directory
+from nsa_lab.runs import checkpoints, directory, names
 
 WEIGHTS = "model.safetensors"
 
@@ -35,7 +36,8 @@ def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
 def load_model(
     path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, backend: str = "auto"
 ) -> NSATransformer:
-    """The trained model of a run directory (its newest checkpoint) or of one checkpoint folder in it, in evaluation mode.
+    """The trained model of a run directory (its newest checkpoint) or of one checkpoint folder in it, in evaluation mode;
+    or one that ships with the package, by its name: `load_model("needle-8m")`. A folder of that name comes first.
 
     `dtype` is that of weights and of attention; `backend` as `NSATransformer` takes it.
 
@@ -45,10 +47,11 @@ def load_model(
     require("safetensors")
     from safetensors.torch import load_file
 
-    folder = _checkpoint_at(Path(path).resolve())
+    folder = _checkpoint_at(path)
     problems = checkpoints.verify(folder)
     if problems:
-        raise NoCheckpoint(f"{folder}: {', '.join(problems)}; use another checkpoint of the run")
+        remedy = "install nsa-lab again" if names.ships(folder.parents[1]) else "use another checkpoint of the run"
+        raise NoCheckpoint(f"{folder}: {', '.join(problems)}; {remedy}")
     config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
     trained = config.model_at(checkpoints.step_of(folder))
     model = NSATransformer(trained, backend=backend, device=device, dtype=dtype, seed=0)
@@ -59,7 +62,11 @@ def load_model(
     return model.to(dtype).eval()
 
 
-def _checkpoint_at(path: Path) -> Path:
-    if not path.is_dir():
-        raise NoCheckpoint(f"{path}: no such folder; give a run directory, or a folder in its {directory.CHECKPOINTS}/")
-    return find_checkpoint(path) if (path / directory.CONFIG).is_file() else path
+def _checkpoint_at(path: str | Path) -> Path:
+    folder = next((place for place in (Path(path), names.MODELS / path) if os.path.isdir(place)), None)
+    if folder is None:
+        raise NoCheckpoint(
+            f"{Path(path).resolve()}: no such folder; give a run directory, a folder in its {directory.CHECKPOINTS}/, or "
+            f"the name of a model; {names.models_there_are()}; {names.runs_there_are(names.outputs_folder())}"
+        )
+    return find_checkpoint(folder) if (folder / directory.CONFIG).is_file() else folder.resolve()

@@ -17,6 +17,7 @@ from typing import Any
 from nsa_lab.runs.directory import CHECKPOINTS
 
 MANIFEST = "MANIFEST.json"
+FORMAT_VERSION = 1
 PREFIX = "step-"
 _NUMBER = re.compile(rf"{PREFIX}[0-9]{{8,18}}")
 
@@ -59,6 +60,17 @@ def steps(folder: Path) -> list[int]:
     """
     found = [path for path in folder.glob(f"{PREFIX}*") if path.is_dir() and _NUMBER.fullmatch(path.name)]
     return sorted(step_of(path) for path in found if path == path_of(folder, step_of(path)))
+
+
+def manifest_of(step: int, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any] | None = None) -> str:
+    """The text of a manifest: `files` by name, as `entry_of` describes them, and `facts` (hashes of config and data)."""
+    manifest = {"v": FORMAT_VERSION, "step": step, **(facts or {}), "files": files}
+    return json.dumps({**manifest, "digest": digest(manifest)}, indent=1)
+
+
+def entry_of(data: bytes | memoryview) -> dict[str, Any]:
+    """What a manifest says of a file with this content."""
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def digest(manifest: Mapping[str, Any]) -> str:

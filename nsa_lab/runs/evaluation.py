@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from nsa_lab.runs.files import read_json, write_json
@@ -11,6 +13,8 @@ from nsa_lab.runs.files import read_json, write_json
 EVALUATION = "evaluation.json"
 UNFINISHED = "evaluation.unfinished.json"
 VERSION = 1
+# Of the normal distribution: 95 % lie within so many deviations.
+DEVIATIONS = NormalDist().inv_cdf(0.975)
 
 
 class Unfinished:
@@ -47,3 +51,14 @@ def read_evaluation(run_dir: Path) -> dict[str, Any] | None:
     """The run's evaluation; None if it has none, a damaged one, or one in a format of another version."""
     found = read_json(run_dir / EVALUATION)
     return found if found.get("v") == VERSION else None
+
+
+def wilson(right: int, asked: int) -> tuple[float, float]:
+    """The 95 % interval of the share of right answers (Wilson 1927). Raises ValueError where none was asked."""
+    if not 0 <= right <= asked or not asked:
+        raise ValueError(f"right = {right} of {asked}: expected 0 <= right <= asked, and one asked at least")
+    share, spread = right / asked, DEVIATIONS**2 / asked
+    middle, half = share + spread / 2, DEVIATIONS * math.sqrt((share * (1 - share) + spread / 4) / asked)
+    # At 0 and at 1 the bound is that very number, but for rounding.
+    low = (middle - half) / (1 + spread) if right else 0.0
+    return low, (middle + half) / (1 + spread) if right < asked else 1.0

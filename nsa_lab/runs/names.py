@@ -1,4 +1,4 @@
-"""What a person calls a run, a params file or a notebook, and where it is. Errors say what there is instead."""
+"""What a person calls a run, a model, a params file or a notebook, and where it is. Errors say what there is instead."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from nsa_lab.runs.directory import RunDirectoryError
 
 LATEST = "latest"
 SMOKE_NOTEBOOK, PRODUCTION_NOTEBOOK = "03_smoke_training", "04_production_run"
+# Models that ship with the package, each laid out as a run with one checkpoint.
+MODELS = Path(__file__).parents[1] / "models"
 
 
 def root() -> Path:
@@ -73,9 +75,8 @@ def run_directories(outputs: Path) -> list[Path]:
 
 def find_run(run: str, outputs: Path) -> Path:
     """A run directory by path, by run id, by the beginning of one run's id, or `latest`. Raises `RunDirectoryError`."""
-    for path in (Path(run), outputs / run):
-        if _is_file(path / directory.CONFIG):
-            return path.resolve()
+    if found := _run_in(run, Path(), outputs):
+        return found
     there = run_directories(outputs)
     if run == LATEST and there:
         return there[-1]
@@ -101,6 +102,41 @@ def find_runs(run: str, outputs: Path) -> list[Path]:
         return found
     instead = _instead(run, [path.name for path in there], "no run was made yet: nsa-lab run smoke")
     raise RunDirectoryError(f"{run!r}: it names no run in {outputs}; {instead}")
+
+
+def find_model(model: str, outputs: Path) -> Path:
+    """A run as `find_run` has it, or the folder of a model that ships with the package, by its name.
+
+    A path and a run's whole id come before the models, the beginning of an id after them. Raises `RunDirectoryError`.
+    """
+    if found := _run_in(model, Path(), outputs, MODELS):
+        return found
+    try:
+        return find_run(model, outputs)
+    except RunDirectoryError as error:
+        raise RunDirectoryError(f"{error}; {models_there_are()}") from None
+
+
+def models_there_are() -> str:
+    """In words, the names of the models that ship with the package."""
+    known = sorted(path.parent.name for path in MODELS.glob(f"*/{directory.CONFIG}"))
+    return f"models that ship: {', '.join(known)}" if known else "no model ships with this package"
+
+
+def runs_there_are(outputs: Path) -> str:
+    """In words, the ids of the newest runs in the folder."""
+    known = [path.name for path in run_directories(outputs)]
+    return f"runs in {outputs}: {', '.join(known[-6:])}" if known else f"no run is in {outputs}"
+
+
+def ships(run_dir: Path) -> bool:
+    """Whether this folder is a model of the package itself, whose files nobody changes."""
+    return run_dir.resolve().parent == MODELS.resolve()
+
+
+def _run_in(name: str, *folders: Path) -> Path | None:
+    """What lies under this name, or path, in the first of the folders that has it as a run directory."""
+    return next(((path / name).resolve() for path in folders if _is_file(path / name / directory.CONFIG)), None)
 
 
 def _is_file(path: Path) -> bool:

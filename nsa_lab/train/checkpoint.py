@@ -12,8 +12,6 @@ Invariants
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import time
@@ -23,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.checkpoints import MANIFEST, digest, path_of, steps, verify
+from nsa_lab.runs.checkpoints import MANIFEST, entry_of, manifest_of, path_of, steps, verify
 from nsa_lab.runs.files import is_full
 
 LATEST, QUARANTINE = "latest", "quarantine"
-FORMAT_VERSION = 1
 
 Serialiser = Callable[[], bytes | memoryview]
 
@@ -138,9 +135,7 @@ class CheckpointStore:
         temporary = self._unfinished(target)
         self._fs.make_dir(temporary)
         entries = {name: self._write(temporary / name, serialise()) for name, serialise in files.items()}
-        manifest = {"v": FORMAT_VERSION, "step": step, **facts, "files": entries}
-        text = json.dumps({**manifest, "digest": digest(manifest)}, indent=1)
-        self._fs.write(temporary / MANIFEST, text.encode())
+        self._fs.write(temporary / MANIFEST, manifest_of(step, entries, facts).encode())
         self._fs.sync_dir(temporary)
         self._fs.rename(temporary, target)
         self._fs.sync_dir(self.folder)
@@ -176,9 +171,9 @@ class CheckpointStore:
     def _write(self, path: Path, data: bytes | memoryview) -> dict[str, Any]:
         # Hashed from memory, so that what the disk makes of it can be held against it; beside the writing, which waits.
         with ThreadPoolExecutor(1) as beside:
-            sha256 = beside.submit(lambda: hashlib.sha256(data).hexdigest())
+            entry = beside.submit(entry_of, data)
             self._fs.write(path, data)
-            return {"size": len(data), "sha256": sha256.result()}
+            return entry.result()
 
     def _point_latest_at(self, target: Path) -> None:
         temporary = self.folder / f".{LATEST}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 from string import ascii_lowercase, ascii_uppercase
-from typing import cast
 
 import ipywidgets as widgets
 import torch
@@ -19,9 +18,9 @@ from nsa_lab.config import NSAConfig
 from nsa_lab.evaluate.tiny_recall import ASKED, TinyRecall
 from nsa_lab.figures import query_reads
 from nsa_lab.figures.style import png
-from nsa_lab.model import Block, NSATransformer, SparseAttention, rotary_table
-from nsa_lab.workbook.examples import Example
-from nsa_lab.workbook.reads import describe, reads_of
+from nsa_lab.model import NSATransformer
+from nsa_lab.workbook.examples import Example, layer_examples
+from nsa_lab.workbook.reads import describe, mark, reads_of
 from nsa_lab.workbook.show import has_front_end, show
 
 
@@ -36,27 +35,9 @@ def letters(task: TinyRecall, tokens: torch.Tensor) -> str:
     return "".join(alphabet[token] for token in tokens.tolist())
 
 
-@torch.no_grad()
 def layer_example(model: NSATransformer, task: TinyRecall, tokens: torch.Tensor, layer: int) -> Example:
-    """What attention is given in one layer of `model` on tokens int64 [1, T].
-
-    Raises ValueError for a dense model, and for a `phi` with weights: pictures are drawn with the mean.
-    """
-    if model.config.attention != "nsa" or model.config.nsa.phi != "avg":
-        raise ValueError(
-            f"attention = {model.config.attention}, nsa.phi = {model.config.nsa.phi}: the explorer shows NSA with phi avg"
-        )
-    x = model.embed(tokens)
-    rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
-    blocks = cast("list[Block]", list(model.blocks))
-    for block in blocks[:layer]:
-        x, _ = block(x, rotary)
-    attention, normed = cast(SparseAttention, blocks[layer].attention), blocks[layer].attention_norm(x)
-    heads = attention.heads(normed, rotary)
-    (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = heads.keys, heads.values
-    about = f"tiny recall, layer {layer}"
-    chosen_by = attention.scoring(normed, attention.project(normed, rotary), rotary) if attention.indexer else None
-    return Example(about, letters(task, tokens[0]), heads.q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, chosen_by)
+    """What attention is given in one layer of `model` on tokens [1, T]. Raises ValueError as `layer_examples` does."""
+    return layer_examples(model, tokens, letters(task, tokens[0]), "tiny recall")[layer]
 
 
 def hidden_question(task: TinyRecall, nsa: NSAConfig, seed: int = 0) -> tuple[int, int]:
@@ -106,8 +87,7 @@ def picture_of(
         f"in block {block}, {where} here; the model says {said!r}"
     )
     figure = query_reads(reads, about)
-    for axes in figure.axes:
-        axes.axvline(told + 0.5, color="#CC79A7", linewidth=1.5, linestyle="--")
+    mark(figure, told)
     return figure, f"{about}\nthe answer's block is read by {all_of_them}\n{describe(reads, example.text)}"
 
 

@@ -1,4 +1,4 @@
-"""Queries, keys and values to look at: a random toy, and a real text whose heads are made by hand, not trained.
+"""Queries, keys and values to look at: a random toy, a real text seen by heads made by hand, and by those of a model.
 
 Layout as everywhere: q [1, T, H, D], keys and values [1, T, G, D]; keys already carry their rotary angle.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from sysconfig import get_path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from nsa_lab.model import Scoring, rotary_table, rotate
+from nsa_lab.model import Block, NSATransformer, Scoring, SparseAttention, rotary_table, rotate
 
 
 @dataclass(frozen=True)
@@ -96,3 +97,32 @@ def text_example(
     v = torch.randn(k.shape, generator=generator, dtype=torch.float64)
     about = "standard-library text; hand-made heads that look for passages like the last few characters; not trained"
     return Example(about, text, q, k, v, k, v, k, v)
+
+
+@torch.no_grad()
+def layer_examples(model: NSATransformer, tokens: Tensor, text: str, about: str) -> list[Example]:
+    """What attention is given in every layer of `model` on tokens int64 [1, T]; `text` has a character for each of them.
+
+    Raises ValueError for a dense model, and for a `phi` with weights: pictures are drawn with the mean.
+    """
+    if model.config.attention != "nsa" or model.config.nsa.phi != "avg":
+        raise ValueError(
+            f"attention = {model.config.attention}, nsa.phi = {model.config.nsa.phi}: the explorer shows NSA with phi avg"
+        )
+    x = model.embed(tokens)
+    rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
+    found = []
+    for layer, block in enumerate(cast("list[Block]", list(model.blocks))):
+        attention, normed = cast(SparseAttention, block.attention), block.attention_norm(x)
+        heads = attention.heads(normed, rotary)
+        (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win) = heads.keys, heads.values
+        chosen_by = attention.scoring(normed, attention.project(normed, rotary), rotary) if attention.indexer else None
+        where = f"{about}, layer {layer}"
+        found.append(Example(where, text, heads.q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, chosen_by))
+        x, _ = block(x, rotary)
+    return found
+
+
+def byte_examples(model: NSATransformer, text: bytes, about: str) -> list[Example]:
+    """`layer_examples` of a model whose tokens are bytes, on a text; a byte outside ASCII is shown as one character."""
+    return layer_examples(model, torch.tensor([list(text)]), text.decode("latin-1"), about)

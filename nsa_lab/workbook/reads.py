@@ -6,6 +6,7 @@ One row of the attention matrices is formed, so this is cheap at any length. The
 from __future__ import annotations
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from nsa_lab.attention import geometry, reference
@@ -29,6 +30,7 @@ def reads_of(example: Example, nsa: NSAConfig, position: int, group: int = 0) ->
     chooser = nsa
     if example.chosen_by:
         q_index, k_index, chooser = example.chosen_by
+        chooser = chooser.model_copy(update={"l_sel": nsa.l_sel})  # its keys stay, whatever is chosen by them
         visible = int(geometry.visible_compressed(t, chooser))
         p_choice = _softmax(q_index[0, position, group][None], k_index[0, :visible, group])
 
@@ -52,6 +54,12 @@ def _softmax(q: Tensor, k: Tensor, allowed: Tensor | None = None) -> Tensor:
     if allowed is not None:
         scores = scores.masked_fill(~allowed, float("-inf"))
     return scores.softmax(-1)
+
+
+def mark(figure: Figure, token: int) -> None:
+    """A dashed line through every lane of a picture of reads, where a token stands."""
+    for axes in figure.axes:
+        axes.axvline(token + 0.5, color="#CC79A7", linewidth=1.5, linestyle="--")
 
 
 def describe(reads: Reads, text: str, width: int = 48) -> str:

@@ -19,9 +19,9 @@ from nsa_lab.config import ConfigError
 from nsa_lab.health.comparison import Compared, compare_models, is_far
 from nsa_lab.health.models import baseline_of, model_name, models_of
 from nsa_lab.health.paired import STRETCHES, T_QUANTILES, Difference, difference
-from nsa_lab.health.shares import Share, wilson
+from nsa_lab.health.shares import Share
 from nsa_lab.health.text_pairs import SLOPE
-from nsa_lab.runs.evaluation import write_evaluation
+from nsa_lab.runs.evaluation import wilson, write_evaluation
 from nsa_lab.runs.history import History
 
 Make = Callable[..., Path]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nsa_lab.config import ModelConfig
 from nsa_lab.evaluate.choices import chosen_blocks
 from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TinyRecall, tiny_model
-from nsa_lab.model import rotary_table
+from nsa_lab.model import NSATransformer, rotary_table
 from nsa_lab.workbook.choice_explorer import (
     choice_explorer,
     explore_choices,
@@ -17,6 +18,7 @@ from nsa_lab.workbook.choice_explorer import (
     picture_of,
     readers,
 )
+from nsa_lab.workbook.examples import byte_examples
 from nsa_lab.workbook.reads import reads_of
 
 TASK = TinyRecall()
@@ -43,6 +45,25 @@ def test_a_layer_reads_what_the_model_chooses(layer: int, indexer: dict[str, flo
     for t in (20, 52, 63):
         for group in (0, 1):
             assert reads_of(example, GEOMETRY, t, group).blocks == [b for b in chosen[0, t, group].tolist() if b >= 0]
+
+
+def test_an_indexer_s_keys_choose_blocks_of_another_length_too() -> None:
+    """What two blocks are worth together is what a block of twice the length is worth."""
+    model = model_of(selection_loss=0.2, indexer_block=2)
+    torch.nn.init.normal_(model.blocks[1].attention.indexer.qk.weight)
+    example = layer_example(model, TASK, TASK.batch(0, 1)[0], 1)
+    wider = GEOMETRY.model_copy(update={"l_sel": 2 * GEOMETRY.l_sel})
+    short, long = (reads_of(example, nsa, 63).importance for nsa in (GEOMETRY, wider))
+    torch.testing.assert_close(long, short.view(-1, 2).sum(-1))
+
+
+def test_a_model_of_bytes_reads_a_text_as_it_chooses() -> None:
+    config = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, nsa=GEOMETRY)
+    model, text = NSATransformer(config, seed=0).eval(), "caf\u00e9 ".encode() * 12
+    layers = byte_examples(model, text, "a text")
+    chosen = [seen["blocks"][0, -1, 0].tolist() for seen in model.observe(torch.tensor([list(text)]))]
+    assert [reads_of(one, GEOMETRY, len(text) - 1).blocks for one in layers] == chosen
+    assert [one.about for one in layers] == ["a text, layer 0", "a text, layer 1"] and len(layers[0].text) == len(text)
 
 
 def test_the_first_question_shown_is_out_of_reach_and_its_answer_is_named() -> None:

@@ -142,8 +142,13 @@ def test_the_picture_of_a_border_shows_what_the_mask_takes_away():
 
 @pytest.mark.slow
 def test_the_explorer_moves_and_explains_an_impossible_geometry(example):
-    box = explorer(example, TOY, position=57)
-    (query, _), sizes, picture, text = box.children[0].children, box.children[1].children, box.children[2], box.children[3]
+    box = explorer([example, examples.random_example(64, seed=1)], TOY, position=57, answer=40)
+    (query, layer, _), sizes, picture, text = (
+        box.children[0].children,
+        box.children[1].children,
+        box.children[2],
+        box.children[3],
+    )
     before = picture.value
     query.value = 20
     assert picture.value != before and "query 20" in text.value
@@ -153,3 +158,6 @@ def test_the_explorer_moves_and_explains_an_impossible_geometry(example):
     assert "nsa.l = 8 is not a multiple of nsa.d = 16" in text.value and picture.layout.visibility == "hidden"
     by_name["d"].value = 4
     assert picture.layout.visibility == "visible" and "query 20" in text.value
+    before = text.value
+    layer.value = 1
+    assert text.value != before and "query 20" in text.value
