@@ -38,7 +38,7 @@ import math
 import torch
 from torch import Tensor
 
-from nsa_lab import NSAttention, figures
+from nsa_lab import NSAttention, figures, load_model
 from nsa_lab.attention import dense_attention, geometry, nsa_attention, reference, select_blocks, selection_loss
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.figures.blocks import equation_nine
@@ -645,11 +645,17 @@ show(figures.importance_map(text_importance[0, :, 1], text_blocks[0, :, 1], usua
 #
 # ## 15 · The explorer
 #
-# Move the query, change the group and the sizes: which tokens does each branch read, with what weight, and what do the
-# chosen blocks say? (In a headless run the same picture is drawn once, without controls.)
+# The same text, read by a **trained** model: `needle-8m`, which ships with the library (its
+# [card](../nsa_lab/models/needle-8m/README.md) has data and limits). Its branches have keys and values of their own,
+# and its blocks are chosen by an indexer (section 17), not by the compressed scores of the first lane. Move the query,
+# change layer, group and sizes: which tokens does each branch read, with what weight, and what do the chosen blocks
+# say? (It was trained with the sizes that it starts with. In a headless run the same picture is drawn once, without
+# controls.)
 
 # %%
-explore([text], usual, min(query, length - 1), group=1, with_widgets=widgets)
+shipped = load_model("needle-8m")
+read_by_it = examples.byte_examples(shipped, examples.standard_library_text(length).encode(), "needle-8m on textwrap.py")
+explore(read_by_it, shipped.config.nsa, min(query, length - 1), layer=shipped.config.n_layers // 2, with_widgets=widgets)
 
 # %% [markdown]
 # **What to notice.** The second row is the first one added up by blocks. A tall narrow spike in the third is a token

@@ -34,17 +34,23 @@
 steps: int = 300  # optimiser steps for each model, over which the rate falls to 0
 seed: int = 0  # of weights and sequences
 asked: int = 256  # fresh sequences that a trained model is asked with, six questions each
+read: int = 4096  # bytes of real text that a fact is asked for in
 widgets: bool | None = None  # True or False; None: controls only where a Jupyter front end has this notebook open
 
 # %%
 import time
 
+import numpy as np
 import torch
 
-from nsa_lab import figures
+from nsa_lab import figures, generate, load_model
+from nsa_lab.config import RecallConfig
+from nsa_lab.data.recall import needle
 from nsa_lab.evaluate import choice_quality, intervene
 from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TinyRecall, learn, tiny_model
-from nsa_lab.workbook.choice_explorer import explore_choices, letters
+from nsa_lab.workbook.choice_explorer import explore_choices, letters, readers
+from nsa_lab.workbook.examples import byte_examples, standard_library_text
+from nsa_lab.workbook.query_explorer import explore
 from nsa_lab.workbook.show import show
 
 torch.set_num_threads(1)  # tensors this small lose more to waiting threads than they win
@@ -153,6 +159,33 @@ for name, model in sparse.items():
 
 # %%
 explore_choices(sparse, task, seed=seed, with_widgets=widgets)
+
+# %% [markdown]
+# ## What a model of real text chose
+#
+# The four above live in 64 letters. `needle-8m`, which ships with the library, was trained with the same recipe on
+# manuals with facts in them, up to 16,384 bytes; its [card](../nsa_lab/models/needle-8m/README.md) says what it
+# finds, and what it is not for. Here a fact stands in the source of Python's `argparse`, which it was not trained on,
+# and is asked for at the end, far behind the window. The dashed line is the first digit of the fact; the query is the
+# last character of the question.
+
+# %%
+shipped, recall = load_model("needle-8m"), RecallConfig()
+source = np.frombuffer(standard_library_text(4 * read, "argparse.py").encode(), np.uint8).astype(np.int64)
+asked_text = needle(read, 0.3, recall, np.random.default_rng(seed), source)
+end = int(asked_text.answers[0, 0])  # of the question; the answer follows
+prompt, answer = (bytes(part.tolist()) for part in (asked_text.tokens[:end], asked_text.tokens[end:]))
+(wrote,) = generate(shipped, [torch.tensor(list(prompt))], max_new_tokens=len(answer))
+told = prompt.index(answer)
+found_by = readers(shipped, torch.tensor([list(prompt)]), end - 1, told)
+print(prompt[prompt.rindex(b"Q: ") :].decode() + bytes(wrote.tolist()).decode(errors="replace"))
+print(f"told at byte {told:,} of {read:,}: {answer.decode()}")
+print("its block is read by", ", ".join(f"layer {layer} group {group}" for layer, group in found_by) or "nobody")
+
+# %%
+layer, group = next(iter(found_by), (0, 0))
+layers = byte_examples(shipped, prompt, "needle-8m on argparse.py")
+explore(layers, shipped.config.nsa, end - 1, group, layer=layer, answer=told, with_widgets=widgets)
 
 # %% [markdown]
 # ## The same at 78.6 M parameters
