@@ -139,6 +139,7 @@ OTHERS = {
     "figures.differences": ["tests/workbook/test_differences.py"],
     "health.paired": ["tests/health/test_paired.py"],
     "health.shares": ["tests/health/test_comparison.py"],
+    "runs.evaluation": ["tests/health/test_comparison.py", "tests/inference/test_shipping.py"],
     "health.models": ["tests/health/test_comparison.py"],
     "health.text_pairs": ["tests/health/test_comparison.py"],
     "health.comparison": ["tests/health/test_comparison.py"],
@@ -179,7 +180,7 @@ OTHERS = {
     "train.preflight.parity": ["tests/train/test_preflight.py"],
     "attention.decoding": attention_tests("decoding"),
     "attention.narrow": ["tests/attention/test_narrow.py"],
-    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("cache", "decode", "memory")},
+    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("cache", "decode", "memory", "recorded")},
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
     "inference.stops": ["tests/inference/test_generate.py"],
@@ -960,6 +961,20 @@ MUTANTS = [
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
+    ),
+    Mutant("decoding: a recorded step completes no block", "inference.cache", "-(-step.width // self.nsa.d)", "0"),
+    Mutant(
+        "decoding: a recorded step forgets which rows are padding",
+        "inference.recorded",
+        "self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)",
+        "self._counts.fill_(1)",
+    ),
+    Mutant("decoding: a recording outlives its cache", "inference.decode", "self._recorded = None\n\n", "pass\n\n"),
+    Mutant(
+        "decoding: lengths are elsewhere after a step",
+        "inference.cache",
+        "self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)",
+        "self.lengths = torch.tensor(self.starts, dtype=torch.int32, device=self.lengths.device)",
     ),
     Mutant("generation: nothing stops it", "inference.generate", "stops.reached(answers[row])", "False"),
     Mutant(
@@ -1745,7 +1760,9 @@ MUTANTS = [
     Mutant("beside: text is fetched to be shown", "workbook.beside", "progress=_refuse, ", ""),
     Mutant("difference: the first tenth hides the rest", "figures.differences", "LEFT_OUT = 0.1", "LEFT_OUT = 0.0"),
     Mutant("paired: neighbours count as independent", "health.paired", "min(len(apart), STRETCHES)", "len(apart)"),
-    Mutant("compare: Wilson's interval around the share itself", "health.shares", "(share + z2 / 2) / (1 + z2)", "share"),
+    Mutant(
+        "compare: Wilson's interval around the share itself", "runs.evaluation", "share + spread / 2, DEV", "share, DEV"
+    ),
     Mutant(
         "compare: configurations of one name are one model",
         "health.models",

@@ -47,7 +47,7 @@ def cached_attention(
     queries of its sequence in it.
 
     `backend`: torch, on every device, waits on the host for the lengths; triton does not, and can be captured in a CUDA
-    graph. torch is the default on a GPU too, until the kernels as they are have passed their tests on one.
+    graph.
 
     Raises ValueError for a ring that is too small and for an indexer's queries without its keys, NotImplementedError for
     another backend and for a shape that the kernels do not take, BackendError where they cannot run.

@@ -77,25 +77,6 @@ def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(memory, "STEP", request.param)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_token_by_token_equals_full_forward(variant: dict) -> None:
-    model, tokens = built(tiny(**variant)), drawn(2, LENGTH)
-    full = model(tokens)
-    for prefill in PREFILLS if not variant else (1, 9, 33):
-        found = torch.stack(in_chunks(model, [*tokens], [prefill, 1]))
-        torch.testing.assert_close(found, full, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_sequences_of_any_lengths_in_chunks_of_any_sizes_equal_full_forward(variant: dict, step: None) -> None:
-    """Whatever lay in the cache before."""
-    model = built(tiny(**variant))
-    texts = [drawn(length, seed=length) for length in (47, 1, 33, 13, 13, 40, 8)]
-    full = [model(text[None])[0] for text in texts]
-    for chunks in ([7], [1, 13, 30], [29, 2, 3, 17], [100]):
-        torch.testing.assert_close(in_chunks(model, texts, chunks, poison=True), full, rtol=0, atol=1e-10)
-
-
 def run_anew(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     """In place of a recording, which needs a GPU."""
     run()
@@ -130,6 +111,25 @@ def test_a_cache_that_grows_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) ->
     for at in range(19, 30):
         last = decoder.last(tokens[:, at : at + 1])
     torch.testing.assert_close(last, model(tokens)[:, -1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_token_by_token_equals_full_forward(variant: dict) -> None:
+    model, tokens = built(tiny(**variant)), drawn(2, LENGTH)
+    full = model(tokens)
+    for prefill in PREFILLS if not variant else (1, 9, 33):
+        found = torch.stack(in_chunks(model, [*tokens], [prefill, 1]))
+        torch.testing.assert_close(found, full, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sequences_of_any_lengths_in_chunks_of_any_sizes_equal_full_forward(variant: dict, step: None) -> None:
+    """Whatever lay in the cache before."""
+    model = built(tiny(**variant))
+    texts = [drawn(length, seed=length) for length in (47, 1, 33, 13, 13, 40, 8)]
+    full = [model(text[None])[0] for text in texts]
+    for chunks in ([7], [1, 13, 30], [29, 2, 3, 17], [100]):
+        torch.testing.assert_close(in_chunks(model, texts, chunks, poison=True), full, rtol=0, atol=1e-10)
 
 
 @pytest.mark.gpu
