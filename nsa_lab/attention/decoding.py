@@ -43,7 +43,8 @@ def cached_attention(
     q [B, S, H, d_k] and gates [B, S, H, 3] (cmp, sel, win) are of tokens whose keys are in the cache already. `lengths`,
     int32 [B] on q's device, are the tokens of each sequence before these: query s of row b stands at lengths[b] + s.
     `index_q` [B, S, G, d_k] and `choice_nsa` are an indexer's queries, and the geometry of `cache.k_index`; without them
-    the compressed branch's own scores choose (eq. 8, 9). No gradients. What is not finite in a chunk may reach all
+    the compressed branch's own scores choose (eq. 8, 9). What a query gets that stands past the cache's last row, and so is
+    padding, means nothing. No gradients. What is not finite in a chunk may reach all
     queries of its sequence in it.
 
     `backend`: torch, on every device, waits on the host for the lengths; triton does not, and can be captured in a CUDA
@@ -58,11 +59,12 @@ def cached_attention(
     if backend == "triton":
         resolve_backend(q.device, q.dtype, nsa, backend=backend)
         return kernels.cached_attention(q, gates, cache, lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
-    out = q.new_empty(*q.shape[:3], cache.v_sel.shape[3])
+    out = q.new_zeros(*q.shape[:3], cache.v_sel.shape[3])
     with torch.no_grad():
         for rows, start in _runs(lengths):
-            index = None if index_q is None else index_q[rows]
-            out[rows] = _attend(q[rows], gates[rows], cache.rows(rows), start, nsa, index, choice_nsa or nsa)
+            for at in _inside(rows, start, q, cache.k_sel):
+                index = None if index_q is None else index_q[at]
+                out[at] = _attend(q[at], gates[at], cache.rows(rows), start, nsa, index, choice_nsa or nsa)
     return out
 
 
@@ -72,11 +74,18 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
     q [B, S, H, d_k]; k [B, capacity, G, d_k] and v [B, capacity, G, d_v] hold those of the new tokens already; `lengths`
     as in `cached_attention`. Rows beyond a sequence's length are never read.
     """
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
     with torch.no_grad():
         for rows, start in _runs(lengths):
-            out[rows] = _attend_all(q[rows], k[rows], v[rows], start)
+            for at in _inside(rows, start, q, k):
+                out[at] = _attend_all(q[at], k[rows], v[rows], start)
     return out
+
+
+def _inside(rows: slice, start: int, q: Tensor, kept: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The queries of these rows that stand within the cache, if there are any; those past its end can only be padding."""
+    if queries := min(q.shape[1], kept.shape[1] - start):
+        yield rows, slice(queries)
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:

@@ -100,17 +100,43 @@ def test_a_step_that_knows_no_lengths_equals_full_forward(variant: dict, monkeyp
     assert len(steps) == 1
 
 
-def test_a_cache_that_grows_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_take_turns_in_a_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits takes in padding, of which nothing stays, in convolutions neither."""
     monkeypatch.setattr(decode, "can_be_recorded", lambda cache: True)
     monkeypatch.setattr(recorded, "record", run_anew)
-    model, tokens = built(tiny()), drawn(1, 30)
+    model, texts = built(tiny(**INDEXED, matching_heads=1)), drawn(2, 30)
+    decoder = Decoder(model, 30, batch=2)
+    decoder.append(texts[:, :11])
+    for at in range(11, 30):
+        for row in (0, 1):
+            tokens = torch.full((2, 1), 36)
+            tokens[row] = texts[row, at]
+            found = decoder.append(tokens, [1 - row, row])[row, 0]
+            torch.testing.assert_close(found, model(texts[row : row + 1, : at + 1])[0, -1], rtol=0, atol=1e-10)
+
+
+def test_what_a_recording_reads_stays_where_it_is_until_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "can_be_recorded", lambda cache: True)
+    monkeypatch.setattr(recorded, "record", run_anew)
+    steps: list[RecordedStep] = []
+    monkeypatch.setattr(decode, "RecordedStep", lambda *given: steps.append(RecordedStep(*given)) or steps[-1])
+    model, tokens = built(tiny(rotary_share=0.5, matching_heads=1)), drawn(1, 30)
     decoder = Decoder(model, 20)
-    decoder.append(tokens[:, :18])
+
+    def places() -> list[int]:
+        kept = [tensor for layer in decoder.cache.layers for tensor in layer.tensors()]
+        return [tensor.data_ptr() for tensor in (decoder.cache.lengths, *kept)]
+
+    decoder.append(tokens[:, :17])
+    decoder.last(tokens[:, 17:18])
+    before = places()
     decoder.last(tokens[:, 18:19])
+    assert places() == before and len(steps) == 1
     decoder.grow(40)
     for at in range(19, 30):
         last = decoder.last(tokens[:, at : at + 1])
     torch.testing.assert_close(last, model(tokens)[:, -1], rtol=0, atol=1e-10)
+    assert len(steps) == 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -173,6 +199,18 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
     by_itself = in_chunks(model, [text, drawn(50, seed=2).clamp_max(35)], [9])[0]
     beside = in_chunks(model, [text, torch.full((50,), 36)], [9])[0]
     assert torch.equal(by_itself, beside) and by_itself.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", [{}, INDEXED, {"attention": "dense"}])
+def test_padding_may_stand_past_the_end_of_a_full_cache(variant: dict) -> None:
+    """Two sequences that are full, or nearly, wait for a third."""
+    model, texts = built(tiny(**variant)), [drawn(30), drawn(29, seed=2), drawn(30, seed=3)]
+    decoder = Decoder(model, 30, batch=3)
+    decoder.append(*ragged([texts[0], texts[1][:27], texts[2][:12]]))
+    found = decoder.append(*ragged([texts[0][:0], texts[1][27:], texts[2][12:19]]))
+    torch.testing.assert_close(found[1, :2], model(texts[1][None])[0, 27:], rtol=0, atol=1e-10)
+    found = torch.cat([found[2], *(decoder.append(texts[2][at].expand(3, 1), [0, 0, 1])[2] for at in range(19, 30))])
+    torch.testing.assert_close(found, model(texts[2][None])[0, 12:], rtol=0, atol=1e-10)
 
 
 def test_sequences_change_places(step: None) -> None:
