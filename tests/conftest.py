@@ -14,6 +14,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
 import pytest
+import torch
+
+torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # Triton reads this once, when it is first imported, and a conftest deeper down or torch.compile may be what imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # jsonschema, which nbformat brings, would parse the whole grammar of IRIs when it is imported: seconds in every process,
 # for a format that no notebook here has. Where the package is missing it does without.
@@ -37,16 +43,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Before the first test is imported, and only where tests are: the process that hands them to others needs no torch."""
-    if collector.path != Path(__file__).parent:
-        return
-    import torch
-
-    torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        # Triton reads this once, when it is first imported, and torch.compile in some other test may be what imports it.
-        os.environ["TRITON_INTERPRET"] = "1"
+def pytest_collection() -> None:
+    """What is imported and collected stays to the end, and is not searched for garbage meanwhile."""
     gc.disable()
 
 

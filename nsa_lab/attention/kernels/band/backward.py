@@ -50,6 +50,33 @@ def _dq_steps(
 
 
 @triton.jit
+def _summed_products(
+    q, do, lse_log2, k_base, v_base, stride_kn, stride_vn, t, start, stop, N, scale_log2,
+    L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):
+    """delta, the sum of p * dp over a row's keys, from the very products that it is taken from.
+
+    In exact arithmetic that is out * do; rounded, the two differ by more than what plain float32 errs where few keys are
+    seen: of a single key ds is p * (dp - dp) = 0. For half precision the difference is far below a rounding.
+    """
+    delta, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for step in range(start, stop, KEYS):
+        scores, _k, v = scores_of_tile(
+            q, k_base, v_base, stride_kn, stride_vn, t, step, start, start, N,
+            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, True,
+        )
+        p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
+        # The products of the dk/dv kernel, in its order: what adds them up may depend on which factor comes first.
+        dp = tl.trans(tl.dot(v, tl.trans(do), input_precision="ieee"))
+        delta += tl.sum(tl.where(p == 0.0, 0.0, p * dp), 1)
+        total += tl.sum(p, 1)
+    # A row's p add up to 1 but for how its lse is rounded. A row that sees nothing has none.
+    return delta / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
 def first_stat(first, document):
     """Where the stats of a document begin that begins at row `first`: a multiple of 16, past those of the one before."""
     return (first // 16 + document) * 16
@@ -70,7 +97,8 @@ def nsa_band_dq(
     """dq of one row tile, and what the dk/dv kernel reads of its rows.
 
     That is stats [B, H, 2, >= T]: lse_log2, then delta, each contiguous along the queries, as that kernel walks them.
-    HAS_DELTA: delta is given, and out and dlse are not read. ADD: add to what dq holds. ONE_LOOP: see `launch_table.Tile`.
+    HAS_DELTA: delta is given, and out is not read. In float32 it is worked out here either way. ADD: add to what dq holds.
+    ONE_LOOP: see `launch_table.Tile`.
     """
     tile, b, g = last_tile_first(B, G)
     if q_bounds_ptr is not None:
@@ -101,23 +129,28 @@ def nsa_band_dq(
     q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, True), columns_k, DK, DK_PAD)
     do_base = do_ptr + b * stride_dob + g * HEADS * stride_doh
     do = load_rows(do_base, row_offsets(t, head, stride_dot, stride_doh, True), columns_v, DV, DV_PAD)
-    if HAS_DELTA:
+    lse = tl.load(lse_ptr + place)
+    # A row that sees nothing has lse = -inf; +inf makes every p = exp2(s - inf) of it 0.
+    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    k_base = k_ptr + b * stride_kb + g * stride_kg
+    v_base = v_ptr + b * stride_vb + g * stride_vg
+    start, left, full, stop = key_range(t_first, t_last, L, STRIDE, W, KEYS)
+    if do.dtype == tl.float32:
+        delta = _summed_products(
+            q, do, lse_log2, k_base, v_base, stride_kn, stride_vn, t, start, stop, N, scale_log2,
+            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
+        )
+    elif HAS_DELTA:
         delta = tl.load(delta_ptr + place)
     else:
         out_base = out_ptr + (b * T * G + g) * HEADS * DV
         out = load_rows(out_base, row_offsets(t, head, G * HEADS * DV, DV, True), columns_v, DV, DV_PAD)
         delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-        if HAS_DLSE:
-            delta -= tl.load(dlse_ptr + place)
-    lse = tl.load(lse_ptr + place)
-    # A row that sees nothing has lse = -inf; +inf makes every p = exp2(s - inf) of it 0.
-    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + place)
     stats = stats_ptr + ((b * G + g) * HEADS + head) * 2 * stride_stats + t
     tl.store(stats, lse_log2, mask=inside)
     tl.store(stats + stride_stats, delta, mask=inside)
-    k_base = k_ptr + b * stride_kb + g * stride_kg
-    v_base = v_ptr + b * stride_vb + g * stride_vg
-    start, left, full, stop = key_range(t_first, t_last, L, STRIDE, W, KEYS)
 
     dq = tl.zeros([ROWS, DK_PAD], tl.float32)
     if ONE_LOOP:
