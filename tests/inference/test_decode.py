@@ -152,9 +152,9 @@ def test_token_by_token_equals_full_forward(variant: dict) -> None:
 def test_sequences_of_any_lengths_in_chunks_of_any_sizes_equal_full_forward(variant: dict, step: None) -> None:
     """Whatever lay in the cache before."""
     model = built(tiny(**variant))
-    texts = [drawn(length, seed=length) for length in (47, 1, 33, 13, 13, 40, 8)]
+    texts = [drawn(length, seed=length) for length in (70, 1, 33, 13, 13, 64, 8)]
     full = [model(text[None])[0] for text in texts]
-    for chunks in ([7], [1, 13, 30], [29, 2, 3, 17], [100]):
+    for chunks in ([7], [1, 13, 30], [40, 2, 3, 17], [100]):
         torch.testing.assert_close(in_chunks(model, texts, chunks, poison=True), full, rtol=0, atol=1e-10)
 
 

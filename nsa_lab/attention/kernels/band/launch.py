@@ -103,8 +103,8 @@ def backward_queries(
 ) -> Tensor:
     """Writes the gradient of q to `dq`, which is contiguous, or adds it to what is there. Gives what `backward_keys` needs.
 
-    `delta` is sum(do * out) - dlse, float32 [B, T, H]; where it is not given, out and dlse are. do, q, k and v are
-    `with_short_rows`.
+    `delta` is sum(do * out), float32 [B, T, H], of an lse without a gradient; where it is not given, out is, and dlse where
+    there is one. In float32 neither is read but dlse. do, q, k and v are `with_short_rows`.
     """
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
