@@ -66,7 +66,9 @@ start_anew = subprocess._fork_exec
 
 @dataclass
 class Start:
-    """What `subprocess` asks of a new process. `keep` are the descriptors it is to have, `sources` where they are now."""
+    """What `subprocess` asks of a new process. `keep` are the descriptors it is to have, `sources` where they are now; the
+    last of these is none of them: `subprocess` waits until all of its copies are closed, which is when the new process has
+    its own session and descriptors."""
 
     command: list[str]
     cwd: str
@@ -95,7 +97,7 @@ class Start:
             os.fsdecode(cwd or os.getcwd()),
             dict(os.environ) if environment is None else dict(os.fsdecode(e).split("=", 1) for e in environment),
             keep,
-            stdio + keep[3:],
+            [*stdio, *keep[3:], failed],
             bool(session),
             group,
             sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
@@ -126,7 +128,7 @@ class Start:
             os.setpgid(0, self.group)
         # Above all that are to be taken, so that none is closed before it was read.
         above = [fcntl.fcntl(source, fcntl.F_DUPFD, max(*self.keep, *self.sources) + 1) for source in self.sources]
-        for source, number in zip(above, self.keep, strict=True):
+        for source, number in zip(above[:-1], self.keep, strict=True):
             os.dup2(source, number)
         for first, after in zip(self.keep[2:], [*self.keep[3:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(first + 1, after)

@@ -140,7 +140,9 @@ def test_importances_mislead_by_no_more_than_the_bound(keys: object, nsa: NSACon
         seen = wide > narrow.LEAST
         off = torch.where(seen, ours / wide, 1.0).log().abs() / bound.unsqueeze(-1)
         furthest = max(furthest, off.max().item())
-    assert 0.0 < furthest < 1.0
+    assert furthest < 1.0
+    # Equal keys have equal products wherever the library multiplies each alike.
+    assert furthest > 0.0 or keys is equal_keys
 
 
 @nsas
