@@ -19,6 +19,7 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 # Imported once, here, and inherited by every fork: all that is slow to import and is not the library itself.
 import hypothesis  # noqa: F401
@@ -2324,8 +2325,9 @@ def run_tests(files: list[str]) -> _FirstFailure:
         "--hypothesis-profile=mutants",
     ]
     for file in files:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            code = pytest.main([*options, str(ROOT / file)], plugins=[first])
+        # Folders of its own: pytest looks for a free number among those of all processes, and warns where they get in its way.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), TemporaryDirectory() as folder:
+            code = pytest.main([*options, f"--basetemp={folder}/tests", str(ROOT / file)], plugins=[first])
         if first.name or first.broken:
             break
         if code != 0:
