@@ -2325,7 +2325,7 @@ def run_tests(files: list[str]) -> _FirstFailure:
         "--hypothesis-profile=mutants",
     ]
     for file in files:
-        # Folders of its own: pytest looks for a free number among those of all processes, and warns where they get in its way.
+        # Folders of its own: pytest numbers those of all processes, and warns where one gets in the way of another.
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), TemporaryDirectory() as folder:
             code = pytest.main([*options, f"--basetemp={folder}/tests", str(ROOT / file)], plugins=[first])
         if first.name or first.broken:
