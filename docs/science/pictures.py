@@ -1,0 +1,66 @@
+"""The pictures of retrieval.md, from its records: `python docs/science/pictures.py`. Nothing is computed anew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from nsa_lab.figures.retrieval import retrieval_map
+from nsa_lab.figures.style import DENSE, SEL, legend_below, panel, png
+
+HERE = Path(__file__).parent
+# Model, embeddings, colour and line of the eighth question's runs and of their controls, both seeds of each.
+COURSES = (
+    ("NSA, embeddings normed", SEL, "-", ("recall_normed", "recall_normed_seed1")),
+    ("NSA, as they were looked up", SEL, ":", ("recall_block2", "recall_block2_seed1")),
+    ("dense, embeddings normed", DENSE, "-", ("recall_normed_dense",)),
+    ("dense, as they were looked up", DENSE, ":", ("recall_block2_dense", "recall_block2_dense_seed1")),
+    ("NSA without the recipe", "#CC79A7", "--", ("recall_nsa_cut",)),
+)
+ASKED = {
+    "NSA, seed 0": "recall_normed",
+    "NSA, seed 1": "recall_normed_seed1",
+    "dense, seed 0": "recall_normed_dense",
+    "dense, embeddings as looked up, seed 0": "recall_block2_dense",
+}
+CHANGES_OF_LENGTH = {393: "8,192", 916: "32,768"}
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((HERE / "records" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def courses() -> Figure:
+    """What an answer costs against steps: when copying forms."""
+    figure, axes = panel(8.5, 4.4, "What a digit of an answer costs while it is learned (chance: 2.30 nats)")
+    for label, colour, line, names in COURSES:
+        for number, name in enumerate(names):
+            points = [(e["step"], e["marked_loss"]) for e in read(name)["curve"] if "marked_loss" in e and e["step"] > 25]
+            axes.plot(*zip(*points, strict=True), line, color=colour, linewidth=1.4, label=None if number else label)
+    for step, length in CHANGES_OF_LENGTH.items():
+        axes.axvline(step, color="black", linewidth=0.6)
+        axes.annotate(f" from here on {length} bytes", (step, 2.72), fontsize=7)
+    axes.set(xlabel="optimiser step", ylabel="nats per byte of the answers", ylim=(-0.05, 2.85))
+    legend_below(axes)
+    return figure
+
+
+def needles() -> Figure:
+    """Single needles by length and depth."""
+    cells = [
+        {"task": model, "length": int(length.split()[-1]), "depth": depth, "right": right, "answers": asked}
+        for model, name in ASKED.items()
+        for length, row in read(name)["needle_depth_right_asked_loss"].items()
+        for depth, right, asked, _ in row
+    ]
+    return retrieval_map({"run": "the recipe and its dense twin", "step": 1424, "retrieval": cells})
+
+
+if __name__ == "__main__":
+    for drawn in (courses, needles):
+        path = HERE.parent / "pictures" / f"{drawn.__name__}_retrieval.png"
+        path.write_bytes(png(drawn()))
+        print(path)
