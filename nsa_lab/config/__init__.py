@@ -10,7 +10,7 @@ Invariants
 """
 
 from nsa_lab.config.data import DataConfig, RecallConfig
-from nsa_lab.config.errors import RETIRED_KEYS, ConfigError, known_keys
+from nsa_lab.config.errors import RETIRED_KEYS, ConfigError, UsageError, known_keys
 from nsa_lab.config.model import BYTE_VOCABULARY, ModelConfig, NSAConfig
 from nsa_lab.config.project import project_root
 from nsa_lab.config.run import RunConfig, apply_overrides, parse_override
@@ -35,6 +35,7 @@ __all__ = [
     "SweepConfig",
     "SweepRun",
     "TrainConfig",
+    "UsageError",
     "apply_overrides",
     "known_keys",
     "parse_override",
