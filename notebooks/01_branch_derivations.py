@@ -42,7 +42,6 @@ from nsa_lab import NSAttention, figures, load_model
 from nsa_lab.attention import dense_attention, geometry, nsa_attention, reference, select_blocks, selection_loss
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.figures.blocks import equation_nine
-from nsa_lab.model.layers import rotary_table
 from nsa_lab.workbook import examples
 from nsa_lab.workbook.query_explorer import explore
 from nsa_lab.workbook.reads import reads_of
@@ -794,7 +793,7 @@ layer, indexer = taught.attention, taught.attention.indexer
 for weight in indexer.parameters():
     torch.nn.init.normal_(weight)
 x = torch.randn(T, 32, dtype=torch.float64)
-rotary = rotary_table(T, taught.config.rotary_width, 10_000.0, x.device)
+rotary = taught.rotary(x[None])
 index = indexer(x[None], rotary)
 own = index_importance(index.q[0], index.k[0], 2, toy, indexer.phi.score, indexer.phi.place)
 inputs = layer.project(x[None], rotary)
@@ -890,8 +889,8 @@ torch.manual_seed(6)
 sentence = "the quick brown fox; THE JUMPING DOG q"
 letters = sorted(set(sentence))
 embedded = torch.randn(len(letters), 64, dtype=torch.float64)[[letters.index(letter) for letter in sentence]]
-fresh = NSAttention(64, 2, 1, head_dim=64, nsa=toy, rotary_share=0.5, matching_heads=1).double().attention
-heads = fresh.heads(embedded[None], rotary_table(len(sentence), 32, 10_000.0, embedded.device))
+fresh = NSAttention(64, 2, 1, head_dim=64, nsa=toy, rotary_share=0.5, matching_heads=1).double()
+heads = fresh.attention.heads(embedded[None], fresh.rotary(embedded[None]))
 looks = (heads.q[0, -1, 0] @ heads.keys[1][0, :, 0].T).argmax().item()
 met, after = sentence[looks - 1], sentence[looks]
 print(f"untrained, the matching head at the last {sentence[-1]!r} looks at {after!r}, which came after {met!r}")

@@ -41,20 +41,17 @@ from IPython.display import Markdown, display
 from nsa_lab import figures
 from nsa_lab.health.paired import compared
 from nsa_lab.health.twins import beside_twin, side_by_side, twins
-from nsa_lab.runs.history import History
-from nsa_lab.runs.summary import shown_facts
 from nsa_lab.workbook import earlier_reports, notebook, planned, run_explorer, samples
 from nsa_lab.workbook.show import show
 
-run = notebook.run_directory(run_dir) if run_dir else notebook.latest_finished(outputs)
-runs = [History.read(run)] + ([History.read(notebook.run_directory(other_run))] if other_run else [])
+runs = notebook.records(run_dir, other_run, outputs)
 history = runs[0]
 pair = twins(runs)
 print(history.run)
 notebook.print_answers(history)
 
 # %%
-Markdown("\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in shown_facts(history))]))
+Markdown(notebook.facts_table(history))
 
 # %% [markdown]
 # # One run

@@ -40,16 +40,13 @@ widgets: bool | None = None  # True or False; None: controls only where a Jupyte
 # %%
 import time
 
-import numpy as np
 import torch
 
 from nsa_lab import figures, generate, load_model
-from nsa_lab.config import RecallConfig
-from nsa_lab.data.recall import needle
 from nsa_lab.evaluate import choice_quality, intervene
 from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TinyRecall, learn, tiny_model
 from nsa_lab.workbook.choice_explorer import explore_choices, letters, readers
-from nsa_lab.workbook.examples import byte_examples, standard_library_text
+from nsa_lab.workbook.examples import byte_examples, fact_in_library
 from nsa_lab.workbook.query_explorer import explore
 from nsa_lab.workbook.show import show
 
@@ -170,11 +167,9 @@ explore_choices(sparse, task, seed=seed, with_widgets=widgets)
 # last character of the question.
 
 # %%
-shipped, recall = load_model("needle-8m"), RecallConfig()
-source = np.frombuffer(standard_library_text(4 * read, "argparse.py").encode(), np.uint8).astype(np.int64)
-asked_text = needle(read, 0.3, recall, np.random.default_rng(seed), source)
-end = int(asked_text.answers[0, 0])  # of the question; the answer follows
-prompt, answer = (bytes(part.tolist()) for part in (asked_text.tokens[:end], asked_text.tokens[end:]))
+shipped = load_model("needle-8m")
+prompt, answer = fact_in_library(read, 0.3, "argparse.py", seed=seed)
+end = len(prompt)  # of the question; the answer follows
 (wrote,) = generate(shipped, [torch.tensor(list(prompt))], max_new_tokens=len(answer))
 told = prompt.index(answer)
 found_by = readers(shipped, torch.tensor([list(prompt)]), end - 1, told)

@@ -34,16 +34,15 @@ seed: int = 0  # of weights and sequences
 import torch
 from IPython.display import display
 
-from nsa_lab import figures
+from nsa_lab import NSATransformer, figures
 from nsa_lab.attention import geometry
-from nsa_lab.bench.decode import time_models
 from nsa_lab.config import ModelConfig
 from nsa_lab.evaluate.tiny_recall import GEOMETRY, TinyRecall, learn, tiny_model
 from nsa_lab.inference import Decoder, memory
-from nsa_lab.model import NSATransformer
 from nsa_lab.workbook.examples import standard_library_text, text_example
 from nsa_lab.workbook.reads import reads_of
 from nsa_lab.workbook.show import show
+from nsa_lab.workbook.speeds import show_decoding
 from nsa_lab.workbook.written import answers, marked, told
 
 config = ModelConfig()  # of the production run: 12 layers, 12 heads in 2 groups
@@ -118,11 +117,7 @@ with torch.no_grad():
 
 # %%
 lengths = [length for length in (1024, 4096, 16_384, 65_536, 131_072) if length <= longest]
-timed = time_models(config.model_copy(update={"n_layers": layers}), lengths)
-for row in timed:
-    print(f"{row.tokens:>7,} tokens before, {row.by:<5}: {row.ms:.1f} ms, {row.tokens_per_s:.0f} tokens/s")
-speeds = {kind: [(row.tokens, row.tokens_per_s) for row in timed if row.by == kind] for kind in ("nsa", "dense")}
-show(figures.against_context(speeds, "tokens per second", f"{layers} layers, batch 1, this machine"))
+show_decoding(config.model_copy(update={"n_layers": layers}), lengths)
 
 # %% [markdown]
 # Where the context is short, NSA has more to do than dense attention: three branches and a choice. What it costs beyond

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from nsa_lab.config.extras import MissingPackage, require
-
 
 def main() -> None:
     """Exits with 2, as for any wrong usage, where the packages of the command line are not installed."""
     try:
-        require("typer", "rich")
-    except MissingPackage as error:
+        from nsa_lab.cli import main as command_line
+    except ModuleNotFoundError as error:
         print(f"nsa-lab: {error}", file=sys.stderr)
         sys.exit(2)
-    from nsa_lab.cli import main as command_line
-
     command_line()
 
 

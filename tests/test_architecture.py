@@ -42,7 +42,7 @@ OPTIONAL = {
     "torch.utils.tensorboard": "train/telemetry/mirror.py",
     "ipywidgets": "workbook/",
     "IPython": "workbook/",
-    "papermill": "workbook/runner.py",
+    "papermill": "report/runner.py",
     "nbconvert": "report/",
     "latex2mathml": "report/formulas.py",
     "nh3": "report/inert.py",

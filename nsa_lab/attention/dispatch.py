@@ -21,13 +21,13 @@ from torch import Tensor
 
 from nsa_lab.attention import checks, flash, kernels, reference, torch_backend
 from nsa_lab.attention.span import Span
-from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.config import ModelConfig, NSAConfig, UsageError
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
 BACKENDS = ("auto", "reference", "torch", "triton", "flash")
 
 
-class BackendError(RuntimeError):
+class BackendError(UsageError, RuntimeError):
     """A backend asked for by name cannot run here. The message says why and what to do."""
 
 

@@ -255,7 +255,8 @@ def _positions_in_documents(span: Span, device: torch.device) -> Tensor:
 
 
 def _copied(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    """int32 on `device`. The host does not wait for what the device has to do before; it may not be captured in a graph."""
+    """int32 on `device`. The host does not wait for what the device has to do before; it may not be captured in a graph,
+    which would copy again from memory that is gone."""
     return torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
+from nsa_lab.config.extras import require
+
+require("typer", "rich")
+
 import typer
 
 from nsa_lab import __version__
 from nsa_lab.cli import benches, models, reading, sweeps, training
 from nsa_lab.cli.common import exit_code, refuse
-from nsa_lab.config import ConfigError
-from nsa_lab.config.extras import MissingPackage
-from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.config import UsageError
 
 __all__ = ["app", "exit_code", "main"]
 
@@ -42,12 +44,8 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
-    except (ConfigError, RunDirectoryError, MissingPackage) as error:
+    except (UsageError, NotImplementedError) as error:  # the second: a shape that a backend does not take
         refuse(error)
-    except Exception as error:
-        if isinstance(error, _usage_errors()):
-            refuse(error)
-        raise
 
 
 def _say_version(asked: bool) -> None:
@@ -63,12 +61,3 @@ def before_any_command(
     ] = False,
 ) -> None:
     """What stands before a command."""
-
-
-def _usage_errors() -> tuple[type[Exception], ...]:
-    """Errors that the user can put right; imported once one has happened, since their packages are slow to import."""
-    from nsa_lab.attention import BackendError
-    from nsa_lab.data import DataError
-    from nsa_lab.inference import NoCheckpoint
-
-    return DataError, BackendError, NotImplementedError, NoCheckpoint

@@ -17,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa_lab.cli.common import Outputs
-from nsa_lab.cli.training import check_startable
-from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.config import ConfigError, RunConfig, UsageError
 from nsa_lab.config.extras import MissingPackage
 from nsa_lab.runs import directory, names
 from nsa_lab.runs.files import write_json
@@ -93,14 +92,13 @@ def _checked(first: dict[str, RunConfig]) -> tuple[list[str], int]:
     """What stands in the way of each variant, a line per problem; and how many GPUs there are."""
     import torch
 
-    from nsa_lab.attention import BackendError
-    from nsa_lab.data import DataError
+    from nsa_lab.train.startable import check_startable
 
     wrong = []
     for variant, config in first.items():
         try:
             check_startable(config)
-        except (ConfigError, DataError, BackendError, NotImplementedError, MissingPackage) as error:
+        except (UsageError, NotImplementedError) as error:
             wrong += [f"variant {variant}: {line}" for line in str(error).splitlines()]
     return wrong, torch.cuda.device_count()
 

@@ -33,6 +33,9 @@ def run(
     if name is not None and into is None:
         config = names.load_config(name, param or [])
         source = names.notebook_file(notebook, config)
+
+        from nsa_lab.train.startable import check_startable
+
         check_startable(config)
         runner = _notebook_runner()
         run_dir = launch.create_run(config, folder)
@@ -61,6 +64,9 @@ def train(
 ) -> None:
     """Train without a notebook: a detached process, which outlives this terminal."""
     config = names.load_config(name, param or [])
+
+    from nsa_lab.train.startable import check_startable
+
     check_startable(config, ranks)
     run_dir = launch.create_run(config, names.outputs_folder(outputs))
     if foreground:
@@ -175,21 +181,13 @@ def _speed_unknown(config: RunConfig) -> str:
 def preflight(name: Name, param: Overrides = None, outputs: Outputs = None) -> None:
     """Every check before a run, one line each, without a run; exit code 3 if one fails."""
     config = names.load_config(name, param or [])
-    check_startable(config)
 
-    from nsa_lab.data import FillPace, FillProgress
-    from nsa_lab.runs.summary import filling_text
     from nsa_lab.train.preflight.checks import preflight_alone
+    from nsa_lab.train.startable import check_startable
 
-    pace = FillPace()
-
-    def filling(progress: FillProgress) -> None:
-        pace.observe(progress)
-        if told := pace.due():
-            typer.echo(filling_text(told), err=True)
-
+    check_startable(config)
     failed = 0
-    for check in preflight_alone(config, names.outputs_folder(outputs), progress=filling):
+    for check in preflight_alone(config, names.outputs_folder(outputs), say=lambda line: typer.echo(line, err=True)):
         failed += not check.ok
         mark = typer.style("ok  ", fg="green") if check.ok else typer.style("FAIL", fg="red")
         typer.echo(f"{mark} {check.name:14} {check.value}  [limit: {check.limit}]  {check.seconds:.1f} s")
@@ -216,23 +214,9 @@ def _notebook_runner() -> ModuleType:
         require("papermill", "nbclient", "nbconvert")
     except MissingPackage as error:
         raise ConfigError(f"nsa-lab run: {error}, or use nsa-lab train, which needs no notebook") from None
-    from nsa_lab.workbook import runner
+    from nsa_lab.report import runner
 
     return runner
-
-
-def check_startable(config: RunConfig, ranks: int = 1) -> None:
-    """Raise what is wrong with the data, the device, the model's size or the backend, before anything is written."""
-    import torch
-
-    from nsa_lab.attention import resolve_backend
-    from nsa_lab.data import check
-    from nsa_lab.train.distributed import World
-    from nsa_lab.train.parts import choose_device
-
-    check(config.data, config.model.vocab_size)
-    dtype = torch.bfloat16 if config.runtime.precision == "bf16" else torch.float32
-    resolve_backend(choose_device(config, World(size=ranks)), dtype, config.nsa, config.model, config.runtime.backend)
 
 
 def _say_started(run_dir: Path, pid: int) -> None:

@@ -10,8 +10,8 @@ Invariants
 """
 
 from nsa_lab.config.data import DataConfig, RecallConfig
-from nsa_lab.config.errors import RETIRED_KEYS, ConfigError, known_keys
-from nsa_lab.config.model import BYTE_VOCABULARY, ModelConfig, NSAConfig
+from nsa_lab.config.errors import RETIRED_KEYS, ConfigError, UsageError, known_keys
+from nsa_lab.config.model import BRANCHES, BYTE_VOCABULARY, ModelConfig, NSAConfig
 from nsa_lab.config.project import project_root
 from nsa_lab.config.run import RunConfig, apply_overrides, parse_override
 from nsa_lab.config.section import COUNT, SIZE
@@ -19,6 +19,7 @@ from nsa_lab.config.sweep import SweepConfig, SweepRun
 from nsa_lab.config.training import Backend, RuntimeConfig, StageConfig, TrainConfig
 
 __all__ = [
+    "BRANCHES",
     "BYTE_VOCABULARY",
     "COUNT",
     "RETIRED_KEYS",
@@ -35,6 +36,7 @@ __all__ = [
     "SweepConfig",
     "SweepRun",
     "TrainConfig",
+    "UsageError",
     "apply_overrides",
     "known_keys",
     "parse_override",

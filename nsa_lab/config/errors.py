@@ -1,4 +1,5 @@
-"""What is said of a configuration that cannot be used: key, value, remedy, one line per problem."""
+"""Errors that a user can put right, and what is said of a configuration that cannot be used: key, value, remedy, one line
+per problem."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ RETIRED_KEYS = {
 KNOWN_KEYS: list[str] = []
 
 
-class ConfigError(ValueError):
+class UsageError(Exception):
+    """Something that a user can put right. The message is all they need: what was expected, what came, what to do."""
+
+
+class ConfigError(UsageError, ValueError):
     """The configuration cannot be used. The message is one line per problem: key, value, remedy."""
 
 

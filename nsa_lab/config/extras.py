@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from nsa_lab.config.errors import UsageError
+
 BROUGHT_BY = {
     "filelock": "train",
     "rich": "train",
@@ -34,7 +36,7 @@ BROUGHT_BY = {
 }
 
 
-class MissingPackage(ModuleNotFoundError):
+class MissingPackage(UsageError, ModuleNotFoundError):
     """An optional package is not installed. The message says which extra of nsa-lab brings it."""
 
 

@@ -10,6 +10,9 @@ from nsa_lab.config.section import COUNT, SIZE, Section
 
 BYTE_VOCABULARY = 256
 
+# The branches, by the short names that code and records have for them, in the order of gates; and in words.
+BRANCHES = {"cmp": "compressed", "sel": "selected", "win": "window"}
+
 # Every query reads the first block, the one that holds it and the one before that, whatever their scores.
 FORCED_BLOCKS = 3
 

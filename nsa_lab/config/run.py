@@ -79,7 +79,11 @@ class RunConfig(Section):
         return self.model.nsa
 
     def model_at(self, step: int) -> ModelConfig:
-        """`model` as it is trained in the stage of optimiser step `step`. Raises ValueError as `TrainConfig.at` does."""
+        """`model` as it is trained in the stage of optimiser step `step`: with the rotary base of that stage.
+
+        A checkpoint of that step computes with it, wherever it is loaded. The window is the model's own: layers, kernels
+        and caches are built for one. Raises ValueError as `TrainConfig.at` does.
+        """
         theta = self.train.stage_at(step).rope_theta
         return self.model if theta is None else self.model.model_copy(update={"rope_theta": theta})
 

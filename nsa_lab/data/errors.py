@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from nsa_lab.config import UsageError
 
-class DataError(ValueError):
+
+class DataError(UsageError, ValueError):
     """The data cannot be used. One line: what was expected, what came, what to do."""

@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.run_axes import BRANCH_NAMES, STEP, Run, draw_band, draw_layers, layer_ticks, mark_level
+from nsa_lab.config import BRANCHES
+from nsa_lab.figures.run_axes import STEP, Run, draw_band, draw_layers, layer_ticks, mark_level
 from nsa_lab.figures.style import BRANCH_COLOURS, legend, legend_below, panel, say_nothing
 from nsa_lab.health.selection import choice_range
 from nsa_lab.runs.history import History
@@ -21,9 +22,9 @@ def gate_shares(run: Run) -> Figure:
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     figure.suptitle(f"Gates of {history.run}, by layer", fontsize=11)
     panels = figure.subplots(2, 2, sharex=True).flatten()
-    for axes, branch in zip(panels, BRANCH_NAMES, strict=False):
+    for axes, branch in zip(panels, BRANCHES, strict=False):
         draw_layers(figure, axes, history, f"gate_share_{branch}")
-        axes.set_title(f"share of the {BRANCH_NAMES[branch]} branch", fontsize=9, color=BRANCH_COLOURS[branch])
+        axes.set_title(f"share of the {BRANCHES[branch]} branch", fontsize=9, color=BRANCH_COLOURS[branch])
         axes.axhline(1 / 3, color="black", linestyle=":", linewidth=1)
         axes.set(ylabel="share of the gates", ylim=(0, 1))
     draw_layers(figure, panels[3], history, "gate_entropy")
@@ -91,7 +92,7 @@ def branch_norms(run: Run) -> Figure:
     """Root mean square of each branch's output, mean and range over layers, over steps."""
     history = History.read(run)
     figure, axes = panel(8, 3.8, f"Size of each branch's output: {history.run}")
-    for branch, label in BRANCH_NAMES.items():
+    for branch, label in BRANCHES.items():
         draw_band(axes, *history.layers(f"norm_{branch}"), BRANCH_COLOURS[branch], label)
     axes.set(xlabel=STEP, ylabel="root mean square of the output")
     legend(axes)
@@ -99,7 +100,7 @@ def branch_norms(run: Run) -> Figure:
 
 
 def draw_gates(axes: Axes, history: History) -> None:
-    for branch, label in BRANCH_NAMES.items():
+    for branch, label in BRANCHES.items():
         draw_band(axes, *history.layers(f"gate_share_{branch}"), BRANCH_COLOURS[branch], label)
     axes.axhline(1 / 3, color="black", linestyle=":", linewidth=1)
     axes.set(ylabel="share of the gates", ylim=(0, 1))
@@ -108,8 +109,8 @@ def draw_gates(axes: Axes, history: History) -> None:
 
 def _stack_shares(axes: Axes, history: History, which: int) -> None:
     bottom: np.ndarray | float = 0.0
-    shares = [history.layers(f"gate_share_{branch}")[1][which] for branch in BRANCH_NAMES]
-    for (branch, label), values in zip(BRANCH_NAMES.items(), shares, strict=True):
+    shares = [history.layers(f"gate_share_{branch}")[1][which] for branch in BRANCHES]
+    for (branch, label), values in zip(BRANCHES.items(), shares, strict=True):
         axes.bar(np.arange(len(values)), values, bottom=bottom, color=BRANCH_COLOURS[branch], label=label)
         bottom = bottom + values
     axes.set_xticks(layer_ticks(len(shares[0])))

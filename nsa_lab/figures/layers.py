@@ -8,7 +8,8 @@ from itertools import cycle
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.run_axes import BRANCH_NAMES, RUN_COLOURS, STEP, Run, over_steps
+from nsa_lab.config import BRANCHES
+from nsa_lab.figures.run_axes import RUN_COLOURS, STEP, Run, over_steps
 from nsa_lab.figures.style import BRANCH_COLOURS
 from nsa_lab.runs.history import History
 
@@ -29,7 +30,7 @@ def gates_of_layer(runs: Sequence[Run], layer: int, step: int | None = None) -> 
     axes = figure.subplots()
     axes.set(title=f"Gate shares of layer {layer}", xlabel=STEP, ylabel="share of the gates", ylim=(0, 1))
     for history, line in zip(histories, cycle(LINES), strict=False):
-        for branch, label in BRANCH_NAMES.items():
+        for branch, label in BRANCHES.items():
             steps, values = history.layers(f"gate_share_{branch}")
             if values.shape[1] > layer:
                 named = f"{history.run}: {label}" if len(histories) > 1 else label

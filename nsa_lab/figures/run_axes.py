@@ -23,7 +23,6 @@ Run = str | Path | History
 
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STEP = "optimiser step"
-BRANCH_NAMES = {"cmp": "compressed", "sel": "selected", "win": "window"}
 # The lightest fifth of the map is left out: it is hard to see on white.
 LAYER_MAP = LinearSegmentedColormap.from_list("layers", colormaps["cividis"](np.linspace(0, 0.82, 64)))
 

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from nsa_lab.config import BRANCHES
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
-from nsa_lab.runs.summary import BRANCHES
 
 EVEN = math.log(3)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_lab.config import RunConfig
+from nsa_lab.config import RunConfig, UsageError
 from nsa_lab.config.extras import require
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import checkpoints, directory, names
@@ -18,7 +18,7 @@ from nsa_lab.runs import checkpoints, directory, names
 WEIGHTS = "model.safetensors"
 
 
-class NoCheckpoint(RuntimeError):
+class NoCheckpoint(UsageError, RuntimeError):
     """A run has no checkpoint that can be used. The message says what there is instead."""
 
 

@@ -9,11 +9,12 @@ Invariants
 `NSAttention` is the attention layer by itself, for other models; `SparseAttention` is the layer that both are made of.
 """
 
+from nsa_lab.config import BRANCHES
 from nsa_lab.model.attention import AttentionInputs, DenseAttention, Heads, Scoring, SparseAttention
 from nsa_lab.model.drop_in import NSAttention
 from nsa_lab.model.indexer import Index, Indexer
 from nsa_lab.model.layers import MLP, RMSNorm, Rotary, ShortConvolution, rotary_at, rotary_table, rotate
-from nsa_lab.model.statistics import BRANCHES, branch_statistics
+from nsa_lab.model.statistics import branch_statistics
 from nsa_lab.model.transformer import BACKWARD_FLOPS, Block, NSATransformer
 
 __all__ = [

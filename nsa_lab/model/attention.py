@@ -31,10 +31,9 @@ from nsa_lab.attention.compression import BlockRows, block_rows, compress_docume
 from nsa_lab.attention.dispatch import Choice
 from nsa_lab.attention.selection_loss import AskedQueries, asked, loss_of
 from nsa_lab.attention.tracing import untraced
-from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.config import BRANCHES, ModelConfig, NSAConfig
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
-from nsa_lab.model.statistics import BRANCHES
 
 # What `nsa_attention` takes: q, then keys and values of cmp, sel and win, then gates.
 AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -8,7 +8,7 @@ from nsa_lab.attention import Span
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model.attention import SparseAttention, weighted
 from nsa_lab.model.initial import initialise
-from nsa_lab.model.layers import check_span, rotary_table
+from nsa_lab.model.layers import Rotary, check_span, rotary_table
 
 
 class NSAttention(nn.Module):
@@ -77,9 +77,13 @@ class NSAttention(nn.Module):
         if x.ndim != 3 or x.shape[2] != c.dim:
             raise ValueError(f"NSAttention: expected x [B, T, {c.dim}], got {tuple(x.shape)}")
         check_span(span, x.shape[1])
-        rotary = rotary_table(x.shape[1], c.rotary_width, c.rope_theta, x.device, span)
-        mixed, self._taught = self.attention(x, rotary, span)
+        mixed, self._taught = self.attention(x, self.rotary(x, span), span)
         return mixed
+
+    def rotary(self, x: Tensor, span: Span | None = None) -> Rotary:
+        """The angles that queries and keys of x [B, T, C] are turned by."""
+        c = self.config
+        return rotary_table(x.shape[1], c.rotary_width, c.rope_theta, x.device, span)
 
     def auxiliary_loss(self) -> Tensor:
         """The selection loss of the last forward pass times its weight, 0-d; 0 in evaluation, or with a weight of 0."""

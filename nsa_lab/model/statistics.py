@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import Span, geometry
-from nsa_lab.config import ModelConfig
+from nsa_lab.config import BRANCHES, ModelConfig
 
-BRANCHES = ("cmp", "sel", "win")
 SATURATED = 0.01  # a gate this close to 0 or 1 has stopped passing gradient
 
 

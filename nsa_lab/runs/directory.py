@@ -4,7 +4,7 @@ Invariants
 * A run directory appears whole (built aside, then renamed) or not at all.
 * `status.json` is replaced atomically (on a full disk, overwritten) and carries the run's own id, so a status copied from
   another run is recognised.
-* Only the standard library: a reader must not need torch.
+* Nothing here imports torch, which a reader must not need.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nsa_lab.config import UsageError
 from nsa_lab.runs.files import is_full, overwrite_json, read_json, say_once, write_json
 
 RUNNING, DONE, HALTED, PREEMPTED = "RUNNING", "DONE", "HALTED", "PREEMPTED"
@@ -34,7 +35,7 @@ LOG, LOCK, CHECKPOINTS, TENSORBOARD = "trainer.log", "trainer.lock", "checkpoint
 _STATUS_FIELDS = {"run": str, "status": str, "attempt": int, "step": int, "tokens": int}
 
 
-class RunDirectoryError(RuntimeError):
+class RunDirectoryError(UsageError, RuntimeError):
     """A run directory is missing, foreign or in use; the message says what to do."""
 
 

@@ -20,11 +20,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from nsa_lab.config import RunConfig
+from nsa_lab.config import BRANCHES, RunConfig
 from nsa_lab.runs import directory
 from nsa_lab.runs.events import Event, Tail
 from nsa_lab.runs.history import latest
-from nsa_lab.runs.summary import BRANCHES, filling_text
+from nsa_lab.runs.summary import filling_text
 
 REDRAW_S, LINE_EVERY_S = 1.0, 10.0
 NUMBERS = ("lr", "tokens_per_s", "grad_norm")

@@ -8,8 +8,6 @@ from typing import Any
 from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.runs.history import Facts, History, facts, median_speeds
 
-# Of the branches, as records name them, the words that a person reads.
-BRANCHES = {"cmp": "compressed", "sel": "selected", "win": "window"}
 # What `data.source` means.
 SOURCES = {
     "stdlib": "the text that comes with Python",

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa_lab.config import ConfigError, RunConfig, SweepConfig, SweepRun
+from nsa_lab.config import ConfigError, RunConfig, SweepConfig, SweepRun, UsageError
 from nsa_lab.config.extras import require
 from nsa_lab.runs import directory, launch, names
 from nsa_lab.runs.directory import DONE, HALTED, RUNNING, RunDirectoryError
@@ -117,8 +117,6 @@ class Sweep:
 
         A run that fails ends nothing but itself. KeyboardInterrupt makes every run save and exit, and is raised again.
         """
-        from nsa_lab.data import DataError
-
         begun = self.standing()
         # A trainer that somebody resumed by hand was given no GPU, and takes the first.
         busy = {run.run_dir: run.status.get("gpu") or gpus[0] for run in begun if run.run_dir and run.state == RUNNING}
@@ -131,7 +129,7 @@ class Sweep:
                         try:
                             run_dir = run.run_dir or launch.create_run(run.asked.config, self.outputs)
                             launch.start(run_dir, gpu=gpu)
-                        except (DataError, RunDirectoryError, OSError) as error:
+                        except (UsageError, OSError) as error:
                             say(f"{run.name} could not be started: {error}")
                             continue
                         busy[run_dir] = gpu

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
+from nsa_lab.config import BRANCHES
 from nsa_lab.figures import selection_by_layer
 from nsa_lab.figures.layers import STATISTICS
-from nsa_lab.figures.run_axes import BRANCH_NAMES, Run
+from nsa_lab.figures.run_axes import Run
 from nsa_lab.runs import checkpoints
 from nsa_lab.runs.history import History, evaluated_apart, training_now
 from nsa_lab.runs.summary import speed_of
@@ -75,7 +76,7 @@ def _numbers(history: History, layer: int, step: int) -> dict[str, str]:
         "validation, bits per byte": _text(_last(history.validation()[1])),
         "tokens per second, median": speed_of(history) or "–",
     }
-    named = {f"gate_share_{branch}": f"gate share, {label}" for branch, label in BRANCH_NAMES.items()} | STATISTICS
+    named = {f"gate_share_{branch}": f"gate share, {label}" for branch, label in BRANCHES.items()} | STATISTICS
     for name, label in named.items():
         steps, values = history.layers(name)
         known = values[:, layer] if values.shape[1] > layer else np.full(len(steps), np.nan)

@@ -10,9 +10,12 @@ from pathlib import Path
 from sysconfig import get_path
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nsa_lab.config import RecallConfig
+from nsa_lab.data.recall import needle
 from nsa_lab.model import Block, NSATransformer, Scoring, SparseAttention, rotary_table, rotate
 
 
@@ -67,6 +70,15 @@ def standard_library_text(length: int, module: str = "textwrap.py") -> str:
     if len(text) < length:
         raise ValueError(f"{module} has {len(text)} characters, and {length} are asked for; name a longer module")
     return text[:length]
+
+
+def fact_in_library(length: int, depth: float, module: str, *, seed: int = 0) -> tuple[bytes, bytes]:
+    """A passage of a module of the standard library, told a fact at `depth`, a share of it, and asked for that at its end:
+    what stands before the answer, and the answer, `length` bytes together."""
+    source = np.frombuffer(standard_library_text(4 * length, module).encode(), np.uint8).astype(np.int64)
+    asked = needle(length, depth, RecallConfig(), np.random.default_rng(seed), source)
+    text, end = bytes(asked.tokens.tolist()), int(asked.answers[0, 0])
+    return text[:end], text[end:]
 
 
 def text_example(

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.config import ConfigError, RunConfig, parse_override
-from nsa_lab.data import DataError
+from nsa_lab.config import ConfigError, RunConfig, UsageError, parse_override
 from nsa_lab.health import LIMITS, examine
 from nsa_lab.health.answers import answers
 from nsa_lab.health.suspect import suspect
@@ -20,6 +19,7 @@ from nsa_lab.runs.environment import code_identity
 from nsa_lab.runs.events import read_events
 from nsa_lab.runs.files import read_json
 from nsa_lab.runs.history import History
+from nsa_lab.runs.summary import shown_facts
 
 LOG_LINES = 12
 
@@ -49,7 +49,7 @@ def configuration(name: str, sections: dict[str, dict[str, Any]], run_dir: str =
         if given and not file.is_file():
             return RunConfig.from_dict({"name": name, **given})
         return RunConfig.from_yaml(names.params_file(name), given)
-    except (ConfigError, RunDirectoryError) as error:
+    except UsageError as error:
         raise Stop(f"{type(error).__name__}: {error}") from None
 
 
@@ -87,7 +87,7 @@ def start(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: b
             return run
         before, way = launch.state(found), _way_in(found)
         run = launch.ensure(found)
-    except (ConfigError, DataError, RunDirectoryError) as error:
+    except UsageError as error:
         raise Stop(f"{type(error).__name__}: {error}") from None
     did = {
         directory.RUNNING: "attached to the run that is under way",
@@ -153,6 +153,20 @@ def latest_finished(outputs: str = "") -> Path:
         if directory.read_status(run).get("status") == directory.DONE:
             return run
     raise Stop(f"no finished run in {folder}; make one with: nsa-lab run smoke")
+
+
+def records(run_dir: str = "", other_run: str = "", outputs: str = "") -> list[History]:
+    """The record of the run that is named, by default of the newest finished one, then of the other if one is named.
+
+    Raises `Stop`.
+    """
+    run = found(run_dir) if run_dir else latest_finished(outputs)
+    return [History.read(each) for each in (run, *([found(other_run)] if other_run else []))]
+
+
+def facts_table(history: History) -> str:
+    """What a run was and what it came to, as a table in Markdown."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in shown_facts(history))])
 
 
 def other_runs(runs: list[History], outputs: str = "") -> list[Path]:

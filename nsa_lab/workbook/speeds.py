@@ -1,4 +1,5 @@
-"""Speeds of NSA's parts beside dense attention, measured now or as recorded, and the length from which NSA is faster."""
+"""Speeds of NSA beside dense attention: of its parts, now or as recorded, with the length from which NSA is the faster; and
+of decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from nsa_lab.bench.attention import Row, Shape, parse_shape, run_attention_bench
-from nsa_lab.config import project_root
+from nsa_lab.bench.decode import time_models
+from nsa_lab.config import ModelConfig, project_root
+from nsa_lab.figures.decoding import against_context
 from nsa_lab.figures.speeds import COLOURS, WHOLE, time_by_length
 from nsa_lab.workbook.show import fold, show
 
@@ -36,6 +39,19 @@ def show_speeds(shapes: Sequence[Shape] = SHAPES, *, measure: bool) -> None:
     show(time_by_length(curves_of(rows), about))
     print(crossover(rows))
     fold("Every part and contender, in milliseconds", table(rows))
+
+
+def show_decoding(config: ModelConfig, lengths: Sequence[int]) -> None:
+    """Tokens per second after each of `lengths` tokens, of a model of `config` and of its dense twin, measured now on this
+    machine's cores; a line each, then the picture."""
+    timed = time_models(config, lengths)
+    for row in timed:
+        print(f"{row.tokens:>7,} tokens before, {row.by:<5}: {row.ms:.1f} ms, {row.tokens_per_s:.0f} tokens/s")
+    curves = {
+        kind: [(row.tokens, speed) for row in timed if row.by == kind and (speed := row.tokens_per_s)]
+        for kind in ("nsa", "dense")
+    }
+    show(against_context(curves, "tokens per second", f"{config.n_layers} layers, batch 1, this machine"))
 
 
 def recorded(record: Path) -> tuple[list[Row], str]:

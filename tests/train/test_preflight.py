@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nsa_lab.attention import torch_backend
 from nsa_lab.config import RunConfig
-from nsa_lab.data import DataError
+from nsa_lab.data import DataError, Dataset, FillProgress
 from nsa_lab.runs import directory, launch
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import Builders, Parts, assemble
@@ -188,6 +188,18 @@ def test_a_checkpoint_that_does_not_come_back_is_seen(
 def test_the_command_without_a_run_does_the_same_checks(tiny: Tiny, builders: Builders, tmp_path: Path) -> None:
     assert [c.name for c in checks.preflight_alone(tiny(), tmp_path, builders)] == ALL
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_without_a_run_tells_how_the_filling_goes(tiny: Tiny, tmp_path: Path) -> None:
+    told = []
+
+    def data(*arguments: Any) -> Dataset:
+        arguments[3](FillProgress("waiting for the source", 0, 0, None))
+        raise DataError("it never came")
+
+    with pytest.raises(DataError):
+        list(checks.preflight_alone(tiny(), tmp_path, Builders(data=data), told.append))
+    assert told == ["waiting for the source"]
 
 
 def test_a_run_that_fails_a_check_does_not_start(

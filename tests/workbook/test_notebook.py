@@ -5,6 +5,7 @@ import json
 import pytest
 
 from nsa_lab.config import RunConfig
+from nsa_lab.config.extras import MissingPackage
 from nsa_lab.runs import directory, launch
 from nsa_lab.runs.environment import environment
 from nsa_lab.workbook import notebook
@@ -113,6 +114,15 @@ def test_a_new_run_is_started_where_none_fits(why, config, started, tmp_path, ca
     assert run != old and started == [run.name] and "new run" in capsys.readouterr().out
 
 
+def test_what_the_reader_can_put_right_is_one_line(config, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise MissingPackage("pyarrow is not installed; run: pip install 'nsa-lab[data]'", name="pyarrow")
+
+    monkeypatch.setattr(launch, "ensure", refuse)
+    with pytest.raises(Stop, match=r"^MissingPackage: pyarrow is not installed; run: pip install 'nsa-lab\[data\]'$"):
+        notebook.start(config, outputs=str(tmp_path))
+
+
 def test_a_halted_run_is_shown_when_named_and_ends_the_notebook_badly(config, started, tmp_path, capsys):
     run = make(config, tmp_path, directory.HALTED)
     assert notebook.start(config, str(run)) == run and not started
@@ -127,3 +137,12 @@ def test_the_latest_finished_run(config, tmp_path):
     run = make(config, tmp_path, directory.DONE)
     make(config, tmp_path, directory.PREEMPTED)
     assert notebook.latest_finished(str(tmp_path)) == run
+
+
+def test_records_are_of_the_runs_named_or_of_the_latest_finished(config, tmp_path):
+    run, other = make(config, tmp_path, directory.DONE), make(config, tmp_path, directory.PREEMPTED)
+    assert [each.run for each in notebook.records(outputs=str(tmp_path))] == [run.name]
+    assert [each.run for each in notebook.records(str(other), str(run))] == [other.name, run.name]
+    with pytest.raises(Stop, match="no such run"):
+        notebook.records(str(run), "no-such-run")
+    assert "\n| state | DONE |\n" in notebook.facts_table(notebook.records(str(run))[0])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from nsa_lab.bench.attention import Row
+from nsa_lab.bench.decode import StepTime
+from nsa_lab.config import ModelConfig
 from nsa_lab.figures.style import title
 from nsa_lab.workbook import speeds
 
@@ -59,3 +61,18 @@ def test_without_a_gpu_the_committed_record_is_shown(capsys: pytest.CaptureFixtu
     monkeypatch.setattr(speeds, "RECORD", Path("no", "record.json"))
     speeds.show_speeds(measure=False)
     assert "there is no record no/record.json" in capsys.readouterr().out and len(shown) == 1
+
+
+def test_decoding_is_told_in_lines_and_drawn_as_tokens_per_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [StepTime("model", by, length, 1, ms, 0) for length in (1024, 4096) for by, ms in (("nsa", 2.0), ("dense", 4.0))]
+    drawn = []
+    monkeypatch.setattr(speeds, "time_models", lambda config, lengths: rows)
+    monkeypatch.setattr(speeds, "show", drawn.append)
+    speeds.show_decoding(ModelConfig(n_layers=3), [1024, 4096])
+    told = capsys.readouterr().out.splitlines()
+    assert told[1] == "  1,024 tokens before, dense: 4.0 ms, 250 tokens/s" and len(told) == 4
+    nsa, dense = drawn[0].axes[0].lines
+    assert list(nsa.get_ydata()) == [500.0, 500.0] and list(dense.get_xdata()) == [1024, 4096]
+    assert "3 layers" in title(drawn[0])

@@ -28,9 +28,9 @@ import torch
 
 from nsa_lab.config import RunConfig
 from nsa_lab.config.model import FORCED_BLOCKS
-from nsa_lab.data import DataError, FillProgress
+from nsa_lab.data import DataError, FillPace, FillProgress
 from nsa_lab.runs import names
-from nsa_lab.runs.summary import size_text
+from nsa_lab.runs.summary import filling_text, size_text
 from nsa_lab.train import snapshot
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.distributed import World
@@ -77,20 +77,31 @@ def preflight_alone(
     config: RunConfig,
     outputs: Path | None = None,
     builders: Builders | None = None,
-    progress: Callable[[FillProgress], None] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Check]:
     """The same checks without a run: builds the parts, leaves nothing behind. Raises what building them raises.
 
-    `progress` is told how a filling of the data goes on.
+    `say` is told how a filling of the data goes on.
     """
     builders, world = builders or Builders(), World()
     root = outputs or names.outputs_folder()
     root.mkdir(parents=True, exist_ok=True)
     device = choose_device(config, world)
     set_determinism(config.runtime.deterministic)
-    dataset = builders.data(config.data, config.model.vocab_size, config.train.longest.seq_len, progress)
+    dataset = builders.data(config.data, config.model.vocab_size, config.train.longest.seq_len, _telling(say))
     with tempfile.TemporaryDirectory(dir=root, prefix=".preflight-") as folder:
         yield from preflight(assemble(config, world, device, dataset, builders), Path(folder))
+
+
+def _telling(say: Callable[[str], None]) -> Callable[[FillProgress], None]:
+    pace = FillPace()
+
+    def filling(progress: FillProgress) -> None:
+        pace.observe(progress)
+        if told := pace.due():
+            say(filling_text(told))
+
+    return filling
 
 
 def profile(config: RunConfig, planned: Plan) -> Check:
