@@ -1,4 +1,4 @@
-"""The probe behind docs/science/retrieval.md: trains one model on text with planted facts, and asks for the facts.
+"""The probe behind docs/science/retrieval_log.md: trains one model on text with planted facts, and asks for the facts.
 
     NAME=nsa_start2_half ARGS='{"kind": "nsa", "start": 2, "rotated": 0.5}' OUT=. python docs/science/probe.py CORPUS
 
