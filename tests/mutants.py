@@ -843,8 +843,14 @@ MUTANTS = [
     Mutant(
         "documents: a document's first tile is the last of the one before",
         "attention.kernels.documents",
-        "begun = first_tile(bounds_ptr, middle, EACH, TILE) <= tile",
-        "begun = first_tile(bounds_ptr, middle, EACH, TILE) < tile",
+        "tl.where(there, probes, document), EACH, TILE) <= tile)",
+        "tl.where(there, probes, document), EACH, TILE) < tile)",
+    ),
+    Mutant(
+        "documents: among many, the search goes on beside the one that was found",
+        "attention.kernels.documents",
+        "axis=0) - 1) * step",
+        "axis=0) - 1)",
     ),
     Mutant(
         "band kernel: what two documents leave for dK lies in the same place",

@@ -48,10 +48,15 @@ def _find(bounds_ptr, found_ptr, row_ptr, documents, EACH: tl.constexpr, TILE: t
         tl.store(row_ptr + tile, document_of_row(bounds_ptr, documents, tile))
 
 
-@pytest.mark.parametrize("times", [1, 7])
-def test_every_tile_of_every_document_has_one_program(times: int, device: torch.device) -> None:
-    """Of a few documents, and of many, of which none may have a token."""
-    lengths, each, tile = (0, 5, 0, 0, 1, 8, 3, 4, 0) * times, 3, 2
+FEW = (0, 5, 0, 0, 1, 8, 3, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(6,), FEW, FEW * 7, (0, 0, 1, 0) * 260], ids=lambda lengths: f"{len(lengths)}_documents"
+)
+def test_every_tile_of_every_document_has_one_program(lengths: tuple[int, ...], device: torch.device) -> None:
+    """Of one document, and of as many as are found by one search, two and three; any of them may have no token."""
+    each, tile = 3, 2
     span = Span.packed(bounds(*lengths))
     table = span.row_bounds(NSA, device)
     rows = Bounds(table[0], table[0], table.shape[1] - 1, 0)

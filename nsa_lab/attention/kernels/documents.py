@@ -6,8 +6,10 @@ begins at row r is number r // TILE + document + n, which leaves room for every 
 lengths, without a count of the tiles before. Grids follow from the total and the number of documents alone; the few
 programs whose tile holds nothing return at once.
 
-A program finds its document by bisection of these first rows. A table of tiles would spare it that, and would have to be
-made and copied for every tile size of every batch. Where there are no documents, nothing of this is in the machine code.
+A program finds its document by search among these first rows, 32 at a time: a warp loads them at once, so that up to 32
+documents take one wait for memory and a thousand take two, where bisection takes five and ten. A table of tiles would spare
+that, and would have to be made and copied for every tile size of every batch. Where there are no documents, nothing of this
+is in the machine code.
 """
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
@@ -23,6 +25,8 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels.host import ceil_div
 
+WAYS = tl.constexpr(32)
+
 
 @triton.jit
 def first_tile(bounds_ptr, document, EACH: tl.constexpr, TILE: tl.constexpr):
@@ -31,15 +35,26 @@ def first_tile(bounds_ptr, document, EACH: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def narrowed(begun, document, stop, step):
+    """The last probed document that has begun is where the search goes on: it, and the one to stop at.
+
+    `begun`: of the documents `step` apart from `document` on, which begin at or before what is looked for. The first does.
+    """
+    document += (tl.sum(begun.to(tl.int32), axis=0) - 1) * step
+    return document, tl.minimum(document + step, stop)
+
+
+@triton.jit
 def document_of_tile(bounds_ptr, documents, tile, EACH: tl.constexpr, TILE: tl.constexpr):
     """The document that tile number `tile` belongs to, and which of the document's tiles it is, from 0."""
-    document = tile * 0
+    document = tl.cast(tile, tl.int32) * 0
     stop = document + documents
     while stop - document > 1:
-        middle = (document + stop) // 2
-        begun = first_tile(bounds_ptr, middle, EACH, TILE) <= tile
-        document = tl.where(begun, middle, document)
-        stop = tl.where(begun, stop, middle)
+        step = tl.cdiv(stop - document, WAYS)
+        probes = document + tl.arange(0, WAYS) * step
+        there = probes < stop
+        begun = there & (first_tile(bounds_ptr, tl.where(there, probes, document), EACH, TILE) <= tile)
+        document, stop = narrowed(begun, document, stop, step)
     return document, (tile - first_tile(bounds_ptr, document, EACH, TILE)).to(tl.int32)
 
 
@@ -49,10 +64,11 @@ def document_of_row(bounds_ptr, documents, row):
     document = tl.cast(row, tl.int32) * 0
     stop = document + documents
     while stop - document > 1:
-        middle = (document + stop) // 2
-        begun = tl.load(bounds_ptr + middle) <= row
-        document = tl.where(begun, middle, document)
-        stop = tl.where(begun, stop, middle)
+        step = tl.cdiv(stop - document, WAYS)
+        probes = document + tl.arange(0, WAYS) * step
+        there = probes < stop
+        begun = there & (tl.load(bounds_ptr + tl.where(there, probes, document)) <= row)
+        document, stop = narrowed(begun, document, stop, step)
     return document
 
 
