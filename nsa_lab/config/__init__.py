@@ -16,7 +16,7 @@ from nsa_lab.config.project import project_root
 from nsa_lab.config.run import RunConfig, apply_overrides, parse_override
 from nsa_lab.config.section import COUNT, SIZE
 from nsa_lab.config.sweep import SweepConfig, SweepRun
-from nsa_lab.config.training import Backend, RuntimeConfig, StageConfig, TrainConfig
+from nsa_lab.config.training import Backend, RuntimeConfig, StageConfig, TrainConfig, share_of_rank
 
 __all__ = [
     "BRANCHES",
@@ -41,4 +41,5 @@ __all__ = [
     "known_keys",
     "parse_override",
     "project_root",
+    "share_of_rank",
 ]

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from nsa_lab.config.errors import ConfigError
 from nsa_lab.config.section import COUNT, SIZE, Section
 
 Backend = Literal["auto", "reference", "torch", "triton", "flash"]
@@ -244,6 +245,11 @@ class TrainConfig(StageConfig):
         """Tokens of the whole run."""
         return self.tokens_by(self.steps)
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raises `ConfigError` where so many ranks cannot share the sequences of every step evenly."""
+        for stage in self.plan:
+            share_of_rank(stage.sequences_per_step, ranks)
+
     @property
     def longest(self) -> StageConfig:
         """The stage with the longest sequences."""
@@ -253,3 +259,13 @@ class TrainConfig(StageConfig):
     def unread(self) -> set[str]:
         """The keys that this run does not read."""
         return set(StageConfig.model_fields) if self.stages else {"stages"}
+
+
+def share_of_rank(sequences: int, ranks: int) -> int:
+    """How many sequences of a step each rank takes. Raises `ConfigError` where they cannot be shared evenly."""
+    if sequences % ranks:
+        raise ConfigError(
+            f"a step has {sequences} sequences (train.batch_size * train.accumulate_grad_batches), which {ranks} "
+            f"ranks cannot share evenly; use a number of ranks that divides {sequences}"
+        )
+    return sequences // ranks

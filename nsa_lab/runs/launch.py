@@ -93,8 +93,10 @@ def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int
 
     It goes on from the newest checkpoint. With `ranks` above 1 the process is a supervisor of that many trainers. `gpu` is
     the only one that it is to see, as CUDA_VISIBLE_DEVICES names it; by default it sees those that this process does.
+    Raises `ConfigError` for ranks that cannot share a step.
     """
     folder = directory.check(run_dir)
+    RunConfig.from_yaml(folder / directory.CONFIG).train.check_ranks(ranks)
     if warning := older_variables.warning(os.environ):
         say_once(warning)
     lock = take_lock(folder)

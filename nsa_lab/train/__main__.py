@@ -6,7 +6,8 @@ import argparse
 import logging
 import sys
 
-from nsa_lab.runs.directory import EXIT_USAGE, RunDirectoryError
+from nsa_lab.config import UsageError
+from nsa_lab.runs.directory import EXIT_USAGE
 from nsa_lab.train import ranks
 
 
@@ -25,7 +26,7 @@ def main() -> int:
         from nsa_lab.train import run
 
         return run(arguments.run_dir, lock=lock, supervised=bool(arguments.supervised))
-    except RunDirectoryError as error:
+    except UsageError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
 

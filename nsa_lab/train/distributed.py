@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_lab.config import ConfigError
+from nsa_lab.config import share_of_rank
 
 # Filling shards on the first rank can take long; a collective that waits longer than this has lost a partner.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -60,12 +60,7 @@ class World:
 
     def share(self, sequences: int) -> tuple[int, int]:
         """First sequence and number of sequences of a step that this rank takes."""
-        if sequences % self.size:
-            raise ConfigError(
-                f"a step has {sequences} sequences (train.batch_size * train.accumulate_grad_batches), which {self.size} "
-                f"ranks cannot share evenly; use a number of ranks that divides {sequences}"
-            )
-        count = sequences // self.size
+        count = share_of_rank(sequences, self.size)
         return self.rank * count, count
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory
 from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
 from nsa_lab.train.telemetry.last_words import leave_last_words
@@ -35,8 +36,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def train(run_dir: str | Path, ranks: int, lock: int | None) -> int:
-    """Train a run with that many ranks. Raises `RunDirectoryError` as `nsa_lab.train.run` does."""
+    """Train a run with that many ranks. Raises `RunDirectoryError` as `nsa_lab.train.run` does, and `ConfigError`, before it
+    starts one, for ranks that cannot share a step."""
     folder = directory.check(run_dir)
+    RunConfig.from_yaml(folder / directory.CONFIG).train.check_ranks(ranks)
     lock = take_lock(folder) if lock is None else lock
     if lock is None:
         raise directory.RunDirectoryError(ANOTHER_TRAINER.format(folder=folder, owner=lock_owner(folder)))

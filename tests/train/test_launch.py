@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab.config import RunConfig, known_keys
+from nsa_lab.config import ConfigError, RunConfig, known_keys
 from nsa_lab.data import DataError
 from nsa_lab.runs import directory, events, files, launch, older_variables
 from nsa_lab.runs.lock import sign_lock, take_lock
+from nsa_lab.train import ranks
 from nsa_lab.train.attempt import run
 
 Tiny = Callable[..., RunConfig]
@@ -162,6 +163,18 @@ def test_a_lock_whose_signer_is_gone_counts_as_nobody(tiny: Tiny, tmp_path: Path
     (run_dir / directory.LOCK).write_text(json.dumps(owner))
     assert not launch.is_alive(run_dir)
     os.close(lock)
+
+
+def test_ranks_that_cannot_share_a_step_are_refused_before_any_is_started(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand of them would take a machine's memory before the first one says so."""
+    run_dir = launch.create_run(tiny(), tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for start in (lambda: launch.start(run_dir, ranks=1000), lambda: ranks.train(run_dir, 1000, None)):
+        with pytest.raises(ConfigError, match="1000 ranks cannot share evenly; use a number of ranks that divides"):
+            start()
+    assert launch.state(run_dir) == "PREEMPTED"
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
