@@ -1599,6 +1599,12 @@ MUTANTS = [
         "missing = sorted(step for step in wanted - wanted",
     ),
     Mutant(
+        "health: a pace that the trainer warned of is forgiven",
+        "health.pace",
+        '[e for e in history.current("guard") if e.get("rule") == "slowdown"]',
+        "[]",
+    ),
+    Mutant(
         "health: slow windows forgiven whatever their share",
         "health.pace",
         "ok = share <= limits.slow_share or",
