@@ -145,10 +145,9 @@ show(figures.intervention_bars(accuracies, list(kinds)))
 # %%
 for name, model in sparse.items():
     quality = choice_quality(model, tokens, seed)
-    for way in ("chosen_free", "nearest_free", "random_free"):
-        print(
-            f"{name:<14}│ {way:<13} " + "  ".join(f"layer {layer}: {share:.2f}" for layer, share in enumerate(quality[way]))
-        )
+    for way in ("chosen", "nearest", "random"):
+        shares = "  ".join(f"layer {layer}: {share:.2f}" for layer, share in enumerate(quality[f"{way}_free"]))
+        print(f"{name:<14}│ {way:<8} {shares}")
 
 # %% [markdown]
 # ## What one query chose

@@ -104,13 +104,14 @@ def main() -> int:
 def make(page: Page) -> int:
     """Execute, shrink and export one notebook; the bytes of its page. Where there is a page already, its picture alone."""
     began = time.monotonic()
-    source = ROOT / "outputs" / NSA / "report.ipynb" if page.instead else executed(page)
+    if page.instead:
+        thumbnail(page, png(figures.overview(ROOT / "outputs" / NSA)))
+        return 0
+    source = executed(page)
     notebook = nbformat.read(source, as_version=4)
     drawn = pictures(notebook)
     if drawn:
-        thumbnail(base64.b64decode(drawn[min(page.picture, len(drawn) - 1)])).save(PAGES / f"{page.stem}.webp", quality=80)
-    if page.instead:
-        return 0
+        thumbnail(page, base64.b64decode(drawn[min(page.picture, len(drawn) - 1)]))
     few_colours(notebook)
     lead_from_pages(notebook)
     nbformat.write(notebook, source)
@@ -190,10 +191,11 @@ def readme_pictures() -> None:
         (PICTURES / name).write_bytes(with_palette(png(figure)))
 
 
-def thumbnail(png: bytes) -> Image.Image:
-    drawn = Image.open(io.BytesIO(png)).convert("RGB")
-    drawn.thumbnail(THUMBNAIL_PIXELS)
-    return drawn
+def thumbnail(page: Page, drawn: bytes) -> None:
+    """Write a PNG, made small, as the picture that stands for a page."""
+    image = Image.open(io.BytesIO(drawn)).convert("RGB")
+    image.thumbnail(THUMBNAIL_PIXELS)
+    image.save(PAGES / f"{page.stem}.webp", quality=80)
 
 
 def gallery() -> str:
