@@ -1460,6 +1460,12 @@ MUTANTS = [
     ),
     Mutant("reach: facts in the first block", "evaluate.reach", "first, last = nsa.l_sel / body,", "first, last = 0.0,"),
     Mutant(
+        "health: a choice by which no answer is right finds",
+        "health.selection",
+        'if gain >= limit and right.get("chosen"):',
+        "if gain >= limit:",
+    ),
+    Mutant(
         "health: a choice as good as random ones is fine",
         "health.selection",
         'for change in ("random", "nearest", "no_sel")}',
