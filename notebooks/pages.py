@@ -25,11 +25,10 @@ import papermill
 from nbformat import NotebookNode
 from PIL import Image
 
-from nsa_lab import figures
-from nsa_lab.config import NSAConfig
+from nsa_lab import figures, load_model
 from nsa_lab.figures.style import png
 from nsa_lab.report import export
-from nsa_lab.workbook.examples import standard_library_text, text_example
+from nsa_lab.workbook.examples import byte_examples, standard_library_text
 from nsa_lab.workbook.reads import reads_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,11 +180,13 @@ def with_palette(drawn: bytes) -> bytes:
 
 
 def readme_pictures() -> None:
-    """The two pictures of the README: the explorer of notebook 01 on a real text, and the production run less its twin."""
-    text = text_example(standard_library_text(2048))
+    """The two pictures of the README: the explorer of notebook 01 as it begins, and the production run less its twin."""
+    model = load_model("needle-8m")
+    layers = byte_examples(model, standard_library_text(2048).encode(), "needle-8m on textwrap.py")
+    read = layers[model.config.n_layers // 2]
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name, figure in (
-        ("explorer.png", figures.query_reads(reads_of(text, NSAConfig(), 1885, 1), text.about)),
+        ("explorer.png", figures.query_reads(reads_of(read, model.config.nsa, 1900), read.about)),
         ("nsa_less_dense.png", figures.loss_difference(ROOT / "outputs" / NSA, ROOT / "outputs" / DENSE)),
     ):
         (PICTURES / name).write_bytes(with_palette(png(figure)))
