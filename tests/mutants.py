@@ -1562,8 +1562,8 @@ MUTANTS = [
     Mutant(
         "health: guards looked for among the halts",
         "health.run",
-        '[e for e in history.current("guard") if',
-        '[e for e in history.current("halt") if',
+        'every = history.current("guard")',
+        'every = history.current("halt")',
     ),
     Mutant(
         "health: a loss that rises counts as one that fell",
