@@ -142,10 +142,9 @@ show(figures.intervention_bars(accuracies, list(kinds)))
 # %%
 for name, model in sparse.items():
     quality = choice_quality(model, tokens, seed)
-    for way in ("chosen_free", "nearest_free", "random_free"):
-        print(
-            f"{name:<14}│ {way:<13} " + "  ".join(f"layer {layer}: {share:.2f}" for layer, share in enumerate(quality[way]))
-        )
+    for way in ("chosen", "nearest", "random"):
+        shares = "  ".join(f"layer {layer}: {share:.2f}" for layer, share in enumerate(quality[f"{way}_free"]))
+        print(f"{name:<14}│ {way:<8} {shares}")
 
 # %% [markdown]
 # ## What one query chose
@@ -204,7 +203,8 @@ explore(layers, shipped.config.nsa, end - 1, group, layer=layer, answer=told, wi
 # the dense control 145 of 160. (It has 73.6 million parameters, the NSA above it 79.8.) Two runs of one command ended
 # .020 bits per byte apart in training loss, two thirds of what these seeds differ by in text. With all else equal, a
 # key per 8 tokens for one per 32 read text .034 better on a shortened plan; a key per 2 tokens read .016 better on the
-# weights of the last seed, and no whole run has it yet. What makes the difference is seen here, too: the one token that
-# a query looks for drowns in the mean of many, so a key of the choice has to stand for few.
+# weights of the last seed. Whole runs with it read other text, beside twins of their own, and are no rows of this
+# table. What makes the difference is seen here, too: the one token that a query looks for drowns in the mean of many,
+# so a key of the choice has to stand for few.
 #
 # [1]: ../docs/science/retrieval.md

@@ -36,7 +36,7 @@ from IPython.display import display
 
 from nsa_lab import NSATransformer, figures
 from nsa_lab.attention import geometry
-from nsa_lab.config import ModelConfig
+from nsa_lab.config import BRANCHES, ModelConfig
 from nsa_lab.evaluate.tiny_recall import GEOMETRY, TinyRecall, learn, tiny_model
 from nsa_lab.inference import Decoder, memory
 from nsa_lab.workbook.examples import standard_library_text, text_example
@@ -66,7 +66,7 @@ show(figures.query_reads(reads_of(example, nsa, 2047), example.about))
 contexts = [2**n for n in range(10, 18)]
 for length in contexts[::3]:
     reads = geometry.decode_reads(length, nsa)
-    told_reads = ", ".join(f"{branch} {keys:,}" for branch, keys in reads.items())
+    told_reads = ", ".join(f"{BRANCHES[branch]} {keys:,}" for branch, keys in reads.items())
     print(f"{length:>7,} tokens: {told_reads}; {sum(reads.values()):,} keys, dense {length:,}")
 kinds = {kind: config.model_copy(update={"attention": kind}) for kind in ("nsa", "dense")}
 curves = {kind: [(n, memory.read_bytes(kind_config, n, 2) / 1e6) for n in contexts] for kind, kind_config in kinds.items()}

@@ -25,11 +25,10 @@ import papermill
 from nbformat import NotebookNode
 from PIL import Image
 
-from nsa_lab import figures
-from nsa_lab.config import NSAConfig
+from nsa_lab import figures, load_model
 from nsa_lab.figures.style import png
 from nsa_lab.report import export
-from nsa_lab.workbook.examples import standard_library_text, text_example
+from nsa_lab.workbook.examples import byte_examples, standard_library_text
 from nsa_lab.workbook.reads import reads_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,13 +103,14 @@ def main() -> int:
 def make(page: Page) -> int:
     """Execute, shrink and export one notebook; the bytes of its page. Where there is a page already, its picture alone."""
     began = time.monotonic()
-    source = ROOT / "outputs" / NSA / "report.ipynb" if page.instead else executed(page)
+    if page.instead:
+        thumbnail(page, png(figures.overview(ROOT / "outputs" / NSA)))
+        return 0
+    source = executed(page)
     notebook = nbformat.read(source, as_version=4)
     drawn = pictures(notebook)
     if drawn:
-        thumbnail(base64.b64decode(drawn[min(page.picture, len(drawn) - 1)])).save(PAGES / f"{page.stem}.webp", quality=80)
-    if page.instead:
-        return 0
+        thumbnail(page, base64.b64decode(drawn[min(page.picture, len(drawn) - 1)]))
     few_colours(notebook)
     lead_from_pages(notebook)
     nbformat.write(notebook, source)
@@ -180,20 +180,23 @@ def with_palette(drawn: bytes) -> bytes:
 
 
 def readme_pictures() -> None:
-    """The two pictures of the README: the explorer of notebook 01 on a real text, and the production run less its twin."""
-    text = text_example(standard_library_text(2048))
+    """The two pictures of the README: the explorer of notebook 01 as it begins, and the production run less its twin."""
+    model = load_model("needle-8m")
+    layers = byte_examples(model, standard_library_text(2048).encode(), "needle-8m on textwrap.py")
+    read = layers[model.config.n_layers // 2]
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name, figure in (
-        ("explorer.png", figures.query_reads(reads_of(text, NSAConfig(), 1885, 1), text.about)),
+        ("explorer.png", figures.query_reads(reads_of(read, model.config.nsa, 1900), read.about)),
         ("nsa_less_dense.png", figures.loss_difference(ROOT / "outputs" / NSA, ROOT / "outputs" / DENSE)),
     ):
         (PICTURES / name).write_bytes(with_palette(png(figure)))
 
 
-def thumbnail(png: bytes) -> Image.Image:
-    drawn = Image.open(io.BytesIO(png)).convert("RGB")
-    drawn.thumbnail(THUMBNAIL_PIXELS)
-    return drawn
+def thumbnail(page: Page, drawn: bytes) -> None:
+    """Write a PNG, made small, as the picture that stands for a page."""
+    image = Image.open(io.BytesIO(drawn)).convert("RGB")
+    image.thumbnail(THUMBNAIL_PIXELS)
+    image.save(PAGES / f"{page.stem}.webp", quality=80)
 
 
 def gallery() -> str:

@@ -1466,6 +1466,12 @@ MUTANTS = [
     ),
     Mutant("reach: facts in the first block", "evaluate.reach", "first, last = nsa.l_sel / body,", "first, last = 0.0,"),
     Mutant(
+        "health: a choice by which no answer is right finds",
+        "health.selection",
+        'if gain >= limit and right.get("chosen"):',
+        "if gain >= limit:",
+    ),
+    Mutant(
         "health: a choice as good as random ones is fine",
         "health.selection",
         'for change in ("random", "nearest", "no_sel")}',
@@ -1562,8 +1568,8 @@ MUTANTS = [
     Mutant(
         "health: guards looked for among the halts",
         "health.run",
-        '[e for e in history.current("guard") if',
-        '[e for e in history.current("halt") if',
+        'every = history.current("guard")',
+        'every = history.current("halt")',
     ),
     Mutant(
         "health: a loss that rises counts as one that fell",
@@ -1603,6 +1609,12 @@ MUTANTS = [
         "health.steps",
         "missing = sorted(step for step in wanted - saved - excused",
         "missing = sorted(step for step in wanted - wanted",
+    ),
+    Mutant(
+        "health: a pace that the trainer warned of is forgiven",
+        "health.pace",
+        '[e for e in history.current("guard") if e.get("rule") == "slowdown"]',
+        "[]",
     ),
     Mutant(
         "health: slow windows forgiven whatever their share",

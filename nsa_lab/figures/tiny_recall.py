@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.style import CMP, DENSE, FORCED, SEL, WIN, legend, panel
+from nsa_lab.figures.style import CMP, DENSE, FORCED, SEL, WIN, legend, legend_below, panel
 
 COLOURS = (DENSE, SEL, CMP, WIN, FORCED)
 
@@ -17,7 +17,8 @@ def accuracy_curves(curves: Mapping[str, Sequence[tuple[int, float]]], chance: f
     figure, axes = panel(7, 3.6, "Tiny recall: answers right, by step")
     for place, (name, points) in enumerate(curves.items()):
         steps, shares = zip(*points, strict=True) if points else ((), ())
-        axes.plot(steps, shares, marker="o", markersize=3, color=COLOURS[place % len(COLOURS)], label=name)
+        width = 1.2 + 0.8 * (len(curves) - 1 - place)  # a curve under another is wider, and so is seen
+        axes.plot(steps, shares, "o-", markersize=3, color=COLOURS[place % len(COLOURS)], linewidth=width, label=name)
     axes.axhline(chance, color="#999999", linestyle=":", linewidth=1, label="guessing")
     axes.set(xlabel="step", ylabel="answers right", ylim=(-0.02, 1.02))
     legend(axes)
@@ -39,5 +40,5 @@ def intervention_bars(accuracies: Mapping[str, Mapping[str, float]], every: Sequ
         axes.bar(at, [shares[name] for name in names], width, color=colour, label=model)
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set(ylabel="answers right", ylim=(0, 1.02))
-    legend(axes)
+    legend_below(axes)
     return figure

@@ -8,17 +8,22 @@ from typing import Any
 
 import numpy as np
 
+from nsa_lab.health.record import by_attempt, got_over, guard_told
 from nsa_lab.health.verdict import Limits, Verdict
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import size_text, speed_of
 
 
 def throughput(history: History, limits: Limits) -> Verdict:
-    """Against the run's own best tenth, stage by stage. The first interval of each attempt, which holds compilation, is
-    left out.
+    """Against the run's own best tenth, stage by stage, and by what the trainer warned of while it ran. The first
+    interval of each attempt, which holds compilation, is left out.
 
     The windows that are compared are equal in work: a half of the run that is ten times slower is half of them.
     """
+    warned, overcome = by_attempt(history, [e for e in history.current("guard") if e.get("rule") == "slowdown"])
+    if warned:
+        text = f"{guard_told(warned[0])}; other work on this machine would explain it"
+        return Verdict("throughput", False, len(warned), 0, text)
     windows = _windows(history, limits.pace_window_s)
     if len(windows) < 5:
         return Verdict("throughput", None, None, limits.slow_share, "too short to judge how steady it was")
@@ -33,7 +38,7 @@ def throughput(history: History, limits: Limits) -> Verdict:
         f"{', then '.join(f'{pace:,.0f}' for pace in best.values())} (slowest {speed.min():,.0f})"
     )
     ok = share <= limits.slow_share or slow_s < limits.slow_for_s
-    return Verdict("throughput", ok, share, limits.slow_share, text)
+    return Verdict("throughput", ok, share, limits.slow_share, text + got_over(overcome, guard_told))
 
 
 def _best_tenth(speed: np.ndarray) -> float:

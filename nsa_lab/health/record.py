@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nsa_lab.config import TrainConfig
-from nsa_lab.health.verdict import Limits, Verdict
+from nsa_lab.health.verdict import Limits, Verdict, one_line
 from nsa_lab.runs.events import Event
 from nsa_lab.runs.history import Attempt, History
 
@@ -154,6 +154,12 @@ def by_attempt(history: History, found: list[Event]) -> tuple[list[Event], list[
     """Those of the last attempt, and those that a later attempt got over."""
     last = history.last_attempt
     return [event for event in found if event["attempt"] == last], [event for event in found if event["attempt"] != last]
+
+
+def guard_told(event: Event) -> str:
+    """What a guard found, and what it did."""
+    text = event.get("text") or f"step {event['step']}: value {event.get('value')}, limit {event.get('limit')}"
+    return f"{event.get('rule', 'a rule')} ({event.get('action')}): {one_line(text)}"
 
 
 def got_over(found: list[Event], told: Callable[[Event], str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from nsa_lab.health.record import by_attempt, got_over
+from nsa_lab.health.record import by_attempt, got_over, guard_told
 from nsa_lab.health.verdict import Limits, Verdict, names_in, one_line
 from nsa_lab.runs import directory
 from nsa_lab.runs.events import Event
@@ -39,19 +39,18 @@ def finished(history: History, limits: Limits) -> Verdict:
 
 
 def guards(history: History, limits: Limits) -> Verdict:
-    fired, overcome = by_attempt(history, [e for e in history.current("guard") if e.get("action") != "quarantined"])
+    """Of all rules but those that a verdict of their own tells of: a damaged checkpoint, and a pace that fell."""
+    every = history.current("guard")
+    own = [event for event in every if event.get("action") != "quarantined" and event.get("rule") != "slowdown"]
+    fired, overcome = by_attempt(history, own)
     # A halt explains itself better than the warnings that came before it.
     fired.sort(key=lambda event: event.get("action") != "halt")
-
-    def told(event: Event) -> str:
-        text = event.get("text") or f"step {event['step']}: value {event.get('value')}, limit {event.get('limit')}"
-        return f"{event.get('rule', 'a rule')} ({event.get('action')}): {one_line(text)}"
-
     if not fired:
         config = history.config_of(history.last_attempt)
         worth = guards_of(config.train) if config else "which of them were on is not known"
-        return _silent("guards", history, f"no guard fired; {worth}" + got_over(overcome, told))
-    return Verdict("guards", False, len(fired), 0, told(fired[0]) + _more(fired))
+        none = "no guard fired" if len(own) == len(every) else "no other guard fired"
+        return _silent("guards", history, f"{none}; {worth}" + got_over(overcome, guard_told))
+    return Verdict("guards", False, len(fired), 0, guard_told(fired[0]) + _more(fired))
 
 
 # What a number can be. Above 0 alone: a step takes time.

@@ -48,7 +48,7 @@ def choice_range(length: int, nsa: NSAConfig) -> ChoiceRange:
 
 
 def selection_finds(history: History, limits: Limits) -> Verdict | None:
-    """Answers beyond the window cost more with random blocks, with the nearest, and without the selected branch.
+    """Answers beyond the window are right, and cost more with random blocks, with the nearest, and without the branch.
 
     The last reading that was asked is judged. A run on text without facts in it need not have learned to answer: there,
     success is told and its absence says nothing.
@@ -73,10 +73,13 @@ def selection_finds(history: History, limits: Limits) -> Verdict | None:
         f"answers beyond the window, at {last['length']:,} tokens: {shown['chosen']} with the chosen blocks, "
         f"{shown['random']} with random ones"
     )
-    if gain >= limit:
+    if gain >= limit and right.get("chosen"):
         return Verdict(name, True, gain, limit, text)
     words = {"random": "random blocks are", "nearest": "the nearest blocks are", "no_sel": "no selected branch is"}
-    text += f"; {words[least]} as good: the choice saves {max(gain, 0):.2f} nats, and {limit:g} were asked"
+    if gain >= limit:
+        text += f"; the choice saves {gain:.2f} nats at least, and finds nothing yet"
+    else:
+        text += f"; {words[least]} as good: the choice saves {max(gain, 0):.2f} nats, and {limit:g} were asked"
     if history.config.data.source != "recall":
         text += ". It was not trained on facts, as it would be with data.source: recall, so that says little"
         return Verdict(name, None, gain, limit, text)

@@ -36,8 +36,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def train(run_dir: str | Path, ranks: int, lock: int | None) -> int:
-    """Train a run with that many ranks. Raises `RunDirectoryError` as `nsa_lab.train.run` does, and `ConfigError`, before it
-    starts one, for ranks that cannot share a step."""
+    """Train a run with that many ranks. Raises `RunDirectoryError` as `nsa_lab.train.run` does.
+
+    `ConfigError`, before one is started, for ranks that cannot share a step.
+    """
     folder = directory.check(run_dir)
     RunConfig.from_yaml(folder / directory.CONFIG).train.check_ranks(ranks)
     lock = take_lock(folder) if lock is None else lock

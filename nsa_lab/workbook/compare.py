@@ -28,14 +28,14 @@ def numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
     """What each run said last at or before `step`, one column per run: loss, pace, gates and selection of one layer."""
     histories = [History.read(run) for run in runs]
     columns = [_numbers(history, layer, step) for history in histories]
-    # Names of runs are wider than a page has room for columns.
+    # Names of runs are wider than a page has room for columns. The line keeps it a table on a page, however narrow.
     lines = [f"[{number}] {history.run}" for number, history in enumerate(histories, 1)]
     lines += [
-        f"{f'gates and selection: layer {layer}':<{NAMES_WIDTH}}"
+        f"{f'gates and selection: layer {layer}':<{NAMES_WIDTH}}│"
         + "".join(f"{f'[{number}]':>12}" for number in range(1, len(columns) + 1))
     ]
     for name in columns[0] if columns else {}:
-        lines.append(f"{name:<{NAMES_WIDTH}}" + "".join(f"{column[name]:>12}" for column in columns))
+        lines.append(f"{name:<{NAMES_WIDTH}}│" + "".join(f"{column[name]:>12}" for column in columns))
     if evaluated_apart(histories):
         lines.append("Validation is of different texts, and not to be compared.")
     return "\n".join(lines)

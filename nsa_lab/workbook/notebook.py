@@ -133,10 +133,9 @@ def verdict(run: Path) -> None:
     print_verdicts(run)
     state = launch.state(run)
     if state in (directory.HALTED, "DEAD"):
-        reason = directory.read_status(run).get("reason") if state == directory.HALTED else "its trainer was killed"
         found = suspect(History.read(run), LIMITS)
-        remedy = found.change if found else f"go on with: nsa-lab resume {run.name}"
-        raise Stop(f"the run is {state}: {reason}; {remedy}")
+        # Why it ended stands in the verdicts.
+        raise Stop(f"the run is {state}. {found.change if found else f'Go on with: nsa-lab resume {run.name}'}")
 
 
 def log_tail(run: Path) -> str:

@@ -92,11 +92,12 @@ def crossover(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line per contender: milliseconds of both passes, the peak in MiB, and the share of SDPA flash."""
-    lines = [f"{'shape':<9}{'part':<18}{'by':<14}{'forward':>9}{'backward':>10}{'peak MiB':>10}{'share':>7}"]
+    """A line per contender: milliseconds of both passes, the peak in MB, and the share of SDPA flash."""
+    lines = [f"{'shape':<9}{'part':<18}{'by':<14}{'forward':>9}{'backward':>10}{'peak MB':>10}{'share':>7}"]
     for row in rows:
         passes = f"{_number(row.forward_ms):>9}{_number(row.backward_ms):>10}"
-        rest = f"{_number(row.peak_mib, 0):>10}{_number(row.share, 2):>7}"
+        peak_mb = None if row.peak_mib is None else row.peak_mib * 2**20 / 1e6
+        rest = f"{_number(peak_mb, 0):>10}{_number(row.share, 2):>7}"
         lines.append(f"{_shape(row.shape):<9}{row.part:<18}{row.by:<14}{passes}{rest}  {row.note}".rstrip())
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ the documentation are written with `--screenshots docs`.
 """
 
 import pytest
-from page import choose, keep, open_notebook, run_all, settle, shown, told, until, wait_until_idle
+from page import choose, keep, open_notebook, options, run_all, settle, shown, told, until, wait_until_idle
 
 pytestmark = pytest.mark.browser
 
@@ -33,11 +33,14 @@ def test_the_slider_moves_the_picture(browser, lab, screenshots):
     keep(browser, slider, screenshots, "explorer.png")
 
     text = told(browser)
-    choose(browser, "head group", "0")
-    assert told(browser) != text and "group 0" in told(browser)
+    choose(browser, "head group", "1")
+    assert told(browser) != text and "group 1" in told(browser)
+    text = told(browser)
+    choose(browser, "layer", options(browser, "layer")[-1])
+    assert told(browser) != text and "group 1" in told(browser)
     # Blocks of 8 tokens, one every 16: tokens in none of them. That is said in place of the picture, until it is mended.
     choose(browser, "l", "8")
     refused = until(lambda: shown(browser, ".widget-html-content p"), "the geometry is refused").text
     assert "nsa.l = 8" in refused and "nsa.d = 16" in refused and not shown(browser, ".widget-image")
     choose(browser, "d", "4")
-    assert "group 0" in told(browser) and shown(browser, ".widget-image").get_attribute("src") != after
+    assert "group 1" in told(browser) and shown(browser, ".widget-image").get_attribute("src") != after

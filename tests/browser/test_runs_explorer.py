@@ -139,7 +139,7 @@ def move(browser, keys: str) -> None:
 def columns(browser, row: str) -> list[str]:
     """The numbers of a row, one per run."""
     line = next(line for line in told(browser).splitlines() if line.startswith(row))
-    return line[len(row) :].split()
+    return line.partition("│")[2].split()
 
 
 def pictures(browser) -> list[str]:

@@ -351,13 +351,14 @@ QUARANTINED = {
 @pytest.mark.parametrize(
     ("trouble", "name", "text"),
     [
-        (SLOWDOWN, "guards", " (got over: attempt 1: slowdown (warn): step 90: 10 tokens/s)"),
+        (GUARD, "guards", " (got over: attempt 1: frozen (warn): step 90: the gate weights of layer 1 do not move)"),
+        (SLOWDOWN, "throughput", " (got over: attempt 1: slowdown (warn): step 90: 10 tokens/s)"),
         (STALL, "stalls", "none (got over: attempt 1: in phase data at step 60, noticed after 130 s)"),
         (ERROR, "errors", "none (got over: attempt 1: ValueError at step 60: boom more)"),
         (FAILED_SAVE, "checkpoints", "(got over: attempt 1: a save failed at step 100: the disk is full)"),
         (QUARANTINED, "checkpoints", "(got over: attempt 1: the checkpoint of step 90 is damaged"),
     ],
-    ids=["guard", "stall", "error", "failed save", "quarantined checkpoint"],
+    ids=["guard", "slowdown", "stall", "error", "failed save", "quarantined checkpoint"],
 )
 def test_what_a_later_attempt_got_over_is_history_and_in_the_last_attempt_it_is_not(
     trouble: Event, name: str, text: str, tmp_path: Path
@@ -371,6 +372,13 @@ def test_what_a_later_attempt_got_over_is_history_and_in_the_last_attempt_it_is_
     assert text in named(health.verdicts, name).text
     last = examine(write_run(tmp_path / "last", spoil=append(trouble)))
     assert [verdict.name for verdict in last.failed] == [name]
+
+
+def test_a_pace_that_fell_is_told_where_the_pace_is_judged(tmp_path: Path) -> None:
+    found = verdicts(write_run(tmp_path, spoil=append(SLOWDOWN)))
+    assert named(found, "guards").ok and named(found, "guards").text.startswith("no other guard fired; halts on ")
+    asked = {answer.name: answer for answer in answers(found)}["How fast?"]
+    assert asked.ok is False and "slowdown (warn): step 90: 10 tokens/s; other work on this machine" in asked.text
 
 
 @pytest.mark.parametrize("missing", [50, 150])
@@ -799,8 +807,9 @@ RECALL = {"data__source": "recall", "data__path": "texts"}
         ({"nearest": 0.44}, "the nearest blocks are as good: the choice saves 0.24 nats"),
         ({"no_sel": 0.2}, "no selected branch is as good"),
         ({"chosen": 2.31, "random": 2.30, "nearest": 2.31, "no_sel": 2.31}, "0% right, 2.31 nats per byte"),
+        ({"chosen": 2.31}, "the choice saves 0.79 nats at least, and finds nothing yet"),
     ],
-    ids=["a random choice", "the nearest blocks", "a branch of zeros", "copying never formed"],
+    ids=["a random choice", "the nearest blocks", "a branch of zeros", "copying never formed", "nothing right"],
 )
 def test_a_choice_that_could_as_well_be_another_finds_nothing(losses: dict[str, float], words: str, tmp_path: Path) -> None:
     health = examine(write_run(tmp_path, configuration(**RECALL), spoil=blind(**losses)))
@@ -814,6 +823,8 @@ def test_a_choice_is_judged_where_it_can_be_and_not_before(tmp_path: Path) -> No
     random = {"random": 0.2}
     text = finds("text", blind(**random))
     assert text.ok is None and "not trained on facts" in text.text
+    wrong = finds("wrong", blind(chosen=2.31))
+    assert wrong.ok is None and "finds nothing yet. It was not trained on facts" in wrong.text
     early = finds("early", lambda events: blind(**random)(events) or [e for e in events if e["step"] <= 50], **RECALL)
     assert early.ok is True, "what is found early is found"
     early = finds(

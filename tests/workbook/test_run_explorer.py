@@ -29,7 +29,7 @@ def test_every_view_takes_runs_of_both_kinds(view, pair):
 
 def test_numbers_are_those_of_the_last_reading_before_the_step(pair):
     told = compare.numbers_at(pair, 1, 110)
-    rows = {line[: compare.NAMES_WIDTH].strip(): line[compare.NAMES_WIDTH :].split() for line in told.splitlines()}
+    rows = {name.strip(): values.split() for name, _, values in (line.partition("│") for line in told.splitlines())}
     assert rows["step"] == ["110", "110"] and rows["gates and selection: layer 1"] == ["[1]", "[2]"]
     assert max(map(len, told.splitlines())) <= 80, "columns that a page would wrap"
     assert rows["gate share, compressed"] == ["0.350", "–"]
@@ -52,7 +52,8 @@ def test_without_a_front_end_no_widget_is_made(pair, monkeypatch, capsys):
     monkeypatch.setattr(run_explorer, "run_explorer", None)
     run_explorer.explore_runs(pair, with_widgets=False)
     assert len(shown) == 1
-    assert re.search(r"validation, bits per byte +2\.\d+ +2\.\d+", (said := capsys.readouterr().out)) and "no map" in said
+    said = capsys.readouterr().out
+    assert re.search(r"validation, bits per byte +│ +2\.\d+ +2\.\d+", said) and "no map" in said
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ def test_controls_redraw(pair):
     first = pictures.children[0].value
     assert first[:4] == b"\x89PNG" and list(which.value) == [pair[0].name] and len(which.options) == 2
     step.value = 40
-    assert pictures.children[0].value != first and "           40" in text.value
+    assert pictures.children[0].value != first and "│          40" in text.value
     view.value, depth.value = "loss", 2
     which.value = [run.name for run in pair]
     assert len(pictures.children) == 1 and "fake-dense" in text.value

@@ -40,7 +40,7 @@ def test_curves_are_nanoseconds_per_token_of_what_was_timed() -> None:
     assert [length for length, _ in curves["whole", "triton"]] == [1000, 4000]
     assert [ns for _, ns in curves["whole", "triton"]] == pytest.approx([1500.0, 1250.0])
     assert ("window", "FlexAttention") not in curves
-    assert "parity failed" in speeds.table(ROWS) and "512" in speeds.table(ROWS)
+    assert "parity failed" in speeds.table(ROWS) and "537" in speeds.table(ROWS)  # 512.25 MiB in MB
 
 
 def test_a_record_is_read_back_whatever_else_it_says(tmp_path: Path) -> None:
