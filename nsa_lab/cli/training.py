@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -80,6 +81,10 @@ def train(
 def resume(run: Run, outputs: Outputs = None, ranks: Ranks = 1) -> None:
     """Go on with a run from its newest checkpoint, detached."""
     run_dir = names.find_run(run, names.outputs_folder(outputs))
+    if ranks > 1:
+        from nsa_lab.train.distributed import World
+
+        World(size=ranks).check_shares(RunConfig.from_yaml(run_dir / directory.CONFIG).train)
     _say_started(run_dir, launch.resume(run_dir, ranks=ranks))
 
 
@@ -118,6 +123,10 @@ def plan(
 ) -> None:
     """What a run will take: parameters, tokens, FLOPs, memory, disk, hours; with --run, beside what that run took."""
     config = names.load_config(name, param or [])
+    if tokens_per_s is not None and not 0 < tokens_per_s < math.inf:
+        raise ConfigError(
+            f"--tokens-per-s {tokens_per_s:g}: expected a number above 0; leave it out where no speed is known"
+        )
     run_dir = names.find_run(run, names.outputs_folder(outputs)) if run else None
 
     from nsa_lab.train.measured import recorded_speed

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_lab.config import ConfigError
+from nsa_lab.config import ConfigError, TrainConfig
 
 # Filling shards on the first rank can take long; a collective that waits longer than this has lost a partner.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -67,6 +67,11 @@ class World:
             )
         count = sequences // self.size
         return self.rank * count, count
+
+    def check_shares(self, train: TrainConfig) -> None:
+        """Raise `ConfigError` unless the steps of every stage can be shared."""
+        for stage in train.plan:
+            self.share(stage.sequences_per_step)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as it is called: it averages gradients over the ranks in its backward pass. FSDP shards it in place."""

@@ -12,7 +12,9 @@ from nsa_lab.train.parts import choose_device
 
 
 def check_startable(config: RunConfig, ranks: int = 1) -> None:
-    """Raise what is wrong with the data, the device, the model's size or the backend."""
+    """Raise what is wrong with the data, the number of ranks, the device, the model's size or the backend."""
     check(config.data, config.model.vocab_size)
+    world = World(size=ranks)
+    world.check_shares(config.train)
     dtype = torch.bfloat16 if config.runtime.precision == "bf16" else torch.float32
-    resolve_backend(choose_device(config, World(size=ranks)), dtype, config.nsa, config.model, config.runtime.backend)
+    resolve_backend(choose_device(config, world), dtype, config.nsa, config.model, config.runtime.backend)
