@@ -209,6 +209,8 @@ OTHERS = {
         "tests/train/test_stages.py",
         "tests/train/test_evaluation.py",
     ],
+    "config.data": ["tests/data/test_recall.py"],
+    "data.recall.facts": ["tests/data/test_recall.py"],
     "data.recall.planting": ["tests/data/test_recall.py", "tests/data/test_stage_text.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
@@ -1180,7 +1182,8 @@ MUTANTS = [
         "self.score.to(blocks.dtype).mT @",
     ),
     Mutant("model: a pool does not start as the mean", "model.initial", "ShortConvolution | BlockPool", "ShortConvolution"),
-    Mutant("indexer: plain means", "config.model", '"phi": "pool"}', '"phi": "avg"}'),
+    Mutant("indexer: plain means", "config.model", '"pool" if self', '"avg" if self'),
+    Mutant("indexer: one token is weighed", "config.model", "self.indexer_block > 1 else", "self.indexer_block > 0 else"),
     Mutant("indexer: the heads' blocks", "config.model", "if not self.indexed:", "if True:"),
     Mutant(
         "indexer: blocks that overlap", "config.model", '"d": self.indexer_block', '"d": max(1, self.indexer_block // 2)'
@@ -2023,6 +2026,15 @@ MUTANTS = [
         "-(-self.token_budget // self.tokens_per_step))",
     ),
     Mutant("stages: all with one seed", "data.staged", "if index == 0:", "if index >= 0:"),
+    Mutant(
+        "recall: two facts with one value",
+        "data.recall.facts",
+        "if not enough or value not in drawn:",
+        "if True:",
+    ),
+    Mutant(
+        "recall: a value is told in a form of its own", "config.data", "if any(form or conversion", "if any(False and form"
+    ),
     Mutant(
         "recall: a question before its statement",
         "data.recall.planting",

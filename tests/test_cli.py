@@ -157,6 +157,37 @@ def test_a_name_that_is_not_there_says_what_is(say, arguments: list[str], answer
     assert not (tmp_path / "outputs").exists()
 
 
+def test_a_table_is_written_where_that_can_be_or_refused_in_a_line(say, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "outputs")
+    for path in (tmp_path / "nowhere" / "table.csv", tmp_path):
+        said = say("export", run_dir, "--csv", "--into", path)
+        assert said.code == 2 and f"--into {path}: cannot be written" in said.err and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("speed", ["0", "-5", "nan", "inf"])
+def test_a_plan_is_made_with_a_speed_that_can_be(say, tiny: Path, speed: str) -> None:
+    said = say("plan", tiny, "--tokens-per-s", speed)
+    assert said.code == 2 and f"--tokens-per-s {speed}: expected a number above 0" in said.err and said.err.count("\n") == 1
+
+
+def test_outputs_that_cannot_be_a_folder_are_refused_in_a_line(tiny: Path) -> None:
+    for folder in (tiny, tiny / "inside"):
+        with pytest.raises(directory.RunDirectoryError, match=r"tiny.yaml.*: no run can be made there"):
+            launch.create_run(RunConfig.from_yaml(tiny), folder)
+
+
+def test_ranks_that_cannot_share_a_step_are_refused_before_one_starts(
+    say, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "take_lock", lambda _: pytest.fail("a trainer was about to start"))
+    said = say("train", tiny, "--ranks", "1000")
+    assert said.code == 2 and "1000 ranks cannot share evenly" in said.err and said.err.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
+    run_dir = launch.create_run(RunConfig.from_yaml(tiny), tmp_path / "outputs")
+    said = say("resume", run_dir, "--ranks", "1000")
+    assert said.code == 2 and "1000 ranks cannot share evenly" in said.err and said.err.count("\n") == 1
+
+
 def test_a_prompt_is_one_text_that_can_be_read(say, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "outputs")
     (tmp_path / "bytes").write_bytes(b"\xff")

@@ -155,8 +155,13 @@ def export(
     if into is None:
         write_csv(history, sys.stdout)
         return
-    with open(into, "w", encoding="utf-8", newline="") as file:
-        rows = write_csv(history, file)
+    try:
+        with open(into, "w", encoding="utf-8", newline="") as file:
+            rows = write_csv(history, file)
+    except OSError as error:
+        raise ConfigError(
+            f"--into {into}: cannot be written ({error.strerror}); name a file in a folder that is there"
+        ) from None
     typer.echo(f"{into}: {rows:,} rows")
 
 

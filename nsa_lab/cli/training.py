@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -118,6 +119,10 @@ def plan(
 ) -> None:
     """What a run will take: parameters, tokens, FLOPs, memory, disk, hours; with --run, beside what that run took."""
     config = names.load_config(name, param or [])
+    if tokens_per_s is not None and not 0 < tokens_per_s < math.inf:
+        raise ConfigError(
+            f"--tokens-per-s {tokens_per_s:g}: expected a number above 0; leave it out where no speed is known"
+        )
     run_dir = names.find_run(run, names.outputs_folder(outputs)) if run else None
 
     from nsa_lab.train.measured import recorded_speed

@@ -37,7 +37,8 @@ class RecallConfig(Section):
         for key, wanted in (("statement", {"name", "value"}), ("question", {"name"})):
             text = getattr(self, key)
             try:
-                found = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+                fields = [field for field in string.Formatter().parse(text) if field[1] is not None]
+                found = {name for _, name, _, _ in fields}
             except ValueError as error:
                 raise ValueError(f"data.{key} = {text!r}: {error}; double a brace that is meant as one") from None
             if found != wanted:
@@ -45,6 +46,13 @@ class RecallConfig(Section):
                     f"data.{key} = {text!r} holds {', '.join(sorted(found)) or 'no field'}; "
                     f"expected {' and '.join(f'{{{field}}}' for field in sorted(wanted))}"
                 )
+            if any(form or conversion for _, _, form, conversion in fields):
+                raise ValueError(
+                    f"data.{key} = {text!r} gives a field a form, and an answer is the value as it is; write "
+                    f"{' and '.join(f'{{{field}}}' for field in sorted(wanted))}"
+                )
+            if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
+                raise ValueError(f"data.{key} = {text!r} holds half a character, a surrogate; leave it out")
         return self
 
 

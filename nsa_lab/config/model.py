@@ -41,6 +41,8 @@ class NSAConfig(Section):
                     f"nsa.{name} = {length} is not a multiple of nsa.d = {self.d}; "
                     f"use nsa.{name} = {low} or {low + self.d}, or a stride that divides {length}"
                 )
+        if self.phi == "pool" and self.l == 1:
+            raise ValueError("nsa.phi = pool weighs the tokens of a block, and nsa.l = 1 is one; use nsa.phi = avg")
         if self.n_sel < FORCED_BLOCKS:
             raise ValueError(
                 f"nsa.n_sel = {self.n_sel} leaves no room for the three forced blocks "
@@ -161,7 +163,8 @@ class ModelConfig(Section):
         """The geometry of the keys that choose blocks: `nsa`, or an indexer's, whose blocks lie side by side."""
         if not self.indexed:
             return self.nsa
-        return self.nsa.model_copy(update={"l": self.indexer_block, "d": self.indexer_block, "phi": "pool"})
+        phi = "pool" if self.indexer_block > 1 else "avg"  # one token has nothing to weigh: dead weights
+        return self.nsa.model_copy(update={"l": self.indexer_block, "d": self.indexer_block, "phi": phi})
 
     @property
     def taught(self) -> bool:

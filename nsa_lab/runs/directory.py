@@ -44,11 +44,18 @@ def new_run_id(name: str) -> str:
 
 
 def create(outputs: Path, name: str, files: dict[str, str]) -> Path:
-    """A new directory under `outputs` holding `files` and a status; nothing is left behind if writing fails."""
-    outputs.mkdir(parents=True, exist_ok=True)
+    """A new directory under `outputs` holding `files` and a status; nothing is left behind if writing fails.
+
+    Raises `RunDirectoryError` where no folder can be made.
+    """
     run_id = new_run_id(name)
     building = outputs / f".creating-{run_id}"
-    building.mkdir()
+    try:
+        building.mkdir(parents=True)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{outputs}: no run can be made there ({error.strerror}); name a folder to write into"
+        ) from None
     try:
         for file, text in files.items():
             (building / file).write_text(text, encoding="utf-8")

@@ -137,8 +137,7 @@ class _Attempt:
         self.world.open(device)
         # The first rank may have written its first event before another counted the attempts.
         self.record.log.attempt = int(self.world.from_first(self.record.log.attempt, device))
-        for stage in self.config.train.plan:
-            self.world.share(stage.sequences_per_step)
+        self.config.train.check_ranks(self.world.size)
         utilisation, why_none = gpu_utilisation(device)
         heartbeat = Heartbeat(
             self.record.log,

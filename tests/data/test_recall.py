@@ -134,6 +134,18 @@ def test_names_are_distinct_and_run_out_with_a_word() -> None:
     assert len({fact.question for fact in draw_facts(576, RecallConfig(), rng)}) == 576
 
 
+def test_values_are_distinct_where_there_are_as_many() -> None:
+    for count, different in ((10, 10), (60, 10)):
+        facts = draw_facts(count, RecallConfig(value_length=1), np.random.default_rng(0))
+        assert len(facts) == count and len({fact.value for fact in facts}) == different
+
+
+@pytest.mark.parametrize("field", ["{value:.3}", "{value:>9}", "{value!r}", "{value:{name}}", "{value}\ud800"])
+def test_a_fact_tells_its_value_as_it_is(field: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.statement = .* (as it is|half a character)"):
+        RecallConfig(statement=f"\nThe {{name}}: {field}\n")
+
+
 def test_what_does_not_fit_is_refused(refuses) -> None:
     rng = np.random.default_rng(0)
     refuses(lambda: draw_facts(577, RecallConfig(), rng), "577 facts", "576 names", "data.names: codes")

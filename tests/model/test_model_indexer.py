@@ -8,7 +8,7 @@ from model_inputs import config_of, loss_of, tokens_of
 
 from nsa_lab.attention import Span, choose_blocks, reference, resolve_backend, selection_loss
 from nsa_lab.attention.dispatch import PARTS
-from nsa_lab.config import ConfigError, ModelConfig
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 from nsa_lab.model import NSATransformer, SparseAttention
 
 RECIPE = {"d_k": 8, "rotary_share": 0.5, "matching_heads": 2, "selection_loss": 0.1, "indexer_block": 2}
@@ -36,6 +36,21 @@ def test_the_text_moves_everything_but_the_indexer() -> None:
     loss_of(model, tokens_of(model.config, 62)).backward()
     for name, p in model.named_parameters():
         assert (p.grad is None) == is_of_indexer(name), name
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_every_weight_of_it_learns(block: int) -> None:
+    """Also where a key is of one token, which has nothing to be weighed against."""
+    model = built(indexer_block=block)
+    model(tokens_of(model.config, 61))
+    model.auxiliary_loss().backward()
+    for name, p in filter(lambda named: is_of_indexer(named[0]), model.named_parameters()):
+        assert p.grad is not None and p.grad.abs().max() > 0, name
+
+
+def test_a_pool_of_one_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nsa.l = 1 is one; use nsa.phi = avg"):
+        NSAConfig(phi="pool", l=1, d=1)
 
 
 def test_blocks_are_those_of_its_queries_and_keys() -> None:

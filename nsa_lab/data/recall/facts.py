@@ -38,7 +38,10 @@ class Fact:
 
 
 def draw_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[Fact]:
-    """`count` facts about different names. Raises `DataError` if there are not as many names."""
+    """`count` facts about different names, with different values where there are as many.
+
+    Raises `DataError` if there are not as many names.
+    """
     available = len(ADJECTIVES) * len(NOUNS) if recall.names == "words" else CODES
     if count > available:
         raise DataError(
@@ -46,7 +49,8 @@ def draw_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> li
             "raise data.bytes_per_fact, or set data.names: codes"
         )
     chosen = rng.choice(available, size=count, replace=False)
-    return [_fact(_name(int(number), recall), _value(recall, rng), recall) for number in chosen]
+    names = [_name(int(number), recall) for number in chosen]
+    return [_fact(name, value, recall) for name, value in zip(names, _values(count, recall, rng), strict=True)]
 
 
 def fact_bytes(recall: RecallConfig) -> int:
@@ -66,6 +70,18 @@ def _name(number: int, recall: RecallConfig) -> str:
         return f"{ADJECTIVES[number // len(NOUNS)]} {NOUNS[number % len(NOUNS)]}"
     letters, digits = divmod(number, 1000)
     return f"{LETTERS[letters // len(LETTERS)]}{LETTERS[letters % len(LETTERS)]}-{digits:03d}"
+
+
+def _values(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[str]:
+    enough = len(ALPHABETS[recall.values]) ** recall.value_length >= count
+    values: list[str] = []
+    drawn: set[str] = set()
+    while len(values) < count:
+        value = _value(recall, rng)
+        if not enough or value not in drawn:
+            values.append(value)
+            drawn.add(value)
+    return values
 
 
 def _value(recall: RecallConfig, rng: np.random.Generator) -> str:

@@ -3,7 +3,8 @@
 Invariants
 * What is planted is a function of the seed, of the sequence's number and, where documents are told apart, of the document's
   place in it; the text around it is the beginning of what it is planted into, byte for byte and in order; the length stays.
-* A question's answer stands earlier in the same sequence, in its statement and nowhere else.
+* A question's answer stands earlier in the same sequence, in its statement and in that of no other fact (unless there are
+  more facts than values). Where the text around happens to hold it too, it stays.
 * Which sequences are planted into is a function of their number and of the share of them (`sparingly`).
 * The bytes of answers weigh `data.answer_weight`, the end of an answer's line and everything else 1.
 """
