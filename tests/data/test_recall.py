@@ -142,7 +142,7 @@ def test_values_are_distinct_where_there_are_as_many() -> None:
 
 @pytest.mark.parametrize("field", ["{value:.3}", "{value:>9}", "{value!r}", "{value:{name}}", "{value}\ud800"])
 def test_a_fact_tells_its_value_as_it_is(field: str) -> None:
-    with pytest.raises(ConfigError, match="data.statement = .* (as it is|half a character)"):
+    with pytest.raises(ConfigError, match=r"data.statement = .* (as it is|half a character)"):
         RecallConfig(statement=f"\nThe {{name}}: {field}\n")
 
 
