@@ -771,6 +771,7 @@ MUTANTS = [
         "if len(set(widths)) > 1:",
         "if len(set(widths) - {1}) > 1:",
     ),
+    Mutant("checks: a block may be read twice", "attention.checks", "if again.any() or", "if"),
     Mutant("checks: integers are taken", "attention.checks", "if x.dtype not in DTYPES:", "if x.dtype.is_complex:"),
     # The kernels, under Triton's interpreter.
     Mutant(

@@ -164,6 +164,25 @@ def test_a_table_is_written_where_that_can_be_or_refused_in_a_line(say, tmp_path
         assert said.code == 2 and f"--into {path}: cannot be written" in said.err and said.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["generate", "needle-8m", "--seed", str(2**70)], "--seed"),
+        (["evaluate", "needle-8m", "--seed", str(2**70)], "--seed"),
+        (["generate", "needle-8m", "--prompt", "\udcff"], "--prompt '\\udcff': expected a UTF-8 text"),
+        (["evaluate", "needle-8m", "--out", __file__], "it cannot hold an evaluation"),
+        (["bench", "attention", "--json", "/nowhere/x.json"], "--json"),
+        (["bench", "decode", "--picture", "/nowhere/x.png"], "--picture"),
+        (["bench", "attention", "--backend", "cuda"], "--backend"),
+        (["bench", "attention", "--shape", "0x8"], "--shape: shape '0x8'"),
+        (["bench", "train", "--shape", "64x0"], "64x0: expected tokens x sequences"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is(say, arguments: list[str], answer: str) -> None:
+    said = say(*arguments, outputs=arguments[0] != "bench")
+    assert said.code == 2 and said.out == "" and answer in said.err
+
+
 @pytest.mark.parametrize("speed", ["0", "-5", "nan", "inf"])
 def test_a_plan_is_made_with_a_speed_that_can_be(say, tiny: Path, speed: str) -> None:
     said = say("plan", tiny, "--tokens-per-s", speed)

@@ -118,8 +118,8 @@ def selected_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tokens <= t of the chosen blocks (eq. 12): q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv],
 
-    blocks int32 [B, T, G, n_sel] as `select_blocks` gives them -> out [B, T, H, Dv], lse float32 [B, T, H]. Raises as
-    `compressed_attention`.
+    blocks int32 [B, T, G, n_sel] as `select_blocks` gives them, or in any order, each once in a row -> out [B, T, H, Dv],
+    lse float32 [B, T, H]. Raises as `compressed_attention`.
     """
     checks.check_raw(q, k, v, span)
     checks.check_blocks(q, k, blocks, nsa)

@@ -79,7 +79,7 @@ class Row:
 def parse_shape(text: str) -> Shape:
     """`2048x8` (tokens x sequences), or `32768x1xH64xG4xD128`. ValueError for anything else."""
     match = re.fullmatch(r"(\d+)x(\d+)(?:xH(\d+)xG(\d+)xD(\d+))?", text)
-    if not match:
+    if not match or not all(int(x) for x in match.groups() if x):
         raise ValueError(f"shape {text!r}: expected TOKENSxSEQUENCES, e.g. 2048x8, or 32768x1xH64xG4xD128")
     return Shape(*(int(x) for x in match.groups() if x))
 

@@ -9,12 +9,25 @@ from typing import Annotated, Any
 import typer
 
 from nsa_lab.cli.common import Ranks
-from nsa_lab.config import ConfigError
+from nsa_lab.config import Backend, ConfigError
 from nsa_lab.runs import directory
 
 app = typer.Typer(no_args_is_help=True, help="Measure kernels, or training steps, against dense attention.")
-Picture = Annotated[Path | None, typer.Option("--picture", metavar="FILE", help="draw the result there")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the numbers there")]
+
+
+def _in_a_folder(file: Path | None) -> Path | None:
+    """Asked before minutes are measured."""
+    if file and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise typer.BadParameter(f"{file} cannot be written; name a file in a folder that is there")
+    return file
+
+
+Picture = Annotated[
+    Path | None, typer.Option("--picture", metavar="FILE", callback=_in_a_folder, help="draw the result there")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", callback=_in_a_folder, help="write the numbers there")
+]
 
 
 @app.command("attention")
@@ -22,7 +35,7 @@ def bench_attention(
     json_file: JsonFile = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxSEQS", help="one shape, e.g. 2048x8; repeat")] = None,
     picture: Picture = None,
-    backend: Annotated[str, typer.Option(help="auto, reference, torch, triton or flash")] = "auto",
+    backend: Annotated[Backend, typer.Option(help="what computes it")] = "auto",
     packed: Annotated[bool, typer.Option("--packed", help="documents in one row instead, beside batched calls")] = False,
 ) -> None:
     """Time and memory of every part of NSA, forward and backward, against dense attention; parity first."""

@@ -12,6 +12,7 @@ from nsa_lab.config import ConfigError
 from nsa_lab.runs import names
 
 app = typer.Typer()
+LAST_SEED = 2**63 - 1  # that torch takes
 
 
 @app.command()
@@ -26,7 +27,7 @@ def generate(
         float | None,
         typer.Option(min=0.0, max=1.0, help="draw from the likeliest tokens that have this probability together"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="of the draw")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LAST_SEED, help="of the draw")] = 0,
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
@@ -98,7 +99,7 @@ def evaluate(
     ] = None,
     per_depth: Annotated[int, typer.Option(min=1, help="sequences at each length and depth")] = 20,
     windows: Annotated[int, typer.Option(min=1, help="windows of held-out text, for the loss by position")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="of the facts, and of random blocks")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LAST_SEED, help="of the facts, and of random blocks")] = 0,
     bf16: Annotated[bool, typer.Option("--bf16", help="weights and attention in bfloat16, for speed [float32]")] = False,
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="where evaluation.json goes [into the run]")] = None,
@@ -150,7 +151,11 @@ def _named(text: str) -> tuple[str, str]:
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
     if file is None:
-        return "\n" if prompt is None else prompt
+        text = "\n" if prompt is None else prompt
+        # The bytes of an argument that are no UTF-8 come as halves of characters.
+        if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
+            raise ConfigError(f"--prompt {text!r}: expected a UTF-8 text; leave out the bytes that are none")
+        return text
     if prompt is not None:
         raise typer.BadParameter("one text to go on from: --prompt or --prompt-file, not both", param_hint="--prompt-file")
     return _text_of(file, "--prompt-file")

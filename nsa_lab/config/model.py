@@ -41,8 +41,6 @@ class NSAConfig(Section):
                     f"nsa.{name} = {length} is not a multiple of nsa.d = {self.d}; "
                     f"use nsa.{name} = {low} or {low + self.d}, or a stride that divides {length}"
                 )
-        if self.phi == "pool" and self.l == 1:
-            raise ValueError("nsa.phi = pool weighs the tokens of a block, and nsa.l = 1 is one; use nsa.phi = avg")
         if self.n_sel < FORCED_BLOCKS:
             raise ValueError(
                 f"nsa.n_sel = {self.n_sel} leaves no room for the three forced blocks "
@@ -109,6 +107,12 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.d_k = {self.d_k} is odd, and rotary embedding turns pairs; use {self.d_k - 1} or {self.d_k + 1}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _weighed(self) -> ModelConfig:
+        if self.nsa.phi == "pool" and self.nsa.l == 1:
+            raise ValueError("nsa.phi = pool weighs the tokens of a block, and nsa.l = 1 is one; use nsa.phi = avg")
         return self
 
     @model_validator(mode="after")

@@ -171,7 +171,10 @@ def _kept_in(run_dir: Path, out: str | Path | None) -> Path:
             f"example --out {names.outputs_folder() / run_dir.name}"
         )
     folder = Path(out or run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: it cannot hold an evaluation ({error.strerror}); name a folder") from None
     return folder
 
 

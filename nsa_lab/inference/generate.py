@@ -46,8 +46,12 @@ def generate(
     are not finite.
     """
     vocab_size = model.config.vocab_size
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens = {max_new_tokens!r}: expected a whole number from 1 up")
+    if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed = {seed!r}: expected a whole number of 64 bits, or None for draws of torch's own")
+    if stream is not None and not callable(stream):
+        raise ValueError(f"stream: expected a function of a prompt's index and a token, got {type(stream).__name__}")
     sampling = Sampling(temperature, top_k, top_p)
     stops = Stops(stop, vocab_size=vocab_size, bytewise=vocab_size == BYTE_VOCABULARY)
     read = [_prompt_tokens(prompt, index, vocab_size) for index, prompt in enumerate(_listed(prompts))]
@@ -129,7 +133,7 @@ def _generator(seed: int | None, sampling: Sampling) -> torch.Generator:
 
 
 def _listed(prompts: Sequence[Tensor | str]) -> Sequence[Tensor | str]:
-    if isinstance(prompts, Tensor | str | bytes):
+    if isinstance(prompts, Tensor | str | bytes) or not isinstance(prompts, Sequence):
         raise ValueError(f"prompts: expected a list of prompts, got one {type(prompts).__name__}; write [prompt]")
     if not len(prompts):
         raise ValueError("prompts: the list is empty; give at least one prompt")

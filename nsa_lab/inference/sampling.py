@@ -24,12 +24,12 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature = {self.temperature}: expected a number from 0 (the likeliest token) up")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k = {self.top_k}: expected at least 1 token to draw from, or None for all of them")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p}: expected a probability above 0 and up to 1, or None for all tokens")
+        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
+            raise ValueError(f"temperature = {self.temperature!r}: expected a number from 0 (the likeliest token) up")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise ValueError(f"top_k = {self.top_k!r}: expected at least 1 token to draw from, or None for all of them")
+        if self.top_p is not None and not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p = {self.top_p!r}: expected a probability above 0 and up to 1, or None for all tokens")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """One token of float32 logits [V] on the CPU. Raises ArithmeticError where they are not finite."""

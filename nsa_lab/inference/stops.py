@@ -15,7 +15,13 @@ class Stops:
     """
 
     def __init__(self, stop: Stop | None, *, vocab_size: int, bytewise: bool) -> None:
-        given = [] if stop is None else [stop] if isinstance(stop, int | str | bytes) else list(stop)
+        given = (
+            []
+            if stop is None
+            else list(stop)
+            if isinstance(stop, Iterable) and not isinstance(stop, str | bytes)
+            else [stop]
+        )
         self._ends = [_tokens(one, vocab_size, bytewise) for one in given]
 
     def reached(self, drawn: Sequence[int]) -> bool:

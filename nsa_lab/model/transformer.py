@@ -78,6 +78,7 @@ class NSATransformer(nn.Module):
 
         Raises ValueError for tokens of another kind, and for a chunk that starts past 0.
         """
+        self._taught = None  # if this pass fails, the one before it is not the last
         x, rotary = self._enter(tokens, span)
         losses: list[Tensor] = []
         for block in self.blocks:
@@ -160,8 +161,10 @@ class NSATransformer(nn.Module):
         )
 
     def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        if tokens.ndim != 2 or tokens.dtype != torch.int64:
-            raise ValueError(f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
+        if tokens.ndim != 2 or tokens.dtype != torch.int64 or 0 in tokens.shape:
+            raise ValueError(
+                f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}; B and T are at least 1"
+            )
         check_span(span, tokens.shape[1])
         c = self.config
         return self.embed(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)

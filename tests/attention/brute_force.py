@@ -309,7 +309,8 @@ def index(x: Array, model: Model, prefix: str) -> tuple[Array, Array, Geometry]:
         k = two_taps(k, model.weights[f"{prefix}.convolution.weight"][:, 0])
     R = model.turned or width
     q, k = (np.concatenate([rotate(rows[..., :R], model.theta), rows[..., R:]], axis=-1) for rows in (q, k))
-    phi = pool(model.weights[f"{prefix}.phi.score"], model.weights[f"{prefix}.phi.place"])
+    weighed = model.indexer > 1  # there is nothing to weigh in one token
+    phi = pool(model.weights[f"{prefix}.phi.score"], model.weights[f"{prefix}.phi.place"]) if weighed else mean
     return q, compress(k, geometry, phi), geometry
 
 

@@ -198,6 +198,10 @@ def test_blocks_from_outside_are_read_in_place_of_the_chosen_ones(arm: str) -> N
         (lambda blocks: blocks.long(), "blocks: expected int32, got torch.int64; use blocks.int()"),
         (lambda blocks: blocks[:, 1:], "blocks: expected"),
         (lambda blocks: blocks[..., 1:], "blocks: expected"),
+        (lambda blocks: blocks[..., :1].expand_as(blocks), ", some twice; keep one of each"),
+        (lambda blocks: torch.cat([blocks[..., 1:], blocks[..., :1]], -1).clamp_min(0), ", some twice; keep one of each"),
+        (lambda blocks: blocks - 1, "or -1 for none; got -2 to "),
+        (lambda blocks: torch.where(blocks == -1, blocks, blocks + 1), "blocks: expected numbers from 0 to "),
     ],
 )
 def test_blocks_from_outside_that_do_not_fit_are_refused(

@@ -176,7 +176,7 @@ def test_inputs_that_do_not_belong_together_are_refused(mistake: str, backend: s
 
 def test_each_function_checks_its_own_inputs() -> None:
     x = Shape().inputs()
-    blocks = torch.zeros(1, Shape().T, 2, 3, dtype=torch.int32)
+    blocks = torch.full((1, Shape().T, 2, 3), -1, dtype=torch.int32)
     lse = torch.zeros(1, Shape().T, 6)
     selected, sel = attention.selected_attention, (x.q, x.k_sel, x.v_sel)
     calls = {
@@ -370,7 +370,7 @@ def test_a_shape_that_triton_does_not_take_is_named_with_the_nearest(
 def test_a_direct_call_is_refused_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no model says the widths, the tensors do."""
     monkeypatch.setattr(kernels, "unusable", lambda *_: None)
-    x, blocks = Shape().inputs(), torch.zeros(1, Shape().T, 2, 3, dtype=torch.int32)
+    x, blocks = Shape().inputs(), torch.full((1, Shape().T, 2, 3), -1, dtype=torch.int32)
     nsa = NSA.model_copy(update={"l_sel": 16})
     q, k, v = (a[..., :2].contiguous() for a in (x.q, x.k_sel, x.v_sel))
     calls = {
@@ -416,7 +416,7 @@ def test_flash_takes_the_window_and_dense_attention_only(monkeypatch: pytest.Mon
     }
     config = ModelConfig(attention="dense")
     assert attention.resolve_backend("cpu", torch.bfloat16, config.nsa, config, "flash")["dense"].backend == "flash"
-    x, blocks = Shape().inputs(), torch.zeros(1, 21, 2, 3, dtype=torch.int32)
+    x, blocks = Shape().inputs(), torch.full((1, 21, 2, 3), -1, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="not selected; use auto, triton or torch"):
         attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, NSA, backend="flash")
 

@@ -50,7 +50,7 @@ def test_every_weight_of_it_learns(block: int) -> None:
 
 def test_a_pool_of_one_token_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"nsa.l = 1 is one; use nsa.phi = avg"):
-        NSAConfig(phi="pool", l=1, d=1)
+        ModelConfig(nsa=NSAConfig(phi="pool", l=1, d=1))
 
 
 def test_blocks_are_those_of_its_queries_and_keys() -> None:
