@@ -264,7 +264,7 @@ def test_refuses_what_it_cannot_do(change, error, words, device):
         "q": torch.zeros(1, 8, 4, 32),
         "k": torch.zeros(1, 8, 2, 32),
         "v": torch.zeros(1, 8, 2, 32),
-        "blocks": torch.zeros(1, 8, 2, 3, dtype=torch.int32),
+        "blocks": torch.tensor([0, -1, -1], dtype=torch.int32).expand(1, 8, 2, 3),
         "nsa": config(3, 16),
     }
     given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in (given | change).items()}
