@@ -906,7 +906,8 @@ print(f"untrained, the matching head at the last {sentence[-1]!r} looks at {afte
 # reads at 1.361 and 1.365 bits per byte, and a dense twin with the same start, of 72.4 million parameters, at 1.389:
 # one seed of the twin, and not of equal size, so that this is no finding about text.
 # [docs/science/retrieval.md][1] says why each is needed, and its log has every row, those that failed among them. The
-# presets `smoke` and `recall_taught` train with all four; a configuration that names none is the paper's NSA, as sections 1 to 16 have it.
+# presets `smoke` and `recall_taught` train with all four; a configuration that names none is the paper's NSA, as
+# sections 1 to 16 have it.
 #
 # [1]: ../docs/science/retrieval.md
 #

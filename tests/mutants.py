@@ -1493,6 +1493,7 @@ MUTANTS = [
         'for change in ("random", "nearest", "no_sel")}',
         'for change in ("random", "nearest")}',
     ),
+    Mutant("health: luck counts as a choice", "health.selection", "limits.reach_share * (loss", "0.0 * (loss"),
     Mutant("health: the first reading of the choice is judged", "health.selection", "last = asked[-1]", "last = asked[0]"),
     Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),
     Mutant(

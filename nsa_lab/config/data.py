@@ -37,8 +37,8 @@ class RecallConfig(Section):
         for key, wanted in (("statement", {"name", "value"}), ("question", {"name"})):
             text = getattr(self, key)
             try:
-                fields = [field for field in string.Formatter().parse(text) if field[1] is not None]
-                found = {name for _, name, _, _ in fields}
+                parsed = list(string.Formatter().parse(text))
+                found = {name for _, name, _, _ in parsed if name is not None}
             except ValueError as error:
                 raise ValueError(f"data.{key} = {text!r}: {error}; double a brace that is meant as one") from None
             if found != wanted:
@@ -46,7 +46,7 @@ class RecallConfig(Section):
                     f"data.{key} = {text!r} holds {', '.join(sorted(found)) or 'no field'}; "
                     f"expected {' and '.join(f'{{{field}}}' for field in sorted(wanted))}"
                 )
-            if any(form or conversion for _, _, form, conversion in fields):
+            if any(form or conversion for _, _, form, conversion in parsed):
                 raise ValueError(
                     f"data.{key} = {text!r} gives a field a form, and an answer is the value as it is; write "
                     f"{' and '.join(f'{{{field}}}' for field in sorted(wanted))}"

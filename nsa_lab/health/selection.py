@@ -48,24 +48,26 @@ def choice_range(length: int, nsa: NSAConfig) -> ChoiceRange:
 
 
 def selection_finds(history: History, limits: Limits) -> Verdict | None:
-    """Answers beyond the window are right, and cost more with random blocks, with the nearest, and without the branch.
+    """Answers beyond the window are right, and cost more with random blocks, with the nearest, and without the selected
+    branch: by `reach_loss` nats, and by `reach_share` of what they cost there.
 
     The last reading that was asked is judged. A run on text without facts in it need not have learned to answer: there,
     success is told and its absence says nothing.
     """
     if is_dense(history):
         return None
-    name, limit = "selection finds", limits.reach_loss
+    name = "selection finds"
     told = history.current("reach")
     parts = {"length": int, "answer_loss": dict, "accuracy": dict}
     asked = [event for event in told if all(isinstance(event.get(key), kind) for key, kind in parts.items())]
     if not asked:
         why = f"not judged: {told[-1].get('why_not')}" if told else "no intervention on the choice was recorded"
-        return Verdict(name, None, None, limit, why)
+        return Verdict(name, None, None, limits.reach_loss, why)
     last = asked[-1]
     loss, right = last["answer_loss"], last["accuracy"]
     gained = {change: _gain(loss, change) for change in ("random", "nearest", "no_sel")}
     least, gain = min(gained.items(), key=lambda item: item[1])
+    limit = max(limits.reach_loss, limits.reach_share * (loss.get(least) or 0.0))
     shown = {
         name: f"{right.get(name, math.nan):.0%} right, {_nats(loss.get(name))} per byte" for name in ("chosen", "random")
     }
@@ -79,7 +81,7 @@ def selection_finds(history: History, limits: Limits) -> Verdict | None:
     if gain >= limit:
         text += f"; the choice saves {gain:.2f} nats at least, and finds nothing yet"
     else:
-        text += f"; {words[least]} as good: the choice saves {max(gain, 0):.2f} nats, and {limit:g} were asked"
+        text += f"; {words[least]} as good: the choice saves {max(gain, 0):.2f} nats, and {limit:.2f} were asked"
     if history.config.data.source != "recall":
         text += ". It was not trained on facts, as it would be with data.source: recall, so that says little"
         return Verdict(name, None, gain, limit, text)
