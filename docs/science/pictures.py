@@ -12,11 +12,12 @@ from nsa_lab.figures.retrieval import retrieval_map
 from nsa_lab.figures.style import DENSE, SEL, legend_below, panel, png
 
 HERE = Path(__file__).parent
-# Model, embeddings, colour and line of the eighth question's runs and of their controls, both seeds of each.
+# Model, embeddings, colour and line of the runs of the eighth and the ninth question and of their controls, each seed of each.
 COURSES = (
-    ("NSA, embeddings normed", SEL, "-", ("recall_normed", "recall_normed_seed1")),
+    ("NSA, embeddings normed", SEL, "-", ("recall_normed", "recall_normed_seed1", "recall_seed2")),
     ("NSA, as they were looked up", SEL, ":", ("recall_block2", "recall_block2_seed1")),
     ("dense, embeddings normed", DENSE, "-", ("recall_normed_dense",)),
+    ("dense, as many parameters as NSA", DENSE, "--", ("recall_wide_dense", "recall_wide_dense_seed1_cut")),
     ("dense, as they were looked up", DENSE, ":", ("recall_block2_dense", "recall_block2_dense_seed1")),
     ("NSA without the recipe", "#CC79A7", "--", ("recall_nsa_cut",)),
 )
@@ -24,7 +25,7 @@ ASKED = {
     "NSA, seed 0": "recall_normed",
     "NSA, seed 1": "recall_normed_seed1",
     "dense, seed 0": "recall_normed_dense",
-    "dense, embeddings as looked up, seed 0": "recall_block2_dense",
+    "dense, as many parameters, seed 0": "recall_wide_dense",
 }
 CHANGES_OF_LENGTH = {393: "8,192", 916: "32,768"}
 
@@ -59,8 +60,20 @@ def needles() -> Figure:
     return retrieval_map({"run": "the recipe and its dense twin", "step": 1424, "retrieval": cells})
 
 
+def tasks() -> Figure:
+    """Three tasks by length and depth, at the seed that `nsa-lab evaluate` asked them of."""
+    record = read("recall_seed2")
+    cells = [
+        {"task": task, "length": int(length), "depth": depth, "right": right, "answers": asked}
+        for task in ("needle", "multi_key", "multi_query")
+        for length, row in record[f"{task}_depth_right_asked_loss"].items()
+        for depth, right, asked, _ in row
+    ]
+    return retrieval_map({"run": "the recipe, seed 2", "step": 1424, "retrieval": cells})
+
+
 if __name__ == "__main__":
-    for drawn in (courses, needles):
+    for drawn in (courses, needles, tasks):
         path = HERE.parent / "pictures" / f"{drawn.__name__}_retrieval.png"
         path.write_bytes(png(drawn()))
         print(path)
