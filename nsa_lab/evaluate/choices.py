@@ -27,9 +27,8 @@ def chosen_blocks(scoring: Scoring, layer: SparseAttention) -> Tensor:
 
 
 def random_blocks(q: Tensor, groups: int, nsa: NSAConfig, generator: torch.Generator) -> Tensor:
-    """Blocks by the throw of a die, int32 [B, T, G, n_sel]; `generator` is one of the CPU."""
-    scores = torch.rand(*_shape(q, groups, nsa), generator=generator).to(q.device)
-    return reference.choose(scores, nsa)
+    """Blocks by the throw of a die, int32 [B, T, G, n_sel]; `generator` is one of q's device, which draws in its own way."""
+    return reference.choose(torch.rand(*_shape(q, groups, nsa), generator=generator, device=q.device), nsa)
 
 
 def nearest_blocks(q: Tensor, groups: int, nsa: NSAConfig) -> Tensor:
@@ -63,7 +62,7 @@ def choice_quality(model: NSATransformer, tokens: Tensor, seed: int = 0) -> dict
     nsa = model.config.nsa
     if tokens.shape[1] <= nsa.n_sel * nsa.l_sel:
         return None
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(tokens.device).manual_seed(seed)
     by_layer = [_quality(*seen, generator) for seen in _layers(model, tokens)]
     return {name: [layer[name] for layer in by_layer] for name in by_layer[0]}
 
@@ -123,13 +122,14 @@ def _masses(q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> Iterator[tuple[int, Ten
     B, T, H, D = q.shape
     G, blocks = k_sel.shape[2], geometry.num_selection(T, nsa)
     rows = max(1, SCORES_AT_ONCE // (B * H * T))
-    s = geometry.positions(0, T, q.device)
     for first in range(0, T, rows):
-        part = q[:, first : first + rows].unflatten(2, (G, H // G))
-        scores = torch.einsum("btghd,bsgd->btghs", part, k_sel).float() * D**-0.5
-        t = geometry.positions(first, first + part.shape[1], q.device)
+        end = min(first + rows, T)
+        part = q[:, first:end].unflatten(2, (G, H // G))
+        # Keys past the piece's last query are masked for all of it, so they are not read: half of the work.
+        scores = torch.einsum("btghd,bsgd->btghs", part, k_sel[:, :end]).float() * D**-0.5
+        t, s = (geometry.positions(a, end, q.device) for a in (first, 0))
         p = scores.masked_fill_((s > t[:, None])[None, :, None, None], float("-inf")).softmax(-1).sum(3)
-        yield first, torch.nn.functional.pad(p, (0, blocks * nsa.l_sel - T)).unflatten(-1, (blocks, nsa.l_sel)).sum(-1)
+        yield first, torch.nn.functional.pad(p, (0, blocks * nsa.l_sel - end)).unflatten(-1, (blocks, nsa.l_sel)).sum(-1)
 
 
 def _shape(q: Tensor, groups: int, nsa: NSAConfig) -> tuple[int, int, int, int]:

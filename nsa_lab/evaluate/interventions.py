@@ -69,7 +69,7 @@ def forward(model: NSATransformer, tokens: Tensor, intervention: Intervention, s
     """
     c = model.config
     choices.check_sparse(model)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(tokens.device).manual_seed(seed)
     x, rotary = model.embed(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
