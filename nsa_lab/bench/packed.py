@@ -27,7 +27,7 @@ from nsa_lab.attention.dispatch import Choice, nsa_attention, resolve_backend
 from nsa_lab.bench import records
 from nsa_lab.bench.attention import TABLE_WIDTH, machine, number
 from nsa_lab.bench.attention_parity import GRADIENT_FACTOR, OUTPUT_FACTOR, relative_error
-from nsa_lab.bench.timing import peak_bytes, time_ms
+from nsa_lab.bench.timing import kernel_us, peak_bytes, time_ms
 from nsa_lab.config import NSAConfig
 
 EVEN_BAR, CORPUS_BAR = 1.03, 1.15  # times what they are held against
@@ -95,7 +95,11 @@ def run_packed_bench(
         bench.line("corpus", corpus, None, sum(map(bench.alone_ms, corpus)), CORPUS_BAR),
         bench.line("corpus, capacity", corpus, 4 * len(corpus), sum(map(bench.alone_ms, corpus)), CORPUS_BAR),
     ]
-    (console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)).print(_table(lines))
+    kernels = bench.kernels(even)
+    console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console.print(_table(lines))
+    if kernels:
+        console.print(_kernel_table(kernels))
     if json_path:
         record = {
             "what": "documents in one row, beside batched calls",
@@ -107,6 +111,7 @@ def run_packed_bench(
             "sizes": asdict(sizes),
             "corpus": corpus,
             "batched_ms": bench.batched,
+            "kernels_us": kernels,
             "lines": [asdict(line) for line in lines],
         }
         records.write(Path(json_path), record)
@@ -189,6 +194,17 @@ class _Bench:
             self.batched[length] = time_ms(lambda: self.both(inputs, d_out, None), self.device)
         return self.batched[length]
 
+    def kernels(self, lengths: list[int]) -> dict[str, tuple[float, float]]:
+        """Microseconds of every kernel, in one row of documents of one length, and batched; none on a CPU."""
+        span, length = _span(lengths), lengths[0]
+        packed = self.inputs(1, span.queries, span.num_compressed(self.nsa))
+        batched = self.inputs(len(lengths), length, geometry.num_compressed(length, self.nsa))
+        us = [
+            kernel_us(lambda x=x, s=s: self.both(x, torch.ones_like(x[0]), s), self.device)
+            for x, s in ((packed, span), (batched, None))
+        ]
+        return {name: (us[0].get(name, 0.0), us[1].get(name, 0.0)) for name in sorted({**us[0], **us[1]})}
+
     def both(self, inputs: list[Tensor], d_out: Tensor, span: Span | None) -> list[Tensor]:
         """The output, and the gradients of all inputs."""
         out = nsa_attention(*inputs, nsa=self.nsa, backend=self.choices, span=span)
@@ -215,4 +231,13 @@ def _table(lines: list[Line]) -> Table:
         packed = line.note or number(line.packed_ms)
         ends = (packed, number(line.beside_ms), number(line.ratio), number(line.bar), number(line.peak_mib))
         table.add_row(line.name, str(line.tokens), str(line.documents), number(line.worst), *ends)
+    return table
+
+
+def _kernel_table(kernels: Mapping[str, tuple[float, float]]) -> Table:
+    table = Table(title="even, kernel by kernel, us; what documents add comes first")
+    for name in ("kernel", "packed", "batched", "more"):
+        table.add_column(name, justify="left" if name == "kernel" else "right")
+    for name, (packed, batched) in sorted(kernels.items(), key=lambda item: item[1][1] - item[1][0]):
+        table.add_row(name[:60], *(f"{us:.1f}" for us in (packed, batched, packed - batched)))
     return table

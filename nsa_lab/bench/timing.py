@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 # Steps of a turn: one alone, as when a model writes, once what the other one left in the caches is gone.
 ROUNDS, UNTIMED, TIMED = 4, 3, 6
@@ -42,6 +44,35 @@ def _clock_ms(run: Callable[[], object], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def profiler() -> profile:
+    """Of one cycle; torch warns into the report that it drops events of earlier ones unless told to keep them."""
+    return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+
+
+def kernels_of(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, float]]:
+    """Name, start and end in microseconds of every kernel that `run` launches; none on a CPU."""
+    if device.type != "cuda":
+        return []
+    torch.cuda.synchronize(device)
+    with profiler() as recorded:
+        run()
+        torch.cuda.synchronize(device)
+    events = recorded.events()
+    assert events is not None, "a profiler has events from the end of its `with` block on"
+    # A registered operator's range is reported as if it were a kernel, too.
+    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith("nsa_lab::")]
+    return [(e.name, e.time_range.start, e.time_range.end) for e in kernels]
+
+
+def kernel_us(run: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Microseconds of each kernel in a call, all its launches together: the mean of `REPEATS` calls after one."""
+    run()
+    spent = defaultdict[str, float](float)
+    for name, start, end in kernels_of(lambda: [run() for _ in range(REPEATS)], device):
+        spent[name] += (end - start) / REPEATS
+    return dict(spent)
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from nsa_lab.attention.kernels.vocabulary import part_of_kernel
 from nsa_lab.bench import records
+from nsa_lab.bench.timing import kernels_of
 from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import Batch, prepare
 from nsa_lab.train.distributed import World
@@ -228,22 +228,8 @@ def _median_step_s(parts: Parts, batches: Iterator, steps: int) -> float:
 
 def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, float]:
     """Share of the wall time of a step by part, and idle."""
-    torch.cuda.synchronize()
-    with _profiler() as recorded:
-        for _ in range(steps):
-            _step(parts, next(batches))
-        torch.cuda.synchronize()
-    events = recorded.events()
-    assert events is not None, "a profiler has events from the end of its `with` block on"
-    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith("nsa_lab::")]
-    spent = _time_by_part(
-        (
-            part_of(k.name),
-            k.time_range.start,
-            k.time_range.end,
-        )
-        for k in kernels
-    )
+    kernels = kernels_of(lambda: [_step(parts, next(batches)) for _ in range(steps)], parts.device)
+    spent = _time_by_part((part_of(name), start, end) for name, start, end in kernels)
     wall = sum(spent.values())
     return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
 
@@ -253,11 +239,6 @@ def part_of(kernel: str) -> str:
     return part_of_kernel(kernel) or next(
         (part for part, words in OTHER_KERNELS.items() if any(word in kernel.lower() for word in words)), "elementwise"
     )
-
-
-def _profiler() -> profile:
-    # There is one cycle, and torch warns into the report that it drops events of earlier ones unless told to keep them.
-    return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
 
 
 def _time_by_part(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:

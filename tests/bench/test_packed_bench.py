@@ -9,6 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from nsa_lab.attention import torch_backend
+from nsa_lab.bench import packed
 from nsa_lab.bench.packed import GPU_SIZES, RowSizes, corpus_lengths, run_packed_bench
 from nsa_lab.cli import app
 from nsa_lab.config import NSAConfig
@@ -35,7 +36,15 @@ def test_every_packing_is_checked_timed_and_recorded(tmp_path):
     # 24 tokens in all, or one sequence where that is longer.
     shares = [length * batched[64] / 64 for length in recorded["corpus"]]
     assert lines["corpus"].beside_ms == pytest.approx(sum(shares))
-    assert [line["name"] for line in recorded["lines"]] == list(lines)
+    assert [line["name"] for line in recorded["lines"]] == list(lines) and recorded["kernels_us"] == {}
+
+
+def test_kernels_are_listed_by_what_documents_add(tmp_path):
+    console = Console(file=(tmp_path / "table.txt").open("w"), width=200)
+    console.print(packed._kernel_table({"same": (5.0, 5.0), "slower": (9.0, 4.0), "packed alone": (2.0, 0.0)}))
+    console.file.close()
+    told = (tmp_path / "table.txt").read_text()
+    assert told.index("slower") < told.index("packed alone") < told.index("same") and "-5.0" not in told
 
 
 def test_documents_that_read_each_other_get_no_speed(tmp_path, monkeypatch):

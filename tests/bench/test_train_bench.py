@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import profiler
 
-from nsa_lab.bench import curves, train
+from nsa_lab.bench import curves, timing, train
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are measurements, not tests")
@@ -74,7 +74,7 @@ def test_profiling_a_step_does_not_warn_of_dropped_events(monkeypatch: pytest.Mo
     monkeypatch.setattr(profiler, "_WARNINGS_SHOWN", set(), raising=False)  # torch says it once a process
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        recorded = train._profiler()
+        recorded = timing.profiler()
         for _ in range(2):  # some versions of torch warn of the first cycle already, others of the second
             with recorded:
                 torch.ones(3).sum()
