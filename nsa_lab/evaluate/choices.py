@@ -27,7 +27,7 @@ def chosen_blocks(scoring: Scoring, layer: SparseAttention) -> Tensor:
 
 
 def random_blocks(q: Tensor, groups: int, nsa: NSAConfig, generator: torch.Generator) -> Tensor:
-    """Blocks by the throw of a die, int32 [B, T, G, n_sel]; `generator` is one of q's device, which draws in its own way."""
+    """Blocks by the throw of a die, int32 [B, T, G, n_sel]; `generator` is of q's device, which draws in its own way."""
     return reference.choose(torch.rand(*_shape(q, groups, nsa), generator=generator, device=q.device), nsa)
 
 
