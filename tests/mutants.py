@@ -105,6 +105,7 @@ SUITES = {
     "model.initial": MODEL,
     "model.layers": [*MODEL, "tests/inference/test_decode.py"],
     "model.statistics": MODEL,
+    "model.drop_in": ["tests/model/test_model_layer.py"],
     "model.transformer": MODEL,
 }
 OTHERS = {
@@ -237,6 +238,7 @@ OTHERS = {
     ],
     "runs.files": ["tests/runs/test_damaged_records.py"],
     "runs.launch": ["tests/runs/test_damaged_records.py"],
+    "runs.ranks": ["tests/train/test_launch.py"],
     "runs.sweep": ["tests/runs/test_sweep.py"],
     "config.sweep": ["tests/runs/test_sweep.py"],
     "health.sweep": ["tests/health/test_sweep_results.py"],
@@ -1493,6 +1495,15 @@ MUTANTS = [
         'for change in ("random", "nearest", "no_sel")}',
         'for change in ("random", "nearest")}',
     ),
+    Mutant("ranks: GPUs are not counted", "runs.ranks", "if 0 < gpus < ranks:", "if False:"),
+    Mutant(
+        "layer: under autocast it takes anything",
+        "model.drop_in",
+        " and {x.dtype, weights} <= set(CAST):",
+        ":",
+    ),
+    Mutant("model: any number is a token", "model.transformer", "if low < 0 or high >= c.vocab_size:", "if low < 0:"),
+    Mutant("reach: few enough for luck", "evaluate.reach", "SEQUENCES = 16", "SEQUENCES = 4"),
     Mutant("health: luck counts as a choice", "health.selection", "limits.reach_share * (loss", "0.0 * (loss"),
     Mutant("health: the first reading of the choice is judged", "health.selection", "last = asked[-1]", "last = asked[0]"),
     Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),

@@ -27,8 +27,9 @@ def chosen_blocks(scoring: Scoring, layer: SparseAttention) -> Tensor:
 
 
 def random_blocks(q: Tensor, groups: int, nsa: NSAConfig, generator: torch.Generator) -> Tensor:
-    """Blocks by the throw of a die, int32 [B, T, G, n_sel]; `generator` is one of the CPU."""
-    scores = torch.rand(*_shape(q, groups, nsa), generator=generator).to(q.device)
+    """Blocks by the throw of a die, int32 [B, T, G, n_sel]; `generator` is one of q's device."""
+    # There, since there are many: at 32,768 tokens a CPU takes some .2 s for those of one layer and sequence.
+    scores = torch.rand(*_shape(q, groups, nsa), generator=generator, device=q.device)
     return reference.choose(scores, nsa)
 
 
@@ -63,7 +64,7 @@ def choice_quality(model: NSATransformer, tokens: Tensor, seed: int = 0) -> dict
     nsa = model.config.nsa
     if tokens.shape[1] <= nsa.n_sel * nsa.l_sel:
         return None
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(tokens.device).manual_seed(seed)
     by_layer = [_quality(*seen, generator) for seen in _layers(model, tokens)]
     return {name: [layer[name] for layer in by_layer] for name in by_layer[0]}
 

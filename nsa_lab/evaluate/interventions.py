@@ -63,13 +63,14 @@ class Effect:
 
 @torch.no_grad()
 def forward(model: NSATransformer, tokens: Tensor, intervention: Intervention, seed: int = 0) -> Tensor:
-    """Logits [B, T, V] of tokens int64 [B, T] under an intervention; `seed` is that of random blocks.
+    """Logits [B, T, V] of tokens int64 [B, T] under an intervention; `seed` is that of random blocks, which are others on
+    another kind of device.
 
     Raises ValueError for a dense model, which has neither blocks nor branches.
     """
     c = model.config
     choices.check_sparse(model)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(tokens.device).manual_seed(seed)
     x, rotary = model.embed(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)

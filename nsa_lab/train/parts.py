@@ -88,8 +88,8 @@ def _device(config: RunConfig, world: World) -> torch.device:
         return torch.device("cpu")
     if world.local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {world.local_rank} has no GPU: torch sees {torch.cuda.device_count()} here; start at most one rank "
-            "for each"
+            f"local rank {world.local_rank} has no GPU: torch sees {torch.cuda.device_count()} here; "
+            "start at most one rank for each"
         )
     device = torch.device("cuda", world.local_rank)
     torch.cuda.set_device(device)
