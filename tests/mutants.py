@@ -1503,6 +1503,12 @@ MUTANTS = [
         ":",
     ),
     Mutant("model: any number is a token", "model.transformer", "if low < 0 or high >= c.vocab_size:", "if low < 0:"),
+    Mutant(
+        "retrieval: any question is the one at the depth",
+        "evaluate.retrieval",
+        "found[0][:, 0].all(-1)",
+        "found[0][:, -1].all(-1)",
+    ),
     Mutant("reach: few enough for luck", "evaluate.reach", "SEQUENCES = 16", "SEQUENCES = 4"),
     Mutant("health: luck counts as a choice", "health.selection", "limits.reach_share * (loss", "0.0 * (loss"),
     Mutant("health: the first reading of the choice is judged", "health.selection", "last = asked[-1]", "last = asked[0]"),
