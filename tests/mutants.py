@@ -231,7 +231,12 @@ OTHERS = {
         "one_failed_save_is_recorded_and_the_next_one_tried",
     ),
     "train.checkpoint": ["tests/crash/test_full_disk.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
-    "runs.checkpoints": ["tests/runs/test_damaged_records.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
+    "runs.checkpoints": [
+        "tests/runs/test_damaged_records.py",
+        "tests/crash/test_damage.py",
+        "tests/crash/test_save.py",
+        "tests/runs/test_checkpoints.py",
+    ],
     "runs.lock": [
         "tests/train/test_ranks.py::test_resume_refuses_while_a_rank_lives_and_names_it",
         "tests/runs/test_damaged_records.py",
@@ -1508,6 +1513,12 @@ MUTANTS = [
         "evaluate.retrieval",
         "found[0][:, 0].all(-1)",
         "found[0][:, -1].all(-1)",
+    ),
+    Mutant(
+        "checkpoints: called as anybody likes",
+        "runs.checkpoints",
+        "if isinstance(step, int) and checkpoint.name !=",
+        "if False and checkpoint.name !=",
     ),
     Mutant("reach: few enough for luck", "evaluate.reach", "SEQUENCES = 16", "SEQUENCES = 4"),
     Mutant("health: luck counts as a choice", "health.selection", "limits.reach_share * (loss", "0.0 * (loss"),

@@ -20,7 +20,7 @@ from nsa_lab.model import NSATransformer
 
 CHANGES = ("random", "nearest", "no_sel")
 TOKENS_AT_ONCE = 1 << 16
-# One random choice saves up to .55 of what another costs over 4 sequences, .27 over 16 (docs/science/retrieval_log.md), and
+# One random choice saves up to .60 of what another costs over 4 sequences, .27 over 16 (docs/science/retrieval_log.md), and
 # the verdict "selection finds" asks for half.
 SEQUENCES = 16
 

@@ -81,6 +81,8 @@ class NSAttention(nn.Module):
         """
         c = self.config
         self._taught = None  # if this pass fails, the one before it is not the last
+        if not isinstance(x, Tensor):
+            raise ValueError(f"NSAttention: expected x [B, T, {c.dim}] as a tensor, got a {type(x).__name__}")
         if x.ndim != 3 or x.shape[2] != c.dim:
             raise ValueError(f"NSAttention: expected x [B, T, {c.dim}], got {tuple(x.shape)}")
         if 0 in x.shape:

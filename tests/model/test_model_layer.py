@@ -241,6 +241,11 @@ def test_widths_follow_from_the_model_width() -> None:
             r"got torch.float64; use x.to\(torch.float32\), or cast the layer: layer.to\(x.dtype\)$",
         ),
         (lambda: layer_of().bfloat16()(torch.zeros(1, 9, 24)), r"expected x in torch.bfloat16, .* got torch.float32"),
+        (lambda: layer_of()(np.zeros((1, 9, 24), np.float32)), r"expected x \[B, T, 24\] as a tensor, got a ndarray"),
+        (
+            lambda: layer_of()(torch.zeros(1, 9, 24), torch.tensor([0, 9])),
+            r"span: expected a Span, got a Tensor; use Span.full",
+        ),
         (lambda: under_autocast(torch.float64), r"expected x in torch.float32, .* got torch.float64"),
         (lambda: under_autocast(torch.int64), r"expected x in torch.float32, .* got torch.int64"),
         (lambda: model_given(torch.zeros(1, 9)), r"tokens: expected int64 \[B, T\], got torch.float32 \(1, 9\)"),
