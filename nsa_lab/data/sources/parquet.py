@@ -84,8 +84,8 @@ def _check_text_column(schema: Any, name: str, text_column: str) -> None:
         )
     if (count := schema.names.count(text_column)) > 1:
         raise DataError(
-            f"{name}: {count} columns are called {text_column!r}; rename the ones without the text, or set data.text_column "
-            "to another"
+            f"{name}: {count} columns are called {text_column!r}; rename the ones without the text, or "
+            "set data.text_column to another"
         )
     kind = schema.field(text_column).type
     if types.is_dictionary(kind):
