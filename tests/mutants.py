@@ -216,6 +216,7 @@ OTHERS = {
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
     "evaluate.reach": ["tests/evaluate/test_reach.py"],
+    "evaluate.retrieval": ["tests/evaluate/test_retrieval.py"],
     "evaluate.documents": ["tests/evaluate/test_document_loss.py"],
     "evaluate.interventions": ["tests/evaluate/test_interventions.py"],
     "evaluate.tiny_recall": cases(
