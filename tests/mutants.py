@@ -105,6 +105,7 @@ SUITES = {
     "model.initial": MODEL,
     "model.layers": [*MODEL, "tests/inference/test_decode.py"],
     "model.statistics": MODEL,
+    "model.drop_in": ["tests/model/test_model_layer.py"],
     "model.transformer": MODEL,
 }
 OTHERS = {
@@ -215,6 +216,7 @@ OTHERS = {
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
     "evaluate.reach": ["tests/evaluate/test_reach.py"],
+    "evaluate.retrieval": ["tests/evaluate/test_retrieval.py"],
     "evaluate.documents": ["tests/evaluate/test_document_loss.py"],
     "evaluate.interventions": ["tests/evaluate/test_interventions.py"],
     "evaluate.tiny_recall": cases(
@@ -230,13 +232,19 @@ OTHERS = {
         "one_failed_save_is_recorded_and_the_next_one_tried",
     ),
     "train.checkpoint": ["tests/crash/test_full_disk.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
-    "runs.checkpoints": ["tests/runs/test_damaged_records.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
+    "runs.checkpoints": [
+        "tests/runs/test_damaged_records.py",
+        "tests/crash/test_damage.py",
+        "tests/crash/test_save.py",
+        "tests/runs/test_checkpoints.py",
+    ],
     "runs.lock": [
         "tests/train/test_ranks.py::test_resume_refuses_while_a_rank_lives_and_names_it",
         "tests/runs/test_damaged_records.py",
     ],
     "runs.files": ["tests/runs/test_damaged_records.py"],
     "runs.launch": ["tests/runs/test_damaged_records.py"],
+    "runs.ranks": ["tests/train/test_launch.py"],
     "runs.sweep": ["tests/runs/test_sweep.py"],
     "config.sweep": ["tests/runs/test_sweep.py"],
     "health.sweep": ["tests/health/test_sweep_results.py"],
@@ -1493,6 +1501,27 @@ MUTANTS = [
         'for change in ("random", "nearest", "no_sel")}',
         'for change in ("random", "nearest")}',
     ),
+    Mutant("ranks: GPUs are not counted", "runs.ranks", "if 0 < gpus < ranks:", "if False:"),
+    Mutant(
+        "layer: under autocast it takes anything",
+        "model.drop_in",
+        " and {x.dtype, weights} <= set(CAST):",
+        ":",
+    ),
+    Mutant("model: any number is a token", "model.transformer", "if low < 0 or high >= c.vocab_size:", "if low < 0:"),
+    Mutant(
+        "retrieval: any question is the one at the depth",
+        "evaluate.retrieval",
+        "found[0][:, 0].all(-1)",
+        "found[0][:, -1].all(-1)",
+    ),
+    Mutant(
+        "checkpoints: called as anybody likes",
+        "runs.checkpoints",
+        "if isinstance(step, int) and checkpoint.name !=",
+        "if False and checkpoint.name !=",
+    ),
+    Mutant("reach: few enough for luck", "evaluate.reach", "SEQUENCES = 16", "SEQUENCES = 4"),
     Mutant("health: luck counts as a choice", "health.selection", "limits.reach_share * (loss", "0.0 * (loss"),
     Mutant("health: the first reading of the choice is judged", "health.selection", "last = asked[-1]", "last = asked[0]"),
     Mutant("selection loss: the target carries gradient", "attention.selection_loss", "with torch.no_grad():", "if True:"),
@@ -2060,6 +2089,12 @@ MUTANTS = [
         "evaluate.choices",
         "(s > t[:, None])[None, :, None, None]",
         "(s > t[:, None] + nsa.l_sel)[None, :, None, None]",
+    ),
+    Mutant(
+        "evaluation: every part of the sequences throws the same dice",
+        "evaluate.interventions",
+        "forward(model, rows, intervention, generator)",
+        "forward(model, rows, intervention, seed)",
     ),
     Mutant(
         "evaluation: a silenced branch is only halved",

@@ -17,6 +17,7 @@ from fake_run import write_run
 from nbformat.v4 import new_code_cell, new_notebook
 
 from nsa_lab import cli
+from nsa_lab.cli import models
 from nsa_lab.config import RunConfig
 from nsa_lab.health import write_verdict
 from nsa_lab.runs import directory, launch, names
@@ -214,6 +215,16 @@ def test_a_prompt_is_one_text_that_can_be_read(say, tmp_path: Path) -> None:
         said = say("generate", run_dir, "--prompt-file", path)
         assert said.code == 2 and f"--prompt-file {path}: expected a UTF-8 text" in said.err and said.err.count("\n") == 1
     assert say("generate", run_dir, "--prompt", "a", "--prompt-file", tmp_path / "bytes").code == 2
+
+
+def test_line_ends_of_a_prompt_are_read_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "crlf.txt").write_bytes(b"one\r\ntwo\r")
+    assert models._text_of(tmp_path / "crlf.txt", "--prompt-file") == "one\r\ntwo\r"
+
+
+def test_a_plan_is_made_for_ranks_that_can_share_it(say, tiny: Path) -> None:
+    said = say("plan", tiny, "--ranks", "1000")
+    assert said.code == 2 and "1000 ranks cannot share evenly" in said.err and said.err.count("\n") == 1
 
 
 def test_a_bug_is_not_dressed_up_as_a_wrong_usage(say, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 def _text_of(file: Path, option: str) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        # Bytes, not text mode: line ends are part of the text.
+        return file.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} {file}: expected a UTF-8 text: {error}") from None

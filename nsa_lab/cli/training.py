@@ -119,6 +119,8 @@ def plan(
 ) -> None:
     """What a run will take: parameters, tokens, FLOPs, memory, disk, hours; with --run, beside what that run took."""
     config = names.load_config(name, param or [])
+    # Of the run, not of this machine: a plan is made anywhere.
+    config.train.check_ranks(ranks)
     if tokens_per_s is not None and not 0 < tokens_per_s < math.inf:
         raise ConfigError(
             f"--tokens-per-s {tokens_per_s:g}: expected a number above 0; leave it out where no speed is known"

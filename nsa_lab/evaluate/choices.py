@@ -27,8 +27,10 @@ def chosen_blocks(scoring: Scoring, layer: SparseAttention) -> Tensor:
 
 
 def random_blocks(q: Tensor, groups: int, nsa: NSAConfig, generator: torch.Generator) -> Tensor:
-    """Blocks by the throw of a die, int32 [B, T, G, n_sel]; `generator` is of q's device, which draws in its own way."""
-    return reference.choose(torch.rand(*_shape(q, groups, nsa), generator=generator, device=q.device), nsa)
+    """Blocks by the throw of a die, int32 [B, T, G, n_sel]; `generator` is one of q's device."""
+    # There, since there are many: at 32,768 tokens a CPU takes some .2 s for those of one layer and sequence.
+    scores = torch.rand(*_shape(q, groups, nsa), generator=generator, device=q.device)
+    return reference.choose(scores, nsa)
 
 
 def nearest_blocks(q: Tensor, groups: int, nsa: NSAConfig) -> Tensor:

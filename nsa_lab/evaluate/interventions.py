@@ -62,14 +62,15 @@ class Effect:
 
 
 @torch.no_grad()
-def forward(model: NSATransformer, tokens: Tensor, intervention: Intervention, seed: int = 0) -> Tensor:
-    """Logits [B, T, V] of tokens int64 [B, T] under an intervention; `seed` is that of random blocks.
+def forward(model: NSATransformer, tokens: Tensor, intervention: Intervention, seed: int | torch.Generator = 0) -> Tensor:
+    """Logits [B, T, V] of tokens int64 [B, T] under an intervention; `seed`, or a generator of the tokens' device, is that
+    of random blocks, which are others on another kind of device.
 
     Raises ValueError for a dense model, which has neither blocks nor branches.
     """
     c = model.config
     choices.check_sparse(model)
-    generator = torch.Generator(tokens.device).manual_seed(seed)
+    generator = torch.Generator(tokens.device).manual_seed(seed) if isinstance(seed, int) else seed
     x, rotary = model.embed(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
@@ -107,8 +108,10 @@ def _measured(
     model: NSATransformer, tokens: Tensor, places: Tensor, intervention: Intervention, seed: int, at_once: int
 ) -> tuple[tuple[float, float, float], list[float]]:
     """Loss of the text, loss of the answers, and share of answers that are right; that share in each sequence."""
+    # One for all parts, so that every sequence has dice of its own.
+    generator = torch.Generator(tokens.device).manual_seed(seed)
     parts = [
-        teacher_forced(lambda rows: forward(model, rows, intervention, seed), *rows)
+        teacher_forced(lambda rows: forward(model, rows, intervention, generator), *rows)
         for rows in zip(tokens.split(at_once), places.split(at_once), strict=True)
     ]
     right, losses, text = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -20,6 +20,9 @@ from nsa_lab.model import NSATransformer
 
 CHANGES = ("random", "nearest", "no_sel")
 TOKENS_AT_ONCE = 1 << 16
+# One random choice saves up to .60 of what another costs over 4 sequences, .27 over 16 (docs/science/retrieval_log.md), and
+# the verdict "selection finds" asks for half.
+SEQUENCES = 16
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,16 @@ class Reach:
 
 
 def reach(
-    model: NSATransformer, text: np.ndarray, length: int, recall: RecallConfig, *, sequences: int = 4, seed: int = 0
+    model: NSATransformer,
+    text: np.ndarray,
+    length: int,
+    recall: RecallConfig,
+    *,
+    sequences: int = SEQUENCES,
+    seed: int = 0,
 ) -> Reach | str:
-    """Ask for `sequences` facts in held-out `text`, int64 bytes, at `length` tokens; a function of its arguments alone.
+    """Ask for `sequences` facts in held-out `text`, int64 bytes, at `length` tokens; a function of its arguments, and of
+    the kind of device that throws the dice for random blocks.
 
     A string says why this cannot be judged: all blocks are read at this length, or no fact fits where only selection
     looks, or the text is too short. In the dtype that autocast gives. Raises ValueError for a dense model.

@@ -50,7 +50,11 @@ DEPTHS = tuple(depth / 10 for depth in range(10))
 @dataclass(frozen=True)
 class Cell:
     """One task at one length and depth. `right` of `answers` are right in every token, teacher-forced; `tokens_right` of
-    `tokens` tokens of them; and `written_right` of `written` when the model writes them itself. `loss`: nats per token."""
+    `tokens` tokens of them; and `written_right` of `written` when the model writes them itself. `loss`: nats per token.
+
+    `depth` is where the fact of each sequence's first question stands, as a share of the text around facts and questions;
+    of the whole sequence that is off by at most .16 at 2,048 bytes, .05 at 8,192 and .02 at 32,768 (a single needle: .04,
+    .01, .01). `right_at_depth` of `sequences` are right about that one. Facts of further questions stand anywhere."""
 
     task: str
     length: int
@@ -60,6 +64,7 @@ class Cell:
     right: int
     tokens: int
     tokens_right: int
+    right_at_depth: int
     loss: float
     written: int
     written_right: int
@@ -122,10 +127,11 @@ def _sequence(
 def _cell(
     model: NSATransformer, task: str, length: int, depth: float, asked: list[Asked], written: int, at_once: int
 ) -> Cell:
-    right, losses = [], []
-    for first in range(0, len(asked), at_once):
-        found = teacher_forced(model, *stacked(asked[first : first + at_once], model.head.weight.device))
+    right, first, losses = [], [], []
+    for start in range(0, len(asked), at_once):
+        found = teacher_forced(model, *stacked(asked[start : start + at_once], model.head.weight.device))
         right.append(found[0].flatten(0, 1).cpu().numpy())
+        first.append(found[0][:, 0].all(-1).cpu().numpy())
         losses.append(found[1].flatten().cpu().numpy())
     every = np.concatenate(right)
     own = generated(model, asked[:written]) if written else []
@@ -138,6 +144,7 @@ def _cell(
         right=int(every.all(-1).sum()),
         tokens=every.size,
         tokens_right=int(every.sum()),
+        right_at_depth=int(np.concatenate(first).sum()),
         loss=float(np.concatenate(losses).mean()),
         written=len(own),
         written_right=sum(own),

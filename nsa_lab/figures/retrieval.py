@@ -10,15 +10,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nsa_lab.figures.style import SEL, panel
+from nsa_lab.runs.evaluation import found_at_depth
 
 NAMES = {"needle": "needle", "multi_key": "needle among other facts", "multi_query": "several questions"}
 
 
 def retrieval_map(evaluation: dict[str, Any]) -> Figure:
-    """Share of answers that are right, length by depth, one panel for each task; from `evaluation.json`."""
+    """Share of the facts at each depth that were found, length by depth, one panel for each task; from `evaluation.json`.
+
+    Of several questions in a sequence the first alone asks for the fact at that depth. An evaluation that did not count it
+    apart shows all of them, without depths.
+    """
     tasks = list(dict.fromkeys(cell["task"] for cell in evaluation["retrieval"]))
     figure = Figure(figsize=(1.2 + 3.4 * max(len(tasks), 1), 3.8), layout="constrained")
-    figure.suptitle(f"Facts found by {evaluation['run']} at step {evaluation['step']:,}, share of answers", fontsize=11)
+    figure.suptitle(f"Facts found by {evaluation['run']} at step {evaluation['step']:,}, share of facts", fontsize=11)
     axes = figure.subplots(1, max(len(tasks), 1), squeeze=False)[0]
     if not tasks:
         axes[0].set_axis_off()
@@ -29,21 +34,27 @@ def retrieval_map(evaluation: dict[str, Any]) -> Figure:
         pictures.append(_map(one, [cell for cell in evaluation["retrieval"] if cell["task"] == task]))
         one.set_title(NAMES.get(task, task), fontsize=9)
         one.set(xlabel="length, bytes", ylabel="" if place else "depth of the fact (1: at the question)")
-    figure.colorbar(pictures[-1], ax=axes.tolist(), label="answers right")
+    figure.colorbar(pictures[-1], ax=axes.tolist(), label="found")
     return figure
 
 
 def _map(axes: Axes, cells: list[dict[str, Any]]) -> Any:
-    lengths, depths = (sorted({cell[key] for cell in cells}) for key in ("length", "depth"))
+    counts = [(cell["length"], cell["depth"], found_at_depth(cell)) for cell in cells]
+    if any(count is None for *_, count in counts):
+        counts = [(cell["length"], "any", (cell["right"], cell["answers"])) for cell in cells]
+    lengths, depths = sorted({length for length, *_ in counts}), sorted({depth for _, depth, _ in counts})
     shares = np.full((len(depths), len(lengths)), np.nan)
-    for cell in cells:
-        row, column = depths.index(cell["depth"]), lengths.index(cell["length"])
-        shares[row, column] = share = cell["right"] / cell["answers"]
-        axes.annotate(
-            f"{share:.0%}", (column, row), ha="center", va="center", fontsize=6, color="w" if share < 0.6 else "k"
-        )
+    for row, depth in enumerate(depths):
+        for column, length in enumerate(lengths):
+            own = [count for *place, count in counts if count and place == [length, depth]]
+            if not own:
+                continue
+            shares[row, column] = share = sum(right for right, _ in own) / sum(asked for _, asked in own)
+            axes.annotate(
+                f"{share:.0%}", (column, row), ha="center", va="center", fontsize=6, color="w" if share < 0.6 else "k"
+            )
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7)
-    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+    axes.set_yticks(range(len(depths)), [depth if depth == "any" else f"{depth:g}" for depth in depths], fontsize=7)
     return axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
 
 

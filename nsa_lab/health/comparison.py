@@ -16,6 +16,7 @@ from nsa_lab.health.models import EvaluatedRun, ModelRuns, Say
 from nsa_lab.health.shares import Share
 from nsa_lab.health.sweep import OverSeeds
 from nsa_lab.health.text_pairs import TextDifference, text_differences
+from nsa_lab.runs.evaluation import found_at_depth
 from nsa_lab.runs.history import facts, median_speeds, seconds_of_steps
 
 INTERVENTIONS = "interventions"
@@ -152,9 +153,16 @@ def _needles(model: ModelRuns, task: str, length: int, cells: dict[int, list[dic
         length,
         by_seed,
         Share.together(by_seed.values()),
-        # Of several questions one alone is at the depth that is asked for.
-        None if task == "multi_query" else _share(far, "right", "answers"),
+        _far_share(far),
         _share(every, "written_right", "written"),
+    )
+
+
+def _far_share(cells: Iterable[dict[str, Any]]) -> Share | None:
+    counts = [found_at_depth(cell) for cell in cells]
+    known = [count for count in counts if count is not None]
+    return (
+        Share.of(sum(right for right, _ in known), sum(every for _, every in known)) if len(known) == len(counts) else None
     )
 
 

@@ -71,8 +71,10 @@ def selection_finds(history: History, limits: Limits) -> Verdict | None:
     shown = {
         name: f"{right.get(name, math.nan):.0%} right, {_nats(loss.get(name))} per byte" for name in ("chosen", "random")
     }
+    # As many as the run that wrote it asked: 4 in earlier ones.
+    count = f" in {last['sequences']} sequences" if isinstance(last.get("sequences"), int) else ""
     text = (
-        f"answers beyond the window, at {last['length']:,} tokens: {shown['chosen']} with the chosen blocks, "
+        f"answers beyond the window, at {last['length']:,} tokens{count}: {shown['chosen']} with the chosen blocks, "
         f"{shown['random']} with random ones"
     )
     if gain >= limit and right.get("chosen"):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from nsa_lab.config import RunConfig, UsageError
+from nsa_lab.attention.checks import DTYPES
+from nsa_lab.config import ConfigError, RunConfig, UsageError
 from nsa_lab.config.extras import require
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import checkpoints, directory, names
@@ -42,8 +43,10 @@ def load_model(
     `dtype` is that of weights and of attention; `backend` as `NSATransformer` takes it.
 
     Raises `NoCheckpoint` if there is none, its files are not what its manifest says or its weights are of other code,
-    `ConfigError` for a foreign config.yaml, `MissingPackage` without the packages of nsa-lab[train].
+    `ConfigError` for a foreign config.yaml and for a dtype or a device that there is not, `MissingPackage` without the
+    packages of nsa-lab[train].
     """
+    _check_place(device, dtype)
     require("safetensors")
     from safetensors.torch import load_file
 
@@ -60,6 +63,18 @@ def load_model(
         raise NoCheckpoint(other)
     model.load_state_dict(weights, strict=True)
     return model.to(dtype).eval()
+
+
+def _check_place(device: torch.device | str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        raise ConfigError(f"load_model: dtype = {dtype!r}: expected one of {known}; for example dtype=torch.bfloat16")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ConfigError(f"load_model: device = {device!r}: expected a device of torch, for example cpu or cuda") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"load_model: device = '{device}': torch sees no CUDA device; use cpu, or install a CUDA build")
 
 
 def _checkpoint_at(path: str | Path) -> Path:

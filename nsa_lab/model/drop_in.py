@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import Span
+from nsa_lab.attention.checks import DTYPES
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model.attention import SparseAttention, weighted
 from nsa_lab.model.initial import initialise
 from nsa_lab.model.layers import Rotary, check_span, rotary_table
+
+# What autocast casts to its own dtype; it leaves float64, whole numbers and everything else as they are.
+CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NSAttention(nn.Module):
@@ -69,17 +74,35 @@ class NSAttention(nn.Module):
         initialise(self, into_residual=1.0)
 
     def forward(self, x: Tensor, span: Span | None = None) -> Tensor:
-        """x [B, T, C], floating point, its rows both queries and keys -> [B, T, C]. With `Span.packed`, B is 1.
+        """x [B, T, C] in the dtype of the weights, its rows both queries and keys -> [B, T, C]. With `Span.packed`, B is 1.
 
-        Raises ValueError for x of another shape, and for a chunk that starts past 0: its earlier keys are in no cache here.
+        Raises ValueError for x of another shape or dtype (under autocast: any that it casts), and for a chunk that starts
+        past 0: its earlier keys are in no cache here.
         """
         c = self.config
         self._taught = None  # if this pass fails, the one before it is not the last
+        if not isinstance(x, Tensor):
+            raise ValueError(f"NSAttention: expected x [B, T, {c.dim}] as a tensor, got a {type(x).__name__}")
         if x.ndim != 3 or x.shape[2] != c.dim:
             raise ValueError(f"NSAttention: expected x [B, T, {c.dim}], got {tuple(x.shape)}")
+        if 0 in x.shape:
+            raise ValueError(f"NSAttention: expected x [B, T, {c.dim}], B and T at least 1; got {tuple(x.shape)}")
+        self._check_dtype(x)
         check_span(span, x.shape[1])
         mixed, self._taught = self.attention(x, self.rotary(x, span), span)
         return mixed
+
+    def _check_dtype(self, x: Tensor) -> None:
+        weights = self.attention.gate.weight.dtype
+        if torch.is_autocast_enabled(x.device.type) and {x.dtype, weights} <= set(CAST):
+            return
+        # Weights that are no floating-point numbers are another package's quantised ones, which takes what it takes.
+        if x.dtype != weights and weights.is_floating_point:
+            name = str(weights).removeprefix("torch.")
+            raise ValueError(
+                f"NSAttention: expected x in {weights}, the dtype of its weights, got {x.dtype}; use x.to(torch.{name})"
+                + (", or cast the layer: layer.to(x.dtype)" if x.dtype in DTYPES else "")
+            )
 
     def rotary(self, x: Tensor, span: Span | None = None) -> Rotary:
         """The angles that queries and keys of x [B, T, C] are turned by."""

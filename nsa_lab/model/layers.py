@@ -114,6 +114,8 @@ def check_span(span: Span | None, rows: int) -> None:
     """Raises ValueError unless `rows` of input hold all queries and all keys of `span`."""
     if span is None:
         return
+    if not isinstance(span, Span):
+        raise ValueError(f"span: expected a Span, got a {type(span).__name__}; use Span.full, Span.chunk or Span.packed")
     if span.start:
         raise ValueError(
             f"span = {span}: a forward pass computes all keys from its own input, and has no cache with those before "

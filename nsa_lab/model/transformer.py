@@ -167,4 +167,12 @@ class NSATransformer(nn.Module):
             )
         check_span(span, tokens.shape[1])
         c = self.config
+        # Elsewhere the host would have to wait for them.
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = map(int, tokens.aminmax())
+            if low < 0 or high >= c.vocab_size:
+                raise ValueError(
+                    f"tokens: expected numbers from 0 to {c.vocab_size - 1} (model.vocab_size = {c.vocab_size}), got "
+                    f"{low} to {high}; use the tokenizer that the model was trained with"
+                )
         return self.embed(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)

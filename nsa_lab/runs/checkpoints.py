@@ -94,6 +94,10 @@ def verify(checkpoint: Path, *, hashes: bool = True) -> list[str]:
         return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
     if claimed != digest(manifest):
         return [f"{MANIFEST} does not match its own digest"]
+    # What is computed with weights depends on the step that they are of: a stage has a rope_theta of its own.
+    step = manifest.get("step")
+    if isinstance(step, int) and checkpoint.name != path_of(checkpoint.parent, step).name:
+        return [f"its {MANIFEST} is that of step {step}: call the folder {path_of(checkpoint.parent, step).name}"]
     files = _files_of(manifest)
     if files is None:
         return [f"{MANIFEST} is no list of files with their sizes and sha256"]

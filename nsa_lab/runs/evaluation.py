@@ -53,6 +53,16 @@ def read_evaluation(run_dir: Path) -> dict[str, Any] | None:
     return found if found.get("v") == VERSION else None
 
 
+def found_at_depth(cell: dict[str, Any]) -> tuple[int, int] | None:
+    """Of a cell of `retrieval`: how many of the facts at its depth were found, and how many there are.
+
+    None where a sequence has several questions and the evaluation, an earlier one, did not count the first one apart.
+    """
+    if "right_at_depth" in cell:
+        return cell["right_at_depth"], cell["sequences"]
+    return (cell["right"], cell["answers"]) if cell["answers"] == cell["sequences"] else None
+
+
 def wilson(right: int, asked: int) -> tuple[float, float]:
     """The 95 % interval of the share of right answers (Wilson 1927). Raises ValueError where none was asked."""
     if not 0 <= right <= asked or not asked:

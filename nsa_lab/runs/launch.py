@@ -5,7 +5,7 @@ not notice when the kernel that started it is killed.
 
 Invariants
 * The launcher takes the run's lock and the trainer inherits it: of two launchers at once exactly one starts a trainer.
-* Nothing here imports torch.
+* Nothing here imports torch, but to count the GPUs that several ranks want.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nsa_lab.runs.environment import environment
 from nsa_lab.runs.events import read_events, told_status
 from nsa_lab.runs.files import say_once
 from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
+from nsa_lab.runs.ranks import check_ranks
 
 
 def create_run(config: RunConfig, outputs: Path | None = None) -> Path:
@@ -93,10 +94,10 @@ def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int
 
     It goes on from the newest checkpoint. With `ranks` above 1 the process is a supervisor of that many trainers. `gpu` is
     the only one that it is to see, as CUDA_VISIBLE_DEVICES names it; by default it sees those that this process does.
-    Raises `ConfigError` for ranks that cannot share a step.
+    Raises `ConfigError` for ranks that cannot share a step, or lack a GPU.
     """
     folder = directory.check(run_dir)
-    RunConfig.from_yaml(folder / directory.CONFIG).train.check_ranks(ranks)
+    check_ranks(RunConfig.from_yaml(folder / directory.CONFIG), ranks)
     if warning := older_variables.warning(os.environ):
         say_once(warning)
     lock = take_lock(folder)

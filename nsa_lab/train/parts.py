@@ -86,6 +86,11 @@ def _device(config: RunConfig, world: World) -> torch.device:
         raise ConfigError("runtime.device = 'cuda': torch sees no CUDA device; use auto or cpu, or install a CUDA build")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if world.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {world.local_rank} has no GPU: torch sees {torch.cuda.device_count()} here; "
+            "start at most one rank for each"
+        )
     device = torch.device("cuda", world.local_rank)
     torch.cuda.set_device(device)
     return device

@@ -8,7 +8,7 @@ Invariants
 * A rank ends when its supervisor does, however that ends. The kernel sees to it on Linux; a pipe that only the supervisor
   holds open does everywhere, once a thread of the rank reads it. It is killed rather than asked to save: what is left is
   what a killed trainer leaves, from which every run can go on (tests/crash).
-* Nothing here imports torch.
+* Nothing here imports torch, but to count GPUs where a person starts it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory
 from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
+from nsa_lab.runs.ranks import check_ranks
 from nsa_lab.train.telemetry.last_words import leave_last_words
 
 # How long the others may take to leave on their own after one rank has ended.
@@ -38,11 +39,13 @@ PR_SET_PDEATHSIG = 1
 def train(run_dir: str | Path, ranks: int, lock: int | None) -> int:
     """Train a run with that many ranks. Raises `RunDirectoryError` as `nsa_lab.train.run` does.
 
-    `ConfigError`, before one is started, for ranks that cannot share a step.
+    `ConfigError`, before one is started, for ranks that cannot share a step or lack a GPU.
     """
     folder = directory.check(run_dir)
-    RunConfig.from_yaml(folder / directory.CONFIG).train.check_ranks(ranks)
-    lock = take_lock(folder) if lock is None else lock
+    if lock is None:
+        # A launcher has asked before it took the lock, and a supervisor that never loads torch stays small.
+        check_ranks(RunConfig.from_yaml(folder / directory.CONFIG), ranks)
+        lock = take_lock(folder)
     if lock is None:
         raise directory.RunDirectoryError(ANOTHER_TRAINER.format(folder=folder, owner=lock_owner(folder)))
     os.set_inheritable(lock, False)

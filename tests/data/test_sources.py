@@ -134,6 +134,16 @@ def test_broken_files_are_named(tmp_path: Path, refuses) -> None:
     refuses(lambda: check(local(tmp_path / "x.parquet")), "x.parquet", "not a readable parquet", "remove it")
 
 
+def test_a_parquet_that_another_writer_got_wrong_is_named(tmp_path: Path, refuses) -> None:
+    two = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(two, tmp_path / "two.parquet")
+    refuses(lambda: check(local(tmp_path / "two.parquet")), "two.parquet", "2 columns are called 'text'", "rename")
+    begins = pa.py_buffer(np.array([0, 2], np.int32).tobytes())
+    foreign = pa.Array.from_buffers(pa.string(), 1, [None, begins, pa.py_buffer(b"\xff\xfe")])
+    pq.write_table(pa.table({"text": foreign}), tmp_path / "foreign.parquet")
+    refuses(lambda: texts(local(tmp_path / "foreign.parquet")), "foreign.parquet", "not UTF-8", "write the file again")
+
+
 def test_a_parquet_damaged_inside_is_named(tmp_path: Path, refuses) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": [f"{i} " * 400 for i in range(300)]}), path, compression="zstd")

@@ -169,6 +169,17 @@ def test_effects_are_differences_from_the_model_as_it_is() -> None:
         assert effect.d_loss == effect.loss - base.loss and effect.d_answer_loss == effect.answer_loss - base.answer_loss
 
 
+def test_every_sequence_has_dice_of_its_own_however_many_go_at_once() -> None:
+    model, tokens = model_of(), tokens_of(rows=1)
+    places = torch.tensor([[[40, 41]]])
+    once, twice = (
+        intervene(model, tokens.repeat(n, 1), places.repeat(n, 1, 1), names=("random", "nearest"), sequences_at_once=1)
+        for n in (1, 2)
+    )
+    assert twice[2].loss == pytest.approx(once[2].loss, abs=1e-9), "the nearest blocks are the same in both"
+    assert abs(twice[1].loss - once[1].loss) > 1e-9, "the second draw is the first again"
+
+
 def test_quality_is_the_share_of_the_oracles_mass() -> None:
     model, tokens = model_of(n_layers=1), tokens_of(rows=1)
     quality = choice_quality(model, tokens, seed=2)

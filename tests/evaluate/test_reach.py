@@ -53,7 +53,7 @@ def test_what_replaces_the_choice_has_its_loss_and_a_branch_of_zeros_is_no_branc
     model = model_of()
     usual = found(model)
     assert set(usual.answer_loss) == set(usual.accuracy) == {"chosen", "random", "nearest", "no_sel"}
-    assert len(set(usual.answer_loss.values())) == 4 and usual.length == LENGTH and usual.sequences == 4
+    assert len(set(usual.answer_loss.values())) == 4 and usual.length == LENGTH and usual.sequences == 16
     assert found(model).answer_loss == usual.answer_loss
     with monkeypatch.context() as patch:
         patch.setattr(choices, "chosen_blocks", lambda scoring, layer: choices.nearest_blocks(scoring[0], 2, NSA))

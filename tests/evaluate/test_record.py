@@ -215,6 +215,13 @@ def test_the_map_has_a_cell_for_each_length_and_depth(evaluation: dict[str, Any]
     maps = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in maps][:2] == ["needle", "needle among other facts"]
     assert maps[0].images[0].get_array().shape == (2, 3) and len(maps[0].texts) == 6
+    assert all(axes.images[0].get_array().shape[0] == 2 for axes in maps)
+    cells = [{key: value for key, value in cell.items() if key != "right_at_depth"} for cell in evaluation["retrieval"]]
+    earlier = [axes for axes in figures.retrieval_map({**evaluation, "retrieval": cells}).axes if axes.images]
+    assert [axes.images[0].get_array().shape[0] for axes in earlier] == [2, 2, 1], (
+        "four facts, of which one is at the depth"
+    )
+    assert [label.get_text() for label in earlier[2].get_yticklabels()] == ["any"]
     empty = figures.retrieval_map({**evaluation, "retrieval": []})
     assert "no task fits" in empty.axes[0].texts[0].get_text()
 

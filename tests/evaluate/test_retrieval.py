@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ from nsa_lab.data.recall import Asked, multi_query
 from nsa_lab.evaluate import loss_by_position, retrieval
 from nsa_lab.evaluate.answers import generated, stacked, teacher_forced
 from nsa_lab.evaluate.positions import octaves
-from nsa_lab.evaluate.retrieval import FORMS, TASKS, _sequence, fits, needles
+from nsa_lab.evaluate.retrieval import DEPTHS, FORMS, TASKS, _sequence, fits, needles
 from nsa_lab.model import NSATransformer
+from nsa_lab.runs.evaluation import found_at_depth
 
 TEXT = np.random.default_rng(0).integers(0x80, 0xFF, 5000)
 CPU = torch.device("cpu")
@@ -101,6 +104,40 @@ def test_needles_stand_at_all_depths() -> None:
     rows = needles(900, 10, RecallConfig(), 0, TEXT)
     begins = [bytes(row.tokens.astype(np.uint8)).index(b"\nThe secret") for row in rows]
     assert begins == sorted(begins) and begins[0] == 0 and begins[-1] > 600
+
+
+@pytest.mark.parametrize(
+    ("length", "bounds"), [(2048, (0.04, 0.16, 0.16)), (8192, (0.01, 0.05, 0.05)), (32768, (0.01, 0.02, 0.02))]
+)
+def test_a_depth_is_where_the_first_fact_that_is_asked_for_stands(length: int, bounds: tuple[float, ...]) -> None:
+    text = np.resize(TEXT, length)
+    for task, bound in zip(TASKS, bounds, strict=True):
+        for depth in DEPTHS:
+            for number in range(10):
+                asked = _sequence(task, length, depth, number, RecallConfig(), 0, text)
+                value = bytes(asked.tokens[asked.answers[0]].tolist())
+                stands = bytes(asked.tokens.tolist()).index(b" is " + value + b".") / length
+                assert abs(stands - depth) < bound, (task, depth, number)
+
+
+def test_the_fact_at_a_depth_is_counted_apart(monkeypatch: pytest.MonkeyPatch, model: NSATransformer) -> None:
+    """Whatever a model says of the three others, which stand anywhere."""
+
+    def only_first(forward: object, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        right = torch.zeros(places.shape, dtype=torch.bool)
+        right[:, 0] = True
+        right[0, 0, -1] = False
+        return right, torch.zeros(places.shape), torch.zeros(len(tokens))
+
+    # By name: in its package that of the module is its function's.
+    monkeypatch.setattr(importlib.import_module("nsa_lab.evaluate.retrieval"), "teacher_forced", only_first)
+    settings = {"depths": (0.5,), "per_depth": 3, "written_per_depth": 0, "tokens_at_once": 2000}
+    (cell,) = retrieval(model, TEXT, [1000], tasks=["multi_query"], **settings)
+    assert (cell.sequences, cell.answers, cell.right, cell.right_at_depth) == (3, 12, 1, 1)
+    assert found_at_depth(asdict(cell)) == (1, 3)
+    earlier = {key: value for key, value in asdict(cell).items() if key != "right_at_depth"}
+    assert found_at_depth(earlier) is None, "nobody counted it apart"
+    assert found_at_depth({**earlier, "answers": 3}) == (1, 3), "one question in each"
 
 
 def test_octaves_cover_every_position_once() -> None:

@@ -54,9 +54,9 @@ def evaluation_of(number: int, attention: str = "nsa", step: int = 200, **change
     """An evaluation with made-up numbers, all from `number`."""
     draw = np.random.default_rng(number)
     cells = [
-        {"task": task, "length": length, "depth": depth, "sequences": 7, "answers": 7, "right": int(draw.integers(8))}
-        | {"written": 1, "written_right": int(draw.integers(2))}
-        for task in ("needle", "multi_query")
+        {"task": task, "length": length, "depth": depth, "sequences": 7, "answers": 7 * questions}
+        | {"right": int(draw.integers(8)), "written": 1, "written_right": int(draw.integers(2))}
+        for task, questions in (("needle", 1), ("multi_query", 4))
         for length in (260, 4096)
         for depth in DEPTHS
     ]
@@ -231,6 +231,14 @@ def test_needles_are_counted_by_seed_together_and_far(made: Make) -> None:
     assert row.far == Share.of(far, 14)
     assert row.written == Share.of(sum(cell["written_right"] for own in of.values() for cell in own), 6)
     assert all(one.far is None for one in found.needles if one.task == "multi_query" or one.length == 260)
+    for run in runs.values():
+        told = evaluated(run)
+        for cell in told["retrieval"]:
+            cell["right_at_depth"] = 5
+        write_evaluation(run, told)
+    counted = compared(*runs.values(), dense(made, 0), dense(made, 1)).needles
+    (row,) = [one for one in counted if (one.model, one.task, one.length) == ("one", "multi_query", 4096)]
+    assert row.far == Share.of(10, 14), "the fact at that depth, of four in each sequence"
     assert len(found.needles) == 2 * 4
 
 

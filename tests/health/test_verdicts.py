@@ -852,3 +852,16 @@ def test_a_choice_is_judged_where_it_can_be_and_not_before(tmp_path: Path) -> No
     assert told.ok is None and told.text == "not judged: all blocks are read"
     lost = finds("lost", blind(random=None), **RECALL)
     assert lost.ok is False
+
+
+@pytest.mark.parametrize(("recorded", "words"), [(4, " in 4 sequences"), (16, " in 16 sequences"), (None, ""), ("?", "")])
+def test_the_verdict_says_of_how_many_sequences_it_judges(recorded: object, words: str, tmp_path: Path) -> None:
+    """Those of the run's own record: earlier runs asked four."""
+
+    def spoil(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == "reach":
+                event["sequences"] = recorded
+
+    found = named(verdicts(write_run(tmp_path, configuration(**RECALL), spoil=spoil)), "selection finds")
+    assert found.ok and f"at 2,048 tokens{words}: 100% right" in found.text

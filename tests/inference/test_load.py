@@ -11,6 +11,7 @@ import torch
 from fake_run import configuration, write_checkpoint, write_run
 from safetensors.torch import save
 
+from nsa_lab.config import ConfigError
 from nsa_lab.data import load_tokenizer
 from nsa_lab.inference import NoCheckpoint, Sampling, complete, find_checkpoint, load_model, write_on
 from nsa_lab.model import NSATransformer
@@ -57,6 +58,18 @@ def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
         load_model(folder)
     with pytest.raises(NoCheckpoint, match="no such folder; give a run directory"):
         load_model(tmp_path / "nowhere")
+
+
+def test_a_dtype_and_a_device_that_there_are_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for place, words in (
+        ({"dtype": "bfloat16"}, "dtype = 'bfloat16': expected one of torch.float64, .*; for example dtype=torch.bfloat16"),
+        ({"dtype": torch.int8}, "dtype = torch.int8: expected one of"),
+        ({"device": "gpu"}, "device = 'gpu': expected a device of torch"),
+        ({"device": "cuda:1"}, "device = 'cuda:1': torch sees no CUDA device; use cpu"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_model("needle-8m", **place)
 
 
 def test_weights_of_other_code_are_told_by_their_names(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_lab.attention import Span, kernels
-from nsa_lab.attention.geometry import num_compressed
+from nsa_lab.attention.geometry import num_compressed, num_selection
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.ahead import compile_ahead
 from nsa_lab.attention.kernels.documents import raw_bounds
@@ -92,7 +92,9 @@ def attend(
     )
     gates = torch.zeros(1, T, H, 3, dtype=dtype, requires_grad=True)
     kernels.nsa_attention(q, *kv, gates, nsa, span=span).sum().backward()
-    blocks = torch.zeros(1, T, G, nsa.n_sel, dtype=torch.int32)
+    # Each once in a row, and none that there is not, as the public function asks.
+    first = torch.arange(nsa.n_sel, dtype=torch.int32)
+    blocks = torch.where(first < num_selection(T, nsa), first, -1).expand(1, T, G, -1).contiguous()
     kernels.selected_attention(q, *kv[2:4], blocks, nsa, span=span)[0].sum().backward()
 
 

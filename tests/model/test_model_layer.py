@@ -34,6 +34,15 @@ def layer_of(phi: str = "avg", gate: str = "sigmoid", seed: int = 0, **sizes: fl
     return NSAttention(24, 4, 2, **{"value_dim": 5, **sizes}, nsa=NSAConfig(**TINY_NSA, phi=phi, gate=gate))
 
 
+def under_autocast(dtype: torch.dtype) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer_of()(torch.zeros(1, 9, 24, dtype=dtype))
+
+
+def model_given(tokens: torch.Tensor) -> torch.Tensor:
+    return NSATransformer(config_of(vocab_size=17, n_layers=1), seed=0)(tokens)
+
+
 def rows(length: int, batch: int = 2, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(batch, length, 24, generator=torch.Generator().manual_seed(length), dtype=dtype)
 
@@ -222,6 +231,30 @@ def test_widths_follow_from_the_model_width() -> None:
         (lambda: NSAttention(24, 0, 1), r"n_heads = 0: expected at least 1"),
         (lambda: layer_of()(torch.randn(9, 24)), r"expected x \[B, T, 24\], got \(9, 24\)"),
         (lambda: layer_of()(torch.randn(1, 9, 23)), r"expected x \[B, T, 24\], got \(1, 9, 23\)"),
+        (lambda: layer_of()(torch.randn(1, 0, 24)), r"B and T at least 1; got \(1, 0, 24\)"),
+        (
+            lambda: layer_of()(torch.zeros(1, 9, 24, dtype=torch.int64)),
+            r"expected x in torch.float32, the dtype of its weights, got torch.int64; use x.to\(torch.float32\)$",
+        ),
+        (
+            lambda: layer_of()(torch.zeros(1, 9, 24, dtype=torch.float64)),
+            r"got torch.float64; use x.to\(torch.float32\), or cast the layer: layer.to\(x.dtype\)$",
+        ),
+        (lambda: layer_of().bfloat16()(torch.zeros(1, 9, 24)), r"expected x in torch.bfloat16, .* got torch.float32"),
+        (lambda: layer_of()(np.zeros((1, 9, 24), np.float32)), r"expected x \[B, T, 24\] as a tensor, got a ndarray"),
+        (
+            lambda: layer_of()(torch.zeros(1, 9, 24), torch.tensor([0, 9])),
+            r"span: expected a Span, got a Tensor; use Span.full",
+        ),
+        (lambda: under_autocast(torch.float64), r"expected x in torch.float32, .* got torch.float64"),
+        (lambda: under_autocast(torch.int64), r"expected x in torch.float32, .* got torch.int64"),
+        (lambda: model_given(torch.zeros(1, 9)), r"tokens: expected int64 \[B, T\], got torch.float32 \(1, 9\)"),
+        (
+            lambda: model_given(torch.zeros(9, dtype=torch.int64)),
+            r"tokens: expected int64 \[B, T\], got torch.int64 \(9,\)",
+        ),
+        (lambda: model_given(torch.tensor([[3, 17]])), r"expected numbers from 0 to 16 .*, got 3 to 17; use the tokenizer"),
+        (lambda: model_given(torch.tensor([[-1, 3]])), r"expected numbers from 0 to 16 .*, got -1 to 3; use the tokenizer"),
         (lambda: layer_of()(torch.randn(2, 9, 24), packed(4, 5)), r"is one row of documents, B = 1; got B = 2"),
         (lambda: layer_of()(torch.randn(1, 9, 24), packed(4, 4)), r"Span.packed\(2 documents, 8 tokens\)"),
     ],

@@ -27,6 +27,17 @@ def run_dir(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.parametrize("called", ["step-00000100", "final"])
+def test_a_checkpoint_is_of_the_step_that_its_folder_is_called(run_dir: Path, called: str) -> None:
+    """Under another name it would be computed as of another step, whose stage may turn positions otherwise."""
+    folder = checkpoints.path_of(checkpoints.folder_of(run_dir), 200)
+    load_model(folder)
+    renamed = folder.rename(folder.with_name(called))
+    with pytest.raises(NoCheckpoint, match=r"MANIFEST.json is that of step 200: call the folder step-00000200"):
+        load_model(renamed)
+    assert not trainer_takes(run_dir)
+
+
 def trainer_takes(run_dir: Path) -> bool:
     try:
         return CheckpointStore(checkpoints.folder_of(run_dir)).load_latest()[0] is not None

@@ -15,13 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from nsa_lab.config import ConfigError, RunConfig, known_keys
 from nsa_lab.data import DataError
 from nsa_lab.runs import directory, events, files, launch, older_variables
 from nsa_lab.runs.lock import sign_lock, take_lock
+from nsa_lab.runs.ranks import check_ranks
 from nsa_lab.train import ranks
 from nsa_lab.train.attempt import run
+from nsa_lab.train.distributed import World
+from nsa_lab.train.parts import choose_device
+from nsa_lab.train.startable import check_startable
 
 Tiny = Callable[..., RunConfig]
 
@@ -175,6 +180,37 @@ def test_ranks_that_cannot_share_a_step_are_refused_before_any_is_started(
         with pytest.raises(ConfigError, match="1000 ranks cannot share evenly; use a number of ranks that divides"):
             start()
     assert launch.state(run_dir) == "PREEMPTED"
+
+
+def test_ranks_without_a_gpu_each_are_refused_before_any_is_started(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [tiny(runtime={"device": device}) for device in ("auto", "cuda")]
+    run_dirs = [launch.create_run(config, tmp_path) for config in configs]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for config, run_dir in zip(configs, run_dirs, strict=True):
+        for start in (
+            lambda run_dir=run_dir: launch.start(run_dir, ranks=4),
+            lambda run_dir=run_dir: launch.resume(run_dir, ranks=4),
+            lambda run_dir=run_dir: ranks.train(run_dir, 4, None),
+            lambda config=config: check_startable(config, 4),
+        ):
+            with pytest.raises(
+                ConfigError, match=r"^4 ranks want a GPU each, and torch sees 2 here; use at most 2, or runtime"
+            ):
+                start()
+        check_ranks(config, 2)
+    check_ranks(tiny(), 4)  # on the CPU, whatever else is there
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check_ranks(tiny(runtime={"device": "auto"}), 4)
+
+
+def test_a_rank_of_torchrun_without_a_gpu_says_so(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"^local rank 2 has no GPU: torch sees 2 here"):
+        choose_device(tiny(runtime={"device": "auto"}), World(2, 4, 2))
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:

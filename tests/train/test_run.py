@@ -333,7 +333,7 @@ def test_the_record_tells_whether_selection_finds_at_every_evaluation(new_run: M
     told = kinds(run_dir, "reach")
     assert [event["step"] for event in told] == [0, 2, 4]
     for event in told:
-        assert event["length"] == 256 and event["sequences"] == 4
+        assert event["length"] == 256 and event["sequences"] == 16
         assert all(4.0 < loss < 8.0 for loss in event["answer_loss"].values()), "untrained, near ln 256"
         assert len(set(event["answer_loss"].values())) == 4
     short = new_run(steps=2, warmup_steps=0, eval_every=2, save_every=0)

@@ -50,6 +50,11 @@ def _damage_named(name: str) -> Iterator[None]:
 
     try:
         yield
+    except UnicodeDecodeError as error:
+        # Arrow takes a writer's word that strings are UTF-8.
+        raise DataError(
+            f"{name}: a text in it is not UTF-8 ({error.reason}); write the file again from text that is decoded"
+        ) from None
     except (pyarrow.ArrowException, OSError) as error:
         # Arrow uses its own errors or a bare OSError; the system's have a number, the network's a subclass.
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
@@ -76,6 +81,11 @@ def _check_text_column(schema: Any, name: str, text_column: str) -> None:
         raise DataError(
             f"{name}: no column {text_column!r}; it has {', '.join(schema.names) or 'none'}; "
             "set data.text_column to the one with the text"
+        )
+    if (count := schema.names.count(text_column)) > 1:
+        raise DataError(
+            f"{name}: {count} columns are called {text_column!r}; rename the ones without the text, or "
+            "set data.text_column to another"
         )
     kind = schema.field(text_column).type
     if types.is_dictionary(kind):
