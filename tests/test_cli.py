@@ -183,6 +183,13 @@ def test_what_cannot_be_done_is_refused_before_anything_is(say, arguments: list[
     assert said.code == 2 and said.out == "" and answer in said.err
 
 
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_wait_that_is_no_number_of_seconds_is_refused_before_the_trainer_is_asked(say, seconds, tmp_path: Path) -> None:
+    said = say("stop", write_run(tmp_path), "--timeout", seconds)
+    assert said.code == 2 and f"--timeout {seconds}: expected a number of seconds" in said.err
+    assert said.err.count("\n") == 1 and not said.out
+
+
 @pytest.mark.parametrize("speed", ["0", "-5", "nan", "inf"])
 def test_a_plan_is_made_with_a_speed_that_can_be(say, tiny: Path, speed: str) -> None:
     said = say("plan", tiny, "--tokens-per-s", speed)
