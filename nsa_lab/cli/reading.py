@@ -41,7 +41,10 @@ def status(
         return
     console = Console()
     if run:
-        console.print(*states.of_run(names.find_run(run, folder)))
+        table, advice = states.of_run(names.find_run(run, folder))
+        console.print(table)
+        for line in advice:
+            typer.echo(line)  # as long as it is: a command is to be copied whole
         return
     console.width = max(console.width, states.LIST_WIDTH)
     console.print(*states.of_all(folder))

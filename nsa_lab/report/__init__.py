@@ -107,12 +107,12 @@ def _write(
     pictures: bool = True,
 ) -> Path:
     formulas = Formulas()
-    error = notebook_error(notebook)
     runs = [run_summary(history, picture=pictures) for history in histories]
     for run, own in zip(runs, unlike(histories), strict=True):
         run["unlike"] = own
     for run in runs[:1] if pictures else []:
         once(notebook, run["said"])
+    error = notebook_error(notebook)
     prepared = _prepare(notebook, formulas)
     exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
     # What a cell prints comes in pieces, as it was printed; a reader wants it in one.
