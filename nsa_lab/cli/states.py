@@ -26,8 +26,10 @@ UNREADABLE = (RunDirectoryError, ConfigError, OSError)
 
 
 def told(run_dir: Path) -> dict[str, Any]:
-    """`history.Facts` of a run, its state and why, what to do about it, its folder, and its verdict or None. Seconds, bytes,
-    bits per byte."""
+    """`history.Facts` of a run, its state and why, what to do about it, its folder, and its verdict or None.
+
+    Seconds, bytes, bits per byte.
+    """
     history = History.read(run_dir)
     verdict = read_verdict(history)
     judged = verdict and {"ok": verdict.get("ok"), "headline": verdict.get("headline")}

@@ -1,4 +1,4 @@
-"""What to do about a run that is not done, in the words of its page, of `nsa-lab status`, of a terminal and of a notebook."""
+"""What to do about a run that is not done: one wording for its page, its notebook, a terminal and `nsa-lab status`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ OVERVIEW = "overview("  # draws what the first screen shows, and what other cell
 
 
 def once(notebook: NotebookNode, said: Iterable[str]) -> None:
-    """Cut the lines that are among `said`, spaces aside, from what is printed and from what an error says, and the overview's
+    """Cut the lines that are among `said`, spaces aside, from what is printed and what an error says, and the overview's
     picture, in place.
 
     Where all of an output goes, a line says where it stands; an error is left a line of its own.

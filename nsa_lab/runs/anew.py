@@ -33,7 +33,7 @@ def anew(run_dir: Path, config: RunConfig, changed: RunConfig) -> str:
 
 
 def _options(base: RunConfig, changed: RunConfig, first: list[str]) -> list[str]:
-    """What `-p` must be given for `changed` to come out of `base`; the keys of `first` are said even where they need not."""
+    """What `-p` must be given for `changed` to come out of `base`; the keys of `first` in any case."""
     read = changed.settings()
     keys = dict.fromkeys([*first, *(key for key, *_ in unlike_settings(base, changed))])
     return [_option(key, read[key]) for key in keys if key in read]

@@ -12,7 +12,7 @@ from typing import Any
 from nsa_lab.config import ConfigError, RunConfig, UsageError, parse_override
 from nsa_lab.health import examine
 from nsa_lab.health.advice import what_to_do
-from nsa_lab.health.answers import answers
+from nsa_lab.health.answers import answers, unanswered
 from nsa_lab.runs import checkpoints, directory, launch, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import code_identity
@@ -106,10 +106,10 @@ def _way_in(run: Path) -> str:
     return f"resumed from its checkpoint of step {saved[-1]:,}" if saved else "started anew, for it has saved no checkpoint"
 
 
-def print_verdicts(run: str | Path | History) -> None:
-    """Every verdict on the run, one line each, and the headline."""
+def print_verdicts(run: str | Path | History, *, besides_answers: bool = False) -> None:
+    """Every verdict on the run, one line each, and the headline; or those alone that `print_answers` does not tell."""
     health = examine(run)
-    print(*health.verdicts, sep="\n")
+    print(*(unanswered(health.verdicts) if besides_answers else health.verdicts), sep="\n")
     print(f"\n{health.headline}\n")
 
 

@@ -94,9 +94,9 @@ def test_the_backend(said: str) -> None:
 
 def test_each_verdict_stands_once_on_the_page(said: str) -> None:
     page = said.partition("\n")[0]
-    for verdict in examine(SHIPPED).verdicts:
-        if len(verdict.text) > 20:
-            assert page.count(" ".join(verdict.text.split())) == 1, verdict
+    for each in examine(SHIPPED).verdicts:
+        if len(each.text) > 20:
+            assert page.count(" ".join(each.text.split())) == 1, each
 
 
 def test_what_the_header_says_a_notebook_below_it_does_not(tmp_path: Path) -> None:
