@@ -119,7 +119,7 @@ def report(
 ) -> None:
     """Write report.html of a run again, or one page that compares several, and the list of runs; prints the page's path.
 
-    With --page that file alone is written, as for runs on a medium that nothing can be written to.
+    With --page that file alone is written, with no link to others: a page to share, or of a run that cannot be written to.
     """
     from nsa_lab.report import compare, write_index, write_report
 

@@ -60,7 +60,8 @@ ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_alone: bool = False) -> Path:
     """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none, and with
-    `record_alone`; and the verdict beside it. With `page` that file alone is written, and nothing into the run directory.
+    `record_alone`; and the verdict beside it. With `page` that file alone is written, and it links to no other, so that it
+    can be handed on, or shared in a repository.
 
     Raises `RunDirectoryError` if the folder is not a run directory.
     """
@@ -70,23 +71,28 @@ def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_
         write_verdict(history)
         if notebook.is_file():
             make_portable(notebook)
-    written = Path(page or history.run_dir / PAGE)
     if notebook.is_file() and not record_alone:
-        return export(notebook, written, run_dir=history.run_dir)
-    return _write(_notebook_of([history]), written, [history], title=history.run)
+        return export(notebook, page, run_dir=history.run_dir)
+    links = {} if page else _links(history, PAGE)
+    return _write(_notebook_of([history]), Path(page or history.run_dir / PAGE), [history], title=history.run, links=links)
 
 
 def export(notebook: str | Path, page: str | Path | None = None, *, run_dir: str | Path | None = None) -> Path:
-    """The executed notebook at `notebook` as a page, by default beside it; with `run_dir`, that run's verdict on top."""
-    source = Path(notebook)
+    """The executed notebook at `notebook` as a page, by default beside it; with `run_dir`, that run's verdict on top.
+
+    In the folder of that run it links to what else there is to read of it, unless `page` says where it goes.
+    """
+    source, target = Path(notebook), Path(page or Path(notebook).with_suffix(".html"))
     histories = [History.read(run_dir)] if run_dir else []
     content = portable(nbformat.read(source, as_version=4))
+    at_home = histories and not page and source.parent.resolve() == histories[0].run_dir.resolve()
     return _write(
         content,
-        Path(page or source.with_suffix(".html")),
+        target,
         histories,
         title=_take_title(content) or source.stem,
         folder=source.parent,
+        links=_links(histories[0], target.name) if at_home else {},
     )
 
 
@@ -105,6 +111,7 @@ def _write(
     title: str,
     folder: Path | None = None,
     pictures: bool = True,
+    links: dict[str, str] | None = None,
 ) -> Path:
     formulas = Formulas()
     runs = [run_summary(history, picture=pictures) for history in histories]
@@ -126,7 +133,7 @@ def _write(
             "subtitle": subtitle,
             "style": _style(),
             "error": error,
-            "links": _links(page, histories),
+            "links": links or {},
             "runs": runs,
             "beside": beside(runs, evaluated_apart(histories)) if len(runs) > 1 else None,
         },
@@ -140,12 +147,10 @@ def _write(
     return page
 
 
-def _links(page: Path, histories: list[History]) -> dict[str, str]:
-    """What else there is to read, as addresses and what they are: the other page of the run, and the list of all runs."""
-    if len(histories) != 1 or page.parent.resolve() != histories[0].run_dir.resolve():
-        return {}
-    there = {name: what for name, what in PAGES.items() if name != page.name and (page.parent / name).is_file()}
-    return there | ({f"../{INDEX}": "all runs"} if (page.parent.parent / INDEX).is_file() else {})
+def _links(history: History, page: str) -> dict[str, str]:
+    """What there is to read beside the run's page of this name: addresses, and what each is."""
+    there = {name: what for name, what in PAGES.items() if name != page and (history.run_dir / name).is_file()}
+    return there | ({f"../{INDEX}": "all runs"} if (history.run_dir.parent / INDEX).is_file() else {})
 
 
 def _prepare(notebook: NotebookNode, formulas: Formulas) -> NotebookNode:

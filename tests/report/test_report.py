@@ -160,6 +160,8 @@ def test_pages_of_a_run_speak_of_each_other_and_of_the_list_of_runs(tmp_path: Pa
     assert _links(report) == ["health.html", "../index.html"] and _links(health) == ["report.html", "../index.html"]
     elsewhere = export(run_dir / "health.ipynb", tmp_path / "shared.html", run_dir=run_dir).read_text(encoding="utf-8")
     assert _links(elsewhere) == []
+    shared = write_report(run_dir, run_dir / "report.html", record_alone=True).read_text(encoding="utf-8")
+    assert _links(shared) == [], "a page that is asked for by its path stands alone"
 
 
 def _links(page: str) -> list[str]:
