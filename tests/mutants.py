@@ -199,6 +199,9 @@ OTHERS = {
     "report.inert": ["tests/report/test_inert.py"],
     "health.worth": ["tests/health/test_worth.py"],
     "health.suspect": ["tests/health/test_worth.py"],
+    "figures.style": cases(
+        "workbook/test_reads.py", "panels_in_a_row_keep_their_numbers_where_they_stand_below_each_other"
+    ),
     "runs.anew": ["tests/runs/test_anew.py"],
     "report.once": cases(
         "report/test_one_number.py",
@@ -1704,6 +1707,7 @@ MUTANTS = [
         "first",
     ),
     Mutant("report: an error says again what to do", "report.once", "shown = [_kept(part, said) or part", "shown = [part"),
+    Mutant("report: panels share the numbers of the first", "figures.style", "axes.tick_params(labelleft=True)", "pass"),
     Mutant("report: the picture on top is shown again", "report.once", "if OVERVIEW in cell.source:", "if False:"),
     Mutant("report: what the header says is said again", "report.once", "not in said]", "not in ()]"),
     Mutant(

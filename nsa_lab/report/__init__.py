@@ -49,6 +49,8 @@ NOTEBOOK, PAGE = "report.ipynb", "report.html"
 # Pages of a run directory that speak of each other where both are there; the second is notebook 05 on the run.
 PAGES = {PAGE: "the report of this run", "health.html": "its health, in detail"}
 TEMPLATES = Path(__file__).resolve().parent / "templates"
+# A chart as wide as this can be read on a phone as a whole; a drawing that is wider scrolls there.
+WIDE_PIXELS = 950
 WIDGETS = "application/vnd.jupyter.widget-"
 ERROR_NOTES = "papermill-error-cell-tag"
 PREFORMATTED = re.compile(r"<pre\b([^>]*)>(.*?)</pre>", re.DOTALL)
@@ -188,9 +190,18 @@ def _prepare_output(output: NotebookNode, formulas: Formulas, heading: str) -> b
     for kind in ("image/png", "image/jpeg"):
         if kind in data and not output.metadata.get(kind, {}).get("alt"):
             output.metadata.setdefault(kind, {})["alt"] = f"Figure of the section “{heading}”"
+    if "image/png" in data and _width(data["image/png"]) > WIDE_PIXELS:
+        # In the notebook format's own word, which the page's style knows.
+        output.metadata["image/png"]["unconfined"] = True
     if panels := output.metadata.get("image/png", {}).get("panels"):
         data["text/html"] = _in_panels(data.pop("image/png"), panels, output.metadata["image/png"]["alt"])
     return bool(data)
+
+
+def _width(picture: str) -> int:
+    """Of a PNG in base 64, as its first bytes say; 0 if it is none."""
+    begin = base64.b64decode(picture[:32])
+    return int.from_bytes(begin[16:20], "big") if begin.startswith(b"\x89PNG") else 0
 
 
 def _in_panels(picture: str, boxes: list[list[float]], alt: str) -> str:

@@ -46,8 +46,8 @@ ON_TOP = frozenset({"tokens per second, median", "training time"})
 STOP = "Stop"
 # By whether the notebook itself found that it cannot go on.
 NOTEBOOK_ADVICE = {
-    True: "Nothing in the notebook is broken. What to do stands in the line above, or with the run's verdict; what came "
-    "before is below.",
+    True: "Nothing in the notebook is broken: the line above says what it met. What to do about a run stands with its "
+    "verdict; what came before is below.",
     False: "What came before it stands below. A run that it started is not hurt by this: its own verdict, if there is one, "
     "follows.",
 }

@@ -70,14 +70,14 @@ def test_on_a_phone_nothing_overflows_and_panels_stand_below_each_other(browser,
 
 def test_on_a_phone_a_wide_picture_is_read_by_scrolling(browser, tmp_path):
     notebook = tmp_path / "pictures.ipynb"
-    drawn = [png(Figure(figsize=size)) for size in ((10, 5), (2, 1))]
+    drawn = [png(Figure(figsize=size)) for size in ((10, 5), (8, 4), (2, 1))]
     outputs = [new_output("display_data", data={"image/png": base64.b64encode(each).decode()}) for each in drawn]
     nbformat.write(new_notebook(cells=[new_code_cell("draw()", outputs=outputs)]), notebook)
     metrics = {"width": 390, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.get(export(notebook).as_uri())
-    wide, small = browser.find_elements("css selector", "main img")
-    assert wide.size["width"] >= 700 and small.size["width"] < 300, "neither is shrunk"
+    wide, chart, small = browser.find_elements("css selector", "main img")
+    assert wide.size["width"] >= 700 and 340 <= chart.size["width"] <= 390 and small.size["width"] < 300
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
     box = wide.find_element("xpath", "ancestor::div[contains(@class, 'output_area')]")
     browser.execute_script("arguments[0].scrollLeft = 9999", box)

@@ -124,7 +124,7 @@ def test_of_a_halted_run_what_to_do_stands_once_on_the_page(tmp_path: Path) -> N
     nbformat.write(new_notebook(cells=[new_code_cell("verdict(run)", outputs=[error])]), run_dir / "report.ipynb")
     with unpainted():
         shown = " ".join(_visible(report.write_report(run_dir)).split())
-    assert "The notebook stopped in code cell 1 of 1: the run is HALTED. Nothing in the notebook is broken." in shown
+    assert "The notebook stopped in code cell 1 of 1: the run is HALTED. Nothing in the notebook is broken" in shown
     (line,) = advice(History.read(run_dir))
     assert str(stopped.value) == f"the run is HALTED.\n{line}" and shown.count(line) == 1
 

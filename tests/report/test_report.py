@@ -329,6 +329,10 @@ def test_formulas_inside_code_are_left_alone() -> None:
     assert formulas.show(hidden).endswith("and &#36;5 or &#36;6")
 
 
+def test_a_number_of_thousands_is_one_number() -> None:
+    assert "<mn>1,048,576</mn>" in mathml("T = 1{,}048{,}576") and "<mn>64,</mn>" not in mathml("l = 64, 32, 128")
+
+
 def test_a_formula_that_cannot_be_read_is_shown_as_code() -> None:
     assert mathml(r"x_1_2 < 3") == '<code class="formula">x_1_2 &lt; 3</code>'
 
