@@ -85,10 +85,10 @@ print(samples.decode_check(history.run_dir))
 show(figures.learning_rate(history))
 
 # %% [markdown]
-# Every verdict on the run: a number, a limit, and what was found.
+# Every verdict on the run that is not among the four answers at the top: a number, a limit, and what was found.
 
 # %%
-notebook.print_verdicts(history)
+notebook.print_verdicts(history, besides_answers=True)
 
 # %% [markdown]
 # The pace, and what each attempt did. *What to notice:* a speed that stays. Dips are evaluations, saves and other

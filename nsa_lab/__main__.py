@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 
+from nsa_lab.config.extras import MissingPackage
+
 
 def main() -> None:
-    """Exits with 2, as for any wrong usage, where the packages of the command line are not installed."""
+    """Exits with 2, as for any wrong usage, where an optional package of the command line is not installed.
+
+    Any other import that fails is a bug, and keeps its traceback.
+    """
     try:
         from nsa_lab.cli import main as command_line
-    except ModuleNotFoundError as error:
+    except MissingPackage as error:
         print(f"nsa-lab: {error}", file=sys.stderr)
         sys.exit(2)
     command_line()

@@ -200,7 +200,15 @@ OTHERS = {
     "report.inert": ["tests/report/test_inert.py"],
     "health.worth": ["tests/health/test_worth.py"],
     "health.suspect": ["tests/health/test_worth.py"],
-    "report.once": cases("report/test_one_number.py", "what_the_header_says_a_notebook_below_it_does_not"),
+    "figures.style": cases(
+        "workbook/test_reads.py", "panels_in_a_row_keep_their_numbers_where_they_stand_below_each_other"
+    ),
+    "runs.anew": ["tests/runs/test_anew.py"],
+    "report.once": cases(
+        "report/test_one_number.py",
+        "what_the_header_says_a_notebook_below_it_does_not",
+        "of_a_halted_run_what_to_do_stands_once_on_the_page",
+    ),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
     "train.parts": ["tests/train/test_stages.py"],
     "inference.load": cases("train/test_stages.py", "a_checkpoint_computes_with_the_rotary_base_of_its_stage"),
@@ -1721,6 +1729,14 @@ MUTANTS = [
         "float(np.mean(speeds)) for speeds",
     ),
     Mutant("report: training told by the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
+    Mutant(
+        "health: a run is trained anew without its own settings",
+        "runs.anew",
+        "[*first, *(key for key, *_ in unlike_settings(base, changed))]",
+        "first",
+    ),
+    Mutant("report: an error says again what to do", "report.once", "shown = [_kept(part, said) or part", "shown = [part"),
+    Mutant("report: panels share the numbers of the first", "figures.style", "axes.tick_params(labelleft=True)", "pass"),
     Mutant("report: the picture on top is shown again", "report.once", "if OVERVIEW in cell.source:", "if False:"),
     Mutant("report: what the header says is said again", "report.once", "not in said]", "not in ()]"),
     Mutant(

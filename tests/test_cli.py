@@ -36,6 +36,9 @@ data: {source: local, val_fraction: 0.4}
 """
 
 
+HALTED = {"status": directory.HALTED, "reason": "step 101: the loss is nan"}
+
+
 class Said(NamedTuple):
     code: int
     out: str
@@ -184,6 +187,13 @@ def test_what_cannot_be_done_is_refused_before_anything_is(say, arguments: list[
     assert said.code == 2 and said.out == "" and answer in said.err
 
 
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_wait_that_is_no_number_of_seconds_is_refused_before_the_trainer_is_asked(say, seconds, tmp_path: Path) -> None:
+    said = say("stop", write_run(tmp_path), "--timeout", seconds)
+    assert said.code == 2 and f"--timeout {seconds}: expected a number of seconds" in said.err
+    assert said.err.count("\n") == 1 and not said.out
+
+
 @pytest.mark.parametrize("speed", ["0", "-5", "nan", "inf"])
 def test_a_plan_is_made_with_a_speed_that_can_be(say, tiny: Path, speed: str) -> None:
     said = say("plan", tiny, "--tokens-per-s", speed)
@@ -248,7 +258,7 @@ def test_health_exits_0_or_3_and_names_the_first_failure(say, tmp_path: Path) ->
     bad = write_run(
         tmp_path / "bad",
         spoil=lambda events: [e for e in events if e["step"] <= 100],
-        status={"status": directory.HALTED, "reason": "step 101: the loss is nan"},
+        status=HALTED,
     )
     said = say("health", good)
     assert said.code == 0
@@ -270,6 +280,18 @@ def test_status_tells_loss_and_verdict_and_the_state_once(say, tmp_path: Path, m
     told = json.loads(say("status", "--json").out)
     assert told == [json.loads(say("status", "latest", "--json").out)]
     assert told[0]["last_validation_bpb"] == pytest.approx(2.14, abs=1e-3) and told[0]["verdict"]["ok"] is True
+
+
+def test_status_of_a_halted_run_says_why_and_what_to_do(say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(tmp_path / "outputs", spoil=lambda events: [e for e in events if e["step"] <= 100], status=HALTED)
+    monkeypatch.setenv("COLUMNS", "80")
+    said = say("status", "latest").out
+    assert said.splitlines()[-1].endswith(f"nsa-lab resume {run_dir.name}"), "a command is not broken over lines"
+    shown = " ".join(said.split())
+    assert "why step 101: the loss is nan" in shown
+    assert "The newest halt-… folder of the run holds the diagnosis." in shown
+    told = json.loads(say("status", "latest", "--json").out)
+    assert told["reason"] == HALTED["reason"] and told["advice"][-1].endswith(f"nsa-lab resume {run_dir.name}")
 
 
 def test_runs_are_found_by_path_id_beginning_and_latest(tmp_path: Path) -> None:

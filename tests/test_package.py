@@ -180,6 +180,13 @@ def test_the_command_line_says_what_it_misses() -> None:
     assert done.stderr == "nsa-lab: typer is not installed; run: pip install 'nsa-lab[train]'\n"
 
 
+def test_an_import_that_fails_for_another_reason_is_a_bug_and_keeps_its_traceback() -> None:
+    code = "import sys; sys.modules['nsa_lab.cli.benches'] = None; from nsa_lab.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" in done.stderr and "nsa_lab.cli.benches" in done.stderr
+
+
 def test_a_package_that_is_there_is_required_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     require("yaml", "typer")
     monkeypatch.setitem(sys.modules, "tensorboard", None)

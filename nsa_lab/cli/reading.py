@@ -41,7 +41,10 @@ def status(
         return
     console = Console()
     if run:
-        console.print(*states.of_run(names.find_run(run, folder)))
+        table, advice = states.of_run(names.find_run(run, folder))
+        console.print(table)
+        for line in advice:
+            typer.echo(line)  # as long as it is: a command is to be copied whole
         return
     console.width = max(console.width, states.LIST_WIDTH)
     console.print(*states.of_all(folder))
@@ -116,7 +119,7 @@ def report(
 ) -> None:
     """Write report.html of a run again, or one page that compares several, and the list of runs; prints the page's path.
 
-    With --page that file alone is written, as for runs on a medium that nothing can be written to.
+    With --page that file alone is written, with no link to others: a page to share, or of a run that cannot be written to.
     """
     from nsa_lab.report import compare, write_index, write_report
 

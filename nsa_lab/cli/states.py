@@ -15,6 +15,7 @@ from rich.text import Text
 
 from nsa_lab.config import ConfigError
 from nsa_lab.health import read_verdict
+from nsa_lab.health.advice import advice
 from nsa_lab.runs import launch, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.history import History, facts
@@ -25,11 +26,15 @@ UNREADABLE = (RunDirectoryError, ConfigError, OSError)
 
 
 def told(run_dir: Path) -> dict[str, Any]:
-    """`history.Facts` of a run, its state, its folder, and its verdict or None. Seconds, bytes, bits per byte."""
+    """`history.Facts` of a run, its state and why, what to do about it, its folder, and its verdict or None.
+
+    Seconds, bytes, bits per byte.
+    """
     history = History.read(run_dir)
     verdict = read_verdict(history)
     judged = verdict and {"ok": verdict.get("ok"), "headline": verdict.get("headline")}
-    return {**asdict(facts(history)), "state": launch.state(run_dir), "verdict": judged, "folder": str(run_dir)}
+    stands = {"state": launch.state(run_dir), "reason": history.status.get("reason"), "advice": advice(history)}
+    return {**asdict(facts(history)), **stands, "verdict": judged, "folder": str(run_dir)}
 
 
 def every(folder: Path) -> list[dict[str, Any]]:
@@ -43,15 +48,18 @@ def every(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def of_run(run_dir: Path) -> Iterator[Any]:
-    """One run: its facts, its verdict and its folder."""
+def of_run(run_dir: Path) -> tuple[Table, list[str]]:
+    """One run: its verdict, its facts and its folder; of one that is not done and does not go on, why, and what to do, in
+    lines of their own."""
     launch.state(run_dir)  # refuses a status that belongs to another run
     history = History.read(run_dir)
     table = Table("", history.run, show_header=True, box=None)
-    rows = [("verdict", judged(history)), *shown_facts(history), ("folder", str(run_dir))]
+    told = advice(history)
+    why = [("why", history.status.get("reason", "its status does not say"))] if told else []
+    rows = [("verdict", judged(history)), *why, *shown_facts(history), ("folder", str(run_dir))]
     for name, value in rows:
         table.add_row(name, Text(value, overflow="fold"))
-    yield table
+    return table, told
 
 
 def of_all(folder: Path) -> Iterator[Any]:

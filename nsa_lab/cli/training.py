@@ -91,6 +91,8 @@ def stop(
     timeout: Annotated[float, typer.Option(help="seconds to wait for the trainer to save and exit")] = 120.0,
 ) -> None:
     """Ask a trainer to save and exit, and wait for it."""
+    if not 0 <= timeout < math.inf:
+        raise ConfigError(f"--timeout {timeout:g}: expected a number of seconds, 0 or more; leave it out to wait 120")
     run_dir = names.find_run(run, names.outputs_folder(outputs))
     try:
         state = launch.stop(run_dir, timeout)

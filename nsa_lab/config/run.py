@@ -115,11 +115,22 @@ class RunConfig(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """The sections as they stand in YAML; `from_dict` gives back an equal configuration."""
+        sections = self._read()
+        for name, later in LATER_KEYS.items():
+            sections[name] = _as_written(sections[name], later)
+        return sections
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting that this run reads, by its dotted key: also those that a file leaves out at their first value."""
+        sections = {name: values for name, values in self._read().items() if isinstance(values, dict)}
+        return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+    def _read(self) -> dict[str, Any]:
+        """The name and the sections, each with what this run reads of it."""
         sections = self.model_dump(mode="json")
         nsa = sections["model"].pop("nsa")
-        for name, unread in (("model", frozenset[str]()), ("train", self.train.unread), ("data", self.data.unread)):
-            later = LATER_KEYS.get(name, {})
-            sections[name] = _as_written({k: v for k, v in sections[name].items() if k not in unread}, later)
+        for name, unread in (("train", self.train.unread), ("data", self.data.unread)):
+            sections[name] = {key: value for key, value in sections[name].items() if key not in unread}
         if stages := sections["train"].get("stages"):
             sections["train"]["stages"] = [_as_written(stage, LATER_KEYS["train"]) for stage in stages]
         return {

@@ -13,7 +13,7 @@ from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
 from nsa_lab.figures.query import Reads
 from nsa_lab.figures.selection import selection_kinds
-from nsa_lab.figures.style import BRANCH_COLOURS, CMP, DENSE, FORCED, PALE, SEL, WIN
+from nsa_lab.figures.style import BRANCH_COLOURS, CMP, DENSE, FORCED, PALE, SEL, WIN, row
 
 STRIP = 54.0  # width of a strip of tokens, of the picture's 100
 LANES = {"cmp": 41.0, "sel": 17.0, "win": 4.0}  # where the middle of each branch's strip lies
@@ -58,7 +58,7 @@ def branch_masks(blocks: Tensor, nsa: NSAConfig) -> Figure:
     }
     figure = Figure(figsize=(10.5, 3.1), layout="constrained")
     figure.suptitle(f"Which pairs are computed: {length:,} queries (rows) by keys (columns)", fontsize=11)
-    for axes, (named, (computed, colour)) in zip(figure.subplots(1, 4, sharey=True), panels.items(), strict=True):
+    for axes, (named, (computed, colour)) in zip(row(figure, 4), panels.items(), strict=True):
         pairs = int(computed.sum())
         extent = (-0.5, max(computed.shape[1], 1) - 0.5, length - 0.5, -0.5)  # short texts have no compressed block at all
         colours = ListedColormap(["white", colour])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
-from nsa_lab.figures.style import BRANCH_COLOURS, CMP, DENSE, PALE, SEL, WIN, colour_legend, panel
+from nsa_lab.figures.style import BRANCH_COLOURS, CMP, DENSE, PALE, SEL, WIN, colour_legend, panel, row
 
 
 def block_geometry(length: int, nsa: NSAConfig, position: int) -> Figure:
@@ -72,7 +72,7 @@ def overlap_weights(nsa: NSAConfig, compressed: int, selection: int) -> Figure:
         f"Weights from compressed block i to selection block j (l = {nsa.l}, d = {nsa.d}, l_sel = {nsa.l_sel})", fontsize=11
     )
     for axes, weights, named in zip(
-        figure.subplots(1, 2, sharey=True),
+        row(figure, 2),
         (geometric, printed),
         ("shared tokens / d: what is meant", "eq. 9 as printed: too early by l_sel/d − 1 strides"),
         strict=True,

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from nsa_lab.config import BRANCHES
 from nsa_lab.figures.run_axes import STEP, Run, draw_band, draw_layers, layer_ticks, mark_level
-from nsa_lab.figures.style import BRANCH_COLOURS, legend, legend_below, panel, say_nothing
+from nsa_lab.figures.style import BRANCH_COLOURS, legend, legend_below, panel, row, say_nothing
 from nsa_lab.health.selection import choice_range
 from nsa_lab.runs.history import History
 
@@ -40,7 +40,7 @@ def gate_layers(run: Run) -> Figure:
     history = History.read(run)
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     figure.suptitle(f"Gates by layer: {history.run}", fontsize=11)
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = row(figure, 2)
     steps, _ = history.layers("gate_entropy")
     for axes, which in zip(panels, (0, -1), strict=True):
         axes.set(xlabel="layer", ylim=(0, 1))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
-from nsa_lab.figures.style import FORCED, PALE, SEL, colour_legend
+from nsa_lab.figures.style import FORCED, PALE, SEL, colour_legend, row
 
 KINDS = {"forced": FORCED, "chosen by score": SEL, "passed over": PALE, "not begun": "white"}
 
@@ -20,7 +20,7 @@ def importance_map(importance: Tensor, blocks: Tensor, nsa: NSAConfig, about: st
     length, count = importance.shape
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     figure.suptitle(f"What scores high and what is chosen: {about}", fontsize=11)
-    left, right = figure.subplots(1, 2, sharey=True)
+    left, right = row(figure, 2)
     begun = geometry.candidate_blocks(torch.arange(length), count, nsa)
     positive = importance.clamp_min(1e-6).masked_fill(~begun, float("nan"))
     largest = float(importance.max())
@@ -47,7 +47,7 @@ def selection_by_layer(blocks: dict[int, Tensor], nsa: NSAConfig, about: str) ->
     """The chosen blocks [T, n_sel] of one group in several layers, side by side."""
     figure = Figure(figsize=(3.1 * len(blocks) + 0.6, 3.6), layout="constrained")
     figure.suptitle(f"Blocks selected: {about}", fontsize=10)
-    (panels,) = figure.subplots(1, len(blocks), sharey=True, squeeze=False)
+    panels = row(figure, len(blocks))
     for n, (axes, (layer, chosen)) in enumerate(zip(panels, blocks.items(), strict=True)):
         length = chosen.shape[0]
         count = geometry.num_selection(length, nsa)

@@ -41,6 +41,14 @@ def panel(width: float, height: float, named: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def row(figure: Figure, count: int) -> list[Axes]:
+    """`count` panels in a row on one scale, each with its numbers: on a narrow page they stand below each other."""
+    (panels,) = figure.subplots(1, count, sharey=True, squeeze=False)
+    for axes in panels:
+        axes.tick_params(labelleft=True)
+    return list(panels)
+
+
 def legend(axes: Axes, columns: int = 1) -> None:
     """A legend, where anything has a label."""
     if axes.get_legend_handles_labels()[0]:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from nsa_lab.figures.run_axes import RUN_COLOURS
-from nsa_lab.figures.style import legend
+from nsa_lab.figures.style import legend, row
 from nsa_lab.health.sweep import Curve
 
 
@@ -20,7 +20,7 @@ def sweep_curves(curves: Sequence[Curve], *, named: str = "Sweep") -> Figure:
     """
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     figure.suptitle(named, fontsize=11)
-    panels = dict(zip(("tokens", "seconds"), figure.subplots(1, 2, sharey=True), strict=True))
+    panels = dict(zip(("tokens", "seconds"), row(figure, 2), strict=True))
     for key, axes in panels.items():
         for curve, colour in zip(curves, cycle(RUN_COLOURS), strict=False):
             along = getattr(curve, key)

@@ -24,12 +24,25 @@ def answers(verdicts: Sequence[Verdict]) -> list[Verdict]:
     ]
 
 
+def unanswered(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts that none of the answers tells."""
+    told = []
+    for question, names in QUESTIONS.items():
+        asked = [verdict for verdict in verdicts if verdict.name in names]
+        told += _failed(question, asked, verdicts) or asked
+    return [verdict for verdict in verdicts if verdict not in told]
+
+
 def _answer(question: str, asked: Sequence[Verdict], every: Sequence[Verdict]) -> Verdict:
-    failed = [verdict for verdict in (every if question == next(iter(QUESTIONS)) else asked) if verdict.ok is False]
-    if failed:
-        return Verdict(question, False, None, None, "; ".join(f"{verdict.name}: {verdict.text}" for verdict in failed[:2]))
+    if failed := _failed(question, asked, every):
+        return Verdict(question, False, None, None, "; ".join(f"{verdict.name}: {verdict.text}" for verdict in failed))
     if not asked:
         return Verdict(question, None, None, None, "a dense model has none")
     unknown = any(verdict.ok is None for verdict in asked)
     told = dict.fromkeys(verdict.text for verdict in asked)
     return Verdict(question, None if unknown else True, None, None, "; ".join(told))
+
+
+def _failed(question: str, asked: Sequence[Verdict], every: Sequence[Verdict]) -> list[Verdict]:
+    """Those that speak where the answer is no: two at most."""
+    return [verdict for verdict in (every if question == next(iter(QUESTIONS)) else asked) if verdict.ok is False][:2]

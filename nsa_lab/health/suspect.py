@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nsa_lab.config import RunConfig
 from nsa_lab.health.verdict import Limits
 from nsa_lab.runs import directory
+from nsa_lab.runs.anew import anew
 from nsa_lab.runs.history import History
 
 SHOWN = 3  # losses before the end
@@ -85,12 +87,22 @@ def _change(history: History, grew: bool) -> str:
             "Losses and gradients were as ever until then, so the learning rate is not the first suspect: look at the "
             "batch in the newest halt-… folder of the run, and at the precision and the kernels of that step."
         )
-    train, lower = history.config.train, min(_peak(history) / 10, SAFE_RATE)
+    train = history.config.train
     warm = " and a longer train.warmup_steps" if train.warmup_steps < train.steps // 10 else ""
     return (
         f"Suspect: the learning rate. Train anew with a lower train.lr{warm}: "
-        f"nsa-lab run {history.config.name} -p train.lr={lower:.1g}"
+        f"{anew(history.run_dir, history.config, _slower(history))}"
     )
+
+
+def _slower(history: History) -> RunConfig:
+    """The run's configuration with a learning rate that is worth a try, in every stage that is above it."""
+    rate = float(f"{min(_peak(history) / 10, SAFE_RATE):.1g}")
+    sections = history.config.to_dict()
+    for stage in sections["train"].get("stages") or [sections["train"]]:
+        stage["lr"] = min(stage["lr"], rate)
+        stage["min_lr"] = min(stage["min_lr"], stage["lr"])
+    return RunConfig.from_dict(sections)
 
 
 def _resume(history: History) -> str:

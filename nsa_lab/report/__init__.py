@@ -49,6 +49,8 @@ NOTEBOOK, PAGE = "report.ipynb", "report.html"
 # Pages of a run directory that speak of each other where both are there; the second is notebook 05 on the run.
 PAGES = {PAGE: "the report of this run", "health.html": "its health, in detail"}
 TEMPLATES = Path(__file__).resolve().parent / "templates"
+# A chart as wide as this can be read on a phone as a whole; a drawing that is wider scrolls there.
+WIDE_PIXELS = 950
 WIDGETS = "application/vnd.jupyter.widget-"
 ERROR_NOTES = "papermill-error-cell-tag"
 PREFORMATTED = re.compile(r"<pre\b([^>]*)>(.*?)</pre>", re.DOTALL)
@@ -60,7 +62,8 @@ ANCHOR = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_alone: bool = False) -> Path:
     """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none, and with
-    `record_alone`; and the verdict beside it. With `page` that file alone is written, and nothing into the run directory.
+    `record_alone`; and the verdict beside it. With `page` that file alone is written, and it links to no other, so that it
+    can be handed on, or shared in a repository.
 
     Raises `RunDirectoryError` if the folder is not a run directory.
     """
@@ -70,23 +73,28 @@ def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_
         write_verdict(history)
         if notebook.is_file():
             make_portable(notebook)
-    written = Path(page or history.run_dir / PAGE)
     if notebook.is_file() and not record_alone:
-        return export(notebook, written, run_dir=history.run_dir)
-    return _write(_notebook_of([history]), written, [history], title=history.run)
+        return export(notebook, page, run_dir=history.run_dir)
+    links = {} if page else _links(history, PAGE)
+    return _write(_notebook_of([history]), Path(page or history.run_dir / PAGE), [history], title=history.run, links=links)
 
 
 def export(notebook: str | Path, page: str | Path | None = None, *, run_dir: str | Path | None = None) -> Path:
-    """The executed notebook at `notebook` as a page, by default beside it; with `run_dir`, that run's verdict on top."""
-    source = Path(notebook)
+    """The executed notebook at `notebook` as a page, by default beside it; with `run_dir`, that run's verdict on top.
+
+    In the folder of that run it links to what else there is to read of it, unless `page` says where it goes.
+    """
+    source, target = Path(notebook), Path(page or Path(notebook).with_suffix(".html"))
     histories = [History.read(run_dir)] if run_dir else []
     content = portable(nbformat.read(source, as_version=4))
+    at_home = histories and not page and source.parent.resolve() == histories[0].run_dir.resolve()
     return _write(
         content,
-        Path(page or source.with_suffix(".html")),
+        target,
         histories,
         title=_take_title(content) or source.stem,
         folder=source.parent,
+        links=_links(histories[0], target.name) if at_home else {},
     )
 
 
@@ -105,14 +113,15 @@ def _write(
     title: str,
     folder: Path | None = None,
     pictures: bool = True,
+    links: dict[str, str] | None = None,
 ) -> Path:
     formulas = Formulas()
-    error = notebook_error(notebook)
     runs = [run_summary(history, picture=pictures) for history in histories]
     for run, own in zip(runs, unlike(histories), strict=True):
         run["unlike"] = own
     for run in runs[:1] if pictures else []:
         once(notebook, run["said"])
+    error = notebook_error(notebook)
     prepared = _prepare(notebook, formulas)
     exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
     # What a cell prints comes in pieces, as it was printed; a reader wants it in one.
@@ -126,7 +135,7 @@ def _write(
             "subtitle": subtitle,
             "style": _style(),
             "error": error,
-            "links": _links(page, histories),
+            "links": links or {},
             "runs": runs,
             "beside": beside(runs, evaluated_apart(histories)) if len(runs) > 1 else None,
         },
@@ -140,12 +149,10 @@ def _write(
     return page
 
 
-def _links(page: Path, histories: list[History]) -> dict[str, str]:
-    """What else there is to read, as addresses and what they are: the other page of the run, and the list of all runs."""
-    if len(histories) != 1 or page.parent.resolve() != histories[0].run_dir.resolve():
-        return {}
-    there = {name: what for name, what in PAGES.items() if name != page.name and (page.parent / name).is_file()}
-    return there | ({f"../{INDEX}": "all runs"} if (page.parent.parent / INDEX).is_file() else {})
+def _links(history: History, page: str) -> dict[str, str]:
+    """What there is to read beside the run's page of this name: addresses, and what each is."""
+    there = {name: what for name, what in PAGES.items() if name != page and (history.run_dir / name).is_file()}
+    return there | ({f"../{INDEX}": "all runs"} if (history.run_dir.parent / INDEX).is_file() else {})
 
 
 def _prepare(notebook: NotebookNode, formulas: Formulas) -> NotebookNode:
@@ -183,9 +190,18 @@ def _prepare_output(output: NotebookNode, formulas: Formulas, heading: str) -> b
     for kind in ("image/png", "image/jpeg"):
         if kind in data and not output.metadata.get(kind, {}).get("alt"):
             output.metadata.setdefault(kind, {})["alt"] = f"Figure of the section “{heading}”"
+    if "image/png" in data and _width(data["image/png"]) > WIDE_PIXELS:
+        # In the notebook format's own word, which the page's style knows.
+        output.metadata["image/png"]["unconfined"] = True
     if panels := output.metadata.get("image/png", {}).get("panels"):
         data["text/html"] = _in_panels(data.pop("image/png"), panels, output.metadata["image/png"]["alt"])
     return bool(data)
+
+
+def _width(picture: str) -> int:
+    """Of a PNG in base 64, as its first bytes say; 0 if it is none."""
+    begin = base64.b64decode(picture[:32])
+    return int.from_bytes(begin[16:20], "big") if begin.startswith(b"\x89PNG") else 0
 
 
 def _in_panels(picture: str, boxes: list[list[float]], alt: str) -> str:

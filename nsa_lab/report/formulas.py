@@ -29,6 +29,8 @@ INLINE = r"(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])"
 DOLLAR = r"(?P<dollar>\\?\$)"
 FORMULA = re.compile("|".join((CODE, DISPLAY, ENVIRONMENT, INLINE, DOLLAR)), re.DOTALL)
 
+# The comma of `2{,}048`, which would be set with the space after it that one in a list has.
+THOUSANDS = re.compile(r"(?<=\d)</mn><mrow><mo>&#x0002C;</mo></mrow><mn>(?=\d{3}\b)")
 WORD = "NSAFORMULA{}ENDFORMULA"
 
 
@@ -57,6 +59,6 @@ class Formulas:
 def mathml(latex: str, *, display: bool = False) -> str:
     """One formula; as code, readable if not pretty, where the converter does not know what it says."""
     try:
-        return convert(latex.strip(), display="block" if display else "inline")
+        return THOUSANDS.sub(",", convert(latex.strip(), display="block" if display else "inline"))
     except UNREADABLE:
         return f'<code class="formula">{html.escape(latex.strip())}</code>'

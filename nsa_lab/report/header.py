@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 
 from nsa_lab.figures import first_screen, loss_by_position, retrieval_map
 from nsa_lab.figures.style import png, title
-from nsa_lab.health import LIMITS, Health, examine
+from nsa_lab.health import Health, examine
+from nsa_lab.health.advice import advice
 from nsa_lab.health.answers import BRANCH_QUESTIONS, QUESTIONS, answers
-from nsa_lab.health.suspect import suspect
 from nsa_lab.health.verdict import Verdict, one_line
 from nsa_lab.health.worth import Reference, references
 from nsa_lab.runs import directory
@@ -37,16 +37,7 @@ from nsa_lab.runs.summary import (
 
 MOODS = {True: "ok", False: "bad", None: "open"}
 
-ADVICE = {
-    directory.HALTED: "The newest halt-… folder of the run holds the diagnosis. If the cause is a value of the "
-    "configuration, train anew with another: nsa-lab run NAME -p section.key=value. The weights are those of step "
-    "{step:,}, the last good one. If the cause lies outside, in data or machine, mend it and go on from them: "
-    "nsa-lab resume {run}",
-    directory.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
-    directory.RUNNING: "This page shows the run as it was when the page was made: nsa-lab follow {run} shows it live.",
-    "DEAD": "The trainer was killed; the last recorded step is {step:,}. nsa-lab resume {run} goes on from the newest "
-    "checkpoint.",
-}
+UNDER_WAY = "This page shows the run as it was when the page was made: nsa-lab follow {run} shows it live."
 KINDS = {"nsa": "NSA", "dense": "Dense attention"}
 # Stand above the table of facts, in figures of their own.
 ON_TOP = frozenset({"tokens per second, median", "training time"})
@@ -55,7 +46,8 @@ ON_TOP = frozenset({"tokens per second, median", "training time"})
 STOP = "Stop"
 # By whether the notebook itself found that it cannot go on.
 NOTEBOOK_ADVICE = {
-    True: "Nothing in the notebook is broken: the line above says what it met and what to do. What came before is below.",
+    True: "Nothing in the notebook is broken: the line above says what it met. What to do about a run stands with its "
+    "verdict; what came before is below.",
     False: "What came before it stands below. A run that it started is not hurt by this: its own verdict, if there is one, "
     "follows.",
 }
@@ -74,7 +66,7 @@ def run_summary(run: Any, *, picture: bool = True) -> dict[str, Any]:
         "headline": health.headline,
         "worth": worth(known, others, untrained),
         "mood": mood(health, history),
-        "advice": advice(history),
+        "advice": [UNDER_WAY.format(run=history.run)] if history.state == directory.RUNNING else advice(history),
         "cards": [_row(card) for card in _cards(health, history)],
         "facts": shown_facts(history),
         "numbers": known,
@@ -227,6 +219,7 @@ def _said(health: Health, history: History) -> set[str]:
     lines = [str(verdict) for verdict in health.verdicts]
     lines += [f"{answer.mark} {answer.name} {answer.text}" for answer in answers(health.verdicts)]
     lines += [f"{name} {value}" for name, value in shown_facts(history)]
+    lines += advice(history)
     return {" ".join(line.split()) for line in [*lines, health.headline]}
 
 
@@ -249,12 +242,3 @@ def notebook_error(notebook: Any) -> dict[str, str] | None:
                     "cell": cell.get("id", ""),
                 }
     return None
-
-
-def advice(history: History) -> list[str]:
-    """What to do about a run that is not done, a line each: of one that diverged the suspect first, and resuming last."""
-    found = suspect(history, LIMITS)
-    if found:
-        return found.lines
-    told = ADVICE.get(history.state or "")
-    return [told.format(run=history.run, step=history.reached)] if told else []

@@ -19,8 +19,8 @@ from papermill.exceptions import PapermillExecutionError
 from rich.console import Console
 
 from nsa_lab.health import examine
+from nsa_lab.health.advice import advice
 from nsa_lab.report import INDEX, NOTEBOOK, write_index, write_report
-from nsa_lab.report.header import advice
 from nsa_lab.runs import directory, launch, names
 from nsa_lab.runs.history import History
 from nsa_lab.runs.live import watch

@@ -103,15 +103,9 @@ def differences(one: Facts, other: Facts) -> dict[str, str]:
 
 
 def unlike_settings(one: RunConfig, other: RunConfig) -> list[tuple[str, object, object]]:
-    """Dotted keys of the settings in which two configurations differ, and both values."""
-    ours, theirs = one.to_dict(), other.to_dict()
-    sections = [name for name, values in ours.items() if isinstance(values, dict)]
-    return [
-        (f"{section}.{key}", value, theirs[section].get(key))
-        for section in sections
-        for key, value in ours[section].items()
-        if value != theirs[section].get(key)
-    ]
+    """Dotted keys of the settings in which two configurations differ, and both values; None where one does not read it."""
+    ours, theirs = one.settings(), other.settings()
+    return [(key, ours.get(key), theirs.get(key)) for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
 
 
 def speed_of(history: History) -> str | None:

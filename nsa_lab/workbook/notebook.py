@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig, UsageError, parse_override
-from nsa_lab.health import LIMITS, examine
-from nsa_lab.health.answers import answers
-from nsa_lab.health.suspect import suspect
+from nsa_lab.health import examine
+from nsa_lab.health.advice import what_to_do
+from nsa_lab.health.answers import answers, unanswered
 from nsa_lab.runs import checkpoints, directory, launch, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import code_identity
@@ -25,7 +25,7 @@ LOG_LINES = 12
 
 
 class Stop(Exception):
-    """Ends a notebook with one line that says what to do."""
+    """Ends a notebook with a line that says what it met, and what to do."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
@@ -106,10 +106,10 @@ def _way_in(run: Path) -> str:
     return f"resumed from its checkpoint of step {saved[-1]:,}" if saved else "started anew, for it has saved no checkpoint"
 
 
-def print_verdicts(run: str | Path | History) -> None:
-    """Every verdict on the run, one line each, and the headline."""
+def print_verdicts(run: str | Path | History, *, besides_answers: bool = False) -> None:
+    """Every verdict on the run, one line each, and the headline; or those alone that `print_answers` does not tell."""
     health = examine(run)
-    print(*health.verdicts, sep="\n")
+    print(*(unanswered(health.verdicts) if besides_answers else health.verdicts), sep="\n")
     print(f"\n{health.headline}\n")
 
 
@@ -133,9 +133,8 @@ def verdict(run: Path) -> None:
     print_verdicts(run)
     state = launch.state(run)
     if state in (directory.HALTED, "DEAD"):
-        found = suspect(History.read(run), LIMITS)
         # Why it ended stands in the verdicts.
-        raise Stop(f"the run is {state}. {found.change if found else f'Go on with: nsa-lab resume {run.name}'}")
+        raise Stop("\n".join([f"the run is {state}.", *what_to_do(History.read(run))[:1]]))
 
 
 def log_tail(run: Path) -> str:

@@ -1,5 +1,6 @@
 """A report in a browser: nothing is requested, nothing is complained about, and the first screen says what happened."""
 
+import base64
 import json
 import os
 import subprocess
@@ -7,11 +8,15 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nbformat
 import pytest
 from fake_run import write_run
+from matplotlib.figure import Figure
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 from page import keep
 
-from nsa_lab.report import compare, write_index, write_report
+from nsa_lab.figures.style import png
+from nsa_lab.report import compare, export, write_index, write_report
 
 pytestmark = pytest.mark.browser
 
@@ -61,6 +66,22 @@ def test_on_a_phone_nothing_overflows_and_panels_stand_below_each_other(browser,
     style = "return getComputedStyle(document.querySelector('.panels img')).filter"
     assert "invert" in browser.execute_script(style), "pictures follow a dark page"
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_on_a_phone_a_wide_picture_is_read_by_scrolling(browser, tmp_path):
+    notebook = tmp_path / "pictures.ipynb"
+    drawn = [png(Figure(figsize=size)) for size in ((10, 5), (8, 4), (2, 1))]
+    outputs = [new_output("display_data", data={"image/png": base64.b64encode(each).decode()}) for each in drawn]
+    nbformat.write(new_notebook(cells=[new_code_cell("draw()", outputs=outputs)]), notebook)
+    metrics = {"width": 390, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(export(notebook).as_uri())
+    wide, chart, small = browser.find_elements("css selector", "main img")
+    assert wide.size["width"] >= 700 and 340 <= chart.size["width"] <= 390 and small.size["width"] < 300
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    box = wide.find_element("xpath", "ancestor::div[contains(@class, 'output_area')]")
+    browser.execute_script("arguments[0].scrollLeft = 9999", box)
+    assert browser.execute_script("return arguments[0].scrollLeft", box) >= 300
 
 
 def test_on_a_phone_the_list_of_runs_and_a_comparison_are_seen_whole(browser, tmp_path):

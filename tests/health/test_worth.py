@@ -98,8 +98,8 @@ def test_of_a_diverged_run_the_suspect_comes_first_and_resuming_last(tmp_path: P
     assert found.seen[1].endswith("its peak, train.lr, is 0.5.")
     assert found.seen[2].startswith("The gradient's norm grew from 0.8 at step 1 to 64.8 at step 70")
     assert found.change.startswith("Suspect: the learning rate.") and found.change.endswith(
-        "nsa-lab run fake -p train.lr=0.001"
-    )
+        f"nsa-lab run {tmp_path.name}/fake-1/config.yaml -p train.lr=0.001"
+    ), "of no preset, so the run's own file repeats its settings"
     told = advice(history)
     assert [("resume" in line) for line in told] == [False] * (len(told) - 1) + [True]
     assert "The weights are those of step 70, the last good one." in told[-1]

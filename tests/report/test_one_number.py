@@ -19,13 +19,15 @@ from unpainted import PIXEL, unpainted
 
 from nsa_lab import cli, report
 from nsa_lab.health import examine
+from nsa_lab.health.advice import advice
 from nsa_lab.report import header, write_index
 from nsa_lab.report.once import once
-from nsa_lab.runs import names
+from nsa_lab.runs import directory, names
 from nsa_lab.runs.events import read_events
 from nsa_lab.runs.history import History
 from nsa_lab.runs.live import RunView
 from nsa_lab.workbook import compare, planned
+from nsa_lab.workbook.notebook import Stop, verdict
 
 # Each asks a run that is trained for it.
 pytestmark = pytest.mark.slow
@@ -92,9 +94,9 @@ def test_the_backend(said: str) -> None:
 
 def test_each_verdict_stands_once_on_the_page(said: str) -> None:
     page = said.partition("\n")[0]
-    for verdict in examine(SHIPPED).verdicts:
-        if len(verdict.text) > 20:
-            assert page.count(" ".join(verdict.text.split())) == 1, verdict
+    for each in examine(SHIPPED).verdicts:
+        if len(each.text) > 20:
+            assert page.count(" ".join(each.text.split())) == 1, each
 
 
 def test_what_the_header_says_a_notebook_below_it_does_not(tmp_path: Path) -> None:
@@ -111,6 +113,20 @@ def test_what_the_header_says_a_notebook_below_it_does_not(tmp_path: Path) -> No
     assert "at the top of this page" in notebook.cells[1].outputs[0].data["text/html"]
     assert partly.text == "and more" and own.text == "of its own"
     assert isinstance(notebook, nbformat.NotebookNode)
+
+
+def test_of_a_halted_run_what_to_do_stands_once_on_the_page(tmp_path: Path) -> None:
+    """With its verdict, and neither in the box on the notebook nor in the cell that stopped."""
+    run_dir = write_run(tmp_path, status={"status": directory.HALTED, "reason": "step 200: the loss is nan"})
+    with pytest.raises(Stop) as stopped:
+        verdict(run_dir)
+    error = new_output("error", ename="Stop", evalue=str(stopped.value), traceback=[str(stopped.value)])
+    nbformat.write(new_notebook(cells=[new_code_cell("verdict(run)", outputs=[error])]), run_dir / "report.ipynb")
+    with unpainted():
+        shown = " ".join(_visible(report.write_report(run_dir)).split())
+    assert "The notebook stopped in code cell 1 of 1: the run is HALTED. Nothing in the notebook is broken" in shown
+    (line,) = advice(History.read(run_dir))
+    assert str(stopped.value) == f"the run is HALTED.\n{line}" and shown.count(line) == 1
 
 
 def test_the_picture_on_top_is_not_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,8 @@ def test_pages_of_a_run_speak_of_each_other_and_of_the_list_of_runs(tmp_path: Pa
     assert _links(report) == ["health.html", "../index.html"] and _links(health) == ["report.html", "../index.html"]
     elsewhere = export(run_dir / "health.ipynb", tmp_path / "shared.html", run_dir=run_dir).read_text(encoding="utf-8")
     assert _links(elsewhere) == []
+    shared = write_report(run_dir, run_dir / "report.html", record_alone=True).read_text(encoding="utf-8")
+    assert _links(shared) == [], "a page that is asked for by its path stands alone"
 
 
 def _links(page: str) -> list[str]:
@@ -325,6 +327,10 @@ def test_formulas_inside_code_are_left_alone() -> None:
     assert "$$y$$" in hidden
     assert formulas.show(hidden).count("<math") == 1
     assert formulas.show(hidden).endswith("and &#36;5 or &#36;6")
+
+
+def test_a_number_of_thousands_is_one_number() -> None:
+    assert "<mn>1,048,576</mn>" in mathml("T = 1{,}048{,}576") and "<mn>64,</mn>" not in mathml("l = 64, 32, 128")
 
 
 def test_a_formula_that_cannot_be_read_is_shown_as_code() -> None:

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from fake_run import write_run
 
 from nsa_lab.config import RunConfig
 from nsa_lab.config.extras import MissingPackage
+from nsa_lab.health import examine
 from nsa_lab.runs import directory, launch
 from nsa_lab.runs.environment import environment
 from nsa_lab.workbook import notebook
@@ -121,6 +123,17 @@ def test_what_the_reader_can_put_right_is_one_line(config, tmp_path, monkeypatch
     monkeypatch.setattr(launch, "ensure", refuse)
     with pytest.raises(Stop, match=r"^MissingPackage: pyarrow is not installed; run: pip install 'nsa-lab\[data\]'$"):
         notebook.start(config, outputs=str(tmp_path))
+
+
+@pytest.mark.parametrize("last", [200, 90], ids=["healthy", "failed"])
+def test_below_the_answers_no_verdict_is_printed_again(last, tmp_path, capsys):
+    run = write_run(tmp_path, spoil=lambda events: [event for event in events if event["step"] <= last])
+    notebook.print_answers(run)
+    top = capsys.readouterr().out
+    notebook.print_verdicts(run, besides_answers=True)
+    below = capsys.readouterr().out
+    for verdict in examine(run).verdicts:
+        assert (f"{verdict}\n" in below) != (verdict.text in top and len(verdict.text) > 5), verdict
 
 
 def test_a_halted_run_is_shown_when_named_and_ends_the_notebook_badly(config, started, tmp_path, capsys):

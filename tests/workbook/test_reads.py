@@ -161,3 +161,9 @@ def test_the_explorer_moves_and_explains_an_impossible_geometry(example):
     before = text.value
     layer.value = 1
     assert text.value != before and "query 20" in text.value
+
+
+def test_panels_in_a_row_keep_their_numbers_where_they_stand_below_each_other(example):
+    blocks = torch.zeros(64, 4, dtype=torch.int32)
+    for axes in figures.branch_masks(blocks, TOY).axes:
+        assert any(label.get_visible() and label.get_text() for label in axes.get_yticklabels()), axes.get_title()

@@ -1,0 +1,33 @@
+"""What to do about a run that is not done: one wording for its page, its notebook, a terminal and `nsa-lab status`."""
+
+from __future__ import annotations
+
+from nsa_lab.health.suspect import suspect
+from nsa_lab.health.verdict import LIMITS
+from nsa_lab.runs import directory
+from nsa_lab.runs.history import History
+
+ENDED = {
+    directory.HALTED: "The newest halt-… folder of the run holds the diagnosis. If the cause is a value of the "
+    "configuration, train anew with another: nsa-lab run NAME -p section.key=value. The weights are those of step "
+    "{step:,}, the last good one. If the cause lies outside, in data or machine, mend it and go on from them: "
+    "nsa-lab resume {run}",
+    directory.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
+    "DEAD": "The trainer was killed; the last recorded step is {step:,}. nsa-lab resume {run} goes on from the newest "
+    "checkpoint.",
+}
+
+
+def what_to_do(history: History) -> list[str]:
+    """A line each; of a run that diverged the suspect first, and resuming last. Empty for one that is done or goes on."""
+    found = suspect(history, LIMITS)
+    if found:
+        return [found.change, found.resume]
+    told = ENDED.get(history.state or "")
+    return [told.format(run=history.run, step=history.reached)] if told else []
+
+
+def advice(history: History) -> list[str]:
+    """`what_to_do`, and of a run that diverged, before it, what its record says of how."""
+    found = suspect(history, LIMITS)
+    return [*(found.seen if found else []), *what_to_do(history)]
