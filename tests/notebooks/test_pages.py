@@ -51,12 +51,12 @@ def test_a_link_of_a_notebook_leads_from_its_page_to_the_same():
     prose = (
         "[06](06_does_selection_find.ipynb), [why](../docs/science/retrieval.md), $[a](b)$\n\n[4]: 04_production_run.ipynb"
     )
-    shown = new_output("display_data", data={"text/markdown": "[run](../outputs/index.html) <https://arxiv.org>"})
+    shown = new_output("display_data", data={"text/markdown": "[run](../outputs/README.md) <https://arxiv.org>"})
     notebook = new_notebook(cells=[new_markdown_cell(prose), new_code_cell("show()", outputs=[shown])])
     pages.lead_from_pages(notebook)
     page = "[06](06_does_selection_find.html), [why](../science/retrieval.md), $[a](b)$\n\n[4]: "
     assert notebook.cells[0].source == f"{page}../../outputs/{pages.NSA}/report.html"
-    assert notebook.cells[1].outputs[0]["data"]["text/markdown"] == "[run](../../outputs/index.html) <https://arxiv.org>"
+    assert notebook.cells[1].outputs[0]["data"]["text/markdown"] == "[run](../../outputs/README.md) <https://arxiv.org>"
 
 
 def test_what_the_gallery_shows_is_there():
