@@ -889,8 +889,8 @@ MUTANTS = [
     Mutant(
         "decoding: a query does not read itself",
         "attention.decoding",
-        "(tokens < 0) | (tokens > t)",
-        "(tokens < 0) | ((tokens >= t) & (tokens > 0))",
+        "geometry.selected_keys(first + at, nsa)]",
+        "max(geometry.selected_keys(first + at, nsa) - 1, 1)]",
     ),
     Mutant(
         "decoding kernels: a window of w - 1 keys",
@@ -953,6 +953,30 @@ MUTANTS = [
     ),
     Mutant(
         "decoding: blocks that overlap forget what they share", "inference.memory", "return nsa.l - 1 + STEP", "return STEP"
+    ),
+    Mutant(
+        "decoding: padding past a sequence's room begins its neighbour",
+        "inference.cache",
+        "torch.where(places < capacity, rows * capacity + places, len(rows) * capacity)",
+        "(rows * capacity + places).clamp_max(len(rows) * capacity)",
+    ),
+    Mutant(
+        "decoding: what is worked out for one ring is taken for all",
+        "inference.cache",
+        'self._once(("ring", slots),',
+        'self._once("ring",',
+    ),
+    Mutant(
+        "decoding: blocks that a query has not reached compete",
+        "attention.narrow",
+        'rank[:, at, :, own + 1 :] = float("-inf")',
+        "pass",
+    ),
+    Mutant(
+        "decoding: a ring is read on past its end",
+        "attention.decoding",
+        "ring[:, : at + end - begin - slots]",
+        "ring[:, at - (at + end - begin - slots) : at]",
     ),
     Mutant(
         "decoding: padding makes a sequence longer",

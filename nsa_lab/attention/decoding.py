@@ -238,7 +238,7 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: 
         # Blocks ascend and the query's own is the last of them, and alone is cut short.
         own = (begin + nsa.l_sel * G * blocks[:, at, :, :, None]).flatten(2)[..., : geometry.selected_keys(first + at, nsa)]
         read = own.flatten()
-        own_k, own_v = (x.flatten(0, 2).index_select(0, read).unflatten(0, own.shape).to(wide) for x in (k, v))
+        own_k, own_v = (torch.unflatten(x.flatten(0, 2).index_select(0, read), 0, own.shape).to(wide) for x in (k, v))
         parts.append(_over(q[:, at : at + 1].to(wide), own_k.transpose(1, 2), own_v.transpose(1, 2), None))
     return _joined(parts).to(q.dtype)
 

@@ -73,7 +73,7 @@ def choose(importance: Tensor, doubt: Tensor | float, nsa: NSAConfig, first: int
 
 
 def _ranks(importance: Tensor, nsa: NSAConfig, first: int) -> Tensor:
-    """As those of `reference.ranks`, which masks what here, of few queries, is filled; room for n_sel + 1 blocks at least."""
+    """As those of `reference.ranks`, by filling what it masks: queries are few here. At least n_sel + 1 of them."""
     missing = nsa.n_sel + 1 - importance.shape[-1]
     rank = pad(importance, (0, missing), value=float("-inf")) if missing > 0 else importance.clone()
     for at in range(rank.shape[1]):

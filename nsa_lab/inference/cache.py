@@ -74,7 +74,7 @@ class Step:
         return self._once(("beginning", slots), latest)
 
     def last_rows(self) -> Tensor:
-        """Each sequence's latest token, by its place where the one before the step stands before the new ones: int64 [B]."""
+        """Each sequence's latest token, by its place among one from before this step and the new ones: int64 [B]."""
         return self._once("last", lambda: self.rows.flatten() * (self.width + 1) + self.counts)
 
     def tokens_of_blocks(self, nsa: NSAConfig, blocks: int, slots: int) -> Tensor:
