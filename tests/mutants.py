@@ -174,6 +174,7 @@ OTHERS = {
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
     **{f"attention.kernels.decoding.{part}": DECODING for part in ("keys", "attend", "choose", "merge")},
+    "attention.kernels.decoding.append": ["tests/kernels/decoding/test_append.py"],
     "attention.kernels.ahead": cases("kernels/test_compiling.py", "launches_are_launches_again_after_a_failure"),
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
@@ -923,6 +924,24 @@ MUTANTS = [
         "attention.kernels.decoding.choose",
         "tl.where(j <= own - 2, keys, -1)",
         "tl.where(j <= own - 1, keys, -1)",
+    ),
+    Mutant(
+        "decoding kernels: new tokens past a sequence's room are kept",
+        "attention.kernels.decoding.append",
+        "kept = kept & (position < N)",
+        "kept = kept",
+    ),
+    Mutant(
+        "decoding kernels: new tokens lie in the window's ring as in the other",
+        "attention.kernels.decoding.append",
+        "b, (position % ring).to(tl.int64), g, turns,",
+        "b, (position % raw_ring).to(tl.int64), g, turns,",
+    ),
+    Mutant(
+        "decoding kernels: new tokens are turned the other way",
+        "attention.kernels.decoding.append",
+        "tl.where(early, -partner, partner)",
+        "tl.where(early, partner, -partner)",
     ),
     Mutant("decoding: the strongest head chooses", "attention.decoding", "carry(p.sum(3)", "carry(p.amax(3)"),
     Mutant(

@@ -18,12 +18,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, nsa_attention, resolve_backend
+from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, kernels, nsa_attention, resolve_backend
 from nsa_lab.attention.decoding import cached_attention, cached_dense_attention
 from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.config import NSAConfig
 from nsa_lab.inference import memory
 from nsa_lab.model import Block, DenseAttention, Indexer, NSATransformer, Rotary, SparseAttention
+from nsa_lab.model.attention import Heads
 
 
 @dataclass(frozen=True)
@@ -182,11 +183,16 @@ class Compressed:
         """New tokens [B, S, G, D], and the blocks that they complete in any sequence."""
         self.raw.put(x, step)
         if step.begins:
-            blocks = self._phi(x)
-        elif new := self._completed(step):
-            blocks = self._phi(self.raw.read(step.tokens_of_blocks(self.nsa, new, self.raw.slots)))
+            self._put_blocks(self._phi(x), step)
         else:
-            return
+            self.complete(step)
+
+    def complete(self, step: Step) -> None:
+        """The blocks that new tokens, which are in the ring already, complete in any sequence."""
+        if new := self._completed(step):
+            self._put_blocks(self._phi(self.raw.read(step.tokens_of_blocks(self.nsa, new, self.raw.slots))), step)
+
+    def _put_blocks(self, blocks: Tensor, step: Step) -> None:
         self.blocks.put(blocks, step.in_blocks(self.nsa, blocks.shape[1], self.blocks.capacity))
 
     def grow(self, capacity: int) -> None:
@@ -238,20 +244,41 @@ class NSACache:
 
     def attend(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
         """Output [B, S, C] for new tokens x [B, S, C]."""
-        attention = self._attention
-        q, keys, values, unmixed = attention.heads(x, rotary, before=self._before.kept)
-        self._before.put(unmixed, step)
-        for kept, new in zip((self.k_cmp, self.v_cmp), (keys[0], values[0]), strict=True):
+        if step.begins:
+            heads = self._put(x, rotary, step)
+            index_q, gates = self._index(x, rotary, step), self._gates(x, heads.q)
+            branches = heads.keys[1], heads.values[1], heads.keys[2], heads.values[2]
+            return self._attention.out(self._first(heads.q, branches, gates, index_q).flatten(2))
+        q = self._put(x, rotary, step).q if self._backend == "torch" else self._append(x, rotary, step)
+        return self._attention.out(self._next(q, self._gates(x, q), self._index(x, rotary, step), step).flatten(2))
+
+    def _put(self, x: Tensor, rotary: Rotary, step: Step) -> Heads:
+        """Keeps new tokens; their heads."""
+        heads = self._attention.heads(x, rotary, before=self._before.kept)
+        self._before.put(heads.unmixed, step)
+        for kept, new in zip((self.k_cmp, self.v_cmp), (heads.keys[0], heads.values[0]), strict=True):
             kept.put(new, step)
-        for kept, new in zip((self.k_sel, self.v_sel), (keys[1], values[1]), strict=True):
+        for kept, new in zip((self.k_sel, self.v_sel), (heads.keys[1], heads.values[1]), strict=True):
             kept.put(new, step.in_rows(kept.capacity))
-        for kept, new in zip((self.k_win, self.v_win), (keys[2], values[2]), strict=True):
+        for kept, new in zip((self.k_win, self.v_win), (heads.keys[2], heads.values[2]), strict=True):
             kept.put(new, step)
-        index_q = self.index.put(x, rotary, step) if self.index else None
-        gates = attention.gates(x).to(q.dtype)
-        branches = keys[1], values[1], keys[2], values[2]
-        mixed = self._first(q, branches, gates, index_q) if step.begins else self._next(q, gates, index_q, step)
-        return attention.out(mixed.flatten(2))
+        return heads
+
+    def _append(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
+        """As `_put`, in one launch for rotation and writing; their queries."""
+        roped, values, unmixed = self._attention.unturned(x, before=self._before.kept)
+        self._before.put(unmixed, step)
+        rings = self.k_cmp.raw.kept, self.v_cmp.raw.kept
+        q = kernels.append(roped, values, rotary, step.lengths, self.layer(), *rings)
+        for kept in (self.k_cmp, self.v_cmp):
+            kept.complete(step)
+        return q
+
+    def _index(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor | None:
+        return self.index.put(x, rotary, step) if self.index else None
+
+    def _gates(self, x: Tensor, like: Tensor) -> Tensor:
+        return self._attention.gates(x).to(like.dtype)
 
     def _first(
         self, q: Tensor, branches: tuple[Tensor, Tensor, Tensor, Tensor], gates: Tensor, index_q: Tensor | None
