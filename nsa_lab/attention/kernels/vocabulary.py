@@ -65,6 +65,7 @@ KERNEL_PARTS = {
     "nsa_choice": "block choice",
     "nsa_selected_": "selected",
     "nsa_gate_": "gated sum",
+    "nsa_append": "cache",
 }
 """How the name of a launched kernel begins -> the part of NSA that it computes. A profile is read by this alone."""
 
