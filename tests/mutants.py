@@ -631,8 +631,8 @@ MUTANTS = [
     Mutant(
         "torch: eq. 9 with equal weights",
         "attention.torch_backend",
-        "torch.minimum(rising, rising.flip(0)).clamp_max(min(step, lead + 1)).to(p)",
-        "torch.ones_like(rising).to(p)",
+        "min(place + 1, run - place, step, lead + 1) for place",
+        "1 for place",
     ),
     Mutant(
         "torch: normaliser over the chunk's future",
@@ -1006,14 +1006,14 @@ MUTANTS = [
     Mutant(
         "decoding: a ring begins with the padding of its prompt",
         "inference.cache",
-        "latest = step.counts[:, None] - 1",
-        "latest = torch.full_like(step.counts, x.shape[1])[:, None] - 1",
+        "last = self.counts[:, None] - 1",
+        "last = self.counts[:, None] * 0 + self.width - 1",
     ),
     Mutant(
         "decoding: a convolution reads the padding",
         "inference.cache",
-        "[step.rows, step.counts[:, None]]",
-        "[step.rows, torch.full_like(step.counts, x.shape[1])[:, None]]",
+        "self.rows.flatten() * (self.width + 1) + self.counts",
+        "self.rows.flatten() * (self.width + 1) + self.counts * 0 + self.width",
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
