@@ -175,6 +175,7 @@ OTHERS = {
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
     **{f"attention.kernels.decoding.{part}": DECODING for part in ("keys", "attend", "choose", "merge")},
+    "attention.kernels.decoding.append": ["tests/kernels/decoding/test_append.py"],
     "attention.kernels.ahead": cases("kernels/test_compiling.py", "launches_are_launches_again_after_a_failure"),
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
@@ -646,8 +647,8 @@ MUTANTS = [
     Mutant(
         "torch: eq. 9 with equal weights",
         "attention.torch_backend",
-        "torch.minimum(rising, rising.flip(0)).clamp_max(min(step, lead + 1)).to(p)",
-        "torch.ones_like(rising).to(p)",
+        "min(place + 1, run - place, step, lead + 1) for place",
+        "1 for place",
     ),
     Mutant(
         "torch: normaliser over the chunk's future",
@@ -905,8 +906,8 @@ MUTANTS = [
     Mutant(
         "decoding: a query does not read itself",
         "attention.decoding",
-        "(tokens < 0) | (tokens > t)",
-        "(tokens < 0) | ((tokens >= t) & (tokens > 0))",
+        "geometry.selected_keys(first + at, nsa)]",
+        "max(geometry.selected_keys(first + at, nsa) - 1, 1)]",
     ),
     Mutant(
         "decoding kernels: a window of w - 1 keys",
@@ -940,6 +941,24 @@ MUTANTS = [
         "tl.where(j <= own - 2, keys, -1)",
         "tl.where(j <= own - 1, keys, -1)",
     ),
+    Mutant(
+        "decoding kernels: new tokens past a sequence's room are kept",
+        "attention.kernels.decoding.append",
+        "kept = kept & (position < N)",
+        "kept = kept",
+    ),
+    Mutant(
+        "decoding kernels: new tokens lie in the window's ring as in the other",
+        "attention.kernels.decoding.append",
+        "b, (position % ring).to(tl.int64), g, turns,",
+        "b, (position % raw_ring).to(tl.int64), g, turns,",
+    ),
+    Mutant(
+        "decoding kernels: new tokens are turned the other way",
+        "attention.kernels.decoding.append",
+        "tl.where(early, -partner, partner)",
+        "tl.where(early, partner, -partner)",
+    ),
     Mutant("decoding: the strongest head chooses", "attention.decoding", "carry(p.sum(3)", "carry(p.amax(3)"),
     Mutant(
         "decoding: the choice of the query before",
@@ -971,6 +990,30 @@ MUTANTS = [
         "decoding: blocks that overlap forget what they share", "inference.memory", "return nsa.l - 1 + STEP", "return STEP"
     ),
     Mutant(
+        "decoding: padding past a sequence's room begins its neighbour",
+        "inference.cache",
+        "torch.where(places < capacity, rows * capacity + places, len(rows) * capacity)",
+        "(rows * capacity + places).clamp_max(len(rows) * capacity)",
+    ),
+    Mutant(
+        "decoding: what is worked out for one ring is taken for all",
+        "inference.cache",
+        'self._once(("ring", slots),',
+        'self._once("ring",',
+    ),
+    Mutant(
+        "decoding: blocks that a query has not reached compete",
+        "attention.narrow",
+        'rank[:, at, :, own + 1 :] = float("-inf")',
+        "pass",
+    ),
+    Mutant(
+        "decoding: a ring is read on past its end",
+        "attention.decoding",
+        "ring[:, : at + end - begin - slots]",
+        "ring[:, at - (at + end - begin - slots) : at]",
+    ),
+    Mutant(
         "decoding: padding makes a sequence longer",
         "inference.decode",
         "self.cache.advance(counts)",
@@ -979,14 +1022,14 @@ MUTANTS = [
     Mutant(
         "decoding: a ring begins with the padding of its prompt",
         "inference.cache",
-        "latest = step.counts[:, None] - 1",
-        "latest = torch.full_like(step.counts, x.shape[1])[:, None] - 1",
+        "last = self.counts[:, None] - 1",
+        "last = self.counts[:, None] * 0 + self.width - 1",
     ),
     Mutant(
         "decoding: a convolution reads the padding",
         "inference.cache",
-        "[step.rows, step.counts[:, None]]",
-        "[step.rows, torch.full_like(step.counts, x.shape[1])[:, None]]",
+        "self.rows.flatten() * (self.width + 1) + self.counts",
+        "self.rows.flatten() * (self.width + 1) + self.counts * 0 + self.width",
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"

@@ -7,7 +7,7 @@ the neighbours are, and what was never written is never touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import cast
 
@@ -95,14 +95,24 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
     parts: list[Tensor] = []
     for first in range(start, start + S, size):
         last = min(first + size, start + S)
-        # The heads of a group are queries of one matrix, which reads its keys and values once.
-        chunk = q[:, first - start : last - start]
-        rows = torch.unflatten(chunk, 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3)
-        seen = geometry.positions(0, last, q.device) <= geometry.positions(first, last, q.device)[:, None]
-        mask = seen.repeat_interleave(H // k.shape[2], dim=0) if last - first > 1 else None
-        out = scaled_dot_product_attention(rows, k[:, :last].transpose(1, 2), v[:, :last].transpose(1, 2), attn_mask=mask)
-        parts.append(_positions_first(out, chunk))
-    return torch.cat(parts, dim=1)
+        seen = None
+        if last - first > 1:
+            seen = geometry.positions(0, last, q.device) <= geometry.positions(first, last, q.device)[:, None]
+        parts.append(_over(q[:, first - start : last - start], k[:, :last], v[:, :last], seen))
+    return _joined(parts)
+
+
+def _over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+    """Attention [B, C, H, d_v] of q [B, C, H, D] over keys k [B, n, G, D] and values v that `seen`, bool [C, n], lets each
+    query see; None: all."""
+    # The heads of a group are queries of one matrix, which reads its keys and values once.
+    rows = torch.unflatten(q, 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3)
+    mask = None if seen is None else seen.repeat_interleave(q.shape[2] // k.shape[2], dim=0)
+    return _positions_first(scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask), q)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
 def _check(q: Tensor, cache: LayerCache, nsa: NSAConfig, index_q: Tensor | None, choice_nsa: NSAConfig | None) -> None:
@@ -139,7 +149,7 @@ def _attend(
             p = _shares(*chooser, first, choice_nsa)
         out_win = _window(q[:, rows], cache.k_win, cache.v_win, first, nsa)
         found.append((out_cmp, _choose(p, *chooser, first, nsa, choice_nsa), out_win))
-    out_cmp, blocks, out_win = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    out_cmp, blocks, out_win = map(_joined, zip(*found, strict=True))
     select = _selected if q.shape[1] <= FEW else _selected_of_many
     return reference.combine(out_cmp, select(q, cache.k_sel, cache.v_sel, blocks, start, nsa), out_win, gates)
 
@@ -176,8 +186,10 @@ def _shares(q: Tensor, k: Tensor, first: int, nsa: NSAConfig, products: torch.dt
     """
     n = geometry.num_compressed(first + q.shape[1], nsa)
     scores = _scores(q, k[:, :n], products or _products(q, first, nsa))
-    # What the first query sees, all of them see.
+    # What the first query sees, all of them see: one query has nothing to hide.
     seen_by_all = geometry.num_compressed(first + 1, nsa)
+    if seen_by_all == n:
+        return scores.softmax(-1, dtype=choice_dtype(q.dtype))
     hidden = ~geometry.sees_compressed(geometry.positions(first, first + q.shape[1], q.device), n, nsa)
     hidden = hidden[:, None, seen_by_all:]  # [C, 1, rest]
     scores[..., seen_by_all:].masked_fill_(hidden, float("-inf"))
@@ -192,14 +204,20 @@ def _choose(p: Tensor, q: Tensor, k: Tensor, first: int, nsa: NSAConfig, choice_
     q and k are those that the shares are of: a near-tie falls the way of the definition's dtype, whatever theirs was.
     """
     importance = _importance(p, first, nsa, choice_nsa)
-    if _products(q, first, choice_nsa) == choice_dtype(q.dtype):
+    if q.shape[1] > FEW:
         return reference.choose(importance.float(), nsa, first=first)
-    blocks, clear = narrow.choose(importance, narrow.doubt(q, k[:, : p.shape[-1]]), nsa, first)
+    tried = _products(q, first, choice_nsa) != choice_dtype(q.dtype)
+    doubt = narrow.doubt(q, k[:, : p.shape[-1]]) if tried else narrow.WIDE
+    blocks, clear = narrow.choose(importance, doubt, nsa, first)
+    if clear.all():
+        return blocks
     in_doubt = (~clear).flatten(1).any(1).nonzero().flatten()
     for row in cast("list[int]", in_doubt.tolist()):  # pyright: ignore[reportUnknownMemberType]
         one = slice(row, row + 1)
-        p = _shares(q[one], k[one], first, choice_nsa, choice_dtype(q.dtype))
-        blocks[one] = reference.choose(_importance(p, first, nsa, choice_nsa).float(), nsa, first=first)
+        if tried:
+            p = _shares(q[one], k[one], first, choice_nsa, choice_dtype(q.dtype))
+            importance[one] = _importance(p, first, nsa, choice_nsa)
+        blocks[one] = reference.choose(importance[one].float(), nsa, first=first)
     return blocks
 
 
@@ -210,16 +228,19 @@ def _importance(p: Tensor, first: int, nsa: NSAConfig, choice_nsa: NSAConfig) ->
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
     """The selected branch's output [B, C, H, d_v]: every query gathers the tokens of its own blocks."""
-    begun = blocks[..., : geometry.num_selection(first + q.shape[1], nsa)].long()
-    tokens = (begun.unsqueeze(-1) * nsa.l_sel + torch.arange(nsa.l_sel, device=q.device)).flatten(-2)  # [B, C, G, n]
-    t = geometry.positions(first, first + q.shape[1], q.device)[:, None, None]
-    hidden = (tokens < 0) | (tokens > t)
-    batch = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
-    at = batch, torch.where(hidden, 0, tokens), torch.arange(k.shape[2], device=q.device)[:, None]
-    wide = wide_dtype(q.dtype)
-    scores = torch.unflatten(q, 2, (k.shape[2], -1)).to(wide) @ k[at].to(wide).mT * q.shape[-1] ** -0.5  # [B, C, G, h, n]
-    p = scores.masked_fill_(hidden.unsqueeze(3), float("-inf")).softmax(-1)
-    return (p @ v[at].to(wide)).flatten(2, 3).to(q.dtype)
+    B, N, G, _ = k.shape
+    # Rows of k and v as matrices: whole rows are copied several times as fast as by an index into each dimension.
+    rows = torch.arange(0, nsa.l_sel * G, G, device=q.device)
+    groups = torch.arange(0, B * N * G, N * G, device=q.device)[:, None] + torch.arange(G, device=q.device)
+    begin = groups[..., None, None] + rows  # [B, G, 1, l_sel]
+    wide, parts = wide_dtype(q.dtype), list[Tensor]()
+    for at in range(q.shape[1]):
+        # Blocks ascend and the query's own is the last of them, and alone is cut short.
+        own = (begin + nsa.l_sel * G * blocks[:, at, :, :, None]).flatten(2)[..., : geometry.selected_keys(first + at, nsa)]
+        read = own.flatten()
+        own_k, own_v = (torch.unflatten(x.flatten(0, 2).index_select(0, read), 0, own.shape).to(wide) for x in (k, v))
+        parts.append(_over(q[:, at : at + 1].to(wide), own_k.transpose(1, 2), own_v.transpose(1, 2), None))
+    return _joined(parts).to(q.dtype)
 
 
 def _selected_of_many(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
@@ -230,16 +251,23 @@ def _selected_of_many(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: in
 
 def _window(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> Tensor:
     """The window branch's output [B, C, H, d_v], of rings k, v."""
-    last = first + q.shape[1]
-    near = geometry.positions(max(first - nsa.w + 1, 0), last, q.device)
-    t = geometry.positions(first, last, q.device)[:, None, None]
-    slots = near % k.shape[1]
-    scores = _scores(q, k.index_select(1, slots), wide_dtype(q.dtype)).masked_fill_(
-        (near > t) | (near <= t - nsa.w), float("-inf")
-    )
-    return _positions_first(
-        scores.softmax(-1).flatten(2, 3) @ v.index_select(1, slots).transpose(1, 2).to(wide_dtype(q.dtype)), q
-    )
+    last, wide = first + q.shape[1], wide_dtype(q.dtype)
+    begin = max(first - nsa.w + 1, 0)
+    seen = None
+    if q.shape[1] > 1:
+        near, t = geometry.positions(begin, last, q.device), geometry.positions(first, last, q.device)[:, None]
+        seen = (near <= t) & (near > t - nsa.w)
+    near_k, near_v = (_unrolled(ring, begin, last).to(wide) for ring in (k, v))
+    return _over(q.to(wide), near_k, near_v, seen).to(q.dtype)
+
+
+def _unrolled(ring: Tensor, begin: int, end: int) -> Tensor:
+    """Tokens `begin` .. `end`-1 of a ring [B, R, G, D], in their order."""
+    slots = ring.shape[1]
+    at = begin % slots
+    if at + end - begin <= slots:
+        return ring[:, at : at + end - begin]
+    return torch.cat([ring[:, at:], ring[:, : at + end - begin - slots]], dim=1)
 
 
 def _scores(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
@@ -250,7 +278,7 @@ def _scores(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
     # Keys that have to be converted stay in the cache meanwhile.
     some = max(CHUNK_BYTES[q.device.type] // (2 * k.shape[0] * k.shape[2] * k.shape[3] * wide.itemsize), 1)
     parts = [rows @ part.transpose(1, 2).to(wide).mT for part in torch.split(k, some, dim=1)]
-    return torch.unflatten(torch.cat(parts, dim=-1), 2, (q.shape[1], -1))
+    return torch.unflatten(_joined(parts, dim=-1), 2, (q.shape[1], -1))
 
 
 def _positions_first(out: Tensor, q: Tensor) -> Tensor:

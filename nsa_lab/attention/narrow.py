@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nsa_lab.attention import reference
 from nsa_lab.config import NSAConfig
 
 # Roundings of one score and of the norms that bound them, and what float32 can tell apart when it ranks importances.
 UNIT, SLACK, RANKED = 2.0**-24, 1.01, 2.0**-22
 # Importances below this may meet the smallest number of float32, where relative bounds end.
 LEAST = 1e-30
+WIDE = 1 + RANKED
+"""The doubt of importances that were computed wide: float32, which ranks them, may take two for equal."""
 # Fewer keys are multiplied in float64 sooner than doubt is computed; docs/kernel_log.md has the times.
 MANY = 1024
 
@@ -48,23 +49,36 @@ def doubt(q: Tensor, k: Tensor) -> Tensor:
     D, G = k.shape[3], k.shape[2]
     longest_q, longest_k = torch.unflatten(_lengths(q), 2, (G, -1)).amax(-1), _lengths(k).amax(1, keepdim=True)
     off = (longest_q * longest_k).double() * (4 * SLACK * (D + 4) * UNIT * D**-0.5)
-    return off.exp_() * (1 + RANKED)
+    return off.exp_() * WIDE
 
 
 def _lengths(x: Tensor) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))  # pyright: ignore[reportUnknownMemberType]
 
 
-def choose(importance: Tensor, doubt: Tensor, nsa: NSAConfig, first: int) -> tuple[Tensor, Tensor]:
+def choose(importance: Tensor, doubt: Tensor | float, nsa: NSAConfig, first: int) -> tuple[Tensor, Tensor]:
     """As `reference.choose`, of float64 importances [B, C, G, blocks] that may mislead by factors of `doubt` [B, C, G].
 
     -> blocks int32 [B, C, G, n_sel], and whether they are certain, bool [B, C, G]; what is not certain means nothing.
     """
-    rank, _ = reference.ranks(importance, nsa, first)
-    most = max(rank.shape[-1], nsa.n_sel + 1)
-    rank = pad(rank, (0, most - rank.shape[-1]), value=float("-inf"))
+    rank = _ranks(importance, nsa, first)
     best, order = rank.topk(nsa.n_sel + 1)
     last, next_one = best[..., -2], best[..., -1]
     clear = torch.isneginf(next_one) | ((last > next_one * doubt) & (last > LEAST))
-    order = torch.where(torch.isneginf(best), most, order)[..., :-1].sort().values
-    return torch.where(order < most, order, -1).to(torch.int32), clear
+    order = order[..., :-1]
+    if first // nsa.l_sel + 1 >= nsa.n_sel:  # as many have begun as are chosen
+        return order.sort().values.to(torch.int32), clear
+    order = torch.where(torch.isneginf(best[..., :-1]), rank.shape[-1], order).sort().values
+    return torch.where(order < rank.shape[-1], order, -1).to(torch.int32), clear
+
+
+def _ranks(importance: Tensor, nsa: NSAConfig, first: int) -> Tensor:
+    """As those of `reference.ranks`, by filling what it masks: queries are few here. At least n_sel + 1 of them."""
+    missing = nsa.n_sel + 1 - importance.shape[-1]
+    rank = pad(importance, (0, missing), value=float("-inf")) if missing > 0 else importance.clone()
+    for at in range(rank.shape[1]):
+        own = (first + at) // nsa.l_sel
+        rank[:, at, :, 0] = float("inf")
+        rank[:, at, :, max(own - 1, 0) : own + 1] = float("inf")
+        rank[:, at, :, own + 1 :] = float("-inf")
+    return rank

@@ -309,8 +309,7 @@ def carry(p: Tensor, blocks: int, nsa: NSAConfig) -> Tensor:
     """
     step, lead = nsa.l_sel // nsa.d, nsa.l // nsa.d - 1
     run = step + lead
-    rising = torch.arange(1, run + 1)
-    weights = torch.minimum(rising, rising.flip(0)).clamp_max(min(step, lead + 1)).to(p)
+    weights = p.new_tensor([min(place + 1, run - place, step, lead + 1) for place in range(run)])
     needed = (blocks - 1) * step + run
     padded = pad(p, (lead, max(needed - lead - p.shape[-1], 0)))[..., :needed]
     return padded.unfold(-1, run, step) @ weights

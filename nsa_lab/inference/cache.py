@@ -11,22 +11,29 @@ Shape suffixes: B batch, S new tokens, N compressed blocks, G key/value groups, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, nsa_attention, resolve_backend
+from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, kernels, nsa_attention, resolve_backend
 from nsa_lab.attention.decoding import cached_attention, cached_dense_attention
 from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.config import NSAConfig
 from nsa_lab.inference import memory
 from nsa_lab.model import Block, DenseAttention, Indexer, NSATransformer, Rotary, SparseAttention
+from nsa_lab.model.attention import Heads
 
 
-class Step(NamedTuple):
-    """New tokens of every sequence."""
+@dataclass(frozen=True)
+class Step:
+    """New tokens of every sequence.
+
+    Where they go, in a cache of which shape, is the same for keys and values and in all layers: it is worked out for the
+    first that asks. Places are numbered through all sequences, so that a write is one copy of whole rows.
+    """
 
     starts: tuple[int, ...] | None
     """Tokens of each sequence before these; None in a step that is captured once and replayed at any lengths."""
@@ -38,6 +45,7 @@ class Step(NamedTuple):
     """How many of them are no padding, int64 [B]."""
     rows: Tensor
     """0 .. B-1, int64 [B, 1]."""
+    _known: dict[Hashable, Tensor] = field(default_factory=dict[Hashable, Tensor])
 
     @property
     def width(self) -> int:
@@ -48,26 +56,87 @@ class Step(NamedTuple):
         """Whether there is nothing before them in any sequence; a captured step never begins."""
         return self.starts is not None and not any(self.starts)
 
+    def in_rows(self, capacity: int) -> Tensor:
+        """Places of the new tokens in `TokenRows`, int64 [B * S]."""
+        return self._once(("rows", capacity), lambda: _in_rows(self.rows, self.positions, capacity))
+
+    def in_ring(self, slots: int) -> Tensor:
+        """Places of the new tokens in a `Ring`, int64 [B * S]."""
+        return self._once(("ring", slots), lambda: _in_ring(self.rows, self.positions, slots))
+
+    def beginning_of_ring(self, slots: int) -> Tensor:
+        """Which of the new tokens a `Ring` begins with, by their places among them all, int64 [B * slots]."""
+
+        def latest() -> Tensor:
+            last = self.counts[:, None] - 1
+            slot = torch.arange(slots, device=last.device)
+            return (self.rows * self.width + (last - (last - slot) % slots).clamp_min(0)).flatten()
+
+        return self._once(("beginning", slots), latest)
+
+    def last_rows(self) -> Tensor:
+        """Each sequence's latest token, by its place among one from before this step and the new ones: int64 [B]."""
+        return self._once("last", lambda: self.rows.flatten() * (self.width + 1) + self.counts)
+
+    def tokens_of_blocks(self, nsa: NSAConfig, blocks: int, slots: int) -> Tensor:
+        """Places in a `Ring` of the tokens of so many blocks from the first that is not complete, int64 [B * tokens]."""
+
+        def tokens() -> Tensor:
+            first = self._first_block(nsa) * nsa.d
+            each = torch.arange((blocks - 1) * nsa.d + nsa.l, device=first.device)
+            return _in_ring(self.rows, first + each, slots)
+
+        return self._once(("tokens", nsa.l, nsa.d, blocks, slots), tokens)
+
+    def in_blocks(self, nsa: NSAConfig, blocks: int, capacity: int) -> Tensor:
+        """Places in `TokenRows` of so many blocks from the first that is not complete, int64 [B * blocks]."""
+
+        def places() -> Tensor:
+            first = self._first_block(nsa)
+            return _in_rows(self.rows, first + torch.arange(blocks, device=first.device), capacity)
+
+        return self._once(("blocks", nsa.l, nsa.d, blocks, capacity), places)
+
+    def _first_block(self, nsa: NSAConfig) -> Tensor:
+        """The first block that was not complete before this step, int64 [B, 1]."""
+        before = self.positions[:, :1] - 1
+        return self._once(("first", nsa.l, nsa.d), lambda: geometry.visible_compressed(before, nsa))
+
+    def _once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+def _in_rows(rows: Tensor, places: Tensor, capacity: int) -> Tensor:
+    """Of places [B, n] in each sequence, those past `capacity` in the row that follows all."""
+    return torch.where(places < capacity, rows * capacity + places, len(rows) * capacity).flatten()
+
+
+def _in_ring(rows: Tensor, positions: Tensor, slots: int) -> Tensor:
+    return (rows * slots + positions % slots).flatten()
+
 
 class TokenRows:
     """[B, capacity, G, D], and one row more, where padding past the capacity goes."""
 
     def __init__(self, capacity: int, groups: int, width: int, batch: int, like: Tensor) -> None:
-        self.kept = like.new_zeros(batch, capacity + 1, groups, width)
+        self.capacity, self._batch = capacity, batch
+        self._kept = like.new_zeros(batch * capacity + 1, groups, width)
 
     @property
     def rows(self) -> Tensor:
-        return self.kept[:, :-1]
+        return self._kept[:-1].unflatten(0, (self._batch, self.capacity))
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` tokens; what is there stays."""
-        there, batch = self.rows, len(self.kept)
-        self.kept = there.new_zeros(batch, capacity + 1, *there.shape[2:])
-        self.kept[:, : there.shape[1]] = there
+        there, self.capacity = self.rows, capacity
+        self._kept = there.new_zeros(self._batch * capacity + 1, *there.shape[2:])
+        self.rows[:, : there.shape[1]] = there
 
-    def put(self, x: Tensor, places: Tensor, step: Step) -> None:
-        """x [B, S, G, D] at `places`, int64 [B, S]."""
-        self.kept[step.rows, places.clamp_max(self.kept.shape[1] - 1)] = x
+    def put(self, x: Tensor, places: Tensor) -> None:
+        """x [B, S, G, D] at `places`, as `Step` gives them."""
+        self._kept.index_copy_(0, places, x.flatten(0, 1))
 
 
 class Ring:
@@ -76,20 +145,21 @@ class Ring:
     def __init__(self, slots: int, groups: int, width: int, batch: int, like: Tensor) -> None:
         self.kept = like.new_zeros(batch, slots, groups, width)
 
-    def begin(self, x: Tensor, step: Step) -> None:
-        """x [B, S, G, D] from position 0, any S."""
-        latest = step.counts[:, None] - 1
-        slots = torch.arange(self.kept.shape[1], device=x.device)
-        places = (latest - (latest - slots) % len(slots)).clamp_min(0)
-        self.kept.copy_(x[step.rows, places])
+    @property
+    def slots(self) -> int:
+        return self.kept.shape[1]
 
     def put(self, x: Tensor, step: Step) -> None:
-        """x [B, S, G, D] behind what there is, S <= `memory.STEP`."""
-        self.kept[step.rows, step.positions % self.kept.shape[1]] = x
+        """x [B, S, G, D] behind what there is, S <= `memory.STEP`; from position 0 any S."""
+        x, flat = x.flatten(0, 1), self.kept.flatten(0, 1)
+        if step.begins:
+            flat.copy_(x.index_select(0, step.beginning_of_ring(self.slots)))
+        else:
+            flat.index_copy_(0, step.in_ring(self.slots), x)
 
-    def read(self, positions: Tensor, step: Step) -> Tensor:
-        """Tokens at `positions`, int64 [B, n] -> [B, n, G, D]."""
-        return self.kept[step.rows, positions % self.kept.shape[1]]
+    def read(self, places: Tensor) -> Tensor:
+        """Tokens at `places`, int64 [B * n] as `Step` gives them -> [B, n, G, D]."""
+        return self.kept.flatten(0, 1).index_select(0, places).unflatten(0, (len(self.kept), -1))
 
 
 class Compressed:
@@ -111,16 +181,19 @@ class Compressed:
 
     def put(self, x: Tensor, step: Step) -> None:
         """New tokens [B, S, G, D], and the blocks that they complete in any sequence."""
-        if step.begins:
-            self.raw.begin(x, step)
-            self._put_blocks(self._phi(x), torch.zeros_like(step.rows), step)
-            return
         self.raw.put(x, step)
-        d, l = self.nsa.d, self.nsa.l
+        if step.begins:
+            self._put_blocks(self._phi(x), step)
+        else:
+            self.complete(step)
+
+    def complete(self, step: Step) -> None:
+        """The blocks that new tokens, which are in the ring already, complete in any sequence."""
         if new := self._completed(step):
-            first = geometry.visible_compressed(step.positions[:, :1] - 1, self.nsa)
-            tokens = first * d + torch.arange((new - 1) * d + l, device=x.device)
-            self._put_blocks(self._phi(self.raw.read(tokens, step)), first, step)
+            self._put_blocks(self._phi(self.raw.read(step.tokens_of_blocks(self.nsa, new, self.raw.slots))), step)
+
+    def _put_blocks(self, blocks: Tensor, step: Step) -> None:
+        self.blocks.put(blocks, step.in_blocks(self.nsa, blocks.shape[1], self.blocks.capacity))
 
     def grow(self, capacity: int) -> None:
         self.blocks.grow(self._whole(capacity))
@@ -131,9 +204,6 @@ class Compressed:
         if step.starts is None:
             return -(-step.width // self.nsa.d)
         return max(self._whole(start + step.width) - self._whole(start) for start in step.starts)
-
-    def _put_blocks(self, blocks: Tensor, first: Tensor, step: Step) -> None:
-        self.blocks.put(blocks, first + torch.arange(blocks.shape[1], device=blocks.device), step)
 
     def _whole(self, length: int) -> int:
         return geometry.num_compressed(length, self.nsa)
@@ -149,7 +219,8 @@ class Latest:
         """x [B, S, ...]; None where there is no convolution."""
         if x is not None:
             self.kept = torch.zeros_like(x[:, :1]) if self.kept is None else self.kept
-            self.kept.copy_(torch.cat([self.kept, x], dim=1)[step.rows, step.counts[:, None]])
+            seen = torch.cat([self.kept, x], dim=1).flatten(0, 1)
+            self.kept.copy_(seen.index_select(0, step.last_rows()).unsqueeze(1))
 
 
 class NSACache:
@@ -173,20 +244,41 @@ class NSACache:
 
     def attend(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
         """Output [B, S, C] for new tokens x [B, S, C]."""
-        attention = self._attention
-        q, keys, values, unmixed = attention.heads(x, rotary, before=self._before.kept)
-        self._before.put(unmixed, step)
-        for kept, new in zip((self.k_cmp, self.v_cmp), (keys[0], values[0]), strict=True):
+        if step.begins:
+            heads = self._put(x, rotary, step)
+            index_q, gates = self._index(x, rotary, step), self._gates(x, heads.q)
+            branches = heads.keys[1], heads.values[1], heads.keys[2], heads.values[2]
+            return self._attention.out(self._first(heads.q, branches, gates, index_q).flatten(2))
+        q = self._put(x, rotary, step).q if self._backend == "torch" else self._append(x, rotary, step)
+        return self._attention.out(self._next(q, self._gates(x, q), self._index(x, rotary, step), step).flatten(2))
+
+    def _put(self, x: Tensor, rotary: Rotary, step: Step) -> Heads:
+        """Keeps new tokens; their heads."""
+        heads = self._attention.heads(x, rotary, before=self._before.kept)
+        self._before.put(heads.unmixed, step)
+        for kept, new in zip((self.k_cmp, self.v_cmp), (heads.keys[0], heads.values[0]), strict=True):
             kept.put(new, step)
-        for kept, new in zip((self.k_sel, self.v_sel), (keys[1], values[1]), strict=True):
-            kept.put(new, step.positions, step)
-        for kept, new in zip((self.k_win, self.v_win), (keys[2], values[2]), strict=True):
-            kept.begin(new, step) if step.begins else kept.put(new, step)
-        index_q = self.index.put(x, rotary, step) if self.index else None
-        gates = attention.gates(x).to(q.dtype)
-        branches = keys[1], values[1], keys[2], values[2]
-        mixed = self._first(q, branches, gates, index_q) if step.begins else self._next(q, gates, index_q, step)
-        return attention.out(mixed.flatten(2))
+        for kept, new in zip((self.k_sel, self.v_sel), (heads.keys[1], heads.values[1]), strict=True):
+            kept.put(new, step.in_rows(kept.capacity))
+        for kept, new in zip((self.k_win, self.v_win), (heads.keys[2], heads.values[2]), strict=True):
+            kept.put(new, step)
+        return heads
+
+    def _append(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
+        """As `_put`, in one launch for rotation and writing; their queries."""
+        roped, values, unmixed = self._attention.unturned(x, before=self._before.kept)
+        self._before.put(unmixed, step)
+        rings = self.k_cmp.raw.kept, self.v_cmp.raw.kept
+        q = kernels.append(roped, values, rotary, step.lengths, self.layer(), *rings)
+        for kept in (self.k_cmp, self.v_cmp):
+            kept.complete(step)
+        return q
+
+    def _index(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor | None:
+        return self.index.put(x, rotary, step) if self.index else None
+
+    def _gates(self, x: Tensor, like: Tensor) -> Tensor:
+        return self._attention.gates(x).to(like.dtype)
 
     def _first(
         self, q: Tensor, branches: tuple[Tensor, Tensor, Tensor, Tensor], gates: Tensor, index_q: Tensor | None
@@ -235,8 +327,8 @@ class NSACache:
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything that is kept, a sequence in every row."""
-        yield from (kept for one in self._compressed() for kept in (one.blocks.kept, one.raw.kept))
-        yield from (one.kept for one in (self.k_sel, self.v_sel, self.k_win, self.v_win))
+        yield from (kept for one in self._compressed() for kept in (one.blocks.rows, one.raw.kept))
+        yield from (self.k_sel.rows, self.v_sel.rows, self.k_win.kept, self.v_win.kept)
         latest = (self._before, *([self.index.before] if self.index else []))
         yield from (one.kept for one in latest if one.kept is not None)
 
@@ -269,8 +361,9 @@ class DenseCache:
         """As `NSACache.attend`."""
         q, (k,), (v,), unmixed = self._attention.heads(x, rotary, before=self._before.kept)
         self._before.put(unmixed, step)
-        self.k.put(k, step.positions, step)
-        self.v.put(v, step.positions, step)
+        places = step.in_rows(self.k.capacity)
+        self.k.put(k, places)
+        self.v.put(v, places)
         if step.begins:
             out = dense_attention(q, k, v, backend=self._attention.backends["dense"].backend)
         else:
@@ -284,7 +377,7 @@ class DenseCache:
 
     def tensors(self) -> Iterator[Tensor]:
         """As `NSACache.tensors`."""
-        yield from (self.k.kept, self.v.kept)
+        yield from (self.k.rows, self.v.rows)
         if self._before.kept is not None:
             yield self._before.kept
 

@@ -29,7 +29,7 @@ def raw_slots(nsa: NSAConfig) -> int:
 
 def sequence_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     """Bytes that a `Cache` lays out for one sequence of `capacity` tokens, at `itemsize` bytes a number."""
-    rows = (capacity + 1) * _kv(config)
+    rows = capacity * _kv(config)
     if config.attention == "nsa":
         rows += (window_slots(config.nsa) + _compressed_rows(capacity, config.nsa)) * _kv(config)
         if config.indexed:
@@ -96,4 +96,4 @@ def _kv(config: ModelConfig) -> int:
 
 
 def _compressed_rows(capacity: int, nsa: NSAConfig) -> int:
-    return geometry.num_compressed(capacity, nsa) + 1 + raw_slots(nsa)
+    return geometry.num_compressed(capacity, nsa) + raw_slots(nsa)

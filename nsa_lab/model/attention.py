@@ -77,16 +77,26 @@ class Heads(NamedTuple):
     """With matching heads, keys before the convolution, [B, T, branches, G, d_k]; a token's are the next one's `before`."""
 
 
-def project_heads(
+class Unturned(NamedTuple):
+    """What `Heads` are made of, before the rotation."""
+
+    roped: Tensor
+    """[B, T, H + branches G, d_k]: queries, then the keys of every branch."""
+    values: Tensor
+    """[B, T, branches G, d_v]"""
+    unmixed: Tensor | None
+    """As in `Heads`."""
+
+
+def unturned_heads(
     qkv: Tensor,
     config: ModelConfig,
     convolution: ShortConvolution | None,
     branches: int,
-    rotary: Rotary,
     begins: Tensor | None,
     before: Tensor | None,
-) -> Heads:
-    """`Heads` of a projection's output [B, T, H d_k + branches G (d_k + d_v)], for x of positions `rotary`.
+) -> Unturned:
+    """`Unturned` of a projection's output [B, T, H d_k + branches G (d_k + d_v)].
 
     `begins` as in `Packing`; None: one document. `before` is `unmixed` of the tokens before these, [B, 1, ...];
     None: these are the first.
@@ -98,9 +108,14 @@ def project_heads(
         q, k = roped.split([c.n_heads, keys], dim=2)
         unmixed = k.unflatten(2, (branches, c.n_kv_groups))
         roped = torch.cat([q, convolution(unmixed, begins, before).flatten(2, 3)], dim=2)
+    return Unturned(roped, values.unflatten(-1, (keys, c.d_v)), unmixed)
+
+
+def turned_heads(unturned: Unturned, config: ModelConfig, branches: int, rotary: Rotary) -> Heads:
+    """`Heads` for x of positions `rotary`."""
     # q and all keys are neighbours in the projection, so that one rotation turns them all.
-    q, *turned = rotate(roped, rotary).split([c.n_heads, *[c.n_kv_groups] * branches], dim=2)
-    return Heads(q, tuple(turned), values.unflatten(-1, (keys, c.d_v)).split(c.n_kv_groups, dim=2), unmixed)
+    q, *turned = rotate(unturned.roped, rotary).split([config.n_heads, *[config.n_kv_groups] * branches], dim=2)
+    return Heads(q, tuple(turned), unturned.values.split(config.n_kv_groups, dim=2), unturned.unmixed)
 
 
 def weighted(taught: Tensor | None, weight: float, like: Tensor) -> Tensor:
@@ -149,8 +164,12 @@ class SparseAttention(nn.Module):
         return self._index(x, rotary, span, self._packing(span, x.device)) or (*inputs[:2], self.config.nsa)
 
     def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
-        """Queries, keys and values of x, before compression; `begins` and `before` as in `project_heads`."""
-        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, begins, before)
+        """Queries, keys and values of x, before compression; `begins` and `before` as in `unturned_heads`."""
+        return turned_heads(self.unturned(x, begins, before), self.config, self.BRANCHES, rotary)
+
+    def unturned(self, x: Tensor, begins: Tensor | None = None, before: Tensor | None = None) -> Unturned:
+        """As `heads`, before the rotation."""
+        return unturned_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, begins, before)
 
     def _packing(self, span: Span | None, device: torch.device) -> Packing | None:
         """None where there is one document."""
@@ -268,7 +287,8 @@ class DenseAttention(nn.Module):
 
     def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
         """As `SparseAttention.heads`, of one branch."""
-        return project_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, rotary, begins, before)
+        unturned = unturned_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, begins, before)
+        return turned_heads(unturned, self.config, self.BRANCHES, rotary)
 
 
 # Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.

@@ -43,7 +43,7 @@ class Indexer(nn.Module):
         self.phi = make_phi(self.nsa, D)
 
     def forward(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Index:
-        """`rotary` is the heads', for x's positions; `begins` and `before` are as in `project_heads`."""
+        """`rotary` is the heads', for x's positions; `begins` and `before` are as in `unturned_heads`."""
         G = self.config.n_kv_groups
         q, k = self.qk(x.detach()).unflatten(-1, (2 * G, self.config.d_k)).split(G, dim=2)
         unmixed = None

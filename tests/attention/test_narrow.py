@@ -179,6 +179,18 @@ def test_what_is_clear_stays_so_whatever_the_truth_within_doubt(
     assert len(scores) > nsa.n_sel or clear.all()
 
 
+@nsas
+@pytest.mark.parametrize("S", [1, 3])
+def test_of_clear_importances_the_choice_is_the_definition_s(S: int, nsa: NSAConfig) -> None:
+    """From the first token on, where fewer blocks have begun than are chosen; whatever the others are worth."""
+    draw = torch.Generator().manual_seed(S)
+    for first in range(9 * nsa.l_sel):
+        blocks = geometry.num_selection(first + S, nsa)
+        worth = 1 + torch.rand(2, S, G, blocks, generator=draw, dtype=torch.float64)
+        found, clear = narrow.choose(worth.clone(), narrow.WIDE, nsa, first)
+        assert clear.all() and torch.equal(found, reference.choose(worth.float(), nsa, first))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_never_clear(bad: float) -> None:
     q, k = drawn(random_keys, NSAS[0], 0)

@@ -118,7 +118,13 @@ def decode(
     choice_nsa = nsa.model_copy(update={"l": nsa.d}) if indexed else None
     q, gates = torch.zeros(1, S, H, D, dtype=dtype), torch.zeros(1, S, H, 3, dtype=dtype)
     lengths = torch.zeros(1, dtype=torch.int32)
-    kernels.cached_attention(q, gates, LayerCache(*cache, k_index), lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
+    kept = LayerCache(*cache, k_index)
+    kernels.cached_attention(q, gates, kept, lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
+    # As a projection gives them: neighbours in one row.
+    roped, values = torch.zeros(1, S, (H + 3 * G) * D + 3 * G * (Dv or D), dtype=dtype).split((H + 3 * G) * D, dim=-1)
+    rotary = torch.zeros(1, S, D // 2), torch.zeros(1, S, D // 2)
+    raw = (torch.zeros(1, nsa.l - 1 + 256, G, width, dtype=dtype) for width in (D, Dv or D))
+    kernels.append(roped.unflatten(-1, (-1, D)), values.unflatten(-1, (-1, Dv or D)), rotary, lengths, kept, *raw)
 
 
 def choose(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:

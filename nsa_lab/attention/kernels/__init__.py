@@ -204,4 +204,25 @@ def cached_attention(
         return launch.cached_attention(
             q, gates, lengths, *branches, *sizes, index_q, cache.k_index, geometry.l, geometry.d
         )
+
+
+def append(
+    roped: Tensor, values: Tensor, rotary: tuple[Tensor, Tensor], lengths: Tensor, cache: LayerCache, k_raw: Tensor,
+    v_raw: Tensor,
+) -> Tensor:
+    """Turns S new tokens of each sequence by their angles and keeps them, in one launch: their queries [B, S, H, d_k].
+
+    roped [B, S, H + 3 G, d_k] are queries, then keys of cmp, sel and win; values [B, S, 3 G, d_v] of the same. `rotary`:
+    cos and sin of the leading channels, as `model.layers.rotate` takes them, float32 [B, S, .] and contiguous. `lengths` as
+    in `cached_attention`. Keys and values of sel and win go into `cache`, those of cmp into rings k_raw [B, R, G, d_k] and
+    v_raw [B, R, G, d_v]; no ring is shorter than S. What stands past the last row of `cache.k_sel` is not kept there. The
+    cache's dtype is the result's.
+
+    Raises NotImplementedError for head widths that the kernels do not take. Not differentiable.
+    """
+    from nsa_lab.attention.kernels.decoding import launch
+
+    _refuse("append", _width_limit(roped.shape[3], values.shape[3]))
+    with torch.no_grad():
+        return launch.append(roped, values, *rotary, lengths, cache, k_raw, v_raw)
 # fmt: on

@@ -203,6 +203,7 @@ DECODING_ROWS = 64
 MERGE_ELEMENTS = 4096
 SHARES_ELEMENTS, SHARES_KEYS = 4096, 256
 BEST_BLOCKS, BEST_WARPS = 4096, 8
+APPEND_WARPS = 1  # for a row of 256 numbers at most
 
 
 def decoding_parts(programs: int, tiles: int) -> int:

@@ -1,5 +1,6 @@
 """Attention of a few new tokens through a cache: what one step of generation computes.
 
+    append.py      the kernel that turns new tokens by their angles and writes them into the cache
     keys.py        where a key lies in the cache, and attention over a range of keys or over blocks
     attend.py      the kernels that read keys and values: compressed and window, selected, and an indexer's scores
     choose.py      from scores to chosen blocks

@@ -1,4 +1,5 @@
-"""How a decoding step is launched: five kernels, six with an indexer; no size depends on how long sequences are."""
+"""How a decoding step is launched: one kernel writes its tokens, five attend to them, six with an indexer; no size depends
+on how long sequences are."""
 
 # torch.library's functions are not annotated.
 # pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding.append import nsa_append
 from nsa_lab.attention.kernels.decoding.attend import nsa_choice_scores, nsa_compressed_and_window, nsa_selected_decode
 from nsa_lab.attention.kernels.decoding.choose import nsa_choice_best, nsa_choice_shares
 from nsa_lab.attention.kernels.decoding.merge import nsa_gate_merge
 from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides
 from nsa_lab.attention.kernels.launch_table import Tile
 from nsa_lab.attention.kernels.vocabulary import LOG2E
+from nsa_lab.attention.layer_cache import LayerCache
 
 torch.library.define(
     "nsa_lab::cached_attention",
@@ -72,6 +75,27 @@ def _(
 @torch.library.register_fake("nsa_lab::cached_attention")
 def _(q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any) -> Tensor:
     return q.new_empty(*q.shape[:3], v_cmp.shape[3])
+
+
+def append(
+    roped: Tensor, values: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, cache: LayerCache, k_raw: Tensor,
+    v_raw: Tensor,
+) -> Tensor:
+    """As `kernels.append`."""
+    roped, values = (x if x.stride(3) == 1 else x.contiguous() for x in (roped, values))
+    B, T, _, Dk = roped.shape
+    N, G, Dv = cache.v_sel.shape[1:]
+    H = roped.shape[2] - 3 * G
+    q = cache.k_sel.new_empty(B, T, H, Dk)
+    kept = k_raw, v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
+    with torch.cuda.device_of(q):
+        nsa_append[(B * T, H + 6 * G)](
+            roped, values, cos, sin, lengths, q, *kept,
+            *strides(roped, values, *kept),
+            T, N, k_raw.shape[1], cache.k_win.shape[1], G,
+            H=H, HALF=cos.shape[2], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)), num_warps=launch_table.APPEND_WARPS,
+        )
+    return q
 
 
 def _tile(q: Tensor, groups: int, width: int, queries: int) -> Tile:
