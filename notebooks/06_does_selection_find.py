@@ -187,7 +187,7 @@ explore(layers, shipped.config.nsa, end - 1, group, layer=layer, answer=told, wi
 # Real text with facts planted into it, 90 M bytes, lengths 2,048, then 8,192, then 32,768, one H200. Share
 # of facts found among 32,768 bytes, held-out text in bits per byte; one run for each row, taken from
 # [docs/science/retrieval.md][1] and its [log][2], which has all rows and what they were trained with. Nothing of it is
-# computed here. The last three rows read twice as much text as those above, so that their text is not to be compared
+# computed here. The last four rows read twice as much text as those above, so that their text is not to be compared
 # with those.
 #
 # | | facts found at 32,768 | text |
@@ -205,10 +205,10 @@ explore(layers, shipped.config.nsa, end - 1, group, layer=layer, answer=told, wi
 # | the same, with as many parameters as NSA | 100 % | 1.406 |
 #
 # At 65,536, twice the length of the training, the last three NSA find 39, 40 and 40 of 40 facts, their controls 39 and
-# 35. (The first control has 72.4 million parameters, NSA 79.8; both are of one seed.) Before embeddings were normed, two runs of one command
-# ended .020 bits per byte apart in training loss, and seeds .03 apart in text: a layer that cannot see which token it
-# stands on copies late, and how late is luck. A key of the choice has to stand for few tokens for the reason that is
-# seen here, too: the one token that a query looks for drowns in the mean of many.
+# 35. (The first control has 72.4 million parameters, NSA 79.8; both are of one seed.) Before embeddings were normed,
+# two runs of one command ended .020 bits per byte apart in training loss, and seeds .03 apart in text: a layer that
+# cannot see which token it stands on copies late, and how late is luck. A key of the choice has to stand for few tokens
+# for the reason that is seen here, too: the one token that a query looks for drowns in the mean of many.
 #
 # [1]: ../docs/science/retrieval.md
 # [2]: ../docs/science/retrieval_log.md
