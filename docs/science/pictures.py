@@ -52,7 +52,7 @@ def courses() -> Figure:
 def needles() -> Figure:
     """Single needles by length and depth."""
     cells = [
-        {"task": model, "length": int(length.split()[-1]), "depth": depth, "right": right, "answers": asked}
+        _cell(model, int(length.split()[-1]), depth, right, asked)
         for model, name in ASKED.items()
         for length, row in read(name)["needle_depth_right_asked_loss"].items()
         for depth, right, asked, _ in row
@@ -64,12 +64,16 @@ def tasks() -> Figure:
     """Three tasks by length and depth, at the seed that `nsa-lab evaluate` asked them of."""
     record = read("recall_seed2")
     cells = [
-        {"task": task, "length": int(length), "depth": depth, "right": right, "answers": asked}
+        _cell(task, int(length), depth, right, asked, questions=4 if task == "multi_query" else 1)
         for task in ("needle", "multi_key", "multi_query")
         for length, row in record[f"{task}_depth_right_asked_loss"].items()
         for depth, right, asked, _ in row
     ]
     return retrieval_map({"run": "the recipe, seed 2", "step": 1424, "retrieval": cells})
+
+
+def _cell(task: str, length: int, depth: float, right: int, asked: int, questions: int = 1) -> dict[str, Any]:
+    return {"task": task, "length": length, "depth": depth, "right": right, "answers": asked, "sequences": asked // questions}
 
 
 if __name__ == "__main__":

@@ -99,6 +99,10 @@ def evaluate(
     ] = None,
     per_depth: Annotated[int, typer.Option(min=1, help="sequences at each length and depth")] = 20,
     windows: Annotated[int, typer.Option(min=1, help="windows of held-out text, for the loss by position")] = 16,
+    intervened: Annotated[
+        int,
+        typer.Option(min=0, help="sequences at each length whose blocks are changed; most of the time on a CPU; 0: none"),
+    ] = 10,
     seed: Annotated[int, typer.Option(min=0, max=LAST_SEED, help="of the facts, and of random blocks")] = 0,
     bf16: Annotated[bool, typer.Option("--bf16", help="weights and attention in bfloat16, for speed [float32]")] = False,
     step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
@@ -125,6 +129,7 @@ def evaluate(
         per_depth=per_depth,
         per_depth_at={length: count for length, count in counts.items() if count},
         windows=windows,
+        intervened=intervened,
         seed=seed,
         dtype=torch.bfloat16 if bf16 else torch.float32,
         say=typer.echo,

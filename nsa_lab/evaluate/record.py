@@ -99,7 +99,7 @@ def evaluate_run(
         with; nothing else may.
     depths, per_depth, written_per_depth: as `retrieval` has them; per_depth_at: in place of per_depth, at these lengths.
     windows: of `loss_by_position`, and rows of `document_loss`, at the longest of the run's lengths.
-    intervened: sequences that the interventions are measured on, at each length.
+    intervened: sequences that the interventions are measured on, at each length; 0: on none.
     dtype: of weights and attention; what is shown of interventions is best in float32.
     builder: makes the data set, as `nsa_lab.data.prepare` does. say: gets a line as each part is done.
 
@@ -231,6 +231,8 @@ def _selection(ask: _Questions, length: int, count: int, say: Say) -> dict[str, 
     why = fits("needle", length, ask.recall, ask.text)
     if length <= nsa.n_sel * nsa.l_sel:
         why = f"not judged: {length} tokens are at most nsa.n_sel * nsa.l_sel = {nsa.n_sel * nsa.l_sel}, so all are read"
+    if not count:
+        why = "not asked"
     if why:
         return {"length": length, "sequences": 0, "why_not": why, "interventions": [], "quality": None}
     asked = needles(length, count, ask.recall, ask.seed, ask.text)

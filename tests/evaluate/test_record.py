@@ -190,6 +190,8 @@ def test_tasks_counts_and_texts_are_those_asked_for_and_are_gone_on_with(
 def test_where_all_blocks_are_read_nothing_is_judged(run_dir: Path, place: Path, evaluation: dict[str, Any]) -> None:
     (part,) = evaluated(run_dir, place, lengths=[120])["selection"]
     assert part["interventions"] == [] and part["why_not"]
+    (part,) = evaluated(run_dir, place, lengths=[330], intervened=0)["selection"]
+    assert part["interventions"] == [] and part["why_not"] == "not asked"
     write_evaluation(run_dir, evaluation)
 
 
@@ -241,10 +243,11 @@ def test_the_command_writes_the_file(run_dir: Path, place: Path, monkeypatch: py
     assert told.exit_code == 0 and told.output.strip().endswith(EVALUATION)
     assert (asked["run"], asked["lengths"], asked["seed"], asked["per_depth"]) == (run_dir, [256], 4, 20)
     assert (asked["tasks"], asked["texts"], asked["per_depth_at"]) == ([*TASKS], {}, {})
-    more = ["--length", "512:3", "--task", "all", "--text", "long=a=b.txt", "--bf16"]
+    assert asked["intervened"] == 10
+    more = ["--length", "512:3", "--task", "all", "--text", "long=a=b.txt", "--bf16", "--intervened", "0"]
     assert CliRunner().invoke(cli.app, arguments + more).exit_code == 0
     assert (asked["lengths"], asked["per_depth_at"], asked["texts"]) == ([256, 512], {512: 3}, {"long": "a=b.txt"})
-    assert asked["tasks"] == [*TASKS, *FORMS] and asked["dtype"] == torch.bfloat16
+    assert asked["tasks"] == [*TASKS, *FORMS] and asked["dtype"] == torch.bfloat16 and asked["intervened"] == 0
     for wrong in (["--length", "63"], ["--length", "512:0"], ["--length", "many"], ["--text", "long"]):
         with pytest.raises(ConfigError, match=rf"{wrong[0]} {wrong[1]}: expected"):
             CliRunner().invoke(cli.app, arguments + wrong, catch_exceptions=False)
