@@ -81,10 +81,9 @@ def evaluated(run_dir: Path, place: Path, **settings: Any) -> dict[str, Any]:
         depths=(0.0, 0.6),
         per_depth=1,
         windows=3,
-        intervened=2,
         device="cpu",
         builder=lambda *given: prepare(*given, cache=place / "shards"),
-        **settings,
+        **{"intervened": 2, **settings},
     )
 
 
