@@ -198,7 +198,7 @@ def test_where_all_blocks_are_read_nothing_is_judged(run_dir: Path, place: Path,
 def test_the_report_shows_it(evaluation: dict[str, Any], run_dir: Path) -> None:
     page = write_report(run_dir).read_text(encoding="utf-8")
     section = page[page.index("What it finds in long texts") :]
-    assert len(re.findall(r'<img [^>]*class="overview"', section)) == 2 and f"Facts found by {run_dir.name}" in section
+    assert len(re.findall(r'<div class="wide"><img ', section)) == 2 and f"Facts found by {run_dir.name}" in section
     documents = evaluation["documents"]
     alone = f"{documents['alone'] / 0.6931471805599453:.4f} bits per byte with each read alone"
     assert f"Whole documents, {documents['documents']}" in section and alone in section
