@@ -1004,7 +1004,7 @@ MUTANTS = [
     Mutant(
         "decoding: blocks that a query has not reached compete",
         "attention.narrow",
-        'rank[:, at, :, own + 1 :] = float("-inf")',
+        'rank[:, at, :, begun:] = float("-inf")',
         "pass",
     ),
     Mutant(

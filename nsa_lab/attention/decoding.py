@@ -231,7 +231,7 @@ def _selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: 
     B, N, G, _ = k.shape
     # Rows of k and v as matrices: whole rows are copied several times as fast as by an index into each dimension.
     rows = torch.arange(0, nsa.l_sel * G, G, device=q.device)
-    groups = torch.arange(0, B * N * G, N * G, device=q.device)[:, None] + torch.arange(G, device=q.device)
+    groups = torch.arange(B, device=q.device)[:, None] * (N * G) + torch.arange(G, device=q.device)
     begin = groups[..., None, None] + rows  # [B, G, 1, l_sel]
     wide, parts = wide_dtype(q.dtype), list[Tensor]()
     for at in range(q.shape[1]):

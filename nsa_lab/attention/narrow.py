@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
 
 # Roundings of one score and of the norms that bound them, and what float32 can tell apart when it ranks importances.
@@ -66,7 +67,7 @@ def choose(importance: Tensor, doubt: Tensor | float, nsa: NSAConfig, first: int
     last, next_one = best[..., -2], best[..., -1]
     clear = torch.isneginf(next_one) | ((last > next_one * doubt) & (last > LEAST))
     order = order[..., :-1]
-    if first // nsa.l_sel + 1 >= nsa.n_sel:  # as many have begun as are chosen
+    if geometry.num_selection(first + 1, nsa) >= nsa.n_sel:  # as many have begun as are chosen
         return order.sort().values.to(torch.int32), clear
     order = torch.where(torch.isneginf(best[..., :-1]), rank.shape[-1], order).sort().values
     return torch.where(order < rank.shape[-1], order, -1).to(torch.int32), clear
@@ -77,8 +78,8 @@ def _ranks(importance: Tensor, nsa: NSAConfig, first: int) -> Tensor:
     missing = nsa.n_sel + 1 - importance.shape[-1]
     rank = pad(importance, (0, missing), value=float("-inf")) if missing > 0 else importance.clone()
     for at in range(rank.shape[1]):
-        own = (first + at) // nsa.l_sel
+        begun = geometry.num_selection(first + at + 1, nsa)
         rank[:, at, :, 0] = float("inf")
-        rank[:, at, :, max(own - 1, 0) : own + 1] = float("inf")
-        rank[:, at, :, own + 1 :] = float("-inf")
+        rank[:, at, :, max(begun - 2, 0) : begun] = float("inf")
+        rank[:, at, :, begun:] = float("-inf")
     return rank
