@@ -7,6 +7,23 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class Places(NamedTuple):
+    """Where new keys and values of each branch go: None for branches that a layer does not have."""
+
+    k_raw: Tensor | None = None
+    """[B, R, G, d_k], a ring of tokens that are not compressed yet."""
+    v_raw: Tensor | None = None
+    k_sel: Tensor | None = None
+    """[B, capacity, G, d_k]; `LayerCache` says the rest."""
+    v_sel: Tensor | None = None
+    k_win: Tensor | None = None
+    v_win: Tensor | None = None
+
+
+Pool = tuple[Tensor, Tensor]
+"""The weights of phi = pool: score [D, D] and place [D, l]."""
+
+
 class LayerCache(NamedTuple):
     """What one NSA layer keeps of B sequences. Rows beyond a sequence's length are never read; they may be NaN."""
 

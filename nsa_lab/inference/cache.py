@@ -16,15 +16,17 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, kernels, nsa_attention, resolve_backend
+from nsa_lab.attention.compression import BlockPool
 from nsa_lab.attention.decoding import cached_attention, cached_dense_attention
-from nsa_lab.attention.layer_cache import LayerCache
+from nsa_lab.attention.layer_cache import LayerCache, Places, Pool
 from nsa_lab.config import NSAConfig
 from nsa_lab.inference import memory
-from nsa_lab.model import Block, DenseAttention, Indexer, NSATransformer, Rotary, SparseAttention
-from nsa_lab.model.attention import Heads
+from nsa_lab.inference.maps import mapped
+from nsa_lab.model import Block, DenseAttention, Indexer, NSATransformer, RMSNorm, Rotary, ShortConvolution, SparseAttention
+from nsa_lab.model.attention import Heads, split_projection, turned_heads, unturned_heads
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class Step:
 
         return self._once(("beginning", slots), latest)
 
-    def last_rows(self) -> Tensor:
-        """Each sequence's latest token, by its place among one from before this step and the new ones: int64 [B]."""
-        return self._once("last", lambda: self.rows.flatten() * (self.width + 1) + self.counts)
+    def before_in_ring(self, slots: int) -> Tensor:
+        """Place in a `Ring` of the token before the new ones, int64 [B]; of a sequence without one, any."""
+        return self._once(("before", slots), lambda: _in_ring(self.rows, self.positions[:, :1] - 1, slots))
 
     def tokens_of_blocks(self, nsa: NSAConfig, blocks: int, slots: int) -> Tensor:
         """Places in a `Ring` of the tokens of so many blocks from the first that is not complete, int64 [B * tokens]."""
@@ -165,15 +167,11 @@ class Ring:
 class Compressed:
     """The blocks of the tokens seen, compressed as `nsa` says, and the raw tokens that blocks to come need."""
 
+    IN_KERNELS = ("avg", "pool")
+    """The phi that `kernels.complete` has."""
+
     def __init__(
-        self,
-        nsa: NSAConfig,
-        phi: Callable[[Tensor], Tensor],
-        capacity: int,
-        groups: int,
-        width: int,
-        batch: int,
-        like: Tensor,
+        self, nsa: NSAConfig, phi: nn.Module | None, capacity: int, groups: int, width: int, batch: int, like: Tensor
     ) -> None:
         self.nsa, self._phi = nsa, phi
         self.blocks = TokenRows(geometry.num_compressed(capacity, nsa), groups, width, batch, like)
@@ -183,14 +181,20 @@ class Compressed:
         """New tokens [B, S, G, D], and the blocks that they complete in any sequence."""
         self.raw.put(x, step)
         if step.begins:
-            self._put_blocks(self._phi(x), step)
+            self._put_blocks(compress(x, self.nsa, self._phi), step)
         else:
             self.complete(step)
 
     def complete(self, step: Step) -> None:
         """The blocks that new tokens, which are in the ring already, complete in any sequence."""
         if new := self._completed(step):
-            self._put_blocks(self._phi(self.raw.read(step.tokens_of_blocks(self.nsa, new, self.raw.slots))), step)
+            tokens = self.raw.read(step.tokens_of_blocks(self.nsa, new, self.raw.slots))
+            self._put_blocks(compress(tokens, self.nsa, self._phi), step)
+
+    @property
+    def pool(self) -> Pool | None:
+        """The weights of phi, where it is pool."""
+        return (self._phi.score, self._phi.place) if isinstance(self._phi, BlockPool) else None
 
     def _put_blocks(self, blocks: Tensor, step: Step) -> None:
         self.blocks.put(blocks, step.in_blocks(self.nsa, blocks.shape[1], self.blocks.capacity))
@@ -209,18 +213,34 @@ class Compressed:
         return geometry.num_compressed(length, self.nsa)
 
 
-class Latest:
-    """Of every sequence, the row of its latest token before a convolution; zeros before there is one."""
+class Past:
+    """Keys of the latest tokens as they came, before the convolution that mixes each with the one before."""
 
-    def __init__(self) -> None:
-        self.kept: Tensor | None = None
+    def __init__(self, convolution: ShortConvolution, batch: int, like: Tensor) -> None:
+        self._convolution = convolution
+        _, self._branches, self._groups, width = convolution.weight.shape
+        self.ring = Ring(memory.past_slots(), self._branches * self._groups, width, batch, like)
 
-    def put(self, x: Tensor | None, step: Step) -> None:
-        """x [B, S, ...]; None where there is no convolution."""
-        if x is not None:
-            self.kept = torch.zeros_like(x[:, :1]) if self.kept is None else self.kept
-            seen = torch.cat([self.kept, x], dim=1).flatten(0, 1)
-            self.kept.copy_(seen.index_select(0, step.last_rows()).unsqueeze(1))
+    @property
+    def mix(self) -> Tensor:
+        """The convolution's weights, [2, branches G, D]."""
+        return self._convolution.weight.flatten(1, 2)
+
+    def before(self, step: Step) -> Tensor | None:
+        """Those of the token before new ones, [B, 1, branches, G, D]: zeros where a sequence has none; None: none has."""
+        if step.begins:
+            return None
+        kept = self.ring.read(step.before_in_ring(self.ring.slots)).unflatten(2, (self._branches, self._groups))
+        return kept.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)
+
+    def put(self, unmixed: Tensor | None, step: Step) -> None:
+        """unmixed [B, S, branches, G, D], as the layer gives them."""
+        if unmixed is not None:
+            self.ring.put(unmixed.flatten(2, 3), step)
+
+
+def _past(convolution: ShortConvolution | None, batch: int, like: Tensor) -> Past | None:
+    return None if convolution is None else Past(convolution, batch, like)
 
 
 class NSACache:
@@ -234,28 +254,40 @@ class NSACache:
             )
         c, nsa, G = attention.config, attention.config.nsa, attention.config.n_kv_groups
         self._attention, self._nsa, self._backends, self._backend = attention, nsa, attention.backends, backend
-        phi_k, phi_v = attention.phi_k, attention.phi_v
-        self.k_cmp = Compressed(nsa, lambda k: compress(k, nsa, phi_k), capacity, G, c.d_k, batch, like)
-        self.v_cmp = Compressed(nsa, lambda v: compress(v, nsa, phi_v), capacity, G, c.d_v, batch, like)
+        self.k_cmp = Compressed(nsa, attention.phi_k, capacity, G, c.d_k, batch, like)
+        self.v_cmp = Compressed(nsa, attention.phi_v, capacity, G, c.d_v, batch, like)
         self.k_sel, self.v_sel = (TokenRows(capacity, G, width, batch, like) for width in (c.d_k, c.d_v))
         self.k_win, self.v_win = (Ring(memory.window_slots(nsa), G, width, batch, like) for width in (c.d_k, c.d_v))
-        self._before = Latest()
+        self.past = _past(attention.convolution, batch, like)
         self.index = IndexCache(attention.indexer, capacity, batch, like) if attention.indexer else None
+        # What a kernel can do behind the gates' map; what else there is, `opened` does.
+        self._sigmoid = nsa.gate == "sigmoid" and not c.silent
 
-    def attend(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
-        """Output [B, S, C] for new tokens x [B, S, C]."""
-        if step.begins:
-            heads = self._put(x, rotary, step)
-            index_q, gates = self._index(x, rotary, step), self._gates(x, heads.q)
-            branches = heads.keys[1], heads.values[1], heads.keys[2], heads.values[2]
-            return self._attention.out(self._first(heads.q, branches, gates, index_q).flatten(2))
-        q = self._put(x, rotary, step).q if self._backend == "torch" else self._append(x, rotary, step)
-        return self._attention.out(self._next(q, self._gates(x, q), self._index(x, rotary, step), step).flatten(2))
+    def attend(self, x: Tensor, norm: RMSNorm, rotary: Rotary, step: Step) -> Tensor:
+        """x + attention(norm(x)), [B, S, C], of new tokens x."""
+        a, by_kernels = self._attention, self._backend == "triton" and not step.begins
+        maps = [(a.qkv, ""), (a.gate, "sigmoid" if self._sigmoid else ""), *([(self.index.qk, "")] if self.index else [])]
+        qkv, gates, *qk = mapped(x, *maps, norm=norm, by_kernels=by_kernels)
+        gates = gates.unflatten(-1, (-1, 3)) if self._sigmoid else a.opened(gates).to(qkv.dtype)
+        if by_kernels:
+            q = self._append(qkv, rotary, step)
+            index_q = self.index.append(qk[0], rotary, step) if self.index else None
+        else:
+            heads = self._put(qkv, rotary, step)
+            q, index_q = heads.q, self.index.put(qk[0], rotary, step) if self.index else None
+            if step.begins:
+                branches = heads.keys[1], heads.values[1], heads.keys[2], heads.values[2]
+                return x + a.out(self._first(q, branches, gates, index_q).flatten(2))
+        out = self._next(q, gates, index_q, step)
+        return mapped(out.flatten(2), (a.out, ""), residual=x, by_kernels=by_kernels)[0]
 
-    def _put(self, x: Tensor, rotary: Rotary, step: Step) -> Heads:
+    def _put(self, qkv: Tensor, rotary: Rotary, step: Step) -> Heads:
         """Keeps new tokens; their heads."""
-        heads = self._attention.heads(x, rotary, before=self._before.kept)
-        self._before.put(heads.unmixed, step)
+        a, past = self._attention, self.past
+        unturned = unturned_heads(qkv, a.config, a.convolution, a.BRANCHES, None, past and past.before(step))
+        if past:
+            past.put(unturned.unmixed, step)
+        heads = turned_heads(unturned, a.config, a.BRANCHES, rotary)
         for kept, new in zip((self.k_cmp, self.v_cmp), (heads.keys[0], heads.values[0]), strict=True):
             kept.put(new, step)
         for kept, new in zip((self.k_sel, self.v_sel), (heads.keys[1], heads.values[1]), strict=True):
@@ -264,21 +296,20 @@ class NSACache:
             kept.put(new, step)
         return heads
 
-    def _append(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
-        """As `_put`, in one launch for rotation and writing; their queries."""
-        roped, values, unmixed = self._attention.unturned(x, before=self._before.kept)
-        self._before.put(unmixed, step)
+    def _append(self, qkv: Tensor, rotary: Rotary, step: Step) -> Tensor:
+        """As `_put`, in one launch for mixing, rotation and writing, and one for blocks; their queries."""
+        roped, values = split_projection(qkv, self._attention.config, self._attention.BRANCHES)
         rings = self.k_cmp.raw.kept, self.v_cmp.raw.kept
-        q = kernels.append(roped, values, rotary, step.lengths, self.layer(), *rings)
-        for kept in (self.k_cmp, self.v_cmp):
-            kept.complete(step)
+        places = Places(*rings, self.k_sel.rows, self.v_sel.rows, self.k_win.kept, self.v_win.kept)
+        q = _appended(roped, values, rotary, step, places, self.past)
+        if self._nsa.phi in Compressed.IN_KERNELS:
+            pools = {"k_pool": self.k_cmp.pool, "v_pool": self.v_cmp.pool}
+            blocks = self.k_cmp.blocks.rows, self.v_cmp.blocks.rows
+            kernels.complete(*rings, *blocks, step.lengths, step.width, self._nsa, **pools)
+        else:
+            self.k_cmp.complete(step)
+            self.v_cmp.complete(step)
         return q
-
-    def _index(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor | None:
-        return self.index.put(x, rotary, step) if self.index else None
-
-    def _gates(self, x: Tensor, like: Tensor) -> Tensor:
-        return self._attention.gates(x).to(like.dtype)
 
     def _first(
         self, q: Tensor, branches: tuple[Tensor, Tensor, Tensor, Tensor], gates: Tensor, index_q: Tensor | None
@@ -329,8 +360,7 @@ class NSACache:
         """Everything that is kept, a sequence in every row."""
         yield from (kept for one in self._compressed() for kept in (one.blocks.rows, one.raw.kept))
         yield from (self.k_sel.rows, self.v_sel.rows, self.k_win.kept, self.v_win.kept)
-        latest = (self._before, *([self.index.before] if self.index else []))
-        yield from (one.kept for one in latest if one.kept is not None)
+        yield from (past.ring.kept for past in (self.past, self.index and self.index.past) if past)
 
 
 class IndexCache:
@@ -338,15 +368,35 @@ class IndexCache:
 
     def __init__(self, indexer: Indexer, capacity: int, batch: int, like: Tensor) -> None:
         c = indexer.config
-        self._indexer, self.nsa, self.before = indexer, indexer.nsa, Latest()
-        self.keys = Compressed(indexer.nsa, indexer.compress, capacity, c.n_kv_groups, c.d_k, batch, like)
+        self._indexer, self.nsa, self.qk = indexer, indexer.nsa, indexer.qk
+        self.keys = Compressed(indexer.nsa, indexer.phi, capacity, c.n_kv_groups, c.d_k, batch, like)
+        self.past = _past(indexer.convolution, batch, like)
 
-    def put(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
-        """Keeps the keys of new tokens x [B, S, C]; their queries [B, S, G, D]."""
-        q, k, unmixed = self._indexer(x, rotary, before=self.before.kept)
-        self.before.put(unmixed, step)
+    def put(self, qk: Tensor, rotary: Rotary, step: Step) -> Tensor:
+        """Keeps the keys of new tokens, of their map's output; their queries [B, S, G, D]."""
+        q, k, unmixed = self._indexer.of(qk, rotary, before=self.past and self.past.before(step))
+        if self.past:
+            self.past.put(unmixed, step)
         self.keys.put(k, step)
         return q
+
+    def append(self, qk: Tensor, rotary: Rotary, step: Step) -> Tensor:
+        """As `put`, in two launches."""
+        raw, keys = self.keys.raw.kept, self.keys
+        roped = qk.unflatten(-1, (-1, raw.shape[3]))
+        q = _appended(roped, None, rotary, step, Places(k_raw=raw), self.past)
+        if self.nsa.phi in Compressed.IN_KERNELS:
+            kernels.complete(raw, None, keys.blocks.rows, None, step.lengths, step.width, self.nsa, k_pool=keys.pool)
+        else:
+            keys.complete(step)
+        return q
+
+
+def _appended(
+    roped: Tensor, values: Tensor | None, rotary: Rotary, step: Step, places: Places, past: Past | None
+) -> Tensor:
+    mixed = {} if past is None else {"past": past.ring.kept, "mix": past.mix}
+    return kernels.append(roped, values, rotary, step.lengths, places, **mixed)
 
 
 class DenseCache:
@@ -354,21 +404,24 @@ class DenseCache:
 
     def __init__(self, attention: DenseAttention, capacity: int, batch: int, like: Tensor) -> None:
         c = attention.config
-        self._attention, self._before = attention, Latest()
+        self._attention, self.past = attention, _past(attention.convolution, batch, like)
         self.k, self.v = (TokenRows(capacity, c.n_kv_groups, width, batch, like) for width in (c.d_k, c.d_v))
 
-    def attend(self, x: Tensor, rotary: Rotary, step: Step) -> Tensor:
+    def attend(self, x: Tensor, norm: RMSNorm, rotary: Rotary, step: Step) -> Tensor:
         """As `NSACache.attend`."""
-        q, (k,), (v,), unmixed = self._attention.heads(x, rotary, before=self._before.kept)
-        self._before.put(unmixed, step)
+        a, past = self._attention, self.past
+        unturned = unturned_heads(a.qkv(norm(x)), a.config, a.convolution, a.BRANCHES, None, past and past.before(step))
+        if past:
+            past.put(unturned.unmixed, step)
+        q, (k,), (v,), _ = turned_heads(unturned, a.config, a.BRANCHES, rotary)
         places = step.in_rows(self.k.capacity)
         self.k.put(k, places)
         self.v.put(v, places)
         if step.begins:
-            out = dense_attention(q, k, v, backend=self._attention.backends["dense"].backend)
+            out = dense_attention(q, k, v, backend=a.backends["dense"].backend)
         else:
             out = cached_dense_attention(q, self.k.rows, self.v.rows, step.lengths)
-        return self._attention.out(out.flatten(2))
+        return x + a.out(out.flatten(2))
 
     def grow(self, capacity: int) -> None:
         """As `NSACache.grow`."""
@@ -378,8 +431,8 @@ class DenseCache:
     def tensors(self) -> Iterator[Tensor]:
         """As `NSACache.tensors`."""
         yield from (self.k.rows, self.v.rows)
-        if self._before.kept is not None:
-            yield self._before.kept
+        if self.past:
+            yield self.past.ring.kept
 
 
 class Cache:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsa_lab.inference import memory
 from nsa_lab.inference.cache import Cache, Step
+from nsa_lab.inference.maps import fed_forward
 from nsa_lab.inference.recorded import RecordedStep, can_be_recorded
 from nsa_lab.model import Block, NSATransformer, Rotary, rotary_table
 
@@ -93,10 +94,10 @@ class Decoder:
         model = self._model
         places = step.positions.clamp_max(self.cache.capacity - 1)  # of padding
         rotary = self._rotary[0][places], self._rotary[1][places]
-        x = model.embed(tokens)
+        x, by_kernels = model.embed(tokens), self.cache.backend == "triton" and not step.begins
         for block, layer in zip(cast("list[Block]", model.blocks), self.cache.layers, strict=True):
-            x = x + layer.attend(block.attention_norm(x), rotary, step)
-            x = x + block.mlp(block.mlp_norm(x))
+            x = layer.attend(x, block.attention_norm, rotary, step)
+            x = fed_forward(block, x, by_kernels=by_kernels)
         return model.norm(x)
 
     def _check(self, tokens: Tensor, counts: Sequence[int]) -> None:

@@ -27,9 +27,14 @@ def raw_slots(nsa: NSAConfig) -> int:
     return nsa.l - 1 + STEP
 
 
+def past_slots() -> int:
+    """Of the ring that keeps keys as they came, of which a token is mixed with the one before."""
+    return STEP + 1
+
+
 def sequence_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     """Bytes that a `Cache` lays out for one sequence of `capacity` tokens, at `itemsize` bytes a number."""
-    rows = capacity * _kv(config)
+    rows = capacity * _kv(config) + _past_rows(config) * config.n_kv_groups * config.d_k
     if config.attention == "nsa":
         rows += (window_slots(config.nsa) + _compressed_rows(capacity, config.nsa)) * _kv(config)
         if config.indexed:
@@ -93,6 +98,12 @@ def decoding_text(config: ModelConfig, params: int, there: int, lengths: Sequenc
 def _kv(config: ModelConfig) -> int:
     """Numbers in a key and a value of all groups."""
     return config.n_kv_groups * (config.d_k + config.d_v)
+
+
+def _past_rows(config: ModelConfig) -> int:
+    """Of keys as they came, in all branches and an indexer; none where no convolution mixes them."""
+    kinds = 3 + config.indexed if config.attention == "nsa" else 1
+    return kinds * past_slots() if config.matching_heads else 0
 
 
 def _compressed_rows(capacity: int, nsa: NSAConfig) -> int:

@@ -101,14 +101,20 @@ def unturned_heads(
     `begins` as in `Packing`; None: one document. `before` is `unmixed` of the tokens before these, [B, 1, ...];
     None: these are the first.
     """
+    roped, values = split_projection(qkv, config, branches)
+    unmixed = None
+    if convolution:
+        q, k = roped.split([config.n_heads, values.shape[2]], dim=2)
+        unmixed = k.unflatten(2, (branches, config.n_kv_groups))
+        roped = torch.cat([q, convolution(unmixed, begins, before).flatten(2, 3)], dim=2)
+    return Unturned(roped, values, unmixed)
+
+
+def split_projection(qkv: Tensor, config: ModelConfig, branches: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys [B, T, H + branches G, d_k] and values [B, T, branches G, d_v] of a projection's output."""
     c, keys = config, branches * config.n_kv_groups
     roped, values = qkv.split([(c.n_heads + keys) * c.d_k, keys * c.d_v], dim=-1)
-    roped, unmixed = roped.unflatten(-1, (c.n_heads + keys, c.d_k)), None
-    if convolution:
-        q, k = roped.split([c.n_heads, keys], dim=2)
-        unmixed = k.unflatten(2, (branches, c.n_kv_groups))
-        roped = torch.cat([q, convolution(unmixed, begins, before).flatten(2, 3)], dim=2)
-    return Unturned(roped, values.unflatten(-1, (keys, c.d_v)), unmixed)
+    return roped.unflatten(-1, (c.n_heads + keys, c.d_k)), values.unflatten(-1, (keys, c.d_v))
 
 
 def turned_heads(unturned: Unturned, config: ModelConfig, branches: int, rotary: Rotary) -> Heads:
@@ -218,7 +224,11 @@ class SparseAttention(nn.Module):
         Of one linear map, where the paper has an MLP and gives neither its width nor its activation. One map lets a gate
         depend on the token and has no hidden layer that could start dead; what an MLP would add was not measured.
         """
-        logits = self.gate(x).unflatten(-1, (self.config.n_heads, 3))
+        return self.opened(self.gate(x))
+
+    def opened(self, logits: Tensor) -> Tensor:
+        """`gates` [B, T, H, 3] of what its linear map gives, [B, T, 3 H]."""
+        logits = logits.unflatten(-1, (self.config.n_heads, 3))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.config.silent:
             named = zip(BRANCHES, logits.unbind(-1), strict=True)

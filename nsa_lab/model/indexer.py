@@ -44,8 +44,12 @@ class Indexer(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Index:
         """`rotary` is the heads', for x's positions; `begins` and `before` are as in `unturned_heads`."""
+        return self.of(self.qk(x.detach()), rotary, begins, before)
+
+    def of(self, qk: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Index:
+        """`Index` of what its linear map gives, [B, T, 2 G D]."""
         G = self.config.n_kv_groups
-        q, k = self.qk(x.detach()).unflatten(-1, (2 * G, self.config.d_k)).split(G, dim=2)
+        q, k = qk.unflatten(-1, (2 * G, self.config.d_k)).split(G, dim=2)
         unmixed = None
         if self.convolution:
             unmixed = k.unsqueeze(2)

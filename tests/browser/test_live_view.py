@@ -95,7 +95,10 @@ def followed_cell(browser):
 
 
 def page_text(browser) -> str:
-    return "\n".join(element.text for element in browser.find_elements("css selector", ".jp-OutputArea-output"))
+    # In one go: an output that is replaced meanwhile would be gone when its turn came.
+    return browser.execute_script(
+        "return [...document.querySelectorAll('.jp-OutputArea-output')].map(output => output.innerText).join('\\n')"
+    )
 
 
 def status(runs) -> str:

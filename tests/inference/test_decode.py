@@ -30,6 +30,12 @@ GEOMETRIES = [
 # Where kernels run: under the interpreter, on a machine without a GPU.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
+KERNEL_VARIANTS = [
+    {},
+    {"selection_loss": 0.1, "indexer_block": 2},
+    {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1, "rotary_share": 0.5, "mlp": "gated", "phi": "pool"},
+    {"matching_heads": 2, "phi": "mlp", "gate": "softmax", "silent": ("win",)},
+]
 VARIANTS = [
     {},
     *({"nsa": GEOMETRY.model_copy(update={"phi": phi, "gate": "softmax"})} for phi in ("linear", "mlp", "pool")),
@@ -253,7 +259,7 @@ def test_the_likeliest_tokens_of_long_ragged_batches_are_those_of_full_passes(va
             assert (found.argmax(-1) != full.argmax(-1)).sum() <= 1
 
 
-@pytest.mark.parametrize("variant", [{}, {"attention": "dense"}, INDEXED])
+@pytest.mark.parametrize("variant", [{}, {"attention": "dense", "matching_heads": 1}, INDEXED | {"matching_heads": 2}])
 @pytest.mark.parametrize("capacity", [1, 7, 8, 61])
 def test_the_memory_of_a_cache_is_what_is_planned(variant: dict, capacity: int) -> None:
     config = tiny(**variant)
@@ -281,13 +287,15 @@ def test_phi_is_computed_once_for_every_block(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [{}, {"selection_loss": 0.1, "indexer_block": 2}], ids=["own", "indexer"])
+@pytest.mark.parametrize("variant", KERNEL_VARIANTS)
 def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk behind the first one, then greedily: the tokens, and nearly the logits, that torch gives."""
     monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 8)  # interpreted one after another
+    monkeypatch.setattr(launch_table, "LINEAR_ROWS", 20)  # the chunk's rows are more
     calls, choose = [], launch.choose
     monkeypatch.setattr(launch, "choose", lambda *given: calls.append(given) or choose(*given))
-    nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20)
+    nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20, phi=variant.get("phi", "avg"), gate=variant.get("gate", "sigmoid"))
+    variant = {name: value for name, value in variant.items() if name not in ("phi", "gate")}
     model = NSATransformer(tiny(d_k=16, d_v=32, nsa=nsa, **variant), dtype=torch.float32, device=DEVICE, seed=5)
     texts = [drawn(length, seed=length).to(DEVICE) for length in (81, 74, 77)]
     decoders = [Decoder(model, 90, len(texts), backend=backend) for backend in ("torch", "triton")]

@@ -32,7 +32,7 @@ from nsa_lab.attention.kernels.documents import raw_bounds
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.attention.kernels.selected.inverted_index import number_blocks
-from nsa_lab.attention.layer_cache import LayerCache
+from nsa_lab.attention.layer_cache import LayerCache, Places
 from nsa_lab.config import NSAConfig
 
 ARCHITECTURE = int(sys.argv[1])
@@ -123,8 +123,22 @@ def decode(
     # As a projection gives them: neighbours in one row.
     roped, values = torch.zeros(1, S, (H + 3 * G) * D + 3 * G * (Dv or D), dtype=dtype).split((H + 3 * G) * D, dim=-1)
     rotary = torch.zeros(1, S, D // 2), torch.zeros(1, S, D // 2)
-    raw = (torch.zeros(1, nsa.l - 1 + 256, G, width, dtype=dtype) for width in (D, Dv or D))
-    kernels.append(roped.unflatten(-1, (-1, D)), values.unflatten(-1, (-1, Dv or D)), rotary, lengths, kept, *raw)
+    raw = [torch.zeros(1, nsa.l - 1 + 256, G, width, dtype=dtype) for width in (D, Dv or D)]
+    roped, values = roped.unflatten(-1, (-1, D)), values.unflatten(-1, (-1, Dv or D))
+    mixed = {}
+    if indexed:
+        mixed = {"past": torch.zeros(1, 257, 3 * G, D, dtype=dtype), "mix": torch.zeros(2, 3 * G, D, dtype=dtype)}
+    kernels.append(roped, values, rotary, lengths, Places(*raw, *cache[2:]), **mixed)
+    kernels.complete(*raw, *cache[:2], lengths, S, nsa)
+    if index_q is not None and k_index is not None and choice_nsa is not None:
+        pool = torch.zeros(D, D, dtype=dtype), torch.zeros(D, choice_nsa.l, dtype=dtype)
+        kernels.append(index_q.repeat(1, 1, 2, 1), None, rotary, lengths, Places(k_raw=raw[0]))
+        kernels.complete(raw[0], None, k_index, None, lengths, S, choice_nsa, k_pool=pool)
+    x, norm = torch.zeros(1, S, 12 * D, dtype=dtype), (torch.zeros(12 * D, dtype=dtype), 1e-5)
+    maps = [(torch.zeros(columns, 12 * D, dtype=dtype), then) for columns, then in ((H * D, ""), (3 * H, "sigmoid"))]
+    kernels.linear(x, *maps, norm=norm)
+    kernels.linear(x, (maps[0][0], "silu"), norm=norm, gated=True)
+    kernels.linear(x, maps[0], residual=torch.zeros(1, S, H * D, dtype=dtype))
 
 
 def choose(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -23,7 +23,7 @@ import os
 import torch
 from torch import Tensor
 
-from nsa_lab.attention.layer_cache import LayerCache
+from nsa_lab.attention.layer_cache import LayerCache, Places, Pool
 from nsa_lab.attention.span import Span
 from nsa_lab.config import NSAConfig
 
@@ -207,22 +207,64 @@ def cached_attention(
 
 
 def append(
-    roped: Tensor, values: Tensor, rotary: tuple[Tensor, Tensor], lengths: Tensor, cache: LayerCache, k_raw: Tensor,
-    v_raw: Tensor,
+    roped: Tensor, values: Tensor | None, rotary: tuple[Tensor, Tensor], lengths: Tensor, places: Places, *,
+    past: Tensor | None = None, mix: Tensor | None = None,
 ) -> Tensor:
     """Turns S new tokens of each sequence by their angles and keeps them, in one launch: their queries [B, S, H, d_k].
 
-    roped [B, S, H + 3 G, d_k] are queries, then keys of cmp, sel and win; values [B, S, 3 G, d_v] of the same. `rotary`:
-    cos and sin of the leading channels, as `model.layers.rotate` takes them, float32 [B, S, .] and contiguous. `lengths` as
-    in `cached_attention`. Keys and values of sel and win go into `cache`, those of cmp into rings k_raw [B, R, G, d_k] and
-    v_raw [B, R, G, d_v]; no ring is shorter than S. What stands past the last row of `cache.k_sel` is not kept there. The
-    cache's dtype is the result's.
+    roped [B, S, H + branches G, d_k] are queries, then keys of every branch that has a place in `places`, cmp, sel and win;
+    values [B, S, branches G, d_v] of the same, None where there are places of keys alone. `rotary`: cos and sin of the
+    leading channels, as `model.layers.rotate` takes them, float32 [B, S, .] and contiguous. `lengths` as in
+    `cached_attention`. No ring is shorter than S. What stands past the last row of `places.k_sel` is not kept there. The
+    places' dtype is the result's.
+
+    With `past`, a ring [B, R, branches G, d_k] of keys as they came, R > S, keys are mixed before they are turned:
+    mix[0] of a token's own and mix[1] of those of the token before, mix [2, branches G, d_k]; all contiguous.
 
     Raises NotImplementedError for head widths that the kernels do not take. Not differentiable.
     """
     from nsa_lab.attention.kernels.decoding import launch
 
-    _refuse("append", _width_limit(roped.shape[3], values.shape[3]))
+    _refuse("append", _width_limit(roped.shape[3], None if values is None else values.shape[3]))
     with torch.no_grad():
-        return launch.append(roped, values, *rotary, lengths, cache, k_raw, v_raw)
+        return launch.append(roped, values, *rotary, lengths, places, past, mix)
+
+
+def complete(
+    k_raw: Tensor, v_raw: Tensor | None, k: Tensor, v: Tensor | None, lengths: Tensor, S: int, nsa: NSAConfig, *,
+    k_pool: Pool | None = None, v_pool: Pool | None = None,
+) -> None:
+    """Compresses the blocks that S new tokens complete, which are in the rings k_raw and v_raw already, into k and v.
+
+    Rings [B, R, G, .], blocks [B, N, G, .], the values None where there are keys alone; `lengths` as in `cached_attention`.
+    phi is a mean (avg), or with the weights of `k_pool` and `v_pool` pool. Blocks past the last row are not kept.
+    """
+    from nsa_lab.attention.kernels.decoding import launch
+
+    with torch.no_grad():
+        launch.complete(k_raw, v_raw, k, v, k_pool, v_pool, lengths, S, nsa.l, nsa.d)
+
+
+def few(x: Tensor) -> bool:
+    """Whether x [..., C] has so few rows that `linear` is better than a library's products."""
+    from nsa_lab.attention.kernels import launch_table
+
+    return x.numel() // x.shape[-1] <= launch_table.LINEAR_ROWS
+
+
+def linear(
+    x: Tensor, *maps: tuple[Tensor, str], norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None,
+    gated: bool = False,
+) -> list[Tensor]:
+    """[residual + then(n(x) @ weight.T), ...] for each (weight [N, C], then) of up to three `maps`, x [..., C] contiguous.
+
+    `then`: "", "silu" or "sigmoid". n is division by the root mean square, times a weight [C]: `norm` is that weight and
+    the epsilon; None: x itself. A residual [..., N] is for one map. `gated`: the one map's weight has 2 N rows, and its
+    result is then(the first half's) times the second's (arXiv 2002.05202). One launch for all; sums are float32.
+    Not differentiable.
+    """
+    from nsa_lab.attention.kernels.decoding import launch
+
+    with torch.no_grad():
+        return launch.linear(x, maps, norm, residual, gated)
 # fmt: on

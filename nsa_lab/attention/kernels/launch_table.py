@@ -204,6 +204,28 @@ MERGE_ELEMENTS = 4096
 SHARES_ELEMENTS, SHARES_KEYS = 4096, 256
 BEST_BLOCKS, BEST_WARPS = 4096, 8
 APPEND_WARPS = 1  # for a row of 256 numbers at most
+LINEAR_ROWS = 64
+"""Rows up to which linear maps of a decoding step are ours. Many rows are a library's business: reading weights is then
+the lesser part."""
+
+
+class LinearTile(NamedTuple):
+    """Of `nsa_linear`: rows and columns of a program, and how much of the sum it takes at once."""
+
+    rows: int
+    columns: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int) -> LinearTile:
+    """For so many rows of `depth` numbers, and maps that have so many columns together."""
+    if rows > 4:  # a tensor core takes 16
+        return LinearTile(min(max(padded_width(rows), 16), LINEAR_ROWS), 16, 64 if dtype == torch.float32 else 128, 4, 3)
+    padded = padded_width(rows)
+    # Few columns still have to fill the GPU.
+    return LinearTile(padded, 4 if columns <= 1024 else 8, min(padded_width(depth), 1024 // padded), 4, 1)
 
 
 def decoding_parts(programs: int, tiles: int) -> int:

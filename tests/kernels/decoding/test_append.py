@@ -1,4 +1,5 @@
-"""New tokens in one launch: each number of the cache is the one that plain loops write, or still what it was."""
+"""New tokens in one launch, and the blocks that they complete in one: each number of the cache is the one that plain loops
+write, or still what it was."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import kernels
-from nsa_lab.attention.layer_cache import LayerCache
+from nsa_lab.attention.compression import BlockPool
+from nsa_lab.attention.layer_cache import Places
+from nsa_lab.config import NSAConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THETA = 100.0
@@ -34,49 +37,140 @@ CASES = [
 ]
 
 
+def laid_out(*shape: int, dtype: torch.dtype) -> Tensor:
+    """NaN, and in every sequence a row more than there are: what lies behind a sequence is not written either."""
+    return torch.full((shape[0], shape[1] + 1, *shape[2:]), float("nan"), device=DEVICE, dtype=dtype)
+
+
+def agree(found: Tensor, true: Tensor, dtype: torch.dtype) -> None:
+    off = 2e-6 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(found.double().cpu(), true, rtol=off, atol=off, equal_nan=True)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["as they come", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_kept_is_what_loops_keep(case: tuple, dtype: torch.dtype) -> None:
+def test_what_is_kept_is_what_loops_keep(case: tuple, dtype: torch.dtype, mixed: bool) -> None:
     lengths, S, H, G, Dk, Dv, R, raw_slots, slots, capacity = case
-    draw, B = torch.Generator().manual_seed(S), len(lengths)
+    draw, B, past_slots = torch.Generator().manual_seed(S), len(lengths), S + 2
     # As a projection gives them: neighbours in one row.
     given = torch.randn(B, S, (H + 3 * G) * Dk + 3 * G * Dv + 3, generator=draw).to(DEVICE, dtype)
     roped, values, _ = given.split([(H + 3 * G) * Dk, 3 * G * Dv, 3], dim=-1)
     roped, values = roped.unflatten(-1, (-1, Dk)), values.unflatten(-1, (-1, Dv))
-    sizes = [(n, width) for n in (raw_slots, capacity, slots) for width in (Dk, Dv)]
-    # A row more than there are, in every sequence: what lies behind a sequence is not written either.
-    laid_out = [torch.full((B, n + 1, G, width), float("nan"), device=DEVICE, dtype=dtype) for n, width in sizes]
-    k_raw, v_raw, *kept = (x[:, :-1] for x in laid_out)
+    kept = [laid_out(B, n, G, width, dtype=dtype) for n in (raw_slots, capacity, slots) for width in (Dk, Dv)]
     before = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     positions = before.long()[:, None] + torch.arange(S, device=DEVICE)
     angles = positions.double()[..., None] * THETA ** (-torch.arange(0, R, 2, device=DEVICE).double() / max(R, 1))
     rotary = angles.cos().float(), angles.sin().float()
+    past = torch.full((B, past_slots, 3 * G, Dk), float("nan"), device=DEVICE, dtype=dtype)
+    for b, length in enumerate(lengths):
+        if length:  # of a sequence that begins nothing is read
+            past[b, (length - 1) % past_slots] = torch.randn(3 * G, Dk, generator=draw).to(past)
+    expected_past, mix = past.double().cpu(), torch.randn(2, 3 * G, Dk, generator=draw).to(DEVICE, dtype)
 
-    q = kernels.append(roped, values, rotary, before, LayerCache(roped[..., :0], values[..., :0], *kept), k_raw, v_raw)
+    places = Places(*(x[:, :-1] for x in kept))
+    q = kernels.append(roped, values, rotary, before, places, **({"past": past, "mix": mix} if mixed else {}))
 
-    expected = [torch.full(x.shape, float("nan"), dtype=torch.float64) for x in laid_out]
+    expected = [torch.full(x.shape, float("nan"), dtype=torch.float64) for x in kept]
     turned_q = torch.empty(B, S, H, Dk, dtype=torch.float64)
-    wide_k, wide_v = roped.double().cpu(), values.double().cpu()
+    wide_k, wide_v, (this, late) = roped.double().cpu(), values.double().cpu(), mix.double().cpu()
     for b, length in enumerate(lengths):
         for s in range(S):
             p = length + s
             for head in range(H):
                 turned_q[b, s, head] = turned(wide_k[b, s, head], p, R)
-            places = (p % raw_slots, p, p % slots)
-            for branch, place in enumerate(places):
+            came = wide_k[b, s, H:]
+            own = came
+            if mixed:
+                own = came * this
+                if p:
+                    own = own + expected_past[b, (p - 1) % past_slots] * late
+                expected_past[b, p % past_slots] = came
+            for branch, place in enumerate((p % raw_slots, p, p % slots)):
                 for g in range(G):
                     if branch == 1 and p >= capacity:
                         continue
-                    expected[2 * branch][b, place, g] = turned(wide_k[b, s, H + branch * G + g], p, R)
+                    expected[2 * branch][b, place, g] = turned(own[branch * G + g], p, R)
                     expected[2 * branch + 1][b, place, g] = wide_v[b, s, branch * G + g]
-    off = 2e-6 if dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(q.double().cpu(), turned_q, rtol=off, atol=off)
-    for found, true in zip(laid_out, expected, strict=True):
-        torch.testing.assert_close(found.double().cpu(), true, rtol=off, atol=off, equal_nan=True)
+    agree(q, turned_q, dtype)
+    for found, true in zip([*kept, past], [*expected, expected_past], strict=True):
+        agree(found, true, dtype)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["as they come", "mixed"])
+def test_an_indexer_keeps_keys_alone(mixed: bool) -> None:
+    S, G, D, slots, lengths = 4, 2, 48, 9, (0, 7)
+    draw = torch.Generator().manual_seed(3)
+    roped = torch.randn(2, S, 2 * G, D, generator=draw).to(DEVICE)
+    raw, before = laid_out(2, slots, G, D, dtype=torch.float32), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    past, mix = torch.randn(2, S + 1, G, D, generator=draw).to(DEVICE), torch.randn(2, G, D, generator=draw).to(DEVICE)
+    rotary = torch.ones(2, S, 0, device=DEVICE), torch.ones(2, S, 0, device=DEVICE)
+    came_before = past[1, 6 % (S + 1)].clone()
+    mixing = {"past": past, "mix": mix} if mixed else {}
+    q = kernels.append(roped, None, rotary, before, Places(k_raw=raw[:, :-1]), **mixing)
+    assert torch.equal(q, roped[:, :, :G])
+    keys = roped[:, :, G:]
+    if mixed:
+        late = torch.cat([torch.stack([torch.zeros_like(came_before), came_before])[:, None], keys[:, :-1]], dim=1)
+        keys = keys * mix[0] + late * mix[1]
+    for b, length in enumerate(lengths):
+        held = [(length + s) % slots for s in range(S)]
+        torch.testing.assert_close(raw[b, held], keys[b])
+        assert raw[b, [n for n in range(slots + 1) if n not in held]].isnan().all()
+
+
+# Lengths, S, l, d, d_k, d_v, rows of blocks.
+BLOCKS = [
+    ((0, 3, 30, 31), 1, 32, 16, 64, 48, 4),
+    ((15, 47, 33, 2), 17, 32, 16, 16, 32, 3),  # two blocks at once, and more than there is room for
+    ((5, 0, 7), 5, 2, 2, 80, 16, 9),
+    ((9, 4, 5), 1, 6, 2, 32, 96, 9),
+]
+
+
+@pytest.mark.parametrize("phi", ["avg", "pool"])
+@pytest.mark.parametrize("values", [True, False], ids=["keys and values", "keys alone"])
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_are_those_of_their_tokens(case: tuple, phi: str, values: bool) -> None:
+    lengths, S, l, d, Dk, Dv, N = case
+    nsa = NSAConfig(l=l, d=d, l_sel=l * 2, phi=phi)
+    draw, B, G, slots = torch.Generator().manual_seed(l), len(lengths), 2, l - 1 + S + 2
+    before = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    widths = (Dk, Dv) if values else (Dk,)
+    raw = [torch.full((B, slots, G, width), float("nan"), device=DEVICE) for width in widths]
+    blocks = [laid_out(B, N, G, width, dtype=torch.float32) for width in widths]
+    pools = [BlockPool(l, width).to(DEVICE) for width in widths]
+    with torch.no_grad():
+        for pool in pools:
+            pool.score.copy_(torch.randn(pool.score.shape, generator=draw) * 0.3)
+            pool.place.copy_(torch.randn(pool.place.shape, generator=draw))
+    for b, length in enumerate(lengths):
+        for p in range(max(length + S - slots, 0), length + S):
+            for x in raw:
+                x[b, p % slots] = torch.randn(G, x.shape[3], generator=draw).to(DEVICE)
+    weights = [(pool.score, pool.place) if phi == "pool" else None for pool in pools]
+    if not values:
+        raw, blocks, weights = [*raw, None], [*blocks, None], [*weights, None]
+    kernels.complete(
+        *raw, *(x if x is None else x[:, :-1] for x in blocks), before, S, nsa, k_pool=weights[0], v_pool=weights[1]
+    )
+    for x, into, pool in zip(raw, blocks, pools, strict=False):
+        if x is None or into is None:
+            continue
+        expected = torch.full(into.shape, float("nan"), dtype=torch.float64)
+        for b, length in enumerate(lengths):
+            for i in range(N):
+                if length < i * d + l <= length + S:
+                    for g in range(G):
+                        tokens = torch.stack([x[b, p % slots, g].double().cpu() for p in range(i * d, i * d + l)])
+                        share = torch.full_like(tokens, 1 / l)
+                        if phi == "pool":
+                            score, place = pool.score.double().cpu(), pool.place.double().cpu()
+                            share = torch.stack([score @ token for token in tokens]).add(place.T).softmax(0)
+                        expected[b, i, g] = (share * tokens).sum(0)
+        agree(into, expected, torch.float32)
 
 
 def test_widths_that_kernels_do_not_take_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="append, backend = 'triton': the kernels take head widths"):
-        kernels.append(
-            torch.zeros(1, 1, 5, 20), torch.zeros(1, 1, 3, 16), (), torch.zeros(1), LayerCache(*[torch.zeros(1)] * 6), *"kv"
-        )  # pyright: ignore[reportArgumentType]
+        kernels.append(torch.zeros(1, 1, 5, 20), torch.zeros(1, 1, 3, 16), (), torch.zeros(1), Places())  # pyright: ignore[reportArgumentType]

@@ -1,24 +1,28 @@
-"""How a decoding step is launched: one kernel writes its tokens, five attend to them, six with an indexer; no size depends
-on how long sequences are."""
+"""How a decoding step is launched: two kernels write its tokens and the blocks that they complete, five attend to them, six
+with an indexer, and one computes linear maps; no size depends on how long sequences are."""
 
 # torch.library's functions are not annotated.
 # pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels.decoding import linear as linear_kernel
 from nsa_lab.attention.kernels.decoding.append import nsa_append
 from nsa_lab.attention.kernels.decoding.attend import nsa_choice_scores, nsa_compressed_and_window, nsa_selected_decode
 from nsa_lab.attention.kernels.decoding.choose import nsa_choice_best, nsa_choice_shares
+from nsa_lab.attention.kernels.decoding.complete import nsa_complete
+from nsa_lab.attention.kernels.decoding.linear import nsa_linear
 from nsa_lab.attention.kernels.decoding.merge import nsa_gate_merge
 from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides
 from nsa_lab.attention.kernels.launch_table import Tile
 from nsa_lab.attention.kernels.vocabulary import LOG2E
-from nsa_lab.attention.layer_cache import LayerCache
+from nsa_lab.attention.layer_cache import Places, Pool
 
 torch.library.define(
     "nsa_lab::cached_attention",
@@ -28,6 +32,9 @@ torch.library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 cached_attention = torch.ops.nsa_lab.cached_attention.default
+
+
+MOST_MAPS = 3  # of one launch
 
 
 class Scored(NamedTuple):
@@ -78,24 +85,68 @@ def _(q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, *
 
 
 def append(
-    roped: Tensor, values: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, cache: LayerCache, k_raw: Tensor,
-    v_raw: Tensor,
+    roped: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, places: Places, past: Tensor | None,
+    mix: Tensor | None,
 ) -> Tensor:
     """As `kernels.append`."""
-    roped, values = (x if x.stride(3) == 1 else x.contiguous() for x in (roped, values))
-    B, T, _, Dk = roped.shape
-    N, G, Dv = cache.v_sel.shape[1:]
-    H = roped.shape[2] - 3 * G
-    q = cache.k_sel.new_empty(B, T, H, Dk)
-    kept = k_raw, v_raw, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
+    roped = roped if roped.stride(3) == 1 else roped.contiguous()
+    values = values if values is None or values.stride(3) == 1 else values.contiguous()
+    B, T, rows, Dk = roped.shape
+    first, like = next((i // 2, x) for i, x in enumerate(places) if x is not None)
+    G, keys = like.shape[2], like.shape[2] * sum(x is not None for x in places[::2])
+    H, Dv = rows - keys, Dk if values is None else values.shape[3]
+    q = like.new_empty(B, T, H, Dk)
     with torch.cuda.device_of(q):
-        nsa_append[(B * T, H + 6 * G)](
-            roped, values, cos, sin, lengths, q, *kept,
-            *strides(roped, values, *kept),
-            T, N, k_raw.shape[1], cache.k_win.shape[1], G,
-            H=H, HALF=cos.shape[2], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)), num_warps=launch_table.APPEND_WARPS,
+        nsa_append[(B * T, H + keys * (1 if values is None else 2))](
+            roped, values, cos, sin, lengths, q, *places, past, mix,
+            *strides(roped), *_strides(values), *(stride for x in places for stride in _strides(x)),
+            T, *(0 if x is None else x.shape[1] for x in (places.k_sel, places.k_raw, places.k_win, past)), G,
+            H=H, KEYS=keys, FIRST=first, HALF=cos.shape[2], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
+            num_warps=launch_table.APPEND_WARPS,
         )
     return q
+
+
+def complete(
+    k_raw: Tensor, v_raw: Tensor | None, k: Tensor, v: Tensor | None, k_pool: Pool | None, v_pool: Pool | None,
+    lengths: Tensor, T: int, l: int, d: int,
+) -> None:
+    """As `kernels.complete`."""
+    B, N, G, Dk = k.shape
+    Dv = Dk if v is None else v.shape[3]
+    (k_score, k_place), (v_score, v_place) = (pool or (None, None) for pool in (k_pool, v_pool))
+    with torch.cuda.device_of(k):
+        nsa_complete[(B * G, ceil_div(T, d), 1 if v is None else 2)](
+            k_raw, v_raw, k, v, k_score, v_score, k_place, v_place, lengths,
+            *strides(k_raw, k), *_strides(v_raw), *_strides(v),
+            T, N, k_raw.shape[1], G,
+            L=l, L_PAD=padded_width(l), STRIDE=d, DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
+            num_warps=launch_table.STREAMING_WARPS,
+        )
+
+
+def linear(
+    x: Tensor, maps: Sequence[tuple[Tensor, str]], norm: tuple[Tensor, float] | None, residual: Tensor | None, gated: bool
+) -> list[Tensor]:
+    """As `kernels.linear`."""
+    rows, K = x.numel() // x.shape[-1], x.shape[-1]
+    widths = [len(w) // 2 if gated else len(w) for w, _ in maps]
+    out = [x.new_empty(*x.shape[:-1], width) for width in widths]
+    none = [None] * (MOST_MAPS - len(maps))
+    thens = [linear_kernel.THENS[then] for _, then in maps]
+    tile = launch_table.linear_tile(x.dtype, rows, sum(widths), K)
+    with torch.cuda.device_of(x):
+        nsa_linear[(sum(ceil_div(width, tile.columns) for width in widths), ceil_div(rows, tile.rows))](
+            x, None if norm is None else norm[0], residual, *(w for w, _ in maps), *none, *out, *none,
+            rows, 0.0 if norm is None else norm[1],
+            *widths, *([0] * len(none)), K, *thens, *([0] * len(none)), gated,
+            tile.rows, tile.columns, tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
+        )
+    return out
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if x is None else strides(x)
 
 
 def _tile(q: Tensor, groups: int, width: int, queries: int) -> Tile:

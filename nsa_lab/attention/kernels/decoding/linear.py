@@ -1,0 +1,110 @@
+"""Linear maps of a few rows, with the norm before them and what follows them. launch.py launches this kernel.
+
+Such a map costs the reading of its weights. A norm, an activation or a residual by itself would cost as much as the map:
+not for what it does, but for being launched.
+"""
+
+# Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportConstantRedefinition=false
+# An outer `if` of two is decided when a kernel is compiled: of what is not there nothing can be.
+# ruff: noqa: SIM102
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_lab.attention.kernels.vocabulary import SIZES
+
+SILU, SIGMOID = tl.constexpr(1), tl.constexpr(2)
+THENS = {"": 0, "silu": 1, "sigmoid": 2}
+"""What may follow a map, as `kernels.linear` and the kernel name it."""
+
+
+# fmt: off
+@triton.jit
+def load_inputs(x_ptr, norm_ptr, row, rows, k, K: tl.constexpr):
+    """x [ROWS, k] of rows that exist, times the norm's weight where there is one, and its squares summed; float32."""
+    x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=(row < rows)[:, None] & (k < K)[None, :], other=0.0)
+    x = x.to(tl.float32)
+    squares = tl.sum(x * x, 1)
+    if norm_ptr is not None:
+        x = x * tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    return x, squares
+
+
+@triton.jit
+def load_weights(w_ptr, n, N, k, K: tl.constexpr):
+    return tl.load(w_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def add_products(acc, x, w, WIDE: tl.constexpr):
+    """acc and x [ROWS, K] times w [N, K]. A tensor core takes 16 rows; fewer are multiplied number by number, and their sum
+    over K is left for the end: acc is then [ROWS, N, K]."""
+    if WIDE:
+        acc = tl.dot(x.to(w.dtype), tl.trans(w), acc, input_precision="ieee")
+    else:
+        acc += x[:, None, :] * w.to(tl.float32)[None, :, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=SIZES)
+def nsa_linear(
+    x_ptr, norm_ptr, residual_ptr, w0_ptr, w1_ptr, w2_ptr, y0_ptr, y1_ptr, y2_ptr,
+    n_rows, eps,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, K: tl.constexpr,
+    THEN0: tl.constexpr, THEN1: tl.constexpr, THEN2: tl.constexpr, GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """COLUMNS columns of one of up to three maps of the same ROWS rows: y = residual + then(norm(x) @ w^T).
+
+    GATED: w0 has 2 N0 rows, those of a gate first, and y is then(gate) times what the others give. The norm's scale, which
+    is a row's own, is applied to the sum.
+    """
+    WIDE: tl.constexpr = ROWS >= 16
+    TILES0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
+    TILES1: tl.constexpr = (N1 + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0)
+    w_ptr, y_ptr, N, then = w0_ptr, y0_ptr, N0, THEN0
+    if N1 > 0:
+        if tile >= TILES0:
+            w_ptr, y_ptr, N, then = w1_ptr, y1_ptr, N1, THEN1
+            tile -= TILES0
+            if N2 > 0:
+                if tile >= TILES1:
+                    w_ptr, y_ptr, N, then = w2_ptr, y2_ptr, N2, THEN2
+                    tile -= TILES1
+    n = tile * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    if WIDE:
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, COLUMNS, CHUNK], tl.float32)
+    gate = acc
+    squares = tl.zeros([ROWS], tl.float32)
+    for first in range(0, K, CHUNK):
+        k = first + tl.arange(0, CHUNK)
+        x, more = load_inputs(x_ptr, norm_ptr, row, n_rows, k, K)
+        squares += more
+        if GATED:
+            gate = add_products(gate, x, load_weights(w_ptr, n, N, k, K), WIDE)
+            acc = add_products(acc, x, load_weights(w_ptr + N0 * K, n, N, k, K), WIDE)
+        else:
+            acc = add_products(acc, x, load_weights(w_ptr, n, N, k, K), WIDE)
+    if not WIDE:
+        acc, gate = tl.sum(acc, 2), tl.sum(gate, 2)
+    if norm_ptr is not None:
+        scale = tl.rsqrt(squares / K + eps)[:, None]
+        acc, gate = acc * scale, gate * scale
+    fed = gate if GATED else acc
+    squashed = tl.sigmoid(fed)
+    y = tl.where(then == SILU, fed * squashed, tl.where(then == SIGMOID, squashed, fed))
+    if GATED:
+        y = y * acc
+    place = row[:, None] * N + n[None, :]
+    inside = (row < n_rows)[:, None] & (n < N)[None, :]
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
+# fmt: on
