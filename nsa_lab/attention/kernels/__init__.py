@@ -108,6 +108,15 @@ def _choice_limit(nsa: NSAConfig, *, with_lse: bool = True) -> str | None:
     return None
 
 
+def _index_limit(index_q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> str | None:
+    if index_q.shape[2] != k_sel.shape[2] or nsa.l != nsa.d:
+        return (
+            f"one query per group chooses, by keys of tokens side by side; got {index_q.shape[2]} queries for "
+            f"{k_sel.shape[2]} groups, l = {nsa.l}, d = {nsa.d}"
+        )
+    return _width_limit(index_q.shape[3], None)
+
+
 def _refuse(function: str, reason: str | None) -> None:
     if reason:
         raise NotImplementedError(f"{function}, backend = 'triton': {reason}; backend = 'torch' takes it as it is")
@@ -193,7 +202,8 @@ def cached_attention(
     from nsa_lab.attention.kernels.decoding import launch
 
     _refuse("cached_attention", unsupported(nsa, q.shape[3], cache.v_cmp.shape[3]))
-    _refuse("cached_attention, the indexer", None if index_q is None else _width_limit(index_q.shape[3], None))
+    if index_q is not None and choice_nsa is not None:
+        _refuse("cached_attention, the indexer", _index_limit(index_q, cache.k_sel, choice_nsa))
     for name, x in cache._asdict().items():
         if x is not None and x.stride(3) != 1:  # a copy would cost more than the step
             raise ValueError(f"{name}: expected a cache whose last axis is contiguous; got strides {x.stride()}")

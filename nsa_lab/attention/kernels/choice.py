@@ -113,7 +113,7 @@ def _step_importance(
 
 
 @triton.jit
-def _step_logarithm(
+def log_of_blocks(
     q, k_base, stride_kn, t, j0, N, scale_log2,
     L: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, STRIDES_AT_ONCE: tl.constexpr,
     DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
@@ -238,7 +238,7 @@ def nsa_choice(
             own_q = None  # of every head in turn
         for j0 in range(1 - SPILL, stop - SPILL, BLOCKS - SPILL):
             if lse_ptr is None:
-                score = _step_logarithm(
+                score = log_of_blocks(
                     own_q, k_base, stride_kn, t, j0, N, scale_log2,
                     L, STRIDE, STRIDES, STRIDES_PAD, DK, DK_PAD, QUERIES, BLOCKS,
                 )

@@ -14,9 +14,7 @@ from nsa_lab.attention.kernels.decoding.keys import (
     attend_range,
     load_queries,
     part_range,
-    score_range,
     store_part,
-    store_sums,
 )
 from nsa_lab.attention.kernels.tiles import batch_and_group
 from nsa_lab.attention.kernels.vocabulary import SIZES
@@ -63,31 +61,6 @@ def nsa_compressed_and_window(
         scores_ptr, rows, inside & compressed, N, scale_log2, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
     )
     store_part(part_out_ptr, part_sums_ptr, rows * PARTS + part, acc, peak, total, inside, DV, DV_PAD)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def nsa_choice_scores(
-    q_ptr, k_ptr, lengths_ptr, scores_ptr, part_sums_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg,
-    T, N, B, G, row_tiles, scale_log2,
-    HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):
-    """Scores of keys that serve the choice alone, float32 [B, T, H, N] in units of log2, and the sums of each part."""
-    b, g = batch_and_group(B, G)
-    tile = tl.program_id(0) // (B * G)
-    part, tile = tile // row_tiles, tile % row_tiles
-    before = tl.load(lengths_ptr + b)
-    stop = tl.minimum(visible(before + T - 1, L, STRIDE), N)
-    start, stop = part_range(0, stop, part, PARTS, KEYS)
-    q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
-    q, t, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, HEADS, DK, DK_PAD, ROWS)
-    rows = (b * T + t) * (G * HEADS) + g * HEADS + head
-    peak, total = score_range(
-        q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, before + t, start, stop, scores_ptr, rows, inside, N,
-        scale_log2, L, STRIDE, DK, DK_PAD, ROWS, KEYS,
-    )
-    store_sums(part_sums_ptr, rows * PARTS + part, peak, total, inside)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.band.bounds import in_band
 from nsa_lab.attention.kernels.tiles import load_rows_inside
 
 NO_PEAK = tl.constexpr(-3.0e38)
@@ -139,26 +138,6 @@ def attend_range(
         seen = seen & (n[None, :] > position[:, None] - near) & (n < stop)[None, :]
         acc, peak, total = add_tile(acc, peak, total, tl.where(seen, scores, float("-inf")), v)
     return acc, peak, total
-
-
-@triton.jit
-def score_range(
-    q, k_base, stride_kn, position, start, stop, scores_ptr, score_rows, inside, N, scale_log2,
-    L: tl.constexpr, STRIDE: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):
-    """peak and total of keys [start, stop), which have no values; their scores are stored."""
-    peak, total = tl.full([ROWS], NO_PEAK, tl.float32), tl.zeros([ROWS], tl.float32)
-    for first in range(start, stop, KEYS):
-        n = first + tl.arange(0, KEYS)
-        k = load_rows_inside(k_base, n.to(tl.int64) * stride_kn, tl.arange(0, DK_PAD), n < stop, DK, DK_PAD)
-        scores = products(q, k) * scale_log2
-        store_scores(scores_ptr, score_rows, n, scores, inside, stop, N)
-        seen = in_band(n[None, :], position[:, None], stop, L, STRIDE, 0)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
-        peak = new_peak
-    return peak, total
 
 
 @triton.jit

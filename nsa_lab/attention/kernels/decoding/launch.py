@@ -14,8 +14,8 @@ from torch import Tensor
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.decoding import linear as linear_kernel
 from nsa_lab.attention.kernels.decoding.append import nsa_append
-from nsa_lab.attention.kernels.decoding.attend import nsa_choice_scores, nsa_compressed_and_window, nsa_selected_decode
-from nsa_lab.attention.kernels.decoding.choose import nsa_choice_best, nsa_choice_shares
+from nsa_lab.attention.kernels.decoding.attend import nsa_compressed_and_window, nsa_selected_decode
+from nsa_lab.attention.kernels.decoding.choose import nsa_choice_best, nsa_choice_logs, nsa_choice_shares
 from nsa_lab.attention.kernels.decoding.complete import nsa_complete
 from nsa_lab.attention.kernels.decoding.linear import nsa_linear
 from nsa_lab.attention.kernels.decoding.merge import nsa_gate_merge
@@ -35,6 +35,7 @@ cached_attention = torch.ops.nsa_lab.cached_attention.default
 
 
 MOST_MAPS = 3  # of one launch
+FORCED = 3  # blocks that are chosen whatever their scores
 
 
 class Scored(NamedTuple):
@@ -45,6 +46,14 @@ class Scored(NamedTuple):
     parts: int
     l: int
     d: int
+
+
+class Candidates(NamedTuple):
+    """Blocks that may be chosen, of every query and group."""
+
+    scores: Tensor  # float32 [B, T, G, number]
+    blocks: Tensor | None = None  # int32, the same shape; None: block j is candidate j
+    neighbours: int = 1  # blocks of which each n_sel - 3 became candidates
 
 
 class PartialOutputs(NamedTuple):
@@ -67,14 +76,16 @@ def _(
     with torch.cuda.device_of(q):
         q = q if q.stride(3) == 1 else q.contiguous()
         parts = split(q, v_cmp, n_sel, w)
-        # Where every block that fits the cache has a place, scores do not matter.
-        competing = ceil_div(k_sel.shape[1], l_sel) > n_sel
+        # Where every block that fits the cache has a place, or none but the forced has, scores do not matter.
+        there = ceil_div(k_sel.shape[1], l_sel)
+        competing, found = there > n_sel > FORCED, None
         scores = _room(q, k_cmp) if competing and index_q is None else None
         compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
-        scored = None if scores is None else Scored(scores, parts.sums, parts.cmp, l, d)
-        if competing and index_q is not None and k_index is not None:
-            scored = _score(index_q, k_index, lengths, index_l, index_d)
-        blocks = choose(q.shape[1], k_sel.shape[2], scored, lengths, l_sel, n_sel)
+        if scores is not None:
+            found = shares(k_sel.shape[2], Scored(scores, parts.sums, parts.cmp, l, d), lengths, there, l_sel, n_sel)
+        elif competing and index_q is not None and k_index is not None:
+            found = logs(index_q, k_index, lengths, there, index_d, l_sel, n_sel)
+        blocks = choose(q.shape[1], k_sel.shape[2], found, lengths, l_sel, n_sel)
         _selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel)
         return merged(q, gates, parts)
 
@@ -195,51 +206,54 @@ def compressed_and_window(
     )
 
 
-def _score(q: Tensor, keys: Tensor, lengths: Tensor, l: int, d: int) -> Scored:
-    """An indexer's scores."""
-    q = q if q.stride(3) == 1 else q.contiguous()
-    B, T, H, Dk = q.shape
-    N, G = keys.shape[1:3]
-    tile = _tile(q, G, Dk, T)
-    row_tiles = _row_tiles(q, G, tile, T)
-    parts = launch_table.decoding_parts(B * G * row_tiles, ceil_div(N, tile.keys))
-    scored = Scored(_room(q, keys), q.new_empty(B, T, H, parts, 2, dtype=torch.float32), parts, l, d)
-    nsa_choice_scores[(B * G * row_tiles * parts,)](
-        q, keys, lengths, scored.scores, scored.sums,
-        *strides(q, keys),
-        T, N, B, G, row_tiles, Dk**-0.5 * LOG2E,
-        HEADS=H // G, L=l, STRIDE=d, PARTS=parts, DK=Dk, DK_PAD=padded_width(Dk),
-        ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
-    )
-    return scored
-
-
-def choose(T: int, G: int, scored: Scored | None, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
-    """The blocks int32 [B, T, G, n_sel] of T queries after `lengths`; `scored` may be None where each block has a place."""
-    B = lengths.shape[0]
-    blocks = torch.empty(B, T, G, n_sel, dtype=torch.int32, device=lengths.device)
-    keys, l, d = (0, l_sel, l_sel) if scored is None else (scored.scores.shape[3], scored.l, scored.d)
-    nsa_choice_best[(B * T * G,)](
-        None if scored is None else _shares(T, G, scored, lengths, l_sel, n_sel), lengths, blocks,
-        T, keys, G,
-        L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
-        BLOCKS=launch_table.best_blocks(keys * d // l_sel), num_warps=launch_table.BEST_WARPS,
-    )
-    return blocks
-
-
-def _shares(T: int, G: int, scored: Scored, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
-    B, _, H, N = scored.scores.shape
-    shares = scored.scores.new_empty(B, T, G, N)
-    keys = launch_table.shares_keys(padded_width(H // G))
-    nsa_choice_shares[(B * T * G, ceil_div(N, keys))](
-        scored.scores, scored.sums, lengths, shares,
-        T, N, G, scored.sums.shape[3],
+def shares(G: int, scored: Scored, lengths: Tensor, there: int, l_sel: int, n_sel: int) -> Candidates:
+    """By the compressed branch's scores: the best of every SHARES_BLOCKS neighbours of the blocks `there`."""
+    B, T, H, N = scored.scores.shape
+    neighbours = launch_table.SHARES_BLOCKS
+    programs = ceil_div(there - FORCED, neighbours)
+    found = scored.scores.new_empty(B, T, G, programs * (n_sel - FORCED))
+    candidates = Candidates(found, torch.empty_like(found, dtype=torch.int32), neighbours)
+    nsa_choice_shares[(B * T * G, programs)](
+        scored.scores, scored.sums, lengths, candidates.scores, candidates.blocks,
+        T, N, G, scored.sums.shape[3], found.shape[3],
         HEADS=H // G, HEADS_PAD=padded_width(H // G), L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
-        PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), KEYS=keys,
+        N_SEL_PAD=padded_width(n_sel), PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), BLOCKS=neighbours,
         num_warps=launch_table.STREAMING_WARPS,
     )
-    return shares
+    return candidates
+
+
+def logs(q: Tensor, keys: Tensor, lengths: Tensor, there: int, d: int, l_sel: int, n_sel: int) -> Candidates:
+    """By an indexer's queries and keys, of d tokens each, one head per group: all blocks `there`."""
+    q = q if q.stride(3) == 1 else q.contiguous()
+    B, T, G, Dk = q.shape
+    at_once = min(padded_width(l_sel // d), launch_table.choice_strides(q.dtype, Dk))
+    blocks, tile = launch_table.logs_blocks(at_once), _tile(q, G, Dk, T)
+    row_tiles = _row_tiles(q, G, tile, T)
+    found = q.new_empty(B, T, G, there, dtype=torch.float32)
+    nsa_choice_logs[(B * G * row_tiles * ceil_div(there, blocks),)](
+        q, keys, lengths, found,
+        *strides(q, keys),
+        T, keys.shape[1], B, G, row_tiles, there, Dk**-0.5 * LOG2E,
+        STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, STRIDES=l_sel // d, STRIDES_AT_ONCE=at_once,
+        DK=Dk, DK_PAD=padded_width(Dk), ROWS=tile.rows, BLOCKS=blocks, **tile.options(),
+    )
+    return Candidates(found)
+
+
+def choose(T: int, G: int, candidates: Candidates | None, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
+    """The blocks int32 [B, T, G, n_sel] of T queries after `lengths`; None where each block has a place, or none has."""
+    B, own = lengths.shape[0], launch_table.BEST_OWN
+    blocks = torch.empty(B, T, G, n_sel, dtype=torch.int32, device=lengths.device)
+    scores, numbers, neighbours = candidates or (None, None, 1)
+    number = 0 if scores is None else scores.shape[3]
+    nsa_choice_best[(B * T * G, max(ceil_div(number, own), 1))](
+        scores, numbers, lengths, blocks,
+        T, G, number,
+        L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel), BLOCKS=neighbours,
+        OWN=own, OTHERS=launch_table.BEST_OTHERS, num_warps=launch_table.STREAMING_WARPS,
+    )
+    return blocks
 
 
 def _selected(
