@@ -68,12 +68,14 @@ def cached_attention(
     return out
 
 
-def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, backend: str = "torch") -> Tensor:
     """Causal attention for S >= 1 new tokens of each sequence, for the dense twin -> [B, S, H, d_v].
 
     q [B, S, H, d_k]; k [B, capacity, G, d_k] and v [B, capacity, G, d_v] hold those of the new tokens already; `lengths`
-    as in `cached_attention`. Rows beyond a sequence's length are never read.
+    and `backend` as in `cached_attention`. Rows beyond a sequence's length are never read.
     """
+    if backend == "triton":
+        return kernels.cached_dense_attention(q, k, v, lengths)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     with torch.no_grad():
         for rows, start in _runs(lengths):

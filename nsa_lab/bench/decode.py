@@ -145,7 +145,7 @@ def time_models(
 ) -> list[StepTime]:
     """A step of a model of `config` and of its dense twin, of random weights, at each number of tokens before it.
 
-    `backend` is that of NSA's `cached_attention`.
+    `backend` is that of attention over the cache, of both.
     """
     device = torch.device(device)
     models = {
@@ -156,9 +156,7 @@ def time_models(
     }
     rows: list[StepTime] = []
     for length in lengths:
-        decoders = {
-            kind: _full(model, length, batch, backend if kind == "nsa" else "torch") for kind, model in models.items()
-        }
+        decoders = {kind: _full(model, length, batch, backend) for kind, model in models.items()}
         token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         runs = {kind: (lambda decoder=decoder: decoder.last(token)) for kind, decoder in decoders.items()}  # noqa: B023
         rows += _rows(f"model, {config.n_layers} layers", runs, config, length, batch, dtype, device)

@@ -18,7 +18,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nsa_lab.attention import choose_blocks, compress, dense_attention, geometry, kernels, nsa_attention, resolve_backend
+from nsa_lab.attention import (
+    BackendError,
+    choose_blocks,
+    compress,
+    dense_attention,
+    geometry,
+    kernels,
+    nsa_attention,
+    resolve_backend,
+)
 from nsa_lab.attention.compression import BlockPool
 from nsa_lab.attention.decoding import cached_attention, cached_dense_attention
 from nsa_lab.attention.layer_cache import LayerCache, Places, Pool
@@ -402,26 +411,36 @@ def _appended(
 class DenseCache:
     """The cache of one dense layer, and attention through it."""
 
-    def __init__(self, attention: DenseAttention, capacity: int, batch: int, like: Tensor) -> None:
+    def __init__(self, attention: DenseAttention, capacity: int, batch: int, like: Tensor, backend: str) -> None:
         c = attention.config
-        self._attention, self.past = attention, _past(attention.convolution, batch, like)
+        self._attention, self._backend, self.past = attention, backend, _past(attention.convolution, batch, like)
         self.k, self.v = (TokenRows(capacity, c.n_kv_groups, width, batch, like) for width in (c.d_k, c.d_v))
 
     def attend(self, x: Tensor, norm: RMSNorm, rotary: Rotary, step: Step) -> Tensor:
         """As `NSACache.attend`."""
+        a, by_kernels = self._attention, self._backend == "triton" and not step.begins
+        (qkv,) = mapped(x, (a.qkv, ""), norm=norm, by_kernels=by_kernels)
+        if by_kernels:
+            roped, values = split_projection(qkv, a.config, a.BRANCHES)
+            q = _appended(roped, values, rotary, step, Places(k_sel=self.k.rows, v_sel=self.v.rows), self.past)
+        else:
+            q, k, v = self._put(qkv, rotary, step)
+            if step.begins:
+                return x + a.out(dense_attention(q, k, v, backend=a.backends["dense"].backend).flatten(2))
+        out = cached_dense_attention(q, self.k.rows, self.v.rows, step.lengths, backend=self._backend)
+        return mapped(out.flatten(2), (a.out, ""), residual=x, by_kernels=by_kernels)[0]
+
+    def _put(self, qkv: Tensor, rotary: Rotary, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Keeps new tokens; their heads."""
         a, past = self._attention, self.past
-        unturned = unturned_heads(a.qkv(norm(x)), a.config, a.convolution, a.BRANCHES, None, past and past.before(step))
+        unturned = unturned_heads(qkv, a.config, a.convolution, a.BRANCHES, None, past and past.before(step))
         if past:
             past.put(unturned.unmixed, step)
         q, (k,), (v,), _ = turned_heads(unturned, a.config, a.BRANCHES, rotary)
         places = step.in_rows(self.k.capacity)
         self.k.put(k, places)
         self.v.put(v, places)
-        if step.begins:
-            out = dense_attention(q, k, v, backend=a.backends["dense"].backend)
-        else:
-            out = cached_dense_attention(q, self.k.rows, self.v.rows, step.lengths)
-        return x + a.out(out.flatten(2))
+        return q, k, v
 
     def grow(self, capacity: int) -> None:
         """As `NSACache.grow`."""
@@ -446,7 +465,7 @@ class Cache:
     def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, backend: str | None = None) -> None:
         like = model.head.weight
         backend = self.backend = backend or _own_backend(model)
-        resolve_backend(like.device, like.dtype, model.config.nsa, model.config, backend)
+        _check_backend(model, backend)
         memory.check_fits(model.config, capacity, batch, like.device, like.element_size())
         self.capacity, self.batch = capacity, batch
         self.starts = (0,) * batch
@@ -468,11 +487,12 @@ class Cache:
         positions = self.lengths.long()[:, None] + torch.arange(width, device=self.lengths.device)
         return Step(starts, self.lengths, positions, counts, self._rows)
 
-    def advance(self, counts: Sequence[int]) -> None:
-        """Every sequence is so many tokens longer."""
+    def advance(self, counts: Sequence[int], *, on_device: bool = True) -> None:
+        """Every sequence is so many tokens longer; `on_device`: there, too, where a recorded step has done it itself."""
         self.starts = tuple(start + count for start, count in zip(self.starts, counts, strict=True))
-        # In place: a captured step looks for them where they are.
-        self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)
+        if on_device:
+            # In place: a captured step looks for them where they are.
+            self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` tokens of every sequence; everything that grows with them is copied."""
@@ -489,11 +509,32 @@ class Cache:
 
 
 def _own_backend(model: NSATransformer) -> str:
-    """triton where all that a layer computes is by triton."""
-    return "triton" if all(choice.backend == "triton" for choice in model.backends.values()) else "torch"
+    """triton where all that a layer computes is by triton, and for a dense model on a GPU, if our kernels take it."""
+    if model.config.attention == "nsa":
+        return "triton" if all(choice.backend == "triton" for choice in model.backends.values()) else "torch"
+    return "triton" if model.head.weight.is_cuda and not any(_dense_limits(model)) else "torch"
+
+
+def _check_backend(model: NSATransformer, backend: str) -> None:
+    """Raises what `resolve_backend` raises; for a dense model, too."""
+    c, like = model.config, model.head.weight
+    if c.attention == "nsa" or backend != "triton":
+        resolve_backend(like.device, like.dtype, c.nsa, c, backend)
+        return
+    absent, limit = _dense_limits(model)
+    if absent:
+        raise BackendError(f"backend = 'triton' cannot run: {absent}")
+    if limit:
+        raise NotImplementedError(f"decoding, backend = 'triton': {limit}; backend = 'torch' takes it as it is")
+
+
+def _dense_limits(model: NSATransformer) -> tuple[str | None, str | None]:
+    """Why our kernels cannot run here, and why they do not take this dense model's heads."""
+    c, like = model.config, model.head.weight
+    return kernels.unusable(like.device, like.dtype), kernels.width_limit(c.d_k, c.d_v)
 
 
 def _layer(attention: object, capacity: int, batch: int, like: Tensor, backend: str) -> NSACache | DenseCache:
     if isinstance(attention, SparseAttention):
         return NSACache(attention, capacity, batch, like, backend)
-    return DenseCache(cast(DenseAttention, attention), capacity, batch, like)
+    return DenseCache(cast(DenseAttention, attention), capacity, batch, like, backend)

@@ -82,12 +82,13 @@ class Decoder:
             at += part.shape[1]
 
     def _advance(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        if tokens.shape[1] == 1 and any(self.cache.starts) and can_be_recorded(self.cache):
+        recorded = tokens.shape[1] == 1 and any(self.cache.starts) and can_be_recorded(self.cache)
+        if recorded:
             self._recorded = self._recorded or RecordedStep(self._hidden, self.cache)
             hidden = self._recorded(tokens, counts)
         else:
             hidden = self._hidden(tokens, self.cache.step(tokens.shape[1], counts))
-        self.cache.advance(counts)
+        self.cache.advance(counts, on_device=not recorded)
         return hidden
 
     def _hidden(self, tokens: Tensor, step: Step) -> Tensor:

@@ -28,13 +28,25 @@ class RecordedStep:
     def __init__(self, run: Callable[[Tensor, Step], Tensor], cache: Cache) -> None:
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.lengths.device)
         # Rehearsed with padding alone: what it leaves lies beyond every length, and is overwritten by what comes.
+        self._told: Sequence[int] = [0] * cache.batch
         self._counts = torch.zeros(cache.batch, dtype=torch.int64, device=cache.lengths.device)
-        self._replay, self._hidden = record(lambda: run(self._tokens, cache.step_at_any_length(self._counts)))
+
+        def step() -> Tensor:
+            hidden = run(self._tokens, cache.step_at_any_length(self._counts))
+            cache.lengths.add_(self._counts)
+            return hidden
+
+        self._replay, self._hidden = record(step)
 
     def __call__(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """Hidden states [B, 1, C] of tokens int64 [B, 1], of which `counts` (1 or 0) are no padding."""
+        """Hidden states [B, 1, C] of tokens int64 [B, 1], of which `counts` (1 or 0) are no padding.
+
+        The cache's lengths on the device are then those after this step: `Cache.advance` is not to write them again.
+        """
         self._tokens.copy_(tokens)
-        self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)
+        if counts != self._told:  # a copy from the host takes longer than a layer
+            self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)
+            self._told = list(counts)
         self._replay()
         return self._hidden
 

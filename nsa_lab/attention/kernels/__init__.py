@@ -69,10 +69,11 @@ def unsupported(nsa: NSAConfig, d_k: int | None = None, d_v: int | None = None) 
 
     A width of None is not known yet and not judged.
     """
-    return _width_limit(d_k, d_v) or _selected_limit(nsa) or _choice_limit(nsa)
+    return width_limit(d_k, d_v) or _selected_limit(nsa) or _choice_limit(nsa)
 
 
-def _width_limit(d_k: int | None, d_v: int | None) -> str | None:
+def width_limit(d_k: int | None, d_v: int | None) -> str | None:
+    """As `unsupported`, of head widths alone."""
     for name, width in (("d_k", d_k), ("d_v", d_v)):
         if width is not None and (width % WIDTH_STEP or width > WIDTH_LIMIT):
             nearest = min(max(1, (2 * width + WIDTH_STEP) // (2 * WIDTH_STEP)) * WIDTH_STEP, WIDTH_LIMIT)
@@ -114,7 +115,7 @@ def _index_limit(index_q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> str | None:
             f"one query per group chooses, by keys of tokens side by side; got {index_q.shape[2]} queries for "
             f"{k_sel.shape[2]} groups, l = {nsa.l}, d = {nsa.d}"
         )
-    return _width_limit(index_q.shape[3], None)
+    return width_limit(index_q.shape[3], None)
 
 
 def _refuse(function: str, reason: str | None) -> None:
@@ -138,7 +139,7 @@ def compressed_attention(
     """As `reference.compressed_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
-    _refuse("compressed_attention", _width_limit(q.shape[3], v_cmp.shape[3]))
+    _refuse("compressed_attention", width_limit(q.shape[3], v_cmp.shape[3]))
     return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_where(span, nsa, q))
 
 
@@ -148,7 +149,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, 
 
     if lse is None and (q.shape[2] != k_cmp.shape[2] or nsa.l != nsa.d):
         _, lse = compressed_attention(q, k_cmp, k_cmp, nsa, span=span)
-    _refuse("select_blocks", _width_limit(q.shape[3], None) or _choice_limit(nsa, with_lse=lse is not None))
+    _refuse("select_blocks", width_limit(q.shape[3], None) or _choice_limit(nsa, with_lse=lse is not None))
     return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_where(span, nsa, q))
 
 
@@ -158,7 +159,7 @@ def selected_attention(
     """As `reference.selected_attention`."""
     from nsa_lab.attention.kernels.selected import launch
 
-    _refuse("selected_attention", _width_limit(q.shape[3], v.shape[3]) or _selected_limit(nsa))
+    _refuse("selected_attention", width_limit(q.shape[3], v.shape[3]) or _selected_limit(nsa))
     return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_where(span, nsa, q))
 
 
@@ -166,7 +167,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     """As `reference.window_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
-    _refuse("window_attention", _width_limit(q.shape[3], v.shape[3]))
+    _refuse("window_attention", width_limit(q.shape[3], v.shape[3]))
     return launch.band_attention(q, k, v, 1, 1, nsa.w, *_where(span, nsa, q))
 
 
@@ -216,6 +217,15 @@ def cached_attention(
         )
 
 
+def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """As `decoding.cached_dense_attention`; nothing waits on the host, as in `cached_attention`."""
+    from nsa_lab.attention.kernels.decoding import launch
+
+    _refuse("cached_dense_attention", width_limit(q.shape[3], v.shape[3]))
+    with torch.no_grad():
+        return launch.cached_dense_attention(q if q.stride(3) == 1 else q.contiguous(), k, v, lengths)
+
+
 def append(
     roped: Tensor, values: Tensor | None, rotary: tuple[Tensor, Tensor], lengths: Tensor, places: Places, *,
     past: Tensor | None = None, mix: Tensor | None = None,
@@ -235,7 +245,7 @@ def append(
     """
     from nsa_lab.attention.kernels.decoding import launch
 
-    _refuse("append", _width_limit(roped.shape[3], None if values is None else values.shape[3]))
+    _refuse("append", width_limit(roped.shape[3], None if values is None else values.shape[3]))
     with torch.no_grad():
         return launch.append(roped, values, *rotary, lengths, places, past, mix)
 

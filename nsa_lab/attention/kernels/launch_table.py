@@ -224,11 +224,15 @@ class LinearTile(NamedTuple):
 
 def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int) -> LinearTile:
     """For so many rows of `depth` numbers, and maps that have so many columns together."""
-    if rows > 4:  # a tensor core takes 16
-        return LinearTile(min(max(padded_width(rows), 16), LINEAR_ROWS), 16, 64 if dtype == torch.float32 else 128, 4, 3)
-    padded = padded_width(rows)
-    # Few columns still have to fill the GPU.
-    return LinearTile(padded, 4 if columns <= 1024 else 8, min(padded_width(depth), 1024 // padded), 4, 1)
+    if rows <= 4:
+        padded, few = padded_width(rows), 4 if columns <= 1024 else 8  # few columns still have to fill the GPU
+        chunk = min(padded_width(depth), 4096 // padded)
+        return LinearTile(padded, few, chunk, min(max(padded * few * chunk // 2048, 1), 8), 1)
+    # A tensor core takes 16 rows. Weights that several programs read come from the cache.
+    tile, columns_at_once = min(max(padded_width(rows), 16), LINEAR_ROWS), 16
+    while tile > 16 and ceil_div(columns, columns_at_once) * ceil_div(rows, tile) < DECODING_PROGRAMS // 2:
+        tile //= 2
+    return LinearTile(tile, columns_at_once, (2048 if dtype == torch.float32 else 4096) // tile, 4, 3)
 
 
 def decoding_parts(programs: int, tiles: int) -> int:
@@ -237,9 +241,12 @@ def decoding_parts(programs: int, tiles: int) -> int:
     return padded_width(max(wanted, 1))
 
 
-def logs_blocks(strides_at_once: int) -> int:
-    """Selection blocks of which a program scores so many of an indexer's keys at once."""
-    return max(LOGS_KEYS // strides_at_once, 16)
+def logs_blocks(programs: int, blocks: int, strides_at_once: int) -> int:
+    """Selection blocks that each of so many programs, times their parts, scores: so many of an indexer's keys at once."""
+    each = max(LOGS_KEYS // strides_at_once, 16)
+    while each > 8 and programs * ceil_div(blocks, each) < DECODING_PROGRAMS:
+        each //= 2
+    return each
 
 
 def decoding_keys(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:

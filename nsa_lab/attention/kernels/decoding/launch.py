@@ -95,6 +95,14 @@ def _(q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, *
     return q.new_empty(*q.shape[:3], v_cmp.shape[3])
 
 
+def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """As `kernels.cached_dense_attention`: the compressed branch with a block for every token, and a window of nothing."""
+    parts = split(q, v, 0, 0)
+    with torch.cuda.device_of(q):
+        compressed_and_window(q, k, v, k, v, lengths, None, parts, 1, 1, 0)
+        return merged(q, q.new_ones(()).expand(*q.shape[:3], 3), parts)
+
+
 def append(
     roped: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, places: Places, past: Tensor | None,
     mix: Tensor | None,
@@ -228,8 +236,9 @@ def logs(q: Tensor, keys: Tensor, lengths: Tensor, there: int, d: int, l_sel: in
     q = q if q.stride(3) == 1 else q.contiguous()
     B, T, G, Dk = q.shape
     at_once = min(padded_width(l_sel // d), launch_table.choice_strides(q.dtype, Dk))
-    blocks, tile = launch_table.logs_blocks(at_once), _tile(q, G, Dk, T)
+    tile = _tile(q, G, Dk, T)
     row_tiles = _row_tiles(q, G, tile, T)
+    blocks = launch_table.logs_blocks(B * G * row_tiles, there, at_once)
     found = q.new_empty(B, T, G, there, dtype=torch.float32)
     nsa_choice_logs[(B * G * row_tiles * ceil_div(there, blocks),)](
         q, keys, lengths, found,
