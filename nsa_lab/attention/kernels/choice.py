@@ -143,7 +143,7 @@ def log_of_blocks(
 
 
 @triton.jit
-def _order(score):
+def in_order(score):
     """float32 -> int32 of the same order, and back: of negative numbers all bits but the sign are turned over."""
     return score ^ ((score >> 31) & 0x7FFFFFFF)
 
@@ -152,13 +152,13 @@ def _order(score):
 def _merge(best, score, j0, N_FREE: tl.constexpr, BLOCKS: tl.constexpr):
     """Put those of `score` [Q, BLOCKS] (-inf: no candidate) that beat the worst place into `best` int64 [Q, P]."""
     column = tl.arange(0, BLOCKS)
-    worst = _order((tl.min(best, 1) >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+    worst = in_order((tl.min(best, 1) >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
     beats = tl.sum((score > worst[:, None]).to(tl.int32), 1)
     rounds = tl.minimum(tl.max(beats, 0), N_FREE)
     for _ in range(rounds):
         top = tl.max(score, 1)
         at = tl.min(tl.where(score == top[:, None], column[None, :], BLOCKS), 1)
-        key = (_order(top.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | ((at + j0) ^ ABSENT).to(tl.int64)
+        key = (in_order(top.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | ((at + j0) ^ ABSENT).to(tl.int64)
         score = tl.where(column[None, :] == at[:, None], float("-inf"), score)
         lowest = tl.min(best, 1)
         best = tl.where((best == lowest[:, None]) & ((key > lowest) & (top >= LEAST))[:, None], key[:, None], best)
@@ -220,7 +220,7 @@ def nsa_choice(
     place = tl.arange(0, N_SEL_PAD)
 
     # Empty places hold -inf, below every score, and differ in their index. Places past N_FREE are never taken.
-    none = _order(tl.full([N_SEL_PAD], float("-inf"), tl.float32).to(tl.int32, bitcast=True)).to(tl.int64)
+    none = in_order(tl.full([N_SEL_PAD], float("-inf"), tl.float32).to(tl.int32, bitcast=True)).to(tl.int64)
     empty = (none << 32) | place.to(tl.int64)
     best = tl.where(place < N_FREE, empty, 0x7FFFFFFFFFFFFFFF)
     best = tl.broadcast_to(best[None, :], [QUERIES, N_SEL_PAD])

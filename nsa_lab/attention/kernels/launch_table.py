@@ -201,11 +201,9 @@ DECODING_PARTS = 32
 """Parts that the keys of a branch are split into at most; each costs a partial output."""
 DECODING_ROWS = 64
 MERGE_ELEMENTS = 4096
-SHARES_BLOCKS = 64
-"""Neighbouring blocks of which the best become candidates."""
+SHARES_ELEMENTS, SHARES_KEYS = 4096, 256
+BEST_BLOCKS, BEST_WARPS = 4096, 8
 LOGS_KEYS = 256
-BEST_OWN, BEST_OTHERS = 32, 256
-"""Candidates that a program ranks, and those that it ranks them against at once."""
 APPEND_WARPS = 1  # for a row of 256 numbers at most
 LINEAR_ROWS = 64
 """Rows up to which linear maps of a decoding step are ours. Many rows are a library's business: reading weights is then
@@ -239,6 +237,16 @@ def decoding_parts(programs: int, tiles: int) -> int:
     """Into how many parts the keys of each of so many programs are split, where they are so many tiles at most."""
     wanted = min(ceil_div(DECODING_PROGRAMS, programs), tiles, DECODING_PARTS)
     return padded_width(max(wanted, 1))
+
+
+def shares_keys(heads: int) -> int:
+    """Compressed keys whose scores of so many heads a program sums."""
+    return min(SHARES_ELEMENTS // heads, SHARES_KEYS)
+
+
+def best_blocks(blocks: int) -> int:
+    """Selection blocks that are ranked at once, where a query has so many at most."""
+    return min(max(padded_width(max(blocks, 1)), 32 * BEST_WARPS), BEST_BLOCKS)
 
 
 def logs_blocks(programs: int, blocks: int, strides_at_once: int) -> int:

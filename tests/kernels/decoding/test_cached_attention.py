@@ -9,7 +9,7 @@ from caches import Case, best_blocks, brute, brute_importances, make
 from nsa_lab.attention.decoding import cached_attention
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.decoding import launch
-from nsa_lab.attention.kernels.decoding.launch import Scored
+from nsa_lab.attention.kernels.decoding.launch import Found, Scored
 from nsa_lab.config import NSAConfig
 
 # Interpreted, kernel by kernel: minutes on a CPU.
@@ -71,7 +71,6 @@ def assert_same_choice(blocks, inputs, case):
     for (b, s, g), importance in brute_importances(inputs, case).items():
         expected, ours = best_blocks(importance, case.nsa), [j for j in blocks[b, s, g].tolist() if j >= 0]
         assert blocks[b, s, g].tolist() == ours + [-1] * (case.nsa.n_sel - len(ours))
-        ours = sorted(ours)  # they come by their rank
         assert ours == sorted(set(ours)) and len(ours) == len(expected)
         if ours == expected:
             continue
@@ -94,6 +93,14 @@ def test_equals_plain_loops(case, dtype, device, poisoned, chosen, assert_error_
     assert_right(case, dtype, device, chosen, assert_error_within)
 
 
+def test_more_of_an_indexer_s_blocks_than_are_ranked_at_once(device, poisoned, chosen, assert_error_within, monkeypatch):
+    """Logarithms, which are negative as well as positive, and several programs of blocks."""
+    monkeypatch.setattr(launch_table, "BEST_BLOCKS", 8)
+    monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 64)
+    case = Case((520, 301), 2, 2, 1, 16, 16, NSAConfig(l=8, d=4, l_sel=16, n_sel=7, w=9), NSAConfig(l=2, d=2, l_sel=16))
+    assert_right(case, torch.float32, device, chosen, assert_error_within)
+
+
 @pytest.mark.parametrize("programs", [1, 8, 10**6])
 def test_any_number_of_parts(programs, device, poisoned, chosen, assert_error_within, monkeypatch):
     monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", programs)
@@ -101,8 +108,7 @@ def test_any_number_of_parts(programs, device, poisoned, chosen, assert_error_wi
 
 
 def test_more_blocks_than_are_ranked_at_once(device, poisoned, chosen, assert_error_within, monkeypatch):
-    for name in ("SHARES_BLOCKS", "BEST_OWN", "BEST_OTHERS"):
-        monkeypatch.setattr(launch_table, name, 8)
+    monkeypatch.setattr(launch_table, "BEST_BLOCKS", 8)
     case = Case((520, 300), 2, 2, 1, 16, 16, NSAConfig(l=8, d=4, l_sel=16, n_sel=7, w=9))
     assert_right(case, torch.float32, device, chosen, assert_error_within)
 
@@ -122,8 +128,7 @@ def counted(importance: torch.Tensor, nsa: NSAConfig) -> list[int]:
 
 def test_of_equals_the_lower_index_is_chosen(device, monkeypatch):
     """Every share is a small whole number, so that ties are everywhere, between tiles of blocks too."""
-    for name, size in (("SHARES_BLOCKS", 16), ("BEST_OWN", 4), ("BEST_OTHERS", 8)):
-        monkeypatch.setattr(launch_table, name, size)
+    monkeypatch.setattr(launch_table, "BEST_BLOCKS", 8)
     nsa, T, G, h, before = NSAConfig(l=4, d=2, l_sel=8, n_sel=7), 3, 2, 2, 401
     N = (before + T - nsa.l) // nsa.d + 1
     heads = torch.rand(1, T, G * h, N, generator=torch.Generator().manual_seed(1)) < 0.3
@@ -131,9 +136,8 @@ def test_of_equals_the_lower_index_is_chosen(device, monkeypatch):
     sums = torch.tensor([0.0, 1.0], device=device).expand(1, T, G * h, 1, 2).contiguous()
     scored = Scored(scores.to(device), sums, 1, nsa.l, nsa.d)
     lengths = torch.tensor([before], dtype=torch.int32, device=device)
-    there = (before + T - 1) // nsa.l_sel + 3
-    candidates = launch.shares(G, scored, lengths, there, nsa.l_sel, nsa.n_sel)
-    blocks = launch.choose(T, G, candidates, lengths, nsa.l_sel, nsa.n_sel)
+    found = Found(launch.shares(T, G, scored, lengths, nsa.l_sel, nsa.n_sel), l=nsa.l, d=nsa.d)
+    blocks = launch.choose(T, G, found, lengths, nsa.l_sel, nsa.n_sel)
     for t in range(T):
         for g in range(G):
             position = before + t
@@ -142,7 +146,7 @@ def test_of_equals_the_lower_index_is_chosen(device, monkeypatch):
                 weight = heads[0, t, g * h : (g + 1) * h, i].sum()
                 for token in range(i * nsa.d, i * nsa.d + nsa.l):
                     importance[token // nsa.l_sel] += weight
-            assert sorted(blocks[0, t, g].tolist()) == counted(importance, nsa)
+            assert blocks[0, t, g].tolist() == counted(importance, nsa)
 
 
 def test_a_sequence_does_not_see_its_neighbours(device, poisoned):

@@ -35,7 +35,6 @@ cached_attention = torch.ops.nsa_lab.cached_attention.default
 
 
 MOST_MAPS = 3  # of one launch
-FORCED = 3  # blocks that are chosen whatever their scores
 
 
 class Scored(NamedTuple):
@@ -48,12 +47,13 @@ class Scored(NamedTuple):
     d: int
 
 
-class Candidates(NamedTuple):
-    """Blocks that may be chosen, of every query and group."""
+class Found(NamedTuple):
+    """What blocks are chosen by: shares, logs, or nothing, where each of them has a place."""
 
-    scores: Tensor  # float32 [B, T, G, number]
-    blocks: Tensor | None = None  # int32, the same shape; None: block j is candidate j
-    neighbours: int = 1  # blocks of which each n_sel - 3 became candidates
+    shares: Tensor | None = None  # float32 [B, T, G, N], of compressed keys of l tokens, every d
+    logs: Tensor | None = None  # float32 [B, T, G, blocks]
+    l: int = 1
+    d: int = 1
 
 
 class PartialOutputs(NamedTuple):
@@ -76,15 +76,17 @@ def _(
     with torch.cuda.device_of(q):
         q = q if q.stride(3) == 1 else q.contiguous()
         parts = split(q, v_cmp, n_sel, w)
-        # Where every block that fits the cache has a place, or none but the forced has, scores do not matter.
+        # Where every block that fits the cache has a place, scores do not matter.
         there = ceil_div(k_sel.shape[1], l_sel)
-        competing, found = there > n_sel > FORCED, None
+        competing = there > n_sel
         scores = _room(q, k_cmp) if competing and index_q is None else None
         compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
+        found = Found(l=l_sel, d=l_sel)
         if scores is not None:
-            found = shares(k_sel.shape[2], Scored(scores, parts.sums, parts.cmp, l, d), lengths, there, l_sel, n_sel)
+            scored = Scored(scores, parts.sums, parts.cmp, l, d)
+            found = Found(shares(q.shape[1], k_sel.shape[2], scored, lengths, l_sel, n_sel), l=l, d=d)
         elif competing and index_q is not None and k_index is not None:
-            found = logs(index_q, k_index, lengths, there, index_d, l_sel, n_sel)
+            found = Found(logs=logs(index_q, k_index, lengths, there, index_d, l_sel, n_sel), l=index_d, d=index_d)
         blocks = choose(q.shape[1], k_sel.shape[2], found, lengths, l_sel, n_sel)
         _selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel)
         return merged(q, gates, parts)
@@ -214,25 +216,23 @@ def compressed_and_window(
     )
 
 
-def shares(G: int, scored: Scored, lengths: Tensor, there: int, l_sel: int, n_sel: int) -> Candidates:
-    """By the compressed branch's scores: the best of every SHARES_BLOCKS neighbours of the blocks `there`."""
-    B, T, H, N = scored.scores.shape
-    neighbours = launch_table.SHARES_BLOCKS
-    programs = ceil_div(there - FORCED, neighbours)
-    found = scored.scores.new_empty(B, T, G, programs * (n_sel - FORCED))
-    candidates = Candidates(found, torch.empty_like(found, dtype=torch.int32), neighbours)
-    nsa_choice_shares[(B * T * G, programs)](
-        scored.scores, scored.sums, lengths, candidates.scores, candidates.blocks,
-        T, N, G, scored.sums.shape[3], found.shape[3],
+def shares(T: int, G: int, scored: Scored, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
+    """Of every compressed key, float32 [B, T, G, N], by its scores."""
+    B, _, H, N = scored.scores.shape
+    found = scored.scores.new_empty(B, T, G, N)
+    keys = launch_table.shares_keys(padded_width(H // G))
+    nsa_choice_shares[(B * T * G, ceil_div(N, keys))](
+        scored.scores, scored.sums, lengths, found,
+        T, N, G, scored.sums.shape[3],
         HEADS=H // G, HEADS_PAD=padded_width(H // G), L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
-        N_SEL_PAD=padded_width(n_sel), PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), BLOCKS=neighbours,
+        PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), KEYS=keys,
         num_warps=launch_table.STREAMING_WARPS,
     )
-    return candidates
+    return found
 
 
-def logs(q: Tensor, keys: Tensor, lengths: Tensor, there: int, d: int, l_sel: int, n_sel: int) -> Candidates:
-    """By an indexer's queries and keys, of d tokens each, one head per group: all blocks `there`."""
+def logs(q: Tensor, keys: Tensor, lengths: Tensor, there: int, d: int, l_sel: int, n_sel: int) -> Tensor:
+    """Of all the blocks `there`, float32 [B, T, G, there], by an indexer's keys of d tokens each; one head per group."""
     q = q if q.stride(3) == 1 else q.contiguous()
     B, T, G, Dk = q.shape
     at_once = min(padded_width(l_sel // d), launch_table.choice_strides(q.dtype, Dk))
@@ -247,20 +247,20 @@ def logs(q: Tensor, keys: Tensor, lengths: Tensor, there: int, d: int, l_sel: in
         STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, STRIDES=l_sel // d, STRIDES_AT_ONCE=at_once,
         DK=Dk, DK_PAD=padded_width(Dk), ROWS=tile.rows, BLOCKS=blocks, **tile.options(),
     )
-    return Candidates(found)
+    return found
 
 
-def choose(T: int, G: int, candidates: Candidates | None, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
-    """The blocks int32 [B, T, G, n_sel] of T queries after `lengths`; None where each block has a place, or none has."""
-    B, own = lengths.shape[0], launch_table.BEST_OWN
+def choose(T: int, G: int, found: Found, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
+    """The blocks int32 [B, T, G, n_sel] of T queries after `lengths`."""
+    B, (by_shares, by_logs, l, d) = lengths.shape[0], found
     blocks = torch.empty(B, T, G, n_sel, dtype=torch.int32, device=lengths.device)
-    scores, numbers, neighbours = candidates or (None, None, 1)
-    number = 0 if scores is None else scores.shape[3]
-    nsa_choice_best[(B * T * G, max(ceil_div(number, own), 1))](
-        scores, numbers, lengths, blocks,
-        T, G, number,
-        L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel), BLOCKS=neighbours,
-        OWN=own, OTHERS=launch_table.BEST_OTHERS, num_warps=launch_table.STREAMING_WARPS,
+    keys = 0 if by_shares is None else by_shares.shape[3]
+    there = keys * d // l_sel if by_logs is None else by_logs.shape[3]
+    nsa_choice_best[(B * T * G,)](
+        by_shares, by_logs, lengths, blocks,
+        T, keys, G, there,
+        L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
+        BLOCKS=launch_table.best_blocks(there), num_warps=launch_table.BEST_WARPS,
     )
     return blocks
 
