@@ -176,6 +176,8 @@ OTHERS = {
     "attention.kernels.selected.backward": SELECTED,
     **{f"attention.kernels.decoding.{part}": DECODING for part in ("keys", "attend", "choose", "merge")},
     "attention.kernels.decoding.append": ["tests/kernels/decoding/test_append.py"],
+    "attention.kernels.decoding.complete": ["tests/kernels/decoding/test_append.py"],
+    "attention.kernels.decoding.linear": ["tests/kernels/decoding/test_linear.py"],
     "attention.kernels.ahead": cases("kernels/test_compiling.py", "launches_are_launches_again_after_a_failure"),
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
@@ -186,7 +188,7 @@ OTHERS = {
     "train.preflight.parity": ["tests/train/test_preflight.py"],
     "attention.decoding": attention_tests("decoding", "narrow"),
     "attention.narrow": ["tests/attention/test_narrow.py"],
-    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("cache", "decode", "memory", "recorded")},
+    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("cache", "decode", "maps", "memory", "recorded")},
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
     "inference.stops": ["tests/inference/test_generate.py"],
@@ -938,8 +940,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: the block before a query's own competes too",
         "attention.kernels.decoding.choose",
-        "tl.where(j <= own - 2, keys, -1)",
-        "tl.where(j <= own - 1, keys, -1)",
+        "tl.where(j <= own - 2, keys, EMPTY)",
+        "tl.where(j <= own - 1, keys, EMPTY)",
     ),
     Mutant(
         "decoding kernels: new tokens past a sequence's room are kept",
@@ -958,6 +960,66 @@ MUTANTS = [
         "attention.kernels.decoding.append",
         "tl.where(early, -partner, partner)",
         "tl.where(early, partner, -partner)",
+    ),
+    Mutant(
+        "decoding kernels: a sequence's first key is mixed with what lies in the ring",
+        "attention.kernels.decoding.append",
+        "late = is_key & (position > 0)",
+        "late = is_key",
+    ),
+    Mutant(
+        "decoding kernels: of keys that are mixed the partners are not",
+        "attention.kernels.decoding.append",
+        "partner = mixed(partner, mix_base, NEXT, late_base, partners, turned & is_key, turned & late)",
+        "partner = partner",
+    ),
+    Mutant(
+        "decoding kernels: a block is completed a token too late",
+        "attention.kernels.decoding.complete",
+        "visible(before + T - 1, L, STRIDE)",
+        "visible(before + T - 2, L, STRIDE)",
+    ),
+    Mutant(
+        "decoding kernels: a block's places weigh nothing",
+        "attention.kernels.decoding.complete",
+        "tl.load(place_ptr + columns[None, :] * L + i[:, None], mask=there, other=0.0)",
+        "tl.zeros([L_PAD, PAD], tl.float32)",
+    ),
+    Mutant(
+        "decoding kernels: a map's rows keep their own scale",
+        "attention.kernels.decoding.linear",
+        "acc, gate = acc * scale, gate * scale",
+        "acc, gate = acc, gate * scale",
+    ),
+    Mutant(
+        "decoding kernels: the second map's columns are the first's",
+        "attention.kernels.decoding.linear",
+        "w_ptr, y_ptr, N, then = w1_ptr, y1_ptr, N1, THEN1",
+        "w_ptr, y_ptr, N, then = w0_ptr, y1_ptr, N1, THEN1",
+    ),
+    Mutant(
+        "decoding kernels: the least of an indexer's sums are chosen",
+        "attention.kernels.decoding.choose",
+        "(in_order(score.to(tl.int32, bitcast=True)).to(tl.int64) << 32)",
+        "(score.to(tl.int32, bitcast=True).to(tl.int64) << 32)",
+    ),
+    Mutant(
+        "decoding: a sequence's first key is mixed with what the cache held",
+        "inference.cache",
+        "return kept.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)",
+        "return kept",
+    ),
+    Mutant(
+        "decoding: a recorded step stands still",
+        "inference.recorded",
+        "cache.lengths.add_(self._counts)",
+        "cache.lengths.add_(0 * self._counts)",
+    ),
+    Mutant(
+        "decoding: a residual is lost",
+        "inference.maps",
+        "out.append(found if residual is None else residual + found)",
+        "out.append(found)",
     ),
     Mutant("decoding: the strongest head chooses", "attention.decoding", "carry(p.sum(3)", "carry(p.amax(3)"),
     Mutant(
@@ -1016,8 +1078,8 @@ MUTANTS = [
     Mutant(
         "decoding: padding makes a sequence longer",
         "inference.decode",
-        "self.cache.advance(counts)",
-        "self.cache.advance([tokens.shape[1]] * len(tokens))",
+        "self.cache.advance(counts, on_device=not recorded)",
+        "self.cache.advance([tokens.shape[1]] * len(tokens), on_device=not recorded)",
     ),
     Mutant(
         "decoding: a ring begins with the padding of its prompt",
@@ -1026,10 +1088,10 @@ MUTANTS = [
         "last = self.counts[:, None] * 0 + self.width - 1",
     ),
     Mutant(
-        "decoding: a convolution reads the padding",
+        "decoding: a convolution reads the token itself",
         "inference.cache",
-        "self.rows.flatten() * (self.width + 1) + self.counts",
-        "self.rows.flatten() * (self.width + 1) + self.counts * 0 + self.width",
+        "_in_ring(self.rows, self.positions[:, :1] - 1, slots))",
+        "_in_ring(self.rows, self.positions[:, :1], slots))",
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
@@ -1311,8 +1373,8 @@ MUTANTS = [
     Mutant(
         "indexer: decoding forgets its unread key",
         "inference.cache",
-        "self._indexer(x, rotary, before=self.before.kept)",
-        "self._indexer(x, rotary, before=None)",
+        "before=self.past and self.past.before(step))",
+        "before=None)",
     ),
     Mutant(
         "dispatch: blocks from outside are chosen anew",
