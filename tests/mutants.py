@@ -839,8 +839,8 @@ MUTANTS = [
     Mutant(
         "selected kernel: the future of its own block",
         "attention.kernels.selected.forward",
-        'scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))\n        if BLOCK != BLOCK_PAD:',
-        "scores = scores\n        if BLOCK != BLOCK_PAD:",
+        'scores = tl.where((start + place)[None, :] <= position[:, None], scores, float("-inf"))',
+        "scores = scores",
     ),
     Mutant(
         "selected kernel: a row reads what its neighbours chose",

@@ -162,8 +162,8 @@ def _selected(dtype: torch.dtype, width: int, stages_wide: int) -> Rows:
 
 def selected_union(dtype: torch.dtype, width: int) -> Rows:
     tile = _selected(dtype, width, 2)
-    # Three tiles to a multiprocessor; with documents the compiler takes 173 registers by itself, and there would be two.
-    return tile._replace(registers=168) if dtype != torch.float32 and width <= 64 else tile
+    # Four tiles to a multiprocessor, as many as its shared memory holds.
+    return tile._replace(registers=128) if dtype != torch.float32 and width <= 64 else tile
 
 
 def selected_items(dtype: torch.dtype, width: int, device: torch.device) -> Rows:
