@@ -834,15 +834,15 @@ MUTANTS = [
     Mutant(
         "band kernel: backward without the gradient of the LSE",
         "attention.kernels.band.backward",
-        "delta -= tl.load(dlse_ptr + place)",
+        "delta -= tl.load(dlse_ptr + origin + place)",
         "delta -= 0.0",
     ),
     Mutant("band kernel: dQ not scaled", "attention.kernels.band.backward", "    dq *= scale\n", ""),
     Mutant(
         "selected kernel: the future of its own block",
         "attention.kernels.selected.forward",
-        'scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))\n        if BLOCK != BLOCK_PAD:',
-        "scores = scores\n        if BLOCK != BLOCK_PAD:",
+        'scores = tl.where((start + place)[None, :] <= position[:, None], scores, float("-inf"))',
+        "scores = scores",
     ),
     Mutant(
         "selected kernel: a row reads what its neighbours chose",
@@ -877,14 +877,14 @@ MUTANTS = [
     Mutant(
         "band kernel: what two documents leave for dK lies in the same place",
         "attention.kernels.band.backward",
-        "return (first // 16 + document) * 16",
+        "return (first // 16 + document * (PAST // 16 + 1)) * 16",
         "return first // 16 * 16",
     ),
     Mutant(
         "inverted index: blocks of all documents have the numbers of the first's",
         "attention.kernels.selected.inverted_index",
-        "number = (block + first_tile(bounds_ptr, document, 1, BLOCK)).to(tl.int32)",
-        "number = block.to(tl.int32)",
+        "number = block + (first // BLOCK).to(tl.int32) + document",
+        "number = block",
     ),
     Mutant(
         "gate kernel: the selected branch by the window's gate",

@@ -100,7 +100,7 @@ def test_the_selected_branch(monkeypatch):
         assert launch_table.selected_items(SINGLE, 64, CPU) == Rows(32, 4, 1)
         assert launch_table.selected_items(SINGLE, 128, CPU) == Rows(16, 4, 1)
     unions = [launch_table.selected_union(HALF, width) for width in (64, 128)]
-    assert unions == [Rows(64, 4, 3), Rows(64, 4, 2)]
+    assert unions == [Rows(64, 4, 3, 128), Rows(64, 4, 2)]
     assert [launch_table.streaming_rows(width) for width in (64, 128)] == [32, 16]
     assert [launch_table.selected_columns(dtype, 128) for dtype in (HALF, SINGLE)] == [64, 128]
     assert [launch_table.gate_rows(width) for width in (64, 96, 128)] == [32, 16, 16]

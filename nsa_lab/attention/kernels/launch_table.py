@@ -17,6 +17,12 @@ import torch
 from nsa_lab.attention.kernels.host import ceil_div, padded_width
 
 
+def _options(warps: int, stages: int, registers: int | None) -> dict[str, int]:
+    """What Triton's compiler is told."""
+    cap = {} if registers is None else {"maxnreg": registers}
+    return {"num_warps": warps, "num_stages": stages, **cap}
+
+
 class Tile(NamedTuple):
     """A tile's rows (or queries) and its keys (or blocks), and how its kernel is compiled.
 
@@ -33,9 +39,7 @@ class Tile(NamedTuple):
     one_loop: bool = False
 
     def options(self) -> dict[str, int]:
-        """What Triton's compiler is told."""
-        cap = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "num_stages": self.stages, **cap}
+        return _options(self.warps, self.stages, self.registers)
 
 
 @functools.cache
@@ -132,14 +136,15 @@ def choice_strides(dtype: torch.dtype, width: int) -> int:
 
 
 class Rows(NamedTuple):
-    """Rows of a tile, where its keys are a kv block or there are none."""
+    """Rows of a tile, where its keys are a kv block or there are none. `registers` as in `Tile`."""
 
     rows: int
     warps: int
     stages: int
+    registers: int | None = None
 
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        return _options(self.warps, self.stages, self.registers)
 
 
 def selected_keys(dtype: torch.dtype, width: int, device: torch.device) -> int:
@@ -156,7 +161,9 @@ def _selected(dtype: torch.dtype, width: int, stages_wide: int) -> Rows:
 
 
 def selected_union(dtype: torch.dtype, width: int) -> Rows:
-    return _selected(dtype, width, 2)
+    tile = _selected(dtype, width, 2)
+    # Four tiles to a multiprocessor, as many as its shared memory holds.
+    return tile._replace(registers=128) if dtype != torch.float32 and width <= 64 else tile
 
 
 def selected_items(dtype: torch.dtype, width: int, device: torch.device) -> Rows:

@@ -77,9 +77,9 @@ def _summed_products(
 
 
 @triton.jit
-def first_stat(first, document):
-    """Where the stats of a document begin that begins at row `first`: a multiple of 16, past those of the one before."""
-    return (first // 16 + document) * 16
+def first_stat(first, document, PAST: tl.constexpr):
+    """Where the stats of a document begin that begins at row `first`: a multiple of 16, PAST beyond those before it."""
+    return (first // 16 + document * (PAST // 16 + 1)) * 16
 
 
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dq"))
@@ -91,12 +91,13 @@ def nsa_band_dq(
     T, N, B, G, documents, scale_log2, scale,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PAST: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_DELTA: tl.constexpr, ADD: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):
     """dq of one row tile, and what the dk/dv kernel reads of its rows.
 
-    That is stats [B, H, 2, >= T]: lse_log2, then delta, each contiguous along the queries, as that kernel walks them.
+    That is stats [B, H, 2, > T + PAST]: lse_log2, then delta, each contiguous along the queries, as that kernel walks them.
+    Of its last tile up to PAST are past the last query: there they say that p is 0.
     HAS_DELTA: delta is given, and out is not read. In float32 it is worked out here either way. ADD: add to what dq holds.
     ONE_LOOP: see `launch_table.Tile`.
     """
@@ -104,32 +105,35 @@ def nsa_band_dq(
     if q_bounds_ptr is not None:
         document, tile = document_of_tile(q_bounds_ptr, documents, tile, HEADS, ROWS)
         first, T = document_rows(q_bounds_ptr, document)
+        first_key, N = document_rows(k_bounds_ptr, document)
         if tile * ROWS >= T * HEADS:
             return
         q_ptr += first * stride_qt
         do_ptr += first * stride_dot
         dq_ptr += first * (G * HEADS * DK)
         lse_ptr += first * (G * HEADS)
-        stats_ptr += first_stat(first, document)
+        stats_ptr += first_stat(first, document, PAST)
         if HAS_DELTA:
             delta_ptr += first * (G * HEADS)
         else:
             out_ptr += first * (G * HEADS * DV)
             if HAS_DLSE:
                 dlse_ptr += first * (G * HEADS)
-        first, N = document_rows(k_bounds_ptr, document)
-        k_ptr += first * stride_kn
-        v_ptr += first * stride_vn
+        k_ptr += first_key * stride_kn
+        v_ptr += first_key * stride_vn
     t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
     inside = tile * ROWS + tl.arange(0, ROWS) < T * HEADS
-    place = (b * T + t) * (G * HEADS) + g * HEADS + head
+    # Where the tile begins, in 64 bits, and where its rows are from there.
+    origin = (b * T + t_first) * (G * HEADS) + g * HEADS
+    own_t = t - t_first
+    place = own_t * (G * HEADS) + head
     columns_k = tl.arange(0, DK_PAD)
     columns_v = tl.arange(0, DV_PAD)
-    q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
-    q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, True), columns_k, DK, DK_PAD)
-    do_base = do_ptr + b * stride_dob + g * HEADS * stride_doh
-    do = load_rows(do_base, row_offsets(t, head, stride_dot, stride_doh, True), columns_v, DV, DV_PAD)
-    lse = tl.load(lse_ptr + place)
+    q_base = q_ptr + b * stride_qb + tl.cast(t_first, tl.int64) * stride_qt + g * HEADS * stride_qh
+    q = load_rows(q_base, row_offsets(own_t, head, stride_qt, stride_qh, False), columns_k, DK, DK_PAD)
+    do_base = do_ptr + b * stride_dob + tl.cast(t_first, tl.int64) * stride_dot + g * HEADS * stride_doh
+    do = load_rows(do_base, row_offsets(own_t, head, stride_dot, stride_doh, False), columns_v, DV, DV_PAD)
+    lse = tl.load(lse_ptr + origin + place)
     # A row that sees nothing has lse = -inf; +inf makes every p = exp2(s - inf) of it 0.
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     k_base = k_ptr + b * stride_kb + g * stride_kg
@@ -141,16 +145,22 @@ def nsa_band_dq(
             L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
         )
     elif HAS_DELTA:
-        delta = tl.load(delta_ptr + place)
+        delta = tl.load(delta_ptr + origin + place)
     else:
-        out_base = out_ptr + (b * T * G + g) * HEADS * DV
-        out = load_rows(out_base, row_offsets(t, head, G * HEADS * DV, DV, True), columns_v, DV, DV_PAD)
+        out = load_rows(out_ptr + origin * DV, place * DV, columns_v, DV, DV_PAD)
         delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + place)
-    stats = stats_ptr + ((b * G + g) * HEADS + head) * 2 * stride_stats + t
+        delta -= tl.load(dlse_ptr + origin + place)
+    group_stats = stats_ptr + (b * G + g) * HEADS * 2 * stride_stats
+    stats = group_stats + head.to(tl.int64) * 2 * stride_stats + t
     tl.store(stats, lse_log2, mask=inside)
     tl.store(stats + stride_stats, delta, mask=inside)
+    if tile * ROWS + ROWS >= T * HEADS:
+        past = group_stats + T + tl.arange(0, PAST)
+        for _ in range(HEADS):
+            tl.store(past, tl.full([PAST], float("inf"), tl.float32))
+            tl.store(past + stride_stats, tl.zeros([PAST], tl.float32))
+            past += 2 * stride_stats
 
     dq = tl.zeros([ROWS, DK_PAD], tl.float32)
     if ONE_LOOP:
@@ -160,7 +170,7 @@ def nsa_band_dq(
             dq, q, do, lse_log2, delta, k_base, v_base, stride_kn, stride_vn, t, start, left, full, stop, N, scale_log2,
             L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, MASKED == 1,
         )
-    dq_pointers = dq_ptr + place[:, None] * DK + columns_k[None, :]
+    dq_pointers = dq_ptr + origin * DK + (place[:, None] * DK + columns_k[None, :])
     mask = inside[:, None] & (columns_k[None, :] < DK)
     dq *= scale
     if ADD:
@@ -171,18 +181,21 @@ def nsa_band_dq(
 @triton.jit
 def _dkv_steps(
     dk, dv, k, v, i, q_base, do_base, stats_base, stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
-    t_origin, tiles, turn, start, stop, N, T, scale_log2,
+    t_origin, tiles, turn, start, left, right, stop, N, T, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr,
 ):
-    """Steps [start, stop): step x is head x % HEADS of the x // HEADS -th tile of ROWS queries from t_origin.
+    """Steps [start, stop) but for [left, right): step x is head x % HEADS of the x // HEADS -th tile of ROWS queries from
+    t_origin.
 
     In a window it is `turn` tiles further, and past the last of `tiles` it goes on with the first. TAIL: some masked tile
-    reaches past the last query.
+    reaches past the last query, where the last is repeated and the stats say that p is 0.
     """
     PAST_END: tl.constexpr = MASKED and TAIL
-    for x in range(start, stop):
+    GAP: tl.constexpr = MASKED and W == 0
+    for step in range(start, stop - (right - left) if GAP else stop):
+        x = step + tl.where(step < left, 0, right - left) if GAP else step
         tile = x // HEADS
         if W > 0:
             tile += turn
@@ -191,19 +204,13 @@ def _dkv_steps(
         head = tl.cast(x % HEADS, tl.int64)
         q = load_consecutive(q_base + head * stride_qh, stride_qt, tile_t, T, DK, DK_PAD, ROWS, PAST_END)
         do = load_consecutive(do_base + head * stride_doh, stride_dot, tile_t, T, DV, DV_PAD, ROWS, PAST_END)
-        t = tl.arange(0, ROWS)
-        if PAST_END:
-            t = tl.minimum(t, T - 1 - tile_t)
-        stats = stats_base + head * 2 * stride_stats + tl.multiple_of(tile_t, 16) + t
+        stats = stats_base + head * 2 * stride_stats + tl.multiple_of(tile_t, 16) + tl.arange(0, ROWS)
         lse_log2 = tl.load(stats)
         delta = tl.load(stats + stride_stats)
         scores = tl.dot(k, tl.trans(q), input_precision="ieee")
         if MASKED:
             position = tile_t + tl.arange(0, ROWS)
-            seen = in_band(i[:, None], position[None, :], N, L, STRIDE, W)
-            if TAIL:
-                seen = seen & (position < T)[None, :]
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(in_band(i[:, None], position[None, :], N, L, STRIDE, W), scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
@@ -235,17 +242,17 @@ def nsa_band_dkv(
     N_all = N
     if q_bounds_ptr is not None:
         document, tile = document_of_tile(k_bounds_ptr, documents, tile, 1, KEYS)
-        first, N = document_rows(k_bounds_ptr, document)
+        first_key, N = document_rows(k_bounds_ptr, document)
+        first, T = document_rows(q_bounds_ptr, document)
         if tile * KEYS >= N:
             return
-        k_ptr += first * stride_kn
-        v_ptr += first * stride_vn
-        dk_ptr += first * (G * DK)
-        dv_ptr += first * (G * DV)
-        first, T = document_rows(q_bounds_ptr, document)
+        k_ptr += first_key * stride_kn
+        v_ptr += first_key * stride_vn
+        dk_ptr += first_key * (G * DK)
+        dv_ptr += first_key * (G * DV)
         q_ptr += first * stride_qt
         do_ptr += first * stride_dot
-        stats_ptr += first_stat(first, document)
+        stats_ptr += first_stat(first, document, ROWS)
     i_first = tile * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1
     t_start, t_full, t_full_stop, t_stop = query_range(i_first, i_last, T, L, STRIDE, W)
@@ -273,16 +280,23 @@ def nsa_band_dkv(
         stats_base = stats_ptr + (b * G + g) * HEADS * 2 * stride_stats
         dk = tl.zeros([KEYS, DK_PAD], tl.float32)
         dv = tl.zeros([KEYS, DV_PAD], tl.float32)
-        # Steps [start, inner), [inner, outer) and [outer, stop). Without a window and a tail nothing is left for the last.
-        for loop in tl.static_range(3 if W > 0 or TAIL else 2):
-            loop_stop = stop
-            if loop == 0:
-                loop_stop = inner
-            if loop == 1:
-                loop_stop = outer
+        # With a window: steps [start, inner), then [inner, outer), masked, then [outer, stop). Without one those in the
+        # middle need no mask, and come last: one loop before takes the diagonal and the last queries.
+        for loop in tl.static_range(3 if W > 0 else 2):
+            left, right, loop_stop = start, start, stop
+            if W > 0:
+                if loop == 0:
+                    loop_stop = inner
+                if loop == 1:
+                    loop_stop = outer
+            else:
+                if loop == 0:
+                    left, right = inner, outer
+                if loop == 1:
+                    start, left, right, loop_stop = inner, inner, inner, outer
             dk, dv = _dkv_steps(
                 dk, dv, k, v, i, q_base, do_base, stats_base, stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
-                t_origin, tiles, turn, start, loop_stop, N, T, scale_log2,
+                t_origin, tiles, turn, start, left, right, loop_stop, N, T, scale_log2,
                 HEADS, L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, ROWS, (loop == 1) == (W > 0), TAIL,
             )
             start = loop_stop

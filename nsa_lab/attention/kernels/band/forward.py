@@ -69,14 +69,14 @@ def nsa_band_forward(
     if q_bounds_ptr is not None:
         document, tile = document_of_tile(q_bounds_ptr, documents, tile, HEADS, ROWS)
         first, T = document_rows(q_bounds_ptr, document)
+        first_key, N = document_rows(k_bounds_ptr, document)
         if tile * ROWS >= T * HEADS:
             return
         q_ptr += first * stride_qt
         out_ptr += first * (G * HEADS * DV)
         lse_ptr += first * (G * HEADS)
-        first, N = document_rows(k_bounds_ptr, document)
-        k_ptr += first * stride_kn
-        v_ptr += first * stride_vn
+        k_ptr += first_key * stride_kn
+        v_ptr += first_key * stride_vn
     t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
     q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
     q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, True), tl.arange(0, DK_PAD), DK, DK_PAD)

@@ -109,7 +109,9 @@ def backward_queries(
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
     bounds = _bounds(documents, longest, T, w)
-    stats = q.new_empty(B, H, 2, bounds.tiles(T, 16) * 16, dtype=torch.float32)
+    past = launch_table.band_dkv(q.dtype, max(Dk, v.shape[3]), q.device).rows
+    # As `first_stat` has it for a document that would come after the last.
+    stats = q.new_empty(B, H, 2, (T // 16 + (bounds.documents or 1) * (past // 16 + 1)) * 16, dtype=torch.float32)
     if N == 0:
         if not add:
             dq.zero_()
@@ -121,7 +123,7 @@ def backward_queries(
         *strides(q, k, v, do), stats.stride(2),
         T, N, B, G, bounds.documents, scale * LOG2E, scale,
         **_constants(q, k, v, l, d, w, tile), HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add,
-        ONE_LOOP=tile.one_loop, **tile.options(),
+        PAST=past, ONE_LOOP=tile.one_loop, **tile.options(),
     )
     return stats
 

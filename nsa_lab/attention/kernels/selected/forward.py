@@ -6,7 +6,8 @@ partial output and its LSE; a second kernel merges the partials of a row. Work i
 is the traffic of the partials.
 
 *Union* keeps a tile of consecutive queries resident and walks the blocks that any of them chose, silencing a row where its
-query did not. No workspace, but every row pays for the tile's union: right when T is a few times n_sel * l_sel.
+query did not. No workspace: a choice is a set of bits, and so is the union. But every row pays for the tile's union: right
+when T is a few times n_sel * l_sel.
 """
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
-from nsa_lab.attention.kernels.tiles import LN2, load_rows, load_rows_inside, row_offsets
+from nsa_lab.attention.kernels.tiles import LN2, load_consecutive, load_rows, load_rows_inside, row_offsets
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -221,47 +222,79 @@ def _store_rows(
 
 
 @triton.jit
-def _load_keys(base, offsets, columns, inside, MASKED: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr):
-    if MASKED:
-        return load_rows_inside(base, offsets, columns, inside, WIDTH, PAD)
-    return load_rows(base, offsets, columns, WIDTH, PAD)
+def _without_first(word):
+    """(bit, rest): the lowest bit that is set in an unsigned word, and the word without it. Of 0, any bit and 0."""
+    rest = word & (word - 1)
+    # A float32 holds a power of two exactly, and its exponent says which.
+    return ((word - rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, rest
+
+
+@triton.jit
+def _next_block(low, high, WORDS: tl.constexpr, BITS: tl.constexpr):
+    """(block, low, high): the first block of a set, and the set without it."""
+    block, rest = _without_first(low)
+    if WORDS == 2:
+        block_high, rest_high = _without_first(high)
+        block = tl.where(low != 0, block, BITS + block_high)
+        high = tl.where(low != 0, high, rest_high)
+    return block, rest, high
+
+
+@triton.jit
+def _sets(block, live, WORDS: tl.constexpr, BITS: tl.constexpr):
+    """The live blocks of each row of `block`, [rows, slots], as a set (low, high)."""
+    bit = tl.full(block.shape, 1, tl.uint32 if BITS == 32 else tl.uint64) << (block & (BITS - 1)).to(tl.uint32)
+    low = tl.sum(tl.where(live & (block < BITS), bit, 0), 1)
+    high = low
+    if WORDS == 2:
+        high = tl.sum(tl.where(live & (block >= BITS), bit, 0), 1)
+    return low, high
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _members(word, BITS: tl.constexpr):
+    return tl.sum(((word >> tl.arange(0, BITS).to(tl.uint32)) & 1).to(tl.int32), 0)
 
 
 @triton.jit
 def _union_blocks(
-    k_base, v_base, union, q, low, high, position, key_offset, acc, peak, total, start, stop, N, scale_log2,
-    stride_kn, stride_vn,
-    DIAGONAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, left_low, left_high, count, low, high, position, first_t, N,
+    scale_log2,
+    BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    WORDS: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr,
 ):
-    """Online softmax over the blocks union[start:stop]."""
-    MASKED: tl.constexpr = DIAGONAL or BLOCK != BLOCK_PAD
-    columns_k = tl.arange(0, DK_PAD)
-    columns_v = tl.arange(0, DV_PAD)
-    next_block = tl.load(union + start, mask=start < stop, other=0)
-    for i in range(start, stop):
-        # Loaded one step ahead, as in `_gather_rows`, so that the copy of k need not wait to learn where k lies.
-        block = next_block
-        next_block = tl.load(union + i + 1, mask=i + 1 < stop, other=0)
-        key = block * BLOCK + key_offset
-        inside = (key_offset < BLOCK) & (key < N)
-        k = _load_keys(k_base, row_offsets(key, 0, stride_kn, 0, WIDE), columns_k, inside, MASKED, DK, DK_PAD)
+    """Online softmax over the `count` blocks of the set `left`; (low, high) is each row's own."""
+    place = tl.arange(0, BLOCK_PAD)
+    for _ in range(count):
+        block, left_low, left_high = _next_block(left_low, left_high, WORDS, BITS)
+        start = block * BLOCK
+        # A base in 64 bits for the block, and offsets inside it that no step changes.
+        k_block = k_base + tl.cast(block, tl.int64) * (BLOCK * stride_kn)
+        v_block = v_base + tl.cast(block, tl.int64) * (BLOCK * stride_vn)
+        k = load_consecutive(k_block, stride_kn, 0, N - start, DK, DK_PAD, BLOCK_PAD, True)
+        v = load_consecutive(v_block, stride_vn, 0, N - start, DV, DV_PAD, BLOCK_PAD, True)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if DIAGONAL:
-            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        # At run time: only a tile's last blocks need the mask, one or two, and a loop of their own would fill and drain the
+        # copies' buffers once more.
+        if start + BLOCK > first_t + 1:
+            scores = tl.where((start + place)[None, :] <= position[:, None], scores, float("-inf"))
         if BLOCK != BLOCK_PAD:
-            scores = tl.where((key_offset < BLOCK)[None, :], scores, float("-inf"))
+            scores = tl.where((place < BLOCK)[None, :], scores, float("-inf"))
         word = low
         if WORDS == 2:
             word = tl.where(block < BITS, low, high)
-        chosen = ((word >> (block % BITS)) & 1) != 0
+        chosen = ((word >> (block & (BITS - 1)).to(tl.uint32)) & 1) != 0
         new_peak = tl.maximum(peak, tl.where(chosen, tl.max(scores, 1) * scale_log2, float("-inf")))
         # In a row that did not choose this block an infinite shift turns every p to 0, at no cost for the scores.
         p = tl.exp2(scores * scale_log2 - tl.where(chosen, new_peak, float("inf"))[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
-        v = _load_keys(v_base, row_offsets(key, 0, stride_vn, 0, WIDE), columns_v, inside, MASKED, DV, DV_PAD)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total
@@ -269,26 +302,24 @@ def _union_blocks(
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_union(
-    q_ptr, k_ptr, v_ptr, blocks_ptr, unions_ptr, out_ptr, lse_ptr, bounds_ptr,
-    T, G, n_blocks, documents, first_query,
+    q_ptr, k_ptr, v_ptr, blocks_ptr, out_ptr, lse_ptr, bounds_ptr,
+    T, G, documents, first_query,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     stride_outb, stride_outt, stride_lseb, stride_lset,
     scale_log2, tiles,
     HEADS: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr, QUERIES_PAD: tl.constexpr, BLOCKS_PAD: tl.constexpr,
-    WORDS: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES_PAD: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
 ):
     """ROWS consecutive (query, head) rows of one (batch, group) against the union of their blocks.
 
-    A row's own choice is a set of bits: WORDS words of BITS bits.
+    A set of blocks, a query's choice or the union, is WORDS words of BITS bits, `low` and `high`.
     """
     # Late tiles see the most blocks: they go first, so that none of them is left for the end.
     tile = tiles - 1 - tl.program_id(0) % tiles
     bg = (tl.program_id(0) // tiles).to(tl.int64)
     b = bg // G
     g = bg % G
-    number = tile
     if bounds_ptr is not None:
         document, tile = document_of_tile(bounds_ptr, documents, tile, HEADS, ROWS)
         first, T = document_rows(bounds_ptr, document)
@@ -319,47 +350,33 @@ def nsa_selected_union(
         slots_base -= tl.cast(first_query, tl.int64) * (G * N_SEL)
         out_ptr -= tl.cast(first_query, tl.int64) * stride_outt
         lse_ptr -= tl.cast(first_query, tl.int64) * stride_lset
-    queries = first_t + tl.arange(0, QUERIES_PAD)
-    slots_inside = (queries <= last_t)[:, None] & (slots < N_SEL)[None, :]
-    slot_pointers = slots_base + queries.to(tl.int64)[:, None] * G * N_SEL + slots[None, :]
-    chosen, live = load_choice(slot_pointers, slots_inside, 0, queries[:, None], BLOCK)
-    # What is not live is counted in the last place, which belongs to no block.
-    places = tl.reshape(tl.where(live, chosen, BLOCKS_PAD - 1), [QUERIES_PAD * N_SEL_PAD])
-    block = tl.arange(0, BLOCKS_PAD)
-    used = (tl.histogram(places, BLOCKS_PAD) > 0) & (block < n_blocks)
-    place = tl.cumsum(used.to(tl.int32), 0) - 1
-    union = unions_ptr + (bg * tiles + number) * n_blocks
-    tl.store(union + place, block, mask=used)
-    count = tl.sum(used.to(tl.int32), 0)
-    before_diagonal = tl.sum((used & ((block + 1) * BLOCK <= first_t + 1)).to(tl.int32), 0)
-    tl.debug_barrier()
-
-    mine = tl.load(
-        slots_base + t.to(tl.int64)[:, None] * G * N_SEL + slots[None, :],
-        mask=inside[:, None] & (slots < N_SEL)[None, :], other=-1,
-    )
-    one = tl.full([ROWS, N_SEL_PAD], 1, tl.int32 if BITS == 32 else tl.int64)
-    mine = tl.where(mine.to(tl.int64) * BLOCK <= t[:, None], mine, -1)
-    low = tl.sum(tl.where((mine >= 0) & (mine < BITS), one << (mine % BITS), 0), 1)
-    high = low
+    query = first_t + tl.arange(0, QUERIES_PAD)
+    slots_inside = (query <= last_t)[:, None] & (slots < N_SEL)[None, :]
+    slot_pointers = slots_base + query.to(tl.int64)[:, None] * G * N_SEL + slots[None, :]
+    chosen, live = load_choice(slot_pointers, slots_inside, 0, query[:, None], BLOCK)
+    query_low, query_high = _sets(chosen, live, WORDS, BITS)
+    union_low = tl.reduce(query_low, 0, _either)
+    count = _members(union_low, BITS)
+    # A row's set is that of its query, by a sum with one term: so it can be worked out in the layout of the scores, which a
+    # step would else bring it into, through shared memory.
+    own = t[:, None] == query[None, :]
+    low = tl.sum(tl.where(own, query_low[None, :], 0), 1)
+    union_high, high = union_low, low
     if WORDS == 2:
-        high = tl.sum(tl.where(mine >= BITS, one << (mine % BITS), 0), 1)
+        union_high = tl.reduce(query_high, 0, _either)
+        count += _members(union_high, BITS)
+        high = tl.sum(tl.where(own, query_high[None, :], 0), 1)
 
     q_offsets = t.to(tl.int64) * stride_qt + query_head * stride_qh
     q = load_rows_inside(q_ptr + b * stride_qb, q_offsets, tl.arange(0, DK_PAD), inside, DK, DK_PAD)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
-    key_offset = tl.arange(0, BLOCK_PAD)
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc, peak, total = _union_blocks(
-        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, 0, before_diagonal, N, scale_log2,
-        stride_kn, stride_vn, False, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS, WIDE,
-    )
-    acc, peak, total = _union_blocks(
-        k_base, v_base, union, q, low, high, t, key_offset, acc, peak, total, before_diagonal, count, N, scale_log2,
-        stride_kn, stride_vn, True, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS, WIDE,
+        acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, union_low, union_high, count, low, high, t, first_t, N,
+        scale_log2, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS,
     )
     _store_rows(
         out_ptr, lse_ptr, acc, peak, total, b, t, query_head, inside, tl.arange(0, DV_PAD),

@@ -116,7 +116,7 @@ def nsa_selected_number_blocks(
     inside = place < T.to(tl.int64) * SLOTS
     at = first * SLOTS + place
     block, live = load_choice(blocks_ptr + at, inside, 0, place // SLOTS, BLOCK)
-    number = (block + first_tile(bounds_ptr, document, 1, BLOCK)).to(tl.int32)
+    number = block + (first // BLOCK).to(tl.int32) + document  # as `first_tile` has it, without waiting for another load
     tl.store(numbers_ptr + at, tl.where(live, number, -1), mask=inside)
 
 

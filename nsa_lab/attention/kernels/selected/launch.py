@@ -216,16 +216,15 @@ def _forward_union(
     tile = launch_table.selected_union(q.dtype, max(sizes.dk, sizes.dv))
     tiles = bounds.tiles(sizes.T * sizes.heads, tile.rows)
     n_blocks = ceil_div(bounds.longest, sizes.block)  # that a query can choose from
-    unions = blocks.new_empty(sizes.B * sizes.G * tiles * n_blocks)
     # A tile of consecutive rows touches one query more than it holds, when it starts inside one.
     queries = (tile.rows + sizes.heads - 2) // sizes.heads + 1
     nsa_selected_union[(tiles * sizes.B * sizes.G,)](
-        q, k, v, blocks, unions, out, lse, bounds.q,
-        sizes.T, sizes.G, n_blocks, bounds.documents, sizes.first or None,
+        q, k, v, blocks, out, lse, bounds.q,
+        sizes.T, sizes.G, bounds.documents, sizes.first or None,
         *strides(q, k, v), *out.stride()[:2], *lse.stride()[:2],
         sizes.scale * LOG2E, tiles,
-        N_SEL_PAD=padded_width(sizes.n_sel), QUERIES_PAD=padded_width(queries), BLOCKS_PAD=padded_width(n_blocks + 1),
-        WORDS=ceil_div(n_blocks, 64), BITS=32 if n_blocks <= 32 else 64, WIDE=is_wide(sizes, 0, 0, k, v),
+        N_SEL_PAD=padded_width(sizes.n_sel), QUERIES_PAD=padded_width(queries),
+        WORDS=ceil_div(n_blocks, 64), BITS=32 if n_blocks <= 32 else 64,
         ROWS=tile.rows, **sizes.constants(), **tile.options(),
     )
 
