@@ -19,13 +19,16 @@ from nsa_lab.attention.kernels.ahead import compile_ahead
 # KB of shared memory that a block may have: A100 and the smaller GPUs of its kin, Ada, H100 and H200, B200, and the smaller
 # GPUs of its kin.
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+# Triton's own cache, which goes by the source of a kernel and all that it calls, by its options and by the compiler: what
+# none of these changed is not compiled at every run of the tests. What does not compile is in no cache.
+KEPT = Path(__file__).parents[2] / ".cache/triton"
 
 
-def compiled(architecture, tmp_path, *what):
+def compiled(architecture, folder, *what):
     """Bytes of shared memory of each kernel that `compiling.py` compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).with_name("compiling.py")), str(architecture), *what]
-    done = subprocess.run(command, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(command, env={**environment, "TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -35,9 +38,9 @@ def assert_they_fit(used: dict[str, int], architecture: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_and_fits(tmp_path):
+def test_every_kernel_compiles_and_fits():
     """Wide heads where memory is short, narrow ones on Hopper; the other pairs are the next test's."""
-    on_a100, on_h100 = compiled(80, tmp_path, "wide"), compiled(90, tmp_path, "narrow")
+    on_a100, on_h100 = compiled(80, KEPT, "wide"), compiled(90, KEPT, "narrow")
     assert set(on_a100) | set(on_h100) == launched_names()
     assert_they_fit(on_a100, 80)
     assert_they_fit(on_h100, 90)
