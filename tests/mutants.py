@@ -188,7 +188,10 @@ OTHERS = {
     "train.preflight.parity": ["tests/train/test_preflight.py"],
     "attention.decoding": attention_tests("decoding", "narrow"),
     "attention.narrow": ["tests/attention/test_narrow.py"],
-    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("cache", "decode", "maps", "memory", "recorded")},
+    **{
+        f"inference.{part}": ["tests/inference/test_decode.py"]
+        for part in ("cache", "decode", "maps", "memory", "recorded")
+    },
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
     "inference.stops": ["tests/inference/test_generate.py"],
@@ -1248,8 +1251,8 @@ MUTANTS = [
     Mutant(
         "model: gates by branch, then by head",
         "model.attention",
-        "self.gate(x).unflatten(-1, (self.config.n_heads, 3))",
-        "self.gate(x).unflatten(-1, (3, self.config.n_heads)).mT",
+        "logits = logits.unflatten(-1, (self.config.n_heads, 3))",
+        "logits = logits.unflatten(-1, (3, self.config.n_heads)).mT",
     ),
     Mutant(
         "model: packed compressed values from the selected branch",
