@@ -88,6 +88,10 @@ def main() -> int:
     unknown = set(wanted) - {page.stem for page in GALLERY}
     if unknown:
         parser.error(f"no notebook {', '.join(sorted(unknown))}; there are {', '.join(page.stem for page in GALLERY)}")
+    if own := own_runs():
+        parser.error(
+            f"outputs/ has {', '.join(own)}: pages would list them, and no clone has them; move them away meanwhile"
+        )
     WORK.mkdir(parents=True, exist_ok=True)
     PAGES.mkdir(parents=True, exist_ok=True)
     large = [page.stem for page in GALLERY if (not wanted or page.stem in wanted) and make(page) > LIMIT_BYTES]
@@ -98,6 +102,11 @@ def main() -> int:
             f"larger than {LIMIT_BYTES:,} bytes: {', '.join(large)}; show fewer pictures, or smaller ones", file=sys.stderr
         )
     return 1 if large else 0
+
+
+def own_runs() -> list[str]:
+    """Runs in outputs/ beside those that are shared."""
+    return sorted(path.name for path in (ROOT / "outputs").iterdir() if path.is_dir() and path.name not in (NSA, DENSE))
 
 
 def make(page: Page) -> int:

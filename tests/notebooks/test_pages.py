@@ -5,6 +5,7 @@ import importlib.util
 import io
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,3 +105,17 @@ def test_an_unknown_notebook_is_refused_before_anything_runs(monkeypatch, capsys
     with pytest.raises(SystemExit) as caught:
         pages.main()
     assert caught.value.code == 2 and "no notebook 07_more; there are 00_start_here" in capsys.readouterr().err
+
+
+def test_runs_that_no_clone_has_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "outputs" / pages.NSA).mkdir(parents=True)
+    (tmp_path / "outputs" / "README.md").touch()
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages.own_runs() == []
+    (tmp_path / "outputs" / "smoke-1").mkdir()
+    monkeypatch.setattr(sys, "argv", ["pages.py"])
+    with pytest.raises(SystemExit):
+        pages.main()
+    assert "outputs/ has smoke-1: pages would list them" in capsys.readouterr().err
