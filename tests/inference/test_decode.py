@@ -295,6 +295,8 @@ def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.
     """A chunk behind the first one, then greedily: the tokens, and nearly the logits, that torch gives."""
     monkeypatch.setattr(launch_table, "DECODING_PROGRAMS", 8)  # interpreted one after another
     monkeypatch.setattr(launch_table, "LINEAR_ROWS", 20)  # the chunk's rows are more
+    few, tile = launch_table.LinearTile(4, 64, 64, 4, 1), launch_table.linear_tile
+    monkeypatch.setattr(launch_table, "linear_tile", lambda *given: few if given[1] <= 4 else tile(*given))
     calls, choose = [], launch.choose
     monkeypatch.setattr(launch, "choose", lambda *given: calls.append(given) or choose(*given))
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20, phi=variant.get("phi", "avg"), gate=variant.get("gate", "sigmoid"))
