@@ -43,13 +43,19 @@ def settle(what: Callable[[], object]) -> None:
         time.sleep(0.3)
 
 
+def every(browser, selector: str, what: str) -> list[str]:
+    """A property of all elements, read in one go: one that is replaced meanwhile would be gone when its turn came."""
+    script = "return [...document.querySelectorAll(arguments[0])].map(element => element[arguments[1]])"
+    return browser.execute_script(script, selector, what)
+
+
 def told(browser) -> str:
     """The text that an explorer shows beside its pictures."""
-    return "".join(element.text for element in browser.find_elements("css selector", ".widget-html-content pre"))
+    return "".join(every(browser, ".widget-html-content pre", "innerText"))
 
 
 def sources(browser) -> list[str]:
-    return [picture.get_attribute("src") for picture in browser.find_elements("css selector", ".widget-image")]
+    return every(browser, ".widget-image", "src")
 
 
 def control(browser, label: str):

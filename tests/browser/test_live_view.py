@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from page import button, keep, open_notebook, run_all, shown, until, wait_for_notebook, wait_until_idle
+from page import button, every, keep, open_notebook, run_all, shown, until, wait_for_notebook, wait_until_idle
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -95,10 +95,7 @@ def followed_cell(browser):
 
 
 def page_text(browser) -> str:
-    # In one go: an output that is replaced meanwhile would be gone when its turn came.
-    return browser.execute_script(
-        "return [...document.querySelectorAll('.jp-OutputArea-output')].map(output => output.innerText).join('\\n')"
-    )
+    return "\n".join(every(browser, ".jp-OutputArea-output", "innerText"))
 
 
 def status(runs) -> str:
