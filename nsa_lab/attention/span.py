@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -45,24 +45,50 @@ class DocumentRows(NamedTuple):
         return geometry.positions(self.first, self.last, device)
 
 
-def _nothing() -> dict[Hashable, Any]:
-    return {}  # torch.compile does not trace a call of dict[Hashable, Any], nor the lock of a cached_property
-
-
-@dataclass(frozen=True, repr=False)
 class Span:
     """Made by `Span.full`, `Span.chunk` or `Span.packed`; every function of the operator takes one as `span`."""
+
+    # No dataclass: of a frozen one, torch.compile (2.11) guards every field and all that is in it, the documents' bounds and
+    # what is kept of them, so that what it compiled for one batch of documents served no other.
+    __slots__ = ("_kept", "at_most", "bounds", "capacity", "kind", "start")
 
     kind: Literal["full", "chunk", "packed"]
     bounds: tuple[int, ...]
     """Rows of q where documents begin and, last, end."""
-    start: int = 0
+    start: int
     """Position of the first query in its document; not 0 for a chunk alone."""
-    capacity: int | None = None
+    capacity: int | None
     """Documents that shapes are laid out for; None: shapes follow the documents."""
-    at_most: int | None = None
+    at_most: int | None
     """Tokens that no document exceeds, of all that launches are laid out for; None: see `longest_laid_out`."""
-    _kept: dict[Hashable, Any] = field(default_factory=_nothing, init=False, compare=False)
+    _kept: dict[Hashable, Any]
+
+    def __init__(
+        self,
+        kind: Literal["full", "chunk", "packed"],
+        bounds: tuple[int, ...],
+        start: int = 0,
+        capacity: int | None = None,
+        at_most: int | None = None,
+    ) -> None:
+        given = {"kind": kind, "bounds": bounds, "start": start, "capacity": capacity, "at_most": at_most, "_kept": {}}
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise FrozenInstanceError(f"Span.{name}: a span does not change; make another with Span.full, Span.chunk or Span.packed")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
+
+    def _given(self) -> tuple[Any, ...]:
+        return self.kind, self.bounds, self.start, self.capacity, self.at_most
+
+    def __eq__(self, other: object) -> bool:
+        return self._given() == other._given() if isinstance(other, Span) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._given())
 
     @classmethod
     def full(cls, length: int) -> Span:
@@ -245,7 +271,7 @@ class Span:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the device copies: another process may not have the device.
-        return Span, (self.kind, self.bounds, self.start, self.capacity, self.at_most)
+        return Span, self._given()
 
 
 @untraced
