@@ -81,3 +81,16 @@ def load_consecutive(
 
 INTERPRETED = not isinstance(load_at, triton.runtime.JITFunction)
 """True when Triton was imported under TRITON_INTERPRET=1, and so runs kernels on CPU tensors."""
+
+
+@triton.jit
+def add_product(total, a, b):
+    """total + a b, of tiles.
+
+    In float32 the product is summed up by itself first. The sum over all of a long text's queries is then rounded once for
+    each tile, not for each query: it errs by what a blocked matrix product errs. `fma`, because the compiler would join an
+    addition and a product into the one accumulation.
+    """
+    if a.dtype == tl.float32:
+        return tl.fma(tl.dot(a, b, input_precision="ieee"), tl.full(total.shape, 1.0, tl.float32), total)
+    return tl.dot(a, b, total, input_precision="ieee")

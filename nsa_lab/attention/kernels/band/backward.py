@@ -20,6 +20,7 @@ from nsa_lab.attention.kernels.band.forward import scores_of_tile
 from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
 from nsa_lab.attention.kernels.tiles import (
     LOG2E,
+    add_product,
     batch_and_group,
     last_tile_first,
     load_consecutive,
@@ -212,10 +213,10 @@ def _dkv_steps(
             position = tile_t + tl.arange(0, ROWS)
             scores = tl.where(in_band(i[:, None], position[None, :], N, L, STRIDE, W), scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        dv = add_product(dv, p.to(do.dtype), do)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        dk = add_product(dk, ds.to(q.dtype), q)
     return dk, dv
 
 

@@ -24,7 +24,7 @@ from nsa_lab.attention.kernels.selected.forward import (
     row_pairs,
 )
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
-from nsa_lab.attention.kernels.tiles import LOG2E, load_rows, load_rows_inside, row_offsets
+from nsa_lab.attention.kernels.tiles import LOG2E, add_product, load_rows, load_rows_inside, row_offsets
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 _CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)  # from Triton 3.5 on
@@ -100,9 +100,9 @@ def _product_over_columns(a, a_rest, b, b_rest, TWO: tl.constexpr):
 @triton.jit
 def _add_product(total, rest, a, b, b_rest, TWO: tl.constexpr):
     """total + a b and, where there are two halves, rest + a b_rest."""
-    total = tl.dot(a, b, total, input_precision="ieee")
+    total = add_product(total, a, b)
     if TWO:
-        rest = tl.dot(a, b_rest, rest, input_precision="ieee")
+        rest = add_product(rest, a, b_rest)
     return total, rest
 
 
