@@ -48,8 +48,8 @@ class DocumentRows(NamedTuple):
 class Span:
     """Made by `Span.full`, `Span.chunk` or `Span.packed`; every function of the operator takes one as `span`."""
 
-    # No dataclass: of a frozen one, torch.compile (2.11) guards every field and all that is in it, the documents' bounds and
-    # what is kept of them, so that what it compiled for one batch of documents served no other.
+    # No dataclass: of a frozen one, torch.compile (2.11) guards every field and all that is in it, the documents' bounds
+    # and what is kept of them, so that what it compiled for one batch of documents served no other.
     __slots__ = ("_kept", "at_most", "bounds", "capacity", "kind", "start")
 
     kind: Literal["full", "chunk", "packed"]
@@ -76,7 +76,9 @@ class Span:
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise FrozenInstanceError(f"Span.{name}: a span does not change; make another with Span.full, Span.chunk or Span.packed")
+        raise FrozenInstanceError(
+            f"Span.{name}: a span does not change; make another with Span.full, Span.chunk or Span.packed"
+        )
 
     def __delattr__(self, name: str) -> NoReturn:
         self.__setattr__(name, None)

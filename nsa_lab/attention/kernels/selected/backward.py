@@ -22,6 +22,7 @@ from nsa_lab.attention.kernels.selected.forward import (
     pair_numbers,
     row_numbers,
     row_pairs,
+    slots_at_once,
 )
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
 from nsa_lab.attention.kernels.tiles import LOG2E, add_product, load_rows, load_rows_inside, row_offsets
@@ -383,9 +384,12 @@ def _sum_pairs(
     b, g, t, head, inside, slots, pair = row_pairs(blocks_ptr, T, G, bg.to(tl.int64), tile, HEADS, N_SEL, ROWS)
     columns = tl.arange(0, DK_PAD)
     total = tl.zeros([ROWS, DK_PAD], tl.float32)
-    for slot in tl.static_range(N_SEL):
-        _, live = load_choice(slots + slot, inside, first_query, t, BLOCK)
-        total += load_rows_inside(pair_dq_ptr, (pair + slot * HEADS) * DK, columns, live, DK, DK_PAD)
+    AT_ONCE: tl.constexpr = slots_at_once(N_SEL)
+    for first in range(0, N_SEL, AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):
+            slot = first + ahead
+            _, live = load_choice(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
+            total += load_rows_inside(pair_dq_ptr, (pair + slot * HEADS) * DK, columns, live, DK, DK_PAD)
     at = b * stride_dqb + t.to(tl.int64) * stride_dqt + (g * HEADS + head) * DK
     mask = inside[:, None] & (columns < DK)[None, :]
     pointers = dq_ptr + at[:, None] + columns[None, :]

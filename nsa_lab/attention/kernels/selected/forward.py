@@ -173,6 +173,13 @@ def row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constex
     return b, g, t, head, inside, slots, pair
 
 
+@triton.jit
+def slots_at_once(N_SEL: tl.constexpr):
+    """Of a query: how many are loaded together. Up to 16 all; more spill registers, and ptxas takes half a minute."""
+    GROUPS: tl.constexpr = (N_SEL + 15) // 16
+    return (N_SEL + GROUPS - 1) // GROUPS
+
+
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_merge(
     pair_out_ptr, pair_lse_ptr, blocks_ptr, out_ptr, lse_ptr,
@@ -187,17 +194,22 @@ def nsa_selected_merge(
     tile = tl.program_id(0) % tiles
     b, g, t, head, inside, slots, pair = row_pairs(blocks_ptr, T, G, bg, tile, HEADS, N_SEL, ROWS)
     columns = tl.arange(0, DV_PAD)
+    AT_ONCE: tl.constexpr = slots_at_once(N_SEL)
     peak = tl.full([ROWS], -1e30, tl.float32)
-    for slot in tl.static_range(N_SEL):
-        _, live = load_choice(slots + slot, inside, first_query, t, BLOCK)
-        peak = tl.maximum(peak, tl.load(pair_lse_ptr + pair + slot * HEADS, mask=live, other=float("-inf")))
+    for first in range(0, N_SEL, AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):
+            slot = first + ahead
+            _, live = load_choice(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
+            peak = tl.maximum(peak, tl.load(pair_lse_ptr + pair + slot * HEADS, mask=live, other=float("-inf")))
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for slot in tl.static_range(N_SEL):
-        _, live = load_choice(slots + slot, inside, first_query, t, BLOCK)
-        weight = tl.exp2(tl.load(pair_lse_ptr + pair + slot * HEADS, mask=live, other=float("-inf")) - peak)
-        total += weight
-        acc += weight[:, None] * load_rows_inside(pair_out_ptr, (pair + slot * HEADS) * DV, columns, live, DV, DV_PAD)
+    for first in range(0, N_SEL, AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):
+            slot = first + ahead
+            _, live = load_choice(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
+            weight = tl.exp2(tl.load(pair_lse_ptr + pair + slot * HEADS, mask=live, other=float("-inf")) - peak)
+            total += weight
+            acc += weight[:, None] * load_rows_inside(pair_out_ptr, (pair + slot * HEADS) * DV, columns, live, DV, DV_PAD)
     _store_rows(
         out_ptr, lse_ptr, acc, peak, total, b, t, g * HEADS + head, inside, columns,
         stride_outb, stride_outt, stride_lseb, stride_lset, DV, DV_PAD,
