@@ -295,6 +295,7 @@ def forward(
     at_once = padded_width(n_strides)
     if lse is None:
         at_once = min(at_once, launch_table.choice_strides(q.dtype, Dk))
+        tile = launch_table.choice_without_lse(tile, q.device)
     nsa_choice[(bounds.tiles(T, tile.rows) * B * G,)](
         q, k_cmp, None if lse is None else lse.contiguous(), blocks, bounds.q, bounds.k,
         *strides(q, k_cmp),

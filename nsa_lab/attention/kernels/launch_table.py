@@ -130,6 +130,15 @@ def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection
     return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
 
 
+def choice_without_lse(tile: Tile, device: torch.device) -> Tile:
+    """`tile` of `choice`, where there is no LSE and scores are reshaped as they come out of the product.
+
+    On Blackwell, of fewer queries than its tensor memory takes: Triton 3.7.1 does not compile that reshape there. Not
+    measured.
+    """
+    return tile._replace(rows=min(tile.rows, 32)) if is_blackwell(device) else tile
+
+
 def choice_strides(dtype: torch.dtype, width: int) -> int:
     """The most strides of every selection block that are scored at once, where blocks are chosen without an LSE."""
     return 2 if dtype == torch.float32 and width > WIDEST else 8
