@@ -1516,7 +1516,7 @@ MUTANTS = [
     Mutant(
         "documents: evaluated as one text",
         "train.measure",
-        "logits = logits_of(parts.model, inputs, documents)",
+        "logits = logits_of(parts.model, inputs, span_of(documents))",
         "logits = parts.model(inputs)",
     ),
     Mutant(
