@@ -251,27 +251,27 @@ class Span:
 
         It is made for `other` and copied on the device's current stream; the host does not wait. What the host counts
         (`bounds`, `documents`, `longest` and all that follows from them) goes on describing the documents that this span
-        was built with. Raises ValueError, before anything is copied, unless both are packed documents with a capacity, and
-        as many tokens, one capacity and one `longest` in both.
+        was built with, and so does what is kept for the first time after this. Raises ValueError, before anything is
+        copied, unless both are packed documents with as many tokens, one capacity and one `longest`, and where what is kept
+        has another shape for `other`.
         """
         if self.capacity is None or self.laid_out != other.laid_out:
             raise ValueError(
                 f"Span.take_over: {self} cannot hold the documents of {other}: both need as many tokens, one capacity and "
                 "one longest; give Span.packed the same capacity= and longest= for both"
             )
-        pairs = [
-            (here, there)
-            for key, (make, held) in self._kept.items()
-            for here, there in zip(_tensors(held), _tensors(other.kept(key, make)), strict=True)
-        ]
-        for here, there in pairs:
-            if here.shape != there.shape:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for key, (make, held) in self._kept.items():
+            here, there = list(_tensors(held)), list(_tensors(other.kept(key, make)))
+            mine, its = ([tuple(tensor.shape) for tensor in tensors] for tensors in (here, there))
+            if mine != its:
                 raise ValueError(
-                    f"Span.take_over: a tensor kept for {self} has shape {tuple(here.shape)} and {tuple(there.shape)} for "
-                    f"{other}; what is kept has to be laid out for the capacity, not for the documents"
+                    f"Span.take_over: what is kept as {key!r} has shapes {mine} for {self}, and {its} for {other}; "
+                    "lay it out for the capacity, not for the documents"
                 )
-        for here, there in pairs:
-            here.copy_(there, non_blocking=True)
+            pairs += zip(here, there, strict=True)
+        for tensor, value in pairs:
+            tensor.copy_(value, non_blocking=True)
 
     def on_device(self, bounds: list[tuple[int, ...]], device: torch.device) -> Tensor:
         """Bounds of several layouts as int32 [len(bounds), documents + 1], padded as those of `cu_seqlens`.

@@ -112,6 +112,8 @@ def test_what_is_not_laid_out_for_the_capacity_is_refused(made: Callable[[Span],
     span, other = packed(30, 10), packed(10, 20, 10)
     table = span.cu_seqlens(CPU)
     span.kept("mine", made)
-    with pytest.raises(ValueError, match=r"has shape \(3,\) and \(4,\) .* laid out for the capacity"):
+    with pytest.raises(
+        ValueError, match=r"kept as 'mine' has shapes \[\(3,\)\] for .* and \[\(4,\)\] for .* for the capacity"
+    ):
         span.take_over(other)
     assert table.tolist()[1] == 30

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import pytest
@@ -160,6 +160,15 @@ def test_positions_from_the_host_are_found(stepper: Callable[..., Any], monkeypa
     _, graphed = stepper(True)
     monkeypatch.setattr(Span, "positions", counted)
     with pytest.raises(ConfigError, match="asks the host where documents begin"):
+        step(graphed, BATCHES[0])
+
+
+def test_a_gradient_that_a_replay_does_not_repeat_is_found(stepper: Callable[..., Any]) -> None:
+    """Where the loss is right."""
+    model, graphed = stepper(True)
+    factor = count(1)
+    model.head.weight.register_hook(lambda grad: grad * next(factor))
+    with pytest.raises(ConfigError, match=r"loss is 0 and its gradient 0\.\d+ of their size away"):
         step(graphed, BATCHES[0])
 
 
