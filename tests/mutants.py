@@ -85,6 +85,18 @@ FILLING = cases(
     "interruptions_change_nothing",
     "damage_is_found_and_named",
 )
+# Without the kernels under the interpreter, which take long.
+GRAPHS = cases(
+    "train/test_cuda_graph.py",
+    "steps_of_graphs_are_those_without",
+    "a_part_that_asks_the_host_where_documents_begin_is_found",
+    "what_is_not_a_number_is_no_proof",
+    "a_gradient_that_a_replay_does_not_repeat_is_found",
+    "moments_are_made_before_the_first_capture_alone",
+    "micro_batches_of_a_step_have_one_capacity",
+    "other_documents_are_others_where_there_can_be_any",
+    "other_documents_differ_in_much_of_the_text",
+)
 MASKED = cases(
     "train/test_masked_run.py",
     "a_step_is_that_of_the_documents_alone",
@@ -92,7 +104,7 @@ MASKED = cases(
     "preflight_finds_what_leaks_into_a_neighbour",
 )
 SUITES = {
-    "attention.span": [*attention_tests("span", "dense_limit"), *MODEL],
+    "attention.span": [*attention_tests("take_over", "span", "dense_limit"), *MODEL],
     "attention.geometry": attention_tests("block_arithmetic"),
     "attention.reference": attention_tests(),
     "attention.compression": attention_tests("packing", "span"),
@@ -154,10 +166,12 @@ OTHERS = {
     "train.guard": ["tests/train/test_guard.py"],
     "train.plan": ["tests/train/test_plan.py"],
     "train.schedule": ["tests/train/test_schedule.py"],
-    "train.step": ["tests/train/test_step.py", *MASKED],
+    "train.step": ["tests/train/test_step.py", *MASKED, *GRAPHS],
+    "train.cuda_graph": GRAPHS,
     "train.muon": ["tests/train/test_muon.py"],
     "train.snapshot": cases("train/test_run.py", "a_run_without_a_word_of_its_optimiser_goes_on_with_adamw_alone"),
-    **{f"train.{part}": MASKED for part in ("documents", "preflight.leakage")},
+    "train.documents": [*GRAPHS, *MASKED],
+    "train.preflight.leakage": MASKED,
     "attention.kernels.choice": cases(
         "kernels/test_choice.py",
         "of_two_equals_the_higher_gives_way_to_a_better_block",
@@ -466,8 +480,8 @@ MUTANTS = [
     Mutant(
         "span: compressed rows counted over the whole row",
         "attention.span",
-        "(geometry.num_compressed(document.last, nsa) for document in self.documents)",
-        "(document.last // nsa.d for document in self.documents)",
+        "(geometry.num_compressed(document.last, nsa) for document in span.documents)",
+        "(document.last // nsa.d for document in span.documents)",
     ),
     Mutant(
         "span: a chunk's keys begin at its first query",
@@ -476,6 +490,91 @@ MUTANTS = [
         "slice(begin + self.start, end + self.start), self.start",
     ),
     Mutant("span: a chunk is full", "attention.span", "self.queries == self.longest", "self.queries <= self.longest"),
+    Mutant(
+        "span: of what is kept, the first tensor alone is taken over",
+        "attention.span",
+        "for tensor, value in pairs:",
+        "for tensor, value in pairs[:1]:",
+    ),
+    Mutant(
+        "span: documents of any length are taken over",
+        "attention.span",
+        "return self.kind, self.queries, self.capacity, self.at_most\n",
+        "return self.kind, self.queries, self.capacity\n",
+    ),
+    Mutant(
+        "span: without a capacity documents are taken over",
+        "attention.span",
+        "if self.capacity is None or self.laid_out != other.laid_out",
+        "if self.laid_out != other.laid_out",
+    ),
+    Mutant(
+        "span: what is taken over is broadcast",
+        "attention.span",
+        "            if mine != its:",
+        "            if len(mine) != len(its):",
+    ),
+    Mutant(
+        "graphs: the documents of the capture for ever",
+        "train.cuda_graph",
+        "                held.take_over(span)",
+        "                held.take_over(held)",
+    ),
+    Mutant(
+        "graphs: the batch of the capture for ever",
+        "train.cuda_graph",
+        "                here.copy_(there, non_blocking=True)",
+        "                here.copy_(here, non_blocking=True)",
+    ),
+    Mutant("graphs: nothing is checked", "train.cuda_graph", "        if expected:\n", "        if expected is ...:\n"),
+    Mutant(
+        "graphs: the gradient is not checked",
+        "train.cuda_graph",
+        "if not (loss_apart <= ROUNDING and grads_apart <= ROUNDING)",
+        "if not loss_apart <= ROUNDING",
+    ),
+    Mutant(
+        "graphs: what is not a number passes",
+        "train.cuda_graph",
+        "if not (loss_apart <= ROUNDING and grads_apart <= ROUNDING)",
+        "if loss_apart > ROUNDING or grads_apart > ROUNDING",
+    ),
+    Mutant(
+        "graphs: the gradients of the graph before",
+        "train.cuda_graph",
+        "zip(self._parameters, step.grads, strict=True)",
+        "zip(self._parameters, next(iter(self._captured.values())).grads, strict=True)",
+    ),
+    Mutant(
+        "graphs: one for documents of any number",
+        "train.cuda_graph",
+        "layout = tuple(span and span.laid_out for span in spans)",
+        "layout = tuple(span and span.queries for span in spans)",
+    ),
+    Mutant(
+        "graphs: moments at every capture",
+        "train.cuda_graph",
+        "        if not self._captured:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "graphs: checked with nearly the same documents",
+        "train.documents",
+        "return max(choices",
+        "return min(choices",
+    ),
+    Mutant(
+        "graphs: a capacity for every micro-batch",
+        "train.documents",
+        "[span_of(part.documents, capacity) for part in parts]",
+        "[span_of(part.documents) for part in parts]",
+    ),
+    Mutant(
+        "step: all micro-batches have the documents of the first",
+        "train.step",
+        "told.append(self._backward(part, span, whole))",
+        "told.append(self._backward(part, spans[0], whole))",
+    ),
     Mutant(
         "compression: blocks across the border of documents",
         "attention.compression",
@@ -1516,7 +1615,7 @@ MUTANTS = [
     Mutant(
         "documents: evaluated as one text",
         "train.measure",
-        "logits = logits_of(parts.model, inputs, documents)",
+        "logits = logits_of(parts.model, inputs, span_of(documents))",
         "logits = parts.model(inputs)",
     ),
     Mutant(

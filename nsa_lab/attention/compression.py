@@ -57,20 +57,20 @@ class BlockRows(NamedTuple):
 
 def block_rows(span: Span, nsa: NSAConfig, device: torch.device) -> BlockRows:
     """Made once per span, device, l and d; shapes as in `Span.packed`."""
+    return span.kept(("block_rows", device, nsa.l, nsa.d), lambda span: _block_rows(span, nsa, device))
 
-    def make() -> BlockRows:
-        # A document of L >= l tokens has L // d whole strides, and all of them lie in its blocks, since d divides l.
-        strides = tuple(accumulate((document.last // nsa.d for document in span.documents), initial=0))
-        most = strides[-1] if span.capacity is None else span.queries // nsa.d
-        tokens, text, blocks = span.on_device([span.bounds, strides, span.compressed_bounds(nsa)], device)
-        return BlockRows(
-            tokens=rows_elsewhere((most + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens),
-            tokens_back=rows_elsewhere(span.queries, tokens, text * nsa.d),
-            blocks=rows_elsewhere(span.num_compressed(nsa), blocks, text),
-            blocks_back=rows_elsewhere(most + 1, text, blocks),
-        )
 
-    return span.kept(("block_rows", device, nsa.l, nsa.d), make)
+def _block_rows(span: Span, nsa: NSAConfig, device: torch.device) -> BlockRows:
+    # A document of L >= l tokens has L // d whole strides, and all of them lie in its blocks, since d divides l.
+    strides = tuple(accumulate((document.last // nsa.d for document in span.documents), initial=0))
+    most = strides[-1] if span.capacity is None else span.queries // nsa.d
+    tokens, text, blocks = span.on_device([span.bounds, strides, span.compressed_bounds(nsa)], device)
+    return BlockRows(
+        tokens=rows_elsewhere((most + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens),
+        tokens_back=rows_elsewhere(span.queries, tokens, text * nsa.d),
+        blocks=rows_elsewhere(span.num_compressed(nsa), blocks, text),
+        blocks_back=rows_elsewhere(most + 1, text, blocks),
+    )
 
 
 def compress_documents(x: Tensor, nsa: NSAConfig, phi: nn.Module | None, rows: BlockRows) -> Tensor:

@@ -78,28 +78,33 @@ class AskedQueries(NamedTuple):
 def asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None = 64) -> AskedQueries:
     """Of packed documents, made once per span, device, geometry and number; shapes as in `Span.packed`."""
 
-    def make() -> AskedQueries:
-        query = spread(span.queries, queries, device)
-        # Counted for the keys: of a chunk, those before it too.
-        tokens = tuple(accumulate((document.last for document in span.documents), initial=0))
-        layouts = [span.bounds, tokens, span.compressed_bounds(nsa), span.selection_bounds(nsa)]
-        row, key, compressed, block = span.on_device(layouts, device)
-        owner = owners(span.queries, row)[query]
-        t = span.start + query - row[owner]
-        first_key, first_compressed, place = key[owner], compressed[owner], block[owner] * nsa.l_sel
-        return AskedQueries(
-            queries=query,
-            keys=torch.stack([first_key, first_key + t]),
-            compressed=torch.stack([first_compressed, first_compressed + geometry.visible_compressed(t, nsa)]),
-            places=torch.stack([place, place + t]),
-            key_of_place=rows_elsewhere(span.selection_laid_out(nsa) * nsa.l_sel, block * nsa.l_sel, key),
-            place_of_compressed=rows_elsewhere(span.num_compressed(nsa) * nsa.d, compressed * nsa.d, block * nsa.l_sel)[
-                :: nsa.d
-            ],
-        )
+    def make(span: Span) -> AskedQueries:
+        return _asked(span, nsa, device, queries)
 
     # Of one document all of it follows from the shapes: nothing to keep, and it is made on the device, as CUDA graphs need.
-    return span.kept(("asked", device, nsa.l, nsa.d, nsa.l_sel, queries), make) if span.kind == "packed" else make()
+    key = ("asked", device, nsa.l, nsa.d, nsa.l_sel, queries)
+    return span.kept(key, make) if span.kind == "packed" else make(span)
+
+
+def _asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None) -> AskedQueries:
+    query = spread(span.queries, queries, device)
+    # Counted for the keys: of a chunk, those before it too.
+    tokens = tuple(accumulate((document.last for document in span.documents), initial=0))
+    layouts = [span.bounds, tokens, span.compressed_bounds(nsa), span.selection_bounds(nsa)]
+    row, key, compressed, block = span.on_device(layouts, device)
+    owner = owners(span.queries, row)[query]
+    t = span.start + query - row[owner]
+    first_key, first_compressed, place = key[owner], compressed[owner], block[owner] * nsa.l_sel
+    return AskedQueries(
+        queries=query,
+        keys=torch.stack([first_key, first_key + t]),
+        compressed=torch.stack([first_compressed, first_compressed + geometry.visible_compressed(t, nsa)]),
+        places=torch.stack([place, place + t]),
+        key_of_place=rows_elsewhere(span.selection_laid_out(nsa) * nsa.l_sel, block * nsa.l_sel, key),
+        place_of_compressed=rows_elsewhere(span.num_compressed(nsa) * nsa.d, compressed * nsa.d, block * nsa.l_sel)[
+            :: nsa.d
+        ],
+    )
 
 
 def loss_of(q: Tensor, k_cmp: Tensor, looking: Tensor, k_sel: Tensor, nsa: NSAConfig, rows: AskedQueries) -> Tensor:

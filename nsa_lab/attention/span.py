@@ -6,7 +6,8 @@ decoding. Packed: documents one after another in one row, each computed as if it
 Invariants
 * Immutable, hashable and equal by value; what is malformed raises ValueError when it is built, never later.
 * Everything is counted on the CPU. A device sees copies of the documents' bounds alone, made once per device; what is
-  computed from them there is kept with the span, so that all layers share it.
+  computed from them there is kept with the span, so that all layers share it. `take_over` fills that with another layout
+  in place, for a CUDA graph that reads it; the host's side never changes.
 * With a `capacity`, every tensor shape depends on the total number of tokens alone, whatever the documents are: CUDA graphs
   and torch.compile need that.
 """
@@ -14,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import FrozenInstanceError
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
@@ -61,7 +62,8 @@ class Span:
     """Documents that shapes are laid out for; None: shapes follow the documents."""
     at_most: int | None
     """Tokens that no document exceeds, of all that launches are laid out for; None: see `longest_laid_out`."""
-    _kept: dict[Hashable, Any]
+    _kept: dict[Hashable, tuple[Callable[[Span], Any], Any]]
+    """How it is made of a span, and what that was for this one."""
 
     def __init__(
         self,
@@ -71,7 +73,14 @@ class Span:
         capacity: int | None = None,
         at_most: int | None = None,
     ) -> None:
-        given = {"kind": kind, "bounds": bounds, "start": start, "capacity": capacity, "at_most": at_most, "_kept": {}}
+        given: dict[str, object] = {
+            "kind": kind,
+            "bounds": bounds,
+            "start": start,
+            "capacity": capacity,
+            "at_most": at_most,
+            "_kept": {},
+        }
         for name, value in given.items():
             object.__setattr__(self, name, value)
 
@@ -140,18 +149,18 @@ class Span:
     @property
     def documents(self) -> tuple[DocumentRows, ...]:
         """All of them in order, empty ones included."""
-        return self.kept(
-            "documents",
-            lambda: tuple(
-                DocumentRows(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
-                for begin, end in pairwise(self.bounds)
-            ),
+        return self.kept("documents", Span._documents)
+
+    def _documents(self) -> tuple[DocumentRows, ...]:
+        return tuple(
+            DocumentRows(slice(begin, end), slice(begin, end + self.start), self.start, self.start + end - begin)
+            for begin, end in pairwise(self.bounds)
         )
 
     @property
     def longest(self) -> int:
         """Keys of the longest document."""
-        return self.kept("longest", lambda: max(document.last for document in self.documents))
+        return self.kept("longest", lambda span: max(document.last for document in span.documents))
 
     @property
     def longest_laid_out(self) -> int:
@@ -192,8 +201,8 @@ class Span:
     def compressed_bounds(self, nsa: NSAConfig) -> tuple[int, ...]:
         """Rows of compressed keys where documents begin and, last, end; rows past the end are padding (eq. 7)."""
 
-        def count() -> tuple[int, ...]:
-            counts = (geometry.num_compressed(document.last, nsa) for document in self.documents)
+        def count(span: Span) -> tuple[int, ...]:
+            counts = (geometry.num_compressed(document.last, nsa) for document in span.documents)
             return tuple(accumulate(counts, initial=0))
 
         return self.kept(("compressed_bounds", nsa.l, nsa.d), count)
@@ -217,15 +226,52 @@ class Span:
 
     def begins(self, device: torch.device) -> Tensor:
         """Whether a query is the first of its document, bool [queries], made once per device."""
-        return self.kept(("begins", device), lambda: self.positions(device) == self.start)
+        return self.kept(("begins", device), lambda span: span.positions(device) == span.start)
 
-    def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """What `make` gives, called once for each `key`; the key names the device, if it lies on one."""
+    def kept(self, key: Hashable, make: Callable[[Span], Kept]) -> Kept:
+        """What `make` gives of this span, called once for each `key`; the key names the device, if it lies on one.
+
+        All that `make` knows of documents it has from the span that it is called with: `take_over` calls it with another.
+        """
         if key not in self._kept:
             # A tensor of inference mode could not take part in a backward pass, and the span may come to serve one.
             with torch.inference_mode(False):
-                self._kept[key] = make()
-        return self._kept[key]
+                self._kept[key] = make, make(self)
+        return self._kept[key][1]
+
+    @property
+    def laid_out(self) -> tuple[Any, ...]:
+        """Of packed documents with a capacity, all that shapes and launches follow from: equal for spans that can take over
+        each other's documents, and that one CUDA graph serves."""
+        return self.kind, self.queries, self.capacity, self.at_most
+
+    def take_over(self, other: Span) -> None:
+        """Fill every tensor that is kept here, in place, with what it is for `other`: a CUDA graph that was captured with
+        this span computes the documents of `other` when it is replayed next.
+
+        It is made for `other` and copied on the device's current stream; the host does not wait. What the host counts
+        (`bounds`, `documents`, `longest` and all that follows from them) goes on describing the documents that this span
+        was built with, and so does what is kept for the first time after this. Raises ValueError, before anything is
+        copied, unless both are packed documents with as many tokens, one capacity and one `longest`, and where what is kept
+        has another shape for `other`.
+        """
+        if self.capacity is None or self.laid_out != other.laid_out:
+            raise ValueError(
+                f"Span.take_over: {self} cannot hold the documents of {other}: both need as many tokens, one capacity and "
+                "one longest; give Span.packed the same capacity= and longest= for both"
+            )
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for key, (make, held) in self._kept.items():
+            here, there = list(_tensors(held)), list(_tensors(other.kept(key, make)))
+            mine, its = ([tuple(tensor.shape) for tensor in tensors] for tensors in (here, there))
+            if mine != its:
+                raise ValueError(
+                    f"Span.take_over: what is kept as {key!r} has shapes {mine} for {self}, and {its} for {other}; "
+                    "lay it out for the capacity, not for the documents"
+                )
+            pairs += zip(here, there, strict=True)
+        for tensor, value in pairs:
+            tensor.copy_(value, non_blocking=True)
 
     def on_device(self, bounds: list[tuple[int, ...]], device: torch.device) -> Tensor:
         """Bounds of several layouts as int32 [len(bounds), documents + 1], padded as those of `cu_seqlens`.
@@ -241,7 +287,7 @@ class Span:
 
         With a capacity, [capacity + 1]: documents that are missing are empty and stand at the end.
         """
-        return self.kept(device, lambda: self.on_device([self.bounds], device)[0])
+        return self.kept(device, lambda span: span.on_device([span.bounds], device)[0])
 
     def row_bounds(self, nsa: NSAConfig, device: torch.device) -> Tensor:
         """`bounds` above `compressed_bounds`: int32 [2, documents + 1] on `device`, copied there once per l and d.
@@ -250,8 +296,8 @@ class Span:
         make rows a multiple of four, 16 bytes, long.
         """
 
-        def copied() -> Tensor:
-            return _copied([self._padded(bounds, 4) for bounds in (self.bounds, self.compressed_bounds(nsa))], device)
+        def copied(span: Span) -> Tensor:
+            return _copied([span._padded(bounds, 4) for bounds in (span.bounds, span.compressed_bounds(nsa))], device)
 
         return self.kept(("row_bounds", device, nsa.l, nsa.d), copied)
 
@@ -280,6 +326,15 @@ class Span:
 def _positions_in_documents(span: Span, device: torch.device) -> Tensor:
     bounds = span.cu_seqlens(device)
     return geometry.positions(0, span.queries, device) - bounds[owners(span.queries, bounds)]
+
+
+def _tensors(kept: object) -> Iterator[Tensor]:
+    """Those in what is kept: a tensor, or tuples of them, one in another."""
+    if isinstance(kept, Tensor):
+        yield kept
+    elif isinstance(kept, tuple):
+        for part in cast("tuple[object, ...]", kept):
+            yield from _tensors(part)
 
 
 def _copied(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:

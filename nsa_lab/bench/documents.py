@@ -2,7 +2,8 @@
 
 The trainer's own step of the NSA model, as in `bench train`, on rows of real text: `data.documents: mask` against `cross`,
 everything else alike. What is told apart is less to read and more to keep apart, so the ratio says what a mask costs or,
-in long rows of short documents, what it saves.
+in long rows of short documents, what it saves. A shape that a run replays as a CUDA graph has a second row, of both as
+graphs.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_lab.bench import records
-from nsa_lab.bench.train import CPU_MODEL, CPU_SHAPES, TABLE_WIDTH, Measured, bench_config, measure
+from nsa_lab.bench.train import CPU_MODEL, CPU_SHAPES, SMALL_SHAPE, TABLE_WIDTH, Measured, bench_config, is_small, measure
 from nsa_lab.config import DataConfig, ModelConfig
 
 # T x micro-batch -> tokens per second with the mask over those without that the project set itself.
 BARS = {(2048, 32): 0.97, (65536, 1): 1.0}
+GPU_SHAPES = (*BARS, SMALL_SHAPE)
 MOST_TOKENS = 30_000_000  # of the text, read for the rows
 
 
@@ -30,6 +32,7 @@ class MaskedRow:
 
     seq_len: int
     micro_batch: int
+    cuda_graph: bool
     documents_per_row: float
     cross: float
     mask: float
@@ -56,7 +59,11 @@ def run_documents_bench(
     """
     cuda = torch.cuda.is_available()
     model = ModelConfig() if cuda else CPU_MODEL
-    rows = [_row(model, shape, text, cuda, steps) for shape in shapes or (tuple(BARS) if cuda else CPU_SHAPES)]
+    rows = [
+        _row(model, shape, text, cuda, graph, steps)
+        for shape in shapes or (GPU_SHAPES if cuda else CPU_SHAPES)
+        for graph in ((False, True) if cuda and is_small(*shape) else (False,))
+    ]
     (console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)).print(_table(rows))
     if json_path:
         record = {
@@ -70,28 +77,31 @@ def run_documents_bench(
     return rows
 
 
-def _row(model: ModelConfig, shape: tuple[int, int], text: Path | None, cuda: bool, steps: int) -> MaskedRow:
+def _row(model: ModelConfig, shape: tuple[int, int], text: Path | None, cuda: bool, graph: bool, steps: int) -> MaskedRow:
     seq_len, micro = shape
     found: dict[str, Measured] = {}
     for documents in ("cross", "mask"):
         source = {"source": "stdlib"} if text is None else {"source": "local", "path": str(text)}
         data = DataConfig.model_validate({**source, "documents": documents, "max_tokens": MOST_TOKENS})
-        config = bench_config(model, "nsa", seq_len, micro, cuda, data, graph=False)
+        config = bench_config(model, "nsa", seq_len, micro, cuda, data, graph=graph)
         found[documents] = measure(config, steps)
     cross, mask = found["cross"], found["mask"]
     rates = cross.tokens_per_s, mask.tokens_per_s, mask.tokens_per_s / cross.tokens_per_s
     peaks = cross.memory_peak_bytes, mask.memory_peak_bytes
-    return MaskedRow(seq_len, micro, mask.documents_per_row, *rates, BARS.get(shape), *peaks, mask.backends)
+    bar = None if graph else BARS.get(shape)
+    return MaskedRow(seq_len, micro, graph, mask.documents_per_row, *rates, bar, *peaks, mask.backends)
 
 
 def _table(rows: list[MaskedRow]) -> Table:
     table = Table(title=f"Training with documents told apart, {records.device_name()}; tokens per second")
-    for name in ("T x micro", "documents per row", "one text", "masked", "ratio", "bar", "GB", "GB masked", "backends"):
+    names = "T x micro", "graph", "documents per row", "one text", "masked", "ratio", "bar", "GB", "GB masked", "backends"
+    for name in names:
         table.add_column(name, justify="right")
     for r in rows:
         peaks = (f"{peak / 1e9:.2f}" for peak in (r.cross_peak_bytes, r.mask_peak_bytes))
         table.add_row(
             f"{r.seq_len} x {r.micro_batch}",
+            "yes" if r.cuda_graph else "",
             f"{r.documents_per_row:.1f}",
             f"{r.cross:,.0f}",
             f"{r.mask:,.0f}",

@@ -183,8 +183,9 @@ def bench_config(
     """A run that saves and evaluates nothing. `graph`: replay a CUDA graph where a run of this size would."""
     runtime = RuntimeConfig(device="cpu")
     if cuda:
-        small = graph and seq_len * micro <= SMALL_SHAPE[0] * SMALL_SHAPE[1]
-        runtime = RuntimeConfig(device="cuda", precision="bf16", compile=True, cuda_graph=small)
+        runtime = RuntimeConfig(
+            device="cuda", precision="bf16", compile=True, cuda_graph=graph and is_small(seq_len, micro)
+        )
     return RunConfig(
         name="bench",
         model=base.model_copy(update={"attention": kind}),
@@ -192,6 +193,11 @@ def bench_config(
         data=data or DataConfig(),
         train=TrainConfig(steps=1000, seq_len=seq_len, batch_size=micro, eval_every=0, save_every=0),
     )
+
+
+def is_small(seq_len: int, micro: int) -> bool:
+    """Whether a run of this shape replays CUDA graphs: the host is slower than the GPU."""
+    return seq_len * micro <= SMALL_SHAPE[0] * SMALL_SHAPE[1]
 
 
 def _ready(parts: Parts) -> list[Batch]:

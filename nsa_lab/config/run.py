@@ -36,15 +36,6 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _graphs_have_one_layout(self) -> RunConfig:
-        if self.runtime.cuda_graph and self.data.documents == "mask":
-            raise ValueError(
-                "runtime.cuda_graph = True replays one layout of documents, and data.documents = mask has another in every "
-                "batch; set runtime.cuda_graph: false, or data.documents: cross"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _shares_are_of_planted_text(self) -> RunConfig:
         shares = [stage.planted_share for stage in self.train.plan if stage.planted_share != 1]
         if shares and self.data.source != "recall":

@@ -1,70 +1,177 @@
-"""A step's gradients as one CUDA graph: the host launches once, however many kernels the step has.
+"""A step's gradients as CUDA graphs: the host launches once, however many kernels the step has.
 
 It pays where the host is the slower of the two: small batches. The kernels, and so the numbers, are those of the plain
 step. The optimiser stays outside, so that the update of a bad step can be skipped on the device without a second graph.
+
+Documents that are told apart lie elsewhere in every batch, and all that kernels know of them are tensors which spans keep.
+A graph is captured with spans of its own, which take over the documents of a batch before it is replayed. What a part of
+the model asks the host about documents instead, a graph replays as it was answered at the capture, for ever and without a
+sign: so each is held against a pass without one, over documents that it was not captured with, before it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa_lab.attention import Span
+from nsa_lab.config import ConfigError
+from nsa_lab.data import Batch
+from nsa_lab.train.documents import other_documents
+
 WARM_UP = 3  # compilation, autotuning and workspaces must be over when the capture begins
+# How far loss and gradient of a replay may be from those of a plain pass, in shares of their size. The kernels are the
+# same: what differs is the order in which some of them add. Of other documents the loss is another by a hundredth.
+ROUNDING = 1e-3
+
+Spans = Sequence[Span | None]
+"""Of the micro-batches of a step; None where rows are read as one text."""
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A graph, the tensors that it reads and those that it writes."""
+
+    batch: Batch
+    spans: Spans
+    run: Callable[[], None]
+    loss: Tensor
+    grads: list[Tensor | None]
+
+    def replay(self, batch: Batch, spans: Spans) -> None:
+        """Compute `loss` and `grads` of a batch with documents as `spans` have them."""
+        for here, there in zip(self.batch[:3], batch[:3], strict=True):
+            if here is not None and there is not None:
+                here.copy_(there, non_blocking=True)
+        for held, span in zip(self.spans, spans, strict=True):
+            if held is not None and span is not None:
+                held.take_over(span)
+        self.run()
 
 
 class GraphedGradients:
-    """Calls `gradients(inputs, targets, weights) -> loss`, which leaves `.grad` behind, as a graph of the first call.
+    """Calls `gradients(batch, spans) -> loss`, which leaves `.grad` behind, as a graph.
 
-    `warmed_up` is called just before the capture, while the gradients of a warm-up are there.
-    Gradients and loss live in the graph's own memory and are overwritten by the next call: nothing may set `.grad` to None.
+    There is one for each size that documents are laid out for (`Span.laid_out`), captured when it first comes. A capture
+    takes a few plain passes, in memory beside that of the graphs; these share theirs, but for the gradients, of which each
+    has its own. `warmed_up` is called just before the first capture, while the gradients of a warm-up are there.
+    Gradients and loss live in the graphs' own memory and are overwritten by the next call, whichever graph it replays:
+    nothing may set `.grad` to None.
     """
 
     def __init__(
         self,
-        gradients: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        gradients: Callable[[Batch, Spans], Tensor],
         parameters: Iterable[Tensor],
         device: torch.device,
         warmed_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._gradients, self._parameters, self._device = gradients, list(parameters), device
         self._warmed_up = warmed_up
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured: dict[Hashable, CapturedStep] = {}
+        self._pool: Any = None
 
-    def __call__(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Token ids int64 `[n, T]` and weights, of the shapes of the first call; the loss, a device tensor."""
-        if self._graph is None:
-            self._graph = self._capture(inputs, targets, weights)
-        self._inputs.copy_(inputs, non_blocking=True)
-        self._targets.copy_(targets, non_blocking=True)
-        if self._weights is not None and weights is not None:
-            self._weights.copy_(weights, non_blocking=True)
-        self._graph.replay()
-        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+    def __call__(self, batch: Batch, spans: Spans) -> Tensor:
+        """The loss, a device tensor. Inputs, targets and weights of `batch` have the shapes of the first call; where its
+        documents begin is what `spans` say.
+
+        Raises ConfigError where documents are told apart and a part of the model, replayed, does not compute those of the
+        spans.
+        """
+        layout = tuple(span and span.laid_out for span in spans)
+        if layout not in self._captured:
+            self._captured[layout] = self._capture(batch, spans)
+        step = self._captured[layout]
+        step.replay(batch, spans)
+        for parameter, grad in zip(self._parameters, step.grads, strict=True):
             parameter.grad = grad
-        return self._loss
+        return step.loss
 
-    def _capture(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> torch.cuda.CUDAGraph:
-        self._inputs, self._targets = (x.to(self._device, copy=True) for x in (inputs, targets))
-        self._weights = None if weights is None else weights.to(self._device, copy=True)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+    def _capture(self, batch: Batch, spans: Spans) -> CapturedStep:
+        inputs, targets, weights = (x if x is None else x.to(self._device, copy=True) for x in batch[:3])
+        assert inputs is not None and targets is not None, "a batch has both"
+        own = Batch(inputs, targets, weights)
+        # Of its own: they come to hold documents that are not those of their bounds.
+        held = [copy.copy(span) for span in spans]
+        others = [span and other_documents(span) for span in spans]
+        with on_a_side_stream(self._device):
             for _ in range(WARM_UP):
-                self._clear()
-                self._gradients(self._inputs, self._targets, self._weights)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._warmed_up()
+                self._plain(own, held)
+            # Before the capture, when no activations lie in the graph's memory; the gradients wait on the CPU.
+            expected = (self._plain(own, others).cpu(), self._grads(to="cpu")) if any(others) else None
+        if not self._captured:
+            self._warmed_up()
         # Backward must find no gradients, so that it writes them instead of adding to what a replay left.
         self._clear()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: the thread that loads the next batch pins memory, which a global capture would forbid.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._loss = self._gradients(self._inputs, self._targets, self._weights)
-        self._grads = [parameter.grad for parameter in self._parameters]
-        return graph
+        run, loss, self._pool = record(lambda: self._gradients(own, held), self._pool)
+        step = CapturedStep(own, held, run, loss, self._grads())
+        if expected:
+            step.replay(own, others)
+            _check(step, *expected)
+        return step
+
+    def _plain(self, batch: Batch, spans: Spans) -> Tensor:
+        self._clear()
+        return self._gradients(batch, spans)
+
+    def _grads(self, to: str | None = None) -> list[Tensor | None]:
+        return [p.grad if p.grad is None or to is None else p.grad.to(to) for p in self._parameters]
 
     def _clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+@contextmanager
+def on_a_side_stream(device: torch.device) -> Iterator[None]:
+    """Where what is to be captured is rehearsed: after all that is queued, and before all that follows."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def record(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor, Any]:
+    """What replays `run`, the tensor that every replay fills anew, and the memory that the next graph is to share; `pool`
+    is what the last one gave, None before the first.
+
+    Graphs may share it in whatever order they are replayed, one at a time: none reads what another left there.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: the thread that loads the next batch pins memory, which a global capture would forbid.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = run()
+    return graph.replay, result, graph.pool()
+
+
+def _check(step: CapturedStep, loss: Tensor, grads: list[Tensor | None]) -> None:
+    """Raises ConfigError unless a replay left this loss, a vector of what is told, and these gradients; both on the CPU."""
+    loss_apart = max(_apart([found], [wanted]) for found, wanted in zip(step.loss, loss, strict=True))
+    there = [grad for grad in step.grads if grad is not None]
+    grads_apart = _apart(there, [grad for grad in grads if grad is not None])
+    if not (loss_apart <= ROUNDING and grads_apart <= ROUNDING):  # not so of NaN either
+        raise ConfigError(
+            f"runtime.cuda_graph = True: replayed with other documents, a step's loss is {loss_apart:.2g} and its gradient "
+            f"{grads_apart:.2g} of their size away from those of a step without a graph, where {ROUNDING:g} is rounding: a "
+            "part of this model asks the host where documents begin, as the backends torch and reference do; "
+            "set runtime.cuda_graph: false"
+        )
+
+
+def _apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Norm of the difference over the norm of what was wanted, of all tensors as one vector."""
+    pairs = [(here, there.to(here.device)) for here, there in zip(found, wanted, strict=True)]
+    difference, size = (_norm(tensors) for tensors in ([a - b for a, b in pairs], [b for _, b in pairs]))
+    return difference / max(size, sys.float_info.min)
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x.float()) for x in tensors])))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nsa_lab.data import Batch
 from nsa_lab.runs.files import write_json
-from nsa_lab.train.documents import logits_of
+from nsa_lab.train.documents import logits_of, span_of
 from nsa_lab.train.guard import Finding
 from nsa_lab.train.measure import branch_statistics, layer_norms
 from nsa_lab.train.parts import Parts, eager
@@ -64,7 +64,7 @@ def _replay(parts: Parts, batch: Batch) -> tuple[list[str], str | None]:
         for part in parts.stepper.micro_batches(batch):
             tokens = part.targets.numel()
             with parts.stepper.autocast():
-                logits = logits_of(parts.model, part.inputs.to(parts.device), part.documents)
+                logits = logits_of(parts.model, part.inputs.to(parts.device), span_of(part.documents))
             loss = token_losses(logits, part.targets.to(parts.device)) / tokens
             losses.append(repr(loss.item()))
             share = loss * tokens / parts.stepper.stage.tokens_per_step

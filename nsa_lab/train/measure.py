@@ -89,7 +89,7 @@ def _read(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> Iter
         documents = held_out.documents(tokens)
         inputs, targets = tokens.to(parts.device), wanted.to(parts.device)
         with parts.stepper.autocast():
-            logits = logits_of(parts.model, inputs, documents)
+            logits = logits_of(parts.model, inputs, span_of(documents))
         begins = None if documents is None else inputs == parts.dataset.tokenizer.separator
         yield _Read(index, weight, logits, targets, begins)
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nsa_lab.attention import Span
 from nsa_lab.config import StageConfig, TrainConfig
 from nsa_lab.data import Batch, Documents
-from nsa_lab.train.cuda_graph import GraphedGradients
+from nsa_lab.train.cuda_graph import GraphedGradients, Spans
 from nsa_lab.train.distributed import World
-from nsa_lab.train.documents import logits_of
+from nsa_lab.train.documents import logits_of, spans_of
 from nsa_lab.train.muon import Muon, matrices
 
 LOSS, GRAD_NORM, BAD, STOP, AUXILIARY = range(5)
@@ -107,10 +108,7 @@ class Stepper:
         self.applied_lr = 0.0
         # Called by the optimiser itself when it steps: what a record says of the rate is what was held then.
         optimizer.register_step_pre_hook(self._note_rate)
-        replayed = GraphedGradients(
-            lambda *batch: self._gradients(Batch(*batch)), self._parameters, device, self._make_moments
-        )
-        self._graphed = replayed if graph else None
+        self._graphed = GraphedGradients(self._gradients, self._parameters, device, self._make_moments) if graph else None
 
     def autocast(self) -> AbstractContextManager:
         if not self._bf16:
@@ -141,13 +139,15 @@ class Stepper:
         the step is then as if it had never begun. `stop` is this rank's wish to stop; the flag that comes back counts the
         ranks that wish it.
         """
+        batch = Batch(inputs, targets, weights, documents)
+        spans = spans_of(self.micro_batches(batch))
         if self._graphed:
             poll()
             with interruptible():
-                told = self._graphed(inputs, targets, weights)
+                told = self._graphed(batch, spans)
         else:
             self._optimizer.zero_grad(set_to_none=True)
-            told = self._gradients(Batch(inputs, targets, weights, documents), poll, interruptible)
+            told = self._gradients(batch, spans, poll, interruptible)
         stops, loss, *more = self._world.sum(torch.cat([told.new_full((1,), float(stop)), told])).unbind()
         norm = self._clip()
         self._bad = torch.maximum(self._bad, (~(torch.isfinite(loss) & torch.isfinite(norm))).float())
@@ -157,16 +157,20 @@ class Stepper:
     def _gradients(
         self,
         batch: Batch,
+        spans: Spans,
         poll: Callable[[], None] = lambda: None,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """Loss and auxiliary loss of the step, and with weights what is told apart: [2], [6] or [8]. `.grad` grows."""
+        """Loss and auxiliary loss of the step, and with weights what is told apart: [2], [6] or [8]. `.grad` grows.
+
+        `spans` are those of the documents of its micro-batches.
+        """
         whole, parts = self._whole(batch.weights), self.micro_batches(batch)
         told: list[Tensor] = []
-        for number, part in enumerate(parts, 1):
+        for number, (part, span) in enumerate(zip(parts, spans, strict=True), 1):
             poll()
             with interruptible(), self._world.sync(self._forward, when=number == len(parts)):
-                told.append(self._backward(part, whole))
+                told.append(self._backward(part, span, whole))
         return functools.reduce(torch.add, told)
 
     def _whole(self, weights: Tensor | None) -> float | Tensor:
@@ -175,10 +179,10 @@ class Stepper:
             return self.stage.tokens_per_step
         return self._world.sum(weights.to(self._device, non_blocking=True).sum())
 
-    def _backward(self, batch: Batch, whole: float | Tensor) -> Tensor:
+    def _backward(self, batch: Batch, span: Span | None, whole: float | Tensor) -> Tensor:
         tokens = batch.inputs.to(self._device, non_blocking=True)
         with self.autocast():
-            logits = logits_of(self._forward, tokens, batch.documents)
+            logits = logits_of(self._forward, tokens, span)
         targets = batch.targets.to(self._device, non_blocking=True)
         if batch.weights is None:
             total, apart = token_losses(logits, targets) / whole, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from nsa_lab.bench import documents, train
 from nsa_lab.cli import app
+from nsa_lab.config import RunConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are measurements, not tests")
 
@@ -26,9 +28,31 @@ def test_masked_rows_are_measured_beside_the_same_rows_as_one_text(tmp_path: Pat
     table = Console(file=(tmp_path / "table.txt").open("w"), width=200)
     (row,) = documents.run_documents_bench(((64, 2),), tmp_path / "bench.json", text=text, steps=3, console=table)
     assert [data.documents for data in seen] == ["cross", "mask"]
-    assert 3 < row.documents_per_row < 5 and row.ratio == row.mask / row.cross > 0 and row.bar is None
+    assert (
+        not row.cuda_graph and 3 < row.documents_per_row < 5 and row.ratio == row.mask / row.cross > 0 and row.bar is None
+    )
     recorded = json.loads((tmp_path / "bench.json").read_text())
     assert recorded["rows"][0]["mask"] == row.mask and recorded["text"] == "short.jsonl" and recorded["code"]["sources"]
+
+
+def test_a_small_shape_is_measured_as_graphs_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU, beside the shapes that have bars: both readings of the text plain, then both replayed."""
+    seen: list[tuple[int, int, str, bool]] = []
+
+    def measured(config: RunConfig, steps: int) -> train.Measured:
+        shape = config.train.seq_len, config.train.batch_size
+        seen.append((*shape, config.data.documents, config.runtime.cuda_graph))
+        return train.Measured("nsa", *shape, 1.0, 1.0, 1.0, 1.0, 1, {}, config.runtime.cuda_graph)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(documents, "measure", measured)
+    monkeypatch.setattr(documents.records, "origin", lambda device: {})
+    monkeypatch.setattr(documents.records, "device_name", lambda: "a GPU")
+    rows = documents.run_documents_bench(json_path=tmp_path / "bench.json", console=Console(file=io.StringIO()))
+    shapes = [(2048, 32, False), (65536, 1, False), (2048, 4, False), (2048, 4, True)]
+    assert [(row.seq_len, row.micro_batch, row.cuda_graph) for row in rows] == shapes
+    assert seen == [(T, micro, kind, graph) for T, micro, graph in shapes for kind in ("cross", "mask")]
+    assert [row["cuda_graph"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == [False] * 3 + [True]
 
 
 def test_options_that_go_with_the_other_bench_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_lab.config import ConfigError, DataConfig, RecallConfig, RuntimeConfig, TrainConfig
+from nsa_lab.config import ConfigError, DataConfig, RecallConfig, TrainConfig
 from nsa_lab.config.run import RunConfig
 from nsa_lab.data import Batches, BestFitRows, EvalBatches, StagedBatches, StreamRows, TokenStore
 from nsa_lab.data.documents import beginnings
@@ -245,10 +245,6 @@ def test_a_masked_run_plants_its_facts_so() -> None:
 def test_what_does_not_go_together_is_refused(refuses: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match=r"facts would be planted into padding; set data\.documents: mask"):
         DataConfig(source="recall", packing="best_fit")
-    with pytest.raises(
-        ConfigError, match=r"cuda_graph = True replays one layout of documents.*set runtime\.cuda_graph: false"
-    ):
-        RunConfig(data=DataConfig(documents="mask"), runtime=RuntimeConfig(cuda_graph=True))
     unended = TokenStore([np.arange(100, dtype=np.uint8)])
     refuses(lambda: BestFitRows(unended, 8, SEP), "no document ends in these tokens", "data.packing: stream")
     assert StreamRows(unended, 8, SEP).most_documents() == 1

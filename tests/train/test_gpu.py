@@ -1,7 +1,9 @@
-"""What only a GPU can show: nothing waits for it between log points, bad updates are skipped on it, resumes are exact."""
+"""What only a GPU can show: nothing waits for it between log points, bad updates are skipped on it, resumes are exact, and
+graphs replay any documents."""
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,14 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from document_batches import SEP, batch_of
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from nsa_lab.config import RunConfig
+from nsa_lab.attention import dense
+from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.data import Batch
 from nsa_lab.runs import events
 from nsa_lab.train.distributed import World
-from nsa_lab.train.parts import Builders, Parts, assemble
+from nsa_lab.train.documents import spans_of
+from nsa_lab.train.parts import Builders, Parts, assemble, build_model, compile_blocks, set_determinism
 from nsa_lab.train.preflight import checks
-from nsa_lab.train.step import BAD, Readback
+from nsa_lab.train.step import BAD, Readback, Stepper, make_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -109,3 +116,116 @@ def test_in_fast_mode_a_resumed_run_has_the_same_data_and_nearly_the_same_losses
         shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
     assert train(run_dir) == 0
     assert losses(run_dir) == pytest.approx(told, rel=5e-3)
+
+
+# Graphs of documents told apart.
+
+RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 8}
+MODELS: dict[str, dict[str, Any]] = {"nsa": {}, "recipe": RECIPE, "dense": {"attention": "dense"}}
+# Documents of the four rows of a step, by turns few and many, which takes two graphs.
+LENGTHS = [
+    [[256], [100, 156], [255, 1], [256]],
+    [[16] * 16, [256], [200, 56], [3, 253]],
+    [[1, 255], [70, 186], [256], [90, 166]],
+    [[256], [60, 4, 192], [32] * 8, [5] * 8 + [216]],
+    [[128, 128], [64, 192], [10, 246], [256]],
+    [[256]] * 3 + [[10] * 20 + [56]],
+]
+BATCHES = [batch_of(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    set_determinism(True)
+    yield
+    set_determinism(False)
+
+
+def stepper_of(tiny: Tiny, *, graph: bool, compiled: bool = False, **changes: Any) -> tuple[nn.Module, Stepper]:
+    """Of the bf16 model, without a data set; two micro-batches of two rows unless `changes` say otherwise."""
+    grouped = {"batch_size": 4, "accumulate_grad_batches": 1, "micro_batch_size": 2}
+    config = tiny(**GPU | grouped | {"runtime": RUNTIME} | changes)
+    device = torch.device("cuda", 0)
+    model = build_model(config, device)
+    if compiled:
+        compile_blocks(model)
+    optimizer = make_optimizer(model, config.train)
+    auxiliary = model.auxiliary_loss if config.model.taught else None
+    settings: dict[str, Any] = {"device": device, "bf16": True, "world": World(), "auxiliary": auxiliary, "separator": SEP}
+    return model, Stepper(model, model, optimizer, config.train, graph=graph, **settings)
+
+
+def masked_step(stepper: Stepper, batch: Batch) -> Tensor:
+    return stepper.step(*batch[:2], 1e-3, lambda: None, weights=batch.weights, documents=batch.documents)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("micro", [4, 2])
+@pytest.mark.parametrize("kind", MODELS)
+def test_documents_of_any_layout_are_replayed_as_they_are_computed(
+    tiny: Tiny, deterministic: None, kind: str, micro: int, compiled: bool
+) -> None:
+    """Losses, what is told apart, the norm of the gradient and the weights at the end, through two capacities in turn."""
+    if kind == "dense" and dense._varlen_attention() is None:
+        pytest.skip("this torch has no attention over documents of any lengths")
+    found, weights = [], []
+    for graph in (False, True):
+        torch.compiler.reset()
+        changes = {"model": GPU["model"] | MODELS[kind], "micro_batch_size": micro}
+        model, stepper = stepper_of(tiny, graph=graph, compiled=compiled, **changes)
+        found.append(torch.stack([masked_step(stepper, batch) for batch in BATCHES]).cpu())
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().cpu())
+        if graph:
+            capacities = {spans_of(batch.split(micro))[0].capacity for batch in BATCHES}
+            assert len(stepper._graphed._captured) == len(capacities) == 2
+    assert found[0].isfinite().all() and (found[0][:, BAD] == 0).all()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-4)
+
+
+def test_a_replay_for_other_documents_does_not_wait_for_the_device(tiny: Tiny) -> None:
+    _, stepper = stepper_of(tiny, graph=True)
+    pinned = [Batch(*(x.pin_memory() for x in batch[:3]), batch.documents) for batch in BATCHES]
+    for batch in pinned[:2]:  # captures, which may
+        masked_step(stepper, batch)
+    with waiting_is_an_error():
+        results = [masked_step(stepper, batch) for batch in pinned[2:]]
+    assert torch.stack(results).isfinite().all()
+
+
+def test_a_backend_that_goes_from_document_to_document_is_found(tiny: Tiny) -> None:
+    _, stepper = stepper_of(tiny, graph=True, runtime=RUNTIME | {"backend": "torch"})
+    with pytest.raises(ConfigError, match=r"replayed with other documents.*set runtime\.cuda_graph: false"):
+        masked_step(stepper, BATCHES[0])
+
+
+def test_graphs_share_their_memory(tiny: Tiny) -> None:
+    """But for gradients, a batch, tables and a stream's workspace."""
+    _, stepper = stepper_of(tiny, graph=True, seq_len=2048, micro_batch_size=4)
+    reserved = [torch.cuda.memory_reserved()]
+    for rows in ([[2048]] * 4, [[64] * 32] * 4):
+        masked_step(stepper, batch_of(rows, 0))
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    before, first, second = reserved
+    assert second - first < (first - before) / 2
+
+
+def test_a_masked_run_has_the_losses_of_one_without_graphs(
+    new_run: Make, train: Callable[..., int], tmp_path: Path
+) -> None:
+    """Preflight, evaluations, statistics and saves between the steps included, and a resume."""
+    dice, path = random.Random(7), tmp_path / "texts.jsonl"
+    lines = ["".join(dice.choices("abcdefgh", k=dice.choice([1, 5, 30, 90, 400]))) for _ in range(1500)]
+    path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
+    data = {"source": "local", "path": str(path), "max_tokens": None, "documents": "mask"}
+    told = []
+    for graph in (False, True):
+        run_dir = new_run(**GPU | {"data": data}, runtime=RUNTIME | {"deterministic": True, "cuda_graph": graph})
+        assert train(run_dir) == 0
+        told.append(losses(run_dir))
+    assert told[1] == pytest.approx(told[0], rel=1e-4)
+    for step in (10, 12):
+        shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
+    assert train(run_dir) == 0
+    assert losses(run_dir) == pytest.approx(told[1], rel=1e-6)

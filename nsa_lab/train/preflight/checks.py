@@ -34,7 +34,7 @@ from nsa_lab.runs.summary import filling_text, size_text
 from nsa_lab.train import snapshot
 from nsa_lab.train.checkpoint import CheckpointStore
 from nsa_lab.train.distributed import World
-from nsa_lab.train.documents import logits_of
+from nsa_lab.train.documents import logits_of, span_of
 from nsa_lab.train.measure import probe_logits
 from nsa_lab.train.parts import Builders, Parts, assemble, choose_device, eager, set_determinism
 from nsa_lab.train.plan import PRODUCTION_PARAMS, Plan, checkpoints_kept, hours, plan
@@ -162,9 +162,9 @@ def data(parts: Parts) -> Check:
 @torch.no_grad()
 def initial_loss(parts: Parts) -> Check:
     inputs, targets = parts.evaluations[0][0]
-    documents = parts.evaluations[0].documents(inputs)
+    span = span_of(parts.evaluations[0].documents(inputs))
     with eager(), parts.stepper.autocast():
-        logits = logits_of(parts.model, inputs.to(parts.device), documents)
+        logits = logits_of(parts.model, inputs.to(parts.device), span)
     loss = token_losses(logits, targets.to(parts.device)).item() / targets.numel()
     expected = math.log(parts.config.model.vocab_size)
     return Check("initial_loss", abs(loss / expected - 1) <= 0.02, f"{loss:.4f}", f"{expected:.4f} (ln V) within 2 %")
@@ -208,7 +208,7 @@ def gradients(parts: Parts) -> Check:
     if parts.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(parts.device)
     with parts.stepper.autocast():
-        logits = logits_of(parts.model, batch.inputs.to(parts.device), batch.documents)
+        logits = logits_of(parts.model, batch.inputs.to(parts.device), span_of(batch.documents))
     (token_losses(logits, batch.targets.to(parts.device)) + parts.stepper.added(batch.inputs.numel())).backward()
     wanted = [(name, p) for name, p in parts.model.named_parameters() if p.requires_grad]
     without = [name for name, p in wanted if p.grad is None or not _usable(parts.world.full(p.grad))]

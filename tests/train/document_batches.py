@@ -1,0 +1,22 @@
+"""Batches whose documents have lengths of the test's choosing, for steps that are taken without a data set."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from nsa_lab.data import Batch, Documents
+
+SEP = 255
+
+
+def batch_of(lengths: list[list[int]], seed: int) -> Batch:
+    """A row of documents for each list, a separator at the beginning of each; some tokens have no weight."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(SEP, (len(lengths), sum(lengths[0]) + 1), generator=generator)
+    rows = tuple(torch.tensor([*accumulate(row, initial=0)], dtype=torch.int32) for row in lengths)
+    for row, bounds in enumerate(rows):
+        tokens[row, bounds[:-1].long()] = SEP
+    weights = (torch.rand(tokens[:, 1:].shape, generator=generator) < 0.9).float()
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights, Documents(rows))

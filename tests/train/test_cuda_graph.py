@@ -1,0 +1,240 @@
+"""Graphs of documents told apart. Without a GPU a replay runs the captured step anew, with the batch and spans it holds.
+
+What asks the host is told of the capture's documents, as in a graph. What only a GPU can show is in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import accumulate, count
+from typing import Any
+
+import pytest
+import torch
+from document_batches import SEP, batch_of
+from hypothesis import given
+from hypothesis import strategies as st
+from interpreter import keep_what_it_repeats
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from nsa_lab.attention import Span, dense
+from nsa_lab.attention.packing import owners
+from nsa_lab.config import ConfigError, DataConfig, RunConfig, RuntimeConfig
+from nsa_lab.data import Batch, Documents
+from nsa_lab.train import cuda_graph
+from nsa_lab.train.distributed import World
+from nsa_lab.train.documents import other_documents, spans_of
+from nsa_lab.train.parts import build_model
+from nsa_lab.train.step import Stepper, make_optimizer
+
+Tiny = Callable[..., RunConfig]
+CPU = torch.device("cpu")
+
+# Documents of the four rows of every step, which have room in two or three capacities, as rows are grouped.
+LENGTHS = [
+    [[32], [10, 22], [5, 27], [31, 1]],
+    [[1, 31], [20, 12], [32], [16, 8, 8]],
+    [[2] * 16, [32], [32], [32]],
+    [[8, 24], [8, 24], [32], [4, 4, 24]],
+    [[32], [4] * 8, [3, 29], [1] * 10 + [22]],
+]
+
+
+BATCHES = [batch_of(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+
+
+def by_tables(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *_: Any, **how: Any) -> Tensor:
+    """What a kernel for documents of any lengths computes, and it knows them by their bounds alone, as on a GPU."""
+    document, t = owners(len(q), bounds), torch.arange(len(q))
+    seen = (document == document[:, None]) & (t <= t[:, None])
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+
+
+@pytest.fixture
+def stepper(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., tuple[nn.Module, Stepper]]:
+    """`stepper(graph, ...)`: the tiny dense model and its stepper; a graph of it is Python run anew."""
+    monkeypatch.setattr(cuda_graph, "WARM_UP", 1)
+    monkeypatch.setattr(cuda_graph, "on_a_side_stream", lambda device: nullcontext())
+    monkeypatch.setattr(dense, "_varlen", lambda q, v: by_tables)
+
+    def make(graph: bool, **changes: Any) -> tuple[nn.Module, Stepper]:
+        changes = {"batch_size": 4, "accumulate_grad_batches": 1, "model": {"attention": "dense"}} | changes
+        config = tiny(**changes)
+        model = build_model(config, CPU)
+        parameters = list(model.parameters())
+
+        def run_anew(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor, Any]:
+            result = run()
+            grads = [p.grad for p in parameters]
+
+            def replay() -> None:
+                for p in parameters:
+                    p.grad = None
+                result.copy_(run())
+                for p, grad in zip(parameters, grads, strict=True):
+                    grad.copy_(p.grad)
+
+            return replay, result, (pool or 0) + 1
+
+        if graph:
+            monkeypatch.setattr(cuda_graph, "record", run_anew)
+        settings: dict[str, Any] = {"device": CPU, "bf16": False, "world": World(), "graph": graph, "separator": SEP}
+        settings["auxiliary"] = model.auxiliary_loss if config.model.taught else None
+        return model, Stepper(model, model, make_optimizer(model, config.train), config.train, **settings)
+
+    return make
+
+
+def step(stepper: Stepper, batch: Batch) -> Tensor:
+    return stepper.step(*batch[:2], 1e-3, lambda: None, weights=batch.weights, documents=batch.documents)
+
+
+def trained(model: nn.Module, stepper: Stepper, batches: list[Batch]) -> tuple[Tensor, list[Tensor]]:
+    """Results of the steps, and the gradient and the weights that each left."""
+    results, left = [], []
+    for batch in batches:
+        results.append(step(stepper, batch))
+        left.append(torch.cat([x.detach().flatten() for p in model.parameters() for x in (p.grad, p)]))
+    return torch.stack(results), left
+
+
+@pytest.mark.parametrize("micro", [4, 2, 1])
+def test_steps_of_graphs_are_those_without(stepper: Callable[..., Any], micro: int) -> None:
+    """To the bit: losses, gradients and weights, through layouts of two capacities in turn, however rows are grouped."""
+    model, graphed = stepper(True, micro_batch_size=micro)
+    random = torch.get_rng_state()
+    found, left = trained(model, graphed, BATCHES)
+    assert torch.equal(torch.get_rng_state(), random)
+    capacities = {tuple(span.capacity for span in spans_of(batch.split(micro))) for batch in BATCHES}
+    assert len(graphed._graphed._captured) == len(capacities) in (2, 3) and graphed._graphed._pool == len(capacities)
+    expected, wanted = trained(*stepper(False, micro_batch_size=micro), BATCHES)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a, b) for a, b in zip(left, wanted, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")  # of a row that sees no block
+@pytest.mark.parametrize("recipe", [False, True])
+def test_the_kernels_compute_what_the_spans_hold(stepper: Callable[..., Any], recipe: bool) -> None:
+    """Under the interpreter: with the recipe, the indexer, late keys and the selection loss have tables of their own."""
+    pytest.importorskip("triton.runtime.interpreter")
+    keep_what_it_repeats()
+    more = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 4} if recipe else {}
+    changes: dict[str, Any] = {
+        "model": {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 16, "d_v": 16, **more},
+        "nsa": {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 8},
+        "runtime": {"device": "cpu", "backend": "triton"},
+        "batch_size": 1,
+        "seq_len": 48,
+    }
+    lengths = [[9, 5, 34], [1, 30, 17], [17, 2, 4, 4, 21]]
+    batches = [batch_of([row], seed) for seed, row in enumerate(lengths)]
+    model, graphed = stepper(True, **changes)
+    found, left = trained(model, graphed, batches)
+    assert len(graphed._graphed._captured) == 2
+    expected, wanted = trained(*stepper(False, **changes), batches)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(left, wanted, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_part_that_asks_the_host_where_documents_begin_is_found(
+    stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    """The torch backend goes from document to document. Nothing is applied."""
+    monkeypatch.setattr(dense, "_varlen", lambda q, v: None)
+    model, graphed = stepper(True, model={"attention": attention})
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ConfigError, match=r"replayed with other documents.*set runtime\.cuda_graph: false"):
+        step(graphed, BATCHES[0])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_positions_from_the_host_are_found(stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(span: Span, device: torch.device | None = None) -> Tensor:
+        return torch.cat([document.positions() for document in span.documents])
+
+    _, graphed = stepper(True)
+    monkeypatch.setattr(Span, "positions", counted)
+    with pytest.raises(ConfigError, match="asks the host where documents begin"):
+        step(graphed, BATCHES[0])
+
+
+def test_a_gradient_that_a_replay_does_not_repeat_is_found(stepper: Callable[..., Any]) -> None:
+    """Where the loss is right."""
+    model, graphed = stepper(True)
+    factor = count(1)
+    model.head.weight.register_hook(lambda grad: grad * next(factor))
+    with pytest.raises(ConfigError, match=r"loss is 0 and its gradient 0\.\d+ of their size away"):
+        step(graphed, BATCHES[0])
+
+
+def test_what_is_not_a_number_is_no_proof(stepper: Callable[..., Any]) -> None:
+    model, graphed = stepper(True)
+    model.head.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+    with pytest.raises(ConfigError, match="loss is nan"):
+        step(graphed, BATCHES[0])
+
+
+@pytest.mark.parametrize("documents", [None, BATCHES[0].documents], ids=["one text", "documents"])
+def test_moments_are_made_before_the_first_capture_alone(
+    stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, documents: Documents | None
+) -> None:
+    """And nothing is checked where there are no documents: the torch backend is as good as any."""
+    monkeypatch.setattr(dense, "_varlen", lambda q, v: None if documents is None else by_tables)
+    told: list[str] = []
+    make, plain = Stepper._make_moments, cuda_graph.GraphedGradients._plain
+    monkeypatch.setattr(Stepper, "_make_moments", lambda self: told.append("moments") or make(self))
+    monkeypatch.setattr(
+        cuda_graph.GraphedGradients, "_plain", lambda self, *given: told.append("plain") or plain(self, *given)
+    )
+    _, graphed = stepper(True)
+    for batch in (BATCHES[0], BATCHES[2]):
+        step(graphed, batch._replace(documents=documents and batch.documents))
+    captures = ["plain", "moments"] if documents is None else ["plain", "plain", "moments", "plain", "plain"]
+    assert told == captures
+
+
+def test_a_configuration_may_ask_for_both() -> None:
+    assert RunConfig(data=DataConfig(documents="mask"), runtime=RuntimeConfig(cuda_graph=True)).runtime.cuda_graph
+
+
+def test_micro_batches_of_a_step_have_one_capacity() -> None:
+    parts = BATCHES[2].split(1)
+    assert [part.documents.capacity for part in parts] == [16, 1, 1, 1]
+    spans = spans_of(parts)
+    assert [span.capacity for span in spans] == [16] * 4 and len({span.laid_out for span in spans}) == 1
+    assert [span.bounds for span in spans] == [tuple(part.documents.cu_seqlens.tolist()) for part in parts]
+    assert spans_of([part._replace(documents=None) for part in parts]) == [None] * 4
+
+
+@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4), room=st.integers(0, 2), more=st.integers(0, 3))
+def test_other_documents_are_others_where_there_can_be_any(lengths: list[int], room: int, more: int) -> None:
+    """Against all that there are."""
+    lengths = [*lengths[1:], lengths[0] + 1]
+    total, capacity, longest = sum(lengths), len(lengths) + room, max(lengths) + more
+    span = Span.packed(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), capacity, longest)
+    other = other_documents(span)
+    assert other.laid_out == span.laid_out
+
+    def layouts(left: int, documents: int) -> list[list[int]]:
+        if not left:
+            return [[]]
+        longest_next = min(left, longest) if documents else 0
+        return [[n, *rest] for n in range(1, longest_next + 1) for rest in layouts(left - n, documents - 1)]
+
+    possible = {tuple(layout) for layout in layouts(total, capacity)}
+    mine, its = (tuple(d.last for d in s.documents if d.last) for s in (span, other))
+    assert {mine, its} <= possible and (mine == its) == (len(possible) == 1)
+
+
+def test_other_documents_differ_in_much_of_the_text() -> None:
+    """Where the reverse is nearly the same: what differs in a few tokens is hard to tell from rounding."""
+    for lengths, capacity in (([1023, 1025], 2), ([2048] * 4, 8), ([512] * 16, 16), ([9] * 63 + [33], 64)):
+        bounds = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32)
+        span = Span.packed(bounds, capacity, 2048)
+        moved = span.positions(CPU) != other_documents(span).positions(CPU)
+        assert moved.float().mean() >= 0.4
