@@ -36,7 +36,7 @@ def test_masked_rows_are_measured_beside_the_same_rows_as_one_text(tmp_path: Pat
 
 
 def test_a_small_shape_is_measured_as_graphs_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a GPU, beside the shapes that have bars: both readings of the text plain, then both replayed."""
+    """On a GPU, where it is asked for: both readings of the text plain, then both replayed. Unasked, the shapes with bars."""
     seen: list[tuple[int, int, str, bool]] = []
 
     def measured(config: RunConfig, steps: int) -> train.Measured:
@@ -48,11 +48,17 @@ def test_a_small_shape_is_measured_as_graphs_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(documents, "measure", measured)
     monkeypatch.setattr(documents.records, "origin", lambda device: {})
     monkeypatch.setattr(documents.records, "device_name", lambda: "a GPU")
-    rows = documents.run_documents_bench(json_path=tmp_path / "bench.json", console=Console(file=io.StringIO()))
-    shapes = [(2048, 32, False), (65536, 1, False), (2048, 4, False), (2048, 4, True)]
+    console = Console(file=io.StringIO())
+    assert [(row.seq_len, row.cuda_graph) for row in documents.run_documents_bench(console=console)] == [
+        (2048, False),
+        (65536, False),
+    ]
+    seen.clear()
+    rows = documents.run_documents_bench(((2048, 32), (2048, 4)), tmp_path / "bench.json", console=console)
+    shapes = [(2048, 32, False), (2048, 4, False), (2048, 4, True)]
     assert [(row.seq_len, row.micro_batch, row.cuda_graph) for row in rows] == shapes
     assert seen == [(T, micro, kind, graph) for T, micro, graph in shapes for kind in ("cross", "mask")]
-    assert [row["cuda_graph"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == [False] * 3 + [True]
+    assert [row["cuda_graph"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == [False] * 2 + [True]
 
 
 def test_options_that_go_with_the_other_bench_are_refused(tmp_path: Path) -> None:
