@@ -188,9 +188,10 @@ OTHERS = {
     "train.preflight.parity": ["tests/train/test_preflight.py"],
     "attention.decoding": attention_tests("decoding", "narrow"),
     "attention.narrow": ["tests/attention/test_narrow.py"],
+    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("decode", "maps", "memory", "recorded")},
     **{
-        f"inference.{part}": ["tests/inference/test_decode.py"]
-        for part in ("cache", "decode", "maps", "memory", "recorded")
+        f"inference.cache.{part}": ["tests/inference/test_decode.py"]
+        for part in ("compressed", "layers", "model", "step", "storage")
     },
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
@@ -1008,7 +1009,7 @@ MUTANTS = [
     ),
     Mutant(
         "decoding: a sequence's first key is mixed with what the cache held",
-        "inference.cache",
+        "inference.cache.storage",
         "return kept.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)",
         "return kept",
     ),
@@ -1056,13 +1057,13 @@ MUTANTS = [
     ),
     Mutant(
         "decoding: padding past a sequence's room begins its neighbour",
-        "inference.cache",
+        "inference.cache.step",
         "torch.where(places < capacity, rows * capacity + places, len(rows) * capacity)",
         "(rows * capacity + places).clamp_max(len(rows) * capacity)",
     ),
     Mutant(
         "decoding: what is worked out for one ring is taken for all",
-        "inference.cache",
+        "inference.cache.step",
         'self._once(("ring", slots),',
         'self._once("ring",',
     ),
@@ -1086,20 +1087,22 @@ MUTANTS = [
     ),
     Mutant(
         "decoding: a ring begins with the padding of its prompt",
-        "inference.cache",
+        "inference.cache.step",
         "last = self.counts[:, None] - 1",
         "last = self.counts[:, None] * 0 + self.width - 1",
     ),
     Mutant(
         "decoding: a convolution reads the token itself",
-        "inference.cache",
+        "inference.cache.step",
         "_in_ring(self.rows, self.positions[:, :1] - 1, slots))",
         "_in_ring(self.rows, self.positions[:, :1], slots))",
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
     ),
-    Mutant("decoding: a recorded step completes no block", "inference.cache", "-(-step.width // self.nsa.d)", "0"),
+    Mutant(
+        "decoding: a recorded step completes no block", "inference.cache.compressed", "-(-step.width // self.nsa.d)", "0"
+    ),
     Mutant(
         "decoding: a recorded step forgets which rows are padding",
         "inference.recorded",
@@ -1109,7 +1112,7 @@ MUTANTS = [
     Mutant("decoding: a recording outlives its cache", "inference.decode", "self._recorded = None\n\n", "pass\n\n"),
     Mutant(
         "decoding: lengths are elsewhere after a step",
-        "inference.cache",
+        "inference.cache.model",
         "self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)",
         "self.lengths = torch.tensor(self.starts, dtype=torch.int32, device=self.lengths.device)",
     ),
@@ -1359,7 +1362,10 @@ MUTANTS = [
         "q, k_cmp, nsa, backend",
     ),
     Mutant(
-        "indexer: a prompt is read by other blocks", "inference.cache", "blocks=blocks, backend", "blocks=None, backend"
+        "indexer: a prompt is read by other blocks",
+        "inference.cache.layers",
+        "blocks=blocks, backend",
+        "blocks=None, backend",
     ),
     Mutant(
         "indexer: decoding chooses by the compressed keys",
@@ -1375,7 +1381,7 @@ MUTANTS = [
     ),
     Mutant(
         "indexer: decoding forgets its unread key",
-        "inference.cache",
+        "inference.cache.layers",
         "before=self.past and self.past.before(step))",
         "before=None)",
     ),
