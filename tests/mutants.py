@@ -534,9 +534,9 @@ MUTANTS = [
     Mutant(
         "reference: ties broken by a bias on the index",
         "attention.reference",
-        'return torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf")), candidate',
+        'rank = torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf"))',
         "bias = 1e-8 * torch.arange(blocks)\n"
-        '    return torch.where(candidate, torch.where(forced, 1e9, importance - bias), float("-inf")), candidate',
+        '    rank = torch.where(candidate, torch.where(forced, 1e9, importance - bias), float("-inf"))',
     ),
     Mutant(
         "reference: importances ranked in bf16",
