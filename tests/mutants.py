@@ -202,9 +202,10 @@ OTHERS = {
     "train.preflight.parity": ["tests/train/test_preflight.py"],
     "attention.decoding": attention_tests("decoding", "narrow"),
     "attention.narrow": ["tests/attention/test_narrow.py"],
+    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("decode", "maps", "memory", "recorded")},
     **{
-        f"inference.{part}": ["tests/inference/test_decode.py"]
-        for part in ("cache", "decode", "maps", "memory", "recorded")
+        f"inference.cache.{part}": ["tests/inference/test_decode.py"]
+        for part in ("compressed", "layers", "model", "step", "storage")
     },
     "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
     "inference.sampling": ["tests/inference/test_sampling.py"],
@@ -632,9 +633,9 @@ MUTANTS = [
     Mutant(
         "reference: ties broken by a bias on the index",
         "attention.reference",
-        'return torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf")), candidate',
+        'rank = torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf"))',
         "bias = 1e-8 * torch.arange(blocks)\n"
-        '    return torch.where(candidate, torch.where(forced, 1e9, importance - bias), float("-inf")), candidate',
+        '    rank = torch.where(candidate, torch.where(forced, 1e9, importance - bias), float("-inf"))',
     ),
     Mutant(
         "reference: importances ranked in bf16",
@@ -1107,7 +1108,7 @@ MUTANTS = [
     ),
     Mutant(
         "decoding: a sequence's first key is mixed with what the cache held",
-        "inference.cache",
+        "inference.cache.storage",
         "return kept.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)",
         "return kept",
     ),
@@ -1155,13 +1156,13 @@ MUTANTS = [
     ),
     Mutant(
         "decoding: padding past a sequence's room begins its neighbour",
-        "inference.cache",
+        "inference.cache.step",
         "torch.where(places < capacity, rows * capacity + places, len(rows) * capacity)",
         "(rows * capacity + places).clamp_max(len(rows) * capacity)",
     ),
     Mutant(
         "decoding: what is worked out for one ring is taken for all",
-        "inference.cache",
+        "inference.cache.step",
         'self._once(("ring", slots),',
         'self._once("ring",',
     ),
@@ -1185,20 +1186,22 @@ MUTANTS = [
     ),
     Mutant(
         "decoding: a ring begins with the padding of its prompt",
-        "inference.cache",
+        "inference.cache.step",
         "last = self.counts[:, None] - 1",
         "last = self.counts[:, None] * 0 + self.width - 1",
     ),
     Mutant(
         "decoding: a convolution reads the token itself",
-        "inference.cache",
+        "inference.cache.step",
         "_in_ring(self.rows, self.positions[:, :1] - 1, slots))",
         "_in_ring(self.rows, self.positions[:, :1], slots))",
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
     ),
-    Mutant("decoding: a recorded step completes no block", "inference.cache", "-(-step.width // self.nsa.d)", "0"),
+    Mutant(
+        "decoding: a recorded step completes no block", "inference.cache.compressed", "-(-step.width // self.nsa.d)", "0"
+    ),
     Mutant(
         "decoding: a recorded step forgets which rows are padding",
         "inference.recorded",
@@ -1208,7 +1211,7 @@ MUTANTS = [
     Mutant("decoding: a recording outlives its cache", "inference.decode", "self._recorded = None\n\n", "pass\n\n"),
     Mutant(
         "decoding: lengths are elsewhere after a step",
-        "inference.cache",
+        "inference.cache.model",
         "self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)",
         "self.lengths = torch.tensor(self.starts, dtype=torch.int32, device=self.lengths.device)",
     ),
@@ -1458,7 +1461,10 @@ MUTANTS = [
         "q, k_cmp, nsa, backend",
     ),
     Mutant(
-        "indexer: a prompt is read by other blocks", "inference.cache", "blocks=blocks, backend", "blocks=None, backend"
+        "indexer: a prompt is read by other blocks",
+        "inference.cache.layers",
+        "blocks=blocks, backend",
+        "blocks=None, backend",
     ),
     Mutant(
         "indexer: decoding chooses by the compressed keys",
@@ -1474,7 +1480,7 @@ MUTANTS = [
     ),
     Mutant(
         "indexer: decoding forgets its unread key",
-        "inference.cache",
+        "inference.cache.layers",
         "before=self.past and self.past.before(step))",
         "before=None)",
     ),

@@ -86,26 +86,17 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, 
 
 def choose(importance: Tensor, nsa: NSAConfig, first: int = 0) -> Tensor:
     """`select_blocks` once the importances [B, T, G, blocks] are known; `first` is the position of the first query."""
-    blocks = importance.shape[3]
-    rank, candidate = ranks(importance, nsa, first)
+    T, blocks = importance.shape[1], importance.shape[3]
+    t = geometry.positions(first, first + T, importance.device)
+    forced = geometry.forced_blocks(t, blocks, nsa)[:, None]  # [T, 1, blocks]
+    candidate = geometry.candidate_blocks(t, blocks, nsa)[:, None]
+    rank = torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf"))
     # A stable descending sort keeps equal scores in index order: ties go to the lower index, exactly.
     order = rank.sort(dim=-1, descending=True, stable=True).indices[..., : nsa.n_sel]
     order = torch.where(candidate.expand_as(rank).gather(-1, order), order, blocks)  # not begun: sorts to the end
     order = order.sort(dim=-1).values
     chosen = torch.where(order < blocks, order, -1).to(torch.int32)
     return torch.nn.functional.pad(chosen, (0, nsa.n_sel - chosen.shape[-1]), value=-1)
-
-
-def ranks(importance: Tensor, nsa: NSAConfig, first: int = 0) -> tuple[Tensor, Tensor]:
-    """What `choose` ranks by, like `importance`: inf where a block is always in, -inf where it has not begun.
-
-    Beside it, which have begun: bool [T, 1, blocks].
-    """
-    T, blocks = importance.shape[1], importance.shape[3]
-    t = geometry.positions(first, first + T, importance.device)
-    forced = geometry.forced_blocks(t, blocks, nsa)[:, None]  # [T, 1, blocks]
-    candidate = geometry.candidate_blocks(t, blocks, nsa)[:, None]
-    return torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf")), candidate
 
 
 def selected_attention(

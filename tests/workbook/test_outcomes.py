@@ -6,7 +6,8 @@ from fake_run import configuration, write_checkpoint, write_run
 from safetensors.torch import save
 
 from nsa_lab import figures
-from nsa_lab.inference import NoCheckpoint, cache
+from nsa_lab.inference import NoCheckpoint
+from nsa_lab.inference.cache import layers
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs.history import History, facts
 from nsa_lab.runs.summary import shown_facts
@@ -134,12 +135,12 @@ def test_decoding_is_the_model(with_checkpoint):
 
 
 def test_decoding_that_is_not_the_model_is_found(with_checkpoint, monkeypatch):
-    right = cache.cached_attention
+    right = layers.cached_attention
 
     def a_token_late(q, gates, layer, lengths, nsa, **index):
         return right(q, gates, layer, lengths - 1, nsa, **index)
 
-    monkeypatch.setattr(cache, "cached_attention", a_token_late)
+    monkeypatch.setattr(layers, "cached_attention", a_token_late)
     assert samples.decode_check(with_checkpoint).ok is False
 
 

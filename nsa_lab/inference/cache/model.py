@@ -1,0 +1,101 @@
+"""The cache of a whole model: its layers', and how long each sequence is; B is the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import BackendError, kernels, resolve_backend
+from nsa_lab.inference import memory
+from nsa_lab.inference.cache.layers import DenseCache, NSACache
+from nsa_lab.inference.cache.step import Step
+from nsa_lab.model import Block, DenseAttention, NSATransformer, SparseAttention
+
+
+class Cache:
+    """What a model keeps of `batch` sequences of at most `capacity` tokens; `backend` is `cached_attention`'s, by default
+    triton for a model whose layers run on these kernels, and torch for any other.
+
+    Raises ValueError where that is more memory than there is, and says how many sequences would fit; as `resolve_backend`
+    where the backend cannot run, or does not take the model's shapes.
+    """
+
+    def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, backend: str | None = None) -> None:
+        like = model.head.weight
+        backend = self.backend = backend or _own_backend(model)
+        _check_backend(model, backend)
+        memory.check_fits(model.config, capacity, batch, like.device, like.element_size())
+        self.capacity, self.batch = capacity, batch
+        self.starts = (0,) * batch
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
+        self._rows = torch.arange(batch, device=like.device)[:, None]
+        self.layers = [_layer(cast(Block, block).attention, capacity, batch, like, backend) for block in model.blocks]
+
+    def step(self, width: int, counts: Sequence[int]) -> Step:
+        """The next `width` tokens of every sequence, of which `counts` are no padding."""
+        told = torch.tensor(counts, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
+        return self._step(self.starts, width, told)
+
+    def step_at_any_length(self, counts: Tensor) -> Step:
+        """The next token of every sequence, or padding, as `counts` say, int64 [B] of 1 and 0: nothing that the host would
+        do depends on the lengths or on `counts`."""
+        return self._step(None, 1, counts)
+
+    def _step(self, starts: tuple[int, ...] | None, width: int, counts: Tensor) -> Step:
+        positions = self.lengths.long()[:, None] + torch.arange(width, device=self.lengths.device)
+        return Step(starts, self.lengths, positions, counts, self._rows)
+
+    def advance(self, counts: Sequence[int], *, on_device: bool = True) -> None:
+        """Every sequence is so many tokens longer; `on_device`: there, too, where a recorded step has done it itself."""
+        self.starts = tuple(start + count for start, count in zip(self.starts, counts, strict=True))
+        if on_device:
+            # In place: a captured step looks for them where they are.
+            self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens of every sequence; everything that grows with them is copied."""
+        self.capacity = capacity
+        for layer in self.layers:
+            layer.grow(capacity)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Sequence i becomes what sequence rows[i] was, as a search with beams asks for."""
+        self.starts = tuple(self.starts[row] for row in rows)
+        index = torch.tensor(rows, device=self.lengths.device)
+        for kept in (self.lengths, *(tensor for layer in self.layers for tensor in layer.tensors())):
+            kept.copy_(kept[index])
+
+
+def _own_backend(model: NSATransformer) -> str:
+    """triton where all that a layer computes is by triton, and for a dense model on a GPU, if our kernels take it."""
+    if model.config.attention == "nsa":
+        return "triton" if all(choice.backend == "triton" for choice in model.backends.values()) else "torch"
+    return "triton" if model.head.weight.is_cuda and not any(_dense_limits(model)) else "torch"
+
+
+def _check_backend(model: NSATransformer, backend: str) -> None:
+    """Raises what `resolve_backend` raises; for a dense model, too."""
+    c, like = model.config, model.head.weight
+    if c.attention == "nsa" or backend != "triton":
+        resolve_backend(like.device, like.dtype, c.nsa, c, backend)
+        return
+    absent, limit = _dense_limits(model)
+    if absent:
+        raise BackendError(f"backend = 'triton' cannot run: {absent}")
+    if limit:
+        raise NotImplementedError(f"decoding, backend = 'triton': {limit}; backend = 'torch' takes it as it is")
+
+
+def _dense_limits(model: NSATransformer) -> tuple[str | None, str | None]:
+    """Why our kernels cannot run here, and why they do not take this dense model's heads."""
+    c, like = model.config, model.head.weight
+    return kernels.unusable(like.device, like.dtype), kernels.width_limit(c.d_k, c.d_v)
+
+
+def _layer(attention: object, capacity: int, batch: int, like: Tensor, backend: str) -> NSACache | DenseCache:
+    if isinstance(attention, SparseAttention):
+        return NSACache(attention, capacity, batch, like, backend)
+    return DenseCache(cast(DenseAttention, attention), capacity, batch, like, backend)

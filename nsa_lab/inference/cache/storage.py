@@ -1,0 +1,83 @@
+"""Where tokens are kept: rows for every token of a sequence, rings for the latest.
+
+Shape suffixes: B batch, S new tokens, R slots of a ring, G key/value groups, D head width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa_lab.inference import memory
+from nsa_lab.inference.cache.step import Step
+from nsa_lab.model import ShortConvolution
+
+
+class TokenRows:
+    """[B, capacity, G, D], and one row more, where padding past the capacity goes."""
+
+    def __init__(self, capacity: int, groups: int, width: int, batch: int, like: Tensor) -> None:
+        self.capacity, self._batch = capacity, batch
+        self._kept = like.new_zeros(batch * capacity + 1, groups, width)
+
+    @property
+    def rows(self) -> Tensor:
+        return self._kept[:-1].unflatten(0, (self._batch, self.capacity))
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens; what is there stays."""
+        there, self.capacity = self.rows, capacity
+        self._kept = there.new_zeros(self._batch * capacity + 1, *there.shape[2:])
+        self.rows[:, : there.shape[1]] = there
+
+    def put(self, x: Tensor, places: Tensor) -> None:
+        """x [B, S, G, D] at `places`, as `Step` gives them."""
+        self._kept.index_copy_(0, places, x.flatten(0, 1))
+
+
+class Ring:
+    """[B, R, G, D]: the token at position p lies in slot p % R."""
+
+    def __init__(self, slots: int, groups: int, width: int, batch: int, like: Tensor) -> None:
+        self.kept = like.new_zeros(batch, slots, groups, width)
+
+    @property
+    def slots(self) -> int:
+        return self.kept.shape[1]
+
+    def put(self, x: Tensor, step: Step) -> None:
+        """x [B, S, G, D] behind what there is, S <= `memory.STEP`; from position 0 any S."""
+        x, flat = x.flatten(0, 1), self.kept.flatten(0, 1)
+        if step.begins:
+            flat.copy_(x.index_select(0, step.beginning_of_ring(self.slots)))
+        else:
+            flat.index_copy_(0, step.in_ring(self.slots), x)
+
+    def read(self, places: Tensor) -> Tensor:
+        """Tokens at `places`, int64 [B * n] as `Step` gives them -> [B, n, G, D]."""
+        return self.kept.flatten(0, 1).index_select(0, places).unflatten(0, (len(self.kept), -1))
+
+
+class Past:
+    """Keys of the latest tokens as they came, before the convolution that mixes each with the one before."""
+
+    def __init__(self, convolution: ShortConvolution, batch: int, like: Tensor) -> None:
+        self._convolution = convolution
+        _, self._branches, self._groups, width = convolution.weight.shape
+        self.ring = Ring(memory.past_slots(), self._branches * self._groups, width, batch, like)
+
+    @property
+    def mix(self) -> Tensor:
+        """The convolution's weights, [2, branches G, D]."""
+        return self._convolution.weight.flatten(1, 2)
+
+    def before(self, step: Step) -> Tensor | None:
+        """Those of the token before new ones, [B, 1, branches, G, D]: zeros where a sequence has none; None: none has."""
+        if step.begins:
+            return None
+        kept = self.ring.read(step.before_in_ring(self.ring.slots)).unflatten(2, (self._branches, self._groups))
+        return kept.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)
+
+    def put(self, unmixed: Tensor | None, step: Step) -> None:
+        """unmixed [B, S, branches, G, D], as the layer gives them."""
+        if unmixed is not None:
+            self.ring.put(unmixed.flatten(2, 3), step)
