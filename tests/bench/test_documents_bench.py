@@ -36,7 +36,7 @@ def test_masked_rows_are_measured_beside_the_same_rows_as_one_text(tmp_path: Pat
 
 
 def test_a_small_shape_is_measured_as_graphs_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a GPU, where it is asked for: both readings of the text plain, then both replayed. Unasked, the shapes with bars."""
+    """On a GPU, where it is asked for: both readings of the text plain, then replayed. Unasked, the shapes with bars."""
     seen: list[tuple[int, int, str, bool]] = []
 
     def measured(config: RunConfig, steps: int) -> train.Measured:
