@@ -211,26 +211,27 @@ def _with_memory(rows: list[StepTime], bytes_per_s: float | None) -> None:
 
 def draw(rows: list[StepTime], path: Path) -> None:
     """Tokens per second against context, a panel per level and batch, as a picture file."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from nsa_lab.figures.style import CMP, DENSE, png
 
     panels = list(dict.fromkeys((row.level, row.batch) for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 4.5 * len(panels), 4.5), squeeze=False)
-    for ax, (level, batch) in zip(axes[0], panels, strict=True):
-        for kind, colour in (("nsa", "#0072B2"), ("dense", "#D55E00")):
-            line = [
-                (row.tokens, row.tokens_per_s) for row in rows if (row.level, row.batch, row.by) == (level, batch, kind)
-            ]
-            known = [(tokens, speed) for tokens, speed in line if speed]
-            ax.plot(*zip(*known, strict=True), marker="o", label=kind, color=colour) if known else None
-        ax.set(title=f"{level}, batch {batch}", xlabel="tokens before", ylabel="tokens/s", xscale="log")
+    across = 1 if len(panels) == 1 else 2
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(4.5 * across, 3.2 * down), layout="constrained")
+    for ax, (level, batch) in zip(figure.subplots(down, across, squeeze=False).flat, panels, strict=False):
+        mine = [row for row in rows if (row.level, row.batch) == (level, batch)]
+        for kind, name, colour, marker in (("nsa", "NSA", CMP, "o"), ("dense", "dense", DENSE, "s")):
+            known = [(row.tokens, row.tokens_per_s) for row in mine if row.by == kind and row.tokens_per_s]
+            ax.plot(*zip(*known, strict=True), marker=marker, label=name, color=colour) if known else None
+        lengths = sorted({row.tokens for row in mine})
+        ax.set(xscale="log", xlabel="tokens before the new one", ylabel="tokens per second")
+        ax.set_title(f"{level}; {batch} sequence{'s' * (batch > 1)}", fontsize=10)
+        ax.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
+        ax.set_xticks([], minor=True)
         ax.set_ylim(bottom=0)
-    axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        ax.legend(frameon=False, fontsize=8)
+    path.write_bytes(png(figure))
 
 
 def _table(rows: list[StepTime], found: Mapping[str, Any]) -> Table:
