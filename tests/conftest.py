@@ -11,6 +11,9 @@ from pathlib import Path
 # Machines are shared, and tensors here are too small to gain from threads: not in this process, and not in those that
 # tests start. OpenMP reads this when torch loads it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# torch.compile would first build and run a program to see whether this CPU has the vector instructions that it names: ten
+# seconds in every cache that is new.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import hypothesis
 import pytest

@@ -213,15 +213,13 @@ def draw(rows: list[StepTime], path: Path) -> None:
     """Tokens per second against context, a panel per level and batch, as a picture file."""
     from matplotlib.figure import Figure
 
-    from nsa_lab.figures.style import CMP, DENSE, png
-
     panels = list(dict.fromkeys((row.level, row.batch) for row in rows))
     across = 1 if len(panels) == 1 else 2
     down = -(-len(panels) // across)
     figure = Figure(figsize=(4.5 * across, 3.2 * down), layout="constrained")
     for ax, (level, batch) in zip(figure.subplots(down, across, squeeze=False).flat, panels, strict=False):
         mine = [row for row in rows if (row.level, row.batch) == (level, batch)]
-        for kind, name, colour, marker in (("nsa", "NSA", CMP, "o"), ("dense", "dense", DENSE, "s")):
+        for kind, name, colour, marker in (("nsa", "NSA", "#0072B2", "o"), ("dense", "dense", "#D55E00", "s")):
             known = [(row.tokens, row.tokens_per_s) for row in mine if row.by == kind and row.tokens_per_s]
             ax.plot(*zip(*known, strict=True), marker=marker, label=name, color=colour) if known else None
         lengths = sorted({row.tokens for row in mine})
@@ -230,8 +228,9 @@ def draw(rows: list[StepTime], path: Path) -> None:
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
         ax.set_xticks([], minor=True)
         ax.set_ylim(bottom=0)
+        ax.yaxis.set_major_formatter("{x:,.9g}")
         ax.legend(frameon=False, fontsize=8)
-    path.write_bytes(png(figure))
+    figure.savefig(path, dpi=110)
 
 
 def _table(rows: list[StepTime], found: Mapping[str, Any]) -> Table:
