@@ -94,7 +94,7 @@ def _describe_each_shape_once(core: Any) -> None:
             blocks[key] = self.shape, self.numel
 
     def describe_tensor(self: Any, handle: Any, type: Any) -> None:
-        key = type.shape if type.is_block() else ()
+        key = tuple(type.shape) if type.is_block() else ()  # a list in Triton 3.2
         if key in tensors:
             self.handle, self.type, self.dtype = handle, type, type.scalar
             self.shape, self.numel = tensors[key]

@@ -85,19 +85,19 @@ def test_what_reads_it_computes_the_other_documents() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-REFUSED: dict[str, tuple[Span, Span]] = {
-    "another capacity": (packed(30, 10), packed(10, 30, capacity=4)),
-    "other tokens": (packed(30, 10), packed(30, 11)),
-    "another longest": (packed(30, 10), packed(10, 30, longest=39)),
-    "no capacity": (packed(30, 10, capacity=None), packed(10, 30, capacity=None)),
-    "one text": (packed(40), Span.full(40)),
-    "two texts": (Span.full(40), Span.full(40)),
+REFUSED: dict[str, Callable[[], tuple[Span, Span]]] = {
+    "another capacity": lambda: (packed(30, 10), packed(10, 30, capacity=4)),
+    "other tokens": lambda: (packed(30, 10), packed(30, 11)),
+    "another longest": lambda: (packed(30, 10), packed(10, 30, longest=39)),
+    "no capacity": lambda: (packed(30, 10, capacity=None), packed(10, 30, capacity=None)),
+    "one text": lambda: (packed(40), Span.full(40)),
+    "two texts": lambda: (Span.full(40), Span.full(40)),
 }
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_a_layout_of_another_size_is_refused(mistake: str) -> None:
-    span, other = REFUSED[mistake]
+    span, other = REFUSED[mistake]()
     before = span.cu_seqlens(CPU).clone()
     with pytest.raises(ValueError, match=r"cannot hold the documents of .* give Span\.packed the same capacity"):
         span.take_over(other)

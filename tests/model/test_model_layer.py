@@ -338,9 +338,9 @@ def test_a_step_launches_as_much_for_forty_documents_as_for_two(
     monkeypatch.setattr(layers_module, "nsa_attention", operator)
     model = NSATransformer(config_of(phi=phi, matching_heads=1, selection_loss=0.1 * taught), seed=0)
     tokens, counts = tokens_of(model.config, 200, batch=1), []
-    for documents in (2, 40):
+    for documents in (2, 2, 40):  # torch 2.6 does more in a first backward pass
         with Launches() as launches:
             loss = model(tokens, packed(*[200 // documents] * documents, capacity=48)).sum()
             (loss + model.auxiliary_loss()).backward()
         counts.append(launches.count)
-    assert counts[0] == counts[1]
+    assert counts[1] == counts[2]
