@@ -139,7 +139,8 @@ def log_of_blocks(
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None, :]), 1)
         peak = new_peak
-    return tl.log2(total) + peak
+    some = total > 0.0
+    return tl.where(some, tl.log2(tl.where(some, total, 1.0)) + peak, float("-inf"))
 
 
 @triton.jit

@@ -83,8 +83,10 @@ def nsa_choice_logs(
     q_base = q_ptr + b * stride_qb + g * stride_qh
     q, t, _, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, 1, DK, DK_PAD, ROWS)
     j = part * BLOCKS + tl.arange(0, BLOCKS)
+    # Rows that do not exist see what the last one sees: past that, a cache may hold anything.
+    position = before + tl.minimum(t, T - 1)
     found = log_of_blocks(
-        q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, before + t, part * BLOCKS, N, scale_log2,
+        q, k_ptr + b * stride_kb + g * stride_kg, stride_kn, position, part * BLOCKS, N, scale_log2,
         STRIDE, STRIDE, STRIDES, STRIDES_AT_ONCE, DK, DK_PAD, ROWS, BLOCKS,
     )
     place = ((b * T + t) * G + g)[:, None] * n_blocks + j[None, :]
