@@ -69,6 +69,7 @@ SELECTED = cases(
     "a_block_that_has_not_begun_counts_as_none",
     "later_tokens_change_nothing",
     *(f"matches_the_definition[2x77x6x2x64x32x3x16-random-torch.float32-{way}]" for way in ("union", "gather")),
+    "matches_the_definition[1x75x2x1x32x32x17x16-random-torch.float32-gather]",
 )
 DECODING = cases(
     "kernels/decoding/test_cached_attention.py",
@@ -186,6 +187,7 @@ OTHERS = {
     "attention.kernels.band.backward": [*BAND, *PACKED],
     "attention.kernels.documents": PACKED,
     "attention.kernels.selected.inverted_index": PACKED,
+    "attention.kernels.tiles": SELECTED,
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
     **{f"attention.kernels.decoding.{part}": DECODING for part in ("keys", "attend", "choose", "merge")},
@@ -941,6 +943,24 @@ MUTANTS = [
         "delta -= 0.0",
     ),
     Mutant("band kernel: dQ not scaled", "attention.kernels.band.backward", "    dq *= scale\n", ""),
+    Mutant(
+        "selected kernel: a query's merge goes on with the slots of the next",
+        "attention.kernels.selected.forward",
+        "inside & (slot < N_SEL), first_query, t, BLOCK)\n            weight =",
+        "inside, first_query, t, BLOCK)\n            weight =",
+    ),
+    Mutant(
+        "selected kernel: a query's dq goes on with the slots of the next",
+        "attention.kernels.selected.backward",
+        "inside & (slot < N_SEL)",
+        "inside",
+    ),
+    Mutant(
+        "kernels: a float32 sum leaves out what was there",
+        "attention.kernels.tiles",
+        "tl.full(total.shape, 1.0, tl.float32), total)",
+        "tl.full(total.shape, 1.0, tl.float32), total * 0.0)",
+    ),
     Mutant(
         "selected kernel: the future of its own block",
         "attention.kernels.selected.forward",

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 CUDA = torch.cuda.is_available()
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 # B, T, H, G, Dk, Dv, n_sel, l_sel. Odd lengths, a cut last block, heads that are no power of two, Dk != Dv,
-# blocks that are no power of two or larger than a tile, fewer blocks than n_sel, more heads than a tile has rows.
+# blocks that are no power of two or larger than a tile, fewer blocks than n_sel, more heads than a tile has rows, more
+# slots than are merged at once.
 CASES = [
     (2, 77, 6, 2, 64, 32, 3, 16),
     (1, 130, 3, 1, 32, 96, 4, 48),
@@ -29,6 +30,7 @@ CASES = [
     (1, 290, 2, 2, 32, 32, 3, 144),
     (1, 90, 2, 1, 96, 128, 3, 16),
     (1, 200, 2, 1, 160, 256, 3, 64),
+    (1, 75, 2, 1, 32, 32, 17, 16),
 ]
 GPU_CASES = [
     (2, 1531, 12, 2, 64, 64, 16, 64),
