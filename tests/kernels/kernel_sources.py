@@ -11,9 +11,10 @@ FOLDER = Path(kernels.__file__).parent
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.rglob("*.py"))}
 
 
-def jitted() -> set[str]:
-    """Every function that Triton compiles."""
-    functions = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+def jitted(part: str = "") -> set[str]:
+    """Every function that Triton compiles; with a `part`, of that folder alone."""
+    trees = (tree for path, tree in TREES.items() if path.is_relative_to(FOLDER / part))
+    functions = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return {f.name for f in functions if any(ast.unparse(d).startswith("triton.jit") for d in f.decorator_list)}
 
 
