@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nsa_lab import attention
 from nsa_lab.attention import Span, kernels, reference
 from nsa_lab.attention.kernels.band.launch import band_attention
-from nsa_lab.attention.kernels.documents import Bounds, document_of_row, document_of_tile, document_rows
+from nsa_lab.attention.kernels.documents import Bounds, document_of_row, document_of_tile
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected import pieces
 from nsa_lab.config import NSAConfig
@@ -37,13 +37,17 @@ def case_of(lengths: tuple[int, ...], capacity: int | None, h: int, G: int = 1) 
 
 
 @triton.jit
-def _find(bounds_ptr, found_ptr, row_ptr, documents, EACH: tl.constexpr, TILE: tl.constexpr):
+def _find(bounds_ptr, others_ptr, found_ptr, row_ptr, documents, EACH: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
-    document, own = document_of_tile(bounds_ptr, documents, tile, EACH, TILE)
-    first, tokens = document_rows(bounds_ptr, document)
+    document, own, first, tokens, other_first, others = document_of_tile(
+        bounds_ptr, others_ptr, documents, tile, EACH, TILE
+    )
     if own * TILE < tokens * EACH:
-        tl.store(found_ptr + tile * 2, document)
-        tl.store(found_ptr + tile * 2 + 1, first * EACH + own * TILE)
+        tl.store(found_ptr + tile * 5, document)
+        tl.store(found_ptr + tile * 5 + 1, first * EACH + own * TILE)
+        tl.store(found_ptr + tile * 5 + 2, tokens)
+        tl.store(found_ptr + tile * 5 + 3, other_first)
+        tl.store(found_ptr + tile * 5 + 4, others)
     if tile < tl.load(bounds_ptr + documents):
         tl.store(row_ptr + tile, document_of_row(bounds_ptr, documents, tile))
 
@@ -55,21 +59,24 @@ FEW = (0, 5, 0, 0, 1, 8, 3, 4, 0)
     "lengths", [(6,), FEW, FEW * 7, (0, 0, 1, 0) * 260], ids=lambda lengths: f"{len(lengths)}_documents"
 )
 def test_every_tile_of_every_document_has_one_program(lengths: tuple[int, ...], device: torch.device) -> None:
-    """Of one document, and of as many as are found by one search, two and three; any of them may have no token."""
+    """Of one document, and of as many as are found by one search, two and three; any of them may have no token.
+
+    With its place, the document's rows, and where it lies among compressed keys.
+    """
     each, tile = 3, 2
     span = Span.packed(bounds(*lengths))
     table = span.row_bounds(NSA, device)
     rows = Bounds(table[0], table[0], table.shape[1] - 1, 0)
     programs = max(rows.tiles(span.queries * each, tile), span.queries)
-    found = torch.full((programs, 2), -1, dtype=torch.int64, device=device)
+    found = torch.full((programs, 5), -1, dtype=torch.int64, device=device)
     owners = torch.full((span.queries,), -1, dtype=torch.int64, device=device)
-    _find[(programs,)](table[0], found, owners, rows.documents, EACH=each, TILE=tile)
+    _find[(programs,)](table[0], table[1], found, owners, rows.documents, EACH=each, TILE=tile)
     expected = [
-        [number, row]
-        for number, document in enumerate(span.documents)
+        [number, row, document.last, compressed.start, compressed.stop - compressed.start]
+        for number, (document, compressed) in enumerate(zip(span.documents, span.compressed_rows(NSA), strict=True))
         for row in range(document.queries.start * each, document.queries.stop * each, tile)
     ]
-    assert [pair for pair in found.tolist() if pair[0] >= 0] == expected
+    assert [place for place in found.tolist() if place[0] >= 0] == expected
     assert owners.tolist() == span.query_documents().tolist()
 
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table, vocabulary
-from nsa_lab.attention.kernels.documents import compressed_bounds, document_of_tile, document_rows
+from nsa_lab.attention.kernels.documents import compressed_bounds, document_of_tile
 from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
 from nsa_lab.attention.kernels.tiles import LOG2E, last_tile_first, load_at, load_rows
 from nsa_lab.attention.kernels.vocabulary import SIZES
@@ -197,17 +197,15 @@ def nsa_choice(
     """
     tile, b, g = last_tile_first(B, G)
     if q_bounds_ptr is not None:
-        document, tile = document_of_tile(q_bounds_ptr, documents, tile, 1, QUERIES)
-        first, T = document_rows(q_bounds_ptr, document)
+        _, tile, first, T, first_key, own_keys = document_of_tile(q_bounds_ptr, k_bounds_ptr, documents, tile, 1, QUERIES)
         if tile * QUERIES >= T:
             return
         q_ptr += first * stride_qt
         if lse_ptr is not None:
             lse_ptr += first * (G * HEADS)
         blocks_ptr += first * (G * N_SEL)
-        first, own_keys = document_rows(k_bounds_ptr, document)
         # Of a document without any, some row that exists is read; its queries see nothing of it.
-        k_ptr += tl.minimum(first, N - 1) * stride_kn
+        k_ptr += tl.minimum(first_key, N - 1) * stride_kn
         N = tl.maximum(own_keys, 1)
     t = tl.minimum(tile * QUERIES + tl.arange(0, QUERIES), T - 1)
     if first_query is not None:

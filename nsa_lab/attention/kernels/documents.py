@@ -6,9 +6,10 @@ begins at row r is number r // TILE + document + n, which leaves room for every 
 lengths, without a count of the tiles before. Grids follow from the total and the number of documents alone; the few
 programs whose tile holds nothing return at once.
 
-A program finds its document by search among these first rows, 32 at a time: a warp loads them at once, so that up to 32
-documents take one wait for memory and a thousand take two, where bisection takes five and ten. A table of tiles would spare
-that, and would have to be made and copied for every tile size of every batch. Where there are no documents, nothing of this
+A program finds its document by search among these first rows, 32 at a time: a warp loads them at once, and with those of
+the last 32 all that the program asks of its document, so that up to 32 documents take one wait for memory and a thousand
+take two, where bisection takes six and eleven. A table of tiles would take one as well, and would have to be made and copied
+for every tile size of every batch. Where there are no documents, nothing of this
 is in the machine code.
 """
 
@@ -35,7 +36,7 @@ def first_tile(bounds_ptr, document, EACH: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def narrowed(begun, document, stop, step):
+def _narrowed(begun, document, stop, step):
     """The last probed document that has begun is where the search goes on: it, and the one to stop at.
 
     `begun`: of the documents `step` apart from `document` on, which begin at or before what is looked for. The first does.
@@ -45,17 +46,35 @@ def narrowed(begun, document, stop, step):
 
 
 @triton.jit
-def document_of_tile(bounds_ptr, documents, tile, EACH: tl.constexpr, TILE: tl.constexpr):
-    """The document that tile number `tile` belongs to, and which of the document's tiles it is, from 0."""
+def document_of_tile(bounds_ptr, others_ptr, documents, tile, EACH: tl.constexpr, TILE: tl.constexpr):
+    """The document that tile number `tile` of one table's rows belongs to, and where it lies in both tables.
+
+    (document, which of the document's tiles it is from 0, the document's first row, int64, how many rows it has; its first
+    row, int64, and its rows in the other table).
+    """
     document = tl.cast(tile, tl.int32) * 0
     stop = document + documents
-    while stop - document > 1:
+    while stop - document > WAYS:
         step = tl.cdiv(stop - document, WAYS)
         probes = document + tl.arange(0, WAYS) * step
         there = probes < stop
         begun = there & (first_tile(bounds_ptr, tl.where(there, probes, document), EACH, TILE) <= tile)
-        document, stop = narrowed(begun, document, stop, step)
-    return document, (tile - first_tile(bounds_ptr, document, EACH, TILE)).to(tl.int32)
+        document, stop = _narrowed(begun, document, stop, step)
+    # Of the documents that are left, all that there is to know is loaded at once. First rows and ends never fall: those of
+    # the last document that has begun are the largest of all that have.
+    probes = tl.minimum(document + tl.arange(0, WAYS), stop - 1)
+    first = tl.load(bounds_ptr + probes)
+    end = tl.load(bounds_ptr + probes + 1)
+    other_first = tl.load(others_ptr + probes)
+    other_end = tl.load(others_ptr + probes + 1)
+    begun = first.to(tl.int64) * EACH // TILE + probes <= tile
+    document = tl.max(tl.where(begun, probes, 0), axis=0)
+    first = tl.max(tl.where(begun, first, 0), axis=0)
+    end = tl.max(tl.where(begun, end, 0), axis=0)
+    other_first = tl.max(tl.where(begun, other_first, 0), axis=0)
+    other_end = tl.max(tl.where(begun, other_end, 0), axis=0)
+    tile = (tile - (first.to(tl.int64) * EACH // TILE + document)).to(tl.int32)
+    return document, tile, first.to(tl.int64), end - first, other_first.to(tl.int64), other_end - other_first
 
 
 @triton.jit
@@ -68,15 +87,8 @@ def document_of_row(bounds_ptr, documents, row):
         probes = document + tl.arange(0, WAYS) * step
         there = probes < stop
         begun = there & (tl.load(bounds_ptr + tl.where(there, probes, document)) <= row)
-        document, stop = narrowed(begun, document, stop, step)
+        document, stop = _narrowed(begun, document, stop, step)
     return document
-
-
-@triton.jit
-def document_rows(bounds_ptr, document):
-    """A document's first row (int64), and how many it has."""
-    first = tl.load(bounds_ptr + document)
-    return first.to(tl.int64), tl.load(bounds_ptr + document + 1) - first
 
 
 class Bounds(NamedTuple):

@@ -17,7 +17,7 @@ from nsa_lab.attention.kernels.band.bounds import (
     step_range,
 )
 from nsa_lab.attention.kernels.band.forward import scores_of_tile
-from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
+from nsa_lab.attention.kernels.documents import document_of_tile
 from nsa_lab.attention.kernels.tiles import (
     LOG2E,
     add_product,
@@ -104,9 +104,9 @@ def nsa_band_dq(
     """
     tile, b, g = last_tile_first(B, G)
     if q_bounds_ptr is not None:
-        document, tile = document_of_tile(q_bounds_ptr, documents, tile, HEADS, ROWS)
-        first, T = document_rows(q_bounds_ptr, document)
-        first_key, N = document_rows(k_bounds_ptr, document)
+        document, tile, first, T, first_key, N = document_of_tile(
+            q_bounds_ptr, k_bounds_ptr, documents, tile, HEADS, ROWS
+        )
         if tile * ROWS >= T * HEADS:
             return
         q_ptr += first * stride_qt
@@ -242,9 +242,7 @@ def nsa_band_dkv(
     tile = tl.program_id(0) // (B * G)
     N_all = N
     if q_bounds_ptr is not None:
-        document, tile = document_of_tile(k_bounds_ptr, documents, tile, 1, KEYS)
-        first_key, N = document_rows(k_bounds_ptr, document)
-        first, T = document_rows(q_bounds_ptr, document)
+        document, tile, first_key, N, first, T = document_of_tile(k_bounds_ptr, q_bounds_ptr, documents, tile, 1, KEYS)
         if tile * KEYS >= N:
             return
         k_ptr += first_key * stride_kn
@@ -343,15 +341,13 @@ def nsa_band_sum_chunks(
     tile = tl.program_id(0) // (B * G)
     N_all = N
     if q_bounds_ptr is not None:
-        document, tile = document_of_tile(k_bounds_ptr, documents, tile, 1, SLICE)
-        first, N = document_rows(k_bounds_ptr, document)
+        _, tile, first, N, _, T = document_of_tile(k_bounds_ptr, q_bounds_ptr, documents, tile, 1, SLICE)
         if tile * SLICE >= N:
             return
         chunk_dk_ptr += first * (G * DK)
         chunk_dv_ptr += first * (G * DV)
         dk_ptr += first * (G * DK)
         dv_ptr += first * (G * DV)
-        _, T = document_rows(q_bounds_ptr, document)
     i_slice = tile * SLICE
     i_first = i_slice // KEYS * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1

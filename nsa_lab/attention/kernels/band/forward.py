@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.band.bounds import in_band, key_range, key_tile, named_by_branch, row_tile
-from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
+from nsa_lab.attention.kernels.documents import document_of_tile
 from nsa_lab.attention.kernels.tiles import LN2, last_tile_first, load_consecutive, load_rows, row_offsets
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
@@ -67,9 +67,7 @@ def nsa_band_forward(
     """out and lse of one row tile, contiguous."""
     tile, b, g = last_tile_first(B, G)
     if q_bounds_ptr is not None:
-        document, tile = document_of_tile(q_bounds_ptr, documents, tile, HEADS, ROWS)
-        first, T = document_rows(q_bounds_ptr, document)
-        first_key, N = document_rows(k_bounds_ptr, document)
+        _, tile, first, T, first_key, N = document_of_tile(q_bounds_ptr, k_bounds_ptr, documents, tile, HEADS, ROWS)
         if tile * ROWS >= T * HEADS:
             return
         q_ptr += first * stride_qt

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.documents import document_of_tile, document_rows
+from nsa_lab.attention.kernels.documents import document_of_tile
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
 from nsa_lab.attention.kernels.tiles import LN2, load_consecutive, load_rows, load_rows_inside, row_offsets
 from nsa_lab.attention.kernels.vocabulary import SIZES
@@ -333,8 +333,7 @@ def nsa_selected_union(
     b = bg // G
     g = bg % G
     if bounds_ptr is not None:
-        document, tile = document_of_tile(bounds_ptr, documents, tile, HEADS, ROWS)
-        first, T = document_rows(bounds_ptr, document)
+        _, tile, first, T, _, _ = document_of_tile(bounds_ptr, bounds_ptr, documents, tile, HEADS, ROWS)
         if tile * ROWS >= T * HEADS:
             return
         q_ptr += first * stride_qt

@@ -33,7 +33,6 @@ from nsa_lab.attention.kernels.documents import (
     Bounds,
     document_of_row,
     document_of_tile,
-    document_rows,
     first_tile,
 )
 from nsa_lab.attention.kernels.host import ceil_div, padded_width
@@ -96,8 +95,7 @@ def block_keys(block, N, bounds_ptr, documents, BLOCK: tl.constexpr):
     """(first, stop): kv block number `block` holds keys first .. first+BLOCK-1, as far as they are less than stop."""
     first = block * BLOCK
     if bounds_ptr is not None:
-        document, place = document_of_tile(bounds_ptr, documents, block, 1, BLOCK)
-        start, tokens = document_rows(bounds_ptr, document)
+        _, place, start, tokens, _, _ = document_of_tile(bounds_ptr, bounds_ptr, documents, block, 1, BLOCK)
         first = start.to(tl.int32) + place * BLOCK
         N = start.to(tl.int32) + tokens
     return first, N
@@ -110,13 +108,14 @@ def nsa_selected_number_blocks(
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
 ):
     """Documents' own block numbers -> numbers in the row of all documents, -1 where not live. A token has SLOTS slots."""
-    document, tile = document_of_tile(bounds_ptr, documents, tl.program_id(0), SLOTS, ENTRIES)
-    first, T = document_rows(bounds_ptr, document)
+    document, tile, first, T, _, _ = document_of_tile(
+        bounds_ptr, bounds_ptr, documents, tl.program_id(0), SLOTS, ENTRIES
+    )
     place = tile.to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     inside = place < T.to(tl.int64) * SLOTS
     at = first * SLOTS + place
     block, live = load_choice(blocks_ptr + at, inside, 0, place // SLOTS, BLOCK)
-    number = block + (first // BLOCK).to(tl.int32) + document  # as `first_tile` has it, without waiting for another load
+    number = block + (first // BLOCK).to(tl.int32) + document  # as `first_tile` has it
     tl.store(numbers_ptr + at, tl.where(live, number, -1), mask=inside)
 
 
