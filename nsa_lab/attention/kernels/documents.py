@@ -8,7 +8,7 @@ programs whose tile holds nothing return at once.
 
 A program finds its document by search among these first rows, 32 at a time: a warp loads them at once, and with those of
 the last 32 all that the program asks of its document, so that up to 32 documents take one wait for memory and a thousand
-take two, where bisection takes six and eleven. A table of tiles would take one as well, and would have to be made and copied
+take two, where bisection takes six and eleven. A table of tiles would take one, too, and would have to be made and copied
 for every tile size of every batch. Where there are no documents, nothing of this
 is in the machine code.
 """

@@ -206,6 +206,14 @@ STREAMING_WARPS = 4
 SUM_CHUNKS_KEYS, SUM_CHUNKS_AT_ONCE = 4, 8
 DELTA_ROWS = 64
 SUM_ITEMS_ELEMENTS, SUM_ITEMS_AT_ONCE = 1024, 4
+SLOTS_AT_ONCE = 16  # more spill registers, and ptxas takes half a minute
+
+
+def slots_at_once(n_sel: int) -> int:
+    """Of the blocks of a query, how many partial results are loaded together: an equal share of them."""
+    return ceil_div(n_sel, ceil_div(n_sel, SLOTS_AT_ONCE))
+
+
 COUNT_ENTRIES, COUNT_COLUMNS, COUNT_WARPS = 4096, 64, 8
 SCATTER_ENTRIES = 1024
 FIRST_QUERY_ITEMS = 256

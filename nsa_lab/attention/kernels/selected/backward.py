@@ -22,7 +22,6 @@ from nsa_lab.attention.kernels.selected.forward import (
     pair_numbers,
     row_numbers,
     row_pairs,
-    slots_at_once,
 )
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
 from nsa_lab.attention.kernels.tiles import LOG2E, add_product, load_rows, load_rows_inside, row_offsets
@@ -312,7 +311,7 @@ def nsa_selected_sum(
     stride_dqb, stride_dqt,
     scale_dq, tiles, reductions, parts,
     FIRST: tl.constexpr, LAST: tl.constexpr, ADD: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
-    ELEMENTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    ELEMENTS: tl.constexpr, ITEMS_AT_ONCE: tl.constexpr, SLOTS_AT_ONCE: tl.constexpr,
     HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
 ):
@@ -322,13 +321,13 @@ def nsa_selected_sum(
         _sum_items(
             item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr,
             N, G, G_all, n_blocks, documents, program // parts, program % parts,
-            FIRST, LAST, ITEM_ENTRIES, BLOCK, DK, DV, ELEMENTS, AT_ONCE,
+            FIRST, LAST, ITEM_ENTRIES, BLOCK, DK, DV, ELEMENTS, ITEMS_AT_ONCE,
         )
     else:
         _sum_pairs(
             pair_dq_ptr, blocks_ptr, dq_ptr, T, G, first_query, stride_dqb, stride_dqt, scale_dq,
             (program - reductions) // tiles, (program - reductions) % tiles,
-            ADD, HEADS, N_SEL, BLOCK if bounds_ptr is None else 0, DK, DK_PAD, ROWS,
+            ADD, HEADS, N_SEL, BLOCK if bounds_ptr is None else 0, DK, DK_PAD, ROWS, SLOTS_AT_ONCE,
         )
 
 
@@ -378,13 +377,12 @@ def _sum_items(
 def _sum_pairs(
     pair_dq_ptr, blocks_ptr, dq_ptr, T, G, first_query, stride_dqb, stride_dqt, scale_dq, bg, tile,
     ADD: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """dq of ROWS rows: the sum over the blocks that their queries chose, times scale_dq; with ADD to what dq_ptr holds."""
     b, g, t, head, inside, slots, pair = row_pairs(blocks_ptr, T, G, bg.to(tl.int64), tile, HEADS, N_SEL, ROWS)
     columns = tl.arange(0, DK_PAD)
     total = tl.zeros([ROWS, DK_PAD], tl.float32)
-    AT_ONCE: tl.constexpr = slots_at_once(N_SEL)
     for first in range(0, N_SEL, AT_ONCE):
         for ahead in tl.static_range(AT_ONCE):
             slot = first + ahead

@@ -173,13 +173,6 @@ def row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constex
     return b, g, t, head, inside, slots, pair
 
 
-@triton.jit
-def slots_at_once(N_SEL: tl.constexpr):
-    """Of a query: how many are loaded together. Up to 16 all; more spill registers, and ptxas takes half a minute."""
-    GROUPS: tl.constexpr = (N_SEL + 15) // 16
-    return (N_SEL + GROUPS - 1) // GROUPS
-
-
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_merge(
     pair_out_ptr, pair_lse_ptr, blocks_ptr, out_ptr, lse_ptr,
@@ -187,14 +180,13 @@ def nsa_selected_merge(
     stride_outb, stride_outt, stride_lseb, stride_lset,
     tiles,
     HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """Softmax-weighted mean of each row's partials."""
     bg = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     b, g, t, head, inside, slots, pair = row_pairs(blocks_ptr, T, G, bg, tile, HEADS, N_SEL, ROWS)
     columns = tl.arange(0, DV_PAD)
-    AT_ONCE: tl.constexpr = slots_at_once(N_SEL)
     peak = tl.full([ROWS], -1e30, tl.float32)
     for first in range(0, N_SEL, AT_ONCE):
         for ahead in tl.static_range(AT_ONCE):

@@ -261,7 +261,7 @@ def _forward_gather(
             tiles,
             HEADS=sizes.heads, N_SEL=sizes.n_sel, BLOCK=sizes.block if bounds.documents is None else 0,
             DV=sizes.dv, DV_PAD=padded_width(sizes.dv),
-            ROWS=merge_rows, num_warps=launch_table.STREAMING_WARPS,
+            ROWS=merge_rows, AT_ONCE=launch_table.slots_at_once(sizes.n_sel), num_warps=launch_table.STREAMING_WARPS,
         )
     return indices
 
@@ -357,7 +357,8 @@ def _backward(
             *dq.stride()[:2],
             scale_dk if scaled_v else 1.0, tiles, reductions, parts,
             FIRST=first, LAST=last, ADD=add, ITEM_ENTRIES=entries, ROWS=sum_rows, ELEMENTS=sum_elements,
-            AT_ONCE=launch_table.SUM_ITEMS_AT_ONCE, **sizes.constants(), num_warps=launch_table.STREAMING_WARPS,
+            ITEMS_AT_ONCE=launch_table.SUM_ITEMS_AT_ONCE, SLOTS_AT_ONCE=launch_table.slots_at_once(sizes.n_sel),
+            **sizes.constants(), num_warps=launch_table.STREAMING_WARPS,
         )
 # fmt: on
 
