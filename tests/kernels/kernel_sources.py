@@ -18,6 +18,13 @@ def jitted(part: str = "") -> set[str]:
     return {f.name for f in functions if any(ast.unparse(d).startswith("triton.jit") for d in f.decorator_list)}
 
 
+def constants_from_calls() -> list[str]:
+    """`NAME: tl.constexpr = f(...)` where f is a function that Triton compiles."""
+    assigned = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
+    of_calls = [node for node in assigned if isinstance(node.value, ast.Call) and _is_name(node.value.func)]
+    return [ast.unparse(node) for node in of_calls if ast.unparse(node.value.func) in jitted()]
+
+
 def launched() -> set[str]:
     """Those that are launched: called as `kernel[grid](...)`."""
     calls = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Call))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kernel_sources import jitted, launched, launched_names
+from kernel_sources import constants_from_calls, jitted, launched, launched_names
 
 from nsa_lab.attention.kernels.band.bounds import named_by_branch
 from nsa_lab.attention.kernels.vocabulary import KERNEL_PARTS, part_of_kernel
@@ -15,6 +15,11 @@ def test_every_kernel_that_is_launched_has_a_name_of_ours_and_a_part() -> None:
     for name in launched_names():
         assert sum(name.startswith(prefix) for prefix in KERNEL_PARTS) == 1, name
     assert {part_of_kernel(name) for name in launched_names()} == set(KERNEL_PARTS.values())
+
+
+def test_no_constant_is_what_a_function_of_tritons_gives() -> None:
+    """Before Triton 3.7 that is a number of the running kernel, and whatever needs a constant does not compile."""
+    assert constants_from_calls() == []
 
 
 @pytest.mark.parametrize("name", ["_gather_kernel", "nsa_lab::nsa_fwd", "void pytorch_flash::flash_fwd_kernel"])
