@@ -56,10 +56,10 @@ FEW = (0, 5, 0, 0, 1, 8, 3, 4, 0)
 
 
 @pytest.mark.parametrize(
-    "lengths", [(6,), FEW, FEW * 7, (0, 0, 1, 0) * 260], ids=lambda lengths: f"{len(lengths)}_documents"
+    "lengths", [(6,), FEW, FEW * 7, FEW * 8, (0, 0, 1, 0) * 520], ids=lambda lengths: f"{len(lengths)}_documents"
 )
 def test_every_tile_of_every_document_has_one_program(lengths: tuple[int, ...], device: torch.device) -> None:
-    """Of one document, and of as many as are found by one search, two and three; any of them may have no token.
+    """Of one document, and of as many as take no search, one and two before what is left is loaded; any may have no token.
 
     With its place, the document's rows, and where it lies among compressed keys.
     """

@@ -6,11 +6,10 @@ begins at row r is number r // TILE + document + n, which leaves room for every 
 lengths, without a count of the tiles before. Grids follow from the total and the number of documents alone; the few
 programs whose tile holds nothing return at once.
 
-A program finds its document by search among these first rows, 32 at a time: a warp loads them at once, and with those of
-the last 32 all that the program asks of its document, so that up to 32 documents take one wait for memory and a thousand
-take two, where bisection takes six and eleven. A table of tiles would take one, too, and would have to be made and copied
-for every tile size of every batch. Where there are no documents, nothing of this
-is in the machine code.
+A program finds its document by search among these first rows, 32 at a time: a warp loads them at once. With those of the
+last 64 it loads all that the program asks of its document, so that up to 64 documents take one wait for memory and two
+thousand take two, where bisection takes seven and twelve. A table of tiles would take one, too, and would have to be made
+and copied for every tile size of every batch. Where there are no documents, nothing of this is in the machine code.
 """
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
@@ -27,6 +26,8 @@ from torch import Tensor
 from nsa_lab.attention.kernels.host import ceil_div
 
 WAYS = tl.constexpr(32)
+"""One for each thread of a warp: more would be spread over warps, which exchange what they find through shared memory."""
+ROUNDS = tl.constexpr(2)
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def document_of_tile(bounds_ptr, others_ptr, documents, tile, EACH: tl.constexpr
     """
     document = tl.cast(tile, tl.int32) * 0
     stop = document + documents
-    while stop - document > WAYS:
+    while stop - document > ROUNDS * WAYS:
         step = tl.cdiv(stop - document, WAYS)
         probes = document + tl.arange(0, WAYS) * step
         there = probes < stop
@@ -62,17 +63,19 @@ def document_of_tile(bounds_ptr, others_ptr, documents, tile, EACH: tl.constexpr
         document, stop = _narrowed(begun, document, stop, step)
     # Of the documents that are left, all that there is to know is loaded at once. First rows and ends never fall: those of
     # the last document that has begun are the largest of all that have.
-    probes = tl.minimum(document + tl.arange(0, WAYS), stop - 1)
-    first = tl.load(bounds_ptr + probes)
-    end = tl.load(bounds_ptr + probes + 1)
-    other_first = tl.load(others_ptr + probes)
-    other_end = tl.load(others_ptr + probes + 1)
-    begun = first.to(tl.int64) * EACH // TILE + probes <= tile
-    document = tl.max(tl.where(begun, probes, 0), axis=0)
-    first = tl.max(tl.where(begun, first, 0), axis=0)
-    end = tl.max(tl.where(begun, end, 0), axis=0)
-    other_first = tl.max(tl.where(begun, other_first, 0), axis=0)
-    other_end = tl.max(tl.where(begun, other_end, 0), axis=0)
+    found = tl.zeros([WAYS], tl.int32)
+    first, end, other_first, other_end = found, found, found, found
+    for i in tl.static_range(ROUNDS):
+        probes = tl.minimum(document + i * WAYS + tl.arange(0, WAYS), stop - 1)
+        row = tl.load(bounds_ptr + probes)
+        begun = row.to(tl.int64) * EACH // TILE + probes <= tile
+        found = tl.maximum(found, tl.where(begun, probes, 0))
+        first = tl.maximum(first, tl.where(begun, row, 0))
+        end = tl.maximum(end, tl.where(begun, tl.load(bounds_ptr + probes + 1), 0))
+        other_first = tl.maximum(other_first, tl.where(begun, tl.load(others_ptr + probes), 0))
+        other_end = tl.maximum(other_end, tl.where(begun, tl.load(others_ptr + probes + 1), 0))
+    document, first, end = tl.max(found, axis=0), tl.max(first, axis=0), tl.max(end, axis=0)
+    other_first, other_end = tl.max(other_first, axis=0), tl.max(other_end, axis=0)
     tile = (tile - (first.to(tl.int64) * EACH // TILE + document)).to(tl.int32)
     return document, tile, first.to(tl.int64), end - first, other_first.to(tl.int64), other_end - other_first
 
