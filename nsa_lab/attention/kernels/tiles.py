@@ -94,3 +94,21 @@ def add_product(total, a, b):
     if a.dtype == tl.float32:
         return tl.fma(tl.dot(a, b, input_precision="ieee"), tl.full(total.shape, 1.0, tl.float32), total)
     return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def add_product_exactly(total, lost, a, b):
+    """(total + a b, what rounding that sum lost) of tiles in float32; `lost` is what the sums before have lost.
+
+    A sum over thousands of tiles is rounded as one of a few would be (W. Kahan, 1965). In half precision, whose numbers
+    err by far more, `lost` stays as it is.
+    """
+    if a.dtype == tl.float32:
+        one = tl.full(total.shape, 1.0, tl.float32)
+        more = tl.fma(tl.dot(a, b, input_precision="ieee"), one, -lost)  # see `add_product`
+        exact = total + more
+        lost = (exact - total) - more
+        total = exact
+    else:
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total, lost

@@ -20,7 +20,7 @@ from nsa_lab.attention.kernels.band.forward import scores_of_tile
 from nsa_lab.attention.kernels.documents import document_of_tile
 from nsa_lab.attention.kernels.tiles import (
     LOG2E,
-    add_product,
+    add_product_exactly,
     batch_and_group,
     last_tile_first,
     load_consecutive,
@@ -181,7 +181,8 @@ def nsa_band_dq(
 
 @triton.jit
 def _dkv_steps(
-    dk, dv, k, v, i, q_base, do_base, stats_base, stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
+    dk, dk_lost, dv, dv_lost, k, v, i, q_base, do_base, stats_base,
+    stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
     t_origin, tiles, turn, start, left, right, stop, N, T, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
@@ -213,11 +214,11 @@ def _dkv_steps(
             position = tile_t + tl.arange(0, ROWS)
             scores = tl.where(in_band(i[:, None], position[None, :], N, L, STRIDE, W), scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
-        dv = add_product(dv, p.to(do.dtype), do)
+        dv, dv_lost = add_product_exactly(dv, dv_lost, p.to(do.dtype), do)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         ds = p * (dp - delta[None, :])
-        dk = add_product(dk, ds.to(q.dtype), q)
-    return dk, dv
+        dk, dk_lost = add_product_exactly(dk, dk_lost, ds.to(q.dtype), q)
+    return dk, dk_lost, dv, dv_lost
 
 
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dkv"))
@@ -279,6 +280,7 @@ def nsa_band_dkv(
         stats_base = stats_ptr + (b * G + g) * HEADS * 2 * stride_stats
         dk = tl.zeros([KEYS, DK_PAD], tl.float32)
         dv = tl.zeros([KEYS, DV_PAD], tl.float32)
+        dk_lost, dv_lost = dk, dv
         # With a window: steps [start, inner), then [inner, outer), masked, then [outer, stop). Without one those in the
         # middle need no mask, and come last: one loop before takes the diagonal and the last queries.
         for loop in tl.static_range(3 if W > 0 else 2):
@@ -293,8 +295,9 @@ def nsa_band_dkv(
                     left, right = inner, outer
                 if loop == 1:
                     start, left, right, loop_stop = inner, inner, inner, outer
-            dk, dv = _dkv_steps(
-                dk, dv, k, v, i, q_base, do_base, stats_base, stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
+            dk, dk_lost, dv, dv_lost = _dkv_steps(
+                dk, dk_lost, dv, dv_lost, k, v, i, q_base, do_base, stats_base,
+                stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
                 t_origin, tiles, turn, start, left, right, loop_stop, N, T, scale_log2,
                 HEADS, L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, ROWS, (loop == 1) == (W > 0), TAIL,
             )
