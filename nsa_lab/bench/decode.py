@@ -157,7 +157,7 @@ def time_models(
     rows: list[StepTime] = []
     for length in lengths:
         decoders = {kind: _full(model, length, batch, backend) for kind, model in models.items()}
-        token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        token = torch.zeros(batch, 1, dtype=torch.int64)  # as whoever draws on the CPU hands it over
         runs = {kind: (lambda decoder=decoder: decoder.last(token)) for kind, decoder in decoders.items()}  # noqa: B023
         rows += _rows(f"model, {config.n_layers} layers", runs, config, length, batch, dtype, device)
     return _with_shares(rows)

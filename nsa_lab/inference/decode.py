@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_lab.inference import memory
 from nsa_lab.inference.cache import Cache, Step
-from nsa_lab.inference.maps import fed_forward
+from nsa_lab.inference.maps import fed_forward, mapped
 from nsa_lab.inference.recorded import RecordedStep, can_be_recorded
 from nsa_lab.model import Block, NSATransformer, Rotary, rotary_table
 
@@ -48,48 +48,57 @@ class Decoder:
     def append(self, tokens: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Logits [B, n, V] of the tokens int64 [B, n] that follow those given before.
 
+        tokens: on any device. Their ids are looked at first, which for tokens on a GPU waits until they are there: whoever
+        draws them on the CPU does better to leave them there.
         counts: how many tokens of each row belong to its sequence, from the left; the rest is padding, whose logits mean
         nothing. None: all. Raises ValueError for what is not this, for ids that the model does not have, for another batch
         than the cache's and for sequences that would be longer than its capacity.
         """
-        return self._model.head(torch.cat([hidden for hidden, _ in self._read(tokens, counts)], dim=1))
+        counts = self._checked(tokens, counts)
+        replayed = self._replayed(tokens, counts)
+        if replayed is not None:
+            return replayed
+        return self._logits(torch.cat([hidden for hidden, _ in self._read(tokens, counts)], dim=1))
 
     @torch.no_grad()
     def last(self, tokens: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Logits [B, V] of each sequence's last token in `tokens`; `append` says the rest. Counts are at least 1."""
-        if counts is not None and min(counts) < 1:
-            raise ValueError(f"counts = {list(counts)}: expected at least 1 token of each sequence to tell the next one")
+        counts = self._checked(tokens, counts)
+        if min(counts) < 1:
+            raise ValueError(f"counts = {counts}: expected at least 1 token of each sequence to tell the next one")
+        replayed = self._replayed(tokens, counts)
+        if replayed is not None:
+            return replayed[:, 0]
         found: dict[int, Tensor] = {}
         for hidden, within in self._read(tokens, counts):
             found |= {row: hidden[row, end] for row, end in within.items()}
-        return self._model.head(torch.stack([found[row] for row in range(len(found))]))
+        return self._logits(torch.stack([found[row] for row in range(len(found))])[:, None])[:, 0]
 
     def _angles(self) -> Rotary:
         c = self._model.config
         return rotary_table(self.cache.capacity, c.rotary_width, c.rope_theta, self._model.head.weight.device)
 
-    def _read(self, tokens: Tensor, counts: Sequence[int] | None) -> Iterator[tuple[Tensor, dict[int, int]]]:
-        """Hidden states [B, n, C], some tokens at a time, and the rows that end in them, with the place."""
-        counts = [tokens.shape[-1]] * len(tokens) if counts is None else list(counts)
-        self._check(tokens, counts)
-        at = 0
+    def _replayed(self, tokens: Tensor, counts: Sequence[int]) -> Tensor | None:
+        """Logits [B, 1, V] of one token of each sequence by the recorded step; None where a step cannot be recorded."""
+        if tokens.shape[1] > 1 or not any(self.cache.starts) or not can_be_recorded(self.cache):
+            return None
+        if self._recorded is None:
+            self._recorded = RecordedStep(lambda tokens, step: self._logits(self._hidden(tokens, step)), self.cache)
+        logits = self._recorded(tokens, counts).clone()
+        self.cache.advance(counts, on_device=False)
+        return logits
+
+    def _read(self, tokens: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, dict[int, int]]]:
+        """What leaves the layers, [B, n, C], some tokens at a time, and the rows that end in them, with the place."""
+        tokens, at = tokens.to(self.cache.lengths.device), 0
         while at < tokens.shape[1]:
             width = memory.STEP if any(self.cache.starts) else max(FIRST // len(tokens), memory.STEP)
             part = tokens[:, at : at + width]
             own = [min(max(count - at, 0), part.shape[1]) for count in counts]
-            hidden = self._advance(part, own)
+            hidden = self._hidden(part, self.cache.step(part.shape[1], own))
+            self.cache.advance(own)
             yield hidden, {row: count - at - 1 for row, count in enumerate(counts) if at < count <= at + part.shape[1]}
             at += part.shape[1]
-
-    def _advance(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        recorded = tokens.shape[1] == 1 and any(self.cache.starts) and can_be_recorded(self.cache)
-        if recorded:
-            self._recorded = self._recorded or RecordedStep(self._hidden, self.cache)
-            hidden = self._recorded(tokens, counts)
-        else:
-            hidden = self._hidden(tokens, self.cache.step(tokens.shape[1], counts))
-        self.cache.advance(counts, on_device=not recorded)
-        return hidden
 
     def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
         model = self._model
@@ -99,12 +108,19 @@ class Decoder:
         for block, layer in zip(cast("list[Block]", model.blocks), self.cache.layers, strict=True):
             x = layer.attend(x, block.attention_norm, rotary, step)
             x = fed_forward(block, x, by_kernels=by_kernels)
-        return model.norm(x)
+        return x
 
-    def _check(self, tokens: Tensor, counts: Sequence[int]) -> None:
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[B, n, V] of what leaves the layers, [B, n, C]."""
+        model, by_kernels = self._model, self.cache.backend == "triton"
+        return mapped(hidden, (model.head, ""), norm=model.norm, by_kernels=by_kernels)[0]
+
+    def _checked(self, tokens: Tensor, counts: Sequence[int] | None) -> list[int]:
+        """`counts`, of every row; ValueError for what `append` refuses."""
         cache, vocab_size = self.cache, self._model.config.vocab_size
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.shape[1]:
             raise ValueError(f"tokens: expected int64 [B, n], n >= 1, got {tokens.dtype} {tuple(tokens.shape)}")
+        counts = [tokens.shape[1]] * len(tokens) if counts is None else list(counts)
         if len(tokens) != cache.batch or len(counts) != cache.batch:
             raise ValueError(
                 f"tokens: {len(tokens)} rows, {len(counts)} counts for a decoder of {cache.batch} sequences; give one of "
@@ -121,3 +137,4 @@ class Decoder:
         end = max(start + count for start, count in zip(cache.starts, counts, strict=True))
         if end > cache.capacity:
             raise ValueError(f"{end} tokens do not fit into a decoder of capacity {cache.capacity}; make it larger")
+        return counts

@@ -94,10 +94,10 @@ def _drawn(
     stops: Stops | None = None,
 ) -> Iterator[tuple[int, int]]:
     """The number of a prompt and its next token, a token of every prompt that goes on in turn."""
-    device, generators = model.head.weight.device, [_generator(seed, sampling) for _ in prompts]
+    generators = [_generator(seed, sampling) for _ in prompts]
     lengths = [len(prompt) for prompt in prompts]
     decoder = Decoder(model, max(lengths) + count, len(prompts))
-    logits = decoder.last(pad_sequence([prompt.to(device) for prompt in prompts], batch_first=True), lengths)
+    logits = decoder.last(pad_sequence([prompt.cpu() for prompt in prompts], batch_first=True), lengths)
     answers: list[list[int]] = [[] for _ in prompts]
     going = list(range(len(prompts)))
     while True:
@@ -109,7 +109,7 @@ def _drawn(
         if not going:
             return
         # Those that have ended go on unheard: the batch keeps its shape, and nothing has to be moved.
-        logits = decoder.last(torch.tensor([[answer[-1]] for answer in answers], device=device))
+        logits = decoder.last(torch.tensor([[answer[-1]] for answer in answers]))
 
 
 def _batches(prompts: Sequence[Tensor], count: int) -> Iterator[tuple[int, Sequence[Tensor]]]:

@@ -47,4 +47,4 @@ def _launched(
 ) -> list[Tensor]:
     weights = [(one.weight, then) for one, then in maps]
     normed_by = None if norm is None else (norm.weight, norm.eps)
-    return kernels.linear(x.contiguous(), *weights, norm=normed_by, residual=residual, gated=gated)
+    return kernels.linear(x.contiguous(), *weights, norm=normed_by, residual=residual, gated=gated, settled=True)

@@ -21,7 +21,7 @@ def can_be_recorded(cache: Cache) -> bool:
 class RecordedStep:
     """One more token of every sequence of `cache`, recorded once and replayed at whatever lengths they have by then.
 
-    `run` takes tokens int64 [B, 1] and a `Step` and gives hidden states [B, 1, C]; those of a call are overwritten by the
+    `run` takes tokens int64 [B, 1] and a `Step` and gives logits [B, 1, V]; those of a call are overwritten by the
     next. A cache that grows has other tensors, and needs another recording.
     """
 
@@ -32,14 +32,14 @@ class RecordedStep:
         self._counts = torch.zeros(cache.batch, dtype=torch.int64, device=cache.lengths.device)
 
         def step() -> Tensor:
-            hidden = run(self._tokens, cache.step_at_any_length(self._counts))
+            logits = run(self._tokens, cache.step_at_any_length(self._counts))
             cache.lengths.add_(self._counts)
-            return hidden
+            return logits
 
-        self._replay, self._hidden = record(step)
+        self._replay, self._logits = record(step)
 
     def __call__(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-        """Hidden states [B, 1, C] of tokens int64 [B, 1], of which `counts` (1 or 0) are no padding.
+        """Logits [B, 1, V] of tokens int64 [B, 1], of which `counts` (1 or 0) are no padding.
 
         The cache's lengths on the device are then those after this step: `Cache.advance` is not to write them again.
         """
@@ -48,7 +48,7 @@ class RecordedStep:
             self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)
             self._told = list(counts)
         self._replay()
-        return self._hidden
+        return self._logits
 
 
 def record(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

@@ -128,16 +128,16 @@ def decode(
     mixed = {}
     if indexed:
         mixed = {"past": torch.zeros(1, 257, 3 * G, D, dtype=dtype), "mix": torch.zeros(2, 3 * G, D, dtype=dtype)}
-    kernels.append(roped, values, rotary, lengths, Places(*raw, *cache[2:]), **mixed)
-    kernels.complete(*raw, *cache[:2], lengths, S, nsa)
+    kernels.append(roped, values, rotary, lengths, Places(*raw, *cache[2:]), **mixed, settled=True)
+    kernels.complete(*raw, *cache[:2], lengths, S, nsa, settled=True)
     if index_q is not None and k_index is not None and choice_nsa is not None:
         pool = torch.zeros(D, D, dtype=dtype), torch.zeros(D, choice_nsa.l, dtype=dtype)
         kernels.append(index_q.repeat(1, 1, 2, 1), None, rotary, lengths, Places(k_raw=raw[0]))
         kernels.complete(raw[0], None, k_index, None, lengths, S, choice_nsa, k_pool=pool)
     x, norm = torch.zeros(1, S, 12 * D, dtype=dtype), (torch.zeros(12 * D, dtype=dtype), 1e-5)
     maps = [(torch.zeros(columns, 12 * D, dtype=dtype), then) for columns, then in ((H * D, ""), (3 * H, "sigmoid"))]
-    kernels.linear(x, *maps, norm=norm)
-    kernels.linear(x, (maps[0][0], "silu"), norm=norm, gated=True)
+    kernels.linear(x, *maps, norm=norm, settled=True)
+    kernels.linear(x, (maps[0][0], "silu"), norm=norm, gated=True, settled=True)
     kernels.linear(x, maps[0], residual=torch.zeros(1, S, H * D, dtype=dtype))
 
 
@@ -155,6 +155,7 @@ as_it_is = JITFunction.__getitem__
 JITFunction.__getitem__ = compile_only
 launch_table.is_hopper = lambda device: ARCHITECTURE == 90
 launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90, 100)
+launch_table.begins_early = lambda device: ARCHITECTURE >= 90
 launch_table.is_blackwell = lambda device: ARCHITECTURE == 100
 
 

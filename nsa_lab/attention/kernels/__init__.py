@@ -228,7 +228,7 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
 
 def append(
     roped: Tensor, values: Tensor | None, rotary: tuple[Tensor, Tensor], lengths: Tensor, places: Places, *,
-    past: Tensor | None = None, mix: Tensor | None = None,
+    past: Tensor | None = None, mix: Tensor | None = None, settled: bool = False,
 ) -> Tensor:
     """Turns S new tokens of each sequence by their angles and keeps them, in one launch: their queries [B, S, H, d_k].
 
@@ -241,28 +241,30 @@ def append(
     With `past`, a ring [B, R, branches G, d_k] of keys as they came, R > S, keys are mixed before they are turned:
     mix[0] of a token's own and mix[1] of those of the token before, mix [2, branches G, d_k]; all contiguous.
 
+    `settled`: what was launched last wrote neither `lengths` nor `rotary`, so that they may be read before it has ended.
     Raises NotImplementedError for head widths that the kernels do not take. Not differentiable.
     """
     from nsa_lab.attention.kernels.decoding import launch
 
     _refuse("append", width_limit(roped.shape[3], None if values is None else values.shape[3]))
     with torch.no_grad():
-        return launch.append(roped, values, *rotary, lengths, places, past, mix)
+        return launch.append(roped, values, *rotary, lengths, places, past, mix, settled)
 
 
 def complete(
     k_raw: Tensor, v_raw: Tensor | None, k: Tensor, v: Tensor | None, lengths: Tensor, S: int, nsa: NSAConfig, *,
-    k_pool: Pool | None = None, v_pool: Pool | None = None,
+    k_pool: Pool | None = None, v_pool: Pool | None = None, settled: bool = False,
 ) -> None:
     """Compresses the blocks that S new tokens complete, which are in the rings k_raw and v_raw already, into k and v.
 
     Rings [B, R, G, .], blocks [B, N, G, .], the values None where there are keys alone; `lengths` as in `cached_attention`.
     phi is a mean (avg), or with the weights of `k_pool` and `v_pool` pool. Blocks past the last row are not kept.
+    `settled`: what was launched last did not write `lengths`, so that they may be read before it has ended.
     """
     from nsa_lab.attention.kernels.decoding import launch
 
     with torch.no_grad():
-        launch.complete(k_raw, v_raw, k, v, k_pool, v_pool, lengths, S, nsa.l, nsa.d)
+        launch.complete(k_raw, v_raw, k, v, k_pool, v_pool, lengths, S, nsa.l, nsa.d, settled)
 
 
 def few(x: Tensor) -> bool:
@@ -274,17 +276,18 @@ def few(x: Tensor) -> bool:
 
 def linear(
     x: Tensor, *maps: tuple[Tensor, str], norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None,
-    gated: bool = False,
+    gated: bool = False, settled: bool = False,
 ) -> list[Tensor]:
     """[residual + then(n(x) @ weight.T), ...] for each (weight [N, C], then) of up to three `maps`, x [..., C] contiguous.
 
     `then`: "", "silu" or "sigmoid". n is division by the root mean square, times a weight [C]: `norm` is that weight and
     the epsilon; None: x itself. A residual [..., N] is for one map. `gated`: the one map's weight has 2 N rows, and its
     result is then(the first half's) times the second's (arXiv 2002.05202). One launch for all; sums are float32.
+    `settled`: what was launched last wrote neither weights nor the residual, so that they may be read before it has ended.
     Not differentiable.
     """
     from nsa_lab.attention.kernels.decoding import launch
 
     with torch.no_grad():
-        return launch.linear(x, maps, norm, residual, gated)
+        return launch.linear(x, maps, norm, residual, gated, settled)
 # fmt: on

@@ -54,6 +54,12 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @functools.cache
+def begins_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one ahead still runs: Hopper and what came after it."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
 def is_blackwell(device: torch.device) -> bool:
     """B200 and its kin, whose tensor cores have a memory of their own; not the smaller GPUs of capability 12."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
@@ -225,8 +231,8 @@ DECODING_PARTS = 32
 """Parts that the keys of a branch are split into at most; each costs a partial output."""
 DECODING_ROWS = 64
 MERGE_ELEMENTS = 4096
-SHARES_ELEMENTS, SHARES_KEYS = 4096, 256
-BEST_BLOCKS, BEST_WARPS = 4096, 8
+IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 2048, 64
+BEST_BLOCKS, BEST_WARPS = 2048, 1
 LOGS_KEYS = 256
 APPEND_WARPS = 1  # for a row of 256 numbers at most
 LINEAR_ROWS = 64
@@ -263,9 +269,9 @@ def decoding_parts(programs: int, tiles: int) -> int:
     return padded_width(max(wanted, 1))
 
 
-def shares_keys(heads: int) -> int:
-    """Compressed keys whose scores of so many heads a program sums."""
-    return min(SHARES_ELEMENTS // heads, SHARES_KEYS)
+def importance_blocks(heads: int) -> int:
+    """Selection blocks to which a program adds up what so many heads give."""
+    return min(IMPORTANCE_ELEMENTS // heads, IMPORTANCE_BLOCKS)
 
 
 def best_blocks(blocks: int) -> int:

@@ -84,7 +84,7 @@ class NSACache:
         if self._nsa.phi in Compressed.IN_KERNELS:
             pools = {"k_pool": self.k_cmp.pool, "v_pool": self.v_cmp.pool}
             blocks = self.k_cmp.blocks.rows, self.v_cmp.blocks.rows
-            kernels.complete(*rings, *blocks, step.lengths, step.width, self._nsa, **pools)
+            kernels.complete(*rings, *blocks, step.lengths, step.width, self._nsa, **pools, settled=True)
         else:
             self.k_cmp.complete(step)
             self.v_cmp.complete(step)
@@ -165,7 +165,8 @@ class IndexCache:
         roped = qk.unflatten(-1, (-1, raw.shape[3]))
         q = _appended(roped, None, rotary, step, Places(k_raw=raw), self.past)
         if self.nsa.phi in Compressed.IN_KERNELS:
-            kernels.complete(raw, None, keys.blocks.rows, None, step.lengths, step.width, self.nsa, k_pool=keys.pool)
+            blocks = keys.blocks.rows
+            kernels.complete(raw, None, blocks, None, step.lengths, step.width, self.nsa, k_pool=keys.pool, settled=True)
         else:
             keys.complete(step)
         return q
@@ -225,4 +226,4 @@ def _appended(
     roped: Tensor, values: Tensor | None, rotary: Rotary, step: Step, places: Places, past: Past | None
 ) -> Tensor:
     mixed = {} if past is None else {"past": past.ring.kept, "mix": past.mix}
-    return kernels.append(roped, values, rotary, step.lengths, places, **mixed)
+    return kernels.append(roped, values, rotary, step.lengths, places, **mixed, settled=True)

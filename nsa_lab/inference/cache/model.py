@@ -45,7 +45,9 @@ class Cache:
         return self._step(None, 1, counts)
 
     def _step(self, starts: tuple[int, ...] | None, width: int, counts: Tensor) -> Step:
-        positions = self.lengths.long()[:, None] + torch.arange(width, device=self.lengths.device)
+        positions = self.lengths.long()[:, None]
+        if width > 1:
+            positions = positions + torch.arange(width, device=self.lengths.device)
         return Step(starts, self.lengths, positions, counts, self._rows)
 
     def advance(self, counts: Sequence[int], *, on_device: bool = True) -> None:

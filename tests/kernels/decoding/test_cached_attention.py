@@ -9,7 +9,7 @@ from caches import Case, best_blocks, brute, brute_importances, make
 from nsa_lab.attention.decoding import cached_attention
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.decoding import launch
-from nsa_lab.attention.kernels.decoding.launch import Found, Scored
+from nsa_lab.attention.kernels.decoding.launch import Scored
 from nsa_lab.config import NSAConfig
 
 # Interpreted, kernel by kernel: minutes on a CPU.
@@ -136,7 +136,7 @@ def test_of_equals_the_lower_index_is_chosen(device, monkeypatch):
     sums = torch.tensor([0.0, 1.0], device=device).expand(1, T, G * h, 1, 2).contiguous()
     scored = Scored(scores.to(device), sums, 1, nsa.l, nsa.d)
     lengths = torch.tensor([before], dtype=torch.int32, device=device)
-    found = Found(launch.shares(T, G, scored, lengths, nsa.l_sel, nsa.n_sel), l=nsa.l, d=nsa.d)
+    found = launch.importance(T, G, scored, lengths, (before + T) // nsa.l_sel + 1, nsa.l_sel, nsa.n_sel)
     blocks = launch.choose(T, G, found, lengths, nsa.l_sel, nsa.n_sel)
     for t in range(T):
         for g in range(G):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_lab.attention.kernels.decoding.turn import take_turn
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -46,7 +47,7 @@ def nsa_append(
     stride_kwb, stride_kwn, stride_kwg, stride_vwb, stride_vwn, stride_vwg,
     T, N, raw_ring, ring, past_ring, G,
     H: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One row of one token: of a query, which is turned; of a key, which is turned and written; of a value. Rows of keys
     and of values are KEYS each, those of the branches cmp, sel and win from the FIRST on. cos and sin are float32 [B, T,
@@ -69,6 +70,10 @@ def nsa_append(
     turned = (columns < 2 * HALF) & turns
     early = columns < HALF
     partners = tl.where(early, columns + HALF, columns - HALF)
+    angle = token * HALF + tl.where(early, columns, columns - HALF)
+    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
+    take_turn(EARLY)
     came = tl.load(base + columns, mask=kept, other=0.0)
     x, partner = came.to(tl.float32), tl.load(base + partners, mask=turned, other=0.0).to(tl.float32)
     if past_ptr is not None:
@@ -84,9 +89,6 @@ def nsa_append(
         x = mixed(x, mix_base, NEXT, late_base, columns, kept & is_key, kept & late)
         partner = mixed(partner, mix_base, NEXT, late_base, partners, turned & is_key, turned & late)
         tl.store(past_base + (position % past_ring) * KEYS * DK + columns, came, mask=kept & is_key)
-    angle = token * HALF + tl.where(early, columns, columns - HALF)
-    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
-    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
     x = x * cos + tl.where(early, -partner, partner) * sin
     place = q_ptr + (token * H + row) * DK
     if row >= H:

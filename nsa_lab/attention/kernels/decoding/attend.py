@@ -16,6 +16,7 @@ from nsa_lab.attention.kernels.decoding.keys import (
     part_range,
     store_part,
 )
+from nsa_lab.attention.kernels.decoding.turn import take_turn
 from nsa_lab.attention.kernels.tiles import batch_and_group
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
@@ -33,10 +34,11 @@ def nsa_compressed_and_window(
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr, PARTS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One part of the compressed branch, or of the window's, of one tile of rows; both in one launch, since neither waits
     for the other. Where there is a `scores_ptr`, float32 [B, T, H, N], it takes the compressed scores in units of log2."""
+    take_turn(EARLY)
     b, g = batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     part, tile = tile // row_tiles, tile % row_tiles
@@ -71,7 +73,7 @@ def nsa_selected_decode(
     HEADS: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     FIRST_PART: tl.constexpr, SEL_PARTS: tl.constexpr, PARTS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One part of the selected branch of one tile of the heads of one query."""
     b, g = batch_and_group(B, G)
@@ -84,6 +86,7 @@ def nsa_selected_decode(
     start, stop = part_range(0, chosen, part, SEL_PARTS, 1)
     q_base = q_ptr + b * stride_qb + t * stride_qt + g * HEADS * stride_qh
     q, _, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, 1, HEADS, DK, DK_PAD, ROWS)
+    take_turn(EARLY)
     acc, peak, total = attend_blocks(
         q, k_ptr + b * stride_kb + g * stride_kg, v_ptr + b * stride_vb + g * stride_vg, stride_kn, stride_vn,
         blocks_ptr + ((b * T + t) * G + g) * N_SEL, position, start, stop, N, scale_log2,

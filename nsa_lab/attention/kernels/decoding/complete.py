@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.band.bounds import visible
+from nsa_lab.attention.kernels.decoding.turn import take_turn
 from nsa_lab.attention.kernels.vocabulary import LOG2E as LOG2E_FLOAT
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
@@ -50,11 +51,13 @@ def nsa_complete(
     stride_vrb, stride_vrn, stride_vrg, stride_vb, stride_vn, stride_vg,
     T, N, raw_ring, G,
     L: tl.constexpr, L_PAD: tl.constexpr, STRIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Keys or values of one of the blocks that T new tokens may complete, of one sequence and group; N is how many blocks
     the cache has room for. Tokens are in the rings already. Without scores phi is a mean."""
     b, g = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
     before = tl.load(lengths_ptr + b)
+    take_turn(EARLY)
     block = visible(before - 1, L, STRIDE) + tl.program_id(1)
     if block >= tl.minimum(visible(before + T - 1, L, STRIDE), N):
         return

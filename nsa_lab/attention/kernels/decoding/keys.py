@@ -66,7 +66,7 @@ def products(q, k):
 
     In float32 a wide head is summed in stretches: one chain of 256 additions rounds 2.5 times as much as four of 64.
     """
-    STRETCHES: tl.constexpr = q.shape[1] // 64 if q.dtype == tl.float32 else 1
+    STRETCHES: tl.constexpr = q.shape[1] // 64 if q.dtype == tl.float32 else 1  # pyright: ignore[reportAssignmentType]
     # One of two branches, and no early return: before Triton 3.7 what follows a return is compiled all the same.
     if STRETCHES > 1:
         q_stretches = tl.permute(tl.reshape(q, [q.shape[0], STRETCHES, 64]), [1, 0, 2])

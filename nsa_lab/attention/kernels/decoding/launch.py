@@ -15,10 +15,11 @@ from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.decoding import linear as linear_kernel
 from nsa_lab.attention.kernels.decoding.append import nsa_append
 from nsa_lab.attention.kernels.decoding.attend import nsa_compressed_and_window, nsa_selected_decode
-from nsa_lab.attention.kernels.decoding.choose import nsa_choice_best, nsa_choice_logs, nsa_choice_shares
+from nsa_lab.attention.kernels.decoding.choose import nsa_choice_best, nsa_choice_importance, nsa_choice_logs
 from nsa_lab.attention.kernels.decoding.complete import nsa_complete
 from nsa_lab.attention.kernels.decoding.linear import nsa_linear
 from nsa_lab.attention.kernels.decoding.merge import nsa_gate_merge
+from nsa_lab.attention.kernels.decoding.turn import turn
 from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides
 from nsa_lab.attention.kernels.launch_table import Tile
 from nsa_lab.attention.kernels.vocabulary import LOG2E
@@ -47,15 +48,6 @@ class Scored(NamedTuple):
     d: int
 
 
-class Found(NamedTuple):
-    """What blocks are chosen by: shares, logs, or nothing, where each of them has a place."""
-
-    shares: Tensor | None = None  # float32 [B, T, G, N], of compressed keys of l tokens, every d
-    logs: Tensor | None = None  # float32 [B, T, G, blocks]
-    l: int = 1
-    d: int = 1
-
-
 class PartialOutputs(NamedTuple):
     """Partial outputs of all branches, not divided by their totals, and how many parts each branch has; in this order."""
 
@@ -81,12 +73,12 @@ def _(
         competing = there > n_sel
         scores = _room(q, k_cmp) if competing and index_q is None else None
         compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
-        found = Found(l=l_sel, d=l_sel)
+        found = None
         if scores is not None:
             scored = Scored(scores, parts.sums, parts.cmp, l, d)
-            found = Found(shares(q.shape[1], k_sel.shape[2], scored, lengths, l_sel, n_sel), l=l, d=d)
+            found = importance(q.shape[1], k_sel.shape[2], scored, lengths, there, l_sel, n_sel)
         elif competing and index_q is not None and k_index is not None:
-            found = Found(logs=logs(index_q, k_index, lengths, there, index_d, l_sel, n_sel), l=index_d, d=index_d)
+            found = logs(index_q, k_index, lengths, there, index_d, l_sel, n_sel)
         blocks = choose(q.shape[1], k_sel.shape[2], found, lengths, l_sel, n_sel)
         _selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel)
         return merged(q, gates, parts)
@@ -107,7 +99,7 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
 
 def append(
     roped: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, lengths: Tensor, places: Places, past: Tensor | None,
-    mix: Tensor | None,
+    mix: Tensor | None, settled: bool,
 ) -> Tensor:
     """As `kernels.append`."""
     roped = roped if roped.stride(3) == 1 else roped.contiguous()
@@ -123,14 +115,14 @@ def append(
             *strides(roped), *_strides(values), *(stride for x in places for stride in _strides(x)),
             T, *(0 if x is None else x.shape[1] for x in (places.k_sel, places.k_raw, places.k_win, past)), G,
             H=H, KEYS=keys, FIRST=first, HALF=cos.shape[2], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
-            num_warps=launch_table.APPEND_WARPS,
+            num_warps=launch_table.APPEND_WARPS, **turn(q.device, settled),
         )
     return q
 
 
 def complete(
     k_raw: Tensor, v_raw: Tensor | None, k: Tensor, v: Tensor | None, k_pool: Pool | None, v_pool: Pool | None,
-    lengths: Tensor, T: int, l: int, d: int,
+    lengths: Tensor, T: int, l: int, d: int, settled: bool,
 ) -> None:
     """As `kernels.complete`."""
     B, N, G, Dk = k.shape
@@ -142,12 +134,13 @@ def complete(
             *strides(k_raw, k), *_strides(v_raw), *_strides(v),
             T, N, k_raw.shape[1], G,
             L=l, L_PAD=padded_width(l), STRIDE=d, DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
-            num_warps=launch_table.STREAMING_WARPS,
+            num_warps=launch_table.STREAMING_WARPS, **turn(k.device, settled),
         )
 
 
 def linear(
-    x: Tensor, maps: Sequence[tuple[Tensor, str]], norm: tuple[Tensor, float] | None, residual: Tensor | None, gated: bool
+    x: Tensor, maps: Sequence[tuple[Tensor, str]], norm: tuple[Tensor, float] | None, residual: Tensor | None, gated: bool,
+    settled: bool,
 ) -> list[Tensor]:
     """As `kernels.linear`."""
     rows, K = x.numel() // x.shape[-1], x.shape[-1]
@@ -162,6 +155,7 @@ def linear(
             rows, 0.0 if norm is None else norm[1],
             *widths, *([0] * len(none)), K, *thens, *([0] * len(none)), gated,
             tile.rows, tile.columns, tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
+            **turn(x.device, settled),
         )
     return out
 
@@ -212,21 +206,21 @@ def compressed_and_window(
         HEADS=H // G, L=l, STRIDE=d, W=w,
         CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
-        ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
+        ROWS=tile.rows, KEYS=tile.keys, **tile.options(), **turn(q.device),
     )
 
 
-def shares(T: int, G: int, scored: Scored, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
-    """Of every compressed key, float32 [B, T, G, N], by its scores."""
+def importance(T: int, G: int, scored: Scored, lengths: Tensor, there: int, l_sel: int, n_sel: int) -> Tensor:
+    """Of all the blocks `there`, float32 [B, T, G, there], by the scores of compressed keys."""
     B, _, H, N = scored.scores.shape
-    found = scored.scores.new_empty(B, T, G, N)
-    keys = launch_table.shares_keys(padded_width(H // G))
-    nsa_choice_shares[(B * T * G, ceil_div(N, keys))](
+    heads, found = padded_width(H // G), scored.scores.new_empty(B, T, G, there)
+    blocks = launch_table.importance_blocks(heads)
+    nsa_choice_importance[(B * T * G, ceil_div(there, blocks))](
         scored.scores, scored.sums, lengths, found,
-        T, N, G, scored.sums.shape[3],
-        HEADS=H // G, HEADS_PAD=padded_width(H // G), L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
-        PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), KEYS=keys,
-        num_warps=launch_table.STREAMING_WARPS,
+        T, N, G, there, scored.sums.shape[3],
+        HEADS=H // G, HEADS_PAD=heads, L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
+        PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), BLOCKS=blocks,
+        num_warps=launch_table.STREAMING_WARPS, **turn(lengths.device),
     )
     return found
 
@@ -245,22 +239,21 @@ def logs(q: Tensor, keys: Tensor, lengths: Tensor, there: int, d: int, l_sel: in
         *strides(q, keys),
         T, keys.shape[1], B, G, row_tiles, there, Dk**-0.5 * LOG2E,
         STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, STRIDES=l_sel // d, STRIDES_AT_ONCE=at_once,
-        DK=Dk, DK_PAD=padded_width(Dk), ROWS=tile.rows, BLOCKS=blocks, **tile.options(),
+        DK=Dk, DK_PAD=padded_width(Dk), ROWS=tile.rows, BLOCKS=blocks, **tile.options(), **turn(q.device),
     )
     return found
 
 
-def choose(T: int, G: int, found: Found, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
-    """The blocks int32 [B, T, G, n_sel] of T queries after `lengths`."""
-    B, (by_shares, by_logs, l, d) = lengths.shape[0], found
+def choose(T: int, G: int, scores: Tensor | None, lengths: Tensor, l_sel: int, n_sel: int) -> Tensor:
+    """The blocks int32 [B, T, G, n_sel] of T queries after `lengths`, by float32 scores [B, T, G, blocks] of all blocks;
+    None where each of them has a place."""
+    B, there = lengths.shape[0], 0 if scores is None else scores.shape[3]
     blocks = torch.empty(B, T, G, n_sel, dtype=torch.int32, device=lengths.device)
-    keys = 0 if by_shares is None else by_shares.shape[3]
-    there = keys * d // l_sel if by_logs is None else by_logs.shape[3]
     nsa_choice_best[(B * T * G,)](
-        by_shares, by_logs, lengths, blocks,
-        T, keys, G, there,
-        L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
-        BLOCKS=launch_table.best_blocks(there), num_warps=launch_table.BEST_WARPS,
+        scores, lengths, blocks,
+        T, G, there,
+        L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
+        BLOCKS=launch_table.best_blocks(there), num_warps=launch_table.BEST_WARPS, **turn(lengths.device),
     )
     return blocks
 
@@ -280,7 +273,7 @@ def _selected(
         HEADS=H // G, L_SEL=l_sel, N_SEL=blocks.shape[3],
         FIRST_PART=parts.cmp + parts.win, SEL_PARTS=parts.sel, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
-        ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)), **tile.options(),
+        ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)), **tile.options(), **turn(q.device),
     )
 
 
@@ -293,7 +286,7 @@ def merged(q: Tensor, gates: Tensor, parts: PartialOutputs) -> Tensor:
         parts.out, parts.sums, gates, out,
         T, H, *gates.stride(),
         CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=number, PARTS_PAD=padded_width(number),
-        DV=Dv, COLUMNS=columns, num_warps=launch_table.STREAMING_WARPS,
+        DV=Dv, COLUMNS=columns, num_warps=launch_table.STREAMING_WARPS, **turn(q.device),
     )
     return out
 # fmt: on

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.decoding.keys import NO_PEAK, load_sums
+from nsa_lab.attention.kernels.decoding.turn import take_turn
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -27,17 +28,20 @@ def nsa_gate_merge(
     part_out_ptr, part_sums_ptr, gates_ptr, out_ptr,
     T, H, stride_gb, stride_gt, stride_gh, stride_g3,
     CMP_PARTS: tl.constexpr, WIN_PARTS: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
-    DV: tl.constexpr, COLUMNS: tl.constexpr,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """COLUMNS columns of the output of one row (b, t, head)."""
     row = tl.program_id(0).to(tl.int64)
     gates = gates_ptr + row // (T * H) * stride_gb + row // H % T * stride_gt + row % H * stride_gh
+    cmp_gate, sel_gate = tl.load(gates).to(tl.float32), tl.load(gates + stride_g3).to(tl.float32)
+    win_gate = tl.load(gates + 2 * stride_g3).to(tl.float32)
+    take_turn(EARLY)
     part = tl.arange(0, PARTS_PAD)
     peak, total = load_sums(part_sums_ptr, row * PARTS + part, part < PARTS)
     windowed = (part >= CMP_PARTS) & (part < CMP_PARTS + WIN_PARTS)
-    weight = branch_weights(peak, total, part < CMP_PARTS, tl.load(gates).to(tl.float32))
-    weight += branch_weights(peak, total, part >= CMP_PARTS + WIN_PARTS, tl.load(gates + stride_g3).to(tl.float32))
-    weight += branch_weights(peak, total, windowed, tl.load(gates + 2 * stride_g3).to(tl.float32))
+    weight = branch_weights(peak, total, part < CMP_PARTS, cmp_gate)
+    weight += branch_weights(peak, total, part >= CMP_PARTS + WIN_PARTS, sel_gate)
+    weight += branch_weights(peak, total, windowed, win_gate)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pointers = part_out_ptr + (row * PARTS + part)[:, None] * DV + columns[None, :]
     # Of a part without keys nothing was stored.
