@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
 from tiny_models import GEOMETRY, built, tiny
 from torch import Tensor
 
@@ -314,6 +315,17 @@ def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.
         assert torch.equal(by_kernels.argmax(-1, keepdim=True), tokens)
     # On a GPU the single tokens were recorded: two rehearsals and the recording, three runs for three tokens.
     assert len(calls) == (4 * len(model.blocks) if model.config.attention == "nsa" else 0)
+
+
+def test_a_compiler_that_aborts_over_the_kernels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself a model decodes in torch then; asked for, the kernels are refused, before anything is compiled."""
+    monkeypatch.setattr(triton, "__version__", "3.2.0")
+    nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20)
+    for kind in ("nsa", "dense"):
+        model = NSATransformer(tiny(attention=kind, d_k=16, d_v=16, nsa=nsa), dtype=torch.float32, device=DEVICE, seed=5)
+        assert Decoder(model, 30).cache.backend == "torch"
+        with pytest.raises(NotImplementedError, match=r"Triton 3.3 or newer.*compiler of 3.2.0"):
+            Decoder(model, 30, backend="triton")
 
 
 def test_a_backend_that_cannot_decode_a_model_is_refused_at_once() -> None:

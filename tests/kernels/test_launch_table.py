@@ -132,8 +132,8 @@ def test_decoding(monkeypatch):
     # Of 128K tokens: 8,191 compressed keys; one sequence of four groups, and 32 of them.
     assert [launch_table.decoding_parts(programs, 128) for programs in (4, 8, 128, 1000)] == [32, 32, 2, 1]
     assert [launch_table.decoding_parts(4, tiles) for tiles in (0, 1, 5, 8)] == [1, 1, 8, 8]
-    assert [launch_table.shares_keys(heads) for heads in (1, 16, 64)] == [256, 256, 64]
-    assert [launch_table.best_blocks(blocks) for blocks in (0, 300, 2048, 10**5)] == [256, 512, 2048, 4096]
+    assert [launch_table.importance_blocks(heads) for heads in (1, 16, 64)] == [64, 64, 32]
+    assert [launch_table.best_tile(blocks) for blocks in (0, 300, 1024, 10**5)] == [(32, 1), (512, 2), (1024, 4), (2048, 8)]
 
 
 def test_no_launch_has_numbers_of_its_own():

@@ -54,6 +54,18 @@ def unusable(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def undecodable() -> str | None:
+    """Why the Triton that is here cannot compile the kernels of decoding, with the remedy; None if it can."""
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
+        return (
+            f"decoding's kernels need Triton 3.3 or newer, which comes with torch 2.7, and the compiler of "
+            f"{triton.__version__} aborts over them"
+        )
+    return None
+
+
 def _not_interpreted() -> str | None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "the device is cpu, where the kernels run only under Triton's interpreter: TRITON_INTERPRET=1"
@@ -202,7 +214,7 @@ def cached_attention(
     """
     from nsa_lab.attention.kernels.decoding import launch
 
-    _refuse("cached_attention", unsupported(nsa, q.shape[3], cache.v_cmp.shape[3]))
+    _refuse("cached_attention", undecodable() or unsupported(nsa, q.shape[3], cache.v_cmp.shape[3]))
     if index_q is not None and choice_nsa is not None:
         _refuse("cached_attention, the indexer", _index_limit(index_q, cache.k_sel, choice_nsa))
     for name, x in cache._asdict().items():
@@ -221,7 +233,7 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
     """As `decoding.cached_dense_attention`; nothing waits on the host, as in `cached_attention`."""
     from nsa_lab.attention.kernels.decoding import launch
 
-    _refuse("cached_dense_attention", width_limit(q.shape[3], v.shape[3]))
+    _refuse("cached_dense_attention", undecodable() or width_limit(q.shape[3], v.shape[3]))
     with torch.no_grad():
         return launch.cached_dense_attention(q if q.stride(3) == 1 else q.contiguous(), k, v, lengths)
 

@@ -232,7 +232,7 @@ DECODING_PARTS = 32
 DECODING_ROWS = 64
 MERGE_ELEMENTS = 4096
 IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 2048, 64
-BEST_BLOCKS, BEST_WARPS = 2048, 1
+BEST_BLOCKS, BEST_EACH = 2048, 8
 LOGS_KEYS = 256
 APPEND_WARPS = 1  # for a row of 256 numbers at most
 LINEAR_ROWS = 64
@@ -274,9 +274,10 @@ def importance_blocks(heads: int) -> int:
     return min(IMPORTANCE_ELEMENTS // heads, IMPORTANCE_BLOCKS)
 
 
-def best_blocks(blocks: int) -> int:
-    """Selection blocks that are ranked at once, where a query has so many at most."""
-    return min(max(padded_width(max(blocks, 1)), 32 * BEST_WARPS), BEST_BLOCKS)
+def best_tile(blocks: int) -> tuple[int, int]:
+    """(selection blocks that are ranked at once, warps), where a query has so many blocks at most."""
+    at_once = min(max(padded_width(max(blocks, 1)), 32), BEST_BLOCKS)
+    return at_once, min(max(at_once // (32 * BEST_EACH), 1), 8)
 
 
 def logs_blocks(programs: int, blocks: int, strides_at_once: int) -> int:

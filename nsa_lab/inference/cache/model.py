@@ -74,20 +74,22 @@ class Cache:
 def _own_backend(model: NSATransformer) -> str:
     """triton where all that a layer computes is by triton, and for a dense model on a GPU, if our kernels take it."""
     if model.config.attention == "nsa":
-        return "triton" if all(choice.backend == "triton" for choice in model.backends.values()) else "torch"
-    return "triton" if model.head.weight.is_cuda and not any(_dense_limits(model)) else "torch"
+        ours = all(choice.backend == "triton" for choice in model.backends.values())
+    else:
+        ours = model.head.weight.is_cuda and not any(_dense_limits(model))
+    return "triton" if ours and not kernels.undecodable() else "torch"
 
 
 def _check_backend(model: NSATransformer, backend: str) -> None:
     """Raises what `resolve_backend` raises; for a dense model, too."""
-    c, like = model.config, model.head.weight
+    c, like, limit = model.config, model.head.weight, None
     if c.attention == "nsa" or backend != "triton":
         resolve_backend(like.device, like.dtype, c.nsa, c, backend)
-        return
-    absent, limit = _dense_limits(model)
-    if absent:
-        raise BackendError(f"backend = 'triton' cannot run: {absent}")
-    if limit:
+    else:
+        absent, limit = _dense_limits(model)
+        if absent:
+            raise BackendError(f"backend = 'triton' cannot run: {absent}")
+    if backend == "triton" and (limit := limit or kernels.undecodable()):
         raise NotImplementedError(f"decoding, backend = 'triton': {limit}; backend = 'torch' takes it as it is")
 
 

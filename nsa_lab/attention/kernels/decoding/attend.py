@@ -47,17 +47,19 @@ def nsa_compressed_and_window(
     q, t, head, inside = load_queries(q_base, stride_qt, stride_qh, tile, T, HEADS, DK, DK_PAD, ROWS)
     position = before + t
     rows = (b * T + t) * (G * HEADS) + g * HEADS + head
-    # One loop takes either branch: two would each have shared memory of their own.
+    # One loop takes either branch: two would each have shared memory of their own. No `if`: pointers that come out of one
+    # abort the compilers before Triton 3.6.
     compressed = part < CMP_PARTS
-    if compressed:
-        stop = tl.minimum(visible(before + T - 1, L, STRIDE), N)
-        start, stop = part_range(0, stop, part, CMP_PARTS, KEYS)
-        k_base, v_base = k_cmp_ptr + b * stride_kcb + g * stride_kcg, v_cmp_ptr + b * stride_vcb + g * stride_vcg
-        stride_kn, stride_vn, slots, period, reach, near = stride_kcn, stride_vcn, N, STRIDE, L - 1, NEVER
-    else:
-        start, stop = part_range(tl.maximum(before - W + 1, 0), before + T, part - CMP_PARTS, WIN_PARTS, KEYS)
-        k_base, v_base = k_win_ptr + b * stride_kwb + g * stride_kwg, v_win_ptr + b * stride_vwb + g * stride_vwg
-        stride_kn, stride_vn, slots, period, reach, near = stride_kwn, stride_vwn, ring, 1, 0, W
+    start = tl.where(compressed, 0, tl.maximum(before - W + 1, 0))
+    stop = tl.where(compressed, tl.minimum(visible(before + T - 1, L, STRIDE), N), before + T)
+    parts, parts_before = tl.where(compressed, CMP_PARTS, WIN_PARTS), tl.where(compressed, 0, CMP_PARTS)
+    start, stop = part_range(start, stop, part - parts_before, parts, KEYS)
+    k_ptr, v_ptr = tl.where(compressed, k_cmp_ptr, k_win_ptr), tl.where(compressed, v_cmp_ptr, v_win_ptr)
+    k_base = k_ptr + b * tl.where(compressed, stride_kcb, stride_kwb) + g * tl.where(compressed, stride_kcg, stride_kwg)
+    v_base = v_ptr + b * tl.where(compressed, stride_vcb, stride_vwb) + g * tl.where(compressed, stride_vcg, stride_vwg)
+    stride_kn, stride_vn = tl.where(compressed, stride_kcn, stride_kwn), tl.where(compressed, stride_vcn, stride_vwn)
+    slots, period = tl.where(compressed, N, ring), tl.where(compressed, STRIDE, 1)
+    reach, near = tl.where(compressed, L - 1, 0), tl.where(compressed, NEVER, W)
     acc, peak, total = attend_range(
         q, k_base, v_base, stride_kn, stride_vn, position, start, stop, slots, period, reach, near,
         scores_ptr, rows, inside & compressed, N, scale_log2, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,

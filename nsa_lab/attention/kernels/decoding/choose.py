@@ -132,8 +132,7 @@ def nsa_choice_best(
     """The chosen blocks of one query and group, as `nsa_choice` gives them, by a score of every block; without scores every
     block has a place.
 
-    A round of maxima for each place, one after another: of 32-bit keys in one warp, which has an instruction for a maximum
-    over all its threads.
+    A round of maxima for each place, one after another.
     """
     N_FREE: tl.constexpr = N_SEL - 3
     row = tl.program_id(0).to(tl.int64)  # (b, t, g)

@@ -3,8 +3,6 @@
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# An outer `if` of two is decided when a kernel is compiled: of what is not there nothing can be.
-# ruff: noqa: SIM102
 from __future__ import annotations
 
 import triton
@@ -62,11 +60,17 @@ def nsa_complete(
     if block >= tl.minimum(visible(before + T - 1, L, STRIDE), N):
         return
     raw_base, place, width = k_raw_ptr + b * stride_krb + g * stride_krg, k_ptr + b * stride_kb + g * stride_kg, DK
-    stride_rn, stride_n, score_ptr, place_ptr = stride_krn, stride_kn, k_score_ptr, k_place_ptr
+    stride_rn, stride_n = stride_krn, stride_kn
+    score_ptr = k_score_ptr
+    place_ptr = k_place_ptr
     if v_ptr is not None:
-        if tl.program_id(2) == 1:
-            raw_base, place, width = v_raw_ptr + b * stride_vrb + g * stride_vrg, v_ptr + b * stride_vb + g * stride_vg, DV
-            stride_rn, stride_n, score_ptr, place_ptr = stride_vrn, stride_vn, v_score_ptr, v_place_ptr
+        of_values = tl.program_id(2) == 1
+        raw_base = tl.where(of_values, v_raw_ptr + b * stride_vrb + g * stride_vrg, raw_base)
+        place, width = tl.where(of_values, v_ptr + b * stride_vb + g * stride_vg, place), tl.where(of_values, DV, DK)
+        stride_rn, stride_n = tl.where(of_values, stride_vrn, stride_krn), tl.where(of_values, stride_vn, stride_kn)
+        if k_score_ptr is not None:
+            score_ptr = tl.where(of_values, v_score_ptr, k_score_ptr)
+            place_ptr = tl.where(of_values, v_place_ptr, k_place_ptr)
     i, columns = tl.arange(0, L_PAD), tl.arange(0, PAD)
     x = load_tokens(raw_base, stride_rn, raw_ring, block * STRIDE + i, i < L, columns, width)
     if k_score_ptr is None:

@@ -33,9 +33,9 @@ def slot_offsets(n, stride_n, slots):
 
 
 @triton.jit
-def part_range(first, stop, part, PARTS: tl.constexpr, KEYS: tl.constexpr):
+def part_range(first, stop, part, parts, KEYS: tl.constexpr):
     """The keys [start, stop) of a part: as many whole tiles of [first, stop) as others, the last ones fewer or none."""
-    keys = tl.cdiv(tl.cdiv(stop - first, KEYS), PARTS) * KEYS
+    keys = tl.cdiv(tl.cdiv(stop - first, KEYS), parts) * KEYS
     start = first + part * keys
     return start, tl.minimum(start + keys, stop)
 

@@ -249,11 +249,12 @@ def choose(T: int, G: int, scores: Tensor | None, lengths: Tensor, l_sel: int, n
     None where each of them has a place."""
     B, there = lengths.shape[0], 0 if scores is None else scores.shape[3]
     blocks = torch.empty(B, T, G, n_sel, dtype=torch.int32, device=lengths.device)
+    at_once, warps = launch_table.best_tile(there)
     nsa_choice_best[(B * T * G,)](
         scores, lengths, blocks,
         T, G, there,
         L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
-        BLOCKS=launch_table.best_blocks(there), num_warps=launch_table.BEST_WARPS, **turn(lengths.device),
+        BLOCKS=at_once, num_warps=warps, **turn(lengths.device),
     )
     return blocks
 

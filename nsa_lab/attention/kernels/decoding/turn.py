@@ -13,9 +13,9 @@ Rules
 
 # Functions under triton.jit are Triton's language: their parameters have no types that Python could name.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportMissingTypeStubs=false
-# pyright: reportOptionalCall=false
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,22 +24,29 @@ import triton.language as tl
 
 from nsa_lab.attention.kernels import launch_table
 
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # before Triton 3.3
-    gdc_launch_dependents = gdc_wait = None
-
 
 @triton.jit
 def take_turn(EARLY: tl.constexpr):
     """Until the kernel ahead has ended and what it wrote can be seen; then the kernel behind may begin."""
     if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+        # Triton's own words for these two do not compile in 3.4.
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@functools.cache
+def _can_be_asked_for() -> bool:
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError:  # a Triton for other GPUs alone
+        return False
+    return "launch_pdl" in CUDAOptions.__dataclass_fields__  # from Triton 3.4 on
 
 
 def turn(device: torch.device, settled: bool = True) -> dict[str, Any]:
     """How a kernel of the chain is launched: whether EARLY, and what tells CUDA so."""
-    if not settled or gdc_wait is None or not launch_table.begins_early(device):
+    if not (settled and launch_table.begins_early(device) and _can_be_asked_for()):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
