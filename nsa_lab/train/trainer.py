@@ -108,15 +108,13 @@ class Trainer:
         if not ahead:
             return
         with self._outside_training("compile"), self._interruptible():
-            try:
-                for first in ahead:
-                    self.parts.enter(first)
-                    self.parts.stepper.rehearse(self._share_of(first - 1))
-                    if self.train.eval_every:
-                        rehearse_evaluation(self.parts, self.parts.evaluation_at(first))
-                    self.record.phases.moved()
-            finally:
-                self.parts.enter(self.done)
+            for first in ahead:
+                self.parts.enter(first)
+                self.parts.stepper.rehearse(self._share_of(first - 1))
+                if self.train.eval_every:
+                    rehearse_evaluation(self.parts, self.parts.evaluation_at(first))
+                self.record.phases.moved()
+            self.parts.enter(self.done)
         self.record.compiled_ahead([self.train.stage_at(first) for first in ahead])
 
     def _steps(self) -> None:

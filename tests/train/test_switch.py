@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from staged import staged
 from torch import nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.testing import CompileCounter
 
-from nsa_lab.config import RunConfig, StageConfig
+from nsa_lab.config import RunConfig
 from nsa_lab.runs import events, launch
+from nsa_lab.train.parts import compile_blocks
 from nsa_lab.train.trainer import Trainer
 
 Make, Train = Callable[..., Path], Callable[..., int]
@@ -61,15 +63,10 @@ def new_staged_run(tiny: Callable[..., RunConfig], texts: str, tmp_path: Path) -
     """`new_staged_run(kind, **runtime)`: a run of `STAGES`, of the kinds cross and recipe."""
 
     def make(kind: str, **runtime: Any) -> Path:
-        sections = tiny().to_dict()
-        kept = {key: value for key, value in sections["train"].items() if key not in StageConfig.model_fields}
-        often = {"stages": STAGES, "save_every": 1, "eval_every": 2, "stats_every": 3, "keep_last": 8}
-        sections["train"] = kept | often
-        sections["runtime"] |= runtime
-        if kind == "recipe":
-            sections["data"] = {"source": "local", "path": texts, "documents": "mask", "val_fraction": 0.3}
-            sections["model"] |= RECIPE
-        return launch.create_run(RunConfig.from_dict(sections), tmp_path / "outputs")
+        masked = {"source": "local", "path": texts, "documents": "mask", "max_tokens": None}
+        config = tiny(runtime=runtime, **({"model": RECIPE, "data": masked} if kind == "recipe" else {}))
+        often = {"save_every": 1, "eval_every": 2, "stats_every": 3, "keep_last": 8}
+        return launch.create_run(staged(config, STAGES, **often), tmp_path / "outputs")
 
     return make
 
@@ -179,3 +176,22 @@ def test_what_is_rehearsed_leaves_no_trace(
     assert train(plain) == 0
     assert_the_same(rehearsed, plain)
     assert_the_same(parted, plain)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_blocks_keep_what_every_stage_compiles(compiler: CompileCounter) -> None:
+    """Of shapes beyond its limit torch compiles none, and does not say so."""
+
+    def compiled(stages: int) -> int:
+        torch.compiler.reset()
+        before, layer = compiler.frame_count, Doubled()
+        compile_blocks(layer, stages)
+        for rows in range(1, 20):
+            layer(torch.ones(rows))
+        return compiler.frame_count - before
+
+    assert [compiled(stages) for stages in (1, 2, 3)] == [8, 16, 19]
