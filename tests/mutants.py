@@ -90,6 +90,7 @@ FILLING = cases(
 GRAPHS = cases(
     "train/test_cuda_graph.py",
     "steps_of_graphs_are_those_without",
+    "another_stage_has_graphs_of_its_own",
     "a_part_that_asks_the_host_where_documents_begin_is_found",
     "what_is_not_a_number_is_no_proof",
     "a_gradient_that_a_replay_does_not_repeat_is_found",
@@ -233,7 +234,10 @@ OTHERS = {
         "of_a_halted_run_what_to_do_stands_once_on_the_page",
     ),
     "workbook.notebook": ["tests/workbook/test_notebook.py"],
-    "train.parts": ["tests/train/test_stages.py"],
+    "train.parts": [
+        *cases("train/test_switch.py", "blocks_keep_what_every_stage_compiles"),
+        "tests/train/test_stages.py",
+    ],
     "inference.load": cases("train/test_stages.py", "a_checkpoint_computes_with_the_rotary_base_of_its_stage"),
     "data.staged": [
         "tests/data/test_stage_text.py",
@@ -553,6 +557,18 @@ MUTANTS = [
         "train.cuda_graph",
         "layout = tuple(span and span.laid_out for span in spans)",
         "layout = tuple(span and span.queries for span in spans)",
+    ),
+    Mutant(
+        "graphs: those of the stage before",
+        "train.cuda_graph",
+        "if stage != self._stage:",
+        "if self._stage is None:",
+    ),
+    Mutant(
+        "stages: blocks keep the shapes of one",
+        "train.parts",
+        "VARIANTS_OF_A_STAGE * stages",
+        "VARIANTS_OF_A_STAGE",
     ),
     Mutant(
         "graphs: moments at every capture",

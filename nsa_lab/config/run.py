@@ -26,16 +26,6 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
 
     @model_validator(mode="after")
-    def _graphs_have_one_shape(self) -> RunConfig:
-        shapes = {(stage.sequences_per_step, stage.seq_len, stage.rope_theta) for stage in self.train.plan}
-        if self.runtime.cuda_graph and len(shapes) > 1:
-            raise ValueError(
-                f"runtime.cuda_graph = True replays batches of one shape and one rotary base, and train.stages has "
-                f"{len(shapes)}; set it to false"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _shares_are_of_planted_text(self) -> RunConfig:
         shares = [stage.planted_share for stage in self.train.plan if stage.planted_share != 1]
         if shares and self.data.source != "recall":

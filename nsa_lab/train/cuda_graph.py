@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import Span
-from nsa_lab.config import ConfigError
+from nsa_lab.config import ConfigError, StageConfig
 from nsa_lab.data import Batch
 from nsa_lab.train.documents import other_documents
 
@@ -61,7 +61,8 @@ class GraphedGradients:
 
     There is one for each size that documents are laid out for (`Span.laid_out`), captured when it first comes. A capture
     takes a few plain passes, in memory beside that of the graphs; these share theirs, but for the gradients, of which each
-    has its own. `warmed_up` is called just before the first capture, while the gradients of a warm-up are there.
+    has its own. All are of one stage: where another begins, they and their memory are let go. `warmed_up` is called just
+    before the first capture of a stage, while the gradients of a warm-up are there.
     Gradients and loss live in the graphs' own memory and are overwritten by the next call, whichever graph it replays:
     nothing may set `.grad` to None.
     """
@@ -77,14 +78,18 @@ class GraphedGradients:
         self._warmed_up = warmed_up
         self._captured: dict[Hashable, CapturedStep] = {}
         self._pool: Any = None
+        self._stage: StageConfig | None = None
 
-    def __call__(self, batch: Batch, spans: Spans) -> Tensor:
-        """The loss, a device tensor. Inputs, targets and weights of `batch` have the shapes of the first call; where its
-        documents begin is what `spans` say.
+    def __call__(self, batch: Batch, spans: Spans, stage: StageConfig) -> Tensor:
+        """The loss, a device tensor. Inputs, targets and weights of `batch` have the shapes of the first call of its
+        `stage`; where its documents begin is what `spans` say.
 
         Raises ConfigError where documents are told apart and a part of the model, replayed, does not compute those of the
         spans.
         """
+        if stage != self._stage:
+            self._let_go()
+            self._stage = stage
         layout = tuple(span and span.laid_out for span in spans)
         if layout not in self._captured:
             self._captured[layout] = self._capture(batch, spans)
@@ -123,6 +128,12 @@ class GraphedGradients:
 
     def _grads(self, to: str | None = None) -> list[Tensor | None]:
         return [p.grad if p.grad is None or to is None else p.grad.to(to) for p in self._parameters]
+
+    def _let_go(self) -> None:
+        # Gradients lie in the graphs' memory, which is free when nothing does.
+        self._clear()
+        self._captured.clear()
+        self._pool = None
 
     def _clear(self) -> None:
         for parameter in self._parameters:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import lzma
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +49,25 @@ def evaluate_apart(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]
     found = torch.zeros(len(held_out), 4, device=parts.device)
     windows = torch.zeros(held_out.windows, device=parts.device)
     with _evaluating(parts.model):
-        for read in _read(parts, held_out, poll):
+        for read in _read(parts, held_out, _share_of_batches(len(held_out), parts), poll):
             each, own = each_token_loss(read.logits, read.targets), held_out.of_batch(read.index)
             found[read.index] += read.weight * _losses(read, each)
             windows[own.start : own.stop] += read.weight * each.mean(1)
     loss, tokens, first, firsts = functools.reduce(torch.add, parts.world.sum(found)).tolist()
     by_window = [round(loss, 6) for loss in parts.world.sum(windows).tolist()]
     return Evaluated(loss / tokens, first / firsts if firsts else None, by_window)
+
+
+@torch.no_grad()
+def rehearse_evaluation(parts: Parts, held_out: EvalBatches) -> None:
+    """The first batch and the last, which may be smaller: what an evaluation compiles is there afterwards.
+
+    Every rank must ask.
+    """
+    ends = [(index, 0.0) for index in sorted({0, len(held_out) - 1})]
+    with _evaluating(parts.model):
+        for _ in _read(parts, held_out, ends, lambda: None):
+            pass
 
 
 @dataclass(frozen=True)
@@ -82,8 +94,10 @@ def _losses(read: _Read, each: Tensor) -> Tensor:
     return torch.cat([total, sum_over(each, read.begins)])
 
 
-def _read(parts: Parts, held_out: EvalBatches, poll: Callable[[], None]) -> Iterator[_Read]:
-    for index, weight in _share_of_batches(len(held_out), parts):
+def _read(
+    parts: Parts, held_out: EvalBatches, batches: Sequence[tuple[int, float]], poll: Callable[[], None]
+) -> Iterator[_Read]:
+    for index, weight in batches:
         poll()
         tokens, wanted = held_out[index]
         documents = held_out.documents(tokens)

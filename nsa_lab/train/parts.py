@@ -20,6 +20,8 @@ from nsa_lab.train.distributed import World
 from nsa_lab.train.plan import check_room
 from nsa_lab.train.step import Stepper, make_optimizer
 
+VARIANTS_OF_A_STAGE = 8  # torch's own limit of what it compiles one function for
+
 
 def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
     """The model with float32 weights on `device`; under bf16 its attention computes in bfloat16."""
@@ -113,7 +115,7 @@ def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dat
     world = replace(world, sharded=config.runtime.parallel == "fsdp" and world.size > 1)
     model = builders.model(config, device)
     if config.runtime.compile:
-        compile_blocks(model)
+        compile_blocks(model, len(train.plan))
     # Sharding replaces the parameters, which the optimiser must not have seen before.
     forward = world.wrap(model)
     optimizer = make_optimizer(model, train)
@@ -141,8 +143,17 @@ def _graphed(config: RunConfig, world: World, device: torch.device) -> bool:
     return config.runtime.cuda_graph
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile each block in place: layers share their code, so that one compilation serves all of them."""
+def compile_blocks(model: nn.Module, stages: int = 1) -> None:
+    """Compile each block in place: layers share their code, so that one compilation serves all of them.
+
+    Each shape is compiled by itself, and those of so many `stages` are kept. It holds in the thread that calls.
+    """
+    from torch._dynamo import config  # most of a second to load
+
+    # Beyond the limit blocks run uncompiled, without an error. A stage has few shapes: micro-batches, the last one smaller,
+    # in training and in evaluation, and where a choice is taught one more for each capacity of documents.
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before torch 2.7
+    setattr(config, limit, max(getattr(config, limit), VARIANTS_OF_A_STAGE * stages))
     for block in getattr(model, "blocks", [model]):
         block.compile(dynamic=False)
 

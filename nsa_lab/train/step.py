@@ -144,7 +144,7 @@ class Stepper:
         if self._graphed:
             poll()
             with interruptible():
-                told = self._graphed(batch, spans)
+                told = self._graphed(batch, spans, self.stage)
         else:
             self._optimizer.zero_grad(set_to_none=True)
             told = self._gradients(batch, spans, poll, interruptible)
@@ -153,6 +153,20 @@ class Stepper:
         self._bad = torch.maximum(self._bad, (~(torch.isfinite(loss) & torch.isfinite(norm))).float())
         self._update(lr)
         return torch.stack([loss, norm.to(loss.dtype), self._bad, stops, *more])
+
+    def rehearse(self, batch: Batch) -> None:
+        """What a step on this rank's sequences computes before its update, thrown away: afterwards all is compiled that a
+        step of their shapes and documents compiles, and nothing else is different.
+
+        One micro-batch of each size is computed, plainly, also where steps are graphs. No gradients cross the ranks, but
+        every rank must ask.
+        """
+        parts, whole = self.micro_batches(batch), self._whole(batch.weights)
+        of_each_size = {len(part.inputs): (part, span) for part, span in zip(parts, spans_of(parts), strict=True)}
+        for part, span in of_each_size.values():
+            with self._world.sync(self._forward, when=False):
+                self._backward(part, span, whole)
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _gradients(
         self,

@@ -29,6 +29,7 @@ from nsa_lab.train.measure import (
     branch_statistics,
     evaluate_apart,
     layer_norms,
+    rehearse_evaluation,
     selection_reach,
 )
 from nsa_lab.train.parts import Parts
@@ -90,6 +91,7 @@ class Trainer:
         try:
             if self.done == 0 or (self._evaluation_due(self.done) and not self._evaluated):
                 self._evaluate()
+            self._rehearse()
             self._steps()
         except StopRequested:
             # What is still on the device is read first, so that a bad step is not saved as a good one.
@@ -98,6 +100,22 @@ class Trainer:
             self._save_at_last()
             raise
         self._save_at_last()
+
+    def _rehearse(self) -> None:
+        """The first step, and an evaluation, of every stage that is still to begin, without an effect: what they compile is
+        then there at the switch."""
+        ahead = [first for first in self._begins if first > self.done + 1]
+        if not ahead:
+            return
+        with self._outside_training("compile"), self._interruptible():
+            for first in ahead:
+                self.parts.enter(first)
+                self.parts.stepper.rehearse(self._share_of(first - 1))
+                if self.train.eval_every:
+                    rehearse_evaluation(self.parts, self.parts.evaluation_at(first))
+                self.record.phases.moved()
+            self.parts.enter(self.done)
+        self.record.compiled_ahead([self.train.stage_at(first) for first in ahead])
 
     def _steps(self) -> None:
         with Prefetcher(
@@ -123,10 +141,11 @@ class Trainer:
             self.signals.check()
         assert batch is not None, "no batch comes only where a stop was asked for, which check() raises"
         self._interval.waits_s.append(self.record.phases.last("data"))
-        # The first step at a length compiles and tunes, for minutes, without a line of ours being run.
+        # The first step of an attempt compiles and tunes, for minutes, without a line of ours being run; that of a later
+        # stage was rehearsed, and captures a graph where steps are graphs.
         first = step == self._first or step in self._begins
         if first:
-            self._begin_stage(step)
+            self.parts.enter(step)
         phase = "compile" if first else "step"
         with self.record.phases(phase):
             result = self.parts.stepper.step(
@@ -143,13 +162,6 @@ class Trainer:
         self.record.at(step)
         self._readback.push(step, result)
         self._after(step, batch, phase)
-
-    def _begin_stage(self, step: int) -> None:
-        """Also where an attempt begins, in the middle of a stage."""
-        self.parts.enter(step)
-        if self.parts.config.runtime.compile and step != self._first:
-            # A compiled block keeps a few shapes and gives up silently beyond them; this one's are done with.
-            torch.compiler.reset()
 
     def _after(self, step: int, batch: Batch, phase: str) -> None:
         train, last = self.train, step == self.train.steps

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_lab.attention import Span
 from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.data import Batch, Documents
 from nsa_lab.model import NSATransformer
+from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import build_model
+from nsa_lab.train.step import Stepper, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,15 @@ def warm_up(config: RunConfig, threads: int | None = None) -> Warmed:
 
 
 def every_stage(model: NSATransformer, config: RunConfig) -> None:
-    """A forward and a backward pass for each length and batch that the plan has, on zeros."""
-    for batch, length in dict.fromkeys((stage.sequences_at_once, stage.seq_len) for stage in config.train.plan):
-        tokens = torch.zeros(batch, length, dtype=torch.int64, device=next(model.parameters()).device)
-        _pass(model, tokens, None, config)
+    """What a step computes for each length and batch that the plan has, of zeros, without documents and with."""
+    device, bf16 = next(model.parameters()).device, config.runtime.precision == "bf16"
+    auxiliary = model.auxiliary_loss if config.model.taught else None
+    optimizer = make_optimizer(model, config.train)
+    stepper = Stepper(model, model, optimizer, config.train, device=device, bf16=bf16, world=World(), auxiliary=auxiliary)
+    for stage in {(stage.sequences_at_once, stage.seq_len): stage for stage in config.train.plan}.values():
+        stepper.stage = stage
+        tokens = torch.zeros(stage.sequences_at_once, stage.seq_len, dtype=torch.int64)
+        stepper.rehearse(Batch(tokens, tokens))
         if config.data.documents == "mask":
-            bounds = torch.arange(batch + 1, dtype=torch.int32) * length
-            _pass(model, tokens.flatten()[None], Span.packed(bounds, capacity=batch, longest=length), config)
-
-
-def _pass(model: NSATransformer, tokens: torch.Tensor, span: Span | None, config: RunConfig) -> None:
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=config.runtime.precision == "bf16"):
-        logits = model(tokens, span)
-    (logits.float().sum() + model.auxiliary_loss()).backward()
-    model.zero_grad(set_to_none=True)
+            rows = (torch.tensor([0, stage.seq_len], dtype=torch.int32),) * stage.sequences_at_once
+            stepper.rehearse(Batch(tokens, tokens, torch.ones(tokens.shape), Documents(rows)))

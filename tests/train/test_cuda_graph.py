@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import Span, dense
 from nsa_lab.attention.packing import owners
-from nsa_lab.config import ConfigError, DataConfig, RunConfig, RuntimeConfig
+from nsa_lab.config import ConfigError, DataConfig, RunConfig, RuntimeConfig, StageConfig
 from nsa_lab.data import Batch, Documents
 from nsa_lab.train import cuda_graph
 from nsa_lab.train.distributed import World
@@ -113,6 +113,29 @@ def test_steps_of_graphs_are_those_without(stepper: Callable[..., Any], micro: i
     expected, wanted = trained(*stepper(False, micro_batch_size=micro), BATCHES)
     assert torch.equal(found, expected)
     assert all(torch.equal(a, b) for a, b in zip(left, wanted, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{"seq_len": 48, "batch_size": 2}, {"batch_size": 4, "rope_theta": 321.0}])
+def test_another_stage_has_graphs_of_its_own(stepper: Callable[..., Any], changes: dict[str, Any]) -> None:
+    """Of those before it, which replay another shape or rotary base, nothing is left, and its steps are those without."""
+    stage = StageConfig(**{"seq_len": 32, **changes})
+    lengths = [[[stage.seq_len]] * stage.batch_size, [[1] * (stage.seq_len - 7) + [7]] * stage.batch_size]
+    later = [batch_of(rows, seed) for seed, rows in enumerate(lengths, len(BATCHES))]
+
+    def run(graph: bool) -> tuple[Stepper, Tensor, list[Tensor]]:
+        model, taken = stepper(graph, model={"attention": "dense"})
+        results, left = trained(model, taken, BATCHES[:2])
+        taken.stage = stage
+        model.config = model.config.model_copy(update={"rope_theta": stage.rope_theta or model.config.rope_theta})
+        more, then = trained(model, taken, later)
+        return taken, torch.cat([results, more]), left + then
+
+    graphed, found, left = run(True)
+    captured = graphed._graphed._captured.values()
+    assert len(captured) == graphed._graphed._pool == 2
+    assert {step.batch.inputs.shape for step in captured} == {(stage.batch_size, stage.seq_len)}
+    _, expected, wanted = run(False)
+    assert torch.equal(found, expected) and all(torch.equal(a, b) for a, b in zip(left, wanted, strict=True))
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""What only a GPU can show: nothing waits for it between log points, bad updates are skipped on it, resumes are exact, and
-graphs replay any documents."""
+"""What only a GPU can show: nothing waits for it between log points, bad updates are skipped on it, resumes are exact,
+graphs replay any documents, and a switch of stages compiles nothing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ import pytest
 import torch
 from document_batches import SEP, batch_of
 from safetensors.torch import load_file
+from staged import staged
 from torch import Tensor, nn
 
 from nsa_lab.attention import dense
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import Batch
-from nsa_lab.runs import events
+from nsa_lab.runs import events, launch
 from nsa_lab.train.distributed import World
 from nsa_lab.train.documents import spans_of
 from nsa_lab.train.parts import Builders, Parts, assemble, build_model, compile_blocks, set_determinism
 from nsa_lab.train.preflight import checks
 from nsa_lab.train.step import BAD, Readback, Stepper, make_optimizer
+from nsa_lab.train.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -222,6 +224,58 @@ def test_a_masked_run_has_the_losses_of_one_without_graphs(
     told = []
     for graph in (False, True):
         run_dir = new_run(**GPU | {"data": data}, runtime=RUNTIME | {"deterministic": True, "cuda_graph": graph})
+        assert train(run_dir) == 0
+        told.append(losses(run_dir))
+    assert told[1] == pytest.approx(told[0], rel=1e-4)
+    for step in (10, 12):
+        shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
+    assert train(run_dir) == 0
+    assert losses(run_dir) == pytest.approx(told[1], rel=1e-6)
+
+
+# Stages.
+
+STAGES: list[dict[str, Any]] = [
+    {"steps": 4, "seq_len": 256, "batch_size": 4, "lr": 1e-3},
+    {"steps": 4, "seq_len": 384, "batch_size": 2, "accumulate_grad_batches": 2, "lr": 1e-3, "rope_theta": 5e4},
+    {"steps": 4, "seq_len": 1024, "batch_size": 1, "lr": 1e-3},
+]
+
+
+def staged_run(tiny: Tiny, folder: Path, model: dict[str, Any], **runtime: Any) -> Path:
+    changes = {"model": GPU["model"] | model, "nsa": GPU["nsa"], "data": GPU["data"], "runtime": RUNTIME | runtime}
+    return launch.create_run(staged(tiny(**changes), STAGES), folder)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_switch_compiles_neither_a_block_nor_a_kernel(
+    tiny: Tiny, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Counted over the first step of each later stage: what torch.compile traces, and what Triton does not know yet."""
+    knobs = pytest.importorskip("triton.knobs")
+    kernels, found, one = [], [], Trainer._one
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *_, fn, **__: kernels.append(fn.name))
+    torch.compiler.reset()
+
+    def counted(self: Trainer, step: int, batches: Any) -> None:
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"], len(kernels)
+        one(self, step, batches)
+        if step in (5, 9):
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before[0]
+            found.append((step, graphs, kernels[before[1] :]))
+
+    monkeypatch.setattr(Trainer, "_one", counted)
+    assert train(staged_run(tiny, tmp_path, MODELS[kind], compile=True)) == 0
+    assert found == [(5, 0, []), (9, 0, [])]
+
+
+def test_stages_replayed_as_graphs_have_the_losses_of_those_without(
+    tiny: Tiny, train: Callable[..., int], tmp_path: Path
+) -> None:
+    """Also where a run goes on in the second."""
+    told = []
+    for graph in (False, True):
+        run_dir = staged_run(tiny, tmp_path, {}, deterministic=True, cuda_graph=graph)
         assert train(run_dir) == 0
         told.append(losses(run_dir))
     assert told[1] == pytest.approx(told[0], rel=1e-4)

@@ -32,18 +32,18 @@ def test_every_shape_of_the_plan_once_forward_and_backward(documents: str, monke
     )
     seen: list[tuple[torch.Size, tuple[int, ...] | None]] = []
     gradients: list[bool] = []
-    forward, zero = NSATransformer.forward, NSATransformer.zero_grad
+    forward, zero = NSATransformer.forward, torch.optim.Optimizer.zero_grad
 
     def told(self: NSATransformer, tokens: torch.Tensor, span: Span | None = None) -> torch.Tensor:
         seen.append((tokens.shape, span and tuple(document.last for document in span.documents)))
         return forward(self, tokens, span)
 
-    def cleared(self: NSATransformer, set_to_none: bool = True) -> None:
-        gradients.append(all(p.grad is not None for p in self.parameters()))
+    def cleared(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        gradients.append(all(p.grad is not None for p in model.parameters()))
         zero(self, set_to_none)
 
     monkeypatch.setattr(NSATransformer, "forward", told)
-    monkeypatch.setattr(NSATransformer, "zero_grad", cleared)
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", cleared)
     model = build_model(config, torch.device("cpu"))
     every_stage(model, config)
     whole, packed = [((3, 33), None), ((1, 65), None)], [((1, 99), (33, 33, 33)), ((1, 65), (65,))]

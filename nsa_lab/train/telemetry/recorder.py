@@ -9,11 +9,12 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nsa_lab.config import StageConfig
 from nsa_lab.evaluate.reach import Reach
 from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoints import step_of
@@ -63,6 +64,14 @@ class Recorder:
         if self._first:
             self.log.event("fill", **told)
             logger.info("%s", filling_text(told))
+
+    def compiled_ahead(self, stages: Sequence[StageConfig]) -> None:
+        """The shapes of these stages, in the phase `compile` that just ended."""
+        if self._first:
+            shapes = [[stage.sequences_at_once, stage.seq_len] for stage in stages]
+            seconds = round(self.phases.last("compile"), 3)
+            self.log.event("compile", shapes=shapes, seconds=seconds)
+            logger.info("compiled ahead in %.1f s: %s", seconds, ", ".join(f"{n} x {length}" for n, length in shapes))
 
     def step(self, step: int, numbers: dict[str, Any]) -> None:
         """The numbers of a step; it may be the one before the step that the run is at."""

@@ -1,0 +1,197 @@
+"""A switch to another stage compiles nothing, and what was rehearsed for that leaves no trace in the run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from staged import staged
+from torch import nn
+from torch._dynamo import config as dynamo
+from torch._dynamo.testing import CompileCounter
+
+from nsa_lab.config import RunConfig
+from nsa_lab.runs import events, launch
+from nsa_lab.train.parts import compile_blocks
+from nsa_lab.train.trainer import Trainer
+
+Make, Train = Callable[..., Path], Callable[..., int]
+
+# Three lengths, of which the first comes back.
+STAGES: list[dict[str, Any]] = [
+    {"steps": 2, "seq_len": 32, "batch_size": 2, "lr": 1e-2},
+    {"steps": 3, "seq_len": 48, "batch_size": 1, "lr": 5e-3, "rope_theta": 321.0},
+    {"steps": 2, "seq_len": 77, "batch_size": 2, "micro_batch_size": 1, "lr": 3e-3},
+    {"steps": 1, "seq_len": 32, "batch_size": 2, "lr": 1e-3},
+]
+RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 4}
+CLOCKS = {"t", "dt_s", "data_s", "data_s_p50", "data_s_p95", "tokens_per_s", "mem_peak_bytes", "run", "attempt", "seconds"}
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
+    """Counts what is compiled, and runs it as it was traced."""
+    counter, compile_in_place = CompileCounter(), nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: compile_in_place(self, **how, backend=counter))
+    torch.compiler.reset()
+    with dynamo.patch(cache_size_limit=8):
+        yield counter
+    torch.compiler.reset()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    dice, path = random.Random(7), tmp_path_factory.mktemp("texts") / "short.jsonl"
+    lines = ["".join(dice.choices("abcdefgh", k=dice.choice([1, 5, 12, 30, 90]))) for _ in range(300)]
+    path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def new_staged_run(tiny: Callable[..., RunConfig], texts: str, tmp_path: Path) -> Make:
+    """`new_staged_run(kind, **runtime)`: a run of `STAGES`, of the kinds cross and recipe."""
+
+    def make(kind: str, **runtime: Any) -> Path:
+        masked = {"source": "local", "path": texts, "documents": "mask", "max_tokens": None}
+        config = tiny(runtime=runtime, **({"model": RECIPE, "data": masked} if kind == "recipe" else {}))
+        often = {"save_every": 1, "eval_every": 2, "stats_every": 3, "keep_last": 8}
+        return launch.create_run(staged(config, STAGES, **often), tmp_path / "outputs")
+
+    return make
+
+
+def told(run_dir: Path) -> list[dict[str, Any]]:
+    """What the record says of steps and evaluations, without seconds and bytes."""
+    record = [*events.steps(found := events.read_events(run_dir)), *events.evaluations(found)]
+    return [{key: value for key, value in event.items() if key not in CLOCKS} for event in record]
+
+
+def assert_the_same(run_dir: Path, other: Path) -> None:
+    """Record, and weights, moments and random states after every step, to the byte."""
+    assert told(run_dir) == told(other)
+    for step in range(1, 9):
+        ours, theirs = (folder / f"checkpoints/step-{step:08d}" for folder in (run_dir, other))
+        for file in ("model.safetensors", "optimizer.pt", "probe.safetensors"):
+            assert (ours / file).read_bytes() == (theirs / file).read_bytes(), (step, file)
+
+
+def seed() -> None:
+    """What a checkpoint holds of random states, and nothing of training draws from."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def killed_after(train: Train, run_dir: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    after = Trainer._after
+
+    def die(self: Trainer, done: int, *rest: Any) -> None:
+        after(self, done, *rest)
+        if done == step:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Trainer, "_after", die)
+        train(run_dir)
+
+
+@pytest.fixture
+def compiled_in(compiler: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Of `rehearse`, `step` and `evaluate`, as they are called: how much each compiled."""
+    seen: dict[str, list[int]] = {"rehearse": [], "step": [], "evaluate": []}
+
+    def counting(kind: str, owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def counted(self: Any, *given: Any, **named: Any) -> Any:
+            before = compiler.frame_count
+            try:
+                return method(self, *given, **named)
+            finally:
+                seen[kind].append(compiler.frame_count - before)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting("rehearse", Trainer, "_rehearse")
+    counting("step", Trainer, "_one")
+    counting("evaluate", Trainer, "_evaluate")
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cross", "recipe"])
+def test_a_switch_compiles_nothing(
+    new_staged_run: Make, train: Train, kind: str, compiled_in: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does an evaluation at the new length: all is compiled before the first step, and after a resume anew."""
+    run_dir = new_staged_run(kind, compile=True)
+    killed_after(train, run_dir, 3, monkeypatch)
+    first = {kind: [*counts] for kind, counts in compiled_in.items()}
+    assert first["rehearse"][0] > 0 and first["step"][2] == 0 and first["evaluate"][1:] == [0]
+    torch.compiler.reset()  # as in another process
+    for counts in compiled_in.values():
+        counts.clear()
+    assert train(run_dir) == 0
+    begun, *rest = compiled_in["step"]
+    assert compiled_in["rehearse"][0] > 0 and begun > 0, "the stage that goes on is compiled by its first step"
+    assert [rest[step - 5] for step in (6, 8)] == [0, 0], "the first steps of the last two stages"
+    if kind == "cross":
+        assert not any(rest) and not any(compiled_in["evaluate"][1:])
+    ahead = [event for event in events.read_events(run_dir) if event["kind"] == "compile"]
+    assert [(event["step"], event["shapes"]) for event in ahead] == [
+        (0, [[1, 48], [1, 77], [2, 32]]),
+        (3, [[1, 77], [2, 32]]),
+    ]
+    assert all(event["seconds"] > 0 for event in ahead)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_what_is_rehearsed_leaves_no_trace(
+    new_staged_run: Make, train: Train, compiler: CompileCounter, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: after every step of a whole run, and of one that was killed in the second stage and went on."""
+    rehearsed, parted, plain = (new_staged_run("recipe", compile=compiled) for _ in range(3))
+    monkeypatch.setattr(torch, "seed", lambda: 0)  # of a model that is built for its counts alone: another at every call
+    seed()
+    assert train(rehearsed) == 0
+    seed()
+    killed_after(train, parted, 3, monkeypatch)
+    random.random()
+    torch.rand(1)
+    assert train(parted) == 0
+    monkeypatch.setattr(Trainer, "_rehearse", lambda self: None)
+    seed()
+    assert train(plain) == 0
+    assert_the_same(rehearsed, plain)
+    assert_the_same(parted, plain)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_blocks_keep_what_every_stage_compiles(compiler: CompileCounter) -> None:
+    """Of shapes beyond its limit torch compiles none, and does not say so."""
+
+    def compiled(stages: int) -> int:
+        torch.compiler.reset()
+        before, layer = compiler.frame_count, Doubled()
+        compile_blocks(layer, stages)
+        for rows in range(1, 20):
+            layer(torch.ones(rows))
+        return compiler.frame_count - before
+
+    assert [compiled(stages) for stages in (1, 2, 3)] == [8, 16, 19]
