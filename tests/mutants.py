@@ -1053,10 +1053,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: a window of w - 1 keys",
         "attention.kernels.decoding.attend",
-        "v_win_ptr + b * stride_vwb + g * stride_vwg\n        stride_kn, stride_vn, slots, period, reach, near = "
-        "stride_kwn, stride_vwn, ring, 1, 0, W",
-        "v_win_ptr + b * stride_vwb + g * stride_vwg\n        stride_kn, stride_vn, slots, period, reach, near = "
-        "stride_kwn, stride_vwn, ring, 1, 0, W - 1",
+        "tl.where(compressed, NEVER, W)",
+        "tl.where(compressed, NEVER, W - 1)",
     ),
     Mutant(
         "decoding kernels: a part keeps its peak for its total",
@@ -1139,8 +1137,20 @@ MUTANTS = [
     Mutant(
         "decoding kernels: the least of an indexer's sums are chosen",
         "attention.kernels.decoding.choose",
-        "(in_order(score.to(tl.int32, bitcast=True)).to(tl.int64) << 32)",
-        "(score.to(tl.int32, bitcast=True).to(tl.int64) << 32)",
+        "keys = in_order(tl.where(score > LEAST, score, LEAST).to(tl.int32, bitcast=True))",
+        "keys = tl.where(score > LEAST, score, LEAST).to(tl.int32, bitcast=True)",
+    ),
+    Mutant(
+        "decoding kernels: a block that is reached over from before gets all of it",
+        "attention.kernels.decoding.choose",
+        "(min(near + REACH, STRIDES) - max(near, 0))",
+        "min(near + REACH, STRIDES)",
+    ),
+    Mutant(
+        "decoding kernels: of equals the higher index is chosen",
+        "attention.kernels.decoding.choose",
+        "tl.minimum(tl.min(tl.where(keys == top, j, ABSENT), 0), tl.min(",
+        "tl.minimum(tl.max(tl.where(keys == top, j, 0), 0), tl.min(",
     ),
     Mutant(
         "decoding: a sequence's first key is mixed with what the cache held",
@@ -1217,8 +1227,8 @@ MUTANTS = [
     Mutant(
         "decoding: padding makes a sequence longer",
         "inference.decode",
-        "self.cache.advance(counts, on_device=not recorded)",
-        "self.cache.advance([tokens.shape[1]] * len(tokens), on_device=not recorded)",
+        "self.cache.advance(own)",
+        "self.cache.advance([part.shape[1]] * len(part))",
     ),
     Mutant(
         "decoding: a ring begins with the padding of its prompt",
