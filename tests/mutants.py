@@ -75,6 +75,7 @@ DECODING = cases(
     "kernels/decoding/test_cached_attention.py",
     "equals_plain_loops[203+37+130x1-H6G2-32x16-l8d4s16n4w20-torch.float32]",
     "equals_plain_loops[201+9+64x1-H6G2-32x32-l8d4s16n4w20-index8-torch.float32]",
+    "scores_of_either_sign_are_ranked",
     "heads_of_unlike_sharpness",
     "of_equals_the_lower_index_is_chosen",
 )
@@ -188,7 +189,7 @@ OTHERS = {
     "attention.kernels.band.backward": [*BAND, *PACKED],
     "attention.kernels.documents": PACKED,
     "attention.kernels.selected.inverted_index": PACKED,
-    "attention.kernels.tiles": SELECTED,
+    "attention.kernels.tiles": ["tests/kernels/test_tiles.py", *SELECTED],
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
     **{f"attention.kernels.decoding.{part}": DECODING for part in ("keys", "attend", "choose", "merge")},
@@ -1008,6 +1009,18 @@ MUTANTS = [
         "tl.where(there, probes, document), EACH, TILE) < tile)",
     ),
     Mutant(
+        "documents: the last of those that are left is never found",
+        "attention.kernels.documents",
+        "tl.arange(0, WAYS), stop - 1)",
+        "tl.arange(0, WAYS), tl.maximum(stop - 2, document))",
+    ),
+    Mutant(
+        "band kernel: what rounding lost is lost twice",
+        "attention.kernels.tiles",
+        "one, -lost)",
+        "one, lost)",
+    ),
+    Mutant(
         "documents: among many, the search goes on beside the one that was found",
         "attention.kernels.documents",
         "axis=0) - 1) * step",
@@ -1077,8 +1090,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: the block before a query's own competes too",
         "attention.kernels.decoding.choose",
-        "tl.where(j <= own - 2, keys, EMPTY)",
-        "tl.where(j <= own - 1, keys, EMPTY)",
+        "competes = j <= own - 2",
+        "competes = j <= own - 1",
     ),
     Mutant(
         "decoding kernels: new tokens past a sequence's room are kept",

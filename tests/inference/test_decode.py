@@ -123,6 +123,20 @@ def test_sequences_take_turns_in_a_recorded_step(monkeypatch: pytest.MonkeyPatch
             torch.testing.assert_close(found, model(texts[row : row + 1, : at + 1])[0, -1], rtol=0, atol=1e-10)
 
 
+def test_a_sequence_may_begin_after_its_neighbours() -> None:
+    """Before its first token is nothing, whatever the cache holds there."""
+    model, texts = built(tiny(**INDEXED, matching_heads=1)), [drawn(17, seed=1), drawn(9, seed=2)]
+    decoder = Decoder(model, 20, batch=2)
+    for layer in decoder.cache.layers:
+        for kept in layer.tensors():
+            kept.fill_(7)
+    decoder.append(*ragged([texts[0][:8], texts[1][:0]]))
+    found = decoder.append(*ragged([texts[0][8:], texts[1]]))
+    for row, text in enumerate(texts):
+        expected = model(text[None])[0]
+        torch.testing.assert_close(found[row, :9], expected[-9:], rtol=0, atol=1e-10)
+
+
 def test_what_a_recording_reads_stays_where_it_is_until_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "can_be_recorded", lambda cache: True)
     monkeypatch.setattr(recorded, "record", run_anew)
@@ -139,9 +153,14 @@ def test_what_a_recording_reads_stays_where_it_is_until_the_cache_grows(monkeypa
     decoder.last(tokens[:, 17:18])
     before = places()
     decoder.last(tokens[:, 18:19])
+    decoder.last(tokens[:, 19:20])
     assert places() == before and len(steps) == 1
     decoder.grow(40)
-    for at in range(19, 30):
+    decoder.last(tokens[:, 20:22])  # not recorded
+    before = places()
+    decoder.last(tokens[:, 22:24])
+    assert places() == before
+    for at in range(24, 30):
         last = decoder.last(tokens[:, at : at + 1])
     torch.testing.assert_close(last, model(tokens)[:, -1], rtol=0, atol=1e-10)
     assert len(steps) == 2

@@ -149,6 +149,21 @@ def test_of_equals_the_lower_index_is_chosen(device, monkeypatch):
             assert blocks[0, t, g].tolist() == counted(importance, nsa)
 
 
+@pytest.mark.parametrize("at_once", [8, 2048])
+def test_scores_of_either_sign_are_ranked(at_once, device, monkeypatch):
+    """Logarithms are negative as well as positive; what is infinite ranks first or last, and NaN last."""
+    monkeypatch.setattr(launch_table, "BEST_BLOCKS", at_once)
+    nsa, T, G, before, there = NSAConfig(l=4, d=2, l_sel=8, n_sel=7), 3, 2, 413, 55
+    scores = torch.randn(1, T, G, there, generator=torch.Generator().manual_seed(1)) - 2
+    scores[..., 3], scores[..., 7], scores[..., 12], scores[..., 50:] = float("inf"), float("nan"), float("-inf"), 9e9
+    lengths = torch.tensor([before], dtype=torch.int32, device=device)
+    blocks = launch.choose(T, G, scores.to(device), lengths, nsa.l_sel, nsa.n_sel)
+    for t in range(T):
+        for g in range(G):
+            importance = scores[0, t, g, : (before + t) // nsa.l_sel + 1].nan_to_num(-1e30, 1e30, -1e30)
+            assert blocks[0, t, g].tolist() == counted(importance, nsa)
+
+
 def test_a_sequence_does_not_see_its_neighbours(device, poisoned):
     case = Case((120, 64, 200), 2, 6, 2, 32, 32, SMALL)
     other = case._replace(lengths=(30, 64, 7))

@@ -148,10 +148,11 @@ def nsa_choice_best(
             chosen = tl.full([N_SEL_PAD], ABSENT, tl.int32)
             for first in range(1, own - 1, BLOCKS):
                 j = first + tl.arange(0, BLOCKS)
-                score = tl.load(scores_ptr + row * n_blocks + j, mask=j <= own - 2, other=LEAST)
+                competes = j <= own - 2
+                score = tl.load(scores_ptr + row * n_blocks + j, mask=competes, other=LEAST)
                 # A NaN score ranks last, so that what is chosen stays a valid set.
                 keys = in_order(tl.where(score > LEAST, score, LEAST).to(tl.int32, bitcast=True))
-                best, chosen = merge_best(best, chosen, tl.where(j <= own - 2, keys, EMPTY), j, N_FREE)
+                best, chosen = merge_best(best, chosen, tl.where(competes, keys, EMPTY), j, N_FREE)
     blocks = with_forced(chosen[None, :], own + tl.zeros([1], tl.int32), N_SEL, N_SEL_PAD)
     place = place[None, :]
     tl.store(blocks_ptr + row * N_SEL + place, blocks, mask=place < N_SEL)
