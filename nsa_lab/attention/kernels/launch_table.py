@@ -234,6 +234,8 @@ MERGE_ELEMENTS = 4096
 IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 2048, 64
 BEST_BLOCKS, BEST_EACH = 2048, 8
 LOGS_KEYS = 256
+EARLY_TOKENS = 4
+"""New tokens up to which kernels begin before the ones ahead have ended: for 32 sequences a step takes longer by it."""
 APPEND_WARPS = 1  # for a row of 256 numbers at most
 LINEAR_ROWS = 64
 """Rows up to which linear maps of a decoding step are ours. Many rows are a library's business: reading weights is then

@@ -115,7 +115,7 @@ def append(
             *strides(roped), *_strides(values), *(stride for x in places for stride in _strides(x)),
             T, *(0 if x is None else x.shape[1] for x in (places.k_sel, places.k_raw, places.k_win, past)), G,
             H=H, KEYS=keys, FIRST=first, HALF=cos.shape[2], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
-            num_warps=launch_table.APPEND_WARPS, **turn(q.device, settled),
+            num_warps=launch_table.APPEND_WARPS, **turn(q.device, B * T, settled),
         )
     return q
 
@@ -134,7 +134,7 @@ def complete(
             *strides(k_raw, k), *_strides(v_raw), *_strides(v),
             T, N, k_raw.shape[1], G,
             L=l, L_PAD=padded_width(l), STRIDE=d, DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
-            num_warps=launch_table.STREAMING_WARPS, **turn(k.device, settled),
+            num_warps=launch_table.STREAMING_WARPS, **turn(k.device, B * T, settled),
         )
 
 
@@ -155,7 +155,7 @@ def linear(
             rows, 0.0 if norm is None else norm[1],
             *widths, *([0] * len(none)), K, *thens, *([0] * len(none)), gated,
             tile.rows, tile.columns, tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
-            **turn(x.device, settled),
+            **turn(x.device, rows, settled),
         )
     return out
 
@@ -206,7 +206,7 @@ def compressed_and_window(
         HEADS=H // G, L=l, STRIDE=d, W=w,
         CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
-        ROWS=tile.rows, KEYS=tile.keys, **tile.options(), **turn(q.device),
+        ROWS=tile.rows, KEYS=tile.keys, **tile.options(), **turn(q.device, B * T),
     )
 
 
@@ -220,7 +220,7 @@ def importance(T: int, G: int, scored: Scored, lengths: Tensor, there: int, l_se
         T, N, G, there, scored.sums.shape[3],
         HEADS=H // G, HEADS_PAD=heads, L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
         PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), BLOCKS=blocks,
-        num_warps=launch_table.STREAMING_WARPS, **turn(lengths.device),
+        num_warps=launch_table.STREAMING_WARPS, **turn(lengths.device, B * T),
     )
     return found
 
@@ -239,7 +239,7 @@ def logs(q: Tensor, keys: Tensor, lengths: Tensor, there: int, d: int, l_sel: in
         *strides(q, keys),
         T, keys.shape[1], B, G, row_tiles, there, Dk**-0.5 * LOG2E,
         STRIDE=d, L_SEL=l_sel, N_SEL=n_sel, STRIDES=l_sel // d, STRIDES_AT_ONCE=at_once,
-        DK=Dk, DK_PAD=padded_width(Dk), ROWS=tile.rows, BLOCKS=blocks, **tile.options(), **turn(q.device),
+        DK=Dk, DK_PAD=padded_width(Dk), ROWS=tile.rows, BLOCKS=blocks, **tile.options(), **turn(q.device, B * T),
     )
     return found
 
@@ -254,7 +254,7 @@ def choose(T: int, G: int, scores: Tensor | None, lengths: Tensor, l_sel: int, n
         scores, lengths, blocks,
         T, G, there,
         L_SEL=l_sel, N_SEL=n_sel, N_SEL_PAD=padded_width(n_sel),
-        BLOCKS=at_once, num_warps=warps, **turn(lengths.device),
+        BLOCKS=at_once, num_warps=warps, **turn(lengths.device, B * T),
     )
     return blocks
 
@@ -274,7 +274,7 @@ def _selected(
         HEADS=H // G, L_SEL=l_sel, N_SEL=blocks.shape[3],
         FIRST_PART=parts.cmp + parts.win, SEL_PARTS=parts.sel, PARTS=parts.sums.shape[3],
         DK=Dk, DV=Dv, DK_PAD=padded_width(Dk), DV_PAD=padded_width(Dv),
-        ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)), **tile.options(), **turn(q.device),
+        ROWS=tile.rows, KEYS=min(tile.keys, padded_width(l_sel)), **tile.options(), **turn(q.device, B * T),
     )
 
 
@@ -287,7 +287,7 @@ def merged(q: Tensor, gates: Tensor, parts: PartialOutputs) -> Tensor:
         parts.out, parts.sums, gates, out,
         T, H, *gates.stride(),
         CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=number, PARTS_PAD=padded_width(number),
-        DV=Dv, COLUMNS=columns, num_warps=launch_table.STREAMING_WARPS, **turn(q.device),
+        DV=Dv, COLUMNS=columns, num_warps=launch_table.STREAMING_WARPS, **turn(q.device, B * T),
     )
     return out
 # fmt: on

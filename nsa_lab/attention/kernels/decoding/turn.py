@@ -45,8 +45,9 @@ def _can_be_asked_for() -> bool:
     return "launch_pdl" in CUDAOptions.__dataclass_fields__  # from Triton 3.4 on
 
 
-def turn(device: torch.device, settled: bool = True) -> dict[str, Any]:
-    """How a kernel of the chain is launched: whether EARLY, and what tells CUDA so."""
-    if not (settled and launch_table.begins_early(device) and _can_be_asked_for()):
+def turn(device: torch.device, tokens: int, settled: bool = True) -> dict[str, Any]:
+    """How a kernel for so many new tokens of all sequences is launched: whether EARLY, and what tells CUDA so."""
+    few = tokens <= launch_table.EARLY_TOKENS
+    if not (settled and few and launch_table.begins_early(device) and _can_be_asked_for()):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
