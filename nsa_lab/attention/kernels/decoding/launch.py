@@ -66,7 +66,9 @@ def _(
     k_index: Tensor | None = None, index_l: int = 0, index_d: int = 0,
 ) -> Tensor:
     with torch.cuda.device_of(q):
+        # All that torch launches comes before the first kernel: those behind it may read before the one ahead has ended.
         q = q if q.stride(3) == 1 else q.contiguous()
+        index_q = index_q if index_q is None or index_q.stride(3) == 1 else index_q.contiguous()
         parts = split(q, v_cmp, n_sel, w)
         # Where every block that fits the cache has a place, scores do not matter.
         there = ceil_div(k_sel.shape[1], l_sel)
@@ -91,10 +93,10 @@ def _(q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, *
 
 def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """As `kernels.cached_dense_attention`: the compressed branch with a block for every token, and a window of nothing."""
-    parts = split(q, v, 0, 0)
+    parts, gates = split(q, v, 0, 0), q.new_ones(()).expand(*q.shape[:3], 3)  # before the first kernel, as above
     with torch.cuda.device_of(q):
         compressed_and_window(q, k, v, k, v, lengths, None, parts, 1, 1, 0)
-        return merged(q, q.new_ones(()).expand(*q.shape[:3], 3), parts)
+        return merged(q, gates, parts)
 
 
 def append(
@@ -227,7 +229,6 @@ def importance(T: int, G: int, scored: Scored, lengths: Tensor, there: int, l_se
 
 def logs(q: Tensor, keys: Tensor, lengths: Tensor, there: int, d: int, l_sel: int, n_sel: int) -> Tensor:
     """Of all the blocks `there`, float32 [B, T, G, there], by an indexer's keys of d tokens each; one head per group."""
-    q = q if q.stride(3) == 1 else q.contiguous()
     B, T, G, Dk = q.shape
     at_once = min(padded_width(l_sel // d), launch_table.choice_strides(q.dtype, Dk))
     tile = _tile(q, G, Dk, T)
