@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_lab.bench import records
-from nsa_lab.bench.train import CPU_MODEL, CPU_SHAPES, TABLE_WIDTH, Measured, bench_config, is_small, measure
-from nsa_lab.config import DataConfig, ModelConfig
+from nsa_lab.bench.train import CPU_MODEL, CPU_SHAPES, TABLE_WIDTH, bench_config, is_small, measure
+from nsa_lab.config import DataConfig, ModelConfig, RunConfig
 
 # T x micro-batch -> tokens per second with the mask over those without that the project set itself.
 BARS = {(2048, 32): 0.97, (65536, 1): 1.0}
@@ -78,12 +78,12 @@ def run_documents_bench(
 
 def _row(model: ModelConfig, shape: tuple[int, int], text: Path | None, cuda: bool, graph: bool, steps: int) -> MaskedRow:
     seq_len, micro = shape
-    found: dict[str, Measured] = {}
+    configs: dict[str, RunConfig] = {}
     for documents in ("cross", "mask"):
         source = {"source": "stdlib"} if text is None else {"source": "local", "path": str(text)}
         data = DataConfig.model_validate({**source, "documents": documents, "max_tokens": MOST_TOKENS})
-        config = bench_config(model, "nsa", seq_len, micro, cuda, data, graph=graph)
-        found[documents] = measure(config, steps)
+        configs[documents] = bench_config(model, "nsa", seq_len, micro, cuda, data, graph=graph)
+    found = measure(configs, steps)
     cross, mask = found["cross"], found["mask"]
     rates = cross.tokens_per_s, mask.tokens_per_s, mask.tokens_per_s / cross.tokens_per_s
     peaks = cross.memory_peak_bytes, mask.memory_peak_bytes

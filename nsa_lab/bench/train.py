@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ BARS = {(2048, 32): 0.66, (8192, 8): 0.88, (32768, 2): 1.8, (65536, 1): 2.8}
 SMALL_SHAPE, SMALL_BAR = (2048, 4), 300_000  # tokens/s
 GPU_SHAPES = (*BARS, SMALL_SHAPE)
 CPU_SHAPES = ((128, 2), (256, 1))
+TURNS = 4  # of each of what is compared
 CPU_MODEL = ModelConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, nsa=NSAConfig(l=16, d=8, l_sel=16, n_sel=4, w=32)
 )
@@ -96,7 +97,7 @@ def run_train_bench(
         "rows": [],
     }
     for seq_len, micro in shapes:
-        pair = {kind: measure(bench_config(base, kind, seq_len, micro, cuda, data), steps) for kind in KINDS}
+        pair = measure({kind: bench_config(base, kind, seq_len, micro, cuda, data) for kind in KINDS}, steps)
         row = {
             "seq_len": seq_len,
             "micro_batch": micro,
@@ -117,41 +118,82 @@ def run_train_bench(
     return report
 
 
-def measure(config: RunConfig, steps: int) -> Measured:
-    """Median time of `steps` optimiser steps after warm-up, then a profile of two more."""
-    device = torch.device("cuda" if config.runtime.device == "cuda" else "cpu")
-    if device.type == "cuda":
-        # From the start: what a captured graph holds is allocated while it is captured, and no longer.
-        torch.cuda.reset_peak_memory_stats()
-    dataset = prepare(config.data, config.model.vocab_size, config.train.seq_len)
-    parts = assemble(config, World(), device, dataset, Builders())
-    ready = _ready(parts)
-    batches = itertools.cycle(ready)
-    for _ in range(5):
-        _step(parts, next(batches))
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    step_s = _median_step_s(parts, batches, steps)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    train, flops = config.train, parts.model.flops_per_token(config.train.seq_len)
-    rate = train.tokens_per_step / step_s
-    measured = Measured(
-        config.model.attention,
-        train.seq_len,
-        train.micro_batch_size or train.batch_size,
-        rate,
-        step_s,
-        rate * flops["dense"],
-        rate * flops[config.model.attention],
-        peak,
-        {part: choice.backend for part, choice in parts.model.backends.items()},
-        config.runtime.cuda_graph,
-        _breakdown(parts, batches) if device.type == "cuda" else {},
-    )
-    measured.documents_per_row = _documents_per_row(ready)
-    del parts, batches, ready
+def measure(configs: Mapping[str, RunConfig], steps: int) -> dict[str, Measured]:
+    """Median time of an optimiser step of each after warm-up, over `steps` that they take in turns, so that what the clock
+    or the machine does meets all alike; then a profile of two more. All of them are in memory together."""
+    runs = {name: _Run.warmed_up(config) for name, config in configs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(TURNS):
+        for name, run in runs.items():
+            times[name].append(run.step_s(max(steps // TURNS, 1)))
+    found = {name: run.measured(statistics.median(times[name])) for name, run in runs.items()}
+    runs.clear()
     _release()
-    return measured
+    return found
+
+
+@dataclass
+class _Run:
+    """What takes the steps that are timed. `peak_bytes`: the most memory that it held in those before, alone."""
+
+    config: RunConfig
+    parts: Parts
+    ready: list[Batch]
+    batches: Iterator[Batch]
+    peak_bytes: int
+
+    @classmethod
+    def warmed_up(cls, config: RunConfig) -> _Run:
+        device, before = torch.device("cuda" if config.runtime.device == "cuda" else "cpu"), 0
+        if device.type == "cuda":
+            before = torch.cuda.memory_allocated()
+            # From the start: what a captured graph holds is allocated while it is captured, and no longer.
+            torch.cuda.reset_peak_memory_stats()
+        dataset = prepare(config.data, config.model.vocab_size, config.train.seq_len)
+        parts = assemble(config, World(), device, dataset, Builders())
+        ready = _ready(parts)
+        run = cls(config, parts, ready, itertools.cycle(ready), 0)
+        run.step_s(5)
+        run.peak_bytes = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+        return run
+
+    def step(self) -> None:
+        batch = next(self.batches)
+        self.parts.stepper.step(*batch[:2], lr=1e-4, poll=lambda: None, weights=batch.weights, documents=batch.documents)
+
+    def step_s(self, steps: int) -> float:
+        """Mean seconds of so many steps in a row."""
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        if self.parts.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begun) / steps
+
+    def measured(self, step_s: float) -> Measured:
+        train, model = self.config.train, self.parts.model
+        rate, flops = train.tokens_per_step / step_s, model.flops_per_token(train.seq_len)
+        return Measured(
+            self.config.model.attention,
+            train.seq_len,
+            train.micro_batch_size or train.batch_size,
+            rate,
+            step_s,
+            rate * flops["dense"],
+            rate * flops[self.config.model.attention],
+            self.peak_bytes,
+            {part: choice.backend for part, choice in model.backends.items()},
+            self.config.runtime.cuda_graph,
+            self._breakdown() if self.parts.device.type == "cuda" else {},
+            _documents_per_row(self.ready),
+        )
+
+    def _breakdown(self, steps: int = 2) -> dict[str, float]:
+        """Share of the wall time of a step by part, and idle."""
+        kernels = kernels_of(lambda: [self.step() for _ in range(steps)], self.parts.device)
+        spent = _time_by_part((part_of(name), start, end) for name, start, end in kernels)
+        wall = sum(spent.values())
+        return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
 
 
 def gemm_rate() -> float:
@@ -214,30 +256,6 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
     inputs, targets, weights = (x if x is None else x.to(device) for x in batch[:3])
     assert inputs is not None and targets is not None, "a batch has both"
     return Batch(inputs, targets, weights, batch.documents)
-
-
-def _step(parts: Parts, batch: Batch) -> None:
-    parts.stepper.step(*batch[:2], lr=1e-4, poll=lambda: None, weights=batch.weights, documents=batch.documents)
-
-
-def _median_step_s(parts: Parts, batches: Iterator, steps: int) -> float:
-    times = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        for _ in range(max(steps // 3, 1)):
-            _step(parts, next(batches))
-        if parts.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - begun) / max(steps // 3, 1))
-    return statistics.median(times)
-
-
-def _breakdown(parts: Parts, batches: Iterator, steps: int = 2) -> dict[str, float]:
-    """Share of the wall time of a step by part, and idle."""
-    kernels = kernels_of(lambda: [_step(parts, next(batches)) for _ in range(steps)], parts.device)
-    spent = _time_by_part((part_of(name), start, end) for name, start, end in kernels)
-    wall = sum(spent.values())
-    return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
 
 
 def part_of(kernel: str) -> str:

@@ -22,12 +22,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU thes
 def test_masked_rows_are_measured_beside_the_same_rows_as_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "short.jsonl"
     text.write_text("".join(json.dumps({"text": f"document number {i}."}) + "\n" for i in range(400)))
-    seen = []
-    measure = train.measure
-    monkeypatch.setattr(documents, "measure", lambda config, steps: seen.append(config.data) or measure(config, steps))
+    seen, measure = [], train.measure
+    monkeypatch.setattr(
+        documents, "measure", lambda configs, steps: seen.extend(configs.values()) or measure(configs, steps)
+    )
     table = Console(file=(tmp_path / "table.txt").open("w"), width=200)
     (row,) = documents.run_documents_bench(((64, 2),), tmp_path / "bench.json", text=text, steps=3, console=table)
-    assert [data.documents for data in seen] == ["cross", "mask"]
+    assert [config.data.documents for config in seen] == ["cross", "mask"]
     assert (
         not row.cuda_graph and 3 < row.documents_per_row < 5 and row.ratio == row.mask / row.cross > 0 and row.bar is None
     )
@@ -39,10 +40,13 @@ def test_a_small_shape_is_measured_as_graphs_too(monkeypatch: pytest.MonkeyPatch
     """On a GPU, where it is asked for: both readings of the text plain, then replayed. Unasked, the shapes with bars."""
     seen: list[tuple[int, int, str, bool]] = []
 
-    def measured(config: RunConfig, steps: int) -> train.Measured:
-        shape = config.train.seq_len, config.train.batch_size
-        seen.append((*shape, config.data.documents, config.runtime.cuda_graph))
-        return train.Measured("nsa", *shape, 1.0, 1.0, 1.0, 1.0, 1, {}, config.runtime.cuda_graph)
+    def measured(configs: dict[str, RunConfig], steps: int) -> dict[str, train.Measured]:
+        found = {}
+        for name, config in configs.items():
+            shape = config.train.seq_len, config.train.batch_size
+            seen.append((*shape, config.data.documents, config.runtime.cuda_graph))
+            found[name] = train.Measured("nsa", *shape, 1.0, 1.0, 1.0, 1.0, 1, {}, config.runtime.cuda_graph)
+        return found
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(documents, "measure", measured)

@@ -109,3 +109,22 @@ def test_an_execution_that_computes_something_else_is_out_of_the_band(monkeypatc
 
     monkeypatch.setattr(curves, "loss_curve", drifting)
     assert not curves.run_curves(10, model=SMALL, seq_len=64, batch=1)["ok"]
+
+
+def test_what_is_compared_takes_its_steps_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[str, int]] = []
+
+    class Run:
+        def __init__(self, config: str) -> None:
+            self.name, self.seconds = config, iter([4.0, 1.0, 3.0, 2.0])
+
+        def step_s(self, steps: int) -> float:
+            taken.append((self.name, steps))
+            return next(self.seconds)
+
+        def measured(self, step_s: float) -> tuple[str, float]:
+            return self.name, step_s
+
+    monkeypatch.setattr(train._Run, "warmed_up", Run)
+    found = train.measure({"NSA": "a", "dense": "b"}, 20)
+    assert taken == [("a", 5), ("b", 5)] * 4 and found == {"NSA": ("a", 2.5), "dense": ("b", 2.5)}
