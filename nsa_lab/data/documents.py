@@ -28,12 +28,13 @@ class Documents:
 
     @property
     def capacity(self) -> int:
-        """Documents to make room for: a power of two, so that few sizes serve all batches.
+        """Documents to make room for: a power of four, so that few sizes serve all batches: each is compiled for.
 
         Not the most that the rows of the text can hold, which would be one size for all: that was twenty times as many as
         there were, and every launch passes over those that are not there.
         """
-        return 1 << (sum(len(row) - 1 for row in self.rows) - 1).bit_length()
+        twos = (sum(len(row) - 1 for row in self.rows) - 1).bit_length()
+        return 1 << twos + twos % 2
 
     @property
     def longest(self) -> int:

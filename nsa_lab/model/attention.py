@@ -21,6 +21,7 @@ from nsa_lab.attention import (
     compress,
     compressed_attention,
     dense_attention,
+    kernels,
     nsa_attention,
     resolve_backend,
     selected_attention,
@@ -51,16 +52,27 @@ class Packing(NamedTuple):
     """Of the indexer's keys; None without one."""
     asked: AskedQueries | None
     """None where the choice is not taught."""
+    table: kernels.DocumentTable | None
+    """What the kernels ask; None where some part of attention is not theirs."""
+    index_table: kernels.DocumentTable | None
 
 
 @untraced
-def _packing_of(span: Span, config: ModelConfig, device: torch.device, taught: bool) -> Packing:
-    """Made once per span, device and geometry."""
+def packing_of(
+    span: Span | None, config: ModelConfig, backends: Mapping[str, Choice] | None, device: torch.device, *, taught: bool
+) -> Packing | None:
+    """Of a layer with these `backends`, whose choice is `taught`; None where there is one document. What it holds is made
+    once per span, device and geometry."""
+    if span is None or span.kind != "packed":
+        return None
+    ours = backends is not None and all(choice.backend == "triton" for choice in backends.values())
     return Packing(
         span.begins(device),
         block_rows(span, config.nsa, device),
         block_rows(span, config.choice_nsa, device) if config.indexed else None,
         asked(span, config.choice_nsa, device) if taught else None,
+        kernels.document_table(span, config.nsa, device) if ours else None,
+        kernels.document_table(span, config.choice_nsa, device) if ours and config.indexed else None,
     )
 
 
@@ -149,14 +161,24 @@ class SparseAttention(nn.Module):
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
         self._resolved: dict[tuple[torch.device, torch.dtype, bool], Mapping[str, Choice]] = {}
 
-    def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, Tensor | None]:
-        """The output, and in training the layer's `selection_loss`, 0-d; None where `ModelConfig.selection_loss` is 0."""
-        packing = self._packing(span, x.device)
+    def forward(
+        self, x: Tensor, rotary: Rotary, span: Span | None = None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and in training the layer's `selection_loss`, 0-d; None where `ModelConfig.selection_loss` is 0.
+
+        `packing` is what `packing_of` gives of this layer; None: it is asked here, which splits what is compiled in two.
+        """
+        packing = packing or self._packing(span, x.device)
         inputs = self._project(x, rotary, span, packing)
         index = self._index(x, rotary, span, packing)
         taught = self._teach(inputs, index, span, packing) if self._teaches else None
-        attend = SparseAttention._attend if packing is None else _attend_documents
-        return self.out(attend(self, inputs, index, span).flatten(2)), taught
+        if packing is None:
+            mixed = self._attend(inputs, index, span)
+        elif packing.table is None:
+            mixed = _attend_documents(self, inputs, index, span)
+        else:
+            mixed = self._attend_by_tables(inputs, index, packing)
+        return self.out(mixed.flatten(2)), taught
 
     def project(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> AttentionInputs:
         """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3].
@@ -178,10 +200,7 @@ class SparseAttention(nn.Module):
         return unturned_heads(self.qkv(x), self.config, self.convolution, self.BRANCHES, begins, before)
 
     def _packing(self, span: Span | None, device: torch.device) -> Packing | None:
-        """None where there is one document."""
-        if span is None or span.kind != "packed":
-            return None
-        return _packing_of(span, self.config, device, self._teaches)
+        return packing_of(span, self.config, self.backends, device, taught=self._teaches)
 
     def _project(self, x: Tensor, rotary: Rotary, span: Span | None, packing: Packing | None) -> AttentionInputs:
         q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), _ = self.heads(x, rotary, packing and packing.begins)
@@ -216,6 +235,14 @@ class SparseAttention(nn.Module):
         nsa, backends = self.config.nsa, self.backends or self._resolve(inputs[0], span)
         blocks = choose_blocks(*index, backend=backends, span=span) if index else None
         return nsa_attention(*inputs, nsa, blocks=blocks, backend=backends, span=span)
+
+    def _attend_by_tables(self, inputs: AttentionInputs, index: Scoring | None, packing: Packing) -> Tensor:
+        """As `_attend`, by the kernels alone."""
+        blocks = None
+        if index:
+            with torch.no_grad():
+                blocks = kernels.select_blocks(*index[:2], None, index[2], span=packing.index_table)
+        return kernels.nsa_attention(*inputs, self.config.nsa, blocks=blocks, span=packing.table)
 
     def gates(self, x: Tensor) -> Tensor:
         """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over the branches; 0 for those that are
@@ -288,8 +315,10 @@ class DenseAttention(nn.Module):
         self.convolution = ShortConvolution(self.BRANCHES, G, d_k) if config.matching_heads else None
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> tuple[Tensor, None]:
-        """The output, and no selection loss: as `SparseAttention.forward`."""
+    def forward(
+        self, x: Tensor, rotary: Rotary, span: Span | None = None, packing: Packing | None = None
+    ) -> tuple[Tensor, None]:
+        """The output, and no selection loss: as `SparseAttention.forward`, but for `packing`, which it does not need."""
         begins = None if span is None or span.kind != "packed" else _begins(span, x.device)
         q, (k,), (v,), _ = self.heads(x, rotary, begins)
         attend = dense_attention if begins is None else _attend_densely

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa_lab.attention import Span, geometry, resolve_backend
 from nsa_lab.attention.dispatch import Choice
 from nsa_lab.config import ModelConfig
-from nsa_lab.model.attention import DenseAttention, SparseAttention, weighted
+from nsa_lab.model.attention import DenseAttention, Packing, SparseAttention, packing_of, weighted
 from nsa_lab.model.initial import initialise
 from nsa_lab.model.layers import MLP, RMSNorm, check_span, normed, rotary_table
 from nsa_lab.model.statistics import branch_statistics
@@ -31,10 +31,12 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None) -> tuple[Tensor, Tensor | None]:
-        """The output, and the selection loss of its attention or None."""
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and the selection loss of its attention or None; `packing` as its attention takes it."""
         # Returned, and not kept aside: what shards or recomputes a block knows of its outputs alone.
-        mixed, taught = self.attention(self.attention_norm(x), rotary, span)
+        mixed, taught = self.attention(self.attention_norm(x), rotary, span, packing)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), taught
 
@@ -80,12 +82,13 @@ class NSATransformer(nn.Module):
         """
         self._taught = None  # if this pass fails, the one before it is not the last
         x, rotary = self._enter(tokens, span)
+        packing = self._packing(span, x.device)
         losses: list[Tensor] = []
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
-                x, taught = checkpoint(block, x, rotary, span, use_reentrant=False)
+                x, taught = checkpoint(block, x, rotary, span, packing, use_reentrant=False)
             else:
-                x, taught = block(x, rotary, span)
+                x, taught = block(x, rotary, span, packing)
             if taught is not None:
                 losses.append(taught)
         self._taught = torch.stack(losses).sum() if losses else None
@@ -159,6 +162,12 @@ class NSATransformer(nn.Module):
             f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention] / 1e6:,.1f} MFLOPs per token at {length:,} "
             f"tokens ({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
         )
+
+    def _packing(self, span: Span | None, device: torch.device) -> Packing | None:
+        """Of every layer; None where there is one document, and for a dense model."""
+        if self.config.attention != "nsa":
+            return None
+        return packing_of(span, self.config, self.backends, device, taught=self.training and self.config.taught)
 
     def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or 0 in tokens.shape:

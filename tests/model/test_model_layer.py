@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from model_inputs import TINY_NSA, config_of, loss_of, tokens_of
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_lab.attention import Span, reference, torch_backend
@@ -312,6 +313,31 @@ def test_compiled_blocks_take_any_documents_without_being_compiled_anew(attentio
         (model(tokens, span).sum() + model.auxiliary_loss()).backward()
         counts.append(graphs["unique_graphs"])
     assert before < counts[0] == counts[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("indexed", [False, True], ids=["own choice", "indexer"])
+def test_a_layer_on_the_kernels_is_one_graph_for_all_documents(indexed: bool) -> None:
+    """And what torch computes, gradients too. Nothing but tensors is asked of documents within what is compiled."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    taught = {"selection_loss": 0.1, "indexer_block": 4} if indexed else {}
+    config = config_of(nsa={"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 13}, d_k=16, d_v=16, matching_heads=1, **taught)
+    ours, by_torch = (NSATransformer(config, backend=name, device=device, seed=0) for name in ("triton", "torch"))
+    counter = CompileCounter()
+    for block in ours.blocks:
+        block.compile(dynamic=False, fullgraph=True, backend=counter)
+    frames = []
+    for lengths in ((70, 0, 21), (1, 40, 50)):
+        span, tokens = packed(*lengths, capacity=4), tokens_of(config, sum(lengths), batch=1).to(device)
+        found, expected = (
+            torch.autograd.grad(model(tokens, span).square().mean() + model.auxiliary_loss(), list(model.parameters()))
+            for model in (ours, by_torch)
+        )
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1] > 0
 
 
 class Launches(TorchDispatchMode):

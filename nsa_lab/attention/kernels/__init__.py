@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,18 +136,36 @@ def _refuse(function: str, reason: str | None) -> None:
         raise NotImplementedError(f"{function}, backend = 'triton': {reason}; backend = 'torch' takes it as it is")
 
 
-def _where(span: Span | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int, int]:
+class DocumentTable(NamedTuple):
+    """All that the kernels ask of packed documents and one geometry. Where a `span` is asked for here it is taken in its
+    place: traced, a table is the same whatever documents it holds."""
+
+    rows: Tensor
+    """`Span.row_bounds`"""
+    longest: int
+    """Tokens that no document exceeds."""
+
+
+def document_table(span: Span, nsa: NSAConfig, device: torch.device) -> DocumentTable:
+    """Of `Span.packed`."""
+    # A power of two, so that few lengths are compiled for.
+    longest = min(1 << (span.longest_laid_out - 1).bit_length(), span.queries)
+    return DocumentTable(span.row_bounds(nsa, device), longest)
+
+
+def _where(span: Span | DocumentTable | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int, int]:
     """Where a span's documents begin, how long they are at most, and the position of the first query; else None and 0."""
+    if isinstance(span, DocumentTable):
+        return span.rows, span.longest, 0
     if span is None or span.kind != "packed":
         return None, 0, 0 if span is None else span.start
-    # A power of two, so that few lengths are compiled for.
-    most = min(1 << (span.longest_laid_out - 1).bit_length(), span.queries)
-    return span.row_bounds(nsa, q.device), most, 0
+    table = document_table(span, nsa, q.device)
+    return table.rows, table.longest, 0
 
 
 # Each raises NotImplementedError past the limits of its own kernels. The caller has checked that shapes fit together.
 def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, span: Span | None = None
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, span: Span | DocumentTable | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `reference.compressed_attention`."""
     from nsa_lab.attention.kernels.band import launch
@@ -155,7 +174,9 @@ def compressed_attention(
     return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_where(span, nsa, q))
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | DocumentTable | None = None
+) -> Tensor:
     """As `reference.select_blocks`."""
     from nsa_lab.attention.kernels import choice
 
@@ -166,7 +187,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, 
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | None = None
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | DocumentTable | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `reference.selected_attention`."""
     from nsa_lab.attention.kernels.selected import launch
@@ -175,7 +196,9 @@ def selected_attention(
     return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_where(span, nsa, q))
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | DocumentTable | None = None
+) -> tuple[Tensor, Tensor]:
     """As `reference.window_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
@@ -193,7 +216,7 @@ def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) ->
 # fmt: off
 def nsa_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
-    nsa: NSAConfig, *, blocks: Tensor | None = None, span: Span | None = None,
+    nsa: NSAConfig, *, blocks: Tensor | None = None, span: Span | DocumentTable | None = None,
 ) -> Tensor:
     """As `dispatch.nsa_attention`, every part on Triton."""
     from nsa_lab.attention.kernels import operator
