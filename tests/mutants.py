@@ -1162,8 +1162,8 @@ MUTANTS = [
     Mutant(
         "decoding kernels: of equals the higher index is chosen",
         "attention.kernels.decoding.choose",
-        "tl.minimum(tl.min(tl.where(keys == top, j, ABSENT), 0), tl.min(",
-        "tl.minimum(tl.max(tl.where(keys == top, j, 0), 0), tl.min(",
+        "tl.min(tl.where(keys == top, j, ABSENT), 0)",
+        "tl.max(tl.where(keys == top, j, 0), 0)",
     ),
     Mutant(
         "decoding: a sequence's first key is mixed with what the cache held",

@@ -107,20 +107,24 @@ def nsa_choice_logs(
 
 
 @triton.jit
-def merge_best(best, best_j, keys, j, N_FREE: tl.constexpr):
-    """The N_FREE greatest of the keys `best` of blocks `best_j`, [PLACES], and `keys` of blocks `j`, [BLOCKS], all after
-    those; keys are int32, EMPTY where there is none. Of equal keys the lower index comes first."""
-    place = tl.arange(0, best.shape[0])
-    merged = tl.full(best.shape, EMPTY, tl.int32)
-    merged_j = tl.full(best.shape, ABSENT, tl.int32)
+def greatest(keys, j, N_FREE: tl.constexpr, PLACES: tl.constexpr):
+    """The N_FREE greatest of `keys` int32 of blocks `j`, in order, and their blocks; EMPTY and ABSENT in what is left of
+    PLACES, and where there are no more. Of equal keys the lower index comes first."""
+    place = tl.arange(0, PLACES)
+    found = tl.full([PLACES], EMPTY, tl.int32)
+    found_j = tl.full([PLACES], ABSENT, tl.int32)
     for taken in range(N_FREE):
-        top = tl.maximum(tl.max(keys, 0), tl.max(best, 0))
-        first = tl.minimum(tl.min(tl.where(keys == top, j, ABSENT), 0), tl.min(tl.where(best == top, best_j, ABSENT), 0))
-        merged = tl.where(place == taken, top, merged)
-        merged_j = tl.where((place == taken) & (top != EMPTY), first, merged_j)
+        top = tl.max(keys, 0)
+        first = tl.min(tl.where(keys == top, j, ABSENT), 0)
+        found = tl.where(place == taken, top, found)
+        found_j = tl.where((place == taken) & (top != EMPTY), first, found_j)
         keys = tl.where(j == first, EMPTY, keys)
-        best = tl.where(best_j == first, EMPTY, best)
-    return merged, merged_j
+    return found, found_j
+
+
+@triton.jit
+def both(a, b):
+    return tl.reshape(tl.join(a, b), [a.shape[0] + b.shape[0]])
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -152,7 +156,10 @@ def nsa_choice_best(
                 score = tl.load(scores_ptr + row * n_blocks + j, mask=competes, other=LEAST)
                 # A NaN score ranks last, so that what is chosen stays a valid set.
                 keys = in_order(tl.where(score > LEAST, score, LEAST).to(tl.int32, bitcast=True))
-                best, chosen = merge_best(best, chosen, tl.where(competes, keys, EMPTY), j, N_FREE)
+                found, found_j = greatest(tl.where(competes, keys, EMPTY), j, N_FREE, N_SEL_PAD)
+                if first > 1:
+                    found, found_j = greatest(both(best, found), both(chosen, found_j), N_FREE, N_SEL_PAD)
+                best, chosen = found, found_j
     blocks = with_forced(chosen[None, :], own + tl.zeros([1], tl.int32), N_SEL, N_SEL_PAD)
     place = place[None, :]
     tl.store(blocks_ptr + row * N_SEL + place, blocks, mask=place < N_SEL)
