@@ -102,11 +102,9 @@ class Decoder:
 
     def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
         model = self._model
-        places = step.positions.clamp_max(self.cache.capacity - 1)  # of padding
-        rotary = self._rotary[0][places], self._rotary[1][places]
         x, by_kernels = model.embed(tokens), self.cache.backend == "triton" and not step.begins
         for block, layer in zip(cast("list[Block]", model.blocks), self.cache.layers, strict=True):
-            x = layer.attend(x, block.attention_norm, rotary, step)
+            x = layer.attend(x, block.attention_norm, self._rotary, step)
             x = fed_forward(block, x, by_kernels=by_kernels)
         return x
 

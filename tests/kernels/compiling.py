@@ -122,7 +122,7 @@ def decode(
     kernels.cached_attention(q, gates, kept, lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
     # As a projection gives them: neighbours in one row.
     roped, values = torch.zeros(1, S, (H + 3 * G) * D + 3 * G * (Dv or D), dtype=dtype).split((H + 3 * G) * D, dim=-1)
-    rotary = torch.zeros(1, S, D // 2), torch.zeros(1, S, D // 2)
+    rotary = torch.zeros(capacity, D // 2), torch.zeros(capacity, D // 2)
     raw = [torch.zeros(1, nsa.l - 1 + 256, G, width, dtype=dtype) for width in (D, Dv or D)]
     roped, values = roped.unflatten(-1, (-1, D)), values.unflatten(-1, (-1, Dv or D))
     mixed = {}

@@ -269,7 +269,7 @@ def append(
 
     roped [B, S, H + branches G, d_k] are queries, then keys of every branch that has a place in `places`, cmp, sel and win;
     values [B, S, branches G, d_v] of the same, None where there are places of keys alone. `rotary`: cos and sin of the
-    leading channels, as `model.layers.rotate` takes them, float32 [B, S, .] and contiguous. `lengths` as in
+    leading channels at every position, as `model.layers.rotary_table` gives them, float32 [positions, .]. `lengths` as in
     `cached_attention`. No ring is shorter than S. What stands past the last row of `places.k_sel` is not kept there. The
     places' dtype is the result's.
 

@@ -48,8 +48,8 @@ from __future__ import annotations
 LOG2E = 1.4426950408889634
 
 SIZES = (
-    "T", "N", "B", "G", "G_all", "documents", "first_query", "n_rows", "n_blocks", "n_items", "n_spans", "first_span",
-    "pass_spans", "row_programs", "rows_total", "work_size", "tiles", "reductions", "parts", "chunk_steps",
+    "T", "N", "B", "G", "G_all", "n_angles", "documents", "first_query", "n_rows", "n_blocks", "n_items", "n_spans",
+    "first_span", "pass_spans", "row_programs", "rows_total", "work_size", "tiles", "reductions", "parts", "chunk_steps",
     "stride_gb", "stride_lseb", "ring", "raw_ring", "past_ring", "row_tiles", "row_parts",
 )  # fmt: skip
 """Arguments of kernels that follow from how long texts are, how many, and in how many pieces.

@@ -43,7 +43,7 @@ class NSACache:
         self._sigmoid = nsa.gate == "sigmoid" and not c.silent
 
     def attend(self, x: Tensor, norm: RMSNorm, rotary: Rotary, step: Step) -> Tensor:
-        """x + attention(norm(x)), [B, S, C], of new tokens x."""
+        """x + attention(norm(x)), [B, S, C], of new tokens x; `rotary` is the table of all positions, [capacity, R/2]."""
         a, by_kernels = self._attention, self._backend == "triton" and not step.begins
         maps = [(a.qkv, ""), (a.gate, "sigmoid" if self._sigmoid else ""), *([(self.index.qk, "")] if self.index else [])]
         qkv, gates, *qk = mapped(x, *maps, norm=norm, by_kernels=by_kernels)
@@ -66,7 +66,7 @@ class NSACache:
         unturned = unturned_heads(qkv, a.config, a.convolution, a.BRANCHES, None, past and past.before(step))
         if past:
             past.put(unturned.unmixed, step)
-        heads = turned_heads(unturned, a.config, a.BRANCHES, rotary)
+        heads = turned_heads(unturned, a.config, a.BRANCHES, step.rotary(rotary))
         for kept, new in zip((self.k_cmp, self.v_cmp), (heads.keys[0], heads.values[0]), strict=True):
             kept.put(new, step)
         for kept, new in zip((self.k_sel, self.v_sel), (heads.keys[1], heads.values[1]), strict=True):
@@ -153,7 +153,7 @@ class IndexCache:
 
     def put(self, qk: Tensor, rotary: Rotary, step: Step) -> Tensor:
         """Keeps the keys of new tokens, of their map's output; their queries [B, S, G, D]."""
-        q, k, unmixed = self._indexer.of(qk, rotary, before=self.past and self.past.before(step))
+        q, k, unmixed = self._indexer.of(qk, step.rotary(rotary), before=self.past and self.past.before(step))
         if self.past:
             self.past.put(unmixed, step)
         self.keys.put(k, step)
@@ -200,7 +200,7 @@ class DenseCache:
         unturned = unturned_heads(qkv, a.config, a.convolution, a.BRANCHES, None, past and past.before(step))
         if past:
             past.put(unturned.unmixed, step)
-        q, (k,), (v,), _ = turned_heads(unturned, a.config, a.BRANCHES, rotary)
+        q, (k,), (v,), _ = turned_heads(unturned, a.config, a.BRANCHES, step.rotary(rotary))
         places = step.in_rows(self.k.capacity)
         self.k.put(k, places)
         self.v.put(v, places)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
+from nsa_lab.model import Rotary
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Step:
     def begins(self) -> bool:
         """Whether there is nothing before them in any sequence; a captured step never begins."""
         return self.starts is not None and not any(self.starts)
+
+    def rotary(self, table: Rotary) -> Rotary:
+        """Of the new tokens, [B, S, R/2] each, of a table of all positions [capacity, R/2]; of padding past it, any."""
+        cos, sin = table
+        places = self._once(("angles", len(cos)), lambda: self.positions.clamp_max(len(cos) - 1))
+        return self._once(("cos", len(cos)), lambda: cos[places]), self._once(("sin", len(sin)), lambda: sin[places])
 
     def in_rows(self, capacity: int) -> Tensor:
         """Places of the new tokens in `TokenRows`, int64 [B * S]."""
