@@ -59,9 +59,8 @@ def test_what_is_kept_is_what_loops_keep(case: tuple, dtype: torch.dtype, mixed:
     roped, values = roped.unflatten(-1, (-1, Dk)), values.unflatten(-1, (-1, Dv))
     kept = [laid_out(B, n, G, width, dtype=dtype) for n in (raw_slots, capacity, slots) for width in (Dk, Dv)]
     before = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    angles = torch.arange(50, device=DEVICE).double()[:, None] * THETA ** (
-        -torch.arange(0, R, 2, device=DEVICE).double() / max(R, 1)
-    )
+    rates = THETA ** (-torch.arange(0, R, 2, device=DEVICE).double() / max(R, 1))
+    angles = torch.arange(capacity, device=DEVICE).double()[:, None] * rates
     rotary = angles.cos().float(), angles.sin().float()
     past = torch.full((B, past_slots, 3 * G, Dk), float("nan"), device=DEVICE, dtype=dtype)
     for b, length in enumerate(lengths):
