@@ -1643,6 +1643,13 @@ MUTANTS = [
         "if True:",
     ),
     Mutant("dense: documents see what is to come", "attention.dense", "window_size=(-1, 0)", "window_size=(-1, -1)"),
+    Mutant("documents: room for a power of two", "data.documents", "1 << twos + twos % 2", "1 << twos"),
+    Mutant(
+        "model: an indexer's keys of documents lie as the compressed branch's",
+        "model.attention",
+        "kernels.document_table(span, config.choice_nsa, device) if ours and",
+        "kernels.document_table(span, config.nsa, device) if ours and",
+    ),
     Mutant(
         "documents: a document begins behind its separator",
         "data.documents",
