@@ -328,14 +328,14 @@ def test_a_layer_on_the_kernels_is_one_graph_for_all_documents(indexed: bool) ->
     for block in ours.blocks:
         block.compile(dynamic=False, fullgraph=True, backend=counter)
     frames = []
-    for lengths in ((70, 0, 21), (1, 40, 50)):
+    for lengths in ((81, 0, 10), (1, 7, 83)):
         span, tokens = packed(*lengths, capacity=4), tokens_of(config, sum(lengths), batch=1).to(device)
         found, expected = (
-            torch.autograd.grad(model(tokens, span).square().mean() + model.auxiliary_loss(), list(model.parameters()))
+            torch.autograd.grad(model(tokens, span).square().sum() + model.auxiliary_loss(), list(model.parameters()))
             for model in (ours, by_torch)
         )
         for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+            assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
         frames.append(counter.frame_count)
     assert frames[0] == frames[1] > 0
 
