@@ -234,7 +234,7 @@ MERGE_ELEMENTS = 4096
 IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 2048, 64
 BEST_BLOCKS, BEST_EACH = 2048, 8
 LOGS_KEYS = 256
-EARLY_TOKENS = 4
+EARLY_UP_TO = 4
 """New tokens up to which kernels begin before the ones ahead have ended: for 32 sequences a step takes longer by it."""
 APPEND_WARPS = 1  # for a row of 256 numbers at most
 LINEAR_ROWS = 64

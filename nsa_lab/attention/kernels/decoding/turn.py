@@ -47,7 +47,7 @@ def _can_be_asked_for() -> bool:
 
 def turn(device: torch.device, tokens: int, settled: bool = True) -> dict[str, Any]:
     """How a kernel for so many new tokens of all sequences is launched: whether EARLY, and what tells CUDA so."""
-    few = tokens <= launch_table.EARLY_TOKENS
+    few = tokens <= launch_table.EARLY_UP_TO
     if not (settled and few and launch_table.begins_early(device) and _can_be_asked_for()):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
