@@ -1017,8 +1017,8 @@ MUTANTS = [
     Mutant(
         "band kernel: what rounding lost is lost twice",
         "attention.kernels.tiles",
-        "one, -lost)",
-        "one, lost)",
+        "add_product(-lost, a, b)",
+        "add_product(lost, a, b)",
     ),
     Mutant(
         "documents: among many, the search goes on beside the one that was found",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,15 @@ def builders(shards: Path) -> Builders:
         return prepare(*arguments, cache=shards)
 
     return Builders(data=data)
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents of 1 to 90 letters, one a line."""
+    dice, path = random.Random(7), tmp_path_factory.mktemp("texts") / "short.jsonl"
+    lines = ["".join(dice.choices("abcdefgh", k=dice.choice([1, 5, 12, 30, 90]))) for _ in range(300)]
+    path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
+    return str(path)
 
 
 @pytest.fixture

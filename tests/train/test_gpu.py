@@ -213,6 +213,20 @@ def test_graphs_share_their_memory(tiny: Tiny) -> None:
     assert second - first < (first - before) / 2
 
 
+def assert_graphs_change_no_loss(new: Callable[[bool], Path], train: Callable[..., int]) -> None:
+    """Of runs that `new` makes, told whether steps are graphs; nor where the one with graphs goes on from a checkpoint."""
+    told = []
+    for graph in (False, True):
+        run_dir = new(graph)
+        assert train(run_dir) == 0
+        told.append(losses(run_dir))
+    assert told[1] == pytest.approx(told[0], rel=1e-4)
+    for step in (10, 12):
+        shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
+    assert train(run_dir) == 0
+    assert losses(run_dir) == pytest.approx(told[1], rel=1e-6)
+
+
 def test_a_masked_run_has_the_losses_of_one_without_graphs(
     new_run: Make, train: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -221,16 +235,10 @@ def test_a_masked_run_has_the_losses_of_one_without_graphs(
     lines = ["".join(dice.choices("abcdefgh", k=dice.choice([1, 5, 30, 90, 400]))) for _ in range(1500)]
     path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
     data = {"source": "local", "path": str(path), "max_tokens": None, "documents": "mask"}
-    told = []
-    for graph in (False, True):
-        run_dir = new_run(**GPU | {"data": data}, runtime=RUNTIME | {"deterministic": True, "cuda_graph": graph})
-        assert train(run_dir) == 0
-        told.append(losses(run_dir))
-    assert told[1] == pytest.approx(told[0], rel=1e-4)
-    for step in (10, 12):
-        shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
-    assert train(run_dir) == 0
-    assert losses(run_dir) == pytest.approx(told[1], rel=1e-6)
+    runtime = RUNTIME | {"deterministic": True}
+    assert_graphs_change_no_loss(
+        lambda graph: new_run(**GPU | {"data": data}, runtime=runtime | {"cuda_graph": graph}), train
+    )
 
 
 # Stages.
@@ -273,13 +281,4 @@ def test_stages_replayed_as_graphs_have_the_losses_of_those_without(
     tiny: Tiny, train: Callable[..., int], tmp_path: Path
 ) -> None:
     """Also where a run goes on in the second."""
-    told = []
-    for graph in (False, True):
-        run_dir = staged_run(tiny, tmp_path, {}, deterministic=True, cuda_graph=graph)
-        assert train(run_dir) == 0
-        told.append(losses(run_dir))
-    assert told[1] == pytest.approx(told[0], rel=1e-4)
-    for step in (10, 12):
-        shutil.rmtree(run_dir / f"checkpoints/step-{step:08d}")
-    assert train(run_dir) == 0
-    assert losses(run_dir) == pytest.approx(told[1], rel=1e-6)
+    assert_graphs_change_no_loss(lambda graph: staged_run(tiny, tmp_path, {}, deterministic=True, cuda_graph=graph), train)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,6 @@ from nsa_lab.train.trainer import Trainer
 
 Make, Train = Callable[..., Path], Callable[..., int]
 SEP = 0xFF
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Documents of 1 to 90 letters, one a line."""
-    dice, path = random.Random(7), tmp_path_factory.mktemp("texts") / "short.jsonl"
-    lines = ["".join(dice.choices("abcdefgh", k=dice.choice([1, 5, 12, 30, 90]))) for _ in range(300)]
-    path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
-    return str(path)
 
 
 @pytest.fixture

@@ -50,14 +50,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
     torch.compiler.reset()
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    dice, path = random.Random(7), tmp_path_factory.mktemp("texts") / "short.jsonl"
-    lines = ["".join(dice.choices("abcdefgh", k=dice.choice([1, 5, 12, 30, 90]))) for _ in range(300)]
-    path.write_text("\n".join(f'{{"text": "{line}"}}' for line in lines))
-    return str(path)
-
-
 @pytest.fixture
 def new_staged_run(tiny: Callable[..., RunConfig], texts: str, tmp_path: Path) -> Make:
     """`new_staged_run(kind, **runtime)`: a run of `STAGES`, of the kinds cross and recipe."""

@@ -104,11 +104,10 @@ def add_product_exactly(total, lost, a, b):
     err by far more, `lost` stays as it is.
     """
     if a.dtype == tl.float32:
-        one = tl.full(total.shape, 1.0, tl.float32)
-        more = tl.fma(tl.dot(a, b, input_precision="ieee"), one, -lost)  # see `add_product`
+        more = add_product(-lost, a, b)
         exact = total + more
         lost = (exact - total) - more
         total = exact
     else:
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = add_product(total, a, b)
     return total, lost
