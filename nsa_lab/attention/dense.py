@@ -41,7 +41,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", 
     if varlen is not None:
         bounds, most = span.cu_seqlens(q.device), span.longest_laid_out
         # Nothing to the right of a query, everything to its left.
-        return varlen(q[0], k[0], v[0], bounds, bounds, most, most, window_size=(-1, 0), enable_gqa=True)[None]
+        return varlen(q[0], k[0], v[0], bounds, bounds, most, most, window_size=(-1, 0))[None]
     lengths = [document.last for document in span.documents if document.last]
     parts = zip(*(torch.split(x, lengths, dim=1) for x in (q, k, v)), strict=True)
     return torch.cat([_attend(*part) for part in parts], dim=1)
@@ -55,12 +55,21 @@ def _varlen(q: Tensor, v: Tensor) -> Callable[..., Tensor] | None:
 
 @functools.cache
 def _varlen_attention() -> Callable[..., Tensor] | None:
-    """`torch.nn.attention.varlen.varlen_attn`, if this torch has one with a window and groups of heads."""
+    """`torch.nn.attention.varlen.varlen_attn`, if this torch has one with a window; it takes groups of heads."""
     try:
         found = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
-    return found if {"window_size", "enable_gqa"} <= inspect.signature(found).parameters.keys() else None
+    known = inspect.signature(found).parameters
+    if "window_size" not in known:
+        return None
+    return functools.partial(found, enable_gqa=True) if "enable_gqa" in known else functools.partial(_grouped, found)
+
+
+def _grouped(varlen: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *bounds: Tensor | int, **how: Any) -> Tensor:
+    """`varlen` of a torch in which it has no groups of heads (2.11), over keys and values repeated for their heads."""
+    repeats = q.shape[1] // k.shape[1]
+    return varlen(q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), *bounds, **how)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:

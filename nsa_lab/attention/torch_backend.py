@@ -27,6 +27,8 @@ from nsa_lab.config import NSAConfig
 # Bytes of scores, or of gathered keys, that a chunk of queries may take: about a CPU's cache, or enough to fill a GPU.
 # What it brings on a CPU that scores stay in the cache stands in docs/kernel_log.md.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+# Queries below which a chunk costs as much as one of fewer, since what it computes is less than what it takes to start.
+SHORTEST_CHUNK = 64
 # Past this many selection budgets of keys, gathering each query's blocks beats masking the whole past: a gathered key is
 # read once per query and group, a masked one once per chunk.
 GATHER_PAST_BUDGETS = 8
@@ -125,9 +127,11 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     wide = wide_dtype(q.dtype)
     chunks: list[Chunk] = []
     for document in span.documents:
-        # The chunk's own length adds to its range, so chunks longer than the window would only grow the mask.
-        score_bytes = _score_bytes(q, min(2 * nsa.w, document.last), wide)
-        chunks += _chunks(document, document.keys, score_bytes, q.device, longest=nsa.w)
+        # The chunk's own length adds to its range, so chunks longer than the window would only grow the mask; but a narrow
+        # window would make as many chunks as queries.
+        longest = max(nsa.w, SHORTEST_CHUNK)
+        score_bytes = _score_bytes(q, min(longest + nsa.w, document.last), wide)
+        chunks += _chunks(document, document.keys, score_bytes, q.device, longest)
     return _range_attention(q, k, v, keys, wide, chunks)
 
 
@@ -309,7 +313,8 @@ def carry(p: Tensor, blocks: int, nsa: NSAConfig) -> Tensor:
     """
     step, lead = nsa.l_sel // nsa.d, nsa.l // nsa.d - 1
     run = step + lead
-    weights = p.new_tensor([min(place + 1, run - place, step, lead + 1) for place in range(run)])
+    place = torch.arange(run, dtype=p.dtype, device=p.device)
+    weights = torch.minimum(place + 1, run - place).clamp(max=min(step, lead + 1))
     needed = (blocks - 1) * step + run
     padded = pad(p, (lead, max(needed - lead - p.shape[-1], 0)))[..., :needed]
     return padded.unfold(-1, run, step) @ weights

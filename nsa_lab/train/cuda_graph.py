@@ -84,8 +84,8 @@ class GraphedGradients:
         """The loss, a device tensor. Inputs, targets and weights of `batch` have the shapes of the first call of its
         `stage`; where its documents begin is what `spans` say.
 
-        Raises ConfigError where documents are told apart and a part of the model, replayed, does not compute those of the
-        spans.
+        Raises ConfigError where a step cannot be captured, and where documents are told apart and a part of the model,
+        replayed, does not compute those of the spans.
         """
         if stage != self._stage:
             self._let_go()
@@ -115,7 +115,16 @@ class GraphedGradients:
             self._warmed_up()
         # Backward must find no gradients, so that it writes them instead of adding to what a replay left.
         self._clear()
-        run, loss, self._pool = record(lambda: self._gradients(own, held), self._pool)
+        try:
+            run, loss, self._pool = record(lambda: self._gradients(own, held), self._pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"runtime.cuda_graph = True: a step cannot be captured ({str(error).splitlines()[0]}): a part of "
+                "this model waits for the host or copies from it, as the backends torch and reference may; "
+                "set runtime.cuda_graph: false"
+            ) from error
         step = CapturedStep(own, held, run, loss, self._grads())
         if expected:
             step.replay(own, others)

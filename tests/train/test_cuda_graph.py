@@ -176,6 +176,16 @@ def test_a_part_that_asks_the_host_where_documents_begin_is_found(
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_step_that_cannot_be_captured_is_told_why(stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(run: Callable[[], Tensor], pool: Any) -> None:
+        raise RuntimeError("Cannot copy between CPU and CUDA tensors\nduring CUDA graph capture")
+
+    _, graphed = stepper(True)
+    monkeypatch.setattr(cuda_graph, "record", refuse)
+    with pytest.raises(ConfigError, match=r"captured \(Cannot copy .* tensors\): .*set runtime\.cuda_graph: false"):
+        step(graphed, BATCHES[0])
+
+
 def test_positions_from_the_host_are_found(stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(span: Span, device: torch.device | None = None) -> Tensor:
         return torch.cat([document.positions() for document in span.documents])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from staged import staged
 from torch import Tensor, nn
 
 from nsa_lab.attention import torch_backend
@@ -43,8 +44,10 @@ def parts(tiny: Tiny, builders: Builders) -> Callable[..., Parts]:
     """`parts(**changes)`: what a trainer of that run would be made of."""
 
     def make(**changes: Any) -> Parts:
+        stages = changes.pop("stages", None)
         config = tiny(**changes)
-        dataset = builders.data(config.data, config.model.vocab_size, config.train.seq_len, None)
+        config = staged(config, stages) if stages else config
+        dataset = builders.data(config.data, config.model.vocab_size, config.train.longest.seq_len, None)
         return assemble(config, World(), torch.device("cpu"), dataset, builders)
 
     return make
@@ -70,6 +73,24 @@ def test_a_healthy_run_passes_every_check_in_order(parts: Callable[..., Parts], 
 def test_the_gate_is_checked_against_measured_speed(parts: Callable[..., Parts], tmp_path: Path) -> None:
     found = list(checks.checkpoint_and_throughput(parts(min_tokens_per_s=1e12), tmp_path))
     assert failed(found) == ["throughput"] and "tokens/s" in found[-1].value
+
+
+def test_a_first_stage_of_few_steps_is_timed_by_steps_of_its_own(
+    parts: Callable[..., Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the second are of another length and another batch."""
+    few = {"steps": 2, "seq_len": 64, "batch_size": 3, "lr": 1e-3}
+    stages = [few, few | {"seq_len": 96, "batch_size": 1}]
+    built, seen = parts(stages=stages, min_tokens_per_s=1.0), []
+    step = built.stepper.step
+
+    def counted(x: Tensor, *others: Any, **how: Any) -> Tensor:
+        seen.append(tuple(x.shape))
+        return step(x, *others, **how)
+
+    monkeypatch.setattr(built.stepper, "step", counted)
+    assert not failed(checks.checkpoint_and_throughput(built, tmp_path))
+    assert len(seen) > 6 and set(seen) == {(3, 64)}
 
 
 @pytest.mark.parametrize(

@@ -294,13 +294,16 @@ def checkpoint_and_throughput(parts: Parts, run_dir: Path) -> Iterator[Check]:
 
 
 def _take_steps(parts: Parts, count: int) -> tuple[float, bool]:
-    """Tokens per second over `count` steps of the first stage, after a warm-up if they are several; was one bad?"""
+    """Tokens per second over `count` steps of the first stage, after a warm-up if they are several; was one bad?
+
+    A stage of fewer steps begins again.
+    """
     stage = parts.enter(1)
     start, share = parts.world.share(stage.sequences_per_step)
     readback, lr = Readback(parts.device), learning_rate(1, parts.config.train)
 
     def take(number: int) -> float:
-        batches = (parts.batches.weighted(index, start, share) for index in range(number))
+        batches = (parts.batches.weighted(index % stage.steps, start, share) for index in range(number))
         results = [
             parts.stepper.step(x, y, lr, lambda: None, weights=weights, documents=documents)
             for x, y, weights, documents in batches
