@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
