@@ -771,8 +771,20 @@ MUTANTS = [
     Mutant(
         "torch: eq. 9 with equal weights",
         "attention.torch_backend",
-        "min(place + 1, run - place, step, lead + 1) for place",
-        "1 for place",
+        "weights = torch.minimum(place + 1, run - place).clamp(max=min(step, lead + 1))",
+        "weights = torch.ones_like(place)",
+    ),
+    Mutant(
+        "torch: heads repeated out of their groups",
+        "attention.dense",
+        "k.repeat_interleave(repeats, dim=1)",
+        "k.repeat(1, repeats, 1)",
+    ),
+    Mutant(
+        "preflight: a short first stage timed by the batches of the next",
+        "train.preflight.checks",
+        "weighted(index % stage.steps, ",
+        "weighted(index, ",
     ),
     Mutant(
         "torch: normaliser over the chunk's future",
