@@ -27,7 +27,7 @@ from nsa_lab.config import NSAConfig
 # Bytes of scores, or of gathered keys, that a chunk of queries may take: about a CPU's cache, or enough to fill a GPU.
 # What it brings on a CPU that scores stay in the cache stands in docs/kernel_log.md.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
-# Queries below which a chunk costs as much as one of fewer, since what it computes is less than what it takes to start.
+# The fewest queries that a window's chunk is made of: with fewer, starting a chunk takes longer than computing it.
 SHORTEST_CHUNK = 64
 # Past this many selection budgets of keys, gathering each query's blocks beats masking the whole past: a gathered key is
 # read once per query and group, a masked one once per chunk.
