@@ -7,7 +7,7 @@ the neighbours are, and what was never written is never touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import cast
 
@@ -59,13 +59,13 @@ def cached_attention(
     if backend == "triton":
         resolve_backend(q.device, q.dtype, nsa, backend=backend)
         return kernels.cached_attention(q, gates, cache, lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
-    out = q.new_zeros(*q.shape[:3], cache.v_sel.shape[3])
-    with torch.no_grad():
-        for rows, start in _runs(lengths):
-            for at in _inside(rows, start, q, cache.k_sel):
-                index = None if index_q is None else index_q[at]
-                out[at] = _attend(q[at], gates[at], cache.rows(rows), start, nsa, index, choice_nsa or nsa)
-    return out
+
+    def attend(rows: slice, queries: slice, start: int) -> Tensor:
+        at = rows, queries
+        index = None if index_q is None else index_q[at]
+        return _attend(q[at], gates[at], cache.rows(rows), start, nsa, index, choice_nsa or nsa)
+
+    return _by_runs(attend, q, cache.k_sel, cache.v_sel, lengths)
 
 
 def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, backend: str = "torch") -> Tensor:
@@ -76,18 +76,25 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, 
     """
     if backend == "triton":
         return kernels.cached_dense_attention(q, k, v, lengths)
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
-    with torch.no_grad():
-        for rows, start in _runs(lengths):
-            for at in _inside(rows, start, q, k):
-                out[at] = _attend_all(q[at], k[rows], v[rows], start)
-    return out
+
+    def attend(rows: slice, queries: slice, start: int) -> Tensor:
+        return _attend_all(q[rows, queries], k[rows], v[rows], start)
+
+    return _by_runs(attend, q, k, v, lengths)
 
 
-def _inside(rows: slice, start: int, q: Tensor, kept: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The queries of these rows that stand within the cache, if there are any; those past its end can only be padding."""
-    if queries := min(q.shape[1], kept.shape[1] - start):
-        yield rows, slice(queries)
+@torch.no_grad()
+def _by_runs(attend: Callable[[slice, slice, int], Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """[B, S, H, d_v], put together of what `attend` gives for neighbouring rows of one length and their queries that stand
+    within the cache; those past its end can only be padding."""
+    found: list[Tensor] = []
+    for rows, start in _runs(lengths):
+        queries = max(min(q.shape[1], k.shape[1] - start), 0)
+        inside = [attend(rows, slice(queries), start)] if queries else []
+        if queries < q.shape[1]:
+            inside.append(q.new_zeros(rows.stop - rows.start, q.shape[1] - queries, q.shape[2], v.shape[3]))
+        found.append(_joined(inside))
+    return _joined(found, dim=0)
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
