@@ -1576,8 +1576,26 @@ MUTANTS = [
     Mutant(
         "preflight: an indexer needs no gradient",
         "train.preflight.checks",
-        "FORCED_BLOCKS * parts.config.nsa.l_sel",
+        "(FORCED_BLOCKS + 1) * parts.config.nsa.l_sel",
         "99 * parts.config.nsa.l_sel",
+    ),
+    Mutant(
+        "preflight: one free block is to teach an indexer",
+        "train.preflight.checks",
+        "(FORCED_BLOCKS + 1) * parts.config.nsa.l_sel",
+        "FORCED_BLOCKS * parts.config.nsa.l_sel",
+    ),
+    Mutant(
+        "dense: a long document loses its last rows",
+        "attention.dense",
+        "[:, : q.shape[1]]",
+        "[:, room : room + q.shape[1]]",
+    ),
+    Mutant(
+        "dense: a captured graph has the lengths of its documents",
+        "attention.dense",
+        "if torch.cuda.is_current_stream_capturing():",
+        "if not torch.cuda.is_available():",
     ),
     Mutant(
         "model: gates start at zero",

@@ -5,23 +5,30 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from nsa_lab.attention import checks, geometry
 from nsa_lab.attention.flash import MOST_WIDTH, flash_dense
 from nsa_lab.attention.span import Span
+
+# A document of so many tokens is attended by itself where `_one_text_is_faster`.
+LONG = 8192
+# Such a document is laid out to a multiple of so many: for every length that it has not seen, cuDNN makes a plan first.
+LAID_OUT = 1024
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", span: Span | None = None) -> Tensor:
     """q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv] -> [B, T, H, Dv].
 
     `torch` is what torch itself has for the device: scaled_dot_product_attention, and for packed documents its kernel for
-    variable lengths (half precision on CUDA, where this torch has one), or each document by itself; `flash` is flash-attn.
+    variable lengths (half precision on CUDA, where this torch has one), or each document by itself, as on Hopper those of
+    `LONG` tokens and more; `flash` is flash-attn.
     They share tiles of values between queries: causality holds for every finite value, and a NaN or an infinity can reach
     earlier queries of its document (zero times NaN is NaN).
 
@@ -39,13 +46,53 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", 
         t, s = span.positions(q.device), geometry.positions(0, span.keys, q.device)
         return _attend(q, k, v, seen=s <= t[:, None])
     varlen = _varlen(q, v)
-    if varlen is not None:
-        bounds, most = span.cu_seqlens(q.device), span.longest_laid_out
-        # Nothing to the right of a query, everything to its left.
-        return varlen(q[0], k[0], v[0], bounds, bounds, most, most, window_size=(-1, 0))[None]
-    lengths = [document.last for document in span.documents if document.last]
-    parts = zip(*(torch.split(x, lengths, dim=1) for x in (q, k, v)), strict=True)
-    return torch.cat([_attend(*part) for part in parts], dim=1)
+    if varlen is None:
+        lengths = [document.last for document in span.documents if document.last]
+        parts = zip(*(torch.split(x, lengths, dim=1) for x in (q, k, v)), strict=True)
+        return torch.cat([_attend(*part) for part in parts], dim=1)
+    if span.longest < LONG or not _one_text_is_faster(q.device):
+        return _attend_packed(q, k, v, span, varlen)
+    parts = [
+        _attend_laid_out(q[:, rows], k[:, rows], v[:, rows])
+        if between is None
+        else _attend_packed(q[:, rows], k[:, rows], v[:, rows], between, varlen)
+        for rows, between in _pieces(span)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _one_text_is_faster(device: torch.device) -> bool:
+    """Whether SDPA has a faster kernel for one text than `varlen_attn` for documents: cuDNN's, on Hopper and later.
+
+    While a CUDA graph is captured, never: it is replayed for documents of other lengths.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _pieces(span: Span) -> Iterator[tuple[slice, Span | None]]:
+    """The rows of every long document, with None, and of the documents between two of these, with their span."""
+    documents = [document for document in span.documents if document.last]
+    for long, run in groupby(documents, key=lambda document: document.last >= LONG):
+        own = list(run)
+        if long:
+            yield from ((document.queries, None) for document in own)
+        else:
+            bounds = torch.tensor([0, *(document.last for document in own)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            yield slice(own[0].queries.start, own[-1].queries.stop), Span.packed(bounds)
+
+
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, span: Span, varlen: Callable[..., Tensor]) -> Tensor:
+    bounds, most = span.cu_seqlens(q.device), span.longest_laid_out
+    # Nothing to the right of a query, everything to its left.
+    return varlen(q[0], k[0], v[0], bounds, bounds, most, most, window_size=(-1, 0))[None]
+
+
+def _attend_laid_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`_attend` of one document, with rows behind it that none of its queries sees."""
+    room = -q.shape[1] % LAID_OUT
+    return _attend(*(pad(x, (0, 0, 0, 0, 0, room)) for x in (q, k, v)))[:, : q.shape[1]]
 
 
 def _varlen(q: Tensor, v: Tensor) -> Callable[..., Tensor] | None:

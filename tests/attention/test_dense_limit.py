@@ -146,6 +146,51 @@ BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
 SPANS = [Span.packed(BOUNDS), Span.packed(BOUNDS, capacity=9), Span.packed(BOUNDS, 9, longest=25), Span.chunk(23, 17)]
 
 
+@pytest.fixture
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> FlashStub:
+    """Documents by the kernel for documents, and those of 8 tokens and more each by itself, laid out to fives."""
+    stub = FlashStub()
+    monkeypatch.setattr(
+        dense,
+        "_varlen",
+        lambda q, v: lambda *x, window_size: stub.flash_attn_varlen_func(*x, causal=window_size == (-1, 0)),
+    )
+    for name, value in {"LONG": 8, "LAID_OUT": 5, "_one_text_is_faster": lambda device: True}.items():
+        monkeypatch.setattr(dense, name, value)
+    return stub
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (9, 8, 3, 4), (7, 1, 30), (40,), (8, 7, 0, 0, 6, 19)], ids=repr)
+@pytest.mark.parametrize("capacity", [None, 9])
+def test_long_documents_are_attended_each_by_itself(
+    as_on_hopper: FlashStub, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], capacity: int | None
+) -> None:
+    """Outputs against loops, gradients against each document by itself; rows laid out behind a document touch neither."""
+    span = Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity=capacity)
+    x = Shape(T=span.queries, G=2, h=3, d_v=6).inputs()
+    q, k, v = (t.requires_grad_() for t in (x.q, x.k_win, x.v_win))
+    out = attention.dense_attention(q, k, v, span=span)
+    truth = dense_truth(span, q.detach(), k.detach(), v.detach())
+    np.testing.assert_allclose(out.detach().numpy(), truth, rtol=1e-12, atol=1e-12)
+    g = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), g)
+    monkeypatch.setattr(dense, "_varlen", lambda q, v: None)
+    for a, b in zip(found, torch.autograd.grad(attention.dense_attention(q, k, v, span=span), (q, k, v), g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    told = [n for n in lengths if n]
+    runs = [list(run) for long, run in itertools.groupby(told, key=lambda n: n >= 8) if not long]
+    assert as_on_hopper.rooms == [max(run) for run in runs], "one call for all documents between two long ones"
+
+
+def test_a_captured_graph_never_has_the_lengths_of_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replayed for others. On a GPU before Hopper, SDPA has nothing better for one text."""
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    for capturing, capability, faster in ((False, (9, 0), True), (True, (9, 0), False), (False, (8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
+        assert dense._one_text_is_faster(torch.device("cuda")) == faster
+
+
 def dense_truth(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
     """Plain loops over every document's keys; of a chunk, its last rows."""
     rows = [

@@ -216,8 +216,8 @@ def gradients(parts: Parts) -> Check:
     if stage.seq_len < parts.config.nsa.l:
         # No compression block fits, so its operator has nothing to learn from.
         without = [name for name in without if ".phi_" not in name]
-    if stage.seq_len <= FORCED_BLOCKS * parts.config.nsa.l_sel:
-        # Every block is read whatever its score, so there is nothing to teach an indexer.
+    if stage.seq_len <= (FORCED_BLOCKS + 1) * parts.config.nsa.l_sel:
+        # All blocks but one are read whatever their scores, and one has all of the choice: nothing to teach an indexer.
         without = [name for name in without if ".indexer." not in name]
     return Check("gradients", not without, f"without: {', '.join(without)}" if without else "all", "all parameters")
 
