@@ -145,6 +145,7 @@ OTHERS = {
     "health.twins": ["tests/health/test_verdicts.py"],
     "bench.records": ["tests/bench/test_records.py"],
     "bench.attention": ["tests/bench/test_records.py"],
+    "bench.tune": ["tests/bench/test_tune.py"],
     "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
     "workbook.beside": ["tests/workbook/test_beside.py"],
     "report.header": cases(
@@ -1585,6 +1586,14 @@ MUTANTS = [
         "(FORCED_BLOCKS + 1) * parts.config.nsa.l_sel",
         "FORCED_BLOCKS * parts.config.nsa.l_sel",
     ),
+    Mutant(
+        "tune: a tile that computes something else has a speed",
+        "bench.tune",
+        "            if passed:",
+        "            if True:",
+    ),
+    Mutant("tune: the table keeps the last tile", "bench.tune", "setattr(launch_table, function, own)", "pass"),
+    Mutant("tune: what runs differ by is a gain", "bench.tune", "(1 - GAIN) * best[0].ms", "best[0].ms"),
     Mutant(
         "dense: a long document loses its last rows",
         "attention.dense",

@@ -1,4 +1,4 @@
-"""Commands that measure: bench attention, decode, train, curves and trainer; and bench stands, of records."""
+"""Commands that measure: bench attention, tune, decode, train, curves and trainer; and bench stands, of records."""
 
 from __future__ import annotations
 
@@ -50,7 +50,24 @@ def bench_attention(
 
         run_packed_bench(json_file, backend=backend)
         return
-    run_attention_bench(_shapes(parse_shape, shape), json_file, backend=backend, picture=picture)
+    run_attention_bench(_parsed(parse_shape, shape, "--shape"), json_file, backend=backend, picture=picture)
+
+
+@app.command("tune")
+def bench_tune(
+    json_file: JsonFile = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxSEQS", help="one shape, e.g. 2048x8; repeat")] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help='one kernel, e.g. "band_dq, window"; repeat [all]')
+    ] = None,
+    most: Annotated[int, typer.Option(min=1, help="tiles of each kernel at most")] = 40,
+) -> None:
+    """Time other tiles of the kernels than those of the launch table; parity first, and nothing is changed."""
+    from nsa_lab.bench.attention import parse_shape
+    from nsa_lab.bench.tune import parse_kernel, run_tune
+
+    kernels = _parsed(parse_kernel, kernel, "--kernel")
+    run_tune(_parsed(parse_shape, shape, "--shape"), json_file, kernels=kernels, most=most)
 
 
 @app.command("decode")
@@ -92,11 +109,11 @@ def bench_train(
             raise typer.BadParameter("it draws no picture; leave --picture out", param_hint="--documents")
         from nsa_lab.bench.documents import run_documents_bench
 
-        run_documents_bench(_shapes(parse_shape, shape), json_file, text=text)
+        run_documents_bench(_parsed(parse_shape, shape, "--shape"), json_file, text=text)
         return
     if text:
         raise typer.BadParameter("it is read with --documents alone", param_hint="--text")
-    run_train_bench(_shapes(parse_shape, shape), json_file, picture=picture)
+    run_train_bench(_parsed(parse_shape, shape, "--shape"), json_file, picture=picture)
 
 
 @app.command("curves")
@@ -140,8 +157,8 @@ def bench_stands(
     raise typer.Exit(directory.EXIT_DONE if stand else directory.EXIT_HALTED)
 
 
-def _shapes(parse: Callable[[str], Any], texts: list[str] | None) -> tuple[Any, ...] | None:
+def _parsed(parse: Callable[[str], Any], texts: list[str] | None, option: str) -> tuple[Any, ...] | None:
     try:
         return tuple(parse(text) for text in texts or []) or None
     except ValueError as error:
-        raise ConfigError(f"--shape: {error}") from None
+        raise ConfigError(f"{option}: {error}") from None
