@@ -68,7 +68,8 @@ def _one_text_is_faster(device: torch.device) -> bool:
     """
     if torch.cuda.is_current_stream_capturing():
         return False
-    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0)
+    has_cudnn = torch.version.hip is None and torch.backends.cuda.cudnn_sdp_enabled()
+    return has_cudnn and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _pieces(span: Span) -> Iterator[tuple[slice, Span | None]]:
