@@ -1595,6 +1595,12 @@ MUTANTS = [
     Mutant("tune: the table keeps the last tile", "bench.tune", "setattr(launch_table, function, own)", "pass"),
     Mutant("tune: what runs differ by is a gain", "bench.tune", "(1 - GAIN) * best[0].ms", "best[0].ms"),
     Mutant(
+        "graphs: are held against documents of one length",
+        "train.cuda_graph",
+        "            with replayable():\n",
+        "            if True:\n",
+    ),
+    Mutant(
         "dense: a long document loses its last rows",
         "attention.dense",
         "[:, : q.shape[1]]",
@@ -1603,8 +1609,8 @@ MUTANTS = [
     Mutant(
         "dense: a captured graph has the lengths of its documents",
         "attention.dense",
-        "if torch.cuda.is_current_stream_capturing():",
-        "if not torch.cuda.is_available():",
+        "not torch.cuda.is_current_stream_capturing() and",
+        "",
     ),
     Mutant(
         "model: gates start at zero",

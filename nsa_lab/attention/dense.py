@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -61,15 +62,31 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", 
     return torch.cat(parts, dim=1)
 
 
-def _one_text_is_faster(device: torch.device) -> bool:
-    """Whether SDPA has a faster kernel for one text than `varlen_attn` for documents: cuDNN's, on Hopper and later.
+@contextmanager
+def replayable() -> Generator[None]:
+    """Within it documents are attended in one call, however long: what a CUDA graph computes for any documents.
 
-    While a CUDA graph is captured, never: it is replayed for documents of other lengths.
+    For the whole process, since autograd's own threads recompute what a checkpoint left out.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return False
-    has_cudnn = torch.version.hip is None and torch.backends.cuda.cudnn_sdp_enabled()
-    return has_cudnn and torch.cuda.get_device_capability(device) >= (9, 0)
+    _for_replay.append(None)
+    try:
+        yield
+    finally:
+        _for_replay.pop()
+
+
+_for_replay: list[None] = []
+
+
+def _one_text_is_faster(device: torch.device) -> bool:
+    """Whether SDPA has a faster kernel for one text than `varlen_attn` for documents, whose lengths will stay."""
+    return not _for_replay and not torch.cuda.is_current_stream_capturing() and _has_cudnn(device)
+
+
+def _has_cudnn(device: torch.device) -> bool:
+    """Whether SDPA's kernel for one text is cuDNN's: on Hopper and later."""
+    has = torch.version.hip is None and torch.backends.cuda.cudnn_sdp_enabled()
+    return has and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _pieces(span: Span) -> Iterator[tuple[slice, Span | None]]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import Span
+from nsa_lab.attention.dense import replayable
 from nsa_lab.config import ConfigError, StageConfig
 from nsa_lab.data import Batch
 from nsa_lab.train.documents import other_documents
@@ -92,7 +93,8 @@ class GraphedGradients:
             self._stage = stage
         layout = tuple(span and span.laid_out for span in spans)
         if layout not in self._captured:
-            self._captured[layout] = self._capture(batch, spans)
+            with replayable():
+                self._captured[layout] = self._capture(batch, spans)
         step = self._captured[layout]
         step.replay(batch, spans)
         for parameter, grad in zip(self._parameters, step.grads, strict=True):

@@ -183,12 +183,20 @@ def test_long_documents_are_attended_each_by_itself(
 
 
 def test_a_captured_graph_never_has_the_lengths_of_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is replayed for others. On a GPU before Hopper, SDPA has nothing better for one text."""
+    """It is replayed for others, nor have the passes that it is held against. On a GPU before Hopper, and on ROCm, SDPA has
+    nothing better for one text."""
+    device = torch.device("cuda")
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     for capturing, capability, faster in ((False, (9, 0), True), (True, (9, 0), False), (False, (8, 0), False)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
-        assert dense._one_text_is_faster(torch.device("cuda")) == faster
+        assert dense._one_text_is_faster(device) == faster
+        with dense.replayable(), dense.replayable():
+            assert not dense._one_text_is_faster(device)
+        assert dense._one_text_is_faster(device) == faster
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not dense._one_text_is_faster(device)
 
 
 def dense_truth(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:

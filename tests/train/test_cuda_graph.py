@@ -73,7 +73,8 @@ def stepper(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., tuple[
             def replay() -> None:
                 for p in parameters:
                     p.grad = None
-                result.copy_(run())
+                with dense.replayable():  # a graph goes the way that was captured
+                    result.copy_(run())
                 for p, grad in zip(parameters, grads, strict=True):
                     grad.copy_(p.grad)
 
@@ -99,6 +100,25 @@ def trained(model: nn.Module, stepper: Stepper, batches: list[Batch]) -> tuple[T
         results.append(step(stepper, batch))
         left.append(torch.cat([x.detach().flatten() for p in model.parameters() for x in (p.grad, p)]))
     return torch.stack(results), left
+
+
+def test_a_graph_serves_long_documents_of_any_lengths(stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a step without one attends each by itself, where that is faster."""
+    alone, by_itself = [], dense._attend_laid_out
+    monkeypatch.setattr(dense, "LONG", 20)
+    monkeypatch.setattr(dense, "_has_cudnn", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # as a stand-in for a graph has it
+    monkeypatch.setattr(dense, "_attend_laid_out", lambda q, k, v: (alone.append(q.shape[1]), by_itself(q, k, v))[1])
+    model, graphed = stepper(True)
+    found, left = trained(model, graphed, BATCHES)
+    assert not alone
+    model, plain = stepper(False)
+    expected, weights = trained(model, plain, BATCHES)
+    layers = len(model.blocks)
+    assert len(alone) == layers * sum(length >= 20 for rows in LENGTHS for row in rows for length in row)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for a, b in zip(left, weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("micro", [4, 2, 1])
