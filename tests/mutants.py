@@ -91,6 +91,7 @@ FILLING = cases(
 GRAPHS = cases(
     "train/test_cuda_graph.py",
     "steps_of_graphs_are_those_without",
+    "a_graph_serves_long_documents_of_any_lengths",
     "another_stage_has_graphs_of_its_own",
     "a_part_that_asks_the_host_where_documents_begin_is_found",
     "what_is_not_a_number_is_no_proof",
