@@ -90,7 +90,7 @@ def _by_runs(attend: Callable[[slice, slice, int], Tensor], q: Tensor, k: Tensor
     found: list[Tensor] = []
     for rows, start in _runs(lengths):
         queries = max(min(q.shape[1], k.shape[1] - start), 0)
-        inside = [attend(rows, slice(queries), start)] if queries else []
+        inside = [attend(rows, slice(queries), start).to(q.dtype)] if queries else []
         if queries < q.shape[1]:
             inside.append(q.new_zeros(rows.stop - rows.start, q.shape[1] - queries, q.shape[2], v.shape[3]))
         found.append(_joined(inside))

@@ -115,6 +115,16 @@ def test_half_precision_keeps_its_dtype_and_chooses_in_float32() -> None:
         torch.testing.assert_close(found[b : b + 1], sequences.by_definition(b), rtol=8e-3, atol=8e-3)
 
 
+@pytest.mark.parametrize("lengths", [(33, 33), (33, 5)], ids=["one run of rows", "two"])
+def test_gates_of_a_wider_dtype_do_not_widen_the_output(lengths: tuple[int, ...]) -> None:
+    x = Sequences(GEOMETRIES[0], 1, lengths=lengths)
+    cache = LayerCache(*(kept.float() for kept in x.cache(x.nsa.w) if kept is not None))
+    told = torch.tensor(lengths, dtype=torch.int32)
+    wide = cached_attention(x.q.float(), x.gates.double(), cache, told, x.nsa)
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide, cached_attention(x.q.float(), x.gates.float(), cache, told, x.nsa))
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     nsa, lengths = GEOMETRIES[0], torch.tensor(LENGTHS, dtype=torch.int32)
     sequences = Sequences(nsa, 3)
