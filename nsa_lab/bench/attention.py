@@ -26,8 +26,16 @@ from nsa_lab.bench.attention_parts import Part, make_parts
 from nsa_lab.bench.timing import peak_bytes, time_ms
 from nsa_lab.config import NSAConfig
 
-# Forward and backward of the whole as a share of SDPA flash at the same shape: (T, H) with d=64, or d=128 where H=64.
-WHOLE_BARS = {(2048, 12): 1.6, (8192, 12): 0.68, (32768, 12): 0.26, (65536, 12): 0.145, (32768, 64): 0.20}
+# Forward and backward of the whole as a share of SDPA flash at the same shape: (T, H), with d=64, or with more where H=64.
+WHOLE_BARS = {
+    (2048, 12): 1.05,
+    (8192, 12): 0.45,
+    (32768, 12): 0.165,
+    (65536, 12): 0.105,
+    (131072, 12): 0.075,
+    (32768, 64): 0.15,
+    (131072, 64): 0.075,
+}
 
 # Dense attention that shares and bars are told in; cuDNN's is faster where there is one, so that shares are told of both.
 BASELINE = "SDPA flash"
@@ -36,16 +44,23 @@ TABLE_WIDTH = 170  # characters, where the output is no terminal
 
 @dataclass(frozen=True)
 class Shape:
-    """T tokens, B sequences, H query heads, G groups, head width D."""
+    """T tokens, B sequences, H query heads, G groups; heads D wide, their values V wide, or D where V is None."""
 
     T: int
     B: int
     H: int = 12
     G: int = 2
     D: int = 64
+    V: int | None = None
+
+    @property
+    def values(self) -> int:
+        """Width of a value."""
+        return self.V or self.D
 
     def __str__(self) -> str:
-        heads = "" if (self.H, self.G, self.D) == (12, 2, 64) else f" H{self.H} G{self.G} d{self.D}"
+        width = f"{self.D}" if self.values == self.D else f"{self.D}/{self.values}"
+        heads = "" if (self.H, self.G, width) == (12, 2, "64") else f" H{self.H} G{self.G} d{width}"
         return f"{self.T}x{self.B}{heads}"
 
 
@@ -77,10 +92,13 @@ class Row:
 
 
 def parse_shape(text: str) -> Shape:
-    """`2048x8` (tokens x sequences), or `32768x1xH64xG4xD128`. ValueError for anything else."""
-    match = re.fullmatch(r"(\d+)x(\d+)(?:xH(\d+)xG(\d+)xD(\d+))?", text)
+    """`2048x8` (tokens x sequences), `32768x1xH64xG4xD128` or `32768x1xH64xG4xD192xV128`. ValueError for anything else."""
+    match = re.fullmatch(r"(\d+)x(\d+)(?:xH(\d+)xG(\d+)xD(\d+)(?:xV(\d+))?)?", text)
     if not match or not all(int(x) for x in match.groups() if x):
-        raise ValueError(f"shape {text!r}: expected TOKENSxSEQUENCES, e.g. 2048x8, or 32768x1xH64xG4xD128")
+        raise ValueError(
+            f"shape {text!r}: expected TOKENSxSEQUENCES, e.g. 2048x8, or 32768x1xH64xG4xD128, "
+            "and xV128 after it for values of another width"
+        )
     return Shape(*(int(x) for x in match.groups() if x))
 
 
@@ -153,10 +171,13 @@ def _bench_shape(shape: Shape, nsa: NSAConfig, choices, device, dtype, with_peer
     rows = []
     if with_peers:
         for name, run, inputs in peers.dense(shape, device, dtype):
-            rows.append(_time(Row(str(shape), "dense", name), run, inputs, _dense_flops(shape)))
+            rows.append(_time_peer(Row(str(shape), "dense", name), run, inputs, _dense_flops(shape)))
+            if inputs[2].shape[-1] != shape.values:
+                rows[-1].part = f"dense, values of {inputs[2].shape[-1]}"
     dense = {row.by: row.total_ms for row in rows if row.total_ms is not None}
-    short = make_parts(min(shape.T, 1024), 1, shape.H, shape.G, shape.D, nsa, choices, device, dtype)
-    long = make_parts(shape.T, shape.B, shape.H, shape.G, shape.D, nsa, choices, device, dtype)
+    sizes = shape.H, shape.G, shape.D, nsa, choices, device, dtype
+    short = make_parts(min(shape.T, 1024), 1, *sizes, Dv=shape.values)
+    long = make_parts(shape.T, shape.B, *sizes, Dv=shape.values)
     for part_short, part in zip(short, long, strict=True):
         row = Row(str(shape), part.name, part.backend)
         row.parity, passed = parity.check(part_short, part, nsa)
@@ -170,8 +191,16 @@ def _bench_shape(shape: Shape, nsa: NSAConfig, choices, device, dtype, with_peer
         rows.append(row)
     if with_peers:
         for part, name, run, inputs in peers.parts(shape, nsa, device, dtype):
-            rows.append(_time(Row(str(shape), part, name), run, inputs, _flops_of(long, part)))
+            rows.append(_time_peer(Row(str(shape), part, name), run, inputs, _flops_of(long, part)))
     return rows
+
+
+def _time_peer(row: Row, run: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> Row:
+    """`_time` of what is not ours: a row that says why, where it refuses this shape or finds no room for it."""
+    try:
+        return _time(row, run, inputs, flops)
+    except RuntimeError as reason:  # torch's own errors, its compiler's among them, are such
+        return Row(row.shape, row.part, row.by, note=f"does not run: {str(reason).splitlines()[0][:60]}")
 
 
 def _shares(row: Row, dense: dict[str, float]) -> tuple[float | None, float | None]:
@@ -202,7 +231,7 @@ def _time(row: Row, run: Callable[..., Tensor], inputs: list[Tensor], flops: flo
 
 
 def _dense_flops(shape: Shape) -> float:
-    return 4 * shape.D * shape.H * shape.B * shape.T * (shape.T + 1) / 2
+    return 2 * (shape.D + shape.values) * shape.H * shape.B * shape.T * (shape.T + 1) / 2
 
 
 def _flops_of(parts: list[Part], name: str) -> float:

@@ -35,25 +35,39 @@ class Part:
 
 
 def make_parts(
-    T: int, B: int, H: int, G: int, D: int, nsa: NSAConfig, choices: Mapping[str, Choice], device, dtype, seed: int = 0
+    T: int,
+    B: int,
+    H: int,
+    G: int,
+    D: int,
+    nsa: NSAConfig,
+    choices: Mapping[str, Choice],
+    device,
+    dtype,
+    seed: int = 0,
+    Dv: int | None = None,
 ) -> list[Part]:
-    """compressed, choice, selected by each kind of selection, window, gate and whole, over one set of random inputs."""
+    """compressed, choice, selected by each kind of selection, window, gate and whole, over one set of random inputs.
+
+    Values are `Dv` wide, or `D` where it is None."""
+    Dv = Dv or D
     draw = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype, generator=draw)
 
     N = geometry.num_compressed(T, nsa)
-    q, k_cmp, v_cmp = normal(B, T, H, D), normal(B, N, G, D), normal(B, N, G, D)
-    k_sel, v_sel, k_win, v_win = (normal(B, T, G, D) for _ in range(4))
-    outs = [normal(B, T, H, D) for _ in range(3)]
+    q, k_cmp, v_cmp = normal(B, T, H, D), normal(B, N, G, D), normal(B, N, G, Dv)
+    k_sel, v_sel, k_win, v_win = (normal(B, T, G, width) for width in (D, Dv, D, Dv))
+    outs = [normal(B, T, H, Dv) for _ in range(3)]
     gates = torch.rand(B, T, H, 3, device=device, generator=draw).to(dtype)  # as the model has them
     name = {part: choice.backend for part, choice in choices.items()}
     with torch.no_grad():
         lse = attention.compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"])[1]
         real = attention.select_blocks(q, k_cmp, lse, nsa, backend=name["selection"])
     reads = geometry.mean_reads(T, nsa)
-    pair = 4 * D * H * B * T  # one score and one weighted value for every read key
+    score = 2 * D * H * B * T  # of one key that every query reads
+    pair = 2 * (D + Dv) * H * B * T  # its score, and its weighted value
 
     def compressed(q, k, v):
         return attention.compressed_attention(q, k, v, nsa, backend=name["compressed"])[0]
@@ -72,7 +86,7 @@ def make_parts(
 
     parts = [
         Part("compressed", name["compressed"], compressed, _leaves(q, k_cmp, v_cmp), pair * reads["cmp"]),
-        Part("choice", name["selection"], choice, [q, k_cmp, lse], pair / 2 * reads["cmp"]),
+        Part("choice", name["selection"], choice, [q, k_cmp, lse], score * reads["cmp"]),
     ]
     for kind in SELECTIONS:
         blocks = real if kind == "real" else choose(kind, B, T, G, nsa, device, seed)
@@ -94,7 +108,7 @@ def make_parts(
             "+".join(dict.fromkeys(name.values())),
             whole,
             _leaves(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates),
-            pair * (1.5 * reads["cmp"] + reads["sel"] + reads["win"]),
+            score * reads["cmp"] + pair * (reads["cmp"] + reads["sel"] + reads["win"]),
             real,
         ),
     ]

@@ -16,20 +16,34 @@ Peer = tuple[str, Callable[..., Tensor], list[Tensor]]
 
 
 def dense(shape, device: torch.device, dtype: torch.dtype) -> Iterator[Peer]:
-    """(name, run, inputs) of dense causal attention; on a CPU the math kernel alone."""
-    q, k, v = _inputs(shape, shape.H, device, dtype, heads_first=True)
+    """(name, run, inputs) of dense causal attention; on a CPU the math kernel alone.
+
+    A kernel that asks for values as wide as keys is given such values, so that it is timed without a copy."""
     kinds = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
     if device.type != "cuda":
         kinds = {"SDPA math": SDPBackend.MATH}
     for name, kind in kinds.items():
+        q, k, v = _inputs(shape, shape.H, device, dtype, heads_first=True)
+        if shape.values != shape.D and not _takes(kind, q, k, v):
+            v = torch.randn_like(k).requires_grad_()
 
         def run(q: Tensor, k: Tensor, v: Tensor, kind=kind) -> Tensor:
             with sdpa_kernel(kind):
                 return scaled_dot_product_attention(q, k, v, is_causal=True)
 
         yield name, run, [q, k, v]
-    if not flash.flash_unusable(device, dtype):
+    if not flash.flash_unusable(device, dtype) and shape.values == shape.D:
         yield "flash-attn", flash.flash_dense, _inputs(shape, shape.G, device, dtype, heads_first=False)
+
+
+def _takes(kind: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this kernel of SDPA says that it runs here."""
+    can = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
+    }
+    ask = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, False)
+    return kind not in can or can[kind](ask, False)
 
 
 def parts(
@@ -38,7 +52,7 @@ def parts(
     """(part, name, run, inputs) of peers for the window and the compressed branch; none on a CPU."""
     if device.type != "cuda":
         return
-    if not flash.flash_unusable(device, dtype):
+    if not flash.flash_unusable(device, dtype) and shape.values == shape.D:
         yield (
             "window",
             "flash-attn",
@@ -72,7 +86,8 @@ def _flex(sees, queries: int, keys: int, device: torch.device) -> Callable[..., 
 
 def _inputs(shape, kv_heads: int, device, dtype, *, heads_first: bool, keys: int | None = None) -> list[Tensor]:
     inputs = []
-    for length, heads in ((shape.T, shape.H), (keys or shape.T, kv_heads), (keys or shape.T, kv_heads)):
-        size = (shape.B, heads, length, shape.D) if heads_first else (shape.B, length, heads, shape.D)
+    S = keys or shape.T
+    for length, heads, width in ((shape.T, shape.H, shape.D), (S, kv_heads, shape.D), (S, kv_heads, shape.values)):
+        size = (shape.B, heads, length, width) if heads_first else (shape.B, length, heads, width)
         inputs.append(torch.randn(size, device=device, dtype=dtype).requires_grad_())
     return inputs

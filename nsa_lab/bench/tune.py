@@ -104,7 +104,7 @@ def run_tune(
     for shape in shapes or (GPU_SHAPES if device.type == "cuda" else (CPU_SHAPE,)):
         sizes = shape.H, shape.G, shape.D, nsa, choices, device, dtype
         short, long = (
-            {part.name: part for part in make_parts(*tokens, *sizes)}
+            {part.name: part for part in make_parts(*tokens, *sizes, Dv=shape.values)}
             for tokens in ((min(shape.T, CHECKED_TOKENS), 1), (shape.T, shape.B))
         )
         for name in kernels or ENTRIES:

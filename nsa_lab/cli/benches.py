@@ -33,7 +33,9 @@ JsonFile = Annotated[
 @app.command("attention")
 def bench_attention(
     json_file: JsonFile = None,
-    shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxSEQS", help="one shape, e.g. 2048x8; repeat")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="TOKENSxSEQS", help="one shape, 2048x8 or 4096x1xH64xG4xD192xV128; repeat")
+    ] = None,
     picture: Picture = None,
     backend: Annotated[Backend, typer.Option(help="what computes it")] = "auto",
     packed: Annotated[bool, typer.Option("--packed", help="documents in one row instead, beside batched calls")] = False,
@@ -56,7 +58,9 @@ def bench_attention(
 @app.command("tune")
 def bench_tune(
     json_file: JsonFile = None,
-    shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxSEQS", help="one shape, e.g. 2048x8; repeat")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="TOKENSxSEQS", help="one shape, 2048x8 or 4096x1xH64xG4xD192xV128; repeat")
+    ] = None,
     kernel: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help='one kernel, e.g. "band_dq, window"; repeat [all]')
     ] = None,

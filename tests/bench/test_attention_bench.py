@@ -16,10 +16,10 @@ from nsa_lab.config import NSAConfig
 NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
 
 
-def bench(tmp_path, **options):
+def bench(tmp_path, shapes=CPU_SHAPES, **options):
     console = Console(file=(tmp_path / "table.txt").open("w"), width=200)
     return run_attention_bench(
-        CPU_SHAPES, tmp_path / "bench.json", device="cpu", backend="torch", nsa=NSA, console=console, **options
+        shapes, tmp_path / "bench.json", device="cpu", backend="torch", nsa=NSA, console=console, **options
     )
 
 
@@ -34,6 +34,33 @@ def test_every_part_is_checked_timed_and_recorded(tmp_path):
     recorded = json.loads((tmp_path / "bench.json").read_text())
     assert len(recorded["rows"]) == len(rows) and recorded["machine"]["torch"] == torch.__version__
     assert (tmp_path / "bench.png").stat().st_size > 0
+
+
+def test_values_may_be_narrower_than_keys(tmp_path):
+    narrower, alike = Shape(70, 1, 4, 2, 48, 16), Shape(70, 1, 4, 2, 48)
+    wide, same = ({row.part: row for row in bench(tmp_path, (shape,))} for shape in (narrower, alike))
+    assert wide.keys() == same.keys() and all(row.forward_ms and not row.note for row in wide.values())
+    assert wide["whole"].shape == "70x1 H4 G2 d48/16"
+    flops = {part: wide[part].tflops_forward * wide[part].forward_ms for part in ("dense", "choice", "window")}
+    of_same = {part: same[part].tflops_forward * same[part].forward_ms for part in flops}
+    # A score costs its keys' width, a weighted value its own.
+    assert flops["choice"] == pytest.approx(of_same["choice"])
+    assert flops["dense"] == pytest.approx(of_same["dense"] * 64 / 96) and flops["window"] == pytest.approx(
+        of_same["window"] * 64 / 96
+    )
+
+
+def test_a_peer_that_refuses_a_shape_is_told_and_the_rest_is_timed(tmp_path, monkeypatch):
+    def refusing(shape, device, dtype):
+        def run(q, k, v):
+            raise RuntimeError("no kernel for these heads\nat line 7")
+
+        yield "SDPA math", run, [torch.zeros(1, 1, 3, 32, requires_grad=True)] * 3
+
+    monkeypatch.setattr("nsa_lab.bench.attention_peers.dense", refusing)
+    rows = {row.part: row for row in bench(tmp_path)}
+    assert rows["dense"].note == "does not run: no kernel for these heads" and rows["dense"].forward_ms is None
+    assert rows["whole"].forward_ms > 0 and rows["whole"].share is None
 
 
 def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
@@ -61,5 +88,7 @@ def test_made_up_selections_are_valid(kind):
 def test_shapes_are_parsed_or_refused():
     assert parse_shape("2048x8") == Shape(2048, 8)
     assert parse_shape("32768x1xH64xG4xD128") == Shape(32768, 1, 64, 4, 128)
+    assert parse_shape("32768x1xH64xG4xD192xV128") == Shape(32768, 1, 64, 4, 192, 128)
+    assert str(Shape(32768, 1, 64, 4, 192, 128)) == "32768x1 H64 G4 d192/128" and Shape(9, 1).values == 64
     with pytest.raises(ValueError, match="TOKENSxSEQUENCES"):
         parse_shape("2048")
