@@ -95,8 +95,8 @@ def compare(
 
     Runs that differ in train.seed alone are one model.
     """
-    from nsa_lab.cli.compared import markdown
     from nsa_lab.health.comparison import compare_models
+    from nsa_lab.health.comparison_tables import markdown
     from nsa_lab.health.models import baseline_of, models_of
 
     folder, notes = names.outputs_folder(outputs), list[str]()

@@ -24,7 +24,7 @@ from nsa_lab.figures.pace import throughput
 from nsa_lab.figures.parity import shares_of_allowed
 from nsa_lab.figures.query import query_reads
 from nsa_lab.figures.reach import reach_losses
-from nsa_lab.figures.retrieval import loss_by_position, retrieval_map
+from nsa_lab.figures.retrieval import difference_by_position, loss_by_position, retrieval_map, retrieval_maps
 from nsa_lab.figures.run_axes import Run
 from nsa_lab.figures.selection import importance_map, selection_by_layer
 from nsa_lab.figures.speeds import time_by_length
@@ -43,6 +43,7 @@ __all__ = [
     "block_geometry",
     "branch_masks",
     "branch_norms",
+    "difference_by_position",
     "first_screen",
     "gate_layers",
     "gate_shares",
@@ -60,6 +61,7 @@ __all__ = [
     "reach_losses",
     "reads_by_length",
     "retrieval_map",
+    "retrieval_maps",
     "selection_by_layer",
     "selection_statistics",
     "shares_of_allowed",

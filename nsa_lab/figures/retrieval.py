@@ -1,15 +1,17 @@
-"""Pictures of an evaluation: what was found, by length and depth, and loss by position."""
+"""Pictures of evaluations: what was found, by length and depth, and loss by position. Of one run, or of models together."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.style import SEL, panel
+from nsa_lab.figures.style import DENSE, SEL, legend, panel
+from nsa_lab.health.text_pairs import TextDifference
 from nsa_lab.runs.evaluation import found_at_depth
 
 NAMES = {"needle": "needle", "multi_key": "needle among other facts", "multi_query": "several questions"}
@@ -35,6 +37,49 @@ def retrieval_map(evaluation: dict[str, Any]) -> Figure:
         one.set_title(NAMES.get(task, task), fontsize=9)
         one.set(xlabel="length, bytes", ylabel="" if place else "depth of the fact (1: at the question)")
     figure.colorbar(pictures[-1], ax=axes.tolist(), label="found")
+    return figure
+
+
+def retrieval_maps(cells: Mapping[str, Sequence[dict[str, Any]]], tasks: Sequence[str]) -> Figure:
+    """`retrieval_map` of models side by side, all seeds of each together: a row for a task, a column for a model.
+
+    `cells` are the entries of `retrieval` in the model's evaluations. Raises ValueError where there is no model or no task.
+    """
+    if not cells or not tasks:
+        raise ValueError(f"{len(cells)} models and {len(tasks)} tasks to draw: expected one of each at least")
+    figure = Figure(figsize=(1.2 + 3.6 * len(cells), 0.8 + 2.6 * len(tasks)), layout="constrained")
+    figure.suptitle("Facts found by length and depth, share of facts", fontsize=11)
+    grid = figure.subplots(len(tasks), len(cells), squeeze=False)
+    pictures = []
+    for row, task in zip(grid, tasks, strict=True):
+        for axes, (model, own) in zip(row, cells.items(), strict=True):
+            pictures.append(_map(axes, [cell for cell in own if cell["task"] == task]))
+            axes.set_title(f"{model}: {NAMES.get(task, task)}", fontsize=9)
+            axes.set(xlabel="length, bytes" if row is grid[-1] else "", ylabel="" if axes is not row[0] else "depth")
+    figure.colorbar(pictures[-1], ax=grid.ravel().tolist(), label="found")
+    return figure
+
+
+def difference_by_position(text: TextDifference, bar: float | None = None) -> Figure:
+    """Bits per byte of a model less those of another, by octave of the position, with 95 % intervals; `bar` is a level."""
+    figure, axes = panel(8, 3.8, f"{text.text}: {text.model} less {text.baseline}; below 0 the first is better")
+    places = [place for place in text.places if place.place[0].isdigit()]  # octaves, and neither a sum nor a slope
+    middle = np.arange(len(places))
+    axes.axhline(0, color="black", linewidth=0.8)
+    if bar is not None:
+        axes.axhline(bar, color=DENSE, linewidth=0.8, linestyle="--", label=f"{bar:+g}")
+    for aside, colour, label, intervals in (
+        (-0.08, SEL, "95 % over windows", [place.over_windows for place in places]),
+        (0.08, DENSE, "95 % over seeds", [place.over_seeds for place in places]),
+    ):
+        told = [(at, place.difference, *found) for at, place, found in zip(middle, places, intervals, strict=True) if found]
+        if told:
+            at, mean, low, high = np.array(told).T
+            axes.errorbar(at + aside, mean, [mean - low, high - mean], fmt="o", ms=4, capsize=3, color=colour, label=label)
+    axes.plot(middle, [place.difference for place in places], "x", color="black", markersize=4, label="mean")
+    axes.set_xticks(middle, [place.place.replace(" to ", "–") for place in places], fontsize=7)
+    axes.set(xlabel="position, bytes", ylabel="bits per byte")
+    legend(axes, columns=2)
     return figure
 
 

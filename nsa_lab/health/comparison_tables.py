@@ -1,4 +1,4 @@
-"""A comparison of models as Markdown, for `nsa-lab compare`: tables that a page can hold as they are."""
+"""A comparison of models as Markdown, for `nsa-lab compare` and notebook 08: tables that a page can hold as they are."""
 
 from __future__ import annotations
 
@@ -16,14 +16,39 @@ NONE = "–"
 
 
 def markdown(found: Compared) -> str:
-    """Every table, and what was not compared."""
-    parts = [*_costs(found), *_needles(found), *_texts(found), *_interventions(found)]
-    notes = [f"* {line}" for line in found.not_compared] or ["Everything was."]
-    return "\n".join([*parts, "## What could not be compared, or not alike", "", *notes])
+    """Every table under its heading, and what was not compared."""
+    parts = {"Models": costs, "Needles": needles, "Text": texts, "Interventions": interventions}
+    tables = {heading: part(found) for heading, part in parts.items()}
+    told = [f"## {heading}\n\n{table}\n" for heading, table in tables.items() if table]
+    return "\n".join([*told, "## What could not be compared, or not alike", "", not_compared(found)])
+
+
+def not_compared(found: Compared) -> str:
+    """A list of it, or that there is nothing."""
+    return "\n".join([f"* {line}" for line in found.not_compared] or ["Everything was."])
+
+
+def costs(found: Compared) -> str:
+    """Sizes, tokens, seconds and speeds of every model."""
+    return "\n".join(_costs(found))
+
+
+def needles(found: Compared) -> str:
+    """Answers that are right, by task and length; empty where none was asked."""
+    return "\n".join(_needles(found))
+
+
+def texts(found: Compared, only: str | None = None, *, level: int = 3) -> str:
+    """Losses by position of every text, or of `only` that one, a heading of `level` for each; empty where there is none."""
+    return "\n".join(_texts(found, only, "#" * level))
+
+
+def interventions(found: Compared) -> str:
+    """Answers and text under every intervention; empty where there was none."""
+    return "\n".join(_interventions(found))
 
 
 def _costs(found: Compared) -> Iterator[str]:
-    yield from ("## Models", "")
     share = f"share of {found.baseline}"
     names = ("model", "seeds", "parameters", "tokens", "steps, seconds", share, "whole runs, seconds", share)
     yield from _table((*names, "tokens per second, stage by stage"), map(_cost, found.costs))
@@ -63,8 +88,6 @@ def _needles(found: Compared) -> Iterator[str]:
     if not found.needles:
         return
     yield from (
-        "## Needles",
-        "",
         "Percent of the answers that are right in every token, seed by seed: of all seeds [95 %, Wilson].",
         "",
     )
@@ -85,18 +108,14 @@ def _needle_table(needles: Sequence[NeedlesFound], cell: Callable[[NeedlesFound]
     )
 
 
-def _texts(found: Compared) -> Iterator[str]:
-    if not found.texts:
+def _texts(found: Compared, only: str | None, heading: str) -> Iterator[str]:
+    wanted = [text for text in found.texts if only in (None, text.text)]
+    if not wanted:
         return
-    yield from (
-        "## Text",
-        "",
-        "Bits per byte, means over seeds, and differences with their 95 % intervals (Student's t).",
-        "",
-    )
-    for text in found.texts:
+    yield from ("Bits per byte, means over seeds, and differences with their 95 % intervals (Student's t).", "")
+    for text in wanted:
         seeds = f"seed{'s' * (len(text.seeds) != 1)} {', '.join(map(str, text.seeds))}"
-        yield from (f"### {text.text}: {text.model} less {text.baseline}, {seeds}", "")
+        yield from (f"{heading} {text.text}: {text.model} less {text.baseline}, {seeds}", "")
         names = ("positions", text.model, text.baseline, "difference", "over windows", "windows", "over seeds")
         yield from _table(names, (_place(place, text) for place in text.places))
 
@@ -117,8 +136,6 @@ def _interventions(found: Compared) -> Iterator[str]:
     if not found.interventions:
         return
     yield from (
-        "## Interventions",
-        "",
         "Percent of the needles found, seed by seed: of all seeds [95 %, Wilson]; of facts beyond the window and behind "
         "the first block; and bits per byte of the text around, less those of the chosen blocks, ± 95 % over seeds.",
         "",

@@ -1,0 +1,150 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: kernelspec,-jupytext.text_representation.jupytext_version,-language_info,-widgets
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Does NSA read long texts?
+#
+# Sparse attention is for long texts. `long_64k` trains the recipe of [notebook 06][1] at 78.6 M parameters in stages of
+# 2,048, 8,192 and 65,536 bytes, and `long_64k_dense` trains a dense twin of the same size on the same text in the
+# same order. Then both are asked for facts, and read documents that neither was trained on.
+#
+# The [protocol][2] was written before the runs: what is asked, how it is judged, and what would show that it is not so.
+# Nothing below was typed in by hand: tables and pictures are made from the records of the runs, `events.jsonl` and
+# `evaluation.json`. A terminal prints the same tables with
+# `nsa-lab compare 'long_64k-*' 'long_64k_dense-*' --against long_64k_dense`.
+#
+# [1]: 06_does_selection_find.ipynb
+# [2]: ../docs/science/long_texts.md
+
+# %% tags=["parameters"]
+runs: list = ["long_64k-*", "long_64k_dense-*"]  # evaluated runs: folders, ids or patterns; seeds of one name are one model
+against: str = "long_64k_dense"  # the model that the others are compared with
+outputs: str = ""  # folder that runs are kept in; empty: outputs/ of the project
+bar: float = 0.005  # bits per byte that NSA may lie above its twin, by the protocol
+read: int = 8192  # bytes of each text that the shipped model is asked about at the end
+asked: int = 10  # such texts, the fact at another depth in each
+seed: int = 0  # of those facts
+
+# %%
+import time
+
+import numpy as np
+import torch
+
+from nsa_lab import load_model
+from nsa_lab.config import RecallConfig
+from nsa_lab.evaluate import INTERVENTIONS, intervene
+from nsa_lab.evaluate.answers import stacked
+from nsa_lab.evaluate.retrieval import needles
+from nsa_lab.workbook.evaluated import evaluated
+from nsa_lab.workbook.examples import standard_library_text
+
+found = evaluated(runs, against, outputs)
+
+# %% [markdown]
+# ## What was trained, and what it cost
+#
+# One line for a model, its seeds in order. *What to notice:* the share of the dense twin's seconds, and of its whole run,
+# which has compiling, evaluations and saves as well.
+
+# %%
+found.costs()
+
+# %% [markdown]
+# Validation against tokens says what learns more from a text, against seconds what is quicker. The steps in a line are
+# those of the stages: other lengths, other texts.
+
+# %%
+found.time()
+
+# %% [markdown]
+# ## Does it find?
+#
+# A needle is a fact, told somewhere in held-out text and asked for at its end. *Multi-key* is one among many others
+# of its kind, *multi-query* are four questions in a row. Of the other forms (values of other lengths, of letters or
+# hexadecimal digits, names that are codes, other words) no model was trained on any. *What to notice:* the table of far
+# facts, those beyond the window and behind the first block: there the choice of blocks has to find.
+
+# %%
+found.needles()
+
+# %% [markdown]
+# ## Does it read as well?
+#
+# `long` is of documents of 128 KB and more, in windows of 65,536 bytes, each read by both models. *What to notice:* not
+# the mean, but whether the difference grows with the position. If it does, the choice loses what is far. The dashed
+# level is the protocol's bar. There are two intervals, since two things are unknown: other texts (over windows), and
+# other seeds; with one seed there is no second.
+
+# %%
+found.text("long", bar)
+
+# %% [markdown]
+# Documents from the same packages as those of training (`validation`), and of packages that training has nothing of
+# (`heldout`), each from its first byte:
+
+# %%
+found.text("validation")
+
+# %%
+found.text("heldout")
+
+# %% [markdown]
+# ## Which part does it?
+#
+# The trained weights stay, and in every layer the blocks are replaced, or a branch says nothing ([notebook 06][1] explains
+# each line). *What to notice:* needles by random blocks. Were they found as well, the task would not measure
+# selection. And `all` less `chosen` in text: what a better choice could still gain.
+#
+# [1]: 06_does_selection_find.ipynb
+
+# %%
+found.interventions()
+
+# %% [markdown]
+# ## What is not in these tables
+#
+# Runs that did not end or were not asked, and questions that were not the same for all:
+
+# %%
+found.not_compared()
+
+# %% [markdown]
+# ## Ask one yourself
+#
+# `needle-8m` ships with the library and was trained by the same recipe, on lengths up to 16,384; its
+# [card](../nsa_lab/models/needle-8m/README.md) says what it finds. Here facts stand in a module of Python's standard
+# library, and its choice is replaced as above, on this machine and now.
+
+# %%
+shipped = load_model("needle-8m")
+source = standard_library_text(90_000, "argparse.py")
+texts = needles(read, asked, RecallConfig(), seed, np.frombuffer(source.encode(), np.uint8).astype(np.int64))
+began = time.monotonic()
+effects = intervene(
+    shipped, *stacked(texts, torch.device("cpu")), names=("chosen", "random", "nearest", "no_sel"), seed=seed
+)
+print(f"{asked} texts of {read:,} bytes, {(time.monotonic() - began) / (asked * len(effects)):.1f} s for each")
+for effect in effects:
+    what = INTERVENTIONS[effect.name]
+    told = f"{what.reads} blocks" if what.silent is None else "no selected branch"
+    print(
+        f"{told:<18}│ {effect.accuracy:>4.0%} of the facts, {effect.loss / np.log(2):.3f} bits per byte of the text around"
+    )
+
+# %% [markdown]
+# On documents of your own: `nsa-lab run long_64k -p data.path=FOLDER` trains, `nsa-lab evaluate RUN --text mine=PATH`
+# asks, and this notebook takes the runs by name.

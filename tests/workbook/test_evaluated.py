@@ -1,0 +1,113 @@
+"""EvaluatedModels runs as notebook 08 shows them: every view of them, with one seed and with several, and without any run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_evaluation import maker
+from IPython.display import Image, Markdown
+
+from nsa_lab.config import ConfigError
+from nsa_lab.figures import difference_by_position, retrieval_maps
+from nsa_lab.runs.evaluation import found_at_depth
+from nsa_lab.workbook import evaluated as module
+from nsa_lab.workbook.evaluated import EvaluatedModels, evaluated
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a notebook would display, in order."""
+    found: list[Any] = []
+    monkeypatch.setattr(module, "display", found.append)
+    monkeypatch.setattr("nsa_lab.workbook.show.display", found.append)
+    return found
+
+
+def runs_of(outputs: Path, seeds: int) -> EvaluatedModels:
+    make = maker(outputs)
+    for seed in range(seeds):
+        make("long", seed)
+        make("twin", seed, model__attention="dense")
+    return evaluated(["long-*", "twin-*"], outputs=str(outputs))
+
+
+def kinds(shown: list[Any]) -> list[type]:
+    return [type(one) for one in shown]
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_every_view_is_shown(tmp_path: Path, shown: list[Any], seeds: int) -> None:
+    found = runs_of(tmp_path, seeds)
+    for view, expected in {
+        found.costs: [Markdown],
+        found.needles: [Markdown, Image],
+        lambda: found.text("long", bar=0.005): [Markdown, Image],
+        found.time: [Image],
+        found.interventions: [Markdown],
+        found.not_compared: [Markdown],
+    }.items():
+        shown.clear()
+        view()
+        assert kinds(shown) == expected
+    shown.clear()
+    found.text("no such text")
+    assert [one.data for one in shown] == ["No two of these models read the text 'no such text' in the same cut."]
+
+
+def test_without_runs_every_view_says_so_and_shows_nothing(tmp_path: Path, shown: list[Any], capsys) -> None:
+    found = evaluated(["long-*"], outputs=str(tmp_path))
+    for view in (
+        found.costs,
+        found.needles,
+        lambda: found.text("long"),
+        found.time,
+        found.interventions,
+        found.not_compared,
+    ):
+        view()
+        assert "'long-*': it names no run in" in capsys.readouterr().out
+    assert not shown
+
+
+def test_a_pattern_without_runs_is_told_beside_the_others(tmp_path: Path, shown: list[Any]) -> None:
+    maker(tmp_path)("twin", 0, model__attention="dense")
+    evaluated(["long-*", "twin-*"], outputs=str(tmp_path)).not_compared()
+    assert "'long-*': it names no run in" in shown[0].data
+
+
+def test_without_a_dense_run_the_baseline_has_to_be_named(tmp_path: Path) -> None:
+    maker(tmp_path)("long", 0)
+    with pytest.raises(ConfigError, match="--against"):
+        evaluated(["long-*"], outputs=str(tmp_path))
+    assert evaluated(["long-*"], "long", outputs=str(tmp_path)).found.baseline == "long"
+
+
+def test_maps_hold_the_shares_of_all_seeds_together(tmp_path: Path) -> None:
+    models = runs_of(tmp_path, 3).models
+    cells = {model.name: [cell for one in model.evaluated.values() for cell in one["retrieval"]] for model in models}
+    figure = retrieval_maps(cells, ["needle"])
+    (left, right), colours = figure.axes[:2], figure.axes[2]
+    assert (left.get_title(), right.get_title(), colours.get_ylabel()) == ("long: needle", "twin: needle", "found")
+    drawn = left.images[0].get_array()
+    own = [c for c in cells["long"] if c["task"] == "needle" and (c["length"], c["depth"]) == (260, 0.9)]
+    assert len(own) == 3
+    right_ones, asked = (sum(counts) for counts in zip(*map(found_at_depth, own), strict=True))
+    assert drawn[2, 0] == right_ones / asked
+    with pytest.raises(ValueError, match="expected one of each at least"):
+        retrieval_maps(cells, [])
+
+
+def test_differences_are_drawn_octave_by_octave_with_both_intervals(tmp_path: Path) -> None:
+    (text,) = [text for text in runs_of(tmp_path, 3).found.texts if text.text == "long"]
+    (axes,) = difference_by_position(text, bar=0.005).axes
+    octaves = [place for place in text.places if place.place[0].isdigit()]
+    assert len(octaves) == 5 and len(text.places) > 5
+    assert axes.get_xticklabels()[0].get_text() == "0–255"
+    means = next(line for line in axes.lines if line.get_label() == "mean").get_ydata()
+    assert list(means) == [place.difference for place in octaves]
+    labels = axes.get_legend_handles_labels()[1]
+    assert labels == ["+0.005", "mean", "95 % over windows", "95 % over seeds"]
+    low, high = axes.containers[0][2][0].get_segments()[0][:, 1]
+    assert (low, high) == pytest.approx(octaves[0].over_windows)
