@@ -1,4 +1,4 @@
-"""EvaluatedModels runs side by side, as notebook 08 shows them: read from what the runs recorded, nothing computed anew.
+"""Evaluated runs side by side, as notebook 08 shows them: read from what the runs recorded, nothing computed anew.
 
 A notebook of the project can be opened where no such run was made yet; every view then says so, and how to make one.
 """

@@ -1,4 +1,4 @@
-"""EvaluatedModels runs as notebook 08 shows them: every view of them, with one seed and with several, and without any run."""
+"""Evaluated runs as notebook 08 shows them: every view of them, with one seed and with several, and without any run."""
 
 from __future__ import annotations
 
