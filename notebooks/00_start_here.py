@@ -26,6 +26,7 @@
 # | judge a run, or compare several | [05][5] | seconds | half a minute, measured |
 # | see whether selection finds, on models that train in front of you | [06][6] | a few minutes | as on a CPU |
 # | see what a step of decoding reads, and time it against context | [07][7] | a few minutes | as on a CPU |
+# | read what long texts showed, and ask the model that ships | [08][8] | a few minutes | as on a CPU |
 #
 # [1]: 01_branch_derivations.ipynb
 # [2]: 02_kernel_parity.ipynb
@@ -34,6 +35,7 @@
 # [5]: 05_health_analysis.ipynb
 # [6]: 06_does_selection_find.ipynb
 # [7]: 07_decoding.ipynb
+# [8]: 08_long_texts.ipynb
 #
 # Each opens with a cell of **parameters**: change values there, then *Run → Run All Cells*. Training happens in a
 # process of its own: the buttons Stop and Resume of 03 and 04 speak to it, and closing the page or restarting the

@@ -13,7 +13,13 @@ import pytest
 from forker import Forker
 from nbval.plugin import IPyNbCell
 
-PICTURES = {"01_branch_derivations": 9, "02_kernel_parity": 3, "06_does_selection_find": 4, "07_decoding": 3}
+PICTURES = {
+    "01_branch_derivations": 9,
+    "02_kernel_parity": 3,
+    "06_does_selection_find": 4,
+    "07_decoding": 3,
+    "08_long_texts": 3,
+}
 WORDS = {
     "06_does_selection_find": (
         "of the far questions right after",
@@ -21,6 +27,7 @@ WORDS = {
         "NSA, recipe, tiny recall, layer 1: asked for",
     ),
     "07_decoding": ("1,500 tokens in 101 chunks: logits differ by", "4,096 tokens before, dense", "of 6 right"),
+    "08_long_texts": ("2 texts of 2,048 bytes", "chosen blocks     │", "no selected branch│"),
 }
 
 shown: dict[str, list[Any]] = {}
