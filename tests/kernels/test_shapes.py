@@ -1,0 +1,26 @@
+"""Random shapes, of which a GPU checks two hundred: `python tests/kernels/shapes.py 200`. Here: what is drawn, and one."""
+
+from __future__ import annotations
+
+import pytest
+import shapes
+
+from nsa_lab.attention import kernels
+
+
+def test_what_is_drawn_is_what_the_kernels_take_and_reaches_every_corner() -> None:
+    drawn = [shapes.drawn(number) for number in range(200)]
+    assert drawn == [shapes.drawn(number) for number in range(200)] and len({str(shape) for shape in drawn}) == 200
+    assert not [shape for shape in drawn if kernels.unsupported(shape.nsa, shape.D, shape.Dv)]
+    assert all(shape.T % 2 for shape in drawn)
+    assert {shape.h for shape in drawn} == set(shapes.HEADS)
+    assert {shape.D for shape in drawn} == set(range(16, 257, 16)) == {shape.Dv for shape in drawn}
+    assert {shape.nsa.l_sel for shape in drawn} >= {16, 48, 80, 128} and min(shape.nsa.w for shape in drawn) == 1
+    assert any(shape.D != shape.Dv for shape in drawn) and len({shape.dtype for shape in drawn}) > 1
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+def test_a_random_shape_is_the_definition_in_every_part() -> None:
+    found = shapes.worst_of(shapes.drawn(1, 9), seed=1)
+    assert {what.split()[0] for what in found} == {"compressed", "choice", "selected", "window", "gate", "whole"}
+    assert max(found.values()) <= 1, found
