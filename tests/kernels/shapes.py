@@ -4,9 +4,9 @@ Widths of keys and of values by themselves, up to 64 heads in a group, odd lengt
 take, three dtypes. Of each shape every part of `bench attention`, output, gradients and choice, is judged as it is there:
 2 (outputs) and 3 (gradients) times what the same maths in plain low precision errs.
 
-The second number is the most tokens of a sequence, the third the first shape's number, the fourth the step from one to the next:
-`shapes.py 20 999 3 10` is one of ten processes that share two hundred. Prints each shape with its worst part, and at the end
-the worst of every part, over what is allowed; exits with 1 where one is above it, or where the kernels refuse a shape.
+The second number is the most tokens of a sequence, the third the number of the first shape, the fourth the step from one to
+the next: `shapes.py 20 999 3 10` is one of ten processes that share two hundred. Prints each shape with its worst part, and
+at the end the worst of every part, over what is allowed; exits with 1 where one is above it.
 """
 
 from __future__ import annotations
