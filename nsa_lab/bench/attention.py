@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -114,7 +115,7 @@ def run_attention_bench(
     with_peers: bool = True,
     console: Console | None = None,
 ) -> list[Row]:
-    """Measure every part at every shape; print a table, and write JSON and a picture where asked.
+    """Measure every part at every shape; print a table of each, and write JSON after each and a picture where asked.
 
     Defaults: the GPU, bf16 and the four lengths of the project's bars, or a CPU, float32 and one tiny shape. Raises what
     `resolve_backend` raises for a backend that cannot run.
@@ -126,19 +127,22 @@ def run_attention_bench(
     choices = resolve_backend(device, dtype, nsa, backend=backend)
     console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     rows: list[Row] = []
-    for shape in shapes:
-        rows += _bench_shape(shape, nsa, choices, device, dtype, with_peers)
-    report = {
+    report: dict[str, Any] = {
         **records.origin(records.device_name() if device.type == "cuda" else str(device)),
         "machine": machine(device),
         "dtype": str(dtype),
         "nsa": nsa.model_dump(),
         "backend": {part: asdict(c) for part, c in choices.items()},
-        "rows": [asdict(row) for row in rows],
     }
-    console.print(_table(rows), records.code_text(report))
-    if json_path:
-        records.write(json_path, report)
+    for number, shape in enumerate(shapes, 1):
+        found = _bench_shape(shape, nsa, choices, device, dtype, with_peers)
+        rows += found
+        console.print(_table(found))
+        if json_path:
+            # After every shape: a bench that is broken off keeps those that it measured, and says which it did not.
+            left = {"not_measured": [str(other) for other in shapes[number:]]} if number < len(shapes) else {}
+            records.write(json_path, {**report, "rows": [asdict(row) for row in rows], **left})
+    console.print(records.code_text(report))
     if picture:
         draw(rows, picture)
     return rows

@@ -91,7 +91,7 @@ def run_tune(
     nsa: NSAConfig | None = None,
     console: Console | None = None,
 ) -> list[Timed]:
-    """Time up to `most` tiles of each of `kernels`, keys of `ENTRIES`, at each shape; print a table, and write JSON there.
+    """Time up to `most` tiles of each of `kernels`, keys of `ENTRIES`, at each shape; print tables, and write JSON there.
 
     Defaults: every kernel; a GPU, bf16 and the four shapes of `bench attention`; on a CPU, where Triton interprets and
     times mean nothing, float32 and one tiny shape. Raises what `resolve_backend` raises where kernels cannot run.
@@ -100,6 +100,13 @@ def run_tune(
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     nsa = nsa or NSAConfig()
     choices = resolve_backend(device, dtype, nsa, backend="triton")
+    console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    report: dict[str, Any] = {
+        **records.origin(records.device_name() if device.type == "cuda" else str(device)),
+        "machine": machine(device),
+        "dtype": str(dtype),
+        "nsa": nsa.model_dump(),
+    }
     rows: list[Timed] = []
     for shape in shapes or (GPU_SHAPES if device.type == "cuda" else (CPU_SHAPE,)):
         sizes = shape.H, shape.G, shape.D, nsa, choices, device, dtype
@@ -109,18 +116,12 @@ def run_tune(
         )
         for name in kernels or ENTRIES:
             part = ENTRIES[name].part
-            rows += _tune(str(shape), name, short[part], long[part], nsa, most)
-    report: dict[str, Any] = {
-        **records.origin(records.device_name() if device.type == "cuda" else str(device)),
-        "machine": machine(device),
-        "dtype": str(dtype),
-        "nsa": nsa.model_dump(),
-        "rows": [asdict(row) for row in rows],
-    }
-    console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    console.print(_table(rows), records.code_text(report))
-    if json_path:
-        records.write(json_path, report)
+            found = _tune(str(shape), name, short[part], long[part], nsa, most)
+            rows += found
+            console.print(_table(found))
+            if json_path:  # after every kernel: what is broken off keeps what it measured
+                records.write(json_path, {**report, "rows": [asdict(row) for row in rows]})
+    console.print(records.code_text(report))
     return rows
 
 

@@ -63,6 +63,28 @@ def test_a_peer_that_refuses_a_shape_is_told_and_the_rest_is_timed(tmp_path, mon
     assert rows["whole"].forward_ms > 0 and rows["whole"].share is None
 
 
+def test_a_bench_that_is_broken_off_keeps_what_it_measured(tmp_path, monkeypatch):
+    honest = torch_backend.window_attention
+
+    def breaks(q, *inputs, **options):
+        if q.shape[1] == 71:
+            raise KeyboardInterrupt
+        return honest(q, *inputs, **options)
+
+    monkeypatch.setattr(torch_backend, "window_attention", breaks)
+    shapes = (Shape(70, 1, 4, 2, 16), Shape(71, 1, 4, 2, 16), Shape(72, 1, 4, 2, 16))
+    with pytest.raises(KeyboardInterrupt):
+        bench(tmp_path, shapes, with_peers=False)
+    kept = json.loads((tmp_path / "bench.json").read_text())
+    assert {row["shape"] for row in kept["rows"]} == {"70x1 H4 G2 d16"}
+    assert kept["not_measured"] == ["71x1 H4 G2 d16", "72x1 H4 G2 d16"]
+    monkeypatch.undo()
+    bench(tmp_path, shapes[:2], with_peers=False)
+    whole = json.loads((tmp_path / "bench.json").read_text())
+    assert "not_measured" not in whole and len({row["shape"] for row in whole["rows"]}) == 2
+    assert (tmp_path / "table.txt").read_text().count("NSA attention; ms") == 2
+
+
 def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
     honest = torch_backend.window_attention
 
