@@ -122,6 +122,7 @@ show(figures.accuracy_curves(curves, chance=1 / task.symbols))
 # | `random` | blocks by the throw of a die | no worse: the choice does nothing |
 # | `nearest` | the latest blocks | no worse: what it finds is near |
 # | `oracle` | the blocks its own attention would weigh most | much better: the choice is blind |
+# | `twice` | twice as many blocks, the best by the model's own scores | much better: too few are read |
 # | `all` | everything | much better: the heads know what to look for, and are not shown it; no better: they do not look |
 # | `no_cmp`, `no_sel`, `no_win` | one branch says nothing | worse: the answer came through it |
 

@@ -3,8 +3,9 @@
 The forward pass here is the model's own, made of `SparseAttention.project` and the operator's public parts; with nothing
 changed it gives the model's logits. An intervention holds in every layer at once.
 
-How to read it: oracle far better than chosen, the choice is blind; all blocks no better than chosen, the heads do not look
-for anything that the choice could miss; random blocks no worse than chosen, the choice does nothing.
+How to read it: oracle far better than chosen, the choice is blind; twice as many blocks better than chosen, too few are
+read; all blocks no better than chosen, the heads do not look for anything that the choice could miss, or never learned to
+read so many; random blocks no worse than chosen, the choice does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import compressed_attention, dense_attention, reference, selected_attention, window_attention
+from nsa_lab.attention import (
+    choose_blocks,
+    compressed_attention,
+    dense_attention,
+    reference,
+    selected_attention,
+    window_attention,
+)
+from nsa_lab.config import NSAConfig
 from nsa_lab.evaluate import choices
 from nsa_lab.evaluate.answers import teacher_forced
 from nsa_lab.model import BRANCHES, AttentionInputs, Block, NSATransformer, Scoring, SparseAttention, rotary_table
@@ -24,9 +33,10 @@ from nsa_lab.model import BRANCHES, AttentionInputs, Block, NSATransformer, Scor
 
 @dataclass(frozen=True)
 class Intervention:
-    """Which blocks the selected branch reads, and the branch whose output is set to zero."""
+    """Which blocks the selected branch reads, `times` as many as the model's n_sel, and the branch that is set to zero."""
 
     reads: Literal["chosen", "random", "nearest", "oracle", "all"] = "chosen"
+    times: int = 1
     silent: Literal["cmp", "sel", "win"] | None = None
 
 
@@ -35,6 +45,7 @@ INTERVENTIONS: dict[str, Intervention] = {
     "random": Intervention("random"),
     "nearest": Intervention("nearest"),
     "oracle": Intervention("oracle"),
+    "twice": Intervention("chosen", times=2),
     "all": Intervention("all"),
     "no_cmp": Intervention(silent="cmp"),
     "no_sel": Intervention(silent="sel"),
@@ -130,7 +141,7 @@ def _mixed(
     q, k_cmp, v_cmp, _, _, k_win, v_win, gates = inputs
     nsa, backend = layer.config.nsa, choices.backends_of(layer)
     out_cmp, _ = compressed_attention(q, k_cmp, v_cmp, nsa, backend=backend["compressed"])
-    out_sel = _selected(inputs, scoring, layer, intervention.reads, generator)
+    out_sel = _selected(inputs, scoring, layer, intervention, generator)
     out_win, _ = window_attention(q, k_win, v_win, nsa, backend=backend["window"])
     outs = zip(BRANCHES, (out_cmp, out_sel, out_win), strict=True)
     cmp, sel, win = (torch.zeros_like(out) if name == intervention.silent else out for name, out in outs)
@@ -141,19 +152,28 @@ def _selected(
     inputs: AttentionInputs,
     scoring: Scoring,
     layer: SparseAttention,
-    reads: str,
+    intervention: Intervention,
     generator: torch.Generator,
 ) -> Tensor:
     q, _, _, k_sel, v_sel, *_ = inputs
-    nsa, G, backend = layer.config.nsa, k_sel.shape[2], choices.backends_of(layer)
-    if reads == "all":
+    nsa, G, backend = _with_more(layer.config.nsa, intervention), k_sel.shape[2], choices.backends_of(layer)["selected"]
+    if intervention.reads == "all":
         return dense_attention(q, k_sel, v_sel)
-    if reads == "random":
+    if intervention.reads == "random":
         blocks = choices.random_blocks(q, G, nsa, generator)
-    elif reads == "nearest":
+    elif intervention.reads == "nearest":
         blocks = choices.nearest_blocks(q, G, nsa)
-    elif reads == "oracle":
+    elif intervention.reads == "oracle":
         blocks = choices.oracle_blocks(q, k_sel, nsa)
-    else:
+    elif intervention.times == 1:
         blocks = choices.chosen_blocks(scoring, layer)
-    return selected_attention(q, k_sel, v_sel, blocks, nsa, backend=backend["selected"])[0]
+    else:
+        # The model's backend need not take so many blocks.
+        backend = "auto"
+        asking, keys, asked = scoring
+        blocks = choose_blocks(asking, keys, _with_more(asked, intervention), backend=backend)
+    return selected_attention(q, k_sel, v_sel, blocks, nsa, backend=backend)[0]
+
+
+def _with_more(nsa: NSAConfig, intervention: Intervention) -> NSAConfig:
+    return nsa.model_copy(update={"n_sel": nsa.n_sel * intervention.times})

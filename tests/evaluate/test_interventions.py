@@ -111,6 +111,17 @@ def test_all_blocks_are_a_selection_of_all_of_them() -> None:
     assert (found - few(tokens_of())).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("indexer", [0, 4])
+def test_twice_as_many_blocks_are_those_of_a_model_that_chooses_so_many(indexer: int) -> None:
+    """The best of its own scores, with an indexer and without."""
+    taught = {"indexer_block": indexer, "selection_loss": 0.05} if indexer else {}
+    few, many = (model_of(NSA.model_copy(update={"n_sel": n * NSA.n_sel}), **taught) for n in (1, 2))
+    many.load_state_dict(few.state_dict())
+    found = forward(few, tokens_of(), INTERVENTIONS["twice"])
+    torch.testing.assert_close(found, many(tokens_of()), rtol=1e-9, atol=1e-9)
+    assert (found - few(tokens_of())).abs().max() > 1e-6
+
+
 @pytest.mark.parametrize("name", ["random", "nearest", "oracle", "no_cmp", "no_sel", "no_win"])
 def test_a_change_is_what_the_definition_gives_with_it(name: str) -> None:
     """One layer, put together by hand from the definition's own functions."""
@@ -141,7 +152,7 @@ def test_a_change_is_what_the_definition_gives_with_it(name: str) -> None:
 
 def test_where_everything_is_read_the_choice_changes_nothing() -> None:
     model, tokens = model_of(), tokens_of(NSA.n_sel * NSA.l_sel)
-    for name in ("random", "nearest", "oracle", "all"):
+    for name in ("random", "nearest", "oracle", "twice", "all"):
         found = forward(model, tokens, INTERVENTIONS[name])
         torch.testing.assert_close(found, model(tokens), rtol=1e-9, atol=1e-9)
     assert choice_quality(model, tokens) is None

@@ -23,7 +23,7 @@ PICTURES = {
 WORDS = {
     "06_does_selection_find": (
         "of the far questions right after",
-        "chosen   random  nearest   oracle      all   no_cmp   no_sel   no_win",
+        "chosen   random  nearest   oracle    twice      all   no_cmp   no_sel   no_win",
         "NSA, recipe, tiny recall, layer 1: asked for",
     ),
     "07_decoding": ("1,500 tokens in 101 chunks: logits differ by", "4,096 tokens before, dense", "of 6 right"),
