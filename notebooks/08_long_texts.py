@@ -34,7 +34,7 @@ runs: list = ["long_64k-*", "long_64k_dense-*"]  # evaluated runs: folders, ids 
 against: str = "long_64k_dense"  # the model that the others are compared with
 outputs: str = ""  # folder that runs are kept in; empty: outputs/ of the project
 bar: float = 0.005  # bits per byte that NSA may lie above its twin, by the protocol
-read: int = 8192  # bytes of each text that the shipped model is asked about at the end
+read: int = 4096  # bytes of each text that the shipped model is asked about at the end
 asked: int = 10  # such texts, the fact at another depth in each
 seed: int = 0  # of those facts
 

@@ -38,6 +38,7 @@ WORK = ROOT / ".cache" / "pages"
 # `[text](target)` and `[number]: target` of Markdown.
 LINK = re.compile(r"(\]\(|^\[\w+\]: +)([^)\s]+)", re.MULTILINE)
 NSA, DENSE = "production_50k-20261121T141448Z-afd3", "production_50k_dense-20261121T141448Z-bac4"
+LONG, LONG_DENSE = "long_64k-20261125T140952Z-90b2", "long_64k_dense-20261125T140724Z-2154"
 COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
 
 
@@ -78,6 +79,9 @@ GALLERY = (
     ),
     Page("06_does_selection_find", "Does selection find?", "tiny models learn to recall; their choice is replaced"),
     Page("07_decoding", "Decoding", "what one more token reads, and how long that takes", picture=1),
+    Page(
+        "08_long_texts", "Long texts", "NSA beside its dense twin at 65,536 bytes: facts, text, cost", picture=1
+    ),
 )
 
 
@@ -106,7 +110,8 @@ def main() -> int:
 
 def own_runs() -> list[str]:
     """Runs in outputs/ beside those that are shared."""
-    return sorted(path.name for path in (ROOT / "outputs").iterdir() if path.is_dir() and path.name not in (NSA, DENSE))
+    shared = (NSA, DENSE, LONG, LONG_DENSE)
+    return sorted(path.name for path in (ROOT / "outputs").iterdir() if path.is_dir() and path.name not in shared)
 
 
 def make(page: Page) -> int:

@@ -1,4 +1,5 @@
-"""The pictures of retrieval.md, from its records: `python docs/science/pictures.py`. Nothing is computed anew."""
+"""The pictures of retrieval.md and long_texts.md, from the records: `python docs/science/pictures.py`. Nothing is computed
+anew."""
 
 from __future__ import annotations
 
@@ -8,10 +9,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.retrieval import retrieval_map
+from nsa_lab.figures.retrieval import difference_by_position, retrieval_map, retrieval_maps
 from nsa_lab.figures.style import DENSE, SEL, legend_below, panel, png
+from nsa_lab.health.comparison import compare_models
+from nsa_lab.health.models import ModelRuns, baseline_of, models_of
+from nsa_lab.runs.names import find_runs
 
 HERE = Path(__file__).parent
+OUTPUTS = HERE.parents[1] / "outputs"
+LONG, LONG_DENSE = "long_64k-*", "long_64k_dense-*"
 # Model, embeddings, colour and line of the runs of the eighth and the ninth question and of their controls, each seed of each.
 COURSES = (
     ("NSA, embeddings normed", SEL, "-", ("recall_normed", "recall_normed_seed1", "recall_seed2", "recall_seed3")),
@@ -73,11 +79,37 @@ def tasks() -> Figure:
 
 
 def _cell(task: str, length: int, depth: float, right: int, asked: int, questions: int = 1) -> dict[str, Any]:
-    return {"task": task, "length": length, "depth": depth, "right": right, "answers": asked, "sequences": asked // questions}
+    return {
+        "task": task,
+        "length": length,
+        "depth": depth,
+        "right": right,
+        "answers": asked,
+        "sequences": asked // questions,
+    }
+
+
+def of_long_texts() -> list[ModelRuns]:
+    return models_of([run for name in (LONG, LONG_DENSE) for run in find_runs(name, OUTPUTS)], {}, print)
+
+
+def facts() -> Figure:
+    """What NSA and its dense twin find in long texts, all seeds together."""
+    models = of_long_texts()
+    cells = {model.name: [cell for one in model.evaluated.values() for cell in one["retrieval"]] for model in models}
+    return retrieval_maps(cells, ("needle", "multi_key", "multi_query"))
+
+
+def difference() -> Figure:
+    """What NSA loses to its dense twin on long documents, by position."""
+    models = of_long_texts()
+    found = compare_models(models, baseline_of(models, None))
+    return difference_by_position(next(text for text in found.texts if text.text == "long"), 0.005)
 
 
 if __name__ == "__main__":
-    for drawn in (courses, needles, tasks):
-        path = HERE.parent / "pictures" / f"{drawn.__name__}_retrieval.png"
-        path.write_bytes(png(drawn()))
-        print(path)
+    for page, pictures in {"retrieval": (courses, needles, tasks), "long_texts": (facts, difference)}.items():
+        for drawn in pictures:
+            path = HERE.parent / "pictures" / f"{drawn.__name__}_{page}.png"
+            path.write_bytes(png(drawn()))
+            print(path)

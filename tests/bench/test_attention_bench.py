@@ -17,10 +17,16 @@ NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
 
 
 def bench(tmp_path, shapes=CPU_SHAPES, **options):
-    console = Console(file=(tmp_path / "table.txt").open("w"), width=200)
-    return run_attention_bench(
-        shapes, tmp_path / "bench.json", device="cpu", backend="torch", nsa=NSA, console=console, **options
-    )
+    with (tmp_path / "table.txt").open("w") as table:
+        return run_attention_bench(
+            shapes,
+            tmp_path / "bench.json",
+            device="cpu",
+            backend="torch",
+            nsa=NSA,
+            console=Console(file=table, width=200),
+            **options,
+        )
 
 
 def test_every_part_is_checked_timed_and_recorded(tmp_path):
