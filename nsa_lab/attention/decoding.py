@@ -8,12 +8,13 @@ the neighbours are, and what was never written is never touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from nsa_lab.attention import geometry, kernels, narrow, reference, torch_backend
 from nsa_lab.attention.dispatch import resolve_backend
@@ -107,17 +108,16 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         seen = None
         if last - first > 1:
             seen = geometry.positions(0, last, q.device) <= geometry.positions(first, last, q.device)[:, None]
-        parts.append(_over(q[:, first - start : last - start], k[:, :last], v[:, :last], seen))
+        past_k, past_v = (x[:, :last].transpose(1, 2) for x in (k, v))
+        parts.append(_over(q[:, first - start : last - start], past_k, past_v, seen))
     return _joined(parts)
 
 
-def _over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-    """Attention [B, C, H, d_v] of q [B, C, H, D] over keys k [B, n, G, D] and values v that `seen`, bool [C, n], lets each
+def _over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Attention [B, C, H, d_v] of q [B, C, H, D] over keys k [B, G, n, D] and values v that `seen`, bool [C, n], lets each
     query see; None: all."""
-    # The heads of a group are queries of one matrix, which reads its keys and values once.
-    rows = torch.unflatten(q, 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3)
-    mask = None if seen is None else seen.repeat_interleave(q.shape[2] // k.shape[2], dim=0)
-    return _positions_first(scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask), q)
+    mask = None if seen is None else seen.repeat_interleave(q.shape[2] // k.shape[1], dim=0)
+    return _positions_first(scaled_dot_product_attention(_groups_first(q, k.shape[1]), k, v, attn_mask=mask), q)
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
@@ -150,13 +150,13 @@ def _attend(
     """`cached_attention` of sequences that all have `start` tokens before these, some queries at a time."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for rows in _pieces(q, start, nsa, choice_nsa):
-        first = start + rows.start
-        p, out_cmp = _compressed(q[:, rows], cache.k_cmp, cache.v_cmp, first, nsa)
-        chooser = q[:, rows], cache.k_cmp
+        some, first = q[:, rows], start + rows.start
+        p, out_cmp = _compressed(some, cache.k_cmp, cache.v_cmp, first, nsa)
+        chooser = some, cache.k_cmp
         if index_q is not None and cache.k_index is not None:
             chooser = index_q[:, rows], cache.k_index
             p = _shares(*chooser, first, choice_nsa)
-        out_win = _window(q[:, rows], cache.k_win, cache.v_win, first, nsa)
+        out_win = _window(some, cache.k_win, cache.v_win, first, nsa)
         found.append((out_cmp, _choose(p, *chooser, first, nsa, choice_nsa), out_win))
     out_cmp, blocks, out_win = map(_joined, zip(*found, strict=True))
     select = _selected if q.shape[1] <= FEW else _selected_of_many
@@ -238,18 +238,28 @@ def _importance(p: Tensor, first: int, nsa: NSAConfig, choice_nsa: NSAConfig) ->
 def _selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
     """The selected branch's output [B, C, H, d_v]: every query gathers the tokens of its own blocks."""
     B, N, G, _ = k.shape
-    # Rows of k and v as matrices: whole rows are copied several times as fast as by an index into each dimension.
-    rows = torch.arange(0, nsa.l_sel * G, G, device=q.device)
-    groups = torch.arange(B, device=q.device)[:, None] * (N * G) + torch.arange(G, device=q.device)
-    begin = groups[..., None, None] + rows  # [B, G, 1, l_sel]
     wide, parts = wide_dtype(q.dtype), list[Tensor]()
+    # Rows of k and v as matrices: whole rows are copied several times as fast as by an index into each dimension.
+    tables = k.flatten(0, 2), v.flatten(0, 2)
+    block_0 = _rows_of_block_0(B, N, G, nsa.l_sel, q.device)
+    tokens = torch.add(block_0, blocks.unsqueeze(-1), alpha=nsa.l_sel * G).flatten(3)
     for at in range(q.shape[1]):
         # Blocks ascend and the query's own is the last of them, and alone is cut short.
-        own = (begin + nsa.l_sel * G * blocks[:, at, :, :, None]).flatten(2)[..., : geometry.selected_keys(first + at, nsa)]
-        read = own.flatten()
-        own_k, own_v = (torch.unflatten(x.flatten(0, 2).index_select(0, read), 0, own.shape).to(wide) for x in (k, v))
-        parts.append(_over(q[:, at : at + 1].to(wide), own_k.transpose(1, 2), own_v.transpose(1, 2), None))
+        read = tokens[:, at, :, : geometry.selected_keys(first + at, nsa)].contiguous()
+        own_k, own_v = (embedding(read, table).to(wide) for table in tables)
+        parts.append(_over(q[:, at : at + 1].to(wide), own_k, own_v))
     return _joined(parts).to(q.dtype)
+
+
+@lru_cache(maxsize=16)
+def _rows_of_block_0(B: int, N: int, G: int, l_sel: int, device: torch.device) -> Tensor:
+    """Where the tokens of block 0 lie in x.flatten(0, 2), x [B, N, G, D]: int64 [B, 1, G, 1, l_sel].
+
+    The same in all layers and steps: kept for these, and not to be written to.
+    """
+    with torch.inference_mode(False):  # what is kept has to serve every caller
+        rows = torch.arange(B)[:, None, None] * (N * G) + torch.arange(G)[:, None] + torch.arange(l_sel) * G
+        return rows[:, None, :, None].to(device)
 
 
 def _selected_of_many(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
@@ -266,7 +276,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> Tens
     if q.shape[1] > 1:
         near, t = geometry.positions(begin, last, q.device), geometry.positions(first, last, q.device)[:, None]
         seen = (near <= t) & (near > t - nsa.w)
-    near_k, near_v = (_unrolled(ring, begin, last).to(wide) for ring in (k, v))
+    near_k, near_v = (_unrolled(ring, begin, last).transpose(1, 2).to(wide) for ring in (k, v))
     return _over(q.to(wide), near_k, near_v, seen).to(q.dtype)
 
 
@@ -281,15 +291,24 @@ def _unrolled(ring: Tensor, begin: int, end: int) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
     """Scaled products of q [B, C, H, D] and k [B, n, G, D]: [B, G, C, h, n]."""
-    rows = torch.unflatten(q.to(wide), 2, (k.shape[2], -1)).transpose(1, 2).flatten(2, 3) * q.shape[-1] ** -0.5
+    rows = _groups_first(q.to(wide), k.shape[2]) * q.shape[-1] ** -0.5
     if k.dtype == wide:
-        return torch.unflatten(rows @ k.transpose(1, 2).mT, 2, (q.shape[1], -1))
+        return torch.unflatten(rows @ k.permute(0, 2, 3, 1), 2, (q.shape[1], -1))
     # Keys that have to be converted stay in the cache meanwhile.
     some = max(CHUNK_BYTES[q.device.type] // (2 * k.shape[0] * k.shape[2] * k.shape[3] * wide.itemsize), 1)
-    parts = [rows @ part.transpose(1, 2).to(wide).mT for part in torch.split(k, some, dim=1)]
+    parts = [rows @ part.to(wide).permute(0, 2, 3, 1) for part in torch.split(k, some, dim=1)]
     return torch.unflatten(_joined(parts, dim=-1), 2, (q.shape[1], -1))
+
+
+def _groups_first(x: Tensor, groups: int) -> Tensor:
+    """[B, C, H, D] -> [B, G, C*h, D]: the heads of a group are rows of one matrix, which reads its keys and values once."""
+    if x.shape[1] == 1:  # lies so already
+        return x.reshape(len(x), groups, -1, x.shape[3])
+    return torch.unflatten(x, 2, (groups, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def _positions_first(out: Tensor, q: Tensor) -> Tensor:
     """[B, G, C*h, D] -> [B, C, H, D], as q [B, C, H, .] has it."""
+    if q.shape[1] == 1:
+        return out.reshape(len(out), 1, -1, out.shape[3]).to(q.dtype)
     return torch.unflatten(out, 2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3).to(q.dtype)

@@ -44,6 +44,8 @@ class LayerCache(NamedTuple):
 
     def rows(self, rows: slice) -> LayerCache:
         """The same of some of the sequences."""
+        if rows == slice(0, len(self.k_sel)):
+            return self
         index = None if self.k_index is None else self.k_index[rows]
         raw = self.k_sel[rows], self.v_sel[rows], self.k_win[rows], self.v_win[rows]
         return LayerCache(self.k_cmp[rows], self.v_cmp[rows], *raw, index)

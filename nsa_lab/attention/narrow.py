@@ -9,6 +9,7 @@ have to be. Where they are not, `clear` says so, and the choice is the caller's 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -64,8 +65,8 @@ def choose(importance: Tensor, doubt: Tensor | float, nsa: NSAConfig, first: int
     """
     rank = _ranks(importance, nsa, first)
     best, order = rank.topk(nsa.n_sel + 1)
-    last, next_one = best[..., -2], best[..., -1]
-    clear = torch.isneginf(next_one) | ((last > next_one * doubt) & (last > LEAST))
+    last, next_one = best[..., -2:].unbind(-1)
+    clear = torch.isneginf(next_one) | (last > (next_one * doubt).clamp_min(LEAST))
     order = order[..., :-1]
     if geometry.num_selection(first + 1, nsa) >= nsa.n_sel:  # as many have begun as are chosen
         return order.sort().values.to(torch.int32), clear
@@ -76,13 +77,25 @@ def choose(importance: Tensor, doubt: Tensor | float, nsa: NSAConfig, first: int
 def _ranks(importance: Tensor, nsa: NSAConfig, first: int) -> Tensor:
     """What blocks are ranked by: inf where one is always in, -inf where it has not begun; at least n_sel + 1 of them.
 
-    `reference.choose` masks what is filled here. Of one query, its masks would be 2 to 3 % of a decoding step.
+    `reference.choose` says it by masks. Of one query, to make them would be 2 to 3 % of a decoding step.
     """
     missing = nsa.n_sel + 1 - importance.shape[-1]
-    rank = pad(importance, (0, missing), value=float("-inf")) if missing > 0 else importance.clone()
-    for at in range(rank.shape[1]):
-        begun = geometry.num_selection(first + at + 1, nsa)
-        rank[:, at, :, 0] = float("inf")
-        rank[:, at, :, max(begun - 2, 0) : begun] = float("inf")
-        rank[:, at, :, begun:] = float("-inf")
-    return rank
+    if missing > 0:
+        importance = pad(importance, (0, missing))
+    begun = tuple(geometry.num_selection(first + at + 1, nsa) for at in range(importance.shape[1]))
+    competes, others = _given(begun, importance.shape[-1], importance.dtype, importance.device)
+    return torch.where(competes, importance, others)
+
+
+@lru_cache(maxsize=16)
+def _given(begun: tuple[int, ...], blocks: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which blocks compete, bool [C, 1, blocks], for queries that so many have begun for; and the ranks of the others.
+
+    The same in all layers, and of one query while its own block lasts: kept for these, and not to be written to.
+    """
+    with torch.inference_mode(False):  # what is kept has to serve every caller
+        ranks = torch.zeros(len(begun), 1, blocks, dtype=dtype)
+        for rank, end in zip(ranks[:, 0], begun, strict=True):
+            rank[0] = rank[max(end - 2, 0) : end] = float("inf")
+            rank[end:] = float("-inf")
+        return (ranks == 0).to(device), ranks.to(device)

@@ -309,15 +309,15 @@ def _scatter_add(grad: Tensor, tokens: Tensor, parts: Tensor) -> None:
 def carry(p: Tensor, blocks: int, nsa: NSAConfig) -> Tensor:
     """Eq. 9 without its matrix: p [..., n] over compressed blocks -> importance [..., blocks].
 
-    Every selection block collects the same run of l_sel/d + l/d - 1 compressed blocks with the same weights, l_sel/d apart.
+    Its two sums, one after the other: a stride of d tokens collects the l/d compressed blocks that it lies in, and a
+    selection block its l_sel/d strides.
     """
     step, lead = nsa.l_sel // nsa.d, nsa.l // nsa.d - 1
-    run = step + lead
-    place = torch.arange(run, dtype=p.dtype, device=p.device)
-    weights = torch.minimum(place + 1, run - place).clamp(max=min(step, lead + 1))
-    needed = (blocks - 1) * step + run
-    padded = pad(p, (lead, max(needed - lead - p.shape[-1], 0)))[..., :needed]
-    return padded.unfold(-1, run, step) @ weights
+    padded = pad(p, (lead, blocks * step - p.shape[-1]))
+    strides = padded[..., lead:]
+    for shift in range(lead):
+        strides = strides + padded[..., shift : shift + blocks * step]
+    return torch.unflatten(strides, -1, (blocks, step)).sum(-1)
 
 
 def _causal(first: int, last: int, start: int, stop: int, device: torch.device) -> Tensor:

@@ -16,17 +16,16 @@ class TokenRows:
     """[B, capacity, G, D], and one row more, where padding past the capacity goes."""
 
     def __init__(self, capacity: int, groups: int, width: int, batch: int, like: Tensor) -> None:
-        self.capacity, self._batch = capacity, batch
-        self._kept = like.new_zeros(batch * capacity + 1, groups, width)
+        self._lay_out(capacity, like.new_zeros(batch * capacity + 1, groups, width), batch)
 
-    @property
-    def rows(self) -> Tensor:
-        return self._kept[:-1].unflatten(0, (self._batch, self.capacity))
+    def _lay_out(self, capacity: int, kept: Tensor, batch: int) -> None:
+        self.capacity, self._kept = capacity, kept
+        self.rows = kept[:-1].unflatten(0, (batch, capacity))
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` tokens; what is there stays."""
-        there, self.capacity = self.rows, capacity
-        self._kept = there.new_zeros(self._batch * capacity + 1, *there.shape[2:])
+        there, batch = self.rows, len(self.rows)
+        self._lay_out(capacity, there.new_zeros(batch * capacity + 1, *there.shape[2:]), batch)
         self.rows[:, : there.shape[1]] = there
 
     def put(self, x: Tensor, places: Tensor) -> None:
@@ -38,7 +37,8 @@ class Ring:
     """[B, R, G, D]: the token at position p lies in slot p % R."""
 
     def __init__(self, slots: int, groups: int, width: int, batch: int, like: Tensor) -> None:
-        self.kept = like.new_zeros(batch, slots, groups, width)
+        self._flat = like.new_zeros(batch * slots, groups, width)
+        self.kept = self._flat.unflatten(0, (batch, slots))
 
     @property
     def slots(self) -> int:
@@ -46,15 +46,15 @@ class Ring:
 
     def put(self, x: Tensor, step: Step) -> None:
         """x [B, S, G, D] behind what there is, S <= `memory.STEP`; from position 0 any S."""
-        x, flat = x.flatten(0, 1), self.kept.flatten(0, 1)
+        x = x.flatten(0, 1)
         if step.begins:
-            flat.copy_(x.index_select(0, step.beginning_of_ring(self.slots)))
+            self._flat.copy_(x.index_select(0, step.beginning_of_ring(self.slots)))
         else:
-            flat.index_copy_(0, step.in_ring(self.slots), x)
+            self._flat.index_copy_(0, step.in_ring(self.slots), x)
 
     def read(self, places: Tensor) -> Tensor:
         """Tokens at `places`, int64 [B * n] as `Step` gives them -> [B, n, G, D]."""
-        return self.kept.flatten(0, 1).index_select(0, places).unflatten(0, (len(self.kept), -1))
+        return self._flat.index_select(0, places).unflatten(0, (len(self.kept), -1))
 
 
 class Past:
