@@ -26,7 +26,7 @@ LEAST = 1e-30
 WIDE = 1 + RANKED
 """The doubt of importances that were computed wide: float32, which ranks them, may take two for equal."""
 # Fewer keys are multiplied in float64 sooner than doubt is computed; docs/kernel_log.md has the times.
-MANY = 1024
+MANY = 512
 
 
 def suits(q: Tensor, keys: int) -> bool:

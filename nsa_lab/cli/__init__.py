@@ -21,6 +21,7 @@ from nsa_lab import __version__
 from nsa_lab.cli import benches, models, reading, sweeps, training
 from nsa_lab.cli.common import exit_code, refuse
 from nsa_lab.config import UsageError
+from nsa_lab.runs.environment import let_threads_sleep
 
 __all__ = ["app", "exit_code", "main"]
 
@@ -39,9 +40,8 @@ app.add_typer(benches.app, name="bench")
 
 def main() -> None:
     """The console script: what a user did wrong is one line and exit code 2."""
-    # Read by OpenMP when torch is loaded, here and in the processes that we start. Threads that spin while they wait make
-    # a step up to sixteen times slower where the cores are shared with others.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # For torch, which is loaded after this, and for the processes that we start.
+    let_threads_sleep(os.environ)
     try:
         app()
     except (UsageError, NotImplementedError) as error:  # the second: a shape that a backend does not take

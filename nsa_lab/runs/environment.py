@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,16 @@ def _output(*command: str) -> str | None:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def let_threads_sleep(settings: MutableMapping[str, str]) -> None:
+    """Say in a process's variables how OpenMP's threads wait for each other, unless somebody did.
+
+    Threads that spin as long as they like make a step up to sixteen times slower where the cores are shared with others;
+    threads that sleep at once have to be woken for every operation, which takes half as long again where they are not. So
+    they spin for some microseconds, about as long as it is from one operation to the next, and then sleep
+    (docs/kernel_log.md has the times). OpenMP reads this when torch is loaded.
+    """
+    if "OMP_WAIT_POLICY" not in settings:
+        settings["OMP_WAIT_POLICY"] = "PASSIVE"
+        settings.setdefault("GOMP_SPINCOUNT", "2000")  # GNU's OpenMP alone, which torch brings on Linux

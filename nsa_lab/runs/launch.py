@@ -25,7 +25,7 @@ from typing import Any
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.runs import directory, names, older_variables
 from nsa_lab.runs.directory import RunDirectoryError
-from nsa_lab.runs.environment import environment
+from nsa_lab.runs.environment import environment, let_threads_sleep
 from nsa_lab.runs.events import read_events, told_status
 from nsa_lab.runs.files import say_once
 from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
@@ -238,6 +238,5 @@ def _environment(gpu: str | None) -> dict[str, Any]:
     package_parent = str(Path(__file__).resolve().parents[2])
     paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    # OpenMP threads that spin while they wait slow a trainer tenfold as soon as anything else wants their cores.
-    settings.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_threads_sleep(settings)
     return settings if gpu is None else {**settings, "CUDA_VISIBLE_DEVICES": gpu}

@@ -8,9 +8,11 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
+
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import environment as module
-from nsa_lab.runs.environment import environment, gpus
+from nsa_lab.runs.environment import environment, gpus, let_threads_sleep
 from nsa_lab.runs.launch import create_run
 
 
@@ -40,3 +42,17 @@ def test_a_path_to_data_stays_as_it_was_given(tmp_path: Path, monkeypatch) -> No
     (tmp_path / "texts" / "a.txt").write_text("some text " * 100)
     run = create_run(RunConfig.from_dict({"name": "x", "data": {"source": "local", "path": "texts"}}), tmp_path / "runs")
     assert "path: texts\n" in (run / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "7"}),
+    ],
+)
+def test_how_threads_wait_is_said_unless_somebody_did(given: dict[str, str], expected: dict[str, str]) -> None:
+    settings = dict(given)
+    let_threads_sleep(settings)
+    assert settings == expected
