@@ -17,7 +17,7 @@
 # %% [markdown]
 # # Does NSA read long texts?
 #
-# Sparse attention is for long texts. `long_64k` trains the recipe of [notebook 06][1] at 78.6 M parameters in stages of
+# Sparse attention is for long texts. `long_64k` trains the recipe of [notebook 06][1] at 79.8 M parameters in stages of
 # 2,048, 8,192 and 65,536 bytes, and `long_64k_dense` trains a dense twin of the same size on the same text in the
 # same order. Then both are asked for facts, and read documents that neither was trained on.
 #
@@ -74,8 +74,8 @@ found.time()
 # ## Does it find?
 #
 # A needle is a fact, told somewhere in held-out text and asked for at its end. *Multi-key* is one among many others
-# of its kind, *multi-query* are four questions in a row. Of the other forms (values of other lengths, of letters or
-# hexadecimal digits, names that are codes, other words) no model was trained on any. *What to notice:* the table of far
+# of its kind, *multi-query* are four questions in a row. Where other forms were asked (values of other lengths, of letters
+# or hexadecimal digits, names that are codes, other words), no model was trained on any. *What to notice:* the table of far
 # facts, those beyond the window and behind the first block: there the choice of blocks has to find.
 
 # %%
@@ -107,7 +107,7 @@ found.text("heldout")
 #
 # The trained weights stay, and in every layer the blocks are replaced, or a branch says nothing ([notebook 06][1] explains
 # each line). *What to notice:* needles by random blocks. Were they found as well, the task would not measure
-# selection. And `all` less `chosen` in text: what a better choice could still gain.
+# selection. And `oracle` in text: what a better choice of as many blocks could still gain.
 #
 # [1]: 06_does_selection_find.ipynb
 

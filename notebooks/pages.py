@@ -79,9 +79,7 @@ GALLERY = (
     ),
     Page("06_does_selection_find", "Does selection find?", "tiny models learn to recall; their choice is replaced"),
     Page("07_decoding", "Decoding", "what one more token reads, and how long that takes", picture=1),
-    Page(
-        "08_long_texts", "Long texts", "NSA beside its dense twin at 65,536 bytes: facts, text, cost", picture=1
-    ),
+    Page("08_long_texts", "Long texts", "NSA beside its dense twin at 65,536 bytes: facts, text, cost", picture=1),
 )
 
 

@@ -2149,7 +2149,7 @@ MUTANTS = [
         "str(other) for other in shapes[number:]",
         "str(other) for other in shapes[number + 1 :]",
     ),
-    Mutant("bench: a value costs what a key does", "bench.attention", "2 * (shape.D + shape.values)", "4 * shape.D"),
+    Mutant("bench: a value costs what a key does", "bench.attention", "2 * (shape.D + values)", "4 * shape.D"),
     Mutant(
         "figures: a map of a model's seeds shows the first",
         "figures.retrieval",

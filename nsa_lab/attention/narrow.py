@@ -87,7 +87,7 @@ def _ranks(importance: Tensor, nsa: NSAConfig, first: int) -> Tensor:
     return torch.where(competes, importance, others)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)  # a batch may have as many lengths as sequences
 def _given(begun: tuple[int, ...], blocks: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which blocks compete, bool [C, 1, blocks], for queries that so many have begun for; and the ranks of the others.
 

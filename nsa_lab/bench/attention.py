@@ -175,9 +175,9 @@ def _bench_shape(shape: Shape, nsa: NSAConfig, choices, device, dtype, with_peer
     rows = []
     if with_peers:
         for name, run, inputs in peers.dense(shape, device, dtype):
-            rows.append(_time_peer(Row(str(shape), "dense", name), run, inputs, _dense_flops(shape)))
-            if inputs[2].shape[-1] != shape.values:
-                rows[-1].part = f"dense, values of {inputs[2].shape[-1]}"
+            values = inputs[2].shape[-1]
+            part = "dense" if values == shape.values else f"dense, values of {values}"
+            rows.append(_time_peer(Row(str(shape), part, name), run, inputs, _dense_flops(shape, values)))
     dense = {row.by: row.total_ms for row in rows if row.total_ms is not None}
     sizes = shape.H, shape.G, shape.D, nsa, choices, device, dtype
     short = make_parts(min(shape.T, 1024), 1, *sizes, Dv=shape.values)
@@ -190,7 +190,7 @@ def _bench_shape(shape: Shape, nsa: NSAConfig, choices, device, dtype, with_peer
         else:
             _time(row, part.run, part.inputs, part.useful_flops)
             row.share, row.share_fastest = _shares(row, dense)
-        if part.name == "whole":
+        if part.name == "whole" and row.share is not None:
             row.bar = WHOLE_BARS.get((shape.T, shape.H))
         rows.append(row)
     if with_peers:
@@ -200,11 +200,14 @@ def _bench_shape(shape: Shape, nsa: NSAConfig, choices, device, dtype, with_peer
 
 
 def _time_peer(row: Row, run: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> Row:
-    """`_time` of what is not ours: a row that says why, where it refuses this shape or finds no room for it."""
+    """`_time` of what is not ours: a row that says why, where it does not run at this shape."""
     try:
         return _time(row, run, inputs, flops)
     except RuntimeError as reason:  # torch's own errors, its compiler's among them, are such
-        return Row(row.shape, row.part, row.by, note=f"does not run: {str(reason).splitlines()[0][:60]}")
+        if "CUDA error" in str(reason):  # a fault of the device: nothing after it would be true
+            raise
+        why = (str(reason).splitlines() or [type(reason).__name__])[0]
+        return Row(row.shape, row.part, row.by, note=f"does not run: {why[:60]}")
 
 
 def _shares(row: Row, dense: dict[str, float]) -> tuple[float | None, float | None]:
@@ -234,8 +237,8 @@ def _time(row: Row, run: Callable[..., Tensor], inputs: list[Tensor], flops: flo
     return row
 
 
-def _dense_flops(shape: Shape) -> float:
-    return 2 * (shape.D + shape.values) * shape.H * shape.B * shape.T * (shape.T + 1) / 2
+def _dense_flops(shape: Shape, values: int) -> float:
+    return 2 * (shape.D + values) * shape.H * shape.B * shape.T * (shape.T + 1) / 2
 
 
 def _flops_of(parts: list[Part], name: str) -> float:

@@ -108,7 +108,9 @@ def run_tune(
         "nsa": nsa.model_dump(),
     }
     rows: list[Timed] = []
-    for shape in shapes or (GPU_SHAPES if device.type == "cuda" else (CPU_SHAPE,)):
+    shapes = shapes or (GPU_SHAPES if device.type == "cuda" else (CPU_SHAPE,))
+    left = [f"{shape}: {name}" for shape in shapes for name in kernels or ENTRIES]
+    for shape in shapes:
         sizes = shape.H, shape.G, shape.D, nsa, choices, device, dtype
         short, long = (
             {part.name: part for part in make_parts(*tokens, *sizes, Dv=shape.values)}
@@ -119,8 +121,10 @@ def run_tune(
             found = _tune(str(shape), name, short[part], long[part], nsa, most)
             rows += found
             console.print(_table(found))
-            if json_path:  # after every kernel: what is broken off keeps what it measured
-                records.write(json_path, {**report, "rows": [asdict(row) for row in rows]})
+            left.remove(f"{shape}: {name}")
+            if json_path:  # after every kernel: what is broken off keeps what it measured, and says what it did not
+                told = {"not_measured": left} if left else {}
+                records.write(json_path, {**report, "rows": [asdict(row) for row in rows], **told})
     console.print(records.code_text(report))
     return rows
 

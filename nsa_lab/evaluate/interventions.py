@@ -168,8 +168,7 @@ def _selected(
     elif intervention.times == 1:
         blocks = choices.chosen_blocks(scoring, layer)
     else:
-        # The model's backend need not take so many blocks.
-        backend = "auto"
+        backend = "auto"  # the model's own need not take so many blocks; they differ by rounding
         asking, keys, asked = scoring
         blocks = choose_blocks(asking, keys, _with_more(asked, intervention), backend=backend)
     return selected_attention(q, k_sel, v_sel, blocks, nsa, backend=backend)[0]

@@ -24,7 +24,7 @@ from nsa_lab.figures.pace import throughput
 from nsa_lab.figures.parity import shares_of_allowed
 from nsa_lab.figures.query import query_reads
 from nsa_lab.figures.reach import reach_losses
-from nsa_lab.figures.retrieval import difference_by_position, loss_by_position, retrieval_map, retrieval_maps
+from nsa_lab.figures.retrieval import difference_by_position, loss_by_position, octaves_of, retrieval_map, retrieval_maps
 from nsa_lab.figures.run_axes import Run
 from nsa_lab.figures.selection import importance_map, selection_by_layer
 from nsa_lab.figures.speeds import time_by_length
@@ -54,6 +54,7 @@ __all__ = [
     "loss_by_position",
     "loss_curves",
     "loss_difference",
+    "octaves_of",
     "overlap_weights",
     "overview",
     "progress",

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nsa_lab.figures.style import DENSE, SEL, legend, panel
-from nsa_lab.health.text_pairs import TextDifference
+from nsa_lab.health.text_pairs import PlaceDifference, TextDifference
 from nsa_lab.runs.evaluation import found_at_depth
 
 NAMES = {"needle": "needle", "multi_key": "needle among other facts", "multi_query": "several questions"}
@@ -63,7 +63,7 @@ def retrieval_maps(cells: Mapping[str, Sequence[dict[str, Any]]], tasks: Sequenc
 def difference_by_position(text: TextDifference, bar: float | None = None) -> Figure:
     """Bits per byte of a model less those of another, by octave of the position, with 95 % intervals; `bar` is a level."""
     figure, axes = panel(8, 3.8, f"{text.text}: {text.model} less {text.baseline}; below 0 the first is better")
-    places = [place for place in text.places if place.place[0].isdigit()]  # octaves, and neither a sum nor a slope
+    places = octaves_of(text)
     middle = np.arange(len(places))
     axes.axhline(0, color="black", linewidth=0.8)
     if bar is not None:
@@ -81,6 +81,11 @@ def difference_by_position(text: TextDifference, bar: float | None = None) -> Fi
     axes.set(xlabel="position, bytes", ylabel="bits per byte")
     legend(axes, columns=2)
     return figure
+
+
+def octaves_of(text: TextDifference) -> list[PlaceDifference]:
+    """Octaves of the position among the places of a text: neither whole documents nor a slope."""
+    return [place for place in text.places if place.place[0].isdigit()]
 
 
 def _map(axes: Axes, cells: list[dict[str, Any]]) -> Any:

@@ -50,12 +50,13 @@ class EvaluatedModels:
             show(figures.retrieval_maps(cells, asked))
 
     def text(self, name: str, bar: float | None = None) -> None:
-        """Loss by position in one text, and what each model loses to the baseline there; `bar` is drawn as a level."""
+        """Loss in one text, and what each model loses to the baseline; drawn, with `bar` as a level, where it was read
+        by position."""
         if not (found := self._told()):
             return
         display(Markdown(tables.texts(found, name) or f"No two of these models read the text {name!r} in the same cut."))
         for text in found.texts:
-            if text.text == name:
+            if text.text == name and figures.octaves_of(text):
                 show(figures.difference_by_position(text, bar))
 
     def time(self) -> None:

@@ -51,6 +51,11 @@ def test_every_view_is_shown(tmp_path: Path, shown: list[Any], seeds: int) -> No
         shown.clear()
         view()
         assert kinds(shown) == expected
+    for text in found.found.texts:  # as texts are that were read as whole documents alone
+        text.places[:] = text.places[:1]
+    shown.clear()
+    found.text("long")
+    assert kinds(shown) == [Markdown]
     shown.clear()
     found.text("no such text")
     assert [one.data for one in shown] == ["No two of these models read the text 'no such text' in the same cut."]

@@ -13,7 +13,7 @@ from nsa_lab.model import ShortConvolution
 
 
 class TokenRows:
-    """[B, capacity, G, D], and one row more, where padding past the capacity goes."""
+    """[B, capacity, G, D], and one row more, where padding past the capacity goes. Made and written without gradients."""
 
     def __init__(self, capacity: int, groups: int, width: int, batch: int, like: Tensor) -> None:
         self._lay_out(capacity, like.new_zeros(batch * capacity + 1, groups, width), batch)
