@@ -24,7 +24,7 @@ from nsa_lab.bench import attention_parity as parity
 from nsa_lab.bench import attention_peers as peers
 from nsa_lab.bench import records
 from nsa_lab.bench.attention_parts import Part, make_parts
-from nsa_lab.bench.timing import peak_bytes, time_ms
+from nsa_lab.bench.timing import peak_bytes, refusal, time_ms
 from nsa_lab.config import NSAConfig
 
 # Forward and backward of the whole as a share of SDPA flash at the same shape: (T, H), with d=64, or with more where H=64.
@@ -204,10 +204,7 @@ def _time_peer(row: Row, run: Callable[..., Tensor], inputs: list[Tensor], flops
     try:
         return _time(row, run, inputs, flops)
     except RuntimeError as reason:  # torch's own errors, its compiler's among them, are such
-        if "CUDA error" in str(reason):  # a fault of the device: nothing after it would be true
-            raise
-        why = (str(reason).splitlines() or [type(reason).__name__])[0]
-        return Row(row.shape, row.part, row.by, note=f"does not run: {why[:60]}")
+        return Row(row.shape, row.part, row.by, note=refusal(reason))
 
 
 def _shares(row: Row, dense: dict[str, float]) -> tuple[float | None, float | None]:

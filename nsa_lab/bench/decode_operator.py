@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nsa_lab.attention import Span, compress, geometry, reference
 from nsa_lab.attention.decoding import cached_attention, cached_dense_attention
 from nsa_lab.attention.layer_cache import LayerCache
-from nsa_lab.bench.timing import time_ms, turns_ms
+from nsa_lab.bench.timing import refusal, time_ms, turns_ms
 from nsa_lab.config import NSAConfig
 
 PARITY_LENGTHS = (1999, 700, 3)  # tokens before the new one, of three sequences in one batch
@@ -168,7 +168,7 @@ def _checked_dense(by: str, attend: Callable[..., Tensor], inputs: tuple[Tensor,
     try:
         error = (attend(*inputs)[-1:] - true).abs().max().item()
     except RuntimeError as reason:  # a kernel that does not take these shapes says so here
-        return Contender("dense", by, float("nan"), limit, note=f"does not run: {str(reason).splitlines()[0][:60]}")
+        return Contender("dense", by, float("nan"), limit, note=refusal(reason))
     return Contender("dense", by, error, limit, note="" if error <= limit else FAILED)
 
 

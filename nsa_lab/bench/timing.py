@@ -46,6 +46,14 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def refusal(reason: RuntimeError) -> str:
+    """Why a contender does not run at a shape, in a note's few words. Raises `reason` itself for a fault of the device:
+    nothing that was measured after one would be true."""
+    if "CUDA error" in str(reason):
+        raise reason
+    return f"does not run: {(str(reason).splitlines() or [type(reason).__name__])[0][:60]}"
+
+
 def profiler() -> profile:
     """Of one cycle; torch warns into the report that it drops events of earlier ones unless told to keep them."""
     return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)

@@ -11,6 +11,7 @@ from rich.console import Console
 from nsa_lab.attention import torch_backend
 from nsa_lab.bench.attention import CPU_SHAPES, Shape, parse_shape, run_attention_bench
 from nsa_lab.bench.attention_parts import SELECTIONS, choose
+from nsa_lab.bench.timing import refusal
 from nsa_lab.config import NSAConfig
 
 NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
@@ -67,6 +68,12 @@ def test_a_peer_that_refuses_a_shape_is_told_and_the_rest_is_timed(tmp_path, mon
     rows = {row.part: row for row in bench(tmp_path)}
     assert rows["dense"].note == "does not run: no kernel for these heads" and rows["dense"].forward_ms is None
     assert rows["whole"].forward_ms > 0 and rows["whole"].share is None
+
+
+def test_a_fault_of_the_device_is_no_refusal():
+    assert refusal(RuntimeError()) == "does not run: RuntimeError"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        refusal(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_a_bench_that_is_broken_off_keeps_what_it_measured(tmp_path, monkeypatch):
