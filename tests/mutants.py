@@ -200,7 +200,8 @@ OTHERS = {
     "attention.kernels.decoding.append": ["tests/kernels/decoding/test_append.py"],
     "attention.kernels.decoding.complete": ["tests/kernels/decoding/test_append.py"],
     "attention.kernels.decoding.linear": ["tests/kernels/decoding/test_linear.py"],
-    "attention.kernels.ahead": cases("kernels/test_compiling.py", "launches_are_launches_again_after_a_failure"),
+    "attention.kernels.ahead": ["tests/kernels/test_launching.py"],
+    "attention.kernels.launching": ["tests/kernels/test_launching.py"],
     "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
     "attention.kernels.gating": ["tests/kernels/test_gating.py"],
     "attention.kernels.operator": cases(
@@ -339,9 +340,33 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "compiling ahead: nothing is launched ever after",
-        "attention.kernels.ahead",
-        "        JITFunction.run = run\n",
+        "attention.kernels.launching",
+        "        _launching.reset(token)\n",
         "        pass\n",
+    ),
+    Mutant(
+        "compiling together: one kernel after another",
+        "attention.kernels.ahead",
+        "if kind not in known and IN_PARALLEL and not INTERPRETED and launches():",
+        "if kind in known and IN_PARALLEL and not INTERPRETED and launches():",
+    ),
+    Mutant(
+        "launching: a kernel that loads 16 bytes at once is taken for any address",
+        "attention.kernels.launching",
+        "else (x.dtype, x.data_ptr() & 15 == 0)",
+        "else (x.dtype, True)",
+    ),
+    Mutant(
+        "launching: a kernel for one row is taken for any number of rows",
+        "attention.kernels.launching",
+        "+ 2 * (x == 1)",
+        "",
+    ),
+    Mutant(
+        "launching: constants are not part of what was compiled",
+        "attention.kernels.launching",
+        "tuple(options), tuple(options.values())",
+        "tuple(options)",
     ),
     # The block arithmetic that every backend takes from one place.
     Mutant(

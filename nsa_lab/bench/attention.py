@@ -24,7 +24,7 @@ from nsa_lab.bench import attention_parity as parity
 from nsa_lab.bench import attention_peers as peers
 from nsa_lab.bench import records
 from nsa_lab.bench.attention_parts import Part, make_parts
-from nsa_lab.bench.timing import peak_bytes, refusal, time_ms
+from nsa_lab.bench.timing import eager_ms, peak_bytes, refusal, time_ms
 from nsa_lab.config import NSAConfig
 
 # Forward and backward of the whole as a share of SDPA flash at the same shape: (T, H), with d=64, or with more where H=64.
@@ -37,6 +37,9 @@ WHOLE_BARS = {
     (32768, 64): 0.15,
     (131072, 64): 0.075,
 }
+
+EAGER_BARS = {(2048, 12): 1.5}
+"""The same without a graph, launches and all, as a share of SDPA flash in its graph."""
 
 # Dense attention that shares and bars are told in; cuDNN's is faster where there is one, so that shares are told of both.
 BASELINE = "SDPA flash"
@@ -71,7 +74,8 @@ CPU_SHAPES = (Shape(96, 1, 6, 2, 32),)
 
 @dataclass
 class Row:
-    """One contender at one shape. Times are milliseconds, None where parity failed or there is no backward."""
+    """One contender at one shape. Times are milliseconds, None where parity failed or there is no backward; of the whole,
+    also forward and backward without a graph."""
 
     shape: str
     part: str
@@ -84,6 +88,9 @@ class Row:
     share: float | None = None
     share_fastest: float | None = None
     bar: float | None = None
+    eager_ms: float | None = None
+    eager_share: float | None = None
+    eager_bar: float | None = None
     parity: dict[str, list[float]] = field(default_factory=dict)
     note: str = ""
 
@@ -190,8 +197,10 @@ def _bench_shape(shape: Shape, nsa: NSAConfig, choices, device, dtype, with_peer
         else:
             _time(row, part.run, part.inputs, part.useful_flops)
             row.share, row.share_fastest = _shares(row, dense)
-        if part.name == "whole" and row.share is not None:
-            row.bar = WHOLE_BARS.get((shape.T, shape.H))
+        if part.name == "whole" and row.share is not None and row.total_ms is not None:
+            row.bar, row.eager_bar = (bars.get((shape.T, shape.H)) for bars in (WHOLE_BARS, EAGER_BARS))
+            row.eager_ms = eager_ms(_both(part.run, part.inputs), device)
+            row.eager_share = None if row.eager_ms is None else row.share * row.eager_ms / row.total_ms
         rows.append(row)
     if with_peers:
         for part, name, run, inputs in peers.parts(shape, nsa, device, dtype):
@@ -224,14 +233,19 @@ def _time(row: Row, run: Callable[..., Tensor], inputs: list[Tensor], flops: flo
         row.tflops_forward = flops / row.forward_ms / 1e9
     if not wanting:
         return row
-    d_out = torch.randn_like(run(*inputs))
-    both = lambda: torch.autograd.grad(run(*inputs), wanting, d_out)  # noqa: E731
+    both = _both(run, inputs)
     row.backward_ms = max(time_ms(both, device) - row.forward_ms, 0.0)
     if flops and row.backward_ms:
         row.tflops_backward = 2.5 * flops / row.backward_ms / 1e9
     peak = peak_bytes(both, device)
     row.peak_mib = None if peak is None else peak / 2**20
     return row
+
+
+def _both(run: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], object]:
+    """Forward and backward of `run`."""
+    wanting, d_out = [x for x in inputs if x.requires_grad], torch.randn_like(run(*inputs))
+    return lambda: torch.autograd.grad(run(*inputs), wanting, d_out)
 
 
 def _dense_flops(shape: Shape, values: int) -> float:
@@ -274,6 +288,7 @@ def _table(rows: list[Row]) -> Table:
         "of flash",
         "bar",
         "of fastest",
+        "eager, of flash",
     ):
         table.add_column(name, justify="left" if name in ("shape", "part", "by") else "right")
     for row in rows:
@@ -292,6 +307,7 @@ def _table(rows: list[Row]) -> Table:
             number(row.share),
             number(row.bar),
             number(row.share_fastest),
+            number(row.eager_share) + (f" ({row.eager_bar})" if row.eager_bar else ""),
             style="bold" if row.part == "whole" else None,
         )
     return table

@@ -23,6 +23,16 @@ def time_ms(run: Callable[[], object], device: torch.device) -> float:
     return _time_graph(run) if device.type == "cuda" else _time_clock(run)
 
 
+def eager_ms(run: Callable[[], object], device: torch.device) -> float | None:
+    """Median milliseconds of `run` with its launches, as the host makes them, on a GPU, with a cold L2; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    from triton.testing import do_bench
+
+    run()
+    return do_bench(run, warmup=20, rep=100, return_mode="median")
+
+
 def turns_ms(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Median milliseconds of each by the clock. They take turns, so that what else the machine does meets all alike."""
     took: dict[str, list[float]] = {name: [] for name in runs}

@@ -7,6 +7,7 @@ printed as it would stand there, and entered by hand, with the test that holds t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,11 +156,11 @@ def _tune(shape: str, name: str, short: Part, long: Part, nsa: NSAConfig, most: 
     first = _timed(shape, name, own, short, long, nsa, run)
     rows, tried, best = [first], {own}, (first, own)
     while best[0].ms is not None:
-        found: list[tuple[Timed, AnyTile]] = []
-        for tile in neighbours(best[1], loops=entry.function == "band_dq"):
-            if tile not in tried and len(tried) < most:
-                tried.add(tile)
-                found.append((_timed(shape, name, tile, short, long, nsa, run), tile))
+        beside = [tile for tile in neighbours(best[1], loops=entry.function == "band_dq") if tile not in tried]
+        beside = beside[: most - len(tried)]
+        tried.update(beside)
+        _compile(entry, beside, (_pass(short, backward=entry.backward), run))
+        found = [(_timed(shape, name, tile, short, long, nsa, run), tile) for tile in beside]
         rows += [timed for timed, _ in found]
         quicker = [(timed.ms, timed, tile) for timed, tile in found if timed.ms and timed.ms < (1 - GAIN) * best[0].ms]
         if not quicker:
@@ -168,6 +169,21 @@ def _tune(shape: str, name: str, short: Part, long: Part, nsa: NSAConfig, most: 
     for row in rows:
         row.of_table = row.ms / first.ms if row.ms and first.ms else None
     return rows
+
+
+def _compile(entry: Entry, tiles: Sequence[AnyTile], runs: Sequence[Callable[[], object]]) -> None:
+    """All tiles side by side; what does not compile says so when it is timed."""
+    from nsa_lab.attention.kernels import ahead
+    from nsa_lab.attention.kernels import tiles as kernel_tiles
+
+    def every_one() -> None:
+        for tile in tiles:
+            with _instead(entry.function, lambda *_, tile=tile: tile):
+                for run in runs:
+                    run()
+
+    if ahead.IN_PARALLEL and not kernel_tiles.INTERPRETED:
+        ahead.compile_ahead(every_one, os.cpu_count() or 1, ignore_errors=True)
 
 
 def _pass(part: Part, *, backward: bool) -> Callable[[], object]:

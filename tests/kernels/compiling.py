@@ -15,18 +15,21 @@ import functools
 import json
 import random
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_lab.attention import Span, kernels
 from nsa_lab.attention.geometry import num_compressed, num_selection
-from nsa_lab.attention.kernels import launch_table
+from nsa_lab.attention.kernels import launch_table, launching
 from nsa_lab.attention.kernels.ahead import compile_ahead
 from nsa_lab.attention.kernels.documents import raw_bounds
 from nsa_lab.attention.kernels.selected import launch as selected
@@ -234,6 +237,75 @@ def lengths() -> None:
             decode(S=1, H=6, G=2, D=64, capacity=T, indexed=True)
             table = torch.tensor([0, 3, T // 2, T], dtype=torch.int32)
             attend(T, H=6, G=2, D=64, span=Span.packed(table, capacity=4, longest=high))
+
+
+class Looked(CompiledKernel):
+    """A kernel that is not compiled, to see which one is launched."""
+
+    function = packed_metadata = None
+
+    def __init__(self) -> None:
+        self.arguments: list[tuple[object, ...]] = []
+
+    def run(self, *args) -> None:
+        self.arguments.append(args[9:])  # behind the grid, the stream, the function and its hooks
+
+    def launch_metadata(self, *args) -> None:
+        return None
+
+    def _init_handles(self) -> None:
+        pass
+
+
+def again() -> None:
+    """How many launches there are, how many of a kernel that is kept, and how many of another kernel, or with other
+    arguments, than Triton itself would take."""
+    JITFunction.__getitem__ = as_it_is
+    looked = defaultdict[Any, Looked](Looked)
+    JITFunction._do_compile = lambda kernel, key, *args: kernel.device_caches[0][0].setdefault(key, looked[kernel, key])
+    launch, count = launching.Launched._launch, Counter[str]()
+
+    def launched_by(act: Callable[[], object]) -> tuple[Looked, tuple[object, ...]]:
+        act()
+        kernel = next(kernel for kernel in looked.values() if kernel.arguments)
+        return kernel, kernel.arguments.pop()
+
+    def compared(self, grid, *args, **options) -> None:
+        if not launching.launches():  # compiled together, before the first call of a kind
+            return
+        kept = len(self._compiled)
+        kernel, ours = launched_by(lambda: launch(self, grid, *args, **options))
+        by_triton, theirs = launched_by(lambda: self.kernel[grid](*args, **options))
+        same = kernel is by_triton and all(a is b or a == b for a, b in zip(ours, theirs, strict=True))
+        count.update(launches=1, again=len(self._compiled) == kept, other=not same)
+
+    launching.Launched._launch = compared
+    draw = random.Random(5)
+    for T in (1, 2, 15, 16, 64, 127, 300, 300, 1024, 2047, 4160, 4160):
+        attend(T, H=6, G=2, D=64)
+        attend(
+            T, H=draw.choice((2, 4)), G=1, D=draw.choice((32, 48, 96)), dtype=draw.choice((torch.float16, torch.float32))
+        )
+        decode(S=draw.choice((1, 3)), H=6, G=2, D=64, capacity=T + 64, indexed=draw.random() < 0.5)
+        table = torch.tensor([0, 0, T // 2, T], dtype=torch.int32)
+        attend(T, H=6, G=2, D=64, span=Span.packed(table, capacity=4, longest=T))
+    # Of 4 bytes where 16 were: an address that no wide load may take, and rows that are not next to each other.
+    wide = [torch.zeros(1, n, heads, 72, dtype=torch.bfloat16) for n, heads in ((300, 6), (17, 2), (17, 2))]
+    for first in (0, 1, 2, 8, 0, 1, 2, 8):
+        kernels.compressed_attention(*(x[..., first : first + 64] for x in wide), NSAConfig())
+    shared_memory.update(count)
+
+
+def together() -> None:
+    """How many kernels of first calls of their kind are compiled side by side, and how many one by one."""
+    from triton.runtime._async_compile import active_mode
+
+    count = Counter(together=0, alone=0)
+    triton.knobs.runtime.jit_post_compile_hook = lambda **_: count.update(["together" if active_mode.get() else "alone"])
+    attend(T=300, H=6, G=2, D=64)
+    attend(T=290, H=6, G=2, D=64)
+    shared_memory.clear()
+    shared_memory.update(count)
 
 
 def chosen() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import triton
 from kernel_sources import jitted, launched_names
-from triton.runtime.jit import JITFunction
 
+from nsa_lab.attention.kernels import ahead, launching
 from nsa_lab.attention.kernels.ahead import compile_ahead
 
 # KB of shared memory that a block may have: A100 and the smaller GPUs of its kin, Ada, H100 and H200, B200, and the smaller
@@ -61,22 +61,32 @@ def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path):
     assert sorted(tmp_path.rglob("*.cubin")) == files and len(files) == 2
 
 
+@pytest.mark.slow
+def test_the_kernels_of_a_first_call_are_compiled_side_by_side():
+    """All of the operator's; two are the selected branch's on its own, which is called after it."""
+    assert compiled(90, KEPT, "together") == {"together": 16, "alone": 2}
+
+
 def test_a_triton_that_compiles_one_by_one_is_refused(monkeypatch):
-    monkeypatch.delattr(triton, "AsyncCompileMode", raising=False)
+    monkeypatch.setattr(ahead, "IN_PARALLEL", False)
     with pytest.raises(NotImplementedError, match=f"this is {re.escape(triton.__version__)}: upgrade triton"):
         compile_ahead(pytest.fail, threads=1)
 
 
-def test_launches_are_launches_again_after_a_failure(monkeypatch):
-    run = JITFunction.run
-
+def test_launches_are_launches_again_after_a_failure():
     def work() -> None:
-        assert JITFunction.run is not run
+        assert not launching.launches()
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         compile_ahead(work, threads=1)
-    assert JITFunction.run is run
+    assert launching.launches()
+
+
+def test_what_is_launched_is_what_triton_would_launch():
+    """Of several hundred launches, most of a kernel that was kept."""
+    found = compiled(90, KEPT, "again")
+    assert found["other"] == 0 and found["again"] > 400
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@
     band/          the compressed and the window branch;  selected/: the selected branch
     documents      several documents in one row: which of them a program works on, and where its rows begin
     launch_table   tile sizes and how each kernel is compiled;  tiles, host: what kernels, or launchers, do alike
+    launching      how a kernel is launched;  ahead: several compiled at once
 
 Shapes are checked by the public functions (attention/dispatch.py); what the kernels do not take is refused here.
 

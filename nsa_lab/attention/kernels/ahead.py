@@ -1,6 +1,6 @@
-"""Kernels compiled ahead of their first launch, several at once.
+"""Kernels compiled several at once, ahead of their first launch.
 
-By itself Triton compiles a kernel when it is launched for the first time, and the launch waits: some thirty kernels, one
+By itself Triton compiles a kernel when it is launched for the first time, and the launch waits: some fifteen kernels, one
 after another, for the operator forward and backward. Here they are queued as they come up, and threads compile them;
 Triton lets go of Python's lock for most of the way. What is compiled lies in Triton's cache on the disk, where every later
 process finds it.
@@ -11,24 +11,32 @@ process finds it.
 # pyright: reportAttributeAccessIssue=false, reportMissingTypeStubs=false
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+import functools
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
-from triton.runtime.jit import JITFunction
+
+from nsa_lab.attention.kernels.launching import launches, launching_nothing
+from nsa_lab.attention.kernels.tiles import INTERPRETED
+
+R = TypeVar("R")
+
+IN_PARALLEL = hasattr(triton, "AsyncCompileMode")
 
 
-def compile_ahead(work: Callable[[], object], threads: int) -> int:
+def compile_ahead(work: Callable[[], object], threads: int, *, ignore_errors: bool = False) -> int:
     """Compile every kernel that `work` would launch, in `threads` threads, and launch none of them; how many there were.
 
     Nothing is computed, so results of kernels are whatever memory held: `work` must not use them as indices, nor in a
     decision. Gradients are worked out in this thread. Raises NotImplementedError for a Triton that cannot compile in
-    parallel, and what compiling raises.
+    parallel, and what compiling raises, unless errors are ignored: a kernel that does not compile then says so when it is
+    launched.
     """
-    if not hasattr(triton, "AsyncCompileMode"):
+    if not IN_PARALLEL:
         raise NotImplementedError(
             f"compiling ahead takes a Triton with AsyncCompileMode, and this is {triton.__version__}: upgrade triton, or "
             "let the first step compile"
@@ -37,23 +45,33 @@ def compile_ahead(work: Callable[[], object], threads: int) -> int:
     with (
         torch.autograd.set_multithreading_enabled(False),
         ThreadPoolExecutor(threads) as pool,
-        _launching_nothing(),
-        triton.AsyncCompileMode(pool) as mode,
+        launching_nothing(),
+        triton.AsyncCompileMode(pool, ignore_errors=ignore_errors) as mode,
     ):
         work()
     return len(mode.future_kernels)
 
 
-@contextlib.contextmanager
-def _launching_nothing() -> Generator[None]:
-    """Within, a launch compiles its kernel and ends there: Triton's own warm-up, for every kernel of this process."""
-    run = JITFunction.run
+def compiled_together(compute: Callable[..., R]) -> Callable[..., R]:
+    """`compute` with its kernels compiled in parallel where a call is the first of its kind: of these widths, heads and
+    geometry, of about this many tokens. Such a call is made twice, at first without a launch.
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **options)
+    Three tensors [B, T, heads, width] come first. Kinds are told apart roughly: what a later call of the same kind wants
+    besides is compiled when it is launched.
+    """
+    known: set[object] = set()
 
-    JITFunction.run = compile_only
-    try:
-        yield
-    finally:
-        JITFunction.run = run
+    @functools.wraps(compute)
+    def computed(*args: Any) -> R:
+        (batch, tokens, *_), rest = args[0].shape, args[3:]
+        kind = (
+            (args[0].dtype, batch.bit_length(), tokens.bit_length()),
+            tuple([x.shape[2:] for x in args[:3]]),
+            tuple([x.bit_length() if type(x) is int else x is None for x in rest]),
+        )
+        if kind not in known and IN_PARALLEL and not INTERPRETED and launches():
+            known.add(kind)
+            compile_ahead(lambda: compute(*args), os.cpu_count() or 1)
+        return compute(*args)
+
+    return computed

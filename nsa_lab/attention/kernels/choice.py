@@ -28,6 +28,7 @@ from torch import Tensor
 from nsa_lab.attention.kernels import launch_table, vocabulary
 from nsa_lab.attention.kernels.documents import compressed_bounds, document_of_tile
 from nsa_lab.attention.kernels.host import ceil_div, padded_width, strides, with_short_rows
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.tiles import LOG2E, last_tile_first, load_at, load_rows
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
@@ -180,6 +181,7 @@ def with_forced(chosen, own, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr):
     return tl.where(chosen == ABSENT, -1, chosen)
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choice(
     q_ptr, k_ptr, lse_ptr, blocks_ptr, q_bounds_ptr, k_bounds_ptr,

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
-from nsa_lab.attention.kernels.host import ceil_div, padded_width
+from nsa_lab.attention.kernels.host import ceil_div, padded_width, register_autograd
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -40,6 +41,7 @@ def _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3
     return cmp, sel, win
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_gate_forward(
     cmp_ptr, sel_ptr, win_ptr, gates_ptr, out_ptr,
@@ -64,6 +66,7 @@ def _branch_backward(out_ptr, d_out_ptr, do, gate, at, mask):
     return tl.sum(out * do, 1)
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_gate_backward(
     do_ptr, cmp_ptr, sel_ptr, win_ptr, gates_ptr, d_cmp_ptr, d_sel_ptr, d_win_ptr, dgates_ptr, deltas_ptr,
@@ -169,7 +172,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
     ctx.save_for_backward(*inputs)
 
 
-torch.library.register_autograd("nsa_lab::gated_sum", _backward, setup_context=_setup_context)
+register_autograd("gated_sum", _backward, _setup_context)
 
 
 def gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:

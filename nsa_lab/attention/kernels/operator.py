@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention.kernels import choice, gating
+from nsa_lab.attention.kernels.ahead import compiled_together
 from nsa_lab.attention.kernels.band import launch as band
-from nsa_lab.attention.kernels.host import beside, refuse_chunk_gradients, with_short_rows
+from nsa_lab.attention.kernels.host import beside, refuse_chunk_gradients, register_autograd, with_short_rows
 from nsa_lab.attention.kernels.selected import launch as selected
 from nsa_lab.attention.kernels.selected.inverted_index import IndexSizes, InvertedIndex
 from nsa_lab.config import NSAConfig
@@ -68,7 +69,13 @@ def _joined(indices: list[InvertedIndex], like: Tensor) -> list[Tensor]:
     fields: list[Tensor] = []
     for number, dtype in enumerate(_INDEX_DTYPES):
         parts = [part for index in indices if (part := index[number]) is not None]
-        fields.append(parts[0] if len(parts) == 1 else torch.cat([like.new_empty(0, dtype=dtype), *parts]))
+        match len(parts):
+            case 0:
+                fields.append(like.new_empty(0, dtype=dtype))
+            case 1:
+                fields += parts
+            case _:
+                fields.append(torch.cat(parts))
     return fields
 
 
@@ -88,22 +95,22 @@ _nsa_bwd = torch.ops.nsa_lab.nsa_bwd.default
 
 # fmt: off
 @torch.library.impl("nsa_lab::nsa_fwd", ("cpu", "cuda"))
+@compiled_together
 def _(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
     l: int, d: int, l_sel: int, n_sel: int, w: int, chosen: Tensor | None = None, documents: Tensor | None = None,
     longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, ...]:
-    with torch.cuda.device_of(q):
-        where = documents, longest, first
-        out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, *where)
-        blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, *where) if chosen is None else chosen
-        strategy = selected.forward_strategy(longest or k_sel.shape[1], selected.kernel_block(k_sel, v_sel, l_sel))
-        out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, *where)
-        index = _joined(indices, blocks)
-        # An operator may not return what it was given: blocks that came from outside are kept as the input that they are.
-        kept = blocks if chosen is None else blocks.new_empty(0)
-        out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, *where)
-        out = gating.forward(out_cmp, out_sel, out_win, gates)
+    where = documents, longest, first
+    out_cmp, lse_cmp = band.forward(q, k_cmp, v_cmp, l, d, 0, *where)
+    blocks = choice.forward(q, k_cmp, lse_cmp, l, d, l_sel, n_sel, *where) if chosen is None else chosen
+    strategy = selected.forward_strategy(longest or k_sel.shape[1], selected.kernel_block(k_sel, v_sel, l_sel))
+    out_sel, lse_sel, indices = selected.forward(q, k_sel, v_sel, blocks, l_sel, strategy, *where)
+    index = _joined(indices, blocks)
+    # An operator may not return what it was given: blocks that came from outside are kept as the input that they are.
+    kept = blocks if chosen is None else blocks.new_empty(0)
+    out_win, lse_win = band.forward(q, k_win, v_win, 1, 1, w, *where)
+    out = gating.forward(out_cmp, out_sel, out_win, gates)
     return out, out_cmp, lse_cmp, kept, out_sel, lse_sel, *index, out_win, lse_win
 
 
@@ -124,6 +131,7 @@ def _(
 
 
 @torch.library.impl("nsa_lab::nsa_bwd", ("cpu", "cuda"))
+@compiled_together
 def _(
     do: Tensor,
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
@@ -132,25 +140,24 @@ def _(
     l: int, d: int, l_sel: int, w: int, chosen: Tensor | None = None, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, ...]:
     blocks = blocks if chosen is None else chosen
-    with torch.cuda.device_of(q):
-        deltas = q.new_empty(3, *q.shape[:3], dtype=torch.float32)
-        d_cmp, d_sel, d_win, dgates = gating.backward(do, out_cmp, out_sel, out_win, gates, deltas)
-        dq = q.new_empty(q.shape)
-        q, k_cmp, v_cmp, k_win, v_win = map(with_short_rows, (q, k_cmp, v_cmp, k_win, v_win))
-        cmp, win = (l, d, 0, documents, longest), (1, 1, w, documents, longest)
-        stats_cmp = band.backward_queries(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, *cmp, delta=deltas[0])
-        stats_win = band.backward_queries(d_win, q, k_win, v_win, lse_win, dq, *win, delta=deltas[2], add=True)
-        # Beside the selected branch, whose sums wait for memory; each also fills what the other's last programs leave idle.
-        with beside(q.device) as join:
-            dkv_cmp = band.backward_keys(d_cmp, q, k_cmp, v_cmp, stats_cmp, *cmp)
-            dkv_win = band.backward_keys(d_win, q, k_win, v_win, stats_win, *win)
-        strategy = selected.forward_strategy(longest or q.shape[1], selected.kernel_block(k_sel, v_sel, l_sel))
-        sizes = selected.kept_sizes(q, v_sel, blocks.shape[3], l_sel, strategy, documents)
-        kept = _split((entries, starts, work, order), sizes)
-        dkv_sel = selected.backward(
-            d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, documents, longest, add=True, indices=kept
-        )
-        join()
+    deltas = q.new_empty(3, *q.shape[:3], dtype=torch.float32)
+    d_cmp, d_sel, d_win, dgates = gating.backward(do, out_cmp, out_sel, out_win, gates, deltas)
+    dq = q.new_empty(q.shape)
+    q, k_cmp, v_cmp, k_win, v_win = map(with_short_rows, (q, k_cmp, v_cmp, k_win, v_win))
+    cmp, win = (l, d, 0, documents, longest), (1, 1, w, documents, longest)
+    stats_cmp = band.backward_queries(d_cmp, q, k_cmp, v_cmp, lse_cmp, dq, *cmp, delta=deltas[0])
+    stats_win = band.backward_queries(d_win, q, k_win, v_win, lse_win, dq, *win, delta=deltas[2], add=True)
+    # Beside the selected branch, whose sums wait for memory; each also fills what the other's last programs leave idle.
+    with beside(q.device) as join:
+        dkv_cmp = band.backward_keys(d_cmp, q, k_cmp, v_cmp, stats_cmp, *cmp)
+        dkv_win = band.backward_keys(d_win, q, k_win, v_win, stats_win, *win)
+    strategy = selected.forward_strategy(longest or q.shape[1], selected.kernel_block(k_sel, v_sel, l_sel))
+    sizes = selected.kept_sizes(q, v_sel, blocks.shape[3], l_sel, strategy, documents)
+    kept = _split((entries, starts, work, order), sizes)
+    dkv_sel = selected.backward(
+        d_sel, deltas[1], q, k_sel, v_sel, lse_sel, blocks, l_sel, dq, documents, longest, add=True, indices=kept
+    )
+    join()
     return dq, *dkv_cmp, *dkv_sel, *dkv_win, dgates
 
 
@@ -179,4 +186,4 @@ def _differentiate(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None,
     return *_nsa_bwd(do, *kept, *ctx.geometry, chosen, documents, ctx.longest), *(None,) * 9
 
 
-torch.library.register_autograd("nsa_lab::nsa_fwd", _differentiate, setup_context=_keep)
+register_autograd("nsa_fwd", _differentiate, _keep)

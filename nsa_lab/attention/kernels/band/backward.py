@@ -18,6 +18,7 @@ from nsa_lab.attention.kernels.band.bounds import (
 )
 from nsa_lab.attention.kernels.band.forward import scores_of_tile
 from nsa_lab.attention.kernels.documents import document_of_tile
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.tiles import (
     LOG2E,
     add_product_exactly,
@@ -83,6 +84,7 @@ def first_stat(first, document, PAST: tl.constexpr):
     return (first // 16 + document * (PAST // 16 + 1)) * 16
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dq"))
 def nsa_band_dq(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr, stats_ptr,
@@ -221,6 +223,7 @@ def _dkv_steps(
     return dk, dk_lost, dv, dv_lost
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dkv"))
 def nsa_band_dkv(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,
@@ -331,6 +334,7 @@ def _sum_slice(
     tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("sum_chunks"))
 def nsa_band_sum_chunks(
     chunk_dk_ptr, chunk_dv_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,

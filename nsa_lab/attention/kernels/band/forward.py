@@ -10,6 +10,7 @@ import triton.language as tl
 
 from nsa_lab.attention.kernels.band.bounds import in_band, key_range, key_tile, named_by_branch, row_tile
 from nsa_lab.attention.kernels.documents import document_of_tile
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.tiles import LN2, last_tile_first, load_consecutive, load_rows, row_offsets
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
@@ -55,6 +56,7 @@ def _attend(
     return acc, peak, total
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES, repr=named_by_branch("forward"))
 def nsa_band_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_bounds_ptr, k_bounds_ptr,

@@ -13,7 +13,14 @@ from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.band.backward import nsa_band_dkv, nsa_band_dq, nsa_band_sum_chunks
 from nsa_lab.attention.kernels.band.forward import nsa_band_forward
 from nsa_lab.attention.kernels.documents import Bounds, compressed_bounds, raw_bounds
-from nsa_lab.attention.kernels.host import ceil_div, padded_width, refuse_chunk_gradients, strides, with_short_rows
+from nsa_lab.attention.kernels.host import (
+    ceil_div,
+    padded_width,
+    refuse_chunk_gradients,
+    register_autograd,
+    strides,
+    with_short_rows,
+)
 from nsa_lab.attention.kernels.vocabulary import LOG2E
 
 # Defined by schema for the host's sake; selected/launch.py has the figures.
@@ -209,4 +216,4 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     return dq, dk, dv, *(None,) * 6
 
 
-torch.library.register_autograd("nsa_lab::band_attention", _backward, setup_context=_setup_context)
+register_autograd("band_attention", _backward, _setup_context)

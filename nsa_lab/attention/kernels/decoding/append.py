@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.decoding.turn import take_turn
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -37,6 +38,7 @@ def mixed(x, mix_base, NEXT: tl.constexpr, late_base, columns, own, late):
     return x * this + tl.load(late_base + columns, mask=late, other=0.0).to(tl.float32) * that
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_append(
     roped_ptr, values_ptr, cos_ptr, sin_ptr, lengths_ptr, q_ptr,

@@ -17,6 +17,7 @@ from nsa_lab.attention.kernels.decoding.keys import (
     store_part,
 )
 from nsa_lab.attention.kernels.decoding.turn import take_turn
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.tiles import batch_and_group
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
@@ -25,6 +26,7 @@ NEVER = tl.constexpr(1 << 30)
 
 
 # fmt: off
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_compressed_and_window(
     q_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, lengths_ptr, scores_ptr, part_out_ptr, part_sums_ptr,
@@ -67,6 +69,7 @@ def nsa_compressed_and_window(
     store_part(part_out_ptr, part_sums_ptr, rows * PARTS + part, acc, peak, total, inside, DV, DV_PAD)
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_decode(
     q_ptr, k_ptr, v_ptr, blocks_ptr, lengths_ptr, part_out_ptr, part_sums_ptr,

@@ -19,6 +19,7 @@ from nsa_lab.attention.kernels.band.bounds import visible
 from nsa_lab.attention.kernels.choice import ABSENT, LEAST, in_order, log_of_blocks, with_forced
 from nsa_lab.attention.kernels.decoding.keys import load_queries, load_sums
 from nsa_lab.attention.kernels.decoding.turn import take_turn
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.tiles import batch_and_group
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
@@ -33,6 +34,7 @@ def some_go_without(position, L_SEL: tl.constexpr, N_SEL: tl.constexpr):
     return position // L_SEL - 2 > N_SEL - 3
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choice_importance(
     scores_ptr, part_sums_ptr, lengths_ptr, importance_ptr,
@@ -73,6 +75,7 @@ def nsa_choice_importance(
     tl.store(importance_ptr + row * n_blocks + j, importance, mask=j < n_blocks)
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choice_logs(
     q_ptr, k_ptr, lengths_ptr, logs_ptr,
@@ -127,6 +130,7 @@ def both(a, b):
     return tl.reshape(tl.join(a, b), [a.shape[0] + b.shape[0]])
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choice_best(
     scores_ptr, lengths_ptr, blocks_ptr,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from nsa_lab.attention.kernels.band.bounds import visible
 from nsa_lab.attention.kernels.decoding.turn import take_turn
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.vocabulary import LOG2E as LOG2E_FLOAT
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
@@ -42,6 +43,7 @@ def pool_weights(x, score_ptr, place_ptr, inside, columns, width, L: tl.constexp
     return weights / tl.maximum(tl.sum(weights, 0), 1e-38)[None, :]
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_complete(
     k_raw_ptr, v_raw_ptr, k_ptr, v_ptr, k_score_ptr, v_score_ptr, k_place_ptr, v_place_ptr, lengths_ptr,

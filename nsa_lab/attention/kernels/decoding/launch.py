@@ -65,25 +65,24 @@ def _(
     v_win: Tensor, l: int, d: int, l_sel: int, n_sel: int, w: int, index_q: Tensor | None = None,
     k_index: Tensor | None = None, index_l: int = 0, index_d: int = 0,
 ) -> Tensor:
-    with torch.cuda.device_of(q):
-        # All that torch launches comes before the first kernel: those behind it may read before the one ahead has ended.
-        q = q if q.stride(3) == 1 else q.contiguous()
-        index_q = index_q if index_q is None or index_q.stride(3) == 1 else index_q.contiguous()
-        parts = split(q, v_cmp, n_sel, w)
-        # Where every block that fits the cache has a place, scores do not matter.
-        there = ceil_div(k_sel.shape[1], l_sel)
-        competing = there > n_sel
-        scores = _room(q, k_cmp) if competing and index_q is None else None
-        compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
-        found = None
-        if scores is not None:
-            scored = Scored(scores, parts.sums, parts.cmp, l, d)
-            found = importance(q.shape[1], k_sel.shape[2], scored, lengths, there, l_sel, n_sel)
-        elif competing and index_q is not None and k_index is not None:
-            found = logs(index_q, k_index, lengths, there, index_d, l_sel, n_sel)
-        blocks = choose(q.shape[1], k_sel.shape[2], found, lengths, l_sel, n_sel)
-        _selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel)
-        return merged(q, gates, parts)
+    # All that torch launches comes before the first kernel: those behind it may read before the one ahead has ended.
+    q = q if q.stride(3) == 1 else q.contiguous()
+    index_q = index_q if index_q is None or index_q.stride(3) == 1 else index_q.contiguous()
+    parts = split(q, v_cmp, n_sel, w)
+    # Where every block that fits the cache has a place, scores do not matter.
+    there = ceil_div(k_sel.shape[1], l_sel)
+    competing = there > n_sel
+    scores = _room(q, k_cmp) if competing and index_q is None else None
+    compressed_and_window(q, k_cmp, v_cmp, k_win, v_win, lengths, scores, parts, l, d, w)
+    found = None
+    if scores is not None:
+        scored = Scored(scores, parts.sums, parts.cmp, l, d)
+        found = importance(q.shape[1], k_sel.shape[2], scored, lengths, there, l_sel, n_sel)
+    elif competing and index_q is not None and k_index is not None:
+        found = logs(index_q, k_index, lengths, there, index_d, l_sel, n_sel)
+    blocks = choose(q.shape[1], k_sel.shape[2], found, lengths, l_sel, n_sel)
+    _selected(q, k_sel, v_sel, blocks, lengths, parts, l_sel)
+    return merged(q, gates, parts)
 
 
 @torch.library.register_fake("nsa_lab::cached_attention")
@@ -94,9 +93,8 @@ def _(q: Tensor, gates: Tensor, lengths: Tensor, k_cmp: Tensor, v_cmp: Tensor, *
 def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """As `kernels.cached_dense_attention`: the compressed branch with a block for every token, and a window of nothing."""
     parts, gates = split(q, v, 0, 0), q.new_ones(()).expand(*q.shape[:3], 3)  # before the first kernel, as above
-    with torch.cuda.device_of(q):
-        compressed_and_window(q, k, v, k, v, lengths, None, parts, 1, 1, 0)
-        return merged(q, gates, parts)
+    compressed_and_window(q, k, v, k, v, lengths, None, parts, 1, 1, 0)
+    return merged(q, gates, parts)
 
 
 def append(
@@ -111,15 +109,14 @@ def append(
     G, keys = like.shape[2], like.shape[2] * sum(x is not None for x in places[::2])
     H, Dv = rows - keys, Dk if values is None else values.shape[3]
     q = like.new_empty(B, T, H, Dk)
-    with torch.cuda.device_of(q):
-        nsa_append[(B * T, H + keys * (1 if values is None else 2))](
-            roped, values, cos, sin, lengths, q, *places, past, mix,
-            *strides(roped), *_strides(values), *(stride for x in places for stride in _strides(x)),
-            T, 0 if places.k_sel is None else places.k_sel.shape[1], len(cos),
-            *(0 if x is None else x.shape[1] for x in (places.k_raw, places.k_win, past)), G,
-            H=H, KEYS=keys, FIRST=first, HALF=cos.shape[1], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
-            num_warps=launch_table.APPEND_WARPS, **turn(q.device, B * T, settled),
-        )
+    nsa_append[(B * T, H + keys * (1 if values is None else 2))](
+        roped, values, cos, sin, lengths, q, *places, past, mix,
+        *strides(roped), *_strides(values), *(stride for x in places for stride in _strides(x)),
+        T, 0 if places.k_sel is None else places.k_sel.shape[1], len(cos),
+        *(0 if x is None else x.shape[1] for x in (places.k_raw, places.k_win, past)), G,
+        H=H, KEYS=keys, FIRST=first, HALF=cos.shape[1], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
+        num_warps=launch_table.APPEND_WARPS, **turn(q.device, B * T, settled),
+    )
     return q
 
 
@@ -131,14 +128,13 @@ def complete(
     B, N, G, Dk = k.shape
     Dv = Dk if v is None else v.shape[3]
     (k_score, k_place), (v_score, v_place) = (pool or (None, None) for pool in (k_pool, v_pool))
-    with torch.cuda.device_of(k):
-        nsa_complete[(B * G, ceil_div(T, d), 1 if v is None else 2)](
-            k_raw, v_raw, k, v, k_score, v_score, k_place, v_place, lengths,
-            *strides(k_raw, k), *_strides(v_raw), *_strides(v),
-            T, N, k_raw.shape[1], G,
-            L=l, L_PAD=padded_width(l), STRIDE=d, DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
-            num_warps=launch_table.STREAMING_WARPS, **turn(k.device, B * T, settled),
-        )
+    nsa_complete[(B * G, ceil_div(T, d), 1 if v is None else 2)](
+        k_raw, v_raw, k, v, k_score, v_score, k_place, v_place, lengths,
+        *strides(k_raw, k), *_strides(v_raw), *_strides(v),
+        T, N, k_raw.shape[1], G,
+        L=l, L_PAD=padded_width(l), STRIDE=d, DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
+        num_warps=launch_table.STREAMING_WARPS, **turn(k.device, B * T, settled),
+    )
 
 
 def linear(
@@ -152,14 +148,13 @@ def linear(
     none = [None] * (MOST_MAPS - len(maps))
     thens = [linear_kernel.THENS[then] for _, then in maps]
     tile = launch_table.linear_tile(x.dtype, rows, sum(widths), K)
-    with torch.cuda.device_of(x):
-        nsa_linear[(sum(ceil_div(width, tile.columns) for width in widths), ceil_div(rows, tile.rows))](
-            x, None if norm is None else norm[0], residual, *(w for w, _ in maps), *none, *out, *none,
-            rows, 0.0 if norm is None else norm[1],
-            *widths, *([0] * len(none)), K, *thens, *([0] * len(none)), gated,
-            tile.rows, tile.columns, tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
-            **turn(x.device, rows, settled),
-        )
+    nsa_linear[(sum(ceil_div(width, tile.columns) for width in widths), ceil_div(rows, tile.rows))](
+        x, None if norm is None else norm[0], residual, *(w for w, _ in maps), *none, *out, *none,
+        rows, 0.0 if norm is None else norm[1],
+        *widths, *([0] * len(none)), K, *thens, *([0] * len(none)), gated,
+        tile.rows, tile.columns, tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
+        **turn(x.device, rows, settled),
+    )
     return out
 
 

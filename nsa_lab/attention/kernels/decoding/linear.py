@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.decoding.turn import take_turn
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 SILU, SIGMOID = tl.constexpr(1), tl.constexpr(2)
@@ -68,6 +69,7 @@ def products_of(x, w):
     return x[:, None, :] * w.to(tl.float32)[None, :, :]
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_linear(
     x_ptr, norm_ptr, residual_ptr, w0_ptr, w1_ptr, w2_ptr, y0_ptr, y1_ptr, y2_ptr,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from nsa_lab.attention.kernels.decoding.keys import NO_PEAK, load_sums
 from nsa_lab.attention.kernels.decoding.turn import take_turn
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -23,6 +24,7 @@ def branch_weights(part_peak, part_total, own, gate):
     return shrink * (gate / tl.where(total == 0.0, 1.0, total))
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_gate_merge(
     part_out_ptr, part_sums_ptr, gates_ptr, out_ptr,

@@ -16,6 +16,7 @@ import inspect
 import triton
 import triton.language as tl
 
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.selected.forward import (
     diagonal_rows,
     item_of_program,
@@ -31,6 +32,7 @@ _CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__
 
 
 # fmt: off
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_delta(
     out_ptr, do_ptr, dlse_ptr, delta_ptr,
@@ -221,6 +223,7 @@ def _backward_rows(
     return dk, dk_rest, dv, dv_rest
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_backward(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr,
@@ -304,6 +307,7 @@ def nsa_selected_backward(
         _store_halves(base + BLOCK * DK, local, dv, dv_rest, inside_block, DV, DV_PAD, DV_PART)
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_sum(
     pair_dq_ptr, blocks_ptr, dq_ptr, item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr,

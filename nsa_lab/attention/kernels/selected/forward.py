@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from nsa_lab.attention.kernels.documents import document_of_tile
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
 from nsa_lab.attention.kernels.tiles import LN2, load_consecutive, load_rows, load_rows_inside, row_offsets
 from nsa_lab.attention.kernels.vocabulary import SIZES
@@ -111,6 +112,7 @@ def _gather_rows(
             tl.store(pointers, out, mask=(columns_v < DV)[None, :], eviction_policy="evict_first")
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_gather(
     q_ptr, k_ptr, v_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr, pair_out_ptr, pair_lse_ptr, bounds_ptr,
@@ -173,6 +175,7 @@ def row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constex
     return b, g, t, head, inside, slots, pair
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_merge(
     pair_out_ptr, pair_lse_ptr, blocks_ptr, out_ptr, lse_ptr,
@@ -304,6 +307,7 @@ def _union_blocks(
     return acc, peak, total
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_union(
     q_ptr, k_ptr, v_ptr, blocks_ptr, out_ptr, lse_ptr, bounds_ptr,

@@ -36,6 +36,7 @@ from nsa_lab.attention.kernels.documents import (
     first_tile,
 )
 from nsa_lab.attention.kernels.host import ceil_div, padded_width
+from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 QUERIES_PER_SPAN = 256  # a span's bitmap has one bit per query and block; spans are counted independently
@@ -101,6 +102,7 @@ def block_keys(block, N, bounds_ptr, documents, BLOCK: tl.constexpr):
     return first, N
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_number_blocks(
     blocks_ptr, numbers_ptr, bounds_ptr,
@@ -119,6 +121,7 @@ def nsa_selected_number_blocks(
     tl.store(numbers_ptr + at, tl.where(live, number, -1), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_index_count(
     blocks_ptr, bitmap_ptr, below_ptr, counts_ptr, bounds_ptr,
@@ -174,6 +177,7 @@ def nsa_selected_index_count(
         tl.store(counts_ptr + (bg * n_blocks + column) * n_spans + span, tl.sum(ones, 0), mask=column < stop_block)
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_index_scatter(
     blocks_ptr, bitmap_ptr, below_ptr, ends_ptr, entries_ptr, starts_ptr, work_ptr,
@@ -219,6 +223,7 @@ def nsa_selected_index_scatter(
                 tl.store(work_ptr + number + i + offsets, owner, mask=i + offsets < room)
 
 
+@launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_index_first_query(
     entries_ptr, starts_ptr, work_ptr, keys_ptr,

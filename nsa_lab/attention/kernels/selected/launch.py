@@ -17,7 +17,14 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.documents import Bounds, raw_bounds
-from nsa_lab.attention.kernels.host import ceil_div, padded_width, refuse_chunk_gradients, strides, with_short_rows
+from nsa_lab.attention.kernels.host import (
+    ceil_div,
+    padded_width,
+    refuse_chunk_gradients,
+    register_autograd,
+    strides,
+    with_short_rows,
+)
 from nsa_lab.attention.kernels.selected.backward import nsa_selected_backward, nsa_selected_delta, nsa_selected_sum
 from nsa_lab.attention.kernels.selected.forward import nsa_selected_gather, nsa_selected_merge, nsa_selected_union
 from nsa_lab.attention.kernels.selected.inverted_index import (
@@ -182,12 +189,11 @@ def forward(
     sizes = _sizes(q, v, blocks.shape[3], block, bounds.documents, first)
     out = q.new_empty(sizes.B, sizes.T, sizes.H, sizes.dv)
     lse = q.new_empty(sizes.B, sizes.T, sizes.H, dtype=torch.float32)
-    with torch.cuda.device_of(q):
-        if strategy == "union":
-            _forward_union(q, k, v, blocks, out, lse, sizes, bounds)
-            return out, lse, []
-        blocks = _numbered(blocks, block, bounds)
-        return out, lse, _forward_gather(q, k, v, blocks, out, lse, sizes, bounds)
+    if strategy == "union":
+        _forward_union(q, k, v, blocks, out, lse, sizes, bounds)
+        return out, lse, []
+    blocks = _numbered(blocks, block, bounds)
+    return out, lse, _forward_gather(q, k, v, blocks, out, lse, sizes, bounds)
 
 
 def _numbered(blocks: Tensor, block: int, bounds: Bounds) -> Tensor:
@@ -271,11 +277,10 @@ def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor,
     l_sel: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.cuda.device_of(q):
-        do = with_short_rows(do)
-        dq = q.new_empty(q.shape)
-        delta = _delta(out, do, dlse)
-        return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, longest, add=False)
+    do = with_short_rows(do)
+    dq = q.new_empty(q.shape)
+    delta = _delta(out, do, dlse)
+    return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, longest, add=False)
 
 
 def backward(
@@ -392,4 +397,4 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     return *grads, *(None,) * 6
 
 
-torch.library.register_autograd("nsa_lab::selected_fwd", _differentiate, setup_context=_keep)
+register_autograd("selected_fwd", _differentiate, _keep)

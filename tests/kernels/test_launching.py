@@ -1,0 +1,169 @@
+"""Which launches share a kernel, and when kernels are compiled together; test_compiling.py asks Triton itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+
+from nsa_lab.attention.kernels import ahead, launching
+
+
+class StandIn(CompiledKernel):
+    def __init__(self, launches: list[tuple[object, ...]]) -> None:
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return lambda *args: self.launches.append((self, grid, args))
+
+
+class Kernel:
+    """What triton.jit gives, with two parameters and two constants."""
+
+    __name__ = "kernel"
+    arg_names = ("x", "n", "SIZE", "ADD")
+    params = tuple(SimpleNamespace(is_constexpr=name.isupper()) for name in arg_names)
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[object, ...]] = []
+        self.bound = 0
+
+    def __getitem__(self, grid):
+        def bind(*args, **options):
+            self.bound += 1
+            return StandIn(self.launches)
+
+        return bind
+
+    def run(self, *args, grid, warmup, **options):
+        assert warmup
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launching, "REMEMBERS", True)
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0)))
+    return launching.Launched(Kernel())
+
+
+ROWS = torch.zeros(64, dtype=torch.float16)
+
+
+def launch(kernel, x=ROWS, n=48, size=4, add=True, **options):
+    kernel[(3,)](x, n, ADD=add, SIZE=size, **options)
+
+
+def test_a_second_launch_takes_the_kernel_of_the_first_with_all_arguments_in_their_order(kernel):
+    launch(kernel, n=48)
+    launch(kernel, ROWS[16:], n=160)
+    assert kernel.kernel.bound == 1
+    [(_, grid, (x, *rest))] = kernel.kernel.launches
+    assert grid[:3] == (3, 1, 1) and x.data_ptr() == ROWS[16:].data_ptr() and rest == [160, 4, True]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": ROWS[1:]},  # an address that 16 does not divide
+        {"x": ROWS.float()},
+        {"x": None},
+        {"n": 47},
+        {"n": 1},
+        {"n": 2**31},
+        {"size": 8},
+        {"add": False},
+        {"num_warps": 8},
+    ],
+)
+def test_what_triton_compiles_anew_is_not_launched_as_what_was_compiled(kernel, other):
+    launch(kernel)
+    launch(kernel, **other)
+    assert kernel.kernel.bound == 2 and kernel.kernel.launches == []
+
+
+def test_one_is_another_kind_than_other_odd_numbers(kernel):
+    launch(kernel, n=47)
+    launch(kernel, n=1)
+    launch(kernel, n=49)
+    assert kernel.kernel.bound == 2 and len(kernel.kernel.launches) == 1
+
+
+def test_a_kernel_that_another_gpu_loaded_is_not_launched(kernel, monkeypatch):
+    launch(kernel)
+    monkeypatch.setattr(launching.driver.active, "get_current_device", lambda: 1)
+    launch(kernel)
+    assert kernel.kernel.bound == 2
+
+
+def test_tensors_of_another_gpu_are_launched_there(kernel, monkeypatch):
+    here = [0]
+    monkeypatch.setattr(launching.driver.active, "get_current_device", lambda: here[-1])
+    monkeypatch.setattr(launching, "_device", lambda args: 1)
+
+    class Device:
+        def __init__(self, number):
+            here.append(number)
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            here.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    launch(kernel)
+    assert here == [0] and next(iter(kernel._compiled))[0] == 1
+
+
+def test_an_older_triton_binds_every_launch(kernel, monkeypatch):
+    monkeypatch.setattr(launching, "REMEMBERS", False)
+    launch(kernel)
+    launch(kernel)
+    assert kernel.kernel.bound == 2
+
+
+def test_nothing_is_launched_within(kernel):
+    launch(kernel)
+    with launching.launching_nothing():
+        launch(kernel)
+    assert kernel.kernel.bound == 1 and kernel.kernel.launches == []
+    launch(kernel)
+    assert len(kernel.kernel.launches) == 1
+
+
+def test_a_constant_before_a_parameter_is_refused():
+    class Mixed(Kernel):
+        arg_names = ("x", "SIZE", "n")
+        params = tuple(SimpleNamespace(is_constexpr=name.isupper()) for name in arg_names)
+
+    with pytest.raises(TypeError, match=r"kernel: expected all tl\.constexpr behind"):
+        launching.Launched(Mixed())
+
+
+def test_a_first_call_of_its_kind_is_compiled_together(monkeypatch):
+    done = []
+    monkeypatch.setattr(ahead, "INTERPRETED", False)
+    monkeypatch.setattr(ahead, "IN_PARALLEL", True)
+    monkeypatch.setattr(ahead, "compile_ahead", lambda work, threads: done.append("compiled"))
+
+    @ahead.compiled_together
+    def compute(q, k, v, w, documents):
+        done.append("computed")
+
+    def call(T=300, heads=4, w=8, documents=None):
+        compute(*(torch.zeros(1, T, n, 16) for n in (heads, 2, 2)), w, documents)
+
+    call()
+    call(T=290)
+    assert done == ["compiled", "computed", "computed"]
+    for other in ({"heads": 8}, {"T": 3000}, {"w": 64}, {"documents": torch.zeros(2)}):
+        done.clear()
+        call(**other)
+        call(**other)
+        assert done == ["compiled", "computed", "computed"], other
+    done.clear()
+    with launching.launching_nothing():
+        call(heads=2)
+    assert done == ["computed"]
