@@ -184,6 +184,7 @@ OTHERS = {
         "of_two_equals_the_higher_gives_way_to_a_better_block",
         "matches_the_definition[1x130x3x3x32-torch.float32]",
         "matches_the_definition[2x77x6x2x32-torch.float32]",
+        "matches_the_definition[1x230x2x1x144-torch.float32]",
         "one_head_with_blocks_side_by_side_needs_no_lse[2x77x2x32-torch.float32-sharp]",
         "one_head_with_blocks_side_by_side_needs_no_lse[1x700x1x16-torch.float32-sharp]",
         "without_an_lse_ties_go_to_the_lower_index[2x77x2x32]",
@@ -349,6 +350,12 @@ MUTANTS = [
         "attention.kernels.ahead",
         "if kind not in known and IN_PARALLEL and not INTERPRETED and launches():",
         "if kind in known and IN_PARALLEL and not INTERPRETED and launches():",
+    ),
+    Mutant(
+        "choice: of wide keys the first columns alone are scored",
+        "attention.kernels.choice",
+        "for past in tl.static_range(COLUMNS, DK, COLUMNS):",
+        "for past in tl.static_range(DK, DK, COLUMNS):",
     ),
     Mutant(
         "launching: a kernel that loads 16 bytes at once is taken for any address",

@@ -24,6 +24,7 @@ CASES = [
     (1, 9, 3, 1, 96, NSAConfig(l=16, d=16)),
     (1, 130, 3, 3, 32, NSAConfig(l=4, d=4, l_sel=4, n_sel=3)),
     (2, 1, 2, 1, 32, NSAConfig()),
+    (1, 230, 2, 1, 144, NSAConfig(l=4, d=2, l_sel=32, n_sel=4)),  # keys a part of their width at a time
 ]
 GPU_CASES = [
     (2, 2500, 12, 2, 64, NSAConfig()),
@@ -31,6 +32,7 @@ GPU_CASES = [
     (1, 3000, 16, 1, 128, NSAConfig(n_sel=32)),
     (1, 20000, 3, 1, 64, NSAConfig()),
     (1, 4000, 5, 1, 128, NSAConfig(l=64, d=16, l_sel=128, n_sel=9)),
+    (1, 4000, 5, 1, 256, NSAConfig(l=16, d=16, l_sel=256, n_sel=9)),
 ]
 # More selection blocks than a tile scores at once, and places for some of those that compete.
 SEVERAL_TILES = [

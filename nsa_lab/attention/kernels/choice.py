@@ -73,16 +73,18 @@ def _step_importance(
     t, last_free, j0, N, H, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr,
     STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr, REACH: tl.constexpr, SPILL: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     """Importance [QUERIES, BLOCKS] of selection blocks j0 ..; the first SPILL columns lack what spills in from before j0.
 
     Columns of the score tile are ordered stride-major: column s*BLOCKS + jj is compressed block STRIDES*(j0+jj) + s, so
-    that a sum over s stays within a thread.
+    that a sum over s stays within a thread. Keys are taken COLUMNS of their width at a time: all, where they fit, and then
+    once for all heads.
     """
     column = tl.arange(0, STRIDES_PAD * BLOCKS)
     i = (j0 + column % BLOCKS) * STRIDES + column // BLOCKS
-    columns = tl.arange(0, DK_PAD)
+    columns = tl.arange(0, COLUMNS)
     existing = tl.minimum(tl.maximum(i, 0), N - 1)
     k = load_rows(k_base, existing.to(tl.int64) * stride_kn, columns, DK, DK_PAD)
     q_pointers = q_base + t.to(tl.int64)[:, None] * stride_qt + columns[None, :]
@@ -91,6 +93,10 @@ def _step_importance(
         q = load_at(q_pointers, columns, DK, DK_PAD)
         lse_log2 = tl.load(lse_base + t.to(tl.int64) * H + head) * LOG2E
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        for past in tl.static_range(COLUMNS, DK, COLUMNS):
+            q = load_at(q_pointers + past, past + columns, DK, DK_PAD)
+            more = load_rows(k_base, existing.to(tl.int64) * stride_kn, past + columns, DK, DK_PAD)
+            scores = tl.dot(q, tl.trans(more), scores, input_precision="ieee")
         weight += tl.exp2(scores * scale_log2 - lse_log2[:, None])
         q_pointers += stride_qh
     if SPILL > 1:
@@ -189,7 +195,8 @@ def nsa_choice(
     T, N, B, G, documents, first_query, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr,
     STRIDES: tl.constexpr, STRIDES_PAD: tl.constexpr, REACH: tl.constexpr, SPILL: tl.constexpr, N_SEL_PAD: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, TF32: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     """The chosen blocks of QUERIES queries of one group.
 
@@ -247,7 +254,7 @@ def nsa_choice(
                 lse_base = lse_ptr + (b * T * G + g) * HEADS
                 score = _step_importance(
                     q_base, k_base, lse_base, stride_qt, stride_qh, stride_kn, t, own - 2, j0, N, G * HEADS, scale_log2,
-                    HEADS, L, STRIDE, STRIDES, STRIDES_PAD, REACH, SPILL, DK, DK_PAD, QUERIES, BLOCKS, TF32,
+                    HEADS, L, STRIDE, STRIDES, STRIDES_PAD, REACH, SPILL, DK, DK_PAD, COLUMNS, QUERIES, BLOCKS, TF32,
                 )
             j = j0 + column
             competes = ((column >= SPILL) & (j >= 1))[None, :] & (j[None, :] <= own[:, None] - 2)
@@ -297,13 +304,14 @@ def forward(
     if lse is None:
         at_once = min(at_once, launch_table.choice_strides(q.dtype, Dk))
         tile = launch_table.choice_without_lse(tile, q.device)
+    columns = launch_table.choice_columns(q.dtype, Dk, at_once, tile)
     nsa_choice[(bounds.tiles(T, tile.rows) * B * G,)](
         q, k_cmp, None if lse is None else lse.contiguous(), blocks, bounds.q, bounds.k,
         *strides(q, k_cmp),
         T, N, B, G, bounds.documents, first or None, Dk**-0.5 * vocabulary.LOG2E,
         HEADS=H // G, L=l, STRIDE=d, L_SEL=l_sel, N_SEL=n_sel,
         STRIDES=n_strides, STRIDES_PAD=at_once, REACH=reach, SPILL=spill, N_SEL_PAD=padded_width(n_sel),
-        DK=Dk, DK_PAD=padded_width(Dk), QUERIES=tile.rows, BLOCKS=tile.keys, TF32=tf32, **tile.options(),
+        DK=Dk, DK_PAD=padded_width(Dk), COLUMNS=columns, QUERIES=tile.rows, BLOCKS=tile.keys, TF32=tf32, **tile.options(),
     )
     return blocks
 # fmt: on

@@ -150,6 +150,14 @@ def choice_strides(dtype: torch.dtype, width: int) -> int:
     return 2 if dtype == torch.float32 and width > WIDEST else 8
 
 
+def choice_columns(dtype: torch.dtype, width: int, strides_at_once: int, tile: Tile) -> int:
+    """Of a key's width, how much is scored at once, so that the keys of `tile` fit 96 KB in all stages."""
+    columns = padded_width(width)
+    while columns > 16 and tile.keys * strides_at_once * columns * dtype.itemsize * tile.stages > 96 * 1024:
+        columns //= 2
+    return columns
+
+
 class Rows(NamedTuple):
     """Rows of a tile, where its keys are a kv block or there are none. `registers` as in `Tile`."""
 
