@@ -354,8 +354,8 @@ MUTANTS = [
     Mutant(
         "choice: of wide keys the first columns alone are scored",
         "attention.kernels.choice",
-        "for past in tl.static_range(COLUMNS, DK, COLUMNS):",
-        "for past in tl.static_range(DK, DK, COLUMNS):",
+        "for past in range(0, DK, COLUMNS):",
+        "for past in range(0, COLUMNS, COLUMNS):",
     ),
     Mutant(
         "launching: a kernel that loads 16 bytes at once is taken for any address",

@@ -116,10 +116,6 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: st
             {"train": {"optimizer": "muon"}, "runtime": {"parallel": "fsdp"}},
             ["train.optimizer = muon", "shards", "runtime.parallel: ddp", "train.optimizer: adamw"],
         ),
-        (
-            {"train": {"optimizer": "muon"}, "runtime": {"cuda_graph": True}},
-            ["train.optimizer = muon", "runtime.cuda_graph: false", "train.optimizer: adamw"],
-        ),
         ({"data": {"source": "local"}}, ["data.path"]),
         ({"data": {"path": "x"}}, ["data.path", "source: local"]),
         ({"data": {"val_fraction": 0.0}}, ["data.val_fraction"]),

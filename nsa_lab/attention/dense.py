@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ from nsa_lab.attention.span import Span
 LONG = 8192
 # Such a document is laid out to a multiple of so many: for every length that it has not seen, cuDNN makes a plan first.
 LAID_OUT = 1024
+
+
+class DocumentBounds(NamedTuple):
+    """What attends packed documents in one call: traced, it is the same whatever documents they are."""
+
+    bounds: Tensor
+    """int32 [documents + 1], on the device: where each begins, and where the last ends."""
+    longest: int
+    """Tokens that no document exceeds."""
+    varlen: Callable[..., Tensor]
+    """torch's attention over variable lengths."""
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "torch", span: Span | None = None) -> Tensor:
@@ -101,10 +112,31 @@ def _pieces(span: Span) -> Iterator[tuple[slice, Span | None]]:
             yield slice(own[0].queries.start, own[-1].queries.stop), Span.packed(bounds)
 
 
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, span: Span, varlen: Callable[..., Tensor]) -> Tensor:
-    bounds, most = span.cu_seqlens(q.device), span.longest_laid_out
+def document_bounds(span: Span, device: torch.device) -> DocumentBounds | None:
+    """Of packed documents; None where `dense_attention` takes more than one call for them, or torch has none to call."""
+    varlen = _varlen_attention() if device.type == "cuda" else None
+    if varlen is None or (span.longest >= LONG and _one_text_is_faster(device)):
+        return None
+    # A power of two, so that few lengths are compiled for.
+    longest = min(1 << (span.longest_laid_out - 1).bit_length(), span.queries)
+    return DocumentBounds(span.cu_seqlens(device), longest, varlen)
+
+
+def documents_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds) -> Tensor:
+    """As `dense_attention` of those packed documents, in half precision; q, k, v as there, B being 1."""
+    bounds, most, varlen = documents
     # Nothing to the right of a query, everything to its left.
     return varlen(q[0], k[0], v[0], bounds, bounds, most, most, window_size=(-1, 0))[None]
+
+
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, span: Span, varlen: Callable[..., Tensor]) -> Tensor:
+    return documents_attention(q, k, v, DocumentBounds(span.cu_seqlens(q.device), span.longest_laid_out, varlen))
+
+
+def takes_documents(q: Tensor, v: Tensor) -> bool:
+    """Whether torch's attention over variable lengths takes tensors of this kind."""
+    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    return half and q.shape[3] == v.shape[3] <= MOST_WIDTH
 
 
 def _attend_laid_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,8 +147,7 @@ def _attend_laid_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _varlen(q: Tensor, v: Tensor) -> Callable[..., Tensor] | None:
     """torch's attention over documents of any lengths, if there is one that takes these; None: one document at a time."""
-    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    return _varlen_attention() if half and q.shape[3] == v.shape[3] <= MOST_WIDTH else None
+    return _varlen_attention() if takes_documents(q, v) else None
 
 
 @functools.cache

@@ -195,7 +195,8 @@ def choose_blocks(
     """
     checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
     judged = nsa
-    if q.shape[2] == k_cmp.shape[2] and nsa.l == nsa.d:
+    # A choice of backends is not judged again; a copy of the configuration would break what is traced in two.
+    if isinstance(backend, str) and q.shape[2] == k_cmp.shape[2] and nsa.l == nsa.d:
         # The kernels' limit on strides per selection block is not one for a single head with blocks side by side.
         judged = nsa.model_copy(update={"l": nsa.l_sel, "d": nsa.l_sel})
     run = _modules(backend, q, judged, span)["selection"]

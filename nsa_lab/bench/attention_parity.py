@@ -2,7 +2,9 @@
 
 Two checks. On at most 1024 tokens, output and every gradient against the definition in float64: within 2 and 3 times
 what the same mathematics errs in plain low precision. At the length that is timed, the output's last rows against
-float64. A choice of blocks passes where it is the definition's, up to scores that differ by less than rounding.
+float64, within 2 times what plain low precision errs on them or on the shorter sequence: products of a few rows are summed
+in another order, which may err half as much (on an H200, float32: 2.3e-7 of 16 rows, 4.7e-7 of the same rows among all
+others). A choice of blocks passes where it is the definition's, up to scores that differ by less than rounding.
 
 The rule of error itself, `plain` and `error_and_allowed`, is what notebook 02 judges by too.
 """
@@ -39,7 +41,8 @@ def check(short: Part, long: Part, nsa: NSAConfig) -> tuple[dict[str, list[float
     else:
         found = _against_float64(short, nsa)
         if long.name not in ("gate", "whole"):
-            found["long out"] = _last_rows(long, nsa)
+            error, allowed = _last_rows(long, nsa)
+            found["long out"] = [error, max(allowed, found["out"][1])]
     return found, all(error <= limit for error, limit in found.values())
 
 

@@ -42,11 +42,6 @@ class RunConfig(Section):
                 "train.optimizer = muon needs every matrix whole, and runtime.parallel = fsdp shards them; "
                 "set runtime.parallel: ddp, or train.optimizer: adamw"
             )
-        if self.train.optimizer == "muon" and self.runtime.cuda_graph:
-            raise ValueError(
-                "train.optimizer = muon is not supported with runtime.cuda_graph = True; "
-                "set runtime.cuda_graph: false, or train.optimizer: adamw"
-            )
         return self
 
     def __init__(self, /, **values: Any) -> None:

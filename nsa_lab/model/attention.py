@@ -29,6 +29,7 @@ from nsa_lab.attention import (
     window_attention,
 )
 from nsa_lab.attention.compression import BlockRows, block_rows, compress_documents, make_phi
+from nsa_lab.attention.dense import DocumentBounds, document_bounds, documents_attention, takes_documents
 from nsa_lab.attention.dispatch import Choice
 from nsa_lab.attention.selection_loss import AskedQueries, asked, loss_of
 from nsa_lab.attention.tracing import untraced
@@ -57,14 +58,20 @@ class Packing(NamedTuple):
     index_table: kernels.DocumentTable | None
 
 
-@untraced
 def packing_of(
     span: Span | None, config: ModelConfig, backends: Mapping[str, Choice] | None, device: torch.device, *, taught: bool
 ) -> Packing | None:
-    """Of a layer with these `backends`, whose choice is `taught`; None where there is one document. What it holds is made
-    once per span, device and geometry."""
+    """Of a layer with these `backends`, whose choice is `taught`; None where there is one document, and then a layer stays
+    one graph. What it holds is made once per span, device and geometry."""
     if span is None or span.kind != "packed":
         return None
+    return _packing_of(span, config, backends, device, taught)
+
+
+@untraced
+def _packing_of(
+    span: Span, config: ModelConfig, backends: Mapping[str, Choice] | None, device: torch.device, taught: bool
+) -> Packing:
     ours = backends is not None and all(choice.backend == "triton" for choice in backends.values())
     return Packing(
         span.begins(device),
@@ -74,6 +81,20 @@ def packing_of(
         kernels.document_table(span, config.nsa, device) if ours else None,
         kernels.document_table(span, config.choice_nsa, device) if ours and config.indexed else None,
     )
+
+
+class DensePacking(NamedTuple):
+    """As `Packing`, of a dense layer."""
+
+    begins: Tensor
+    documents: DocumentBounds | None
+    """None where documents are attended in several calls."""
+
+
+@untraced
+def dense_packing_of(span: Span, device: torch.device) -> DensePacking:
+    """Of packed documents."""
+    return DensePacking(span.begins(device), document_bounds(span, device))
 
 
 class Heads(NamedTuple):
@@ -316,13 +337,20 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(H * d_v, config.dim, bias=False)
 
     def forward(
-        self, x: Tensor, rotary: Rotary, span: Span | None = None, packing: Packing | None = None
+        self, x: Tensor, rotary: Rotary, span: Span | None = None, packing: DensePacking | None = None
     ) -> tuple[Tensor, None]:
-        """The output, and no selection loss: as `SparseAttention.forward`, but for `packing`, which it does not need."""
-        begins = None if span is None or span.kind != "packed" else _begins(span, x.device)
-        q, (k,), (v,), _ = self.heads(x, rotary, begins)
-        attend = dense_attention if begins is None else _attend_densely
-        return self.out(attend(q, k, v, backend=self.backends["dense"].backend, span=span).flatten(2)), None
+        """The output, and no selection loss: as `SparseAttention.forward`, with what `dense_packing_of` gives."""
+        if packing is None and span is not None and span.kind == "packed":
+            packing = dense_packing_of(span, x.device)
+        q, (k,), (v,), _ = self.heads(x, rotary, packing and packing.begins)
+        backend = self.backends["dense"].backend
+        if packing is None:
+            mixed = dense_attention(q, k, v, backend=backend, span=span)
+        elif packing.documents is not None and backend == "torch" and takes_documents(q, v):
+            mixed = documents_attention(q, k, v, packing.documents)
+        else:
+            mixed = _attend_densely(q, k, v, backend=backend, span=span)
+        return self.out(mixed.flatten(2)), None
 
     def heads(self, x: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Heads:
         """As `SparseAttention.heads`, of one branch."""
@@ -333,4 +361,3 @@ class DenseAttention(nn.Module):
 # Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.
 _attend_documents = untraced(SparseAttention._attend)  # pyright: ignore[reportPrivateUsage]
 _attend_densely = untraced(dense_attention)
-_begins = untraced(Span.begins)

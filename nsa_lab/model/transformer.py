@@ -12,7 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from nsa_lab.attention import Span, geometry, resolve_backend
 from nsa_lab.attention.dispatch import Choice
 from nsa_lab.config import ModelConfig
-from nsa_lab.model.attention import DenseAttention, Packing, SparseAttention, packing_of, weighted
+from nsa_lab.model.attention import (
+    DenseAttention,
+    DensePacking,
+    Packing,
+    SparseAttention,
+    dense_packing_of,
+    packing_of,
+    weighted,
+)
 from nsa_lab.model.initial import initialise
 from nsa_lab.model.layers import MLP, RMSNorm, check_span, normed, rotary_table
 from nsa_lab.model.statistics import branch_statistics
@@ -32,7 +40,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], span: Span | None = None, packing: Packing | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        span: Span | None = None,
+        packing: Packing | DensePacking | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the selection loss of its attention or None; `packing` as its attention takes it."""
         # Returned, and not kept aside: what shards or recomputes a block knows of its outputs alone.
@@ -163,10 +175,10 @@ class NSATransformer(nn.Module):
             f"tokens ({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
         )
 
-    def _packing(self, span: Span | None, device: torch.device) -> Packing | None:
-        """Of every layer; None where there is one document, and for a dense model."""
-        if self.config.attention != "nsa":
-            return None
+    def _packing(self, span: Span | None, device: torch.device) -> Packing | DensePacking | None:
+        """Of every layer; None where there is one document."""
+        if self.config.attention == "dense":
+            return None if span is None or span.kind != "packed" else dense_packing_of(span, device)
         return packing_of(span, self.config, self.backends, device, taught=self.training and self.config.taught)
 
     def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:

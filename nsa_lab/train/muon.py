@@ -12,6 +12,8 @@ Invariants
 * Where `found_inf` is 1 nothing changes, and nothing here waits for the device.
 """
 
+# torch.optim's own copies of many tensors at once have no public name.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math
@@ -119,8 +121,7 @@ class Muon(torch.optim.Optimizer):
             # Chosen, not multiplied: a bad update is not finite.
             bad = self.found_inf.bool()
             momentum, moved = torch.where(bad, before, momentum), torch.where(bad, weight, moved)
-        for old, new in zip([*momenta, *weights], [*momentum, *moved], strict=True):
-            old.copy_(new)
+        torch._foreach_copy_([*momenta, *weights], [*momentum, *moved])  # in few launches
 
     def _adamw(self, group: dict[str, Any]) -> None:
         updated = [p for p in group["params"] if p.grad is not None]

@@ -196,7 +196,7 @@ def wider() -> None:
     choose(T=320, G=2, D=256, d=8)
     choose(T=320, G=2, D=256, d=1, dtype=torch.float32)
     for dtype in (torch.bfloat16, torch.float32):  # the most strides of a selection block
-        attend(T=1100, H=2, G=2, D=256, nsa=NSAConfig(l=16, d=8, l_sel=128, n_sel=4, w=32), dtype=dtype)
+        attend(T=1100, H=4, G=2, D=256, nsa=NSAConfig(l=16, d=8, l_sel=128, n_sel=4, w=32), dtype=dtype)
 
 
 def corners() -> None:

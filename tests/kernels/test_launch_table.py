@@ -84,12 +84,12 @@ def test_all_widths_up_to_64_and_all_above_are_alike(dtype):
     ],
 )
 def test_the_choice(dtype, width, blocks, tile):
-    assert launch_table.choice(dtype, width, 4, 1, blocks) == tile
+    assert launch_table.choice(dtype, width, 4, 1, blocks, CPU) == tile
 
 
 @pytest.mark.parametrize(("strides", "spill", "keys"), [(1, 0, 128), (3, 1, 32), (16, 1, 16), (2, 7, 64), (4, 20, 64)])
 def test_a_step_of_the_choice_has_room_for_what_spills_into_it(strides, spill, keys):
-    assert launch_table.choice(HALF, 64, strides, spill, 32).keys == keys
+    assert launch_table.choice(HALF, 64, strides, spill, 32, CPU).keys == keys
 
 
 def test_the_selected_branch(monkeypatch):
@@ -118,6 +118,33 @@ def test_heads_wider_than_any_that_was_timed(dtype, roomy, monkeypatch):
         # At least half of the columns of a tile, which is as wide as the next power of two.
         assert launch_table.selected_columns(dtype, width) == 128
     assert launch_table.selected_keys(dtype, 128, CPU) == 64
+
+
+def test_heads_wider_than_128_on_hopper(monkeypatch):
+    """Timed at 192/128; the same kernels in float32 were not."""
+    monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
+    forward, dq, dkv = (find(HALF, 192, False, CPU) for find in BAND_FINDERS)
+    assert (forward, dq, dkv) == (Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 128, 8, 2))
+    assert launch_table.selected_items(HALF, 192, CPU) == Rows(128, 8, 1)
+    assert launch_table.choice(HALF, 192, 4, 1, 512, CPU) == Tile(64, 16, 4, 1)
+    assert [find(SINGLE, 192, True, CPU) for find in BAND_FINDERS] == [Tile(16, 16, 4, 1)] * 3
+    assert launch_table.selected_items(SINGLE, 192, CPU) == Rows(16, 4, 1)
+    assert launch_table.choice(SINGLE, 192, 4, 1, 512, CPU) == Tile(16, 16, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "strides", "tile", "columns"),
+    [
+        (HALF, 64, 4, Tile(64, 32, 4, 3), 64),
+        (HALF, 128, 4, Tile(64, 32, 4, 3), 128),
+        (HALF, 128, 16, Tile(64, 16, 4, 3), 64),
+        (HALF, 256, 16, Tile(32, 16, 4, 1), 128),
+        (SINGLE, 256, 16, Tile(16, 16, 4, 1), 64),
+        (SINGLE, 144, 4, Tile(16, 16, 4, 1), 256),
+    ],
+)
+def test_how_much_of_a_keys_width_the_choice_scores_at_once(dtype, width, strides, tile, columns):
+    assert launch_table.choice_columns(dtype, width, strides, tile) == columns
 
 
 def test_decoding(monkeypatch):

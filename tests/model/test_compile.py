@@ -1,12 +1,15 @@
 """A compiled model computes what the eager one does, gradients included."""
 
+import functools
 import shutil
 
 import pytest
 import torch
 
+from nsa_lab.attention import Span, dense
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import NSATransformer
+from nsa_lab.model import attention as layers
 
 CONFIG = ModelConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, nsa=NSAConfig(l=8, d=4, l_sel=8, n_sel=3, w=10)
@@ -31,3 +34,71 @@ def test_compiled_blocks_match_eager_ones(attention: str) -> None:
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.05, "indexer_block": 2, "embedding_norm": True}
+DOCUMENTS = Span.packed(torch.tensor([0, 20, 20, 47], dtype=torch.int32))
+
+
+def graphs_and_outputs(model: NSATransformer, span: Span | None) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """How many graphs a layer is traced into, and what the traced model computes, and the eager one."""
+    tokens = torch.randint(0, 256, (1, 47), generator=torch.Generator().manual_seed(1))
+    model.train()
+    eager, graphs = model(tokens, span), []
+    torch._dynamo.reset()
+    model.blocks[0].compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    compiled = model(tokens, span)
+    return len(graphs), compiled, eager
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("more", [{}, RECIPE], ids=["plain", "recipe"])
+@pytest.mark.parametrize("span", [None, DOCUMENTS], ids=["one text", "documents"])
+def test_a_layer_by_the_kernels_is_one_graph(more: dict[str, object], span: Span | None) -> None:
+    """A second one would write down what lies between them, and add up gradients apart."""
+    config = ModelConfig.model_validate({**CONFIG.model_dump(), "d_k": 16, "d_v": 16, "n_layers": 1, **more})
+    config = config.model_copy(update={"nsa": NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=10)})
+    graphs, compiled, eager = graphs_and_outputs(NSATransformer(config, seed=0, backend="triton"), span)
+    assert graphs == 1
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("more", [{}, {"matching_heads": 1}], ids=["plain", "recipe"])
+def test_a_dense_layer_with_documents_is_one_graph(more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for torch's attention over variable lengths, which takes half precision on a GPU alone."""
+
+    def varlen(q, k, v, bounds, _, most, __, window_size):
+        owner = torch.bucketize(torch.arange(len(q)), bounds[1:-1], right=True)
+        seen = (owner[:, None] == owner) & (torch.arange(len(q))[:, None] >= torch.arange(len(q)))
+        return dense._attend(q[None], k[None], v[None], seen)[0]
+
+    config = ModelConfig.model_validate({**CONFIG.model_dump(), "attention": "dense", "n_layers": 1, **more})
+    model = NSATransformer(config, seed=0)
+    apart = model(torch.randint(0, 256, (1, 47), generator=torch.Generator().manual_seed(1)), DOCUMENTS)
+    # As `_varlen_attention` gives it.
+    found = dense.DocumentBounds(DOCUMENTS.cu_seqlens(torch.device("cpu")), 32, functools.partial(varlen))
+    monkeypatch.setattr(layers, "document_bounds", lambda span, device: found)
+    monkeypatch.setattr(layers, "takes_documents", lambda q, v: True)
+    graphs, compiled, eager = graphs_and_outputs(model, DOCUMENTS)
+    assert graphs == 1
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(eager, apart, rtol=1e-5, atol=1e-5)
+
+
+def test_documents_are_attended_in_one_call_where_none_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(dense, "_varlen_attention", lambda: len)
+    monkeypatch.setattr(dense, "_one_text_is_faster", lambda device: True)
+    monkeypatch.setattr(Span, "cu_seqlens", lambda span, device: torch.tensor(span.bounds))
+    short, long = (Span.packed(torch.tensor([0, n, n + 5], dtype=torch.int32)) for n in (dense.LONG - 1, dense.LONG))
+    found = dense.document_bounds(short, cuda)
+    assert (
+        found is not None and found.bounds.tolist() == [0, dense.LONG - 1, dense.LONG + 4] and found.longest == dense.LONG
+    )
+    assert dense.document_bounds(long, cuda) is None
+    assert dense.document_bounds(short, torch.device("cpu")) is None
+    monkeypatch.setattr(dense, "_one_text_is_faster", lambda device: False)
+    assert dense.document_bounds(long, cuda) is not None

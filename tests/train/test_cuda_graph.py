@@ -121,16 +121,17 @@ def test_a_graph_serves_long_documents_of_any_lengths(stepper: Callable[..., Any
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("micro", [4, 2, 1])
-def test_steps_of_graphs_are_those_without(stepper: Callable[..., Any], micro: int) -> None:
+@pytest.mark.parametrize(("micro", "optimizer"), [(4, "adamw"), (2, "adamw"), (1, "adamw"), (2, "muon")])
+def test_steps_of_graphs_are_those_without(stepper: Callable[..., Any], micro: int, optimizer: str) -> None:
     """To the bit: losses, gradients and weights, through layouts of two capacities in turn, however rows are grouped."""
-    model, graphed = stepper(True, micro_batch_size=micro)
+    changes = {"micro_batch_size": micro, "optimizer": optimizer}
+    model, graphed = stepper(True, **changes)
     random = torch.get_rng_state()
     found, left = trained(model, graphed, BATCHES)
     assert torch.equal(torch.get_rng_state(), random)
     capacities = {tuple(span.capacity for span in spans_of(batch.split(micro))) for batch in BATCHES}
     assert len(graphed._graphed._captured) == len(capacities) in (2, 3) and graphed._graphed._pool == len(capacities)
-    expected, wanted = trained(*stepper(False, micro_batch_size=micro), BATCHES)
+    expected, wanted = trained(*stepper(False, **changes), BATCHES)
     assert torch.equal(found, expected)
     assert all(torch.equal(a, b) for a, b in zip(left, wanted, strict=True))
 

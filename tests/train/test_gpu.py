@@ -228,8 +228,9 @@ def assert_graphs_change_no_loss(new: Callable[[bool], Path], train: Callable[..
     assert losses(run_dir) == pytest.approx(told[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_masked_run_has_the_losses_of_one_without_graphs(
-    new_run: Make, train: Callable[..., int], tmp_path: Path
+    new_run: Make, train: Callable[..., int], tmp_path: Path, optimizer: str
 ) -> None:
     """Preflight, evaluations, statistics and saves between the steps included, and a resume."""
     dice, path = random.Random(7), tmp_path / "texts.jsonl"
@@ -238,7 +239,8 @@ def test_a_masked_run_has_the_losses_of_one_without_graphs(
     data = {"source": "local", "path": str(path), "max_tokens": None, "documents": "mask"}
     runtime = RUNTIME | {"deterministic": True}
     assert_graphs_change_no_loss(
-        lambda graph: new_run(**GPU | {"data": data}, runtime=runtime | {"cuda_graph": graph}), train
+        lambda graph: new_run(**GPU | {"data": data, "optimizer": optimizer}, runtime=runtime | {"cuda_graph": graph}),
+        train,
     )
 
 

@@ -85,18 +85,21 @@ def _step_importance(
     column = tl.arange(0, STRIDES_PAD * BLOCKS)
     i = (j0 + column % BLOCKS) * STRIDES + column // BLOCKS
     columns = tl.arange(0, COLUMNS)
-    existing = tl.minimum(tl.maximum(i, 0), N - 1)
-    k = load_rows(k_base, existing.to(tl.int64) * stride_kn, columns, DK, DK_PAD)
+    k_rows = tl.minimum(tl.maximum(i, 0), N - 1).to(tl.int64) * stride_kn
+    k = load_rows(k_base, k_rows, columns, DK, DK_PAD) if COLUMNS >= DK else None
     q_pointers = q_base + t.to(tl.int64)[:, None] * stride_qt + columns[None, :]
     weight = tl.zeros([QUERIES, STRIDES_PAD * BLOCKS], tl.float32)
     for head in range(HEADS):
-        q = load_at(q_pointers, columns, DK, DK_PAD)
         lse_log2 = tl.load(lse_base + t.to(tl.int64) * H + head) * LOG2E
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        for past in tl.static_range(COLUMNS, DK, COLUMNS):
-            q = load_at(q_pointers + past, past + columns, DK, DK_PAD)
-            more = load_rows(k_base, existing.to(tl.int64) * stride_kn, past + columns, DK, DK_PAD)
-            scores = tl.dot(q, tl.trans(more), scores, input_precision="ieee")
+        if COLUMNS >= DK:
+            q = load_at(q_pointers, columns, DK, DK_PAD)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            scores = tl.zeros([QUERIES, STRIDES_PAD * BLOCKS], tl.float32)
+            for past in range(0, DK, COLUMNS):
+                part_q = load_at(q_pointers + past, past + columns, DK, DK_PAD)
+                part_k = load_rows(k_base, k_rows, past + columns, DK, DK_PAD)
+                scores = tl.dot(part_q, tl.trans(part_k), scores, input_precision="ieee")
         weight += tl.exp2(scores * scale_log2 - lse_log2[:, None])
         q_pointers += stride_qh
     if SPILL > 1:
@@ -299,7 +302,7 @@ def forward(
     spill = ceil_div(reach - 1, n_strides)
     bounds = compressed_bounds(documents, longest, T + first)
     tf32 = COMPILES_TF32_MOVES and not launch_table.is_blackwell(q.device)
-    tile = launch_table.choice(q.dtype, Dk, n_strides, spill, ceil_div(bounds.longest, l_sel))
+    tile = launch_table.choice(q.dtype, Dk, n_strides, spill, ceil_div(bounds.longest, l_sel), q.device)
     at_once = padded_width(n_strides)
     if lse is None:
         at_once = min(at_once, launch_table.choice_strides(q.dtype, Dk))

@@ -67,8 +67,9 @@ def is_blackwell(device: torch.device) -> bool:
 
 FLOAT32_TILE = Tile(32, 32, 4, 1)
 WIDEST = 128
-"""Columns of the widest heads that were timed. The tiles of wider ones were chosen by what ptxas says of registers, spills
-and shared memory for sm_80, sm_86 and sm_90, and have not been timed."""
+"""Columns of the widest heads that were timed at several shapes. Of wider ones, in half precision, the tiles for Hopper
+were found at H=64 G=4 192/128 (`nsa-lab bench tune`, one H200); all others by what ptxas says of registers, spills and
+shared memory for sm_80, sm_86 and sm_90, and have not been timed."""
 
 
 def _float32(width: int) -> Tile:
@@ -78,6 +79,8 @@ def _float32(width: int) -> Tile:
 def band_forward(dtype: torch.dtype, width: int, windowed: bool, device: torch.device) -> Tile:
     if dtype == torch.float32:
         return _float32(width)
+    if width > WIDEST and is_hopper(device):
+        return Tile(64, 32, 4, 3)
     if width > WIDEST:
         return Tile(64, 32, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 2)
     match width > 64, windowed, is_roomy(device):
@@ -96,6 +99,8 @@ def band_forward(dtype: torch.dtype, width: int, windowed: bool, device: torch.d
 def band_dq(dtype: torch.dtype, width: int, windowed: bool, device: torch.device) -> Tile:
     if dtype == torch.float32:
         return _float32(width)
+    if width > WIDEST and is_hopper(device):
+        return Tile(64, 32, 4, 2)
     if width > WIDEST:
         return Tile(64, 32, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 1)
     match width > 64, windowed, is_roomy(device):
@@ -114,6 +119,8 @@ def band_dq(dtype: torch.dtype, width: int, windowed: bool, device: torch.device
 def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
     if dtype == torch.float32:
         return _float32(width)
+    if width > WIDEST and is_hopper(device):
+        return Tile(32, 128, 8, 2)
     if width > WIDEST:
         return Tile(32, 64, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 1)
     match width > 64, is_roomy(device):
@@ -125,14 +132,14 @@ def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
             return Tile(64, 64, 4, 3)
 
 
-def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection: int) -> Tile:
+def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection: int, device: torch.device) -> Tile:
     """`keys` are selection blocks, each of `strides` compressed keys; the next step scores `spill` of them again."""
     padded = padded_width(strides)
     least = max(padded_width(2 * spill), 16)  # 16: what a tensor core takes at least
     if dtype == torch.float32 and width > WIDEST:
         return Tile(16, least, 4, 1)
     if dtype == torch.float32 or width > WIDEST:
-        return Tile(32, max(64 // padded, least), 4, 1)
+        return Tile(64 if dtype != torch.float32 and is_hopper(device) else 32, max(64 // padded, least), 4, 1)
     return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
 
 
@@ -194,6 +201,8 @@ def selected_items(dtype: torch.dtype, width: int, device: torch.device) -> Rows
 
     On Hopper a third stage costs no memory (`_gather_rows` says how); elsewhere it costs a tile.
     """
+    if width > WIDEST and dtype != torch.float32 and is_hopper(device):
+        return Rows(128, 8, 1)
     return _selected(dtype, width, 3 if is_hopper(device) else 2)
 
 
