@@ -39,6 +39,11 @@ WORK = ROOT / ".cache" / "pages"
 LINK = re.compile(r"(\]\(|^\[\w+\]: +)([^)\s]+)", re.MULTILINE)
 NSA, DENSE = "production_50k-20261121T141448Z-afd3", "production_50k_dense-20261121T141448Z-bac4"
 LONG, LONG_DENSE = "long_64k-20261125T140952Z-90b2", "long_64k_dense-20261125T140724Z-2154"
+SPEED = (
+    "production_50k-20261125T173932Z-9930",
+    "production_fast-20261125T173932Z-d07c",
+    "production_fast-20261125T180217Z-1369",
+)
 COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
 
 
@@ -108,7 +113,7 @@ def main() -> int:
 
 def own_runs() -> list[str]:
     """Runs in outputs/ beside those that are shared."""
-    shared = (NSA, DENSE, LONG, LONG_DENSE)
+    shared = (NSA, DENSE, LONG, LONG_DENSE, *SPEED)
     return sorted(path.name for path in (ROOT / "outputs").iterdir() if path.is_dir() and path.name not in shared)
 
 
