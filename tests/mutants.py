@@ -147,6 +147,7 @@ OTHERS = {
     "bench.records": ["tests/bench/test_records.py"],
     "bench.attention": ["tests/bench/test_records.py", "tests/bench/test_attention_bench.py"],
     "bench.tune": ["tests/bench/test_tune.py"],
+    "bench.attention_limits": ["tests/bench/test_attention_limits.py"],
     "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
     "workbook.beside": ["tests/workbook/test_beside.py"],
     "report.header": cases(
@@ -1620,6 +1621,18 @@ MUTANTS = [
         "train.preflight.checks",
         "(FORCED_BLOCKS + 1) * parts.config.nsa.l_sel",
         "FORCED_BLOCKS * parts.config.nsa.l_sel",
+    ),
+    Mutant(
+        "limits: a backward pass reads no gradient of the output",
+        "bench.attention_limits",
+        "2 * (q + kv) + more + 2 * out + lse",
+        "2 * (q + kv) + more + out + lse",
+    ),
+    Mutant(
+        "limits: memory sets no limit",
+        "bench.attention_limits",
+        "1e3 * max(by_flops, by_bytes)",
+        "1e3 * by_flops",
     ),
     Mutant(
         "tune: a tile that computes something else has a speed",

@@ -92,6 +92,8 @@ class Row:
     eager_share: float | None = None
     eager_bar: float | None = None
     parity: dict[str, list[float]] = field(default_factory=dict)
+    limits: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Of each pass, where it was asked: `attention_limits.with_limits`."""
     note: str = ""
 
     @property
@@ -110,6 +112,14 @@ def parse_shape(text: str) -> Shape:
     return Shape(*(int(x) for x in match.groups() if x))
 
 
+def parse_told(text: str) -> Shape:
+    """What `str` makes of a shape. ValueError for anything else."""
+    match = re.fullmatch(r"(\d+)x(\d+)(?: H(\d+) G(\d+) d(\d+)(?:/(\d+))?)?", text)
+    if not match:
+        raise ValueError(f"shape {text!r}: expected 2048x8, or 32768x1 H64 G4 d192/128")
+    return Shape(*(int(x) for x in match.groups() if x))
+
+
 def run_attention_bench(
     shapes: tuple[Shape, ...] | None = None,
     json_path: Path | None = None,
@@ -120,13 +130,17 @@ def run_attention_bench(
     nsa: NSAConfig | None = None,
     picture: Path | None = None,
     with_peers: bool = True,
+    parts: bool = False,
     console: Console | None = None,
 ) -> list[Row]:
     """Measure every part at every shape; print a table of each, and write JSON after each and a picture where asked.
+    `parts`: a table of how near each part comes to what the device allows, too (`attention_limits`).
 
     Defaults: the GPU, bf16 and the four lengths of the project's bars, or a CPU, float32 and one tiny shape. Raises what
     `resolve_backend` raises for a backend that cannot run.
     """
+    from nsa_lab.bench import attention_limits  # which knows rows and shapes
+
     nsa = nsa or NSAConfig()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -134,17 +148,22 @@ def run_attention_bench(
     choices = resolve_backend(device, dtype, nsa, backend=backend)
     console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     rows: list[Row] = []
+    rates = attention_limits.rates_here(device) if parts else None
     report: dict[str, Any] = {
         **records.origin(records.device_name() if device.type == "cuda" else str(device)),
         "machine": machine(device),
         "dtype": str(dtype),
         "nsa": nsa.model_dump(),
         "backend": {part: asdict(c) for part, c in choices.items()},
+        **({"rates": asdict(rates)} if rates else {}),
     }
     for number, shape in enumerate(shapes, 1):
         found = _bench_shape(shape, nsa, choices, device, dtype, with_peers)
         rows += found
         console.print(_table(found))
+        if rates:
+            told = attention_limits.with_limits(found, {str(shape): shape}, nsa, dtype.itemsize, rates)
+            console.print(attention_limits.table(told, rates))
         if json_path:
             # After every shape: a bench that is broken off keeps those that it measured, and says which it did not.
             left = {"not_measured": [str(other) for other in shapes[number:]]} if number < len(shapes) else {}

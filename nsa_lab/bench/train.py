@@ -24,7 +24,7 @@ from rich.table import Table
 
 from nsa_lab.attention.kernels.vocabulary import part_of_kernel
 from nsa_lab.bench import records
-from nsa_lab.bench.timing import kernels_of
+from nsa_lab.bench.timing import kernels_of, product_flops_per_s
 from nsa_lab.config import ConfigError, DataConfig, ModelConfig, NSAConfig, RunConfig, RuntimeConfig, TrainConfig
 from nsa_lab.data import Batch, prepare
 from nsa_lab.train.distributed import World
@@ -92,7 +92,7 @@ def run_train_bench(
     report: dict[str, Any] = {
         "what": "training step, NSA and its dense twin",
         **records.origin(records.device_name()),
-        "gemm_flops_per_s": gemm_rate() if cuda else None,
+        "gemm_flops_per_s": product_flops_per_s(torch.device("cuda")) if cuda else None,
         "model": base.model_dump(),
         "rows": [],
     }
@@ -194,21 +194,6 @@ class _Run:
         spent = _time_by_part((part_of(name), start, end) for name, start, end in kernels)
         wall = sum(spent.values())
         return {part: us / wall for part, us in sorted(spent.items(), key=lambda item: -item[1])}
-
-
-def gemm_rate() -> float:
-    """FLOP/s of a large bf16 matrix product here: the peak that shares are given of."""
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(3):
-        torch.mm(a, b)
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(20):
-        torch.mm(a, b)
-    stop.record()
-    stop.synchronize()
-    return 2 * n**3 * 20 / (start.elapsed_time(stop) * 1e-3)
 
 
 def parse_shape(text: str) -> tuple[int, int]:

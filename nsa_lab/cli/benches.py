@@ -1,7 +1,8 @@
-"""Commands that measure: bench attention, tune, decode, train, curves and trainer; and bench stands, of records."""
+"""Commands that measure: bench attention, tune, decode, train, curves and trainer; and limits and stands, of records."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,20 +40,45 @@ def bench_attention(
     picture: Picture = None,
     backend: Annotated[Backend, typer.Option(help="what computes it")] = "auto",
     packed: Annotated[bool, typer.Option("--packed", help="documents in one row instead, beside batched calls")] = False,
+    parts: Annotated[bool, typer.Option("--parts", help="also each part's share of what the device allows")] = False,
 ) -> None:
     """Time and memory of every part of NSA, forward and backward, against dense attention; parity first."""
     from nsa_lab.bench.attention import parse_shape, run_attention_bench
 
     if packed:
-        if shape or picture:
+        if shape or picture or parts:
             raise typer.BadParameter(
-                "it has shapes of its own and draws no picture; leave --shape and --picture out", param_hint="--packed"
+                "it has shapes of its own, no parts, and draws no picture; leave --shape, --parts and --picture out",
+                param_hint="--packed",
             )
         from nsa_lab.bench.packed import run_packed_bench
 
         run_packed_bench(json_file, backend=backend)
         return
-    run_attention_bench(_parsed(parse_shape, shape, "--shape"), json_file, backend=backend, picture=picture)
+    shapes = _parsed(parse_shape, shape, "--shape")
+    run_attention_bench(shapes, json_file, backend=backend, picture=picture, parts=parts)
+
+
+@app.command("limits")
+def bench_limits(
+    record: Annotated[Path, typer.Argument(metavar="RECORD", help="what bench attention wrote")],
+    picture: Picture = None,
+    flops: Annotated[float | None, typer.Option(min=1.0, help="FLOP/s of a large product [the record's]")] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=1.0, help="bytes per second of the memory [the record's]")] = None,
+) -> None:
+    """How near each part of a record comes to what its device allows, and the roofline as a picture."""
+    from rich.console import Console
+
+    from nsa_lab.bench import attention_limits as limits
+    from nsa_lab.bench import records
+    from nsa_lab.bench.attention import TABLE_WIDTH
+
+    found = records.read(record)
+    rows, rates = limits.read(found, limits.Rates(flops, bandwidth) if flops else None)
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console.print(limits.table(rows, rates))
+    if picture:
+        limits.draw(rows, rates, f"{found['device']}, {found['when'][:10]}", picture)
 
 
 @app.command("tune")
