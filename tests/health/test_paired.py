@@ -117,7 +117,8 @@ def test_seeds_are_compared_twin_by_twin(run: Make) -> None:
 def test_the_readme_says_of_the_production_run_what_its_record_says() -> None:
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     nsa, dense = (
-        History.read(next((ROOT / "outputs").glob(f"{name}-*"))) for name in ("production_50k", "production_50k_dense")
+        History.read(next((ROOT / "outputs").glob(f"{name}-20261121*")))
+        for name in ("production_50k", "production_50k_dense")
     )
     found = over_training(nsa, dense)
     assert isinstance(found, Difference) and found.beyond_noise and found.mean > 0

@@ -38,7 +38,8 @@ from nsa_lab.attention.kernels.selected.inverted_index import number_blocks
 from nsa_lab.attention.layer_cache import LayerCache, Places
 from nsa_lab.config import NSAConfig
 
-ARCHITECTURE = int(sys.argv[1])
+AMD = sys.argv[1].startswith("gfx")
+ARCHITECTURE = 0 if AMD else int(sys.argv[1])
 shared_memory: dict[str, int] = {}
 
 
@@ -50,7 +51,7 @@ class AbsentDevice(DriverBase):
     map_python_to_cpp_type = get_benchmarker = set_current_device = None  # what only a launch would ask for
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", ARCHITECTURE, 32)
+        return GPUTarget("hip", sys.argv[1], 64) if AMD else GPUTarget("cuda", ARCHITECTURE, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -156,6 +157,7 @@ CLASSES = ((1024, 2047), (2112, 4031), (4160, 16000))
 driver.set_active(AbsentDevice())
 as_it_is = JITFunction.__getitem__
 JITFunction.__getitem__ = compile_only
+launch_table.is_amd = lambda: AMD
 launch_table.is_hopper = lambda device: ARCHITECTURE == 90
 launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90, 100)
 launch_table.begins_early = lambda device: ARCHITECTURE >= 90

@@ -106,6 +106,18 @@ def test_the_selected_branch(monkeypatch):
     assert [launch_table.gate_rows(width) for width in (64, 96, 128)] == [32, 16, 16]
 
 
+def test_amds_gpus_get_the_small_tiles_and_no_cap_on_registers(monkeypatch):
+    """A capability of 9 is MI300's as much as Hopper's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    ways = launch_table.is_roomy, launch_table.is_hopper, launch_table.is_blackwell, launch_table.begins_early
+    assert [way.__wrapped__(torch.device("cuda")) for way in ways] == [False] * 4
+    assert Tile(64, 64, 4, 3, 128).options() == {"num_warps": 4, "num_stages": 3}
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert launch_table.is_hopper.__wrapped__(torch.device("cuda"))
+    assert Tile(64, 64, 4, 3, 128).options() == {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
+
+
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("roomy", [True, False])
 def test_heads_wider_than_any_that_was_timed(dtype, roomy, monkeypatch):

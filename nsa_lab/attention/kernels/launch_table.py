@@ -17,9 +17,14 @@ import torch
 from nsa_lab.attention.kernels.host import ceil_div, padded_width
 
 
+def is_amd() -> bool:
+    """Whether this torch is for AMD's GPUs. Kernels compile for gfx942 (MI300), and none has run there."""
+    return torch.version.hip is not None
+
+
 def _options(warps: int, stages: int, registers: int | None) -> dict[str, int]:
-    """What Triton's compiler is told."""
-    cap = {} if registers is None else {"maxnreg": registers}
+    """What Triton's compiler is told; for AMD's GPUs it takes no cap on registers."""
+    cap = {} if registers is None or is_amd() else {"maxnreg": registers}
     return {"num_warps": warps, "num_stages": stages, **cap}
 
 
@@ -45,24 +50,26 @@ class Tile(NamedTuple):
 @functools.cache
 def is_roomy(device: torch.device) -> bool:
     """Whether a block may use 160 KB of shared memory (A100, H100, B200 and their kin), not the 99 KB of smaller GPUs."""
-    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
+    if device.type != "cuda":
+        return True
+    return not is_amd() and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
 
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "cuda" and not is_amd() and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache
 def begins_early(device: torch.device) -> bool:
     """Whether a kernel can be launched while the one ahead still runs: Hopper and what came after it."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and not is_amd() and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache
 def is_blackwell(device: torch.device) -> bool:
     """B200 and its kin, whose tensor cores have a memory of their own; not the smaller GPUs of capability 12."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+    return device.type == "cuda" and not is_amd() and torch.cuda.get_device_capability(device)[0] == 10
 
 
 FLOAT32_TILE = Tile(32, 32, 4, 1)
