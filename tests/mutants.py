@@ -349,8 +349,8 @@ MUTANTS = [
     Mutant(
         "compiling together: one kernel after another",
         "attention.kernels.ahead",
-        "if kind not in known and IN_PARALLEL and not INTERPRETED and launches():",
-        "if kind in known and IN_PARALLEL and not INTERPRETED and launches():",
+        "if kind not in known and IN_PARALLEL and not INTERPRETED and not _compiling():",
+        "if kind in known and IN_PARALLEL and not INTERPRETED and not _compiling():",
     ),
     Mutant(
         "choice: of wide keys the first columns alone are scored",

@@ -113,8 +113,9 @@ def _pieces(span: Span) -> Iterator[tuple[slice, Span | None]]:
 
 
 def document_bounds(span: Span, device: torch.device) -> DocumentBounds | None:
-    """Of packed documents; None where `dense_attention` takes more than one call for them, or torch has none to call."""
-    varlen = _varlen_attention() if device.type == "cuda" else None
+    """Of packed documents; None where `dense_attention` takes more than one call for them, or torch has none to call, and
+    without a capacity: traced, every number of documents would be another graph."""
+    varlen = _varlen_attention() if device.type == "cuda" and span.capacity is not None else None
     if varlen is None or (span.longest >= LONG and _one_text_is_faster(device)):
         return None
     # A power of two, so that few lengths are compiled for.

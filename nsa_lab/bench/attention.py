@@ -148,7 +148,7 @@ def run_attention_bench(
     choices = resolve_backend(device, dtype, nsa, backend=backend)
     console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     rows: list[Row] = []
-    rates = attention_limits.rates_here(device) if parts else None
+    rates = attention_limits.rates_here(device, dtype) if parts else None
     report: dict[str, Any] = {
         **records.origin(records.device_name() if device.type == "cuda" else str(device)),
         "machine": machine(device),

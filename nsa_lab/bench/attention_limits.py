@@ -10,7 +10,7 @@ it from its limit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,11 +44,11 @@ class Rates:
         return 1e3 * max(by_flops, by_bytes), "arithmetic" if by_flops >= by_bytes else "memory"
 
 
-def rates_here(device: torch.device) -> Rates:
-    """Measured: a product of two matrices; on a GPU, the memory's by its clock and the width of its bus."""
+def rates_here(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Measured: a product of two matrices of `dtype`; on a GPU, the memory's by its clock and the width of its bus."""
     from nsa_lab.bench.timing import memory_bytes_per_s, product_flops_per_s
 
-    return Rates(product_flops_per_s(device), memory_bytes_per_s(device))
+    return Rates(product_flops_per_s(device, dtype), memory_bytes_per_s(device))
 
 
 def work_of(part: str, shape: Shape, nsa: NSAConfig, width: int) -> tuple[Work, Work | None]:
@@ -68,9 +68,11 @@ def work_of(part: str, shape: Shape, nsa: NSAConfig, width: int) -> tuple[Work, 
         # Inputs, output, its LSE and its gradient; the gradients of the inputs.
         return forward, Work(BACKWARD * pair * keys, 2 * (q + kv) + more + 2 * out + lse)
 
-    match part.split(",")[0]:
+    match "dense wide" if part.startswith("dense, values of") else part.split(",")[0]:
         case "dense":
             return attention(reads["dense"], raw)
+        case "dense wide":
+            return work_of("dense", replace(shape, V=int(part.rsplit(" ", 1)[1])), nsa, width)
         case "compressed":
             return attention(reads["cmp"], compressed)
         case "selected":
@@ -83,8 +85,9 @@ def work_of(part: str, shape: Shape, nsa: NSAConfig, width: int) -> tuple[Work, 
             return Work(0.0, 4 * out + gates), Work(0.0, 7 * out + 2 * gates)
         case "whole":
             keys, kv = reads["cmp"] + reads["sel"] + reads["win"], compressed + 2 * raw
-            forward = Work(pair * keys + score, q + kv + gates + out)
-            return forward, Work(BACKWARD * pair * keys, 2 * (q + kv + gates) + blocks + 2 * out)
+            # The choice is made by the compressed branch's scores: they count once.
+            backward = Work(BACKWARD * pair * keys, 2 * (q + kv + gates) + blocks + 2 * out)
+            return Work(pair * keys, q + kv + gates + out), backward
         case other:
             raise ValueError(f"part {other!r}: expected dense, compressed, choice, selected, window, gate or whole")
 
@@ -182,9 +185,9 @@ def draw(rows: Sequence[Row], rates: Rates, about: str, path: Path) -> None:
     plt.close(figure)
 
 
-def read(record: Mapping[str, Any], rates: Rates | None = None) -> tuple[list[Row], Rates]:
-    """The rows of a record of `bench attention`, with their limits, and the rates they are told of: `rates`, or the
-    record's own. ConfigError where neither is there, or it is of something else."""
+def read(record: Mapping[str, Any], flops: float | None = None, bandwidth: float | None = None) -> tuple[list[Row], Rates]:
+    """The rows of a record of `bench attention`, with their limits, and the rates they are told of: those given, else the
+    record's own. ConfigError where there is no rate of arithmetic, or the record is of something else."""
     from nsa_lab.bench.attention import parse_told
 
     try:
@@ -197,10 +200,12 @@ def read(record: Mapping[str, Any], rates: Rates | None = None) -> tuple[list[Ro
         raise ConfigError(
             f"expected a record of `nsa-lab bench attention`, and this one has no such field: {error}"
         ) from None
-    if rates is None and "rates" not in record:
+    own: dict[str, float | None] = record.get("rates", {})
+    arithmetic = flops or own.get("flops")
+    if arithmetic is None:
         raise ConfigError(
             "the record does not say what its device allows: measure it again with --parts, or give --flops and --bandwidth"
         )
-    known = rates or Rates(**record["rates"])
+    known = Rates(arithmetic, bandwidth or own.get("bytes"))
     shapes = {row.shape: parse_told(row.shape) for row in rows}
     return with_limits(rows, shapes, nsa, width, known), known

@@ -92,7 +92,7 @@ def run_train_bench(
     report: dict[str, Any] = {
         "what": "training step, NSA and its dense twin",
         **records.origin(records.device_name()),
-        "gemm_flops_per_s": product_flops_per_s(torch.device("cuda")) if cuda else None,
+        "gemm_flops_per_s": product_flops_per_s(torch.device("cuda"), torch.bfloat16) if cuda else None,
         "model": base.model_dump(),
         "rows": [],
     }

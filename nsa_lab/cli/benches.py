@@ -74,7 +74,7 @@ def bench_limits(
     from nsa_lab.bench.attention import TABLE_WIDTH
 
     found = records.read(record)
-    rows, rates = limits.read(found, limits.Rates(flops, bandwidth) if flops else None)
+    rows, rates = limits.read(found, flops, bandwidth)
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     console.print(limits.table(rows, rates))
     if picture:

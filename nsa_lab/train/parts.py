@@ -20,7 +20,7 @@ from nsa_lab.train.distributed import World
 from nsa_lab.train.plan import check_room
 from nsa_lab.train.step import Stepper, make_optimizer
 
-VARIANTS_OF_A_STAGE = 8  # torch's own limit of what it compiles one function for
+VARIANTS_OF_A_STAGE = 16  # twice torch's own limit of what it compiles one function for
 
 
 def build_model(config: RunConfig, device: torch.device) -> NSATransformer:
@@ -151,7 +151,8 @@ def compile_blocks(model: nn.Module, stages: int = 1) -> None:
     from torch._dynamo import config  # most of a second to load
 
     # Beyond the limit blocks run uncompiled, without an error. A stage has few shapes: micro-batches, the last one smaller,
-    # in training and in evaluation, and where a choice is taught one more for each capacity of documents.
+    # in training and in evaluation, and of documents told apart one more for each capacity, and where their longest has
+    # another power of two; a dense twin has others for batches with long documents.
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before torch 2.7
     setattr(config, limit, max(getattr(config, limit), VARIANTS_OF_A_STAGE * stages))
     for block in getattr(model, "blocks", [model]):

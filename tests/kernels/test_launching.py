@@ -133,6 +133,18 @@ def test_nothing_is_launched_within(kernel):
     assert len(kernel.kernel.launches) == 1
 
 
+def test_a_parameter_by_keyword_is_refused(kernel):
+    """It would be part of what was compiled, and kept alive."""
+    with pytest.raises(TypeError, match="kernel: expected all of x, n by position"):
+        kernel[(3,)](ROWS, n=48, SIZE=4, ADD=True)
+
+
+def test_what_is_equal_and_of_another_type_is_another_kind(kernel):
+    for n in (16, True, 1.0):
+        launch(kernel, n=n)
+    assert kernel.kernel.bound == 3
+
+
 def test_a_constant_before_a_parameter_is_refused():
     class Mixed(Kernel):
         arg_names = ("x", "SIZE", "n")
@@ -167,3 +179,50 @@ def test_a_first_call_of_its_kind_is_compiled_together(monkeypatch):
     with launching.launching_nothing():
         call(heads=2)
     assert done == ["computed"]
+
+
+@pytest.mark.skipif(not ahead.IN_PARALLEL, reason="a Triton without AsyncCompileMode")
+def test_a_kernel_that_does_not_compile_leaves_no_mode_behind():
+    """Triton would compile nothing more in this thread."""
+
+    def queue() -> None:
+        def fails():
+            raise ZeroDivisionError
+
+        ahead._active_mode.get().submit("key", fails, lambda kernel: None)
+
+    with pytest.raises(ZeroDivisionError):
+        ahead.compile_ahead(queue, threads=1)
+    assert ahead._active_mode.get() is None and launching.launches()
+    assert ahead.compile_ahead(lambda: None, threads=1) == 0
+    assert ahead.compile_ahead(queue, threads=1, ignore_errors=True) == 1
+
+
+@pytest.mark.skipif(not ahead.IN_PARALLEL, reason="a Triton without AsyncCompileMode")
+def test_within_a_mode_of_somebody_else_nothing_is_compiled_together(monkeypatch):
+    monkeypatch.setattr(ahead, "INTERPRETED", False)
+    monkeypatch.setattr(ahead, "compile_ahead", pytest.fail)
+    compute = ahead.compiled_together(lambda *args: len(args))
+    token = ahead._active_mode.set(object())
+    try:
+        assert compute(*(torch.zeros(1, 9, 2, 16) for _ in range(3))) == 3
+    finally:
+        ahead._active_mode.reset(token)
+
+
+def test_a_first_call_that_failed_is_compiled_together_again(monkeypatch):
+    monkeypatch.setattr(ahead, "INTERPRETED", False)
+    monkeypatch.setattr(ahead, "IN_PARALLEL", True)
+    monkeypatch.setattr(ahead, "_compiling", lambda: False)
+    tried = []
+
+    def fails(work, threads):
+        tried.append(threads)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead, "compile_ahead", fails)
+    compute = ahead.compiled_together(lambda *args: None)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            compute(*(torch.zeros(1, 9, 2, 16) for _ in range(3)))
+    assert len(tried) == 2

@@ -11,9 +11,11 @@ process finds it.
 # pyright: reportAttributeAccessIssue=false, reportMissingTypeStubs=false
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -26,6 +28,7 @@ from nsa_lab.attention.kernels.tiles import INTERPRETED
 R = TypeVar("R")
 
 IN_PARALLEL = hasattr(triton, "AsyncCompileMode")
+_active_mode: Any = importlib.import_module("triton.runtime._async_compile").active_mode if IN_PARALLEL else None
 
 
 def compile_ahead(work: Callable[[], object], threads: int, *, ignore_errors: bool = False) -> int:
@@ -46,10 +49,27 @@ def compile_ahead(work: Callable[[], object], threads: int, *, ignore_errors: bo
         torch.autograd.set_multithreading_enabled(False),
         ThreadPoolExecutor(threads) as pool,
         launching_nothing(),
+        _left_behind(),
         triton.AsyncCompileMode(pool, ignore_errors=ignore_errors) as mode,
     ):
         work()
     return len(mode.future_kernels)
+
+
+@contextlib.contextmanager
+def _left_behind() -> Generator[None]:
+    """Triton's mode is over after it, also where a kernel did not compile or somebody lost patience: Triton itself leaves
+    the mode only once all has compiled, and until then compiles nothing more in this thread."""
+    before = _active_mode.get()
+    try:
+        yield
+    finally:
+        _active_mode.set(before)
+
+
+def _compiling() -> bool:
+    """Whether this thread compiles ahead already, by us or by Triton's own mode."""
+    return not launches() or _active_mode.get() is not None
 
 
 def compiled_together(compute: Callable[..., R]) -> Callable[..., R]:
@@ -69,9 +89,9 @@ def compiled_together(compute: Callable[..., R]) -> Callable[..., R]:
             tuple([x.shape[2:] for x in args[:3]]),
             tuple([x.bit_length() if type(x) is int else x is None for x in rest]),
         )
-        if kind not in known and IN_PARALLEL and not INTERPRETED and launches():
-            known.add(kind)
+        if kind not in known and IN_PARALLEL and not INTERPRETED and not _compiling():
             compile_ahead(lambda: compute(*args), os.cpu_count() or 1)
+            known.add(kind)
         return compute(*args)
 
     return computed

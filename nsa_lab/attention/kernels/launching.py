@@ -4,6 +4,7 @@ Triton binds the arguments of every launch anew, works out what it compiles for,
 string to look the kernel up: 20 us of each launch. What it compiles for is little, though: the dtype of a tensor, and
 whether its address is a multiple of 16; whether a number is 1, is a multiple of 16, and fits 32 bits; all that is constant.
 The first launch of such a kind is Triton's own here, and the kernel that it gives back is launched for others of its kind.
+What Triton reads anew at every launch, knobs for debugging and hooks before a run, counts at the first.
 """
 
 # Triton has no types for what is reached here.
@@ -24,9 +25,11 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-REMEMBERS = torch.version.hip is None and tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+REMEMBERS = torch.version.hip is None and (3, 6) <= _VERSION < (3, 8)
 """Whether a kernel that was compiled takes all arguments in their order, and depends on no more than `_kinds` says. Read in
-Triton 3.6 and 3.7; older ones want those left out that are constant, and for AMD's GPUs it asks how large a tensor is."""
+Triton 3.6 and 3.7: older ones want those left out that are constant, of newer ones nobody knows yet, and for AMD's GPUs it
+asks how large a tensor is."""
 
 
 def _kinds(args: tuple[Any, ...]) -> tuple[object, ...]:
@@ -37,7 +40,7 @@ def _kinds(args: tuple[Any, ...]) -> tuple[object, ...]:
             if type(x) is int
             else (x.dtype, x.data_ptr() & 15 == 0)
             if isinstance(x, Tensor)
-            else x
+            else (type(x), x)
             for x in args
         ]
     )
@@ -77,6 +80,8 @@ class Launched:
         if not REMEMBERS:
             self.kernel[grid](*args, **options)
             return
+        if len(args) < self.plain:
+            raise TypeError(f"{self.kernel.__name__}: expected all of {', '.join(self.names[: self.plain])} by position")
         key = current, _kinds(args[: self.plain]), args[self.plain :], tuple(options), tuple(options.values())
         compiled = self._compiled.get(key)
         if compiled is None:
