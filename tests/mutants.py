@@ -1635,6 +1635,18 @@ MUTANTS = [
         "1e3 * by_flops",
     ),
     Mutant(
+        "dense: every number of documents is compiled for",
+        "attention.dense",
+        'if device.type == "cuda" and span.capacity is not None else None',
+        'if device.type == "cuda" else None',
+    ),
+    Mutant(
+        "dense: long documents go in one call, however fast one text is",
+        "attention.dense",
+        "if varlen is None or (span.longest >= LONG and _one_text_is_faster(device)):",
+        "if varlen is None:",
+    ),
+    Mutant(
         "tune: a tile that computes something else has a speed",
         "bench.tune",
         "            if passed:",

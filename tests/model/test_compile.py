@@ -86,21 +86,3 @@ def test_a_dense_layer_with_documents_is_one_graph(more: dict[str, object], monk
     assert graphs == 1
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(eager, apart, rtol=1e-5, atol=1e-5)
-
-
-def test_documents_are_attended_in_one_call_where_none_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(dense, "_varlen_attention", lambda: len)
-    monkeypatch.setattr(dense, "_one_text_is_faster", lambda device: True)
-    monkeypatch.setattr(Span, "cu_seqlens", lambda span, device: torch.tensor(span.bounds))
-    bounds = [torch.tensor([0, n, n + 5], dtype=torch.int32) for n in (dense.LONG - 1, dense.LONG)]
-    short, long = (Span.packed(b, capacity=4, longest=int(b[1])) for b in bounds)
-    found = dense.document_bounds(short, cuda)
-    assert (
-        found is not None and found.bounds.tolist() == [0, dense.LONG - 1, dense.LONG + 4] and found.longest == dense.LONG
-    )
-    assert dense.document_bounds(long, cuda) is None
-    assert dense.document_bounds(short, torch.device("cpu")) is None
-    assert dense.document_bounds(Span.packed(bounds[0]), cuda) is None, "another number of documents is another graph"
-    monkeypatch.setattr(dense, "_one_text_is_faster", lambda device: False)
-    assert dense.document_bounds(long, cuda) is not None
