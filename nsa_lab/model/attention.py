@@ -91,9 +91,13 @@ class DensePacking(NamedTuple):
     """None where documents are attended in several calls."""
 
 
+def dense_packing_of(span: Span | None, device: torch.device) -> DensePacking | None:
+    """As `packing_of`, of a dense layer."""
+    return None if span is None or span.kind != "packed" else _dense_packing_of(span, device)
+
+
 @untraced
-def dense_packing_of(span: Span, device: torch.device) -> DensePacking:
-    """Of packed documents."""
+def _dense_packing_of(span: Span, device: torch.device) -> DensePacking:
     return DensePacking(span.begins(device), document_bounds(span, device))
 
 
@@ -340,8 +344,7 @@ class DenseAttention(nn.Module):
         self, x: Tensor, rotary: Rotary, span: Span | None = None, packing: DensePacking | None = None
     ) -> tuple[Tensor, None]:
         """The output, and no selection loss: as `SparseAttention.forward`, with what `dense_packing_of` gives."""
-        if packing is None and span is not None and span.kind == "packed":
-            packing = dense_packing_of(span, x.device)
+        packing = packing or dense_packing_of(span, x.device)
         q, (k,), (v,), _ = self.heads(x, rotary, packing and packing.begins)
         backend = self.backends["dense"].backend
         if packing is None:

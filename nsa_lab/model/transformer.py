@@ -178,7 +178,7 @@ class NSATransformer(nn.Module):
     def _packing(self, span: Span | None, device: torch.device) -> Packing | DensePacking | None:
         """Of every layer; None where there is one document."""
         if self.config.attention == "dense":
-            return None if span is None or span.kind != "packed" else dense_packing_of(span, device)
+            return dense_packing_of(span, device)
         return packing_of(span, self.config, self.backends, device, taught=self.training and self.config.taught)
 
     def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
