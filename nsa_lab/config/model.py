@@ -90,6 +90,14 @@ class ModelConfig(Section):
     embedding_norm: bool = Field(
         default=False, description="embeddings are normed, without weights, before the first layer"
     )
+    ngrams: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="longest n-gram that is looked up beside a token, from 2 on; all shorter ones are, too; 0: none",
+    )
+    ngram_rows: int = Field(default=32_768, ge=2, le=2**24, description="rows of the hash table for each n-gram length")
+    ngram_width: int = Field(default=128, ge=1, le=SIZE, description="width of a row of that table")
     norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
 
@@ -107,6 +115,12 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.d_k = {self.d_k} is odd, and rotary embedding turns pairs; use {self.d_k - 1} or {self.d_k + 1}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _looked_up(self) -> ModelConfig:
+        if self.ngrams == 1:
+            raise ValueError("model.ngrams = 1: a single token is looked up anyway; use model.ngrams = 2 or more, or 0 for none")
         return self
 
     @model_validator(mode="after")

@@ -138,6 +138,9 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "indexer_block": 0,
         "embedding_norm": False,
         "silent": [],
+        "ngrams": 0,
+        "ngram_rows": 32_768,
+        "ngram_width": 128,
     },
     "train": {
         "stall_action": "record",

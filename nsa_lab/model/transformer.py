@@ -23,6 +23,7 @@ from nsa_lab.model.attention import (
 )
 from nsa_lab.model.initial import initialise
 from nsa_lab.model.layers import MLP, RMSNorm, check_span, normed, rotary_table
+from nsa_lab.model.ngrams import NgramEmbedding
 from nsa_lab.model.statistics import branch_statistics
 
 BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
@@ -76,6 +77,7 @@ class NSATransformer(nn.Module):
         self.gradient_checkpointing = False
         self._taught: Tensor | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.ngrams = NgramEmbedding(config) if config.ngrams else None
         self.blocks = nn.ModuleList(Block(config, self.backends) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -106,9 +108,12 @@ class NSATransformer(nn.Module):
         self._taught = torch.stack(losses).sum() if losses else None
         return self.head(self.norm(x))
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """What enters the first layer, [B, T, C], of tokens int64 [B, T]."""
+    def embed(self, tokens: Tensor, positions: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+        """What enters the first layer, [B, T, C], of tokens int64 [B, T]; `positions` and `before` as `NgramEmbedding` has
+        them, for a model with n-grams."""
         x = self.embedding(tokens)
+        if self.ngrams:
+            x = x + self.ngrams(tokens, positions, before)
         # Looked up, a vector is small (a deviation of .02), and what layers add to it drowns it.
         return normed(x, self.config.norm_eps) if self.config.embedding_norm else x
 
@@ -145,6 +150,10 @@ class NSATransformer(nn.Module):
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
+    def looked_up_count(self) -> int:
+        """Of `parameter_count`, those in tables, which no product reads."""
+        return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Embedding))
+
     def flops_per_token(self, lengths: int | Mapping[int, int]) -> dict[str, float]:
         """Training FLOPs per token in documents of `lengths`, forward and backward, of this model's weights.
 
@@ -153,7 +162,7 @@ class NSATransformer(nn.Module):
         group. Lookups, norms, the recomputation inside kernels and the selection loss's few queries are not counted.
         """
         c = self.config
-        matmul = 2 * (self.parameter_count() - self.embedding.weight.numel())
+        matmul = 2 * (self.parameter_count() - self.looked_up_count())
         per_key = 2 * c.n_layers * c.n_heads * (c.d_k + c.d_v)
         reads = geometry.mean_reads(lengths, c.nsa)
         sparse = reads["cmp"] + reads["sel"] + reads["win"]
@@ -196,4 +205,6 @@ class NSATransformer(nn.Module):
                     f"tokens: expected numbers from 0 to {c.vocab_size - 1} (model.vocab_size = {c.vocab_size}), got "
                     f"{low} to {high}; use the tokenizer that the model was trained with"
                 )
-        return self.embed(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)
+        positions = None if span is None else span.positions(tokens.device)
+        rotary = rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)
+        return self.embed(tokens, positions), rotary

@@ -41,7 +41,7 @@ def floors(row: Mapping[str, Any], model: ModelConfig, gemm_rate: float) -> dict
 
     def gemm(kind: str) -> float:
         built = shape_of(model.model_copy(update={"attention": kind}))
-        return 2 * (built.parameter_count() - built.embedding.weight.numel()) * (1 + MATMUL_BACKWARD) / gemm_rate
+        return 2 * (built.parameter_count() - built.looked_up_count()) * (1 + MATMUL_BACKWARD) / gemm_rate
 
     seconds = {
         "nsa": {
