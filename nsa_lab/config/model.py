@@ -120,7 +120,9 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _looked_up(self) -> ModelConfig:
         if self.ngrams == 1:
-            raise ValueError("model.ngrams = 1: a single token is looked up anyway; use model.ngrams = 2 or more, or 0 for none")
+            raise ValueError(
+                "model.ngrams = 1: a single token is looked up anyway; use model.ngrams = 2 or more, or 0 for none"
+            )
         return self
 
     @model_validator(mode="after")

@@ -102,7 +102,7 @@ class Decoder:
 
     def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
         model = self._model
-        x, by_kernels = model.embed(tokens), self.cache.backend == "triton" and not step.begins
+        x, by_kernels = self.cache.embedded(model, tokens, step), self.cache.backend == "triton" and not step.begins
         for block, layer in zip(cast("list[Block]", model.blocks), self.cache.layers, strict=True):
             x = layer.attend(x, block.attention_norm, self._rotary, step)
             x = fed_forward(block, x, by_kernels=by_kernels)

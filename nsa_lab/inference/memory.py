@@ -14,7 +14,7 @@ from nsa_lab.runs.summary import size_text
 # Tokens that a step may append to sequences which have begun; rings have room for them beside what is read.
 STEP = 256
 LENGTHS = (8192, 65_536, 131_072)
-HALF = 2  # bytes of a number in bf16
+HALF, TOKEN = 2, 8  # bytes of a number in bf16, of a token
 
 
 def window_slots(nsa: NSAConfig) -> int:
@@ -32,6 +32,11 @@ def past_slots() -> int:
     return STEP + 1
 
 
+def latest_slots(longest: int) -> int:
+    """Of the ring that keeps the tokens which n-grams reach back to."""
+    return longest - 1 + STEP
+
+
 def sequence_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     """Bytes that a `Cache` lays out for one sequence of `capacity` tokens, at `itemsize` bytes a number."""
     rows = capacity * _kv(config) + _past_rows(config) * config.n_kv_groups * config.d_k
@@ -39,7 +44,8 @@ def sequence_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
         rows += (window_slots(config.nsa) + _compressed_rows(capacity, config.nsa)) * _kv(config)
         if config.indexed:
             rows += _compressed_rows(capacity, config.choice_nsa) * config.n_kv_groups * config.d_k
-    return config.n_layers * rows * itemsize
+    tokens = latest_slots(config.ngrams) if config.ngrams else 0
+    return config.n_layers * rows * itemsize + tokens * TOKEN
 
 
 def token_bytes(config: ModelConfig, itemsize: int) -> float:

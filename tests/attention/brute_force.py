@@ -256,6 +256,7 @@ class Model(NamedTuple):
     turned: int | None = None  # channels of a head that rotary embedding turns; None: all
     embedding_norm: bool = False
     indexer: int = 0  # tokens that share a key of what chooses; 0: the compressed branch's scores choose
+    ngrams: tuple[int, int] = (0, 0)  # the longest that is looked up, and the rows of each table
 
 
 def attention_layer(x: Array, model: Model, prefix: str) -> Array:
@@ -289,6 +290,30 @@ def attention_layer(x: Array, model: Model, prefix: str) -> Array:
     branches = k_cmp, v_cmp, rows["k_sel"], rows["v_sel"], rows["k_win"], rows["v_win"]
     mixed = nsa_attention(rows["q"], *branches, gates, model.geometry, chosen_by)
     return mixed.reshape(B, T, H * d_v) @ model.weights[f"{prefix}.out.weight"].T
+
+
+def looked_up(tokens: Array, longest: int, rows: int, table: Array) -> Array:
+    """Of each token the rows of the 2 to `longest` tokens that end with it, side by side; in front of the first is none."""
+    base, mix, whole = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 2**64
+    out = []
+    for sequence in tokens.tolist():
+        for t in range(len(sequence)):
+            row = []
+            for n in range(2, longest + 1):
+                value = sum((sequence[t - j] + 1) * base ** (j + 1) for j in range(n) if j <= t) % whole
+                value = folded(folded(value) * mix % whole)
+                signed = value - whole if value >= whole // 2 else value
+                row.append(table[(n - 2) * rows + signed % rows])
+            out.append(np.concatenate(row))
+    return np.stack(out).reshape(*tokens.shape, -1)
+
+
+def folded(value: int) -> int:
+    """A 64-bit number, its upper half xored into the lower; the sign bit fills what is shifted in."""
+    upper = value >> 32
+    if value >= 2**63:
+        upper |= 0xFFFFFFFF << 32
+    return value ^ upper
 
 
 def two_taps(x: Array, weight: Array) -> Array:
@@ -329,6 +354,8 @@ def logits(tokens: Array, model: Model, layers: int) -> Array:
     """The whole transformer: tokens [B, T] -> [B, T, V]."""
     w = model.weights
     x = w["embedding.weight"][tokens]
+    if model.ngrams[0]:
+        x = x + looked_up(tokens, *model.ngrams, w["ngrams.table.weight"]) @ w["ngrams.out.weight"].T
     if model.embedding_norm:
         x = rms_norm(x, np.ones(x.shape[-1]), model.eps)
     for i in range(layers):

@@ -37,6 +37,7 @@ KERNEL_VARIANTS = [
     {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1, "rotary_share": 0.5, "mlp": "gated", "phi": "pool"},
     {"matching_heads": 2, "phi": "mlp", "gate": "softmax", "silent": ("win",)},
     {"matching_heads": 1, "rotary_share": 0.5, "attention": "dense"},
+    {"ngrams": 3, "ngram_rows": 100, "ngram_width": 5},
 ]
 VARIANTS = [
     {},
@@ -49,6 +50,7 @@ VARIANTS = [
     INDEXED | {"nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
     {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense", "embedding_norm": True},
     {"embedding_norm": True},
+    {"embedding_norm": True, "ngrams": 4, "ngram_rows": 100, "ngram_width": 5},
     *({"nsa": nsa} for nsa in GEOMETRIES),
 ]
 

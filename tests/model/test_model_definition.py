@@ -35,6 +35,7 @@ def plain(model: NSATransformer) -> brute_force.Model:
         c.rotary_width,
         embedding_norm=c.embedding_norm,
         indexer=c.indexer_block,
+        ngrams=(c.ngrams, c.ngram_rows),
     )
 
 
@@ -50,7 +51,12 @@ RECALL = [
 
 
 # What training_speed.md found to pay.
-QUICK = [{"embedding_norm": True}, {"embedding_norm": True, "matching_heads": 1, "mlp": "gated"}]
+QUICK = [
+    {"embedding_norm": True},
+    {"embedding_norm": True, "matching_heads": 1, "mlp": "gated"},
+    {"ngrams": 2, "ngram_rows": 64, "ngram_width": 3},
+    {"ngrams": 5, "ngram_rows": 37, "ngram_width": 4, "embedding_norm": True},
+]
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

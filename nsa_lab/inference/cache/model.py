@@ -12,6 +12,7 @@ from nsa_lab.attention import BackendError, kernels, resolve_backend
 from nsa_lab.inference import memory
 from nsa_lab.inference.cache.layers import DenseCache, NSACache
 from nsa_lab.inference.cache.step import Step
+from nsa_lab.inference.cache.storage import Latest
 from nsa_lab.model import Block, DenseAttention, NSATransformer, SparseAttention
 
 
@@ -32,6 +33,8 @@ class Cache:
         self.starts = (0,) * batch
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=like.device)
         self._rows = torch.arange(batch, device=like.device)[:, None]
+        longest = model.config.ngrams
+        self.latest = Latest(longest, batch, self.lengths) if longest else None
         self.layers = [_layer(cast(Block, block).attention, capacity, batch, like, backend) for block in model.blocks]
 
     def step(self, width: int, counts: Sequence[int]) -> Step:
@@ -43,6 +46,14 @@ class Cache:
         """The next token of every sequence, or padding, as `counts` say, int64 [B] of 1 and 0: nothing that the host would
         do depends on the lengths or on `counts`."""
         return self._step(None, 1, counts)
+
+    def embedded(self, model: NSATransformer, tokens: Tensor, step: Step) -> Tensor:
+        """What enters the first layer of new tokens int64 [B, S], [B, S, C]; what n-grams reach back to is kept."""
+        if not self.latest:
+            return model.embed(tokens)
+        x = model.embed(tokens, step.positions, self.latest.before(step))
+        self.latest.put(tokens, step)
+        return x
 
     def _step(self, starts: tuple[int, ...] | None, width: int, counts: Tensor) -> Step:
         positions = self.lengths.long()[:, None]
@@ -67,7 +78,8 @@ class Cache:
         """Sequence i becomes what sequence rows[i] was, as a search with beams asks for."""
         self.starts = tuple(self.starts[row] for row in rows)
         index = torch.tensor(rows, device=self.lengths.device)
-        for kept in (self.lengths, *(tensor for layer in self.layers for tensor in layer.tensors())):
+        latest = [self.latest.ring.kept] if self.latest else []
+        for kept in (self.lengths, *latest, *(tensor for layer in self.layers for tensor in layer.tensors())):
             kept.copy_(kept[index])
 
 

@@ -57,6 +57,24 @@ class Ring:
         return self._flat.index_select(0, places).unflatten(0, (len(self.kept), -1))
 
 
+class Latest:
+    """The tokens before new ones, as many as an n-gram reaches back."""
+
+    def __init__(self, longest: int, batch: int, lengths: Tensor) -> None:
+        self._reach = longest - 1
+        self.ring = Ring(memory.latest_slots(longest), 1, 1, batch, lengths.long())
+
+    def before(self, step: Step) -> Tensor | None:
+        """int64 [B, n - 1]; of a sequence that has fewer, what stands in front of them is any. None: none has any."""
+        if step.begins:
+            return None
+        return self.ring.read(step.latest_in_ring(self._reach, self.ring.slots))[..., 0, 0]
+
+    def put(self, tokens: Tensor, step: Step) -> None:
+        """tokens [B, S]"""
+        self.ring.put(tokens[..., None, None], step)
+
+
 class Past:
     """Keys of the latest tokens as they came, before the convolution that mixes each with the one before."""
 
