@@ -51,7 +51,7 @@ def cases(file: str, *names: str) -> list[str]:
 
 MODEL = [
     f"tests/model/test_model_{name}.py"
-    for name in ("definition", "silent", "recall", "indexer", "numbers", "observe", "precision", "layer")
+    for name in ("definition", "silent", "recall", "indexer", "ngrams", "numbers", "observe", "precision", "layer")
 ]
 PACKED = cases(
     "kernels/test_packed.py",
@@ -119,6 +119,7 @@ SUITES = {
     "model.attention": [*MODEL, "tests/inference/test_decode.py"],
     "model.indexer": MODEL,
     "model.initial": MODEL,
+    "model.ngrams": ["tests/model/test_model_ngrams.py"],
     "model.layers": [*MODEL, "tests/inference/test_decode.py"],
     "model.statistics": MODEL,
     "model.drop_in": ["tests/model/test_model_layer.py"],
@@ -1692,7 +1693,49 @@ MUTANTS = [
         "if self.config.embedding_norm else x",
         "if True else x",
     ),
-    Mutant("decode: embeddings are never normed", "inference.decode", "model.embed(tokens)", "model.embedding(tokens)"),
+    Mutant(
+        "decode: embeddings are never normed",
+        "inference.cache.model",
+        "return model.embed(tokens)",
+        "return model.embedding(tokens)",
+    ),
+    Mutant(
+        "n-grams: they reach over a document's begin",
+        "model.ngrams",
+        "(positions[..., None] >= back)",
+        "torch.ones_like(back)",
+    ),
+    Mutant("n-grams: a token 0 is none", "model.ngrams", "(seen + 1)", "seen"),
+    Mutant("n-grams: all lengths share a table", "model.ngrams", " + self.rows * back[:-1]", ""),
+    Mutant("n-grams: the order of tokens does not count", "model.ngrams", ".cumprod(0)", ".cumprod(0)[-1:]"),
+    Mutant("n-grams: high bits do not count", "model.ngrams", "0x2545F4914F6CDD1D, 32", "0x2545F4914F6CDD1D, 63"),
+    Mutant(
+        "n-grams: a model does not say where documents begin",
+        "model.transformer",
+        "self.embed(tokens, positions)",
+        "self.embed(tokens)",
+    ),
+    Mutant(
+        "n-grams: tables are counted as products",
+        "model.transformer",
+        " - self.looked_up_count())",
+        " - self.embedding.weight.numel())",
+    ),
+    Mutant(
+        "decoding: what n-grams reach back to is not kept", "inference.cache.model", "self.latest.put(tokens, step)", "pass"
+    ),
+    Mutant(
+        "decoding: what n-grams reach back to stays with its row",
+        "inference.cache.model",
+        "yield self.latest.ring.kept",
+        "pass",
+    ),
+    Mutant(
+        "decoding: padding overwrites what n-grams reach back to",
+        "inference.memory",
+        "return longest - 1 + STEP",
+        "return STEP",
+    ),
     Mutant("model: no norm before the MLP", "model.transformer", "self.mlp(self.mlp_norm(x))", "self.mlp(x)"),
     Mutant("model: the first layer's selection loss alone", "model.transformer", "torch.stack(losses).sum()", "losses[0]"),
     Mutant("model: a constant of the rotation frozen at 10000", "model.layers", "rate = theta ** (", "rate = 10000.0 ** ("),

@@ -166,8 +166,8 @@ def time_models(
 def _full(model: NSATransformer, length: int, batch: int, backend: str) -> Decoder:
     """A decoder that has read `length` tokens of every sequence but for those that are timed."""
     decoder = Decoder(model, length + 1, batch, backend=backend)
-    for layer in decoder.cache.layers:
-        for kept in layer.tensors():
+    for kept in decoder.cache.tensors():
+        if kept.is_floating_point():
             kept.normal_()
     decoder.cache.advance([length - ROUNDS * (UNTIMED + TIMED)] * batch)
     return decoder

@@ -31,13 +31,14 @@ GEOMETRIES = [
 # Where kernels run: under the interpreter, on a machine without a GPU.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
+NGRAMS = {"ngrams": 4, "ngram_rows": 100, "ngram_width": 5}
 KERNEL_VARIANTS = [
     {},
     {"selection_loss": 0.1, "indexer_block": 2},
     {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1, "rotary_share": 0.5, "mlp": "gated", "phi": "pool"},
     {"matching_heads": 2, "phi": "mlp", "gate": "softmax", "silent": ("win",)},
     {"matching_heads": 1, "rotary_share": 0.5, "attention": "dense"},
-    {"ngrams": 3, "ngram_rows": 100, "ngram_width": 5},
+    NGRAMS,
 ]
 VARIANTS = [
     {},
@@ -50,7 +51,7 @@ VARIANTS = [
     INDEXED | {"nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
     {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense", "embedding_norm": True},
     {"embedding_norm": True},
-    {"embedding_norm": True, "ngrams": 4, "ngram_rows": 100, "ngram_width": 5},
+    {"embedding_norm": True} | NGRAMS,
     *({"nsa": nsa} for nsa in GEOMETRIES),
 ]
 
@@ -68,9 +69,8 @@ def in_chunks(model: NSATransformer, texts: list[Tensor], chunks: list[int], poi
     """Logits of every text, read `chunks[i]` tokens at a time, in turn; texts of one batch run out at their own times."""
     decoder = Decoder(model, max(map(len, texts)), batch=len(texts))
     if poison:
-        for layer in decoder.cache.layers:
-            for kept in layer.tensors():
-                kept.fill_(float("nan"))
+        for kept in decoder.cache.tensors():
+            kept.fill_(float("nan") if kept.is_floating_point() else -(10**12))
     at, found = 0, [[] for _ in texts]
     while at < max(map(len, texts)):
         size = chunks.pop(0) if len(chunks) > 1 else chunks[0]
@@ -127,11 +127,10 @@ def test_sequences_take_turns_in_a_recorded_step(monkeypatch: pytest.MonkeyPatch
 
 def test_a_sequence_may_begin_after_its_neighbours() -> None:
     """Before its first token is nothing, whatever the cache holds there."""
-    model, texts = built(tiny(**INDEXED, matching_heads=1)), [drawn(17, seed=1), drawn(9, seed=2)]
+    model, texts = built(tiny(**INDEXED, **NGRAMS, matching_heads=1)), [drawn(17, seed=1), drawn(9, seed=2)]
     decoder = Decoder(model, 20, batch=2)
-    for layer in decoder.cache.layers:
-        for kept in layer.tensors():
-            kept.fill_(7)
+    for kept in decoder.cache.tensors():
+        kept.fill_(7)
     decoder.append(*ragged([texts[0][:8], texts[1][:0]]))
     found = decoder.append(*ragged([texts[0][8:], texts[1]]))
     for row, text in enumerate(texts):
@@ -148,8 +147,7 @@ def test_what_a_recording_reads_stays_where_it_is_until_the_cache_grows(monkeypa
     decoder = Decoder(model, 20)
 
     def places() -> list[int]:
-        kept = [tensor for layer in decoder.cache.layers for tensor in layer.tensors()]
-        return [tensor.data_ptr() for tensor in (decoder.cache.lengths, *kept)]
+        return [tensor.data_ptr() for tensor in (decoder.cache.lengths, *decoder.cache.tensors())]
 
     decoder.append(tokens[:, :17])
     decoder.last(tokens[:, 17:18])
@@ -244,8 +242,21 @@ def test_padding_may_stand_past_the_end_of_a_full_cache(variant: dict) -> None:
     torch.testing.assert_close(found, model(texts[2][None])[0, 12:], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("variant", [NGRAMS, INDEXED | {"matching_heads": 1}, {"attention": "dense", "matching_heads": 1}])
+def test_who_waits_for_whole_steps_of_others_loses_nothing(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "STEP", 5)
+    model, texts = built(tiny(**variant)), [drawn(41), drawn(60, seed=2)]
+    decoder = Decoder(model, 60, batch=2)
+    decoder.append(*ragged([texts[0][:30], texts[1][:23]]))
+    decoder.append(*ragged([texts[0][:0], texts[1][23:49]]))
+    found = decoder.append(torch.stack([texts[0][30:], texts[1][49:]]))
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(found[row], model(text[None])[0, -11:], rtol=0, atol=1e-10)
+
+
 def test_sequences_change_places(step: None) -> None:
-    model, texts = built(tiny(rotary_share=0.5, matching_heads=1)), [drawn(30), drawn(14, seed=2), drawn(21, seed=3)]
+    texts = [drawn(30), drawn(14, seed=2), drawn(21, seed=3)]
+    model = built(tiny(rotary_share=0.5, matching_heads=1, **NGRAMS))
     decoder = Decoder(model, 40, batch=3)
     decoder.append(*ragged(texts))
     decoder.cache.reorder([2, 0, 2])
@@ -284,11 +295,13 @@ def test_the_likeliest_tokens_of_long_ragged_batches_are_those_of_full_passes(va
             assert (found.argmax(-1) != full.argmax(-1)).sum() <= 1
 
 
-@pytest.mark.parametrize("variant", [{}, {"attention": "dense", "matching_heads": 1}, INDEXED | {"matching_heads": 2}])
+@pytest.mark.parametrize(
+    "variant", [{}, {"attention": "dense", "matching_heads": 1} | NGRAMS, INDEXED | {"matching_heads": 2}]
+)
 @pytest.mark.parametrize("capacity", [1, 7, 8, 61])
 def test_the_memory_of_a_cache_is_what_is_planned(variant: dict, capacity: int) -> None:
     config = tiny(**variant)
-    held = sum(kept.nbytes for layer in cache.Cache(built(config), capacity, 3).layers for kept in layer.tensors())
+    held = sum(kept.nbytes for kept in cache.Cache(built(config), capacity, 3).tensors())
     assert held == 3 * memory.sequence_bytes(config, capacity, 8)
     far = 10**5 * config.nsa.d
     more = memory.sequence_bytes(config, 2 * far, 8) - memory.sequence_bytes(config, far, 8)

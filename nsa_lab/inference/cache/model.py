@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -78,9 +78,15 @@ class Cache:
         """Sequence i becomes what sequence rows[i] was, as a search with beams asks for."""
         self.starts = tuple(self.starts[row] for row in rows)
         index = torch.tensor(rows, device=self.lengths.device)
-        latest = [self.latest.ring.kept] if self.latest else []
-        for kept in (self.lengths, *latest, *(tensor for layer in self.layers for tensor in layer.tensors())):
+        for kept in (self.lengths, *self.tensors()):
             kept.copy_(kept[index])
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that is kept of the sequences, one in every row."""
+        if self.latest:
+            yield self.latest.ring.kept
+        for layer in self.layers:
+            yield from layer.tensors()
 
 
 def _own_backend(model: NSATransformer) -> str:

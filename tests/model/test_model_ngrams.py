@@ -1,0 +1,105 @@
+"""`NgramEmbedding`: what is looked up beside a token. That the whole model is its definition, test_model_definition says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_inputs import config_of, loss_of, tokens_of
+
+from nsa_lab.attention import Span
+from nsa_lab.config import ModelConfig
+from nsa_lab.model import NSATransformer
+from nsa_lab.model.ngrams import NgramEmbedding
+
+LENGTHS = [13, 1, 2, 0, 30]
+ROWS = 1 << 20
+
+
+def model_of(**more: object) -> NSATransformer:
+    return NSATransformer(config_of(ngrams=4, ngram_rows=100, ngram_width=5, **more), dtype=torch.float64, seed=0).double()
+
+
+def places(tokens: list[int], **given: torch.Tensor) -> list[list[int]]:
+    """Of the last token of `tokens`: the rows for its 2, 3 and 4 tokens, in tables of so many rows that none share one."""
+    module = NgramEmbedding(config_of(ngrams=4, ngram_rows=ROWS, ngram_width=1))
+    return module.places(torch.tensor([tokens]), **given)[0].tolist()
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("capacity", [None, 9])
+def test_packed_documents_are_documents_alone(attention: str, capacity: int | None) -> None:
+    model = model_of(attention=attention, matching_heads=1)
+    tokens = tokens_of(model.config, sum(LENGTHS), batch=1)
+    span = Span.packed(torch.tensor([0, *LENGTHS]).cumsum(0).int(), capacity)
+    alone = [model(part) for part in tokens.split(LENGTHS, dim=1) if part.shape[1]]
+    torch.testing.assert_close(model(tokens, span), torch.cat(alone, dim=1), rtol=1e-10, atol=1e-10)
+
+
+def test_a_row_is_of_the_last_tokens_and_of_no_other() -> None:
+    here = places([5, 0, 7, 9, 3, 8])[-1]
+    assert places([0, 5, 7, 9, 3, 8])[-1] == here
+    for n, changed in ((2, [5, 0, 7, 9, 4, 8]), (3, [5, 0, 7, 8, 3, 8]), (4, [5, 0, 6, 9, 3, 8])):
+        there = places(changed)[-1]
+        assert [a == b for a, b in zip(here, there, strict=True)] == [length < n for length in (2, 3, 4)]
+    assert places([5, 0, 7, 9, 8, 3])[-1][0] != here[0], "the order counts"
+
+
+def test_a_token_0_is_another_than_none() -> None:
+    """What begins with tokens 0 is not what begins later."""
+    first, second, third = (places([0] * count + [7])[-1] for count in (0, 1, 2))
+    assert first[0] != second[0] and second[0] == third[0]
+    assert second[1] != third[1]
+
+
+def test_every_length_has_a_table_of_its_own() -> None:
+    for row in places([3, 1, 4, 1, 5, 9, 2, 6]):
+        assert [place // ROWS for place in row] == [0, 1, 2]
+
+
+def test_hashes_fill_a_table_evenly() -> None:
+    """All 65,536 pairs of bytes in as many rows: evenly at random, 1/e of the rows stay empty."""
+    pairs = torch.cartesian_prod(torch.arange(256), torch.arange(256))
+    for rows in (65_536, 60_000):
+        module = NgramEmbedding(ModelConfig(ngrams=2, ngram_rows=rows, ngram_width=1))
+        found = module.places(pairs)[:, 1, 0]
+        filled = found.unique().numel() / rows
+        assert filled == pytest.approx(1 - (1 - 1 / rows) ** 65_536, abs=0.01)
+        assert found.bincount().max() < 12
+
+
+@pytest.mark.parametrize("tokens", [[1, 0, 0, 2], [255] * 9])
+def test_tokens_before_are_those_that_came_before(tokens: list[int]) -> None:
+    text = [9, 250, 0, 4, *tokens]
+    whole = places(text)
+    for cut in range(1, len(text)):
+        kept = [-1, -1, -1, *text[:cut]][-3:]  # what stands in front of the first is any
+        rest = places(text[cut:], positions=torch.arange(cut, len(text)), before=torch.tensor([kept]))
+        assert rest == whole[cut:]
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_tables_cost_parameters_and_no_products(attention: str) -> None:
+    with_tables, without = model_of(attention=attention), NSATransformer(config_of(attention=attention), seed=0)
+    more = with_tables.parameter_count() - without.parameter_count()
+    mapped = 3 * 5 * 24
+    assert more == 3 * 100 * 5 + mapped
+    assert with_tables.looked_up_count() - without.looked_up_count() == 3 * 100 * 5
+    for kind in ("nsa", "dense"):
+        dearer = with_tables.flops_per_token(31)[kind] - without.flops_per_token(31)[kind]
+        assert dearer == 3 * 2 * mapped
+
+
+def test_the_rows_that_were_looked_up_learn_and_no_others() -> None:
+    model = model_of()
+    tokens = tokens_of(model.config, 12)
+    loss_of(model, tokens).backward()
+    table = model.ngrams.table.weight
+    moved = set(table.grad.abs().amax(1).nonzero().flatten().tolist())
+    assert moved == set(model.ngrams.places(tokens[:, :-1]).flatten().tolist())
+
+
+def test_it_is_a_function_of_the_seed() -> None:
+    one, other = model_of(), model_of()
+    for name, weight in one.state_dict().items():
+        assert torch.equal(weight, other.state_dict()[name]), name
+    assert one.ngrams.table.weight.std().item() == pytest.approx(0.02, rel=0.05)
