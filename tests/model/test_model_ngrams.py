@@ -1,4 +1,4 @@
-"""`NgramEmbedding`: what is looked up beside a token. That the whole model is its definition, test_model_definition says."""
+"""`NgramEmbedding`: what is looked up beside a token. test_model_definition has the whole model."""
 
 from __future__ import annotations
 
