@@ -5,8 +5,8 @@ Newton-Schulz steps have made all singular values nearly 1. Scaled by .2 sqrt(ma
 large as AdamW's (Moonlight, arXiv 2502.16982, section 2.2), so that one learning rate and one weight decay serve both.
 
 Invariants
-* Muon has the projections of attention and MLP. Embedding, head, gates, norms, compression, convolutions and the indexer
-  are AdamW's, equal to torch.optim.AdamW bit for bit.
+* Muon has the projections of attention and MLP. Embeddings, tables of n-grams and their map, head, gates, norms,
+  compression, convolutions and the indexer are AdamW's, equal to torch.optim.AdamW bit for bit.
 * Matrices that share a weight are orthogonalised one by one: queries, each branch's keys and values, the halves of a gated
   MLP.
 * Where `found_inf` is 1 nothing changes, and nothing here waits for the device.
