@@ -28,6 +28,7 @@ VARIANTS = [
     {"attention": "dense"},
     {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 2},
     {"nsa": GEOMETRY.model_copy(update={"phi": "mlp", "gate": "softmax"})},
+    {"ngrams": 4, "ngram_rows": 100, "ngram_width": 5},
 ]
 PROMPTS = ["a", "def generate(model, prompts):\n    ", "h\u00e9llo"]
 
