@@ -25,8 +25,10 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from nsa_lab.attention.kernels.launch_table import is_amd
+
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-REMEMBERS = torch.version.hip is None and (3, 6) <= _VERSION < (3, 8)
+REMEMBERS = not is_amd() and (3, 6) <= _VERSION < (3, 8)
 """Whether a kernel that was compiled takes all arguments in their order, and depends on no more than `_kinds` says. Read in
 Triton 3.6 and 3.7: older ones want those left out that are constant, of newer ones nobody knows yet, and for AMD's GPUs it
 asks how large a tensor is."""
