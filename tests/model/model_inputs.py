@@ -18,6 +18,8 @@ VARIANTS = [
     for phi, gate, mlp in itertools.product(["avg", "linear", "mlp", "pool"], ["sigmoid", "softmax"], ["plain", "gated"])
 ]
 
+NGRAMS = {"ngrams": 5, "ngram_rows": 37, "ngram_width": 4}
+
 
 def name_of(variant: dict[str, Any]) -> str:
     return "-".join(value if isinstance(value, str) else f"{name}_{value}" for name, value in variant.items())

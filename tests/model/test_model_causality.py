@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from model_inputs import VARIANTS, config_of, name_of, tokens_of
+from model_inputs import NGRAMS, VARIANTS, config_of, name_of, tokens_of
 
 from nsa_lab.model import NSATransformer
 
@@ -21,7 +21,7 @@ def another_future(tokens: torch.Tensor, last: int, vocabulary: int) -> torch.Te
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("precision", ["float64", "float32", "bf16 autocast"])
-@pytest.mark.parametrize("variant", VARIANTS[::3], ids=name_of)
+@pytest.mark.parametrize("variant", [*VARIANTS[::3], NGRAMS], ids=name_of)
 def test_logits(variant: dict[str, str], precision: str, backend: str) -> None:
     config = config_of(**variant)
     model = NSATransformer(config, backend=backend, seed=0)
@@ -53,8 +53,9 @@ def test_no_gradient_flows_into_the_past_from_the_future(attention: str, checkpo
         assert (grad[:, t + 1 :] == 0).all() and (grad[:, t] != 0).any(-1).all()
 
 
-def test_sequences_of_a_batch_do_not_see_each_other() -> None:
-    config = config_of()
+@pytest.mark.parametrize("more", [{}, NGRAMS], ids=name_of)
+def test_sequences_of_a_batch_do_not_see_each_other(more: dict[str, int]) -> None:
+    config = config_of(**more)
     model = NSATransformer(config, seed=0)
     tokens = tokens_of(config, T, batch=3)
     changed = tokens.clone()
@@ -66,7 +67,7 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("kind", ["reference", "torch", "dense"])
 def test_a_prefix_gives_what_it_gives_inside_the_whole(kind: str) -> None:
     """What token-by-token decoding rests on: cutting the tail changes nothing, for lengths around l, d, l_sel and w."""
-    config = config_of(attention="dense" if kind == "dense" else "nsa")
+    config = config_of(attention="dense" if kind == "dense" else "nsa", **NGRAMS)
     model = NSATransformer(config, backend="torch" if kind == "dense" else kind, dtype=torch.float64, seed=0).double()
     tokens = tokens_of(config, T)
     with torch.no_grad():
