@@ -212,12 +212,13 @@ def _dkv_steps(
         lse_log2 = tl.load(stats)
         delta = tl.load(stats + stride_stats)
         scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+        # Ahead of the exponentials, which the compiler then places among its tensor-core instructions.
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         if MASKED:
             position = tile_t + tl.arange(0, ROWS)
             scores = tl.where(in_band(i[:, None], position[None, :], N, L, STRIDE, W), scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
         dv, dv_lost = add_product_exactly(dv, dv_lost, p.to(do.dtype), do)
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         ds = p * (dp - delta[None, :])
         dk, dk_lost = add_product_exactly(dk, dk_lost, ds.to(q.dtype), q)
     return dk, dk_lost, dv, dv_lost

@@ -196,7 +196,7 @@ def _chunks(T: int, N: int, groups: int, heads: int, w: int, tile: launch_table.
     work = ceil_div(N, tile.keys) * groups * longest
     # Enough programs to fill any GPU of today. Without a window, the first key tile is seen by all queries and the last by
     # hardly any: half of the full rectangle.
-    chunk_steps = work // 512 if w else work // 2 // 1024
+    chunk_steps = work // 512 if w else work // 2 // 2048
     chunk_steps = min(max(chunk_steps, 8), longest)
     return ceil_div(longest, chunk_steps), chunk_steps
 
