@@ -43,6 +43,7 @@ SPEED = (
     "production_50k-20261125T173932Z-9930",
     "production_fast-20261125T173932Z-d07c",
     "production_fast-20261125T180217Z-1369",
+    "fast_whole_ngram8_b16-20261126T001703Z-d797",
 )
 COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
 
