@@ -106,6 +106,7 @@ MASKED = cases(
     "a_step_is_that_of_the_documents_alone",
     "an_evaluation_is_that_of_the_documents_alone",
     "preflight_finds_what_leaks_into_a_neighbour",
+    "preflight_finds_tokens_that_reach_a_neighbour_before_any_layer",
 )
 SUITES = {
     "attention.span": [*attention_tests("take_over", "span", "dense_limit"), *MODEL],
@@ -1699,6 +1700,15 @@ MUTANTS = [
         "return model.embed(tokens)",
         "return model.embedding(tokens)",
     ),
+    Mutant(
+        "preflight: what a document looks up may reach another",
+        "train.preflight.leakage",
+        "after = parts.model(changed, span)",
+        "after = parts.model(tokens, span)",
+    ),
+    Mutant("plan: looked up at no cost", "train.plan", "(kept + looked_up + loss)", "(kept + loss)"),
+    Mutant("n-grams: tables that nothing reads count", "config.model", "if not self.ngrams:", "if False:"),
+    Mutant("checkpoints: weights of any shape will do", "runs.checkpoints", "if written != asked:", "if False:"),
     Mutant(
         "n-grams: they reach over a document's begin",
         "model.ngrams",

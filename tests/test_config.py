@@ -186,6 +186,22 @@ def test_a_key_that_came_later_leaves_the_hash_of_runs_that_were_made_without_it
         assert RunConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
 
 
+def test_tables_of_n_grams_are_read_where_there_are_n_grams() -> None:
+    """A preset without its tables is one that never had any, and a size that nothing reads is refused."""
+    tables = {"ngram_rows": 100, "ngram_width": 5}
+    without = RunConfig.from_dict({"model": {"ngrams": 0} | tables})
+    assert without == RunConfig.from_dict({"model": {}}) and without.hash() == RunConfig.from_dict({"model": {}}).hash()
+    with_tables = RunConfig.from_dict({"model": {"ngrams": 2} | tables})
+    assert (with_tables.model.ngram_rows, with_tables.model.ngram_width) == (100, 5)
+    assert RunConfig.from_dict(yaml.safe_load(with_tables.to_yaml())) == with_tables
+    with pytest.raises(
+        ConfigError, match=r"model\.ngram_rows = 100 is not read without model\.ngrams; set model\.ngrams: 2 "
+    ):
+        RunConfig.from_dict({"model": tables})
+    with pytest.raises(ConfigError, match=r"model\.ngrams = 1: a single token is looked up anyway"):
+        RunConfig.from_dict({"model": {"ngrams": 1}})
+
+
 @pytest.mark.parametrize("name", ["smoke", "recall_taught"])
 def test_presets_have_the_recipe_and_a_configuration_without_its_keys_is_the_papers_definition(name: str) -> None:
     (path,) = [path for path in PARAMS if path.stem == name]

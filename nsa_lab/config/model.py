@@ -119,6 +119,18 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _looked_up(self) -> ModelConfig:
+        tables = {"ngram_rows", "ngram_width"}
+        given = sorted(tables & self.model_fields_set)
+        if given and "ngrams" not in self.model_fields_set:
+            raise ValueError(
+                f"model.{given[0]} = {getattr(self, given[0])} is not read without model.ngrams; set model.ngrams: 2 or "
+                "more, or remove it"
+            )
+        if not self.ngrams:
+            # Of a preset that has tables: without them it is what it would be if it had never had any. Frozen for everyone
+            # else; here it is still being made.
+            for key in tables:
+                object.__setattr__(self, key, ModelConfig.model_fields[key].default)
         if self.ngrams == 1:
             raise ValueError(
                 "model.ngrams = 1: a single token is looked up anyway; use model.ngrams = 2 or more, or 0 for none"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_lab.attention import choose_blocks, geometry, reference
 from nsa_lab.config import NSAConfig
-from nsa_lab.model import AttentionInputs, Block, NSATransformer, Scoring, SparseAttention, rotary_table
+from nsa_lab.model import AttentionInputs, Block, NSATransformer, Scoring, SparseAttention
 
 # Elements of the largest temporary tensor of scores.
 SCORES_AT_ONCE = 1 << 25
@@ -83,8 +83,7 @@ def backends_of(layer: SparseAttention) -> dict[str, str]:
 
 def _layers(model: NSATransformer, tokens: Tensor) -> Iterator[tuple[AttentionInputs, Scoring, SparseAttention]]:
     """What attention is given, and what chooses, in every layer of an undisturbed forward pass."""
-    x = model.embed(tokens)
-    rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
+    x, rotary = model.enter(tokens)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
         normed = block.attention_norm(x)

@@ -28,7 +28,7 @@ from nsa_lab.attention import (
 from nsa_lab.config import NSAConfig
 from nsa_lab.evaluate import choices
 from nsa_lab.evaluate.answers import teacher_forced
-from nsa_lab.model import BRANCHES, AttentionInputs, Block, NSATransformer, Scoring, SparseAttention, rotary_table
+from nsa_lab.model import BRANCHES, AttentionInputs, Block, NSATransformer, Scoring, SparseAttention
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,9 @@ def forward(model: NSATransformer, tokens: Tensor, intervention: Intervention, s
 
     Raises ValueError for a dense model, which has neither blocks nor branches.
     """
-    c = model.config
     choices.check_sparse(model)
     generator = torch.Generator(tokens.device).manual_seed(seed) if isinstance(seed, int) else seed
-    x, rotary = model.embed(tokens), rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device)
+    x, rotary = model.enter(tokens)
     for block in cast("list[Block]", model.blocks):
         layer = cast(SparseAttention, block.attention)
         normed = block.attention_norm(x)

@@ -5,8 +5,8 @@ Invariants
 * Rotary embedding per head, after the heads are split, on queries and on the keys of every branch, before compression.
 * The backend is resolved once, when the model is built, and `backends` says which and why.
 * Causal: the logits at <= t do not move when tokens > t do.
-* Positions restart in every document of a packed row (`Span.packed`), and no document sees another, by attention, by keys of
-  the token before or by n-grams.
+* Positions restart in every document of a packed row (`Span.packed`), and no document sees another: neither by attention,
+  nor by keys of the token before, nor by n-grams.
 `NSAttention` is the attention layer by itself, for other models; `SparseAttention` is the layer that both are made of.
 """
 

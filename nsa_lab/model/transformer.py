@@ -22,7 +22,7 @@ from nsa_lab.model.attention import (
     weighted,
 )
 from nsa_lab.model.initial import initialise
-from nsa_lab.model.layers import MLP, RMSNorm, check_span, normed, rotary_table
+from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, normed, rotary_table
 from nsa_lab.model.ngrams import NgramEmbedding
 from nsa_lab.model.statistics import branch_statistics
 
@@ -95,7 +95,7 @@ class NSATransformer(nn.Module):
         Raises ValueError for tokens of another kind, and for a chunk that starts past 0.
         """
         self._taught = None  # if this pass fails, the one before it is not the last
-        x, rotary = self._enter(tokens, span)
+        x, rotary = self.enter(tokens, span)
         packing = self._packing(span, x.device)
         losses: list[Tensor] = []
         for block in self.blocks:
@@ -132,7 +132,7 @@ class NSATransformer(nn.Module):
         """`SparseAttention.observe` of every layer on tokens [B, T]: for pictures and statistics, not for speed."""
         if self.config.attention != "nsa":
             raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
-        x, rotary = self._enter(tokens, span)
+        x, rotary = self.enter(tokens, span)
         seen = []
         for block in cast("list[Block]", self.blocks):
             layer = cast(SparseAttention, block.attention)
@@ -190,7 +190,11 @@ class NSATransformer(nn.Module):
             return dense_packing_of(span, device)
         return packing_of(span, self.config, self.backends, device, taught=self.training and self.config.taught)
 
-    def _enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, Rotary]:
+        """What a block is called with, for who goes through the blocks one by one: x [B, T, C] and the rotation.
+
+        Raises ValueError as `forward` does.
+        """
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or 0 in tokens.shape:
             raise ValueError(
                 f"tokens: expected int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}; B and T are at least 1"

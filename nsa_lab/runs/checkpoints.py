@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,20 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"{PREFIX}{step:08d}"
 
 
-def misfit(checkpoint: Path, saved: Iterable[str], wanted: Iterable[str]) -> str | None:
-    """None, or in a sentence how the names of a checkpoint's weights differ from those of the model that asks."""
+def misfit(checkpoint: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """None, or in a sentence how a checkpoint's weights differ from those of the model that asks, by name or by shape.
+
+    Both are tensors by name.
+    """
     has, needs = set(saved), set(wanted)
     if has == needs:
+        shapes = ((name, tuple(saved[name].shape), tuple(weight.shape)) for name, weight in wanted.items())
+        for name, written, asked in shapes:
+            if written != asked:
+                return (
+                    f"{checkpoint}: its weights are not those of this model: its {name} is {list(written)}, the model's "
+                    f"{list(asked)}. It was trained with another configuration: put the run's config.yaml back as it was"
+                )
         return None
     parts = [
         f"{words} {', '.join(sorted(names)[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

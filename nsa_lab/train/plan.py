@@ -126,11 +126,12 @@ def check_room(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
     state = params * STATE_BYTES - unneeded_moments(model, config.train) * MOMENT_BYTES
     needed = max(state // shards, params * WEIGHT_BYTES)
     if needed > there:
+        tables = model.looked_up_count()
         raise ConfigError(
             f"a model of {params:,} parameters: its float32 weights, gradients and moments take {needed:,} bytes "
             f"({size_text(needed)}){f' on each of {ranks} ranks' if ranks > 1 else ''}, before any activation, and "
             f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {there:,} ({size_text(there)}). "
-            "Lower model.dim or model.n_layers"
+            f"Lower {'model.ngram_rows or model.ngram_width' if 2 * tables > params else 'model.dim or model.n_layers'}"
         )
 
 
@@ -197,11 +198,13 @@ def activation_bytes(config: RunConfig, ranks: int = 1) -> int:
     rotations = 1 if compiled and m.attention == "dense" else 2
     layer = m.dim * (2 * 4 + norms) + width * (rotations * projected + outputs + mlp) + branches * m.n_heads * 8
     kept = 4 * m.dim * m.n_layers + layer if config.runtime.gradient_checkpointing else layer * m.n_layers
+    # Of n-grams: the rows that are looked up, in float32 and as the product takes them, and where they lie.
+    looked_up = (m.ngrams - 1) * (m.ngram_width * (4 if width == 4 else 4 + width) + 8) if m.ngrams else 0
     # Logits in the compute dtype, in float32, their softmax and its gradient.
     loss = m.vocab_size * (width + 3 * 4)
     return max(
         min(stage.sequences_at_once, max(stage.sequences_per_step // ranks, 1)) * stage.seq_len for stage in train.plan
-    ) * (kept + loss)
+    ) * (kept + looked_up + loss)
 
 
 def compare(planned: Plan, steps: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, float]]:

@@ -121,8 +121,7 @@ def layer_examples(model: NSATransformer, tokens: Tensor, text: str, about: str)
         raise ValueError(
             f"attention = {model.config.attention}, nsa.phi = {model.config.nsa.phi}: the explorer shows NSA with phi avg"
         )
-    x = model.embed(tokens)
-    rotary = rotary_table(tokens.shape[1], model.config.rotary_width, model.config.rope_theta, tokens.device)
+    x, rotary = model.enter(tokens)
     found = []
     for layer, block in enumerate(cast("list[Block]", list(model.blocks))):
         attention, normed = cast(SparseAttention, block.attention), block.attention_norm(x)

@@ -20,7 +20,8 @@ LENGTH = 101
 
 def model_of(nsa: NSAConfig = NSA, **changes: object) -> NSATransformer:
     sizes = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5, "nsa": nsa}
-    return NSATransformer(ModelConfig(**{**sizes, **changes}), seed=3, backend="torch").double().eval()
+    enters = {"embedding_norm": True, "ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
+    return NSATransformer(ModelConfig(**{**sizes, **enters, **changes}), seed=3, backend="torch").double().eval()
 
 
 def tokens_of(length: int = LENGTH, rows: int = 2) -> Tensor:
@@ -128,7 +129,7 @@ def test_a_change_is_what_the_definition_gives_with_it(name: str) -> None:
     model, tokens, change = model_of(n_layers=1), tokens_of(), INTERVENTIONS[name]
     block = cast(Block, model.blocks[0])
     layer = cast(SparseAttention, block.attention)
-    x = model.embedding(tokens)
+    x = model.embed(tokens)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = layer.project(
         block.attention_norm(x), rotary_table(LENGTH, 6, 10000.0, tokens.device)
     )
@@ -197,7 +198,7 @@ def test_quality_is_the_share_of_the_oracles_mass() -> None:
     assert quality is not None
     block = cast(Block, model.blocks[0])
     layer = cast(SparseAttention, block.attention)
-    x, rotary = model.embedding(tokens), rotary_table(LENGTH, 6, 10000.0, tokens.device)
+    x, rotary = model.embed(tokens), rotary_table(LENGTH, 6, 10000.0, tokens.device)
     inputs = layer.project(block.attention_norm(x), rotary)
     mass = mass_by_loops(inputs[0], inputs[3], NSA)[0]
     _, lse = reference.compressed_attention(*inputs[:3], NSA)

@@ -84,6 +84,16 @@ def test_weights_of_other_code_are_told_by_their_names(tmp_path: Path) -> None:
         load_model(folder)
 
 
+def test_weights_of_another_configuration_are_told_by_their_shapes(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    model = configuration().model
+    wider = NSATransformer(model.model_copy(update={"mlp_hidden": model.hidden + 1}), seed=1).state_dict()
+    folder = write_checkpoint(run_dir, 200, save(wider))
+    said = rf"blocks\.0\.mlp\.up\.weight is \[{model.hidden + 1}, {model.dim}\], the model's \[{model.hidden}, "
+    with pytest.raises(NoCheckpoint, match=said):
+        load_model(folder)
+
+
 def test_weights_that_are_broken_are_explained(tmp_path: Path) -> None:
     """The newest checkpoint of a run that was halted may be of the step before everything became nan."""
     run_dir = write_run(tmp_path)

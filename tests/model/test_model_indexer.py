@@ -59,7 +59,7 @@ def test_blocks_are_those_of_its_queries_and_keys() -> None:
     assert isinstance(layer, SparseAttention)
     for _, p in filter(lambda named: is_of_indexer(named[0]), model.named_parameters()):
         torch.nn.init.normal_(p)
-    x, rotary = model._enter(tokens)
+    x, rotary = model.enter(tokens)
     seen = layer.observe(x, rotary)
     inputs = layer.project(x, rotary)
     q, k, nsa = layer.scoring(x, inputs, rotary)
@@ -77,7 +77,7 @@ def test_it_starts_as_the_first_head_of_its_group_looks(matching: int) -> None:
     model = built(matching_heads=matching)
     layer, tokens = model.blocks[0].attention, tokens_of(model.config, 40)
     assert isinstance(layer, SparseAttention) and layer.indexer is not None
-    x, rotary = model._enter(tokens)
+    x, rotary = model.enter(tokens)
     heads, index = layer.heads(x, rotary), layer.indexer(x, rotary)
     torch.testing.assert_close(index.q, heads.q[:, :, ::2])
     torch.testing.assert_close(index.k, heads.keys[1])
@@ -162,7 +162,7 @@ def test_the_model_holds_it_against_the_heads_and_not_against_itself() -> None:
     model = built()
     layer, tokens = model.blocks[0].attention, tokens_of(model.config, 61)
     torch.nn.init.normal_(layer.indexer.qk.weight)
-    x, rotary = model._enter(tokens)
+    x, rotary = model.enter(tokens)
     x = 50 * x
     _, taught = layer(x, rotary)
     inputs = layer.project(x, rotary)

@@ -37,7 +37,7 @@ def test_matching_heads_find_what_came_after_the_same_token_from_the_start(atten
     layer = model.blocks[0].attention
     tokens = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:40][None]
     tokens[0, 30] = tokens[0, 7]
-    x, rotary = model._enter(tokens)
+    x, rotary = model.enter(tokens)
     q, (k, *_), _, _ = layer.heads(model.blocks[0].attention_norm(x), rotary)
     for head in (0, 1):
         assert (q[0, 30, head] @ k[0, :31, 0].T).argmax() == 8
@@ -65,7 +65,7 @@ def test_the_auxiliary_loss_is_the_sum_over_layers_in_training_and_zero_otherwis
     tokens = tokens_of(model.config, 61)
     assert model.auxiliary_loss() == 0.0
     model(tokens)
-    x, rotary = model._enter(tokens)
+    x, rotary = model.enter(tokens)
     expected = torch.zeros((), dtype=torch.float64)
     for block in cast("list[Block]", model.blocks):
         q, k_cmp, _, k_sel, *_ = cast(SparseAttention, block.attention).project(block.attention_norm(x), rotary)

@@ -105,3 +105,12 @@ def test_sizes_alone_are_enough_where_hashes_are_not_asked_for(run_dir: Path) ->
     assert checkpoints.verify(folder, hashes=False) == []
     assert checkpoints.verify(folder) == ["model.safetensors does not match its sha256"]
     assert checkpoints.verify(folder.with_name("step-00000400")) == ["step-00000400 is gone"]
+
+
+def test_weights_fit_by_name_and_by_shape(tmp_path: Path) -> None:
+    saved = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    assert checkpoints.misfit(tmp_path, saved, {"b": torch.ones(4), "a": torch.ones(2, 3)}) is None
+    said = checkpoints.misfit(tmp_path, saved, {"a": torch.ones(3, 2), "b": torch.ones(4)})
+    assert said and "its a is [2, 3], the model's [3, 2]" in said and "config.yaml" in said
+    said = checkpoints.misfit(tmp_path, saved, {"a": torch.ones(2, 3)})
+    assert said and "it has b" in said

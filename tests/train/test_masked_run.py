@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nsa_lab.attention import geometry
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batch
+from nsa_lab.model.ngrams import NgramEmbedding
 from nsa_lab.runs import directory, events
 from nsa_lab.train import measure
 from nsa_lab.train.distributed import World
@@ -122,6 +123,19 @@ def test_preflight_finds_what_leaks_into_a_neighbour(parts: Callable[..., Parts]
     assert check.ok and "move by 0" in check.value and "rows, at most" in check.value
     built.model.blocks[1].attention.out.register_forward_hook(
         lambda module, inputs, output: output + 1e-6 * inputs[0].abs().mean()
+    )
+    assert not checks.documents(built).ok
+
+
+def test_preflight_finds_tokens_that_reach_a_neighbour_before_any_layer(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = parts()
+    model, config = built.model, built.config.model.model_copy(update={"ngrams": 3})
+    model.config, model.ngrams = config, NgramEmbedding(config)
+    assert checks.documents(built).ok
+    monkeypatch.setattr(
+        model.ngrams, "forward", lambda tokens, positions, before: NgramEmbedding.forward(model.ngrams, tokens)
     )
     assert not checks.documents(built).ok
 

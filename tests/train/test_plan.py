@@ -84,6 +84,30 @@ def test_memory_falls_with_checkpointing_and_smaller_micro_batches() -> None:
     assert whole.state_bytes == 16 * whole.params and whole.memory_bytes > whole.state_bytes
 
 
+def test_looking_n_grams_up_holds_what_is_planned() -> None:
+    """Between forward and backward, what a model with n-grams holds more than one without."""
+    shape: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 16, "d_v": 16}
+    tables = {"ngrams": 4, "ngram_rows": 50, "ngram_width": 21}
+    planned, held = [], []
+    for model in (shape, shape | tables):
+        config = RunConfig.from_dict({"model": model, "train": {"seq_len": 40, "batch_size": 3}})
+        planned.append(plan(config).activation_bytes)
+        saved: dict[int, int] = {}
+        built = NSATransformer(config.model, seed=0)
+        own = {p.data_ptr() for p in built.parameters()}
+
+        def keep(x: torch.Tensor, saved: dict[int, int] = saved, own: set[int] = own) -> torch.Tensor:
+            if x.data_ptr() not in own:
+                saved[x.data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            logits = built(torch.zeros(3, 40, dtype=torch.int64))
+        held.append(sum(saved.values()))
+        del logits
+    assert planned[1] - planned[0] == 3 * 40 * 3 * (21 * 4 + 8) == held[1] - held[0]
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_state_is_what_weights_gradients_and_the_optimiser_hold_after_a_step(kind: str) -> None:
     """But for the counters: one number for every tensor of AdamW's."""
@@ -137,6 +161,14 @@ def test_a_model_that_fits_with_muon_may_be_built(monkeypatch: pytest.MonkeyPatc
     allow(monkeypatch, tmp_path, needed - 1)
     with pytest.raises(ConfigError, match=f"take {needed:,} bytes"):
         check_room(muon, CPU)
+
+
+def test_a_model_that_is_all_tables_is_told_which_to_make_smaller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    allow(monkeypatch, tmp_path, 2**30)
+    with pytest.raises(ConfigError, match=r"Lower model\.ngram_rows or model\.ngram_width"):
+        check_room(RunConfig.from_dict({"model": {"ngrams": 9, "ngram_rows": 2**20}}), CPU)
+    with pytest.raises(ConfigError, match=r"Lower model\.dim or model\.n_layers"):
+        check_room(RunConfig.from_dict({"model": {"ngrams": 3, "ngram_rows": 2**10}}), CPU)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ TASK = TinyRecall()
 
 
 def model_of(**changes: object):
-    return tiny_model(TASK, seed=1, rotary_share=0.5, matching_heads=1, **changes).eval()
+    enters = {"embedding_norm": True, "ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
+    return tiny_model(TASK, seed=1, rotary_share=0.5, matching_heads=1, **enters, **changes).eval()
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def test_a_layer_reads_what_the_model_chooses(layer: int, indexer: dict[str, flo
     if indexer:
         torch.nn.init.normal_(model.blocks[layer].attention.indexer.qk.weight)
     example = layer_example(model, TASK, tokens, layer)
-    x, rotary = model.embedding(tokens), rotary_table(64, 8, model.config.rope_theta, tokens.device)
+    x, rotary = model.embed(tokens), rotary_table(64, 8, model.config.rope_theta, tokens.device)
     for block in model.blocks[:layer]:
         x, _ = block(x, rotary)
     inner = model.blocks[layer].attention

@@ -19,20 +19,24 @@ POISON = 1e4
 
 @torch.no_grad()
 def leaks(parts: Parts) -> float:
-    """How far the logits of other documents move, at most, when what one computes is replaced by large finite values.
+    """How far the logits of other documents move, at most, when one has other tokens, and what it computes is replaced by
+    large finite values.
 
-    Three documents, whose borders lie inside of blocks; in every layer, what the middle one projects is poisoned. NaN where
-    logits are not finite. Raises NotImplementedError if a backend does not take packed documents.
+    Three documents, whose borders lie inside of blocks; in every layer, what the middle one projects is poisoned, which
+    would show no tokens that are read before any layer. NaN where logits are not finite. Raises NotImplementedError if a
+    backend does not take packed documents.
     """
     length = parts.config.train.longest.seq_len
     size = parts.config.model.vocab_size
     tokens = snapshot.probe_input(size, length).to(parts.device).repeat(1, -(-length // snapshot.PROBE_TOKENS))[:, :length]
     bounds = [0, length // 3 + 1, 2 * length // 3 + 1, length]
     span = Span.packed(torch.tensor(bounds, dtype=torch.int32), capacity=4)
+    middle, changed = slice(bounds[1], bounds[2]), tokens.clone()
+    changed[:, middle] = (tokens[:, middle] + 1) % size
     with eager(), parts.stepper.autocast():
         before = parts.model(tokens, span)
-        with _poisoned(parts.model, slice(bounds[1], bounds[2])):
-            after = parts.model(tokens, span)
+        with _poisoned(parts.model, middle):
+            after = parts.model(changed, span)
     others = [slice(bounds[0], bounds[1]), slice(bounds[2], bounds[3])]
     moved = max((before[:, rows] - after[:, rows]).abs().max().item() for rows in others if rows.start < rows.stop)
     return moved if before.isfinite().all() else math.nan
