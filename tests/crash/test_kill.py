@@ -35,6 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "ranks": {"steps": STEPS, "seq_len": 32, "batch_size": 2, "micro_batch_size": 1, "lr": 1e-2},
 }
+TABLES = {"ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
 # Of the plan that ranks can share, these kills hit the supervisor of two ranks.
 SUPERVISOR_KILLS = (7, 15)
 
@@ -53,7 +54,7 @@ def config(request: pytest.FixtureRequest) -> RunConfig:
     return RunConfig.from_dict(
         {
             "name": "killed",
-            "model": {"dim": 16, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4},
+            "model": {"dim": 16, "n_layers": 1, "n_heads": 4, "n_kv_groups": 2, "d_k": 4, "d_v": 4} | TABLES,
             "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
             "runtime": {"device": "cpu", "heartbeat_s": 0.05},
             "data": {"source": "synthetic", "max_tokens": 50_000, "val_fraction": 0.2},

@@ -37,6 +37,7 @@ def test_compiled_blocks_match_eager_ones(attention: str) -> None:
 
 
 RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.05, "indexer_block": 2, "embedding_norm": True}
+RECIPE |= {"ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
 DOCUMENTS = Span.packed(torch.tensor([0, 20, 20, 47], dtype=torch.int32))
 
 
