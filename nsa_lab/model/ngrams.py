@@ -1,8 +1,8 @@
 """Embeddings of n-grams: what enters the first layer knows the last few tokens as a whole, and not the last one alone.
 
 A byte says little. Of every token the 2, 3, ... n tokens that end with it are hashed into tables (hash n-gram embeddings:
-Byte Latent Transformer, arXiv 2412.09871, section 3.2.1; over-encoding, arXiv 2501.16975). A table costs parameters and no
-products, so that a model of as many parameters is a quicker one.
+Byte Latent Transformer, arXiv 2412.09871, section 3.2.1; over-encoding, arXiv 2501.16975). A table costs parameters and
+hardly any products, so that a model of as many parameters is a quicker one.
 Shape suffixes: B batch, T time, n the longest n-gram.
 """
 
