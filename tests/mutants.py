@@ -2012,6 +2012,12 @@ MUTANTS = [
         "span.start + query - row[owner]",
         "query - row[owner]",
     ),
+    Mutant(
+        "selection loss: apart, what is past a document's end counts as its last block",
+        "attention.selection_loss",
+        "importance.gather(-1, mine) * seen[:, None]",
+        "importance.gather(-1, mine)",
+    ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
     Mutant("selection loss: equal distances", "attention.selection_loss", "turned * bounds.diff() // TURN", "0"),
     Mutant(

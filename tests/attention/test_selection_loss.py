@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -67,11 +68,26 @@ def test_is_the_sum_written_out(T: int, geometry: Geometry) -> None:
         )
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES[:2])
-def test_documents_and_chunks_are_asked_alone(geometry: Geometry) -> None:
+def packed(lengths: list[int], capacity: int | None = None, longest: int | None = None) -> Span:
+    return Span.packed(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32), capacity, longest)
+
+
+# In the last three each query is held against its own document alone.
+PACKED = [
+    packed([17, 0, 2, 26]),
+    packed([17, 0, 2, 26], capacity=5, longest=30),
+    packed([17, 0, 2, 1, 25, 9, 20, 13, 15, 14, 27], longest=31),
+    packed([17, 0, 2, 1, 25, 9, 20, 13, 27], capacity=11, longest=28),
+    packed([2, 1, 0, 3, 2, 3, 1], capacity=7, longest=3),
+]
+
+
+# The last has compressed blocks that reach past two selection blocks.
+@pytest.mark.parametrize("geometry", [*GEOMETRIES, Geometry(12, 4, 4, 3, 5)])
+@pytest.mark.parametrize("span", PACKED, ids=str)
+def test_documents_are_asked_alone(span: Span, geometry: Geometry) -> None:
     nsa = nsa_of(geometry)
-    lengths = [17, 0, 2, 26]
-    span = Span.packed(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32))
+    assert (asked(span, nsa, torch.device("cpu")).apart is None) is (len(span.documents) < 7)
     q, k_cmp, k_sel = tensors(0, nsa, span, B=1)
     total = 0.0
     for rows, compressed in zip(span.documents, span.compressed_rows(nsa), strict=True):
@@ -83,7 +99,30 @@ def test_documents_and_chunks_are_asked_alone(geometry: Geometry) -> None:
     found = selection_loss(q, k_cmp, k_sel, nsa, queries=None, span=span)
     torch.testing.assert_close(found.item(), total / (2 * span.queries), rtol=1e-11, atol=1e-11)
 
-    span = Span.chunk(21, 8)
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("queries", [None, 9])
+def test_documents_apart_have_the_loss_and_the_gradients_of_one_row(
+    geometry: Geometry, queries: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nsa, span = nsa_of(geometry), PACKED[3]
+    drawn = tensors(0, nsa, span, B=1)
+    found = []
+    for apart in (4, 10**6):
+        monkeypatch.setattr(sys.modules[loss_of.__module__], "APART", apart)
+        q, k_cmp, k_sel = (x.clone().requires_grad_() for x in drawn)
+        rows = asked(packed([17, 0, 2, 1, 25, 9, 20, 13, 27], capacity=11, longest=28), nsa, q.device, queries)
+        assert (rows.apart is None) is (apart > 4)
+        loss = loss_of(q, k_cmp, q.detach().flip(1), k_sel, nsa, rows)
+        found.append((loss.detach(), *torch.autograd.grad(loss, (q, k_cmp))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+    assert queries or all(x.abs().max() > 0 for x in found[0])
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES[:2])
+def test_chunks_are_asked_alone(geometry: Geometry) -> None:
+    nsa, span = nsa_of(geometry), Span.chunk(21, 8)
     q, k_cmp, k_sel = tensors(1, nsa, span)
     wanted = slowly(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, list(range(8)), first=21) / (2 * 2 * 8)
     found = selection_loss(q, k_cmp, k_sel, nsa, queries=None, span=span)

@@ -14,6 +14,7 @@ from torch import Tensor
 from nsa_lab.attention import Span, compress, selection_loss
 from nsa_lab.attention.compression import block_rows
 from nsa_lab.attention.selection_loss import asked
+from nsa_lab.attention.span import _tensors
 from nsa_lab.config import NSAConfig
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def everything(span: Span) -> list[Tensor]:
     """All that is kept of a span on a device."""
     tables = span.cu_seqlens(CPU), span.row_bounds(NSA, CPU), span.row_bounds(INDEX, CPU), span.begins(CPU)
     asks = asked(span, NSA, CPU), asked(span, INDEX, CPU, None)
-    return [*tables, *block_rows(span, NSA, CPU), *block_rows(span, INDEX, CPU), *(x for ask in asks for x in ask)]
+    return [*tables, *block_rows(span, NSA, CPU), *block_rows(span, INDEX, CPU), *_tensors(asks)]
 
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=8)
@@ -61,17 +62,25 @@ def test_the_host_goes_on_counting_what_the_span_was_built_with() -> None:
 
 
 def test_it_may_take_over_again_and_back() -> None:
-    first, second, third = packed(30, 1, 9), packed(4, 36), packed(10, 10, 10, 10)
-    span = packed(30, 1, 9)
+    first, second, third = (packed(*lengths, longest=10) for lengths in ((10, 9, 1, 10, 10), (10, 10, 10, 10), [5] * 8))
+    span = packed(10, 9, 1, 10, 10, longest=10)
     everything(span)
     for layout in (second, third, third, first):
         span.take_over(layout)
         assert all(torch.equal(a, b) for a, b in zip(everything(span), everything(layout), strict=True))
 
 
-def test_what_reads_it_computes_the_other_documents() -> None:
+LAYOUTS = {
+    "one row": lambda: (packed(3, 17, 0, 14, 6), packed(22, 1, 1, 16)),
+    "apart": lambda: (packed(3, 7, 0, 10, 10, 9, 1, longest=10), packed(10, 10, 10, 10, longest=10)),
+}
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_what_reads_it_computes_the_other_documents(layouts: str) -> None:
     """Compression and the selection loss, to the bit, and their gradients."""
-    span, other = packed(3, 17, 0, 14, 6), packed(22, 1, 1, 16)
+    span, other = LAYOUTS[layouts]()
+    assert (asked(other, NSA, CPU).apart is None) is (layouts == "one row")
     compress(torch.randn(1, 40, 2, 4), NSA, span=span)
     asked(span, NSA, CPU)
     span.take_over(other)

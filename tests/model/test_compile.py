@@ -39,6 +39,7 @@ def test_compiled_blocks_match_eager_ones(attention: str) -> None:
 RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.05, "indexer_block": 2, "embedding_norm": True}
 RECIPE |= {"ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
 DOCUMENTS = Span.packed(torch.tensor([0, 20, 20, 47], dtype=torch.int32))
+SHORT = Span.packed(torch.tensor([0, 9, 9, 20, 30, 40, 47], dtype=torch.int32), capacity=8, longest=11)
 
 
 def graphs_and_outputs(model: NSATransformer, span: Span | None) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -55,7 +56,7 @@ def graphs_and_outputs(model: NSATransformer, span: Span | None) -> tuple[int, t
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("more", [{}, RECIPE], ids=["plain", "recipe"])
-@pytest.mark.parametrize("span", [None, DOCUMENTS], ids=["one text", "documents"])
+@pytest.mark.parametrize("span", [None, DOCUMENTS, SHORT], ids=["one text", "documents", "short documents"])
 def test_a_layer_by_the_kernels_is_one_graph(more: dict[str, object], span: Span | None) -> None:
     """A second one would write down what lies between them, and add up gradients apart."""
     config = ModelConfig.model_validate({**CONFIG.model_dump(), "d_k": 16, "d_v": 16, "n_layers": 1, **more})
