@@ -95,7 +95,7 @@ def test_the_shares_are_those_of_the_branches_they_are_named_for(
 
 def test_the_share_of_the_sink_is_the_attention_that_the_first_block_holds(model: NSATransformer) -> None:
     tokens = tokens_of(model.config, T, batch=1)
-    x, rotary = model._enter(tokens)
+    x, rotary = model.enter(tokens)
     layer = model.blocks[0]
     q, _, _, k, _, _, _, _ = layer.attention.project(layer.attention_norm(x), rotary)
     seen = model.observe(tokens)[0]
