@@ -118,11 +118,12 @@ def test_statistics_are_of_documents(parts: Callable[..., Parts]) -> None:
 
 
 def test_preflight_finds_what_leaks_into_a_neighbour(parts: Callable[..., Parts]) -> None:
+    """So little of it that only poison makes it large enough to see."""
     built = parts()
     check = checks.documents(built)
     assert check.ok and "move by 0" in check.value and "rows, at most" in check.value
     built.model.blocks[1].attention.out.register_forward_hook(
-        lambda module, inputs, output: output + 1e-6 * inputs[0].abs().mean()
+        lambda module, inputs, output: output + 1e-10 * inputs[0].abs().mean()
     )
     assert not checks.documents(built).ok
 
