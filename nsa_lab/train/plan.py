@@ -126,7 +126,7 @@ def check_room(config: RunConfig, device: torch.device, ranks: int = 1) -> None:
     state = params * STATE_BYTES - unneeded_moments(model, config.train) * MOMENT_BYTES
     needed = max(state // shards, params * WEIGHT_BYTES)
     if needed > there:
-        tables = model.looked_up_count()
+        tables = model.ngrams.table.weight.numel() if model.ngrams else 0
         raise ConfigError(
             f"a model of {params:,} parameters: its float32 weights, gradients and moments take {needed:,} bytes "
             f"({size_text(needed)}){f' on each of {ranks} ranks' if ranks > 1 else ''}, before any activation, and "

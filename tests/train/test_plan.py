@@ -167,8 +167,9 @@ def test_a_model_that_is_all_tables_is_told_which_to_make_smaller(monkeypatch: p
     allow(monkeypatch, tmp_path, 2**30)
     with pytest.raises(ConfigError, match=r"Lower model\.ngram_rows or model\.ngram_width"):
         check_room(RunConfig.from_dict({"model": {"ngrams": 9, "ngram_rows": 2**20}}), CPU)
-    with pytest.raises(ConfigError, match=r"Lower model\.dim or model\.n_layers"):
-        check_room(RunConfig.from_dict({"model": {"ngrams": 3, "ngram_rows": 2**10}}), CPU)
+    for others in ({"ngrams": 3, "ngram_rows": 2**10}, {"vocab_size": 2**20, "ngrams": 4, "ngram_rows": 2**18}):
+        with pytest.raises(ConfigError, match=r"Lower model\.dim or model\.n_layers"):
+            check_room(RunConfig.from_dict({"model": others}), CPU)
 
 
 @pytest.mark.parametrize(
