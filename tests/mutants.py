@@ -1303,8 +1303,8 @@ MUTANTS = [
     Mutant(
         "decoding: a convolution reads the token itself",
         "inference.cache.step",
-        "_in_ring(self.rows, self.positions[:, :1] - 1, slots))",
-        "_in_ring(self.rows, self.positions[:, :1], slots))",
+        "_in_ring(self.rows, self.positions[:, :1] + back, slots)",
+        "_in_ring(self.rows, self.positions[:, :1] + back + 1, slots)",
     ),
     Mutant(
         "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
@@ -2015,8 +2015,8 @@ MUTANTS = [
     Mutant(
         "selection loss: apart, what is past a document's end counts as its last block",
         "attention.selection_loss",
-        "importance.gather(-1, mine) * seen[:, None]",
-        "importance.gather(-1, mine)",
+        ".expand(*weight.shape[:-1], -1)) * seen[:, None]",
+        ".expand(*weight.shape[:-1], -1))",
     ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
     Mutant("selection loss: equal distances", "attention.selection_loss", "turned * bounds.diff() // TURN", "0"),

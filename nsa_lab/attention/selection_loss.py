@@ -152,16 +152,8 @@ def loss_of(q: Tensor, k_cmp: Tensor, looking: Tensor, k_sel: Tensor, nsa: NSACo
             mass = _mass(_picked(looking, rows, G), k_sel, rows).index_select(-1, rows.key_of_place.clamp_min(0))
             mass = mass.masked_fill(rows.key_of_place == ABSENT, 0)  # [B, R, G, blocks * l_sel]
             mass = torch.unflatten(mass, -1, (blocks, nsa.l_sel)).sum(-1)
-        number = geometry.positions(0, k_cmp.shape[1], q.device)
-        seen = (number >= rows.compressed[0][:, None]) & (number < rows.compressed[1][:, None])
-        importance = _shares(_picked(q, rows, G), k_cmp, seen[None])
-        if rows.apart:
-            # Of the shares and not of the keys: a key is several queries', whose gradients would be added up in any order.
-            number = geometry.positions(0, rows.apart[1].shape[1], q.device)
-            seen = number < rows.compressed.diff(dim=0)[0][:, None]
-            mine = rows.apart[1][None, :, None].expand(len(importance), -1, G, -1)
-            importance = importance.gather(-1, mine) * seen[:, None]
-        importance = importance @ geometry.overlap_at(rows.place_of_compressed, blocks, nsa, dtype=wide) + FLOOR
+        weight = _weight(_picked(q, rows, G), k_cmp, rows)
+        importance = weight @ geometry.overlap_at(rows.place_of_compressed, blocks, nsa, dtype=wide) + FLOOR
         free = free[:, None]
         chosen = importance.log() - (importance * free).sum(-1, keepdim=True).clamp_min(FLOOR).log()
         return -(mass * free * chosen).sum() / (q.shape[0] * G * len(rows.queries))
@@ -175,6 +167,19 @@ def _mass(q: Tensor, k: Tensor, rows: AskedQueries) -> Tensor:
         return _shares(q, k, past[None])
     # Packed documents are one sequence: the queries take its place.
     return _shares(q.transpose(0, 1), k[0][rows.apart[0]], past[:, None]).transpose(0, 1)
+
+
+def _weight(q: Tensor, k_cmp: Tensor, rows: AskedQueries) -> Tensor:
+    """As `_mass`, over the compressed keys that a query sees: [B, R, G, N]."""
+    number = geometry.positions(0, k_cmp.shape[1], q.device)
+    seen = (number >= rows.compressed[0][:, None]) & (number < rows.compressed[1][:, None])
+    weight = _shares(q, k_cmp, seen[None])
+    if rows.apart is None:
+        return weight
+    # Taken from the shares and not the keys: a key is several queries', whose gradients would be added up in any order.
+    own = rows.apart[1]
+    seen = geometry.positions(0, own.shape[1], q.device) < rows.compressed.diff(dim=0)[0][:, None]
+    return weight.gather(-1, own[None, :, None].expand(*weight.shape[:-1], -1)) * seen[:, None]
 
 
 def _picked(q: Tensor, rows: AskedQueries, groups: int) -> Tensor:

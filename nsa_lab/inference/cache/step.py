@@ -69,14 +69,14 @@ class Step:
 
         return self._once(("beginning", slots), latest)
 
-    def before_in_ring(self, slots: int) -> Tensor:
-        """Place in a `Ring` of the token before the new ones, int64 [B]; of a sequence without one, any."""
-        return self._once(("before", slots), lambda: _in_ring(self.rows, self.positions[:, :1] - 1, slots))
-
-    def latest_in_ring(self, tokens: int, slots: int) -> Tensor:
+    def before_in_ring(self, tokens: int, slots: int) -> Tensor:
         """Places in a `Ring` of so many tokens before the new ones, int64 [B * tokens]; where there are fewer, any."""
-        back = torch.arange(-tokens, 0, device=self.positions.device)
-        return self._once(("latest", tokens, slots), lambda: _in_ring(self.rows, self.positions[:, :1] + back, slots))
+
+        def before() -> Tensor:
+            back = torch.arange(-tokens, 0, device=self.positions.device)
+            return _in_ring(self.rows, self.positions[:, :1] + back, slots)
+
+        return self._once(("before", tokens, slots), before)
 
     def tokens_of_blocks(self, nsa: NSAConfig, blocks: int, slots: int) -> Tensor:
         """Places in a `Ring` of the tokens of so many blocks from the first that is not complete, int64 [B * tokens]."""

@@ -68,7 +68,7 @@ class Latest:
         """int64 [B, n - 1]; of a sequence that has fewer, what stands in front of them is any. None: none has any."""
         if step.begins:
             return None
-        return self.ring.read(step.latest_in_ring(self._reach, self.ring.slots))[..., 0, 0]
+        return self.ring.read(step.before_in_ring(self._reach, self.ring.slots))[..., 0, 0]
 
     def put(self, tokens: Tensor, step: Step) -> None:
         """tokens [B, S]"""
@@ -92,7 +92,7 @@ class Past:
         """Those of the token before new ones, [B, 1, branches, G, D]: zeros where a sequence has none; None: none has."""
         if step.begins:
             return None
-        kept = self.ring.read(step.before_in_ring(self.ring.slots)).unflatten(2, (self._branches, self._groups))
+        kept = self.ring.read(step.before_in_ring(1, self.ring.slots)).unflatten(2, (self._branches, self._groups))
         return kept.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)
 
     def put(self, unmixed: Tensor | None, step: Step) -> None:
