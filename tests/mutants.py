@@ -351,8 +351,14 @@ MUTANTS = [
     Mutant(
         "compiling together: one kernel after another",
         "attention.kernels.ahead",
-        "if kind not in known and IN_PARALLEL and not INTERPRETED and not _compiling():",
-        "if kind in known and IN_PARALLEL and not INTERPRETED and not _compiling():",
+        "if kind not in known and together(lambda: compute(*args)):",
+        "if kind in known and together(lambda: compute(*args)):",
+    ),
+    Mutant(
+        "compiling ahead: launchers are left for the first launch",
+        "attention.kernels.ahead",
+        "                kernel._init_handles()\n",
+        "                pass\n",
     ),
     Mutant(
         "choice: of wide keys the first columns alone are scored",
@@ -1802,6 +1808,7 @@ MUTANTS = [
     ),
     Mutant("dense: documents see what is to come", "attention.dense", "window_size=(-1, 0)", "window_size=(-1, -1)"),
     Mutant("documents: room for a power of two", "data.documents", "1 << twos + twos % 2", "1 << twos"),
+    Mutant("documents: no room beside one for each row", "data.documents", "2 * len(self.rows)", "len(self.rows)"),
     Mutant(
         "model: an indexer's keys of documents lie as the compressed branch's",
         "model.attention",

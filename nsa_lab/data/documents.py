@@ -30,10 +30,11 @@ class Documents:
     def capacity(self) -> int:
         """Documents to make room for: a power of four, so that few sizes serve all batches: each is compiled for.
 
-        Not the most that the rows of the text can hold, which would be one size for all: that was twenty times as many as
+        Two for each row at least: a batch of long documents, some of which end, has the size of one of which none does. Not
+        the most that the rows of the text can hold, which would be one size for all: that was twenty times as many as
         there were, and every launch passes over those that are not there.
         """
-        twos = (sum(len(row) - 1 for row in self.rows) - 1).bit_length()
+        twos = (max(sum(len(row) - 1 for row in self.rows), 2 * len(self.rows)) - 1).bit_length()
         return 1 << twos + twos % 2
 
     @property

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nsa_lab.config import ConfigError, DataConfig, RecallConfig, TrainConfig
 from nsa_lab.config.run import RunConfig
 from nsa_lab.data import Batches, BestFitRows, EvalBatches, StagedBatches, StreamRows, TokenStore
-from nsa_lab.data.documents import beginnings
+from nsa_lab.data.documents import Documents, beginnings
 from nsa_lab.data.recall import by_document, planter
 from nsa_lab.data.rows import best_fit
 
@@ -80,10 +80,19 @@ def test_batches_say_where_documents_begin_and_what_is_padding(packing: str) -> 
         lengths = torch.cat([bounds.diff() for bounds in documents.rows])
         assert documents.cu_seqlens.tolist() == [0, *lengths.cumsum(0).tolist()]
         assert documents.cu_seqlens.dtype == torch.int32 and documents.longest == 16
-        assert documents.capacity / 4 < len(lengths) <= documents.capacity == 4 ** round(math.log(documents.capacity, 4))
+        wanted = max(len(lengths), 2 * len(inputs))
+        assert documents.capacity / 4 < wanted <= documents.capacity == 4 ** round(math.log(documents.capacity, 4))
         padding = (inputs == SEP) & (targets == SEP)
         assert torch.equal(weights == 0, padding) and (weights[~padding] == 1).all()
     assert seen > 1
+
+
+def test_a_batch_in_which_no_document_ends_is_as_large_as_one_in_which_some_do() -> None:
+    """Else the rare one of the two is a size of its own, to be compiled for in the middle of a run."""
+    none, some = (
+        [torch.tensor(row, dtype=torch.int32) for row in rows] for rows in ([[0, 9]] * 16, [[0, 9], [0, 4, 9]] * 8)
+    )
+    assert Documents(tuple(none)).capacity == Documents(tuple(some)).capacity == 64
 
 
 def test_the_parts_of_a_batch_take_their_rows_documents_along() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -196,6 +197,51 @@ def test_a_kernel_that_does_not_compile_leaves_no_mode_behind():
     assert ahead._active_mode.get() is None and launching.launches()
     assert ahead.compile_ahead(lambda: None, threads=1) == 0
     assert ahead.compile_ahead(queue, threads=1, ignore_errors=True) == 1
+
+
+class Driver:
+    """A GPU, as Triton sees it, which launches if it has a launcher."""
+
+    get_current_device = staticmethod(lambda: 3)
+
+    def __init__(self, launches: bool) -> None:
+        if launches:
+            self.launcher_cls = object
+
+
+def compiled_ahead(monkeypatch, launches: bool, make, **options) -> int:
+    """`compile_ahead` of three kernels whose launchers are made by `make`."""
+
+    def queue() -> None:
+        for number in range(3):
+            kernel = SimpleNamespace(_init_handles=lambda number=number: make(number))
+            ahead._active_mode.get().submit(number, lambda kernel=kernel: kernel, lambda kernel: None)
+
+    monkeypatch.setattr(ahead, "driver", SimpleNamespace(active=Driver(launches)))
+    return ahead.compile_ahead(queue, threads=2, **options)
+
+
+@pytest.mark.skipif(not ahead.IN_PARALLEL, reason="a Triton without AsyncCompileMode")
+@pytest.mark.parametrize("launches", [True, False])
+def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch, launches):
+    """Where there is a GPU, and on that which is the current one of the thread that asks."""
+    made, devices = [], []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: devices.append(device) or contextlib.nullcontext())
+    assert compiled_ahead(monkeypatch, launches, made.append) == 3
+    assert (sorted(made), devices) == (([0, 1, 2], [3] * 3) if launches else ([], []))
+
+
+@pytest.mark.skipif(not ahead.IN_PARALLEL, reason="a Triton without AsyncCompileMode")
+def test_a_kernel_without_room_on_the_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+
+    def make(number: int) -> None:
+        if number == 1:
+            raise MemoryError("shared memory")
+
+    with pytest.raises(MemoryError, match="shared memory"):
+        compiled_ahead(monkeypatch, True, make)
+    assert compiled_ahead(monkeypatch, True, make, ignore_errors=True) == 3
 
 
 @pytest.mark.skipif(not ahead.IN_PARALLEL, reason="a Triton without AsyncCompileMode")

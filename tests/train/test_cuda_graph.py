@@ -258,7 +258,7 @@ def test_a_configuration_may_ask_for_both() -> None:
 
 def test_micro_batches_of_a_step_have_one_capacity() -> None:
     parts = BATCHES[2].split(1)
-    assert [part.documents.capacity for part in parts] == [16, 1, 1, 1]
+    assert [part.documents.capacity for part in parts] == [16, 4, 4, 4]
     spans = spans_of(parts)
     assert [span.capacity for span in spans] == [16] * 4 and len({span.laid_out for span in spans}) == 1
     assert [span.bounds for span in spans] == [tuple(part.documents.cu_seqlens.tolist()) for part in parts]

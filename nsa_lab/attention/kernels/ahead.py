@@ -3,7 +3,8 @@
 By itself Triton compiles a kernel when it is launched for the first time, and the launch waits: some fifteen kernels, one
 after another, for the operator forward and backward. Here they are queued as they come up, and threads compile them;
 Triton lets go of Python's lock for most of the way. What is compiled lies in Triton's cache on the disk, where every later
-process finds it.
+process finds it. So does what a kernel is launched by: before Triton 3.7 that is a function in C for each list of
+arguments, a third of a second of the C compiler's.
 """
 
 # Triton has no types for what is reached here.
@@ -21,6 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 from nsa_lab.attention.kernels.launching import launches, launching_nothing
 from nsa_lab.attention.kernels.tiles import INTERPRETED
@@ -36,24 +39,44 @@ def compile_ahead(work: Callable[[], object], threads: int, *, ignore_errors: bo
 
     Nothing is computed, so results of kernels are whatever memory held: `work` must not use them as indices, nor in a
     decision. Gradients are worked out in this thread. Raises NotImplementedError for a Triton that cannot compile in
-    parallel, and what compiling raises, unless errors are ignored: a kernel that does not compile then says so when it is
-    launched.
+    parallel, and what compiling raises, unless errors are ignored: a kernel that does not compile, or that the GPU has no
+    room for, then says so when it is launched.
     """
     if not IN_PARALLEL:
         raise NotImplementedError(
             f"compiling ahead takes a Triton with AsyncCompileMode, and this is {triton.__version__}: upgrade triton, or "
             "let the first step compile"
         )
-    # Autograd has a thread per GPU, which would know nothing of the mode that this thread is in.
-    with (
-        torch.autograd.set_multithreading_enabled(False),
-        ThreadPoolExecutor(threads) as pool,
-        launching_nothing(),
-        _left_behind(),
-        triton.AsyncCompileMode(pool, ignore_errors=ignore_errors) as mode,
-    ):
-        work()
-    return len(mode.future_kernels)
+    with ThreadPoolExecutor(threads) as pool:
+        # Autograd has a thread per GPU, which would know nothing of the mode that this thread is in.
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            launching_nothing(),
+            _left_behind(),
+            triton.AsyncCompileMode(pool, ignore_errors=ignore_errors) as mode,
+        ):
+            work()
+        compiled = [future.kernel for future in mode.future_kernels.values()]
+        _make_launchable([kernel for kernel in compiled if kernel is not None], pool, ignore_errors)
+    return len(compiled)
+
+
+def _make_launchable(compiled: list[CompiledKernel], pool: ThreadPoolExecutor, ignore_errors: bool) -> None:
+    """What Triton does of a kernel when it is launched for the first time: its launcher, and the kernel on the GPU."""
+    if not compiled or not hasattr(driver.active, "launcher_cls"):
+        return  # the latter compiles for a GPU that is not there
+    device = driver.active.get_current_device()
+
+    def make(kernel: CompiledKernel) -> None:
+        try:
+            # Which GPU is the current one is each thread's own.
+            with torch.cuda.device(device):
+                kernel._init_handles()
+        except Exception:
+            if not ignore_errors:
+                raise
+
+    list(pool.map(make, compiled))
 
 
 @contextlib.contextmanager
@@ -65,6 +88,14 @@ def _left_behind() -> Generator[None]:
         yield
     finally:
         _active_mode.set(before)
+
+
+def together(work: Callable[[], object]) -> bool:
+    """`compile_ahead` with a thread for each core, where that is possible and not under way; whether it was."""
+    possible = IN_PARALLEL and not INTERPRETED and not _compiling()
+    if possible:
+        compile_ahead(work, os.cpu_count() or 1)
+    return possible
 
 
 def _compiling() -> bool:
@@ -89,8 +120,7 @@ def compiled_together(compute: Callable[..., R]) -> Callable[..., R]:
             tuple([x.shape[2:] for x in args[:3]]),
             tuple([x.bit_length() if type(x) is int else x is None for x in rest]),
         )
-        if kind not in known and IN_PARALLEL and not INTERPRETED and not _compiling():
-            compile_ahead(lambda: compute(*args), os.cpu_count() or 1)
+        if kind not in known and together(lambda: compute(*args)):
             known.add(kind)
         return compute(*args)
 

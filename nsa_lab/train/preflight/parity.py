@@ -64,6 +64,11 @@ def worst_ratio(parts: Parts) -> tuple[float, str]:
     if k_cmp.shape[1] == 0:
         # No block fits: there is nothing to compare, and the branch is zero by definition.
         del cases["compressed"]
+    if "triton" in name.values():
+        # Optional; one after another, they would take the longest part of this check.
+        from nsa_lab.attention.kernels.ahead import together
+
+        together(lambda: [_values(fast, inputs) for fast, _, inputs in cases.values()])
     ratios = [(differing / DIFFERING_BLOCKS, f"selection, {differing:.2%} of the queries differ")]
     for branch, (fast, definition, inputs) in cases.items():
         ratios += [(ratio, f"{branch}, {what}") for what, ratio in _compare(fast, definition, inputs).items()]
