@@ -44,6 +44,8 @@ SPEED = (
     "production_fast-20261125T173932Z-d07c",
     "production_fast-20261125T180217Z-1369",
     "fast_whole_ngram8_b16-20261126T001703Z-d797",
+    "whole4-20261126T030637Z-8c93",
+    "fast_dense-20261126T031722Z-5643",
 )
 COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
 
