@@ -996,6 +996,12 @@ MUTANTS = [
         "return 128 if dtype == torch.float32 or width > WIDEST else 64",
         "return 128 if dtype == torch.float32 else 64",
     ),
+    Mutant(
+        "launch table: many rows of wide heads for blocks of any size",
+        "attention.kernels.launch_table",
+        "dtype != torch.float32 and block > 32 and is_hopper(device)",
+        "dtype != torch.float32 and is_hopper(device)",
+    ),
     Mutant("band kernel: window of w + 1 keys", "attention.kernels.band.bounds", "tl.uint32) < W", "tl.uint32) <= W"),
     Mutant(
         "band kernel: compressed block visible one token early",

@@ -197,6 +197,8 @@ def wider() -> None:
     decode(S=8, H=16, G=2, D=256, dtype=torch.float32)
     choose(T=320, G=2, D=256, d=8)
     choose(T=320, G=2, D=256, d=1, dtype=torch.float32)
+    for l_sel in (16, 96):  # tiles of 16 keys and of 32
+        attend(T=200, H=1, G=1, D=256, nsa=NSAConfig(l=16, d=16, l_sel=l_sel, n_sel=4, w=32))
     for dtype in (torch.bfloat16, torch.float32):  # the most strides of a selection block
         attend(T=1100, H=4, G=2, D=256, nsa=NSAConfig(l=16, d=8, l_sel=128, n_sel=4, w=32), dtype=dtype)
 

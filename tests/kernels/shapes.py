@@ -98,7 +98,10 @@ def main(count: int, most_tokens: int = MOST_TOKENS, first: int = 0, step: int =
     worst: dict[str, float] = {}
     for number in range(first, first + step * count, step):
         shape = drawn(number, most_tokens)
-        found = worst_of(shape, number)
+        try:
+            found = worst_of(shape, number)
+        except Exception as error:  # noqa: BLE001 - the next shape may tell of another fault
+            found = {f"{type(error).__name__}: {error}": math.inf}
         at = max(found, key=found.__getitem__)
         print(f"{number}: {shape}: {found[at]:.2f} {at}", flush=True)
         for what, share in found.items():

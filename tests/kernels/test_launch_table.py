@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 import pytest
 import torch
@@ -67,8 +68,9 @@ def test_the_band(dtype, width, roomy, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
 def test_all_widths_up_to_64_and_all_above_are_alike(dtype):
-    for find in (launch_table.band_dkv, launch_table.selected_items):
-        assert find(dtype, 32, CPU) == find(dtype, 64, CPU) != find(dtype, 96, CPU) == find(dtype, 128, CPU)
+    for find in (launch_table.band_dkv, functools.partial(launch_table.selected_items, block=64)):
+        tiles = [find(dtype, width, device=CPU) for width in (32, 64, 96, 128)]
+        assert tiles[0] == tiles[1] != tiles[2] == tiles[3]
 
 
 @pytest.mark.parametrize(
@@ -95,10 +97,10 @@ def test_a_step_of_the_choice_has_room_for_what_spills_into_it(strides, spill, k
 def test_the_selected_branch(monkeypatch):
     for hopper, stages in ((True, 3), (False, 2)):
         monkeypatch.setattr(launch_table, "is_hopper", lambda device, hopper=hopper: hopper)
-        assert launch_table.selected_items(HALF, 64, CPU) == Rows(64, 4, 3)
-        assert launch_table.selected_items(HALF, 128, CPU) == Rows(64, 4, stages)
-        assert launch_table.selected_items(SINGLE, 64, CPU) == Rows(32, 4, 1)
-        assert launch_table.selected_items(SINGLE, 128, CPU) == Rows(16, 4, 1)
+        assert launch_table.selected_items(HALF, 64, 64, CPU) == Rows(64, 4, 3)
+        assert launch_table.selected_items(HALF, 128, 64, CPU) == Rows(64, 4, stages)
+        assert launch_table.selected_items(SINGLE, 64, 64, CPU) == Rows(32, 4, 1)
+        assert launch_table.selected_items(SINGLE, 128, 64, CPU) == Rows(16, 4, 1)
     unions = [launch_table.selected_union(HALF, width) for width in (64, 128)]
     assert unions == [Rows(64, 4, 3, 128), Rows(64, 4, 2)]
     assert [launch_table.streaming_rows(width) for width in (64, 128)] == [32, 16]
@@ -137,10 +139,11 @@ def test_heads_wider_than_128_on_hopper(monkeypatch):
     monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
     forward, dq, dkv = (find(HALF, 192, False, CPU) for find in BAND_FINDERS)
     assert (forward, dq, dkv) == (Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 128, 8, 2))
-    assert launch_table.selected_items(HALF, 192, CPU) == Rows(128, 8, 1)
+    for block, rows in ((16, 32), (32, 32), (48, 128), (64, 128)):
+        assert launch_table.selected_items(HALF, 192, block, CPU) == Rows(rows, 8, 1)
     assert launch_table.choice(HALF, 192, 4, 1, 512, CPU) == Tile(64, 16, 4, 1)
     assert [find(SINGLE, 192, True, CPU) for find in BAND_FINDERS] == [Tile(16, 16, 4, 1)] * 3
-    assert launch_table.selected_items(SINGLE, 192, CPU) == Rows(16, 4, 1)
+    assert launch_table.selected_items(SINGLE, 192, 64, CPU) == Rows(16, 4, 1)
     assert launch_table.choice(SINGLE, 192, 4, 1, 512, CPU) == Tile(16, 16, 4, 1)
 
 

@@ -203,12 +203,13 @@ def selected_union(dtype: torch.dtype, width: int) -> Rows:
     return tile._replace(registers=128) if dtype != torch.float32 and width <= 64 else tile
 
 
-def selected_items(dtype: torch.dtype, width: int, device: torch.device) -> Rows:
-    """Of the kernels that work through the inverted index, forward and backward.
+def selected_items(dtype: torch.dtype, width: int, block: int, device: torch.device) -> Rows:
+    """Of the kernels that work through the inverted index in blocks of `block` keys, forward and backward.
 
-    On Hopper a third stage costs no memory (`_gather_rows` says how); elsewhere it costs a tile.
+    On Hopper a third stage costs no memory (`_gather_rows` says how); elsewhere it costs a tile. Wide heads' many rows are
+    for tiles of 64 keys: with 16 or 32 the backward kernel turns its sums in shared memory, and would take 288 KB of it.
     """
-    if width > WIDEST and dtype != torch.float32 and is_hopper(device):
+    if width > WIDEST and dtype != torch.float32 and block > 32 and is_hopper(device):
         return Rows(128, 8, 1)
     return _selected(dtype, width, 3 if is_hopper(device) else 2)
 

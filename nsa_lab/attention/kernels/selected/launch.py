@@ -239,7 +239,7 @@ def _forward_gather(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: Bounds
 ) -> list[InvertedIndex]:
     """Fills out and lse; the index of every piece. `blocks` are `_numbered`."""
-    tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), q.device)
+    tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), sizes.block, q.device)
     merge_rows = launch_table.streaming_rows(sizes.dv)
     indices: list[InvertedIndex] = []
     for piece in cut(sizes, q.element_size()):
@@ -325,7 +325,7 @@ def _backward(
     bounds: Bounds,
 ) -> None:
     sizes, width = _sizes(q, v, blocks.shape[3], block, bounds.documents), q.element_size()
-    tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), q.device)
+    tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), sizes.block, q.device)
     sum_rows, sum_elements = launch_table.streaming_rows(sizes.dk), launch_table.SUM_ITEMS_ELEMENTS
     item = sizes.block * (sizes.dk + sizes.dv)
     parts = ceil_div(item, sum_elements)
