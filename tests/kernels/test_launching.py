@@ -212,10 +212,12 @@ class Driver:
 def compiled_ahead(monkeypatch, launches: bool, make, **options) -> int:
     """`compile_ahead` of three kernels whose launchers are made by `make`."""
 
+    class Compiled(int):
+        run = property(make)
+
     def queue() -> None:
         for number in range(3):
-            kernel = SimpleNamespace(_init_handles=lambda number=number: make(number))
-            ahead._active_mode.get().submit(number, lambda kernel=kernel: kernel, lambda kernel: None)
+            ahead._active_mode.get().submit(number, lambda number=number: Compiled(number), lambda kernel: None)
 
     monkeypatch.setattr(ahead, "driver", SimpleNamespace(active=Driver(launches)))
     return ahead.compile_ahead(queue, threads=2, **options)

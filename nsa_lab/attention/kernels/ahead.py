@@ -71,7 +71,7 @@ def _make_launchable(compiled: list[CompiledKernel], pool: ThreadPoolExecutor, i
         try:
             # Which GPU is the current one is each thread's own.
             with torch.cuda.device(device):
-                kernel._init_handles()
+                _ = kernel.run  # made, and the kernel loaded, when it is first asked for
         except Exception:
             if not ignore_errors:
                 raise
