@@ -104,10 +104,15 @@ def test_the_command_tells_it_of_a_record(tmp_path):
         app, ["bench", "limits", record, "--flops", "8e14", "--bandwidth", "4.8e12", "--picture", str(picture)]
     )
     assert told.exit_code == 0 and "800 TFLOP/s, 4.8 TB/s" in told.output and picture.stat().st_size > 0
-    silent = say.invoke(app, ["bench", "limits", record])
-    memory_alone = say.invoke(app, ["bench", "limits", record, "--bandwidth", "3e12"])
+    own = say.invoke(app, ["bench", "limits", record])
+    assert own.exit_code == 0 and "782.8 TFLOP/s, 4.8 TB/s" in own.output
+    found = json.loads(Path(record).read_text())
+    without = tmp_path / "without.json"
+    without.write_text(json.dumps({key: value for key, value in found.items() if key != "rates"}))
+    silent = say.invoke(app, ["bench", "limits", str(without)])
+    memory_alone = say.invoke(app, ["bench", "limits", str(without), "--bandwidth", "3e12"])
     assert memory_alone.exit_code != 0
-    found = {**json.loads(Path(record).read_text()), "rates": {"flops": 5e14, "bytes": 3e12}}
+    found["rates"] = {"flops": 5e14, "bytes": 3e12}
     assert limits.read(found)[1] == Rates(5e14, 3e12)
     assert limits.read(found, flops=8e14)[1] == Rates(8e14, 3e12)
     assert limits.read(found, bandwidth=4e12)[1] == Rates(5e14, 4e12)
