@@ -39,13 +39,17 @@ WORK = ROOT / ".cache" / "pages"
 LINK = re.compile(r"(\]\(|^\[\w+\]: +)([^)\s]+)", re.MULTILINE)
 NSA, DENSE = "production_50k-20261121T141448Z-afd3", "production_50k_dense-20261121T141448Z-bac4"
 LONG, LONG_DENSE = "long_64k-20261125T140952Z-90b2", "long_64k_dense-20261125T140724Z-2154"
-SPEED = (
+FURTHER = (
     "production_50k-20261125T173932Z-9930",
     "production_fast-20261125T173932Z-d07c",
     "production_fast-20261125T180217Z-1369",
     "fast_whole_ngram8_b16-20261126T001703Z-d797",
     "whole4-20261126T030637Z-8c93",
     "fast_dense-20261126T031722Z-5643",
+    "fast17-20261126T053715Z-b415",
+    "deep17-20261126T053715Z-ee08",
+    "long_64k_shallow.nsa.s0-20261126T053720Z-02ff",
+    "long_64k_shallow.dense.s0-20261126T053720Z-ad76",
 )
 COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
 
@@ -116,7 +120,7 @@ def main() -> int:
 
 def own_runs() -> list[str]:
     """Runs in outputs/ beside those that are shared."""
-    shared = (NSA, DENSE, LONG, LONG_DENSE, *SPEED)
+    shared = (NSA, DENSE, LONG, LONG_DENSE, *FURTHER)
     return sorted(path.name for path in (ROOT / "outputs").iterdir() if path.is_dir() and path.name not in shared)
 
 
