@@ -8,9 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from nsa_lab.attention import torch_backend
+from nsa_lab.attention import resolve_backend, torch_backend
+from nsa_lab.bench import attention_parity
 from nsa_lab.bench.attention import CPU_SHAPES, Shape, parse_shape, run_attention_bench
-from nsa_lab.bench.attention_parts import SELECTIONS, choose
+from nsa_lab.bench.attention_parts import SELECTIONS, choose, make_parts
 from nsa_lab.bench.timing import refusal
 from nsa_lab.config import NSAConfig
 
@@ -55,6 +56,30 @@ def test_values_may_be_narrower_than_keys(tmp_path):
     assert flops["dense"] == pytest.approx(of_same["dense"] * 64 / 96) and flops["window"] == pytest.approx(
         of_same["window"] * 64 / 96
     )
+
+
+@pytest.mark.parametrize(("scores", "rows"), [(2**28, 50), (4 * 50 * 20, 20), (1, 16)])
+def test_plain_attention_computes_the_last_rows_among_others(scores, rows, monkeypatch):
+    """As many as there is memory for: products of a few rows err less. What is judged are the last 16 all the same."""
+    computed, masked = [], attention_parity._masked
+
+    def counted(q, k, v, seen):
+        computed.append((q.dtype, q.shape[1], seen.shape[1]))
+        return masked(q, k, v, seen)
+
+    monkeypatch.setattr(attention_parity, "_PLAIN_SCORES", scores)
+    monkeypatch.setattr(attention_parity, "_masked", counted)
+    choices = resolve_backend("cpu", torch.float32, NSA, backend="torch")
+    parts = make_parts(50, 1, 4, 2, 16, NSA, choices, "cpu", torch.float32)
+    for part in parts:
+        if part.name not in ("choice", "gate", "whole"):
+            computed.clear()
+            error, allowed = attention_parity._last_rows(part, NSA)
+            among = part.inputs[1].shape[1]
+            expected = min(50, max(16, scores // (4 * among)))
+            assert expected == rows or among != 50
+            assert sorted(computed, key=str) == [(torch.float32, expected, expected), (torch.float64, 16, 16)]
+            assert error <= allowed
 
 
 def test_a_peer_that_refuses_a_shape_is_told_and_the_rest_is_timed(tmp_path, monkeypatch):

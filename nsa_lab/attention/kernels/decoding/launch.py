@@ -284,7 +284,7 @@ def merged(q: Tensor, gates: Tensor, parts: PartialOutputs) -> Tensor:
         parts.out, parts.sums, gates, out,
         T, H, *gates.stride(),
         CMP_PARTS=parts.cmp, WIN_PARTS=parts.win, PARTS=number, PARTS_PAD=padded_width(number),
-        DV=Dv, COLUMNS=columns, num_warps=launch_table.STREAMING_WARPS, **turn(q.device, B * T),
+        DV=Dv, COLUMNS=columns, num_warps=launch_table.MERGE_WARPS, **turn(q.device, B * T),
     )
     return out
 # fmt: on

@@ -39,15 +39,16 @@ def nsa_gate_merge(
     win_gate = tl.load(gates + 2 * stride_g3).to(tl.float32)
     take_turn(EARLY)
     part = tl.arange(0, PARTS_PAD)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    pointers = part_out_ptr + (row * PARTS + part)[:, None] * DV + columns[None, :]
+    # Asked for at once: to wait for the sums first would be to wait twice.
+    part_out = tl.load(pointers, mask=(part < PARTS)[:, None] & (columns < DV)[None, :], other=0.0)
     peak, total = load_sums(part_sums_ptr, row * PARTS + part, part < PARTS)
     windowed = (part >= CMP_PARTS) & (part < CMP_PARTS + WIN_PARTS)
     weight = branch_weights(peak, total, part < CMP_PARTS, cmp_gate)
     weight += branch_weights(peak, total, part >= CMP_PARTS + WIN_PARTS, sel_gate)
     weight += branch_weights(peak, total, windowed, win_gate)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    pointers = part_out_ptr + (row * PARTS + part)[:, None] * DV + columns[None, :]
-    # Of a part without keys nothing was stored.
-    stored = (total != 0.0)[:, None] & (columns < DV)[None, :]
-    out = tl.sum(tl.load(pointers, mask=stored, other=0.0) * weight[:, None], 0)
+    # Of a part without keys nothing was stored, so that anything may lie there.
+    out = tl.sum(tl.where((total != 0.0)[:, None], part_out, 0.0) * weight[:, None], 0)
     tl.store(out_ptr + row * DV + columns, out.to(out_ptr.dtype.element_ty), mask=columns < DV)
 # fmt: on
