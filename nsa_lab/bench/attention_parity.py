@@ -25,6 +25,7 @@ from nsa_lab.config import NSAConfig
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2, 3
 
 _ROWS = 16
+# Plain low precision computes them with so many rows at most, whose scores are so many at most.
 _PLAIN_ROWS, _PLAIN_SCORES = 512, 2**28
 _SCORE_ROUNDING = 2e-5
 _INPUTS = {
