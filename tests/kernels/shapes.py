@@ -5,8 +5,9 @@ take, three dtypes. Of each shape every part of `bench attention`, output, gradi
 2 (outputs) and 3 (gradients) times what the same maths in plain low precision errs.
 
 The second number is the most tokens of a sequence, the third the number of the first shape, the fourth the step from one to
-the next: `shapes.py 20 999 3 10` is one of ten processes that share two hundred. Prints each shape with its worst part, and
-at the end the worst of every part, over what is allowed; exits with 1 where one is above it.
+the next: `shapes.py 20 999 3 10` is one of ten processes that share two hundred, each of which takes up to 10 GB of a
+GPU's memory. Prints each shape with its worst part, and at the end the worst of every part, over what is allowed; exits
+with 1 where one is above it.
 """
 
 from __future__ import annotations
