@@ -14,6 +14,7 @@ import html
 import io
 import os
 import re
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -38,19 +39,6 @@ WORK = ROOT / ".cache" / "pages"
 # `[text](target)` and `[number]: target` of Markdown.
 LINK = re.compile(r"(\]\(|^\[\w+\]: +)([^)\s]+)", re.MULTILINE)
 NSA, DENSE = "production_50k-20261121T141448Z-afd3", "production_50k_dense-20261121T141448Z-bac4"
-LONG, LONG_DENSE = "long_64k-20261125T140952Z-90b2", "long_64k_dense-20261125T140724Z-2154"
-FURTHER = (
-    "production_50k-20261125T173932Z-9930",
-    "production_fast-20261125T173932Z-d07c",
-    "production_fast-20261125T180217Z-1369",
-    "fast_whole_ngram8_b16-20261126T001703Z-d797",
-    "whole4-20261126T030637Z-8c93",
-    "fast_dense-20261126T031722Z-5643",
-    "fast17-20261126T053715Z-b415",
-    "deep17-20261126T053715Z-ee08",
-    "long_64k_shallow.nsa.s0-20261126T053720Z-02ff",
-    "long_64k_shallow.dense.s0-20261126T053720Z-ad76",
-)
 COLOURS, THUMBNAIL_PIXELS, LIMIT_BYTES = 96, (480, 300), 1_500_000
 
 
@@ -119,8 +107,9 @@ def main() -> int:
 
 
 def own_runs() -> list[str]:
-    """Runs in outputs/ beside those that are shared."""
-    shared = (NSA, DENSE, LONG, LONG_DENSE, *FURTHER)
+    """Runs in outputs/ beside those that are shared, which git keeps."""
+    kept = subprocess.run(["git", "ls-files", "outputs"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    shared = {Path(path).parts[1] for path in kept.splitlines()}
     return sorted(path.name for path in (ROOT / "outputs").iterdir() if path.is_dir() and path.name not in shared)
 
 

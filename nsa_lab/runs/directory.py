@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
 import signal
@@ -32,6 +33,7 @@ VERDICT = "verdict.json"
 LOG, LOCK, CHECKPOINTS, TENSORBOARD = "trainer.log", "trainer.lock", "checkpoints", "tensorboard"
 
 
+_STAMP, _STAMPED = "%Y%m%dT%H%M%SZ", re.compile(r"-(\d{8}T\d{6}Z)-[0-9a-f]{4}$")
 _STATUS_FIELDS = {"run": str, "status": str, "attempt": int, "step": int, "tokens": int}
 
 
@@ -40,7 +42,15 @@ class RunDirectoryError(UsageError, RuntimeError):
 
 
 def new_run_id(name: str) -> str:
-    return f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+    return f"{name}-{datetime.now(UTC):{_STAMP}}-{secrets.token_hex(2)}"
+
+
+def made_at(run_dir: Path) -> tuple[str, float]:
+    """When a run was made, to be ordered by: the second in its id, which copies and clones keep, and then the time of its
+    configuration's file; of a folder with another name, that time alone."""
+    changed = (run_dir / CONFIG).stat().st_mtime
+    stamped = _STAMPED.search(run_dir.name)
+    return (stamped[1] if stamped else f"{datetime.fromtimestamp(changed, UTC):{_STAMP}}"), changed
 
 
 def create(outputs: Path, name: str, files: dict[str, str]) -> Path:

@@ -70,7 +70,7 @@ def notebook_file(notebook: str | None, config: RunConfig) -> Path:
 def run_directories(outputs: Path) -> list[Path]:
     """Every run directory in the folder, oldest first."""
     found = [path.parent for path in outputs.glob(f"*/{directory.CONFIG}") if not path.parent.name.startswith(".")]
-    return sorted(found, key=lambda path: ((path / directory.CONFIG).stat().st_mtime, path.name))
+    return sorted(found, key=lambda path: (directory.made_at(path), path.name))
 
 
 def find_run(run: str, outputs: Path) -> Path:

@@ -4,6 +4,7 @@ import base64
 import importlib.util
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -110,8 +111,11 @@ def test_an_unknown_notebook_is_refused_before_anything_runs(monkeypatch, capsys
 def test_runs_that_no_clone_has_are_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "outputs" / pages.NSA).mkdir(parents=True)
-    (tmp_path / "outputs" / "README.md").touch()
+    (tmp_path / "outputs" / "shared").mkdir(parents=True)
+    for file in ("README.md", "shared/config.yaml"):
+        (tmp_path / "outputs" / file).touch()
+    for command in (["init", "-q"], ["add", "outputs"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     assert pages.own_runs() == []
     (tmp_path / "outputs" / "smoke-1").mkdir()

@@ -1,0 +1,37 @@
+"""Which runs there are, and which is the latest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from nsa_lab.runs import directory
+from nsa_lab.runs.names import find_run, run_directories
+
+SECOND = 1_700_000_000  # 14 November 2023, 22:13:20 UTC
+
+
+def made(outputs: Path, name: str, changed: float) -> None:
+    (outputs / name).mkdir()
+    config = outputs / name / directory.CONFIG
+    config.touch()
+    os.utime(config, (changed, changed))
+
+
+def test_the_latest_run_is_the_one_made_last_whenever_its_files_were_written(tmp_path: Path) -> None:
+    """A clone writes all of them in one moment. Files decide within a second, and for folders of other names."""
+    made(tmp_path, "smoke-20240101T000000Z-00aa", SECOND + 1)
+    made(tmp_path, "a_sweep.dense.s0-20231231T235959Z-ffff", SECOND + 9)
+    made(tmp_path, "smoke-20240101T000000Z-ff00", SECOND)
+    made(tmp_path, "by_hand", SECOND)
+    made(tmp_path, "from_1700-20231114T221321Z-0000", SECOND + 5)
+    made(tmp_path, "by_hand_too", SECOND + 2)
+    assert [run.name for run in run_directories(tmp_path)] == [
+        "by_hand",
+        "from_1700-20231114T221321Z-0000",
+        "by_hand_too",
+        "a_sweep.dense.s0-20231231T235959Z-ffff",
+        "smoke-20240101T000000Z-ff00",
+        "smoke-20240101T000000Z-00aa",
+    ]
+    assert find_run("latest", tmp_path).name == "smoke-20240101T000000Z-00aa"
