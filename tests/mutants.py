@@ -75,6 +75,7 @@ DECODING = cases(
     "kernels/decoding/test_cached_attention.py",
     "equals_plain_loops[203+37+130x1-H6G2-32x16-l8d4s16n4w20-torch.float32]",
     "equals_plain_loops[201+9+64x1-H6G2-32x32-l8d4s16n4w20-index8-torch.float32]",
+    "equals_plain_loops[651+3x2-H6G2-16x16-l32d16s80n5w20-torch.float32]",
     "scores_of_either_sign_are_ranked",
     "heads_of_unlike_sharpness",
     "of_equals_the_lower_index_is_chosen",
@@ -1217,10 +1218,22 @@ MUTANTS = [
         "keys = tl.where(score > LEAST, score, LEAST).to(tl.int32, bitcast=True)",
     ),
     Mutant(
-        "decoding kernels: a block that is reached over from before gets all of it",
+        "decoding kernels: a key from before a block gives it all that it reaches over",
         "attention.kernels.decoding.choose",
-        "(min(near + REACH, STRIDES) - max(near, 0))",
-        "min(near + REACH, STRIDES)",
+        "* min(near + REACH, STRIDES)",
+        "* REACH",
+    ),
+    Mutant(
+        "decoding kernels: a key that reaches past its block gives it all",
+        "attention.kernels.decoding.choose",
+        "* tl.minimum(STRIDES - near, REACH)",
+        "* REACH",
+    ),
+    Mutant(
+        "decoding kernels: of what lies in a block the padding counts",
+        "attention.kernels.decoding.choose",
+        "((near < STRIDES) & (i < stop))",
+        "(i < stop)",
     ),
     Mutant(
         "decoding kernels: of equals the higher index is chosen",

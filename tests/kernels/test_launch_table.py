@@ -174,7 +174,7 @@ def test_decoding(monkeypatch):
     # Of 128K tokens: 8,191 compressed keys; one sequence of four groups, and 32 of them.
     assert [launch_table.decoding_parts(programs, 128) for programs in (4, 8, 128, 1000)] == [32, 32, 2, 1]
     assert [launch_table.decoding_parts(4, tiles) for tiles in (0, 1, 5, 8)] == [1, 1, 8, 8]
-    assert [launch_table.importance_blocks(heads) for heads in (1, 16, 64)] == [64, 64, 32]
+    assert [launch_table.importance_blocks(scores) for scores in (1, 64, 128, 8192)] == [64, 64, 32, 1]
     assert [launch_table.best_tile(blocks) for blocks in (0, 300, 1024, 10**5)] == [(32, 1), (512, 2), (1024, 4), (2048, 8)]
 
 

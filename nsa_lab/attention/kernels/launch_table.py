@@ -257,7 +257,7 @@ DECODING_PARTS = 32
 DECODING_ROWS = 64
 MERGE_ELEMENTS, MERGE_WARPS = 4096, 2
 """For 32 sequences and 64 heads of 128 on an H200: 4.5 us with two warps, 8.7 with four, 23 with eight."""
-IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 2048, 64
+IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 4096, 64
 BEST_BLOCKS, BEST_EACH = 2048, 8
 LOGS_KEYS = 256
 EARLY_UP_TO = 4
@@ -297,9 +297,9 @@ def decoding_parts(programs: int, tiles: int) -> int:
     return padded_width(max(wanted, 1))
 
 
-def importance_blocks(heads: int) -> int:
-    """Selection blocks to which a program adds up what so many heads give."""
-    return min(IMPORTANCE_ELEMENTS // heads, IMPORTANCE_BLOCKS)
+def importance_blocks(scores: int) -> int:
+    """Selection blocks that a program weighs, each by so many scores: those of all heads to the keys that begin in it."""
+    return max(min(IMPORTANCE_ELEMENTS // scores, IMPORTANCE_BLOCKS), 1)
 
 
 def best_tile(blocks: int) -> tuple[int, int]:

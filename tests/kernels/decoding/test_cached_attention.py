@@ -25,6 +25,7 @@ CASES = [
     # l > l_sel + d, so that a compressed block reaches over several selection blocks.
     Case((150, 333), 2, 2, 1, 16, 16, NSAConfig(l=40, d=4, l_sel=16, n_sel=5, w=33)),
     Case((161,), 3, 2, 2, 32, 64, NSAConfig(l=16, d=16, l_sel=48, n_sel=3, w=1)),  # no free places
+    Case((651, 3), 2, 6, 2, 16, 16, NSAConfig(l=32, d=16, l_sel=80, n_sel=5, w=20)),  # five keys begin in a block
     Case((211, 5), 2, 64, 1, 16, 16, NSAConfig(l=8, d=8, l_sel=16, n_sel=6, w=500)),  # 128 rows; a window past the start
     Case((90, 40), 1, 4, 2, 16, 16, NSAConfig(l=8, d=4, l_sel=16, n_sel=16, w=7)),  # every block has a place
     Case((3,), 1, 2, 1, 16, 16, NSAConfig(l=32, d=16, l_sel=64, n_sel=4, w=7), spare=0),  # no room for a compressed key

@@ -34,13 +34,21 @@ def some_go_without(position, L_SEL: tl.constexpr, N_SEL: tl.constexpr):
     return position // L_SEL - 2 > N_SEL - 3
 
 
+@triton.jit
+def share_of_keys(scores_ptr, i, inside, peak, inverse):
+    """What all heads give to the keys i: 0 where none is `inside`."""
+    scores = tl.load(scores_ptr + i[None, :], mask=inside, other=float("-inf"))
+    return tl.sum(tl.exp2(scores - peak[:, None]) * inverse[:, None], 0)
+
+
 @launched
 @triton.jit(do_not_specialize=SIZES)
 def nsa_choice_importance(
     scores_ptr, part_sums_ptr, lengths_ptr, importance_ptr,
     T, N, G, n_blocks, row_parts,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, L_SEL: tl.constexpr,
-    N_SEL: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+    N_SEL: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, BLOCKS: tl.constexpr, STRIDES_PAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """What one query gives to BLOCKS selection blocks, summed over a group's heads: float32 [B, T, G, n_blocks] (eq. 9).
 
@@ -65,13 +73,20 @@ def nsa_choice_importance(
     inverse = 1.0 / tl.where(head < HEADS, total, 1.0)
     stop = tl.minimum(visible(position, L, STRIDE), N)
     j = first + tl.arange(0, BLOCKS)
+    scores_ptr += (row * HEADS + head)[:, None] * N
     importance = tl.zeros([BLOCKS], tl.float32)
-    for near in tl.static_range(1 - REACH, STRIDES):
+    # Keys that begin before a block and reach into it.
+    for near in tl.static_range(1 - REACH, 0):
         i = j * STRIDES + near
         inside = (head < HEADS)[:, None] & ((i >= 0) & (i < stop))[None, :]
-        scores = tl.load(scores_ptr + (row * HEADS + head)[:, None] * N + i[None, :], mask=inside, other=float("-inf"))
-        share = tl.sum(tl.exp2(scores - peak[:, None]) * inverse[:, None], 0)
-        importance += share * (min(near + REACH, STRIDES) - max(near, 0))
+        importance += share_of_keys(scores_ptr, i, inside, peak, inverse) * min(near + REACH, STRIDES)
+    # Those that begin in one lie side by side.
+    place = tl.arange(0, BLOCKS * STRIDES_PAD)
+    near = place % STRIDES_PAD
+    i = (first + place // STRIDES_PAD) * STRIDES + near
+    inside = (head < HEADS)[:, None] & ((near < STRIDES) & (i < stop))[None, :]
+    share = share_of_keys(scores_ptr, i, inside, peak, inverse) * tl.minimum(STRIDES - near, REACH)
+    importance += tl.sum(tl.reshape(share, [BLOCKS, STRIDES_PAD]), 1)
     tl.store(importance_ptr + row * n_blocks + j, importance, mask=j < n_blocks)
 
 

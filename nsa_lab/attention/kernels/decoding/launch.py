@@ -212,13 +212,14 @@ def importance(T: int, G: int, scored: Scored, lengths: Tensor, there: int, l_se
     """Of all the blocks `there`, float32 [B, T, G, there], by the scores of compressed keys."""
     B, _, H, N = scored.scores.shape
     heads, found = padded_width(H // G), scored.scores.new_empty(B, T, G, there)
-    blocks = launch_table.importance_blocks(heads)
+    strides_pad = padded_width(l_sel // scored.d)
+    blocks = launch_table.importance_blocks(heads * strides_pad)
     nsa_choice_importance[(B * T * G, ceil_div(there, blocks))](
         scored.scores, scored.sums, lengths, found,
         T, N, G, there, scored.sums.shape[3],
         HEADS=H // G, HEADS_PAD=heads, L=scored.l, STRIDE=scored.d, L_SEL=l_sel, N_SEL=n_sel,
         PARTS=scored.parts, PARTS_PAD=padded_width(scored.parts), BLOCKS=blocks,
-        num_warps=launch_table.STREAMING_WARPS, **turn(lengths.device, B * T),
+        STRIDES_PAD=strides_pad, num_warps=launch_table.STREAMING_WARPS, **turn(lengths.device, B * T),
     )
     return found
 
