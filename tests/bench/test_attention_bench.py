@@ -58,24 +58,36 @@ def test_values_may_be_narrower_than_keys(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("scores", "rows"), [(2**28, 50), (4 * 50 * 20, 20), (1, 16)])
-def test_plain_attention_computes_the_last_rows_among_others(scores, rows, monkeypatch):
-    """As many as there is memory for: products of a few rows err less. What is judged are the last 16 all the same."""
+@pytest.mark.parametrize(("scores", "rows"), [(2**27, 50), (4 * 50 * 20, 20), (1, 16)])
+def test_the_last_rows_are_judged_as_many_as_there_is_memory_for(scores, rows, monkeypatch):
+    """Few rows are no fair measure of plain attention, whose products of few rows err less."""
     computed, masked = [], attention_parity._masked
 
     def counted(q, k, v, seen):
         computed.append((q.dtype, q.shape[1], seen.shape[1]))
         return masked(q, k, v, seen)
 
-    monkeypatch.setattr(attention_parity, "_PLAIN_SCORES", scores)
+    monkeypatch.setattr(attention_parity, "_SCORES", scores)
     monkeypatch.setattr(attention_parity, "_masked", counted)
-    choices = resolve_backend("cpu", torch.float32, NSA, backend="torch")
-    parts = make_parts(50, 1, 4, 2, 16, NSA, choices, "cpu", torch.float32)
-    asked = [part for part in parts if part.name.startswith(("selected", "window"))]  # over 50 keys
+    asked = [part for part in parts_of(50) if part.name.startswith(("selected", "window"))]  # over 50 keys
     for part in asked:
         error, allowed = attention_parity._last_rows(part, NSA)
         assert error <= allowed < 1e-5  # other rows would be wrong by far more
-    assert computed == [(torch.float32, rows, rows), (torch.float64, 16, 16)] * len(asked) and asked
+    assert computed == [(torch.float32, rows, rows), (torch.float64, rows, rows)] * len(asked) and asked
+
+
+def test_a_sequence_without_a_full_block_is_judged():
+    """Compressed attention has no key there, and its output is zero."""
+    short = parts_of(NSA.l - 1)
+    assert short[0].name == "compressed" and short[0].inputs[1].shape[1] == 0
+    for part in short:
+        told, passed = attention_parity.check(part, part, NSA)
+        assert passed, told
+
+
+def parts_of(tokens):
+    choices = resolve_backend("cpu", torch.float32, NSA, backend="torch")
+    return make_parts(tokens, 1, 4, 2, 16, NSA, choices, "cpu", torch.float32)
 
 
 def test_a_peer_that_refuses_a_shape_is_told_and_the_rest_is_timed(tmp_path, monkeypatch):
