@@ -3,6 +3,7 @@ graphs replay any documents, and a switch of stages compiles nothing."""
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -205,6 +206,8 @@ def test_a_backend_that_goes_from_document_to_document_is_found(tiny: Tiny) -> N
 def test_graphs_share_their_memory(tiny: Tiny) -> None:
     """But for gradients, a batch, tables and a stream's workspace."""
     _, stepper = stepper_of(tiny, graph=True, seq_len=2048, micro_batch_size=4)
+    gc.collect()  # what tests before this one have left is no memory of these graphs
+    torch.cuda.empty_cache()
     reserved = [torch.cuda.memory_reserved()]
     for rows in ([[2048]] * 4, [[64] * 32] * 4):
         masked_step(stepper, batch_of(rows, 0))
