@@ -149,6 +149,7 @@ OTHERS = {
     "health.twins": ["tests/health/test_verdicts.py"],
     "bench.records": ["tests/bench/test_records.py"],
     "bench.attention": ["tests/bench/test_records.py", "tests/bench/test_attention_bench.py"],
+    "bench.attention_parity": ["tests/bench/test_attention_bench.py"],
     "bench.tune": ["tests/bench/test_tune.py"],
     "bench.attention_limits": ["tests/bench/test_attention_limits.py"],
     "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
@@ -2292,6 +2293,24 @@ MUTANTS = [
         "str(other) for other in shapes[number + 1 :]",
     ),
     Mutant("bench: a value costs what a key does", "bench.attention", "2 * (shape.D + values)", "4 * shape.D"),
+    Mutant(
+        "bench: a long output is judged by a few rows",
+        "bench.attention_parity",
+        "max(min(_ROWS, _SCORES // scores_per_row), 16)",
+        "16",
+    ),
+    Mutant(
+        "bench: a sequence without a full block divides by no keys",
+        "bench.attention_parity",
+        "max(q.shape[2] * k.shape[1], 1)",
+        "q.shape[2] * k.shape[1]",
+    ),
+    Mutant(
+        "figures: intervals over seeds set the scale",
+        "figures.retrieval",
+        "for bound in place.over_windows or ()",
+        "for bound in place.over_seeds or place.over_windows or ()",
+    ),
     Mutant(
         "figures: a map of a model's seeds shows the first",
         "figures.retrieval",

@@ -54,14 +54,17 @@ def retrieval_maps(cells: Mapping[str, Sequence[dict[str, Any]]], tasks: Sequenc
     for row, task in zip(grid, tasks, strict=True):
         for axes, (model, own) in zip(row, cells.items(), strict=True):
             pictures.append(_map(axes, [cell for cell in own if cell["task"] == task]))
-            axes.set_title(f"{model}: {NAMES.get(task, task)}", fontsize=9)
+            axes.set_title(f"{model}:\n{NAMES.get(task, task)}", fontsize=8)  # a long name has a line of its own
             axes.set(xlabel="length, bytes" if row is grid[-1] else "", ylabel="" if axes is not row[0] else "depth")
     figure.colorbar(pictures[-1], ax=grid.ravel().tolist(), label="found")
     return figure
 
 
 def difference_by_position(text: TextDifference, bar: float | None = None) -> Figure:
-    """Bits per byte of a model less those of another, by octave of the position, with 95 % intervals; `bar` is a level."""
+    """Bits per byte of a model less those of another, by octave of the position, with 95 % intervals; `bar` is a level.
+
+    Intervals over windows are drawn whole. Those over two or three seeds may be many times as long, and end at the edge.
+    """
     figure, axes = panel(8, 3.8, f"{text.text}: {text.model} less {text.baseline}; below 0 the first is better")
     places = octaves_of(text)
     middle = np.arange(len(places))
@@ -77,6 +80,9 @@ def difference_by_position(text: TextDifference, bar: float | None = None) -> Fi
             at, mean, low, high = np.array(told).T
             axes.errorbar(at + aside, mean, [mean - low, high - mean], fmt="o", ms=4, capsize=3, color=colour, label=label)
     axes.plot(middle, [place.difference for place in places], "x", color="black", markersize=4, label="mean")
+    if shown := [bound for place in places for bound in place.over_windows or ()]:
+        low, high = min(0.0, *shown), max(bar or 0.0, *shown)
+        axes.set_ylim(low - (high - low) / 4, high + (high - low) / 4)
     axes.set_xticks(middle, [place.place.replace(" to ", "–") for place in places], fontsize=7)
     axes.set(xlabel="position, bytes", ylabel="bits per byte")
     legend(axes, columns=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_maps_hold_the_shares_of_all_seeds_together(tmp_path: Path) -> None:
     cells = {model.name: [cell for one in model.evaluated.values() for cell in one["retrieval"]] for model in models}
     figure = retrieval_maps(cells, ["needle"])
     (left, right), colours = figure.axes[:2], figure.axes[2]
-    assert (left.get_title(), right.get_title(), colours.get_ylabel()) == ("long: needle", "twin: needle", "found")
+    assert (left.get_title(), right.get_title(), colours.get_ylabel()) == ("long:\nneedle", "twin:\nneedle", "found")
     drawn = left.images[0].get_array()
     own = [c for c in cells["long"] if c["task"] == "needle" and (c["length"], c["depth"]) == (260, 0.9)]
     assert len(own) == 3
@@ -116,3 +117,13 @@ def test_differences_are_drawn_octave_by_octave_with_both_intervals(tmp_path: Pa
     assert labels == ["+0.005", "mean", "95 % over windows", "95 % over seeds"]
     low, high = axes.containers[0][2][0].get_segments()[0][:, 1]
     assert (low, high) == pytest.approx(octaves[0].over_windows)
+    bounds = [bound for place in octaves for bound in place.over_windows]
+    bottom, top = axes.get_ylim()
+    assert bottom < min(bounds) and max(bounds) < top < max(bounds) + (top - bottom) / 2  # whatever seeds say
+
+
+def test_an_interval_over_seeds_does_not_press_the_others_flat(tmp_path: Path) -> None:
+    (text,) = [text for text in runs_of(tmp_path, 3).found.texts if text.text == "long"]
+    wide = [replace(place, over_seeds=(-50.0, 50.0)) for place in text.places]
+    (axes,) = difference_by_position(replace(text, places=wide)).axes
+    assert max(map(abs, axes.get_ylim())) < 10

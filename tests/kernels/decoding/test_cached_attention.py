@@ -32,6 +32,7 @@ CASES = [
     Case((201, 9, 64), 1, 6, 2, 32, 32, SMALL, NSAConfig(l=8, d=8, l_sel=16, n_sel=4)),
     Case((140, 0), 4, 4, 2, 32, 16, NSAConfig(l=16, d=8, l_sel=32, n_sel=4, w=9), NSAConfig(l=8, d=8, l_sel=32, n_sel=4)),
     Case((140, 3), 2, 4, 2, 16, 16, SMALL, NSAConfig(l=1, d=1, l_sel=16, n_sel=4)),  # a key for every token
+    Case((600, 70), 1, 4, 2, 16, 16, NSAConfig(l=8, d=4, l_sel=64, n_sel=4, w=20), NSAConfig(l=1, d=1, n_sel=4)),  # of 64
     Case((77, 240), 19, 6, 2, 16, 16, SMALL),  # a chunk of a prompt
     Case((260,), 2, 3, 1, 48, 80, NSAConfig(l=24, d=8, l_sel=80, n_sel=3, w=19)),  # blocks longer than a tile
 ]
