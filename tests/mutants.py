@@ -1585,6 +1585,24 @@ MUTANTS = [
     ),
     Mutant("preflight: an indexer's choice is not compared", "train.preflight.parity", "if model.indexed:", "if False:"),
     Mutant("indexer: its scores are not counted", "model.transformer", "if c.indexed:", "if False:"),
+    Mutant(
+        "indexer: a narrow one is turned by the quickest angles",
+        "model.layers",
+        "return rotary[0][..., ::n], rotary[1][..., ::n]",
+        "return rotary[0][..., : width // 2], rotary[1][..., : width // 2]",
+    ),
+    Mutant(
+        "decoding kernels: angles lie side by side",
+        "attention.kernels.decoding.append",
+        "columns - HALF) * stride_ap",
+        "columns - HALF)",
+    ),
+    Mutant(
+        "memory: an indexer's past is as wide as a head's",
+        "inference.memory",
+        "config.indexed * config.index_width",
+        "config.indexed * config.d_k",
+    ),
     Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1]", "found.copy_(keys[2]"),
     Mutant("indexer: taught by its own attention", "model.attention", "looking=looking,", "looking=None,"),
     Mutant(

@@ -43,7 +43,7 @@ def cached_attention(
 
     q [B, S, H, d_k] and gates [B, S, H, 3] (cmp, sel, win) are of tokens whose keys are in the cache already. `lengths`,
     int32 [B] on q's device, are the tokens of each sequence before these: query s of row b stands at lengths[b] + s.
-    `index_q` [B, S, G, d_k] and `choice_nsa` are an indexer's queries, and the geometry of `cache.k_index`; without them
+    `index_q` [B, S, G, .] and `choice_nsa` are an indexer's queries, and the geometry of `cache.k_index`; without them
     the compressed branch's own scores choose (eq. 8, 9). What a query gets that stands past the cache's last row, and so is
     padding, means nothing. No gradients. What is not finite in a chunk may reach all
     queries of its sequence in it.

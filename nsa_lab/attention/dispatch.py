@@ -67,7 +67,8 @@ def resolve_backend(
         return dict.fromkeys(PARTS, Choice(backend, "asked for by name"))
     unusable = kernels.unusable(device, dtype)
     # Without a model the widths are not known yet; the kernels judge them when they are called.
-    unsupported = kernels.unsupported(nsa, *(() if model is None else (model.d_k, model.d_v)))
+    widths = () if model is None else (model.d_k, model.d_v, model.index_width if model.indexed else None)
+    unsupported = kernels.unsupported(nsa, *widths)
     if backend == "triton":
         if unusable:
             raise BackendError(f"backend = 'triton' cannot run: {unusable}")

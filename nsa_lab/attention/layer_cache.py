@@ -40,7 +40,7 @@ class LayerCache(NamedTuple):
     v_win: Tensor
     """[B, R, G, d_v]"""
     k_index: Tensor | None = None
-    """[B, N_index_max, G, d_k], the indexer's compressed keys."""
+    """[B, N_index_max, G, its width], the indexer's compressed keys."""
 
     def rows(self, rows: slice) -> LayerCache:
         """The same of some of the sequences."""

@@ -84,6 +84,9 @@ class ModelConfig(Section):
         description="tokens that share a key of the indexer, a query and a key per group that choose the blocks and learn "
         "from the selection loss alone; 0: none, the compressed branch's scores choose (eq. 9)",
     )
+    indexer_width: int = Field(
+        default=0, ge=0, le=SIZE, description="width of the indexer's query and keys, of which d_k is a multiple; 0: d_k"
+    )
     silent: tuple[Literal["cmp", "sel", "win"], ...] = Field(
         default=(), strict=False, description="branches whose gates are 0, in training too: for ablations"
     )
@@ -167,8 +170,15 @@ class ModelConfig(Section):
                 f"model.matching_heads = {self.matching_heads} is more than the {self.heads_per_group} heads of a group; "
                 f"use at most {self.heads_per_group}"
             )
+        if self.indexer_width and "indexer_block" not in self.model_fields_set:
+            raise ValueError(
+                f"model.indexer_width = {self.indexer_width} is not read without model.indexer_block; set "
+                "model.indexer_block: 1 or more, or remove it"
+            )
         if self.indexer_block:
             self._check_indexer()
+        else:
+            object.__setattr__(self, "indexer_width", 0)  # of a preset that has an indexer; as for tables above
         return self
 
     def _check_indexer(self) -> None:
@@ -179,11 +189,26 @@ class ModelConfig(Section):
                 f"model.indexer_block = {self.indexer_block} does not divide nsa.l_sel = {self.nsa.l_sel}; "
                 f"use model.indexer_block = {near}"
             )
+        if not self._may_be_wide(self.index_width):
+            near = min(filter(self._may_be_wide, range(1, self.d_k + 1)), key=lambda n: abs(n - self.indexer_width))
+            raise ValueError(
+                f"model.indexer_width = {self.indexer_width}: model.d_k = {self.d_k} has to be a multiple of it, and "
+                f"model.rotary_share = {self.rotary_share} of it pairs of channels; use model.indexer_width = {near}"
+            )
         if not self.selection_loss:
             raise ValueError(
                 f"model.indexer_block = {self.indexer_block} and model.selection_loss = 0: nothing else teaches an "
                 "indexer; use model.selection_loss = 0.05, or model.indexer_block = 0"
             )
+
+    def _may_be_wide(self, width: int) -> bool:
+        turned = self.rotary_share * width
+        return self.d_k % width == 0 and turned >= 2 and turned % 2 == 0
+
+    @property
+    def index_width(self) -> int:
+        """Width of the indexer's query and keys."""
+        return self.indexer_width or self.d_k
 
     @property
     def indexed(self) -> bool:

@@ -136,6 +136,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "matching_heads": 0,
         "selection_loss": 0.0,
         "indexer_block": 0,
+        "indexer_width": 0,
         "embedding_norm": False,
         "silent": [],
         "ngrams": 0,

@@ -39,11 +39,11 @@ def latest_slots(longest: int) -> int:
 
 def sequence_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     """Bytes that a `Cache` lays out for one sequence of `capacity` tokens, at `itemsize` bytes a number."""
-    rows = capacity * _kv(config) + _past_rows(config) * config.n_kv_groups * config.d_k
+    rows = capacity * _kv(config) + _past(config)
     if config.attention == "nsa":
         rows += (window_slots(config.nsa) + _compressed_rows(capacity, config.nsa)) * _kv(config)
         if config.indexed:
-            rows += _compressed_rows(capacity, config.choice_nsa) * config.n_kv_groups * config.d_k
+            rows += _compressed_rows(capacity, config.choice_nsa) * config.n_kv_groups * config.index_width
     tokens = latest_slots(config.ngrams) if config.ngrams else 0
     return config.n_layers * rows * itemsize + tokens * TOKEN
 
@@ -53,7 +53,7 @@ def token_bytes(config: ModelConfig, itemsize: int) -> float:
     per_token = float(_kv(config))
     if config.attention == "nsa":
         per_token += _kv(config) / config.nsa.d
-        per_token += config.n_kv_groups * config.d_k / config.choice_nsa.d if config.indexed else 0
+        per_token += config.n_kv_groups * config.index_width / config.choice_nsa.d if config.indexed else 0
     return config.n_layers * per_token * itemsize
 
 
@@ -63,7 +63,7 @@ def read_bytes(config: ModelConfig, length: int, itemsize: int) -> int:
         return config.n_layers * length * _kv(config) * itemsize
     numbers = sum(geometry.decode_reads(length, config.nsa).values()) * _kv(config)
     if config.indexed:
-        numbers += geometry.num_compressed(length, config.choice_nsa) * config.n_kv_groups * config.d_k
+        numbers += geometry.num_compressed(length, config.choice_nsa) * config.n_kv_groups * config.index_width
     return config.n_layers * numbers * itemsize
 
 
@@ -106,10 +106,10 @@ def _kv(config: ModelConfig) -> int:
     return config.n_kv_groups * (config.d_k + config.d_v)
 
 
-def _past_rows(config: ModelConfig) -> int:
-    """Of keys as they came, in all branches and an indexer; none where no convolution mixes them."""
-    kinds = 3 + config.indexed if config.attention == "nsa" else 1
-    return kinds * past_slots() if config.matching_heads else 0
+def _past(config: ModelConfig) -> int:
+    """Numbers of keys as they came, in all branches and an indexer; none where no convolution mixes them."""
+    widths = (3 if config.attention == "nsa" else 1) * config.d_k + config.indexed * config.index_width
+    return past_slots() * config.n_kv_groups * widths if config.matching_heads else 0
 
 
 def _compressed_rows(capacity: int, nsa: NSAConfig) -> int:

@@ -25,8 +25,8 @@ class NSAttention(nn.Module):
     generator, by the rules of `NSATransformer`; the output projection at fan_in**-0.5, since the depth is not known here.
 
     `head_dim` (queries and keys) is dim // n_heads by default, `value_dim` is head_dim; `rotary_share`, `matching_heads`,
-    `selection_loss` and `indexer_block` are as in `ModelConfig`. With a selection loss, add `auxiliary_loss()` to the
-    loss of every training step. Raises ValueError for sizes that do not go together.
+    `selection_loss`, `indexer_block` and `indexer_width` are as in `ModelConfig`. With a selection loss, add
+    `auxiliary_loss()` to the loss of every training step. Raises ValueError for sizes that do not go together.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class NSAttention(nn.Module):
         matching_heads: int = 0,
         selection_loss: float = 0.0,
         indexer_block: int = 0,
+        indexer_width: int = 0,
     ) -> None:
         super().__init__()
         d_k = _head_width(dim, n_heads) if head_dim is None else head_dim
@@ -62,6 +63,7 @@ class NSAttention(nn.Module):
             matching_heads=matching_heads,
             selection_loss=selection_loss,
             indexer_block=indexer_block,
+            indexer_width=indexer_width,
             nsa=nsa,
         )
         self.config = config

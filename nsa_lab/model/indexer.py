@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from nsa_lab.attention import Span, compress
 from nsa_lab.attention.compression import BlockRows, compress_documents, make_phi
 from nsa_lab.config import ModelConfig
-from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
+from nsa_lab.model.layers import Rotary, ShortConvolution, narrowed, rotate
 
 
 class Index(NamedTuple):
-    """What an indexer makes of x [B, T, C], rotated; D is a head's width."""
+    """What an indexer makes of x [B, T, C], rotated; D is its own width."""
 
     q: Tensor
     """[B, T, G, D]"""
@@ -32,12 +32,16 @@ class Index(NamedTuple):
 
 
 class Indexer(nn.Module):
-    """x [B, T, C] -> `Index`, without a gradient for x. It starts as the first head of each group looks."""
+    """x [B, T, C] -> `Index`, without a gradient for x.
+
+    It starts as the first head of each group looks; where it is narrower than a head, with some of that head's channels.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        G, D = config.n_kv_groups, config.d_k
+        G, D = config.n_kv_groups, config.index_width
         self.config, self.nsa = config, config.choice_nsa
+        self.turned = config.rotary_width * D // config.d_k
         self.qk = nn.Linear(config.dim, 2 * G * D, bias=False)
         self.convolution = ShortConvolution(1, G, D) if config.matching_heads else None
         self.phi = make_phi(self.nsa, D)
@@ -49,12 +53,12 @@ class Indexer(nn.Module):
     def of(self, qk: Tensor, rotary: Rotary, begins: Tensor | None = None, before: Tensor | None = None) -> Index:
         """`Index` of what its linear map gives, [B, T, 2 G D]."""
         G = self.config.n_kv_groups
-        q, k = qk.unflatten(-1, (2 * G, self.config.d_k)).split(G, dim=2)
+        q, k = qk.unflatten(-1, (2 * G, self.config.index_width)).split(G, dim=2)
         unmixed = None
         if self.convolution:
             unmixed = k.unsqueeze(2)
             k = self.convolution(unmixed, begins, before).squeeze(2)
-        q, k = rotate(torch.cat([q, k], dim=2), rotary).split(G, dim=2)
+        q, k = rotate(torch.cat([q, k], dim=2), narrowed(rotary, self.turned)).split(G, dim=2)
         return Index(q, k, unmixed)
 
     def compress(self, k: Tensor, span: Span | None = None, rows: BlockRows | None = None) -> Tensor:

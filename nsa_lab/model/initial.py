@@ -52,12 +52,18 @@ def _match(layer: SparseAttention | DenseAttention) -> None:
 
 
 def _follow(layer: SparseAttention, indexer: Indexer) -> None:
-    """The indexer starts with the queries of each group's first head and with the selected branch's keys."""
-    c = layer.config
+    """The indexer starts with the queries of each group's first head and with the selected branch's keys.
+
+    Where it is n times narrower, with every nth pair of the channels that are turned, and every nth of the others.
+    """
+    c, half = layer.config, layer.config.rotary_width // 2
     queries, keys = _rows(layer)
-    asked, found = indexer.qk.weight.view(2, c.n_kv_groups, c.d_k, c.dim)
-    asked.copy_(queries[:: c.heads_per_group])
-    found.copy_(keys[1])
+    asked, found = indexer.qk.weight.view(2, c.n_kv_groups, c.index_width, c.dim)
+    every = c.d_k // c.index_width
+    pairs = torch.arange(0, half, every)
+    channels = torch.cat([pairs, half + pairs, torch.arange(2 * half, c.d_k, every)])
+    asked.copy_(queries[:: c.heads_per_group, channels])
+    found.copy_(keys[1][:, channels])
 
 
 def _rows(layer: SparseAttention | DenseAttention) -> tuple[Tensor, Tensor]:

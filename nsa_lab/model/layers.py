@@ -110,6 +110,15 @@ def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat(parts, dim=-1).to(x_BTHD.dtype)
 
 
+def narrowed(rotary: Rotary, width: int) -> Rotary:
+    """Tables of heads of which `width` = R/n channels are turned, of those for R: every nth angle.
+
+    It is the table of that width, since theta ** (-2 (i n) / R) is theta ** (-2 i / (R/n)).
+    """
+    n = 2 * rotary[0].shape[-1] // width
+    return rotary[0][..., ::n], rotary[1][..., ::n]
+
+
 def check_span(span: Span | None, rows: int) -> None:
     """Raises ValueError unless `rows` of input hold all queries and all keys of `span`."""
     if span is None:

@@ -171,7 +171,8 @@ class NSATransformer(nn.Module):
             for kind, keys in (("nsa", sparse), ("dense", reads["dense"]))
         }
         if c.indexed:
-            flops["nsa"] += 2 * c.n_layers * c.n_kv_groups * c.d_k * geometry.mean_reads(lengths, c.choice_nsa)["cmp"]
+            keys = geometry.mean_reads(lengths, c.choice_nsa)["cmp"]
+            flops["nsa"] += 2 * c.n_layers * c.n_kv_groups * c.index_width * keys
         return flops
 
     def describe(self, length: int) -> str:

@@ -256,6 +256,7 @@ class Model(NamedTuple):
     turned: int | None = None  # channels of a head that rotary embedding turns; None: all
     embedding_norm: bool = False
     indexer: int = 0  # tokens that share a key of what chooses; 0: the compressed branch's scores choose
+    indexer_width: int | None = None  # of its query and keys; None: d_k
     ngrams: tuple[int, int] = (0, 0)  # the longest that is looked up, and the rows of each table
 
 
@@ -325,14 +326,14 @@ def two_taps(x: Array, weight: Array) -> Array:
 
 
 def index(x: Array, model: Model, prefix: str) -> tuple[Array, Array, Geometry]:
-    """The indexer's queries [B, T, G, d_k] and compressed keys [B, N, G, d_k], and the geometry of these."""
+    """The indexer's queries [B, T, G, width] and compressed keys [B, N, G, width], and the geometry of these."""
     B, T, _ = x.shape
-    G, width = model.groups, model.d_k
+    G, width = model.groups, model.indexer_width or model.d_k
     geometry = model.geometry._replace(l=model.indexer, d=model.indexer)
     q, k = (rows.reshape(B, T, G, width) for rows in np.split(x @ model.weights[f"{prefix}.qk.weight"].T, 2, axis=-1))
     if f"{prefix}.convolution.weight" in model.weights:
         k = two_taps(k, model.weights[f"{prefix}.convolution.weight"][:, 0])
-    R = model.turned or width
+    R = (model.turned or model.d_k) * width // model.d_k
     q, k = (np.concatenate([rotate(rows[..., :R], model.theta), rows[..., R:]], axis=-1) for rows in (q, k))
     weighed = model.indexer > 1  # there is nothing to weigh in one token
     phi = pool(model.weights[f"{prefix}.phi.score"], model.weights[f"{prefix}.phi.place"]) if weighed else mean

@@ -36,6 +36,7 @@ KERNEL_VARIANTS = [
     {},
     {"selection_loss": 0.1, "indexer_block": 2},
     {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1, "rotary_share": 0.5, "mlp": "gated", "phi": "pool"},
+    {"d_k": 32, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1, "indexer_width": 16},
     {"matching_heads": 2, "phi": "mlp", "gate": "softmax", "silent": ("win",)},
     {"matching_heads": 1, "rotary_share": 0.5, "attention": "dense"},
     NGRAMS,
@@ -49,6 +50,7 @@ VARIANTS = [
     {"rotary_share": 0.5, "matching_heads": 1},
     {"d_k": 8, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1},
     INDEXED | {"nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
+    INDEXED | {"rotary_share": 0.5, "matching_heads": 1, "indexer_width": 4},
     {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense", "embedding_norm": True},
     {"embedding_norm": True},
     {"embedding_norm": True} | NGRAMS,
@@ -296,7 +298,12 @@ def test_the_likeliest_tokens_of_long_ragged_batches_are_those_of_full_passes(va
 
 
 @pytest.mark.parametrize(
-    "variant", [{}, {"attention": "dense", "matching_heads": 1} | NGRAMS, INDEXED | {"matching_heads": 2}]
+    "variant",
+    [
+        {},
+        {"attention": "dense", "matching_heads": 1} | NGRAMS,
+        *(INDEXED | {"matching_heads": 2, "indexer_width": width} for width in (0, 4)),
+    ],
 )
 @pytest.mark.parametrize("capacity", [1, 7, 8, 61])
 def test_the_memory_of_a_cache_is_what_is_planned(variant: dict, capacity: int) -> None:
@@ -336,7 +343,7 @@ def test_a_model_decodes_through_the_kernels(variant: dict, monkeypatch: pytest.
     monkeypatch.setattr(launch, "choose", lambda *given: calls.append(given) or choose(*given))
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=20, phi=variant.get("phi", "avg"), gate=variant.get("gate", "sigmoid"))
     variant = {name: value for name, value in variant.items() if name not in ("phi", "gate")}
-    model = NSATransformer(tiny(d_k=16, d_v=32, nsa=nsa, **variant), dtype=torch.float32, device=DEVICE, seed=5)
+    model = NSATransformer(tiny(**{"d_k": 16, "d_v": 32, "nsa": nsa} | variant), dtype=torch.float32, device=DEVICE, seed=5)
     texts = [drawn(length, seed=length).to(DEVICE) for length in (81, 74, 77)]
     decoders = [Decoder(model, 90, len(texts), backend=backend) for backend in ("torch", "triton")]
     for decoder in decoders:

@@ -13,6 +13,7 @@ from model_inputs import VARIANTS, config_of, name_of, tokens_of
 from nsa_lab.attention import resolve_backend, window_attention
 from nsa_lab.config import ModelConfig
 from nsa_lab.model import NSATransformer, SparseAttention, rotary_table, rotate
+from nsa_lab.model.layers import narrowed
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,7 @@ def plain(model: NSATransformer) -> brute_force.Model:
         c.rotary_width,
         embedding_norm=c.embedding_norm,
         indexer=c.indexer_block,
+        indexer_width=c.index_width,
         ngrams=(c.ngrams, c.ngram_rows),
     )
 
@@ -46,6 +48,8 @@ RECALL = [
     {"d_k": 8, "rotary_share": 0.25, "matching_heads": 1},
     INDEXER | {"indexer_block": 2, "matching_heads": 1},
     INDEXER | {"indexer_block": 1},
+    INDEXER | {"d_k": 16, "indexer_block": 1, "indexer_width": 8, "matching_heads": 1},
+    {"d_k": 12, "selection_loss": 0.1, "indexer_block": 2, "indexer_width": 2},
     INDEXER | {"indexer_block": 4, "phi": "linear"},
 ]
 
@@ -79,6 +83,14 @@ def test_rotation_is_of_every_head_by_itself(width: int) -> None:
     x = torch.randn(2, 11, 3, width, dtype=torch.float64)
     expected = brute_force.rotate(x.numpy(), 10000.0)
     np.testing.assert_allclose(rotate(x, rotary_table(11, width, 10000.0, CPU)).numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_every_nth_angle_is_the_table_of_an_nth_of_the_width(width: int) -> None:
+    for found, expected in zip(
+        narrowed(rotary_table(11, 8, 10000.0, CPU), width), rotary_table(11, width, 10000.0, CPU), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

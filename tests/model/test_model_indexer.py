@@ -71,16 +71,18 @@ def test_blocks_are_those_of_its_queries_and_keys() -> None:
     torch.testing.assert_close(mixed, reference.nsa_attention(*inputs, model.config.nsa, blocks=seen["blocks"]))
 
 
+@pytest.mark.parametrize(("width", "channels"), [(0, [*range(8)]), (4, [0, 2, 4, 6])])
 @pytest.mark.parametrize("matching", [0, 1])
-def test_it_starts_as_the_first_head_of_its_group_looks(matching: int) -> None:
-    """It asks with that head's queries and is found by the selected branch's keys."""
-    model = built(matching_heads=matching)
+def test_it_starts_as_the_first_head_of_its_group_looks(matching: int, width: int, channels: list[int]) -> None:
+    """It asks with that head's queries and is found by the selected branch's keys; a narrow one with channels of theirs,
+    the first of the two pairs that are turned, (0, 2) and (1, 3), and every second of those that are not."""
+    model = built(matching_heads=matching, indexer_width=width)
     layer, tokens = model.blocks[0].attention, tokens_of(model.config, 40)
     assert isinstance(layer, SparseAttention) and layer.indexer is not None
     x, rotary = model.enter(tokens)
     heads, index = layer.heads(x, rotary), layer.indexer(x, rotary)
-    torch.testing.assert_close(index.q, heads.q[:, :, ::2])
-    torch.testing.assert_close(index.k, heads.keys[1])
+    torch.testing.assert_close(index.q, heads.q[:, :, ::2, channels])
+    torch.testing.assert_close(index.k, heads.keys[1][..., channels])
 
 
 def test_its_documents_are_alone() -> None:
@@ -146,6 +148,13 @@ def test_under_the_interpreter_blocks_from_outside_are_read(T: int) -> None:
         ({"indexer_block": 24, "selection_loss": 0.1}, "24 does not divide .* 64; use model.indexer_block = 16"),
         ({"indexer_block": 99, "selection_loss": 0.1}, "99 does not divide .* 64; use model.indexer_block = 64"),
         ({"indexer_block": 8}, "nothing else teaches an indexer; use model.selection_loss = 0.05"),
+        ({"indexer_width": 32}, "not read without model.indexer_block; set model.indexer_block: 1"),
+        ({"indexer_width": 24, "indexer_block": 1, "selection_loss": 0.1}, "multiple of it, .* model.indexer_width = 16"),
+        ({"indexer_width": 128, "indexer_block": 1, "selection_loss": 0.1}, "multiple of it, .* model.indexer_width = 64"),
+        (
+            {"indexer_width": 2, "indexer_block": 1, "selection_loss": 0.1, "rotary_share": 0.5},
+            "pairs of channels; use model.indexer_width = 4",
+        ),
     ],
 )
 def test_what_no_indexer_can_be_is_refused(wrong: dict[str, float], words: str) -> None:
@@ -186,16 +195,30 @@ def test_weights_that_are_reset_are_those_of_a_new_model() -> None:
 @pytest.mark.parametrize("block", [1, 2, 64])
 def test_the_kernels_take_its_blocks_of_any_length(block: int) -> None:
     pytest.importorskip("triton")
-    model = ModelConfig(selection_loss=0.05, indexer_block=block)
+    model = ModelConfig(selection_loss=0.05, indexer_block=block, indexer_width=16)
     assert set(resolve_backend("cpu", torch.float32, model.nsa, model, "triton")) == set(PARTS)
 
 
-def test_its_scores_are_counted() -> None:
-    """Of 61 tokens and 61 // 2 keys of two tokens, query t scores (t + 1) // 2, in two groups of two layers, 8 wide."""
-    model = built()
+def test_a_width_that_the_kernels_do_not_take_is_refused_by_name() -> None:
+    pytest.importorskip("triton")
+    model = ModelConfig(selection_loss=0.05, indexer_block=1, indexer_width=8)
+    with pytest.raises(NotImplementedError, match=r"multiples of 16 .* indexer_width = 8; the nearest is 16"):
+        resolve_backend("cpu", torch.float32, model.nsa, model, "triton")
+
+
+def test_a_preset_whose_indexer_is_taken_away_has_no_width_of_one() -> None:
+    narrow = ModelConfig(selection_loss=0.05, indexer_block=1, indexer_width=16)
+    assert narrow.index_width == 16
+    assert ModelConfig(**narrow.model_dump() | {"indexer_block": 0}) == ModelConfig(selection_loss=0.05)
+
+
+@pytest.mark.parametrize("width", [0, 4])
+def test_its_scores_are_counted(width: int) -> None:
+    """Of 61 tokens and 61 // 2 keys of two tokens, query t scores (t + 1) // 2, in 2 groups of 2 layers, 8 or 4 wide."""
+    model = built(indexer_width=width)
     scores = sum((t + 1) // 2 for t in range(61)) / 61
     weights = sum(p.numel() for name, p in model.named_parameters() if is_of_indexer(name))
     without = NSATransformer(config_of(**{**RECIPE, "indexer_block": 0}), seed=0)
     more = model.flops_per_token(61)["nsa"] - without.flops_per_token(61)["nsa"]
-    assert more == pytest.approx(3 * 2 * weights + 2 * 2 * 2 * 8 * scores)
+    assert more == pytest.approx(3 * 2 * weights + 2 * 2 * 2 * (width or 8) * scores)
     assert model.flops_per_token(61)["dense"] - without.flops_per_token(61)["dense"] == pytest.approx(3 * 2 * weights)

@@ -78,17 +78,19 @@ def _not_interpreted() -> str | None:
     return None
 
 
-def unsupported(nsa: NSAConfig, d_k: int | None = None, d_v: int | None = None) -> str | None:
+def unsupported(
+    nsa: NSAConfig, d_k: int | None = None, d_v: int | None = None, indexer_width: int | None = None
+) -> str | None:
     """Why the kernels do not take this geometry or these head widths, and the nearest that they take; None if they do.
 
-    A width of None is not known yet and not judged.
+    A width of None is not known yet and not judged, or that of an indexer that is not there.
     """
-    return width_limit(d_k, d_v) or _selected_limit(nsa) or _choice_limit(nsa)
+    return width_limit(d_k, d_v, indexer_width) or _selected_limit(nsa) or _choice_limit(nsa)
 
 
-def width_limit(d_k: int | None, d_v: int | None) -> str | None:
+def width_limit(d_k: int | None, d_v: int | None, indexer_width: int | None = None) -> str | None:
     """As `unsupported`, of head widths alone."""
-    for name, width in (("d_k", d_k), ("d_v", d_v)):
+    for name, width in (("d_k", d_k), ("d_v", d_v), ("indexer_width", indexer_width)):
         if width is not None and (width % WIDTH_STEP or width > WIDTH_LIMIT):
             nearest = min(max(1, (2 * width + WIDTH_STEP) // (2 * WIDTH_STEP)) * WIDTH_STEP, WIDTH_LIMIT)
             return (
@@ -129,7 +131,7 @@ def _index_limit(index_q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> str | None:
             f"one query per group chooses, by keys of tokens side by side; got {index_q.shape[2]} queries for "
             f"{k_sel.shape[2]} groups, l = {nsa.l}, d = {nsa.d}"
         )
-    return width_limit(index_q.shape[3], None)
+    return width_limit(None, None, index_q.shape[3])
 
 
 def _refuse(function: str, reason: str | None) -> None:
@@ -270,7 +272,8 @@ def append(
 
     roped [B, S, H + branches G, d_k] are queries, then keys of every branch that has a place in `places`, cmp, sel and win;
     values [B, S, branches G, d_v] of the same, None where there are places of keys alone. `rotary`: cos and sin of the
-    leading channels at every position, as `model.layers.rotary_table` gives them, float32 [positions, .]. `lengths` as in
+    leading channels at every position, as `model.layers.rotary_table` gives them, float32 [positions, .], of the same
+    strides. `lengths` as in
     `cached_attention`. No ring is shorter than S. What stands past the last row of `places.k_sel` is not kept there. The
     places' dtype is the result's.
 

@@ -20,6 +20,7 @@ from nsa_lab.inference.cache.storage import Past, Ring, TokenRows
 from nsa_lab.inference.maps import mapped
 from nsa_lab.model import DenseAttention, Indexer, RMSNorm, Rotary, ShortConvolution, SparseAttention
 from nsa_lab.model.attention import Heads, split_projection, turned_heads, unturned_heads
+from nsa_lab.model.layers import narrowed
 
 
 class NSACache:
@@ -148,7 +149,7 @@ class IndexCache:
     def __init__(self, indexer: Indexer, capacity: int, batch: int, like: Tensor) -> None:
         c = indexer.config
         self._indexer, self.nsa, self.qk = indexer, indexer.nsa, indexer.qk
-        self.keys = Compressed(indexer.nsa, indexer.phi, capacity, c.n_kv_groups, c.d_k, batch, like)
+        self.keys = Compressed(indexer.nsa, indexer.phi, capacity, c.n_kv_groups, c.index_width, batch, like)
         self.past = _past(indexer.convolution, batch, like)
 
     def put(self, qk: Tensor, rotary: Rotary, step: Step) -> Tensor:
@@ -163,7 +164,7 @@ class IndexCache:
         """As `put`, in two launches."""
         raw, keys = self.keys.raw.kept, self.keys
         roped = qk.unflatten(-1, (-1, raw.shape[3]))
-        q = _appended(roped, None, rotary, step, Places(k_raw=raw), self.past)
+        q = _appended(roped, None, narrowed(rotary, self._indexer.turned), step, Places(k_raw=raw), self.past)
         if self.nsa.phi in Compressed.IN_KERNELS:
             blocks = keys.blocks.rows
             kernels.complete(raw, None, blocks, None, step.lengths, step.width, self.nsa, k_pool=keys.pool, settled=True)

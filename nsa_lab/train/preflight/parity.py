@@ -40,7 +40,8 @@ def worst_ratio(parts: Parts) -> tuple[float, str]:
     name = {part: choice.backend for part, choice in parts.model.backends.items()}
     chooser, asking, asked = model.choice_nsa, q, k_cmp
     if model.indexed:
-        asking, asked = draw(model.n_kv_groups, model.d_k), _means(draw(model.n_kv_groups, model.d_k), chooser)
+        asking, asked = (draw(model.n_kv_groups, model.index_width) for _ in "qk")
+        asked = _means(asked, chooser)
     expected = reference.select_blocks(asking, asked, None, chooser)
     found = choose_blocks(asking, asked, chooser, backend=name["selection"])
     differing = (found != expected).any(-1).float().mean().item()

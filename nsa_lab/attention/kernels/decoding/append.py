@@ -47,13 +47,14 @@ def nsa_append(
     stride_krb, stride_krn, stride_krg, stride_vrb, stride_vrn, stride_vrg,
     stride_ksb, stride_ksn, stride_ksg, stride_vsb, stride_vsn, stride_vsg,
     stride_kwb, stride_kwn, stride_kwg, stride_vwb, stride_vwn, stride_vwg,
+    stride_at, stride_ap,
     T, N, n_angles, raw_ring, ring, past_ring, G,
     H: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One row of one token: of a query, which is turned; of a key, which is turned and written; of a value. Rows of keys
     and of values are KEYS each, those of the branches cmp, sel and win from the FIRST on. cos and sin are float32
-    [n_angles, HALF], of the first 2 HALF columns at every position.
+    [n_angles, HALF], of the first 2 HALF columns at every position, with the same strides.
 
     Where there is a `past_ptr`, a ring [B, past_ring, KEYS, DK] of keys as they came, keys are first mixed with those of
     the token before, by the weights [2, KEYS, DK] of `mix_ptr`.
@@ -73,7 +74,7 @@ def nsa_append(
     early = columns < HALF
     partners = tl.where(early, columns + HALF, columns - HALF)
     # What stands past the last position is padding.
-    angle = tl.minimum(position, n_angles - 1) * HALF + tl.where(early, columns, columns - HALF)
+    angle = tl.minimum(position, n_angles - 1) * stride_at + tl.where(early, columns, columns - HALF) * stride_ap
     cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
     take_turn(EARLY)

@@ -111,7 +111,7 @@ def append(
     q = like.new_empty(B, T, H, Dk)
     nsa_append[(B * T, H + keys * (1 if values is None else 2))](
         roped, values, cos, sin, lengths, q, *places, past, mix,
-        *strides(roped), *_strides(values), *(stride for x in places for stride in _strides(x)),
+        *strides(roped), *_strides(values), *(stride for x in places for stride in _strides(x)), *cos.stride(),
         T, 0 if places.k_sel is None else places.k_sel.shape[1], len(cos),
         *(0 if x is None else x.shape[1] for x in (places.k_raw, places.k_win, past)), G,
         H=H, KEYS=keys, FIRST=first, HALF=cos.shape[1], DK=Dk, DV=Dv, PAD=padded_width(max(Dk, Dv)),
