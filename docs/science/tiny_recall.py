@@ -39,6 +39,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "nsa_indexer_4": {**TAUGHT, "indexer_block": 4},
     "nsa_indexer_2": {**TAUGHT, "indexer_block": 2},
     "nsa_indexer_1": {**TAUGHT, "indexer_block": 1},
+    "nsa_indexer_1_half": {**TAUGHT, "indexer_block": 1, "indexer_width": 8},
+    "nsa_indexer_1_quarter": {**TAUGHT, "indexer_block": 1, "indexer_width": 4},
     "nsa_recipe_02_linear": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"phi": "linear"})},
     "nsa_recipe_02_mlp": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
     "nsa_recipe_02_l4": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"l": 4, "d": 2})},
