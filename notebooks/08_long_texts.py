@@ -31,10 +31,7 @@
 # [2]: ../docs/science/long_texts.md
 
 # %% tags=["parameters"]
-runs: list = [  # evaluated runs: folders, ids or patterns; seeds of one name are one model
-    "long_64k_shallow.a_key_per_byte.*",
-    "long_64k_shallow.dense.*",
-]
+runs: list = ["long_64k_shallow.a_key_per_byte.*", "long_64k_shallow.dense.*"]  # evaluated; a name's seeds are one model
 against: str = "long_64k_shallow.dense"  # the model that the others are compared with
 outputs: str = ""  # folder that runs are kept in; empty: outputs/ of the project
 bar: float = 0.005  # bits per byte that NSA may lie above its twin, by the protocol

@@ -1556,8 +1556,8 @@ MUTANTS = [
     Mutant(
         "indexer: starts with every group's last head",
         "model.initial",
-        "queries[:: c.heads_per_group]",
-        "queries[c.heads_per_group - 1 :: c.heads_per_group]",
+        "queries[:: c.heads_per_group, channels]",
+        "queries[c.heads_per_group - 1 :: c.heads_per_group, channels]",
     ),
     Mutant(
         "indexer: documents are compressed as the heads' keys",
