@@ -316,7 +316,11 @@ OTHERS = {
     "train.measure": ["tests/train/test_evaluation.py", *MASKED],
     "runs.history": [
         *cases("report/test_one_number.py", "the_list_of_runs_says_verdict_loss_speed_and_model"),
-        *cases("health/test_verdicts.py", "training_loss_is_told_as_a_mean_of_the_latest_readings"),
+        *cases(
+            "health/test_verdicts.py",
+            "training_loss_is_told_as_a_mean_of_the_latest_readings",
+            "as_many_readings_as_tell_where_training_stands",
+        ),
         "tests/health/test_sweep_results.py",
         "tests/health/test_attempts.py",
         "tests/train/test_evaluation.py",
@@ -2217,6 +2221,8 @@ MUTANTS = [
         "float(np.mean(speeds)) for speeds",
     ),
     Mutant("report: training told by the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
+    Mutant("report: training told by three long documents", "runs.history", "LATEST_ERROR = 0.05", "LATEST_ERROR = 9"),
+    Mutant("report: training told by its beginning", "runs.history", "len(finite) // 2 and", "len(finite) and"),
     Mutant(
         "health: a run is trained anew without its own settings",
         "runs.anew",

@@ -6,6 +6,7 @@ reads the same. Every step counts once, in its latest attempt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -228,14 +229,26 @@ _ENDINGS = {
 }
 
 
-# One reading is one batch, and noise: training loss is told as the mean of the latest, of a tenth of the run at most.
+# One reading is one batch, and noise: training loss is told as the mean of the latest, of a tenth of the run at most. Where
+# batches differ so much that this mean is not known to a twentieth (steps of one long document each), of up to half of it.
 LATEST_READINGS = 50
+LATEST_ERROR = 0.05
 
 
 def latest(values: np.ndarray) -> np.ndarray:
     """Of readings of training, those whose mean says where it stands. What is no number is no reading."""
     finite = values[np.isfinite(values)]
-    return finite[-max(1, min(LATEST_READINGS, len(finite) // 10)) :]
+    count = max(1, min(LATEST_READINGS, len(finite) // 10))
+    while count < len(finite) // 2 and _relative_error(finite[-count:]) > LATEST_ERROR:
+        count += 1
+    return finite[-count:]
+
+
+def _relative_error(readings: np.ndarray) -> float:
+    """The standard error of their mean as a share of it; of one reading nobody knows."""
+    if len(readings) < 2:
+        return math.inf
+    return float(readings.std(ddof=1) / len(readings) ** 0.5 / max(abs(readings.mean()), 1e-9))
 
 
 def training_now(history: History, name: str = "bpb") -> np.ndarray:

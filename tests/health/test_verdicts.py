@@ -22,7 +22,7 @@ from nsa_lab.health.answers import QUESTIONS, answers
 from nsa_lab.health.selection import choice_range
 from nsa_lab.health.twins import FREE, beside_twin, side_by_side, twins
 from nsa_lab.runs import directory, names
-from nsa_lab.runs.history import History, facts
+from nsa_lab.runs.history import History, facts, latest
 from nsa_lab.runs.lock import sign_lock, take_lock
 from nsa_lab.runs.summary import shown_facts
 from nsa_lab.train.snapshot import FREE_DATA_KEYS, FREE_TRAIN_KEYS
@@ -444,23 +444,43 @@ def test_training_loss_that_fell_per_byte_alone_is_told_per_token(tmp_path: Path
 
 
 def test_training_loss_is_told_as_a_mean_of_the_latest_readings(tmp_path: Path) -> None:
-    """The last batch alone is noise. Over fewer readings where the run has few, or it would lag behind."""
+    """The last batch alone is noise. Over fewer readings where the run has few, or it would lag behind; over more where
+    they differ so much that fifty do not tell it."""
 
-    def noisy(events):
-        for event in events:
-            if event["kind"] == "step":
-                event["bpb"] = 1.0 + 0.5 * (-1) ** (event["step"] // 10)
-        events[-2 if events[-1]["kind"] == "end" else -1]["bpb"] = None
+    def noisy(by: float) -> Callable[[list[Event]], None]:
+        def spoil(events: list[Event]) -> None:
+            for event in events:
+                if event["kind"] == "step":
+                    event["bpb"] = 1.0 + by * (-1) ** (event["step"] // 10)
+            events[-2 if events[-1]["kind"] == "end" else -1]["bpb"] = None
 
-    history = History.read(write_run(tmp_path / "long", configuration(train__steps=5000), noisy))
-    assert facts(history).last_train_bpb == pytest.approx(1.0, abs=0.02)
-    assert dict(shown_facts(history))["training, bits per byte"].endswith("(mean of the last 50 readings)")
+        return spoil
+
+    for by, count in ((0.2, 50), (0.5, 101)):  # 0.5 / 101 ** 0.5 is a twentieth
+        history = History.read(write_run(tmp_path / f"long{by}", configuration(train__steps=5000), noisy(by)))
+        assert facts(history).last_train_bpb == pytest.approx(1.0, abs=0.02)
+        assert dict(shown_facts(history))["training, bits per byte"].endswith(f"(mean of the last {count} readings)")
     short = History.read(write_run(tmp_path / "short"))
     assert facts(short).last_train_bpb == pytest.approx(np.mean([event["bpb"] for event in short.steps[-2:]]))
     first = History.read(write_run(tmp_path / "first", spoil=lambda events: [e for e in events if e["step"] <= 1]))
     assert dict(shown_facts(first))["training, bits per byte"] == f"{first.steps[0]['bpb']:.3f}"
     none = History.read(write_run(tmp_path / "none", spoil=lambda events: events[:1]))
     assert facts(none).last_train_bpb is None
+
+
+@pytest.mark.parametrize(
+    ("readings", "count"),
+    [
+        ([1.0, 0.99] * 20, 4),  # a tenth
+        ([1.5, 0.5] * 20, 20),  # steps of one document each: half, which is not enough either
+        ([1.2, 0.8] * 20, 18),  # 0.2 / 17 ** 0.5 is a twentieth of 1
+        ([9.0, 1.0, 3.0], 1),
+        ([9.0, 1.0, float("nan"), 3.0, 2.0], 2),
+    ],
+)
+def test_as_many_readings_as_tell_where_training_stands(readings: list[float], count: int) -> None:
+    finite = [value for value in readings if value == value]
+    assert list(latest(np.array(readings))) == finite[-count:]
 
 
 def test_the_four_questions_are_answered_by_the_verdicts(tmp_path: Path) -> None:
