@@ -116,6 +116,8 @@ def narrowed(rotary: Rotary, width: int) -> Rotary:
     It is the table of that width, since theta ** (-2 (i n) / R) is theta ** (-2 i / (R/n)).
     """
     n = 2 * rotary[0].shape[-1] // width
+    if n == 1:  # every layer asks, at every step that writes a token
+        return rotary
     return rotary[0][..., ::n], rotary[1][..., ::n]
 
 

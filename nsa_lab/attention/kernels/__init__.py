@@ -272,10 +272,9 @@ def append(
 
     roped [B, S, H + branches G, d_k] are queries, then keys of every branch that has a place in `places`, cmp, sel and win;
     values [B, S, branches G, d_v] of the same, None where there are places of keys alone. `rotary`: cos and sin of the
-    leading channels at every position, as `model.layers.rotary_table` gives them, float32 [positions, .], of the same
-    strides. `lengths` as in
-    `cached_attention`. No ring is shorter than S. What stands past the last row of `places.k_sel` is not kept there. The
-    places' dtype is the result's.
+    leading channels at every position, as `model.layers.rotary_table` gives them, float32 [positions, .], with the same
+    strides. `lengths` as in `cached_attention`. No ring is shorter than S. What stands past the last row of
+    `places.k_sel` is not kept there. The places' dtype is the result's.
 
     With `past`, a ring [B, R, branches G, d_k] of keys as they came, R > S, keys are mixed before they are turned:
     mix[0] of a token's own and mix[1] of those of the token before, mix [2, branches G, d_k]; all contiguous.
