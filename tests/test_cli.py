@@ -180,6 +180,7 @@ def test_a_table_is_written_where_that_can_be_or_refused_in_a_line(say, tmp_path
         (["bench", "attention", "--backend", "cuda"], "--backend"),
         (["bench", "attention", "--shape", "0x8"], "--shape: shape '0x8'"),
         (["bench", "train", "--shape", "64x0"], "64x0: expected tokens x sequences"),
+        (["bench", "train", "--preset", "prodaction_50k"], "production_50k"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is(say, arguments: list[str], answer: str) -> None:

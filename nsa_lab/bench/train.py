@@ -102,7 +102,7 @@ def run_train_bench(
             "seq_len": seq_len,
             "micro_batch": micro,
             "ratio": pair["nsa"].tokens_per_s / pair["dense"].tokens_per_s,
-            "bar": BARS.get((seq_len, micro)),
+            "bar": None if model else BARS.get((seq_len, micro)),
             **{kind: asdict(pair[kind]) for kind in KINDS},
         }
         report["rows"].append(row)

@@ -11,7 +11,7 @@ import typer
 
 from nsa_lab.cli.common import Ranks
 from nsa_lab.config import Backend, ConfigError
-from nsa_lab.runs import directory
+from nsa_lab.runs import directory, names
 
 app = typer.Typer(no_args_is_help=True, help="Measure kernels, or training steps, against dense attention.")
 
@@ -124,6 +124,10 @@ def bench_train(
     json_file: JsonFile = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="TOKENSxMICRO", help="one shape, e.g. 2048x32; repeat")] = None,
     picture: Picture = None,
+    preset: Annotated[
+        str | None,
+        typer.Option("--preset", metavar="NAME", help="the model of params/NAME.yaml, or of a file"),
+    ] = None,
     documents: Annotated[
         bool, typer.Option("--documents", help="NSA alone, with documents masked beside one text")
     ] = False,
@@ -137,13 +141,16 @@ def bench_train(
     if documents:
         if picture:
             raise typer.BadParameter("it draws no picture; leave --picture out", param_hint="--documents")
+        if preset:
+            raise typer.BadParameter("it times the production model; leave --preset out", param_hint="--documents")
         from nsa_lab.bench.documents import run_documents_bench
 
         run_documents_bench(_parsed(parse_shape, shape, "--shape"), json_file, text=text)
         return
     if text:
         raise typer.BadParameter("it is read with --documents alone", param_hint="--text")
-    run_train_bench(_parsed(parse_shape, shape, "--shape"), json_file, picture=picture)
+    model = names.load_config(preset, []).model if preset else None
+    run_train_bench(_parsed(parse_shape, shape, "--shape"), json_file, model=model, picture=picture)
 
 
 @app.command("curves")

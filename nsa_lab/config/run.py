@@ -13,7 +13,7 @@ from nsa_lab.config.data import DataConfig
 from nsa_lab.config.errors import KNOWN_KEYS, RETIRED_KEYS, VALUES, ConfigError, brief, known_keys
 from nsa_lab.config.model import ModelConfig, NSAConfig
 from nsa_lab.config.section import Section
-from nsa_lab.config.training import RuntimeConfig, TrainConfig
+from nsa_lab.config.training import RuntimeConfig, StageConfig, TrainConfig
 
 
 class RunConfig(Section):
@@ -33,6 +33,13 @@ class RunConfig(Section):
                 f"train.planted_share = {shares[0]:g}, and data.source = {self.data.source} plants nothing; "
                 "set data.source: recall, or remove it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _stages_may_be_graphs(self) -> RunConfig:
+        for index, stage in enumerate(self.train.stages):
+            if stage.cuda_graph:
+                self.runtime.check_graphs(f"train.stages.{index}.cuda_graph")
         return self
 
     @model_validator(mode="after")
@@ -62,6 +69,10 @@ class RunConfig(Section):
         """
         theta = self.train.stage_at(step).rope_theta
         return self.model if theta is None else self.model.model_copy(update={"rope_theta": theta})
+
+    def graphed(self, stage: StageConfig) -> bool:
+        """Whether steps of `stage` are replayed as CUDA graphs: as it says itself, or else as `runtime` does."""
+        return self.runtime.cuda_graph if stage.cuda_graph is None else stage.cuda_graph
 
     @classmethod
     def from_dict(cls, sections: dict[str, Any]) -> RunConfig:
@@ -149,6 +160,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "optimizer": "adamw",
         "token_budget": None,
         "rope_theta": None,
+        "cuda_graph": None,
         "min_document_tokens": 0,
         "planted_share": 1.0,
     },

@@ -35,14 +35,19 @@ class RuntimeConfig(Section):
 
     @model_validator(mode="after")
     def _graphable(self) -> RuntimeConfig:
-        if self.cuda_graph and self.gradient_checkpointing:
+        if self.cuda_graph:
+            self.check_graphs("runtime.cuda_graph")
+        return self
+
+    def check_graphs(self, key: str) -> None:
+        """Raises ValueError where steps cannot be replayed as graphs, which `key` asks for."""
+        if self.gradient_checkpointing:
             raise ValueError(
-                "runtime.cuda_graph and runtime.gradient_checkpointing exclude each other: recomputation keeps random "
+                f"{key} and runtime.gradient_checkpointing exclude each other: recomputation keeps random "
                 "state that a graph cannot hold; set one of them to false"
             )
-        if self.cuda_graph and self.device == "cpu":
-            raise ValueError("runtime.cuda_graph = True needs runtime.device: cuda; set it to false on a CPU")
-        return self
+        if self.device == "cpu":
+            raise ValueError(f"{key} = True needs runtime.device: cuda; set it to false on a CPU")
 
 
 class StageConfig(Section):
@@ -76,6 +81,9 @@ class StageConfig(Section):
     )
     rope_theta: float | None = Field(
         default=None, gt=0, description="base of the rotary embedding in a stage; None: model.rope_theta"
+    )
+    cuda_graph: bool | None = Field(
+        default=None, description="a stage's steps as CUDA graphs; None: as runtime.cuda_graph has it"
     )
 
     @model_validator(mode="after")
@@ -179,11 +187,14 @@ class TrainConfig(StageConfig):
     @model_validator(mode="after")
     def _of_stages(self) -> TrainConfig:
         if not self.stages:
-            if self.rope_theta is not None:
-                raise ValueError(
-                    f"train.rope_theta = {self.rope_theta:g} belongs into a stage of train.stages; without stages, set "
-                    f"model.rope_theta: {self.rope_theta:g}"
-                )
+            for key, elsewhere in (("rope_theta", "model.rope_theta"), ("cuda_graph", "runtime.cuda_graph")):
+                value = getattr(self, key)
+                if value is not None:
+                    value = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+                    raise ValueError(
+                        f"train.{key} = {value} belongs into a stage of train.stages; without stages, set "
+                        f"{elsewhere}: {value}"
+                    )
             return self
         beside = sorted(self.model_fields_set & self.unread)
         if beside:

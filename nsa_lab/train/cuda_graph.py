@@ -89,7 +89,7 @@ class GraphedGradients:
         replayed, does not compute those of the spans.
         """
         if stage != self._stage:
-            self._let_go()
+            self.let_go()
             self._stage = stage
         layout = tuple(span and span.laid_out for span in spans)
         if layout not in self._captured:
@@ -140,11 +140,12 @@ class GraphedGradients:
     def _grads(self, to: str | None = None) -> list[Tensor | None]:
         return [p.grad if p.grad is None or to is None else p.grad.to(to) for p in self._parameters]
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Set every gradient to None, and give back the graphs and the memory that they share."""
         # Gradients lie in the graphs' memory, which is free when nothing does.
         self._clear()
         self._captured.clear()
-        self._pool = None
+        self._pool = self._stage = None
 
     def _clear(self) -> None:
         for parameter in self._parameters:

@@ -27,7 +27,11 @@ def recorded_speed(config: RunConfig) -> tuple[float, str] | None:
         return None
     for row in record["rows"]:
         measured = row[model.attention]
-        same = all((row["seq_len"], row["micro_batch"]) == (s.seq_len, s.sequences_at_once) for s in train.plan)
-        if same and measured["cuda_graph"] == config.runtime.cuda_graph and config.runtime.compile:
+        same = all(
+            (row["seq_len"], row["micro_batch"], measured["cuda_graph"])
+            == (s.seq_len, s.sequences_at_once, config.graphed(s))
+            for s in train.plan
+        )
+        if same and config.runtime.compile:
             return measured["tokens_per_s"], record["device"]
     return None

@@ -127,20 +127,20 @@ def assemble(config: RunConfig, world: World, device: torch.device, dataset: Dat
         device=device,
         bf16=config.runtime.precision == "bf16",
         world=world,
-        graph=_graphed(config, world, device),
+        graphed=_graphed(config, world, device),
         auxiliary=model.auxiliary_loss if config.model.taught else None,
         separator=separator if masked else None,
     )
     return Parts(config, world, device, dataset, batches, evaluations, model, optimizer, stepper)
 
 
-def _graphed(config: RunConfig, world: World, device: torch.device) -> bool:
-    if config.runtime.cuda_graph and (device.type != "cuda" or world.size > 1):
+def _graphed(config: RunConfig, world: World, device: torch.device) -> Callable[[StageConfig], bool]:
+    if any(config.graphed(stage) for stage in config.train.plan) and (device.type != "cuda" or world.size > 1):
         raise ConfigError(
-            f"runtime.cuda_graph = True needs one CUDA device, and this is {world.size} rank(s) on "
+            f"cuda_graph = True, of runtime or of a stage, needs one CUDA device, and this is {world.size} rank(s) on "
             f"{device.type}; set it to false"
         )
-    return config.runtime.cuda_graph
+    return config.graphed
 
 
 def compile_blocks(model: nn.Module, stages: int = 1) -> None:

@@ -80,7 +80,8 @@ class Stepper:
     """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters.
 
     `auxiliary` gives what is to be added to the loss of the last forward pass, a mean over its tokens; None: nothing.
-    `separator` is the token that a document begins with, where documents are told apart.
+    `separator` is the token that a document begins with, where documents are told apart. `graphed` tells of a stage whether
+    its steps are replayed as CUDA graphs.
     `applied_lr` is the rate that the optimiser held when it last stepped.
     """
 
@@ -94,7 +95,7 @@ class Stepper:
         device: torch.device,
         bf16: bool,
         world: World,
-        graph: bool = False,
+        graphed: Callable[[StageConfig], bool] = lambda stage: False,
         auxiliary: Callable[[], Tensor] | None = None,
         separator: int | None = None,
     ) -> None:
@@ -108,7 +109,8 @@ class Stepper:
         self.applied_lr = 0.0
         # Called by the optimiser itself when it steps: what a record says of the rate is what was held then.
         optimizer.register_step_pre_hook(self._note_rate)
-        self._graphed = GraphedGradients(self._gradients, self._parameters, device, self._make_moments) if graph else None
+        self._is_graphed = graphed
+        self._graphs = GraphedGradients(self._gradients, self._parameters, device, self._make_moments)
 
     def autocast(self) -> AbstractContextManager:
         if not self._bf16:
@@ -141,12 +143,12 @@ class Stepper:
         """
         batch = Batch(inputs, targets, weights, documents)
         spans = spans_of(self.micro_batches(batch))
-        if self._graphed:
+        if self._is_graphed(self.stage):
             poll()
             with interruptible():
-                told = self._graphed(batch, spans, self.stage)
+                told = self._graphs(batch, spans, self.stage)
         else:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._graphs.let_go()
             told = self._gradients(batch, spans, poll, interruptible)
         stops, loss, *more = self._world.sum(torch.cat([told.new_full((1,), float(stop)), told])).unbind()
         norm = self._clip()

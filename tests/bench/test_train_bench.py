@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.profiler import profiler
+from typer.testing import CliRunner
 
 from nsa_lab.bench import curves, timing, train
-from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
+from nsa_lab.cli import app
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are measurements, not tests")
 
@@ -33,6 +35,19 @@ def test_both_models_are_measured_at_each_shape(tmp_path: Path) -> None:
             assert row[kind]["flops_6n"] > 0 and row[kind]["flops_actual"] > 0
         assert row["dense"]["flops_6n"] == row["dense"]["flops_actual"]
     assert picture.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_the_model_of_a_preset_is_measured(tmp_path: Path) -> None:
+    preset, file = tmp_path / "small.yaml", tmp_path / "train.json"
+    model = SMALL.model_copy(update={"attention": "dense", "matching_heads": 1})
+    preset.write_text(RunConfig(name="small", model=model).to_yaml())
+    result = CliRunner().invoke(app, ["bench", "train", "--preset", str(preset), "--shape", "64x2", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert report["model"] == json.loads(model.model_dump_json()) and report["rows"][0]["ratio"] > 0
+    result = CliRunner().invoke(app, ["bench", "train", "--preset", str(preset), "--documents"])
+    assert result.exit_code == 2 and "leave --preset out" in result.output
 
 
 def test_unusable_shapes_are_refused() -> None:

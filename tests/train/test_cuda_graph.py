@@ -82,7 +82,8 @@ def stepper(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., tuple[
 
         if graph:
             monkeypatch.setattr(cuda_graph, "record", run_anew)
-        settings: dict[str, Any] = {"device": CPU, "bf16": False, "world": World(), "graph": graph, "separator": SEP}
+        settings: dict[str, Any] = {"device": CPU, "bf16": False, "world": World(), "separator": SEP}
+        settings["graphed"] = lambda stage: graph if stage.cuda_graph is None else stage.cuda_graph
         settings["auxiliary"] = model.auxiliary_loss if config.model.taught else None
         return model, Stepper(model, model, make_optimizer(model, config.train), config.train, **settings)
 
@@ -130,7 +131,7 @@ def test_steps_of_graphs_are_those_without(stepper: Callable[..., Any], micro: i
     found, left = trained(model, graphed, BATCHES)
     assert torch.equal(torch.get_rng_state(), random)
     capacities = {tuple(span.capacity for span in spans_of(batch.split(micro))) for batch in BATCHES}
-    assert len(graphed._graphed._captured) == len(capacities) in (2, 3) and graphed._graphed._pool == len(capacities)
+    assert len(graphed._graphs._captured) == len(capacities) in (2, 3) and graphed._graphs._pool == len(capacities)
     expected, wanted = trained(*stepper(False, **changes), BATCHES)
     assert torch.equal(found, expected)
     assert all(torch.equal(a, b) for a, b in zip(left, wanted, strict=True))
@@ -152,11 +153,31 @@ def test_another_stage_has_graphs_of_its_own(stepper: Callable[..., Any], change
         return taken, torch.cat([results, more]), left + then
 
     graphed, found, left = run(True)
-    captured = graphed._graphed._captured.values()
-    assert len(captured) == graphed._graphed._pool == 2
+    captured = graphed._graphs._captured.values()
+    assert len(captured) == graphed._graphs._pool == 2
     assert {step.batch.inputs.shape for step in captured} == {(stage.batch_size, stage.seq_len)}
     _, expected, wanted = run(False)
     assert torch.equal(found, expected) and all(torch.equal(a, b) for a, b in zip(left, wanted, strict=True))
+
+
+def test_a_stage_may_have_no_graphs(stepper: Callable[..., Any]) -> None:
+    """The one before leaves nothing behind, its gradients least of all; one that comes later has its own again."""
+    plain = StageConfig(seq_len=32, batch_size=4, cuda_graph=False)
+
+    def run(graph: bool) -> tuple[Stepper, list[Tensor]]:
+        model, taken = stepper(graph)
+        own, found = taken.stage, []
+        for stage, batch, captured in ((own, 0, graph), (plain, 1, False), (plain, 2, False), (own, 3, graph)):
+            taken.stage = stage
+            found += trained(model, taken, [BATCHES[batch]])[1]
+            assert len(taken._graphs._captured) == captured
+        return taken, found
+
+    (graphed, found), (_, expected) = run(True), run(False)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    graphed.stage = plain
+    step(graphed, BATCHES[0])
+    assert graphed._graphs._pool is None
 
 
 @pytest.mark.slow
@@ -178,7 +199,7 @@ def test_the_kernels_compute_what_the_spans_hold(stepper: Callable[..., Any], re
     batches = [batch_of([row], seed) for seed, row in enumerate(lengths)]
     model, graphed = stepper(True, **changes)
     found, left = trained(model, graphed, batches)
-    assert len(graphed._graphed._captured) == 2
+    assert len(graphed._graphs._captured) == 2
     expected, wanted = trained(*stepper(False, **changes), batches)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(left, wanted, strict=True))

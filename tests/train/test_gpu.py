@@ -155,7 +155,7 @@ def stepper_of(tiny: Tiny, *, graph: bool, compiled: bool = False, **changes: An
     optimizer = make_optimizer(model, config.train)
     auxiliary = model.auxiliary_loss if config.model.taught else None
     settings: dict[str, Any] = {"device": device, "bf16": True, "world": World(), "auxiliary": auxiliary, "separator": SEP}
-    return model, Stepper(model, model, optimizer, config.train, graph=graph, **settings)
+    return model, Stepper(model, model, optimizer, config.train, graphed=lambda stage: graph, **settings)
 
 
 def masked_step(stepper: Stepper, batch: Batch) -> Tensor:
@@ -180,7 +180,7 @@ def test_documents_of_any_layout_are_replayed_as_they_are_computed(
         weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().cpu())
         if graph:
             capacities = {spans_of(batch.split(micro))[0].capacity for batch in BATCHES}
-            assert len(stepper._graphed._captured) == len(capacities) == 2
+            assert len(stepper._graphs._captured) == len(capacities) == 2
     assert found[0].isfinite().all() and (found[0][:, BAD] == 0).all()
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-4)

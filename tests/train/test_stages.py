@@ -203,6 +203,7 @@ def test_the_plan_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> None
         ({"stages": [{**STAGES[0], "seq_length": 3}]}, ["train.stages.0.seq_length = 3", "seq_len"]),
         ({"stages": 5}, ["train.stages = 5"]),
         ({"rope_theta": 5e5}, ["train.rope_theta = 500000", "model.rope_theta: 500000"]),
+        ({"cuda_graph": False}, ["train.cuda_graph = false", "runtime.cuda_graph: false"]),
         ({"token_budget": 9999, "steps": 2}, ["train.token_budget = 9999 beside train.steps = 2", "keep one"]),
         ({"token_budget": 2047}, ["does not pay for a step of 2048 tokens"]),
         ({"stages": [{**STAGES[0], "token_budget": 9999}]}, ["train.stages.0", "token_budget = 9999 beside", "keep one"]),
@@ -242,4 +243,20 @@ def test_a_checkpoint_computes_with_the_rotary_base_of_its_stage(whole: Path) ->
 
 def test_stages_may_be_replayed_as_graphs() -> None:
     config = RunConfig.from_dict({"train": {"stages": STAGES}, "runtime": {"cuda_graph": True}})
-    assert config.runtime.cuda_graph and len(config.train.plan) == 3
+    assert [config.graphed(stage) for stage in config.train.plan] == [True] * 3
+
+
+def test_a_stage_says_itself_whether_its_steps_are_graphs() -> None:
+    stages = [{**STAGES[0], "cuda_graph": True}, STAGES[1], {**STAGES[2], "cuda_graph": False}]
+    config = RunConfig.from_dict({"train": {"stages": stages}})
+    assert [config.graphed(stage) for stage in config.train.plan] == [True, False, False]
+    assert RunConfig.from_dict(config.to_dict()) == config
+    config = RunConfig.from_dict({"train": {"stages": stages}, "runtime": {"cuda_graph": True}})
+    assert [config.graphed(stage) for stage in config.train.plan] == [True, True, False]
+
+
+@pytest.mark.parametrize("runtime", [{"device": "cpu"}, {"gradient_checkpointing": True}])
+def test_a_stage_that_cannot_be_graphs_is_named(runtime: dict[str, Any]) -> None:
+    stages = [STAGES[0], {**STAGES[1], "cuda_graph": True}]
+    with pytest.raises(ConfigError, match=r"train\.stages\.1\.cuda_graph.*set .*to false"):
+        RunConfig.from_dict({"train": {"stages": stages}, "runtime": runtime})
