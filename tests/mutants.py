@@ -94,6 +94,8 @@ GRAPHS = cases(
     "steps_of_graphs_are_those_without",
     "a_graph_serves_long_documents_of_any_lengths",
     "another_stage_has_graphs_of_its_own",
+    "a_stage_may_have_no_graphs",
+    "gradients_may_scatter_as_those_of_plain_passes_do",
     "a_part_that_asks_the_host_where_documents_begin_is_found",
     "what_is_not_a_number_is_no_proof",
     "a_gradient_that_a_replay_does_not_repeat_is_found",
@@ -128,7 +130,11 @@ SUITES = {
     "model.transformer": MODEL,
 }
 OTHERS = {
-    **{key: ["tests/test_config.py"] for key in ("config.section", "config.run")},
+    "config.section": ["tests/test_config.py"],
+    "config.run": [
+        "tests/test_config.py",
+        *cases("train/test_stages.py", "a_stage_says_itself_whether_its_steps_are_graphs"),
+    ],
     "config.training": [
         "tests/test_config.py",
         *cases("train/test_stages.py", "a_budget_of_tokens_is_as_many_whole_steps_as_it_pays_for"),
@@ -146,7 +152,7 @@ OTHERS = {
         "tests/health/test_verdicts.py",
         "tests/health/test_edited_records.py",
     ],
-    "health.twins": ["tests/health/test_verdicts.py"],
+    "health.twins": ["tests/health/test_verdicts.py", "tests/health/test_paired.py"],
     "bench.records": ["tests/bench/test_records.py"],
     "bench.attention": ["tests/bench/test_records.py", "tests/bench/test_attention_bench.py"],
     "bench.attention_parity": ["tests/bench/test_attention_bench.py"],
@@ -589,14 +595,38 @@ MUTANTS = [
     Mutant(
         "graphs: the gradient is not checked",
         "train.cuda_graph",
-        "if not (loss_apart <= ROUNDING and grads_apart <= ROUNDING)",
+        "if not (loss_apart <= ROUNDING and grads_apart <= allowed)",
         "if not loss_apart <= ROUNDING",
     ),
     Mutant(
         "graphs: what is not a number passes",
         "train.cuda_graph",
-        "if not (loss_apart <= ROUNDING and grads_apart <= ROUNDING)",
-        "if loss_apart > ROUNDING or grads_apart > ROUNDING",
+        "if not (loss_apart <= ROUNDING and grads_apart <= allowed)",
+        "if loss_apart > ROUNDING or grads_apart > allowed",
+    ),
+    Mutant(
+        "graphs: whatever plain passes differ by is rounding",
+        "train.cuda_graph",
+        "min(max(ROUNDING, 2 * _gradients_apart(again, plain)), MOST_ROUNDING)",
+        "max(ROUNDING, 2 * _gradients_apart(again, plain))",
+    ),
+    Mutant(
+        "graphs: no stage is without them",
+        "train.step",
+        "if self._is_graphed(self.stage):",
+        "if self._is_graphed(self._train.plan[0]):",
+    ),
+    Mutant(
+        "graphs: a plain stage keeps those before it",
+        "train.step",
+        "            self._graphs.let_go()\n",
+        "            self._graphs._clear()\n",
+    ),
+    Mutant(
+        "config: a stage's graphs are those of the run",
+        "config.run",
+        "return self.runtime.cuda_graph if stage.cuda_graph is None else stage.cuda_graph",
+        "return self.runtime.cuda_graph",
     ),
     Mutant(
         "graphs: the gradients of the graph before",
@@ -2454,9 +2484,10 @@ MUTANTS = [
     Mutant(
         "health: twins of other settings",
         "health.twins",
-        "differ = sorted(key for key in ours if ours[key] != theirs[key])",
+        "differ = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))",
         "differ = []",
     ),
+    Mutant("health: how a stage is launched makes no twin", "health.twins", 'if key != "cuda_graph"', "if key"),
     # The trainer's promises.
     Mutant("plan: a model larger than the machine is built", "train.plan", "if needed > there:", "if False:"),
     Mutant("plan: shards are built as shards", "train.plan", "params * WEIGHT_BYTES)", "0)"),

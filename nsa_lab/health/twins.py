@@ -9,12 +9,15 @@ from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs.history import History, evaluated_apart, facts
 from nsa_lab.runs.summary import duration, size_text
 
-# What twins may differ in: attention itself, the width that gives a dense twin as many parameters, and what is watched,
-# saved and where.
+# What twins may differ in: attention itself, what of it a dense model does not read, the width that gives a dense twin as
+# many parameters, and what is watched, saved and where.
 FREE = frozenset(
     {
         "model.attention",
         "model.mlp_hidden",
+        "model.selection_loss",
+        "model.indexer_block",
+        "model.indexer_width",
         "data.path",
         "data.timeout_s",
         "train.micro_batch_size",
@@ -55,7 +58,7 @@ def beside_twin(nsa: History, dense: History, limits: Limits = LIMITS) -> list[V
 def same_training(nsa: History, dense: History) -> Verdict:
     """One configuration, and one text."""
     ours, theirs = _settings(nsa.config), _settings(dense.config)
-    differ = sorted(key for key in ours if ours[key] != theirs[key])
+    differ = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
     texts = [
         {event["data_identity"] for event in run.of_kind("start", "resume") if "data_identity" in event}
         for run in (nsa, dense)
@@ -120,12 +123,9 @@ def side_by_side(nsa: History, dense: History) -> list[tuple[str, str | None, st
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    sections = config.to_dict()
-    sections["runtime"] = {"precision": sections["runtime"]["precision"]}
-    return {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-        if f"{section}.{key}" not in FREE
-    }
+    """What twins have in common, by dotted keys; of how they are computed, the precision alone."""
+    sections = config.settings()
+    if stages := sections.get("train.stages"):
+        sections["train.stages"] = [{key: value for key, value in stage.items() if key != "cuda_graph"} for stage in stages]
+    shared = {key: value for key, value in sections.items() if key not in FREE and not key.startswith("runtime.")}
+    return shared | {"runtime.precision": sections["runtime.precision"]}

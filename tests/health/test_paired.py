@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from fake_run import Event, configuration, write_run
 
+from nsa_lab.config import RunConfig
 from nsa_lab.health.paired import (
     STRETCHES,
     T_QUANTILES,
@@ -112,6 +114,27 @@ def test_seeds_are_compared_twin_by_twin(run: Make) -> None:
     assert "3 seeds (1, 2, 3)" in str(found)
     other = [run(0.5, train__seed=1, train__lr=2e-3), run(train__seed=1, train__lr=2e-3, model__attention="dense")]
     assert len(over_seeds([*runs, *twins, *other])) == 2, "another configuration is another question"
+
+
+def test_twins_may_differ_in_what_a_dense_model_does_not_read(run: Make) -> None:
+    dense = run(model__attention="dense")
+    recipe = run(model__selection_loss=0.05, model__indexer_block=1, model__indexer_width=4)
+    assert same_training(recipe, dense).ok and same_training(run(), dense).ok
+    # Settings that a file leaves out at their first value, on either side.
+    for told in (same_training(run(model__ngrams=3), dense), same_training(run(), run(model__ngrams=3))):
+        assert not told.ok and told.text == "they differ in model.ngrams"
+
+
+def test_twins_may_be_launched_unlike_and_not_trained_unlike(run: Make) -> None:
+    stages = [{"steps": 100, "seq_len": n, "batch_size": 1, "lr": 1e-3} for n in (64, 128)]
+    graphs = [{**stage, "cuda_graph": False} for stage in stages]
+    longer = [stages[0], {**stages[1], "steps": 101}]
+    nsa, same, other = (
+        replace(run(), config=RunConfig.from_dict({"train": {"stages": plan}, "runtime": {"compile": plan is graphs}}))
+        for plan in (stages, graphs, longer)
+    )
+    assert same_training(nsa, same).ok
+    assert same_training(nsa, other).text == "they differ in train.stages"
 
 
 def test_the_readme_says_of_the_production_run_what_its_record_says() -> None:

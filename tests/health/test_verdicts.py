@@ -551,7 +551,8 @@ def test_a_twin_may_have_a_wider_mlp_and_what_differs_is_said(pair: Any) -> None
 
 def test_what_a_resumed_run_may_change_makes_no_other_twin_but_how_much_is_evaluated() -> None:
     free = {f"train.{name}" for name in FREE_TRAIN_KEYS} | {f"data.{name}" for name in FREE_DATA_KEYS}
-    assert free - {"train.eval_batches"} | {"model.attention", "model.mlp_hidden"} == FREE
+    of_attention = {"attention", "mlp_hidden", "selection_loss", "indexer_block", "indexer_width"}
+    assert free - {"train.eval_batches"} | {f"model.{name}" for name in of_attention} == FREE
 
 
 def test_twins_on_other_texts_are_named(pair: Any) -> None:

@@ -198,7 +198,7 @@ def test_a_replay_for_other_documents_does_not_wait_for_the_device(tiny: Tiny) -
 
 def test_a_backend_that_goes_from_document_to_document_is_found(tiny: Tiny) -> None:
     _, stepper = stepper_of(tiny, graph=True, runtime=RUNTIME | {"backend": "torch"})
-    told = r"(replayed with other documents|cannot be captured).*set runtime\.cuda_graph: false"
+    told = r"(replayed with other documents|cannot be captured).*set cuda_graph: false, of runtime or of the stage"
     with pytest.raises(ConfigError, match=told):
         masked_step(stepper, BATCHES[0])
 
