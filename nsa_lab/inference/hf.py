@@ -46,6 +46,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 LEAST_ROOM = 256  # tokens that a cache begins with; it doubles as it fills
 # What a folder needs so that `trust_remote_code=True` loads it where this module was not imported.
 REMOTE_CODE = "nsa_lab_in_transformers.py"
+# What that library calls a cache, in what it hands to `forward` and takes from it: another name from 5.24 on.
+CACHE = next(name for name in ("cache", "past_key_values") if name in CausalLMOutputWithPast.__dataclass_fields__)
 AUTO_MAP = {"AutoConfig": "NSALabConfig", "AutoModelForCausalLM": "NSALabForCausalLM"}
 
 
@@ -156,33 +158,43 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
-        **_: Any,
+        cache: NSALabCache | None = None,
+        **unread: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits [B, T, V] of input_ids int64 [B, T]; those of padding mean nothing.
 
         attention_mask: [B, T] or longer, of which the last T columns are read; 0 is padding, on either side. With
         `use_cache` or a cache, what was read is kept, and there are no gradients. labels: as everywhere in that library,
-        shifted inside, -100 left out.
+        shifted inside, -100 left out. A cache is handed in and out under the name that the installed library has for it,
+        `cache` or `past_key_values`; either is taken. Raises TypeError for both at once, and for one under any other name.
         """
         self._resolve()
+        if cache is not None and past_key_values is not None:
+            raise TypeError("NSALabForCausalLM.forward: cache= and past_key_values= are two names of one thing; give one")
+        cache = past_key_values if cache is None else cache
+        if unknown := [name for name, value in unread.items() if isinstance(value, TransformersCache)]:
+            raise TypeError(
+                f"NSALabForCausalLM.forward takes a cache as cache= or past_key_values=, and it came as {unknown[0]}=; "
+                "install a version of transformers that nsa_lab was tested with (5.0 to 5.24)"
+            )
         order = None if attention_mask is None else _tokens_first(attention_mask[:, -input_ids.shape[1] :])
         tokens = input_ids if order is None else input_ids.gather(1, order.rows)
-        if past_key_values is None and use_cache:
-            past_key_values = NSALabCache(self.model, len(tokens))
-        if past_key_values is None:
+        if cache is None and use_cache:
+            cache = NSALabCache(self.model, len(tokens))
+        if cache is None:
             logits = self.model(tokens)
         else:
             counts = order.counts if order else [tokens.shape[1]] * len(tokens)
-            logits = _padded(past_key_values.read(tokens[:, : max(counts)], counts), tokens.shape[1])
-            past_key_values.seen(tokens.shape[1])
+            logits = _padded(cache.read(tokens[:, : max(counts)], counts), tokens.shape[1])
+            cache.seen(tokens.shape[1])
         if order is not None:
             logits = logits.gather(1, order.back[:, :, None].expand_as(logits))
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
         if logits_to_keep:
             logits = logits[:, -logits_to_keep:]
         if return_dict is False:
-            return tuple(part for part in (loss, logits, past_key_values) if part is not None)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+            return tuple(part for part in (loss, logits, cache) if part is not None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
     def _resolve(self) -> None:
         """Backends follow the device and dtype that the weights have now."""

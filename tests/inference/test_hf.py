@@ -98,6 +98,18 @@ def test_a_cache_grows_and_goes_on(model: hf.NSALabForCausalLM, monkeypatch: pyt
     torch.testing.assert_close(torch.cat([first.logits, *rest], dim=1), model.model(tokens), rtol=0, atol=1e-10)
 
 
+def test_a_cache_goes_by_either_name_and_by_no_other(model: hf.NSALabForCausalLM) -> None:
+    tokens = torch.randint(0, 255, (2, 12), generator=torch.Generator().manual_seed(0))
+    whole = model(tokens).logits
+    for name in ("cache", "past_key_values"):
+        kept = model(tokens[:, :7], use_cache=True)[hf.CACHE]
+        torch.testing.assert_close(model(tokens[:, 7:], **{name: kept}).logits, whole[:, 7:])
+    with pytest.raises(TypeError, match="two names of one thing"):
+        model(tokens, cache=kept, past_key_values=kept)
+    with pytest.raises(TypeError, match=r"it came as memory=; install a version of transformers"):
+        model(tokens, memory=kept)
+
+
 def test_what_a_cache_cannot_do_it_refuses(model: hf.NSALabForCausalLM) -> None:
     cache = model(torch.zeros(2, 5, dtype=torch.int64), use_cache=True).past_key_values
     for call in (lambda: cache.crop(1), lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices([0])):
