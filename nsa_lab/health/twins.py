@@ -9,8 +9,8 @@ from nsa_lab.health.verdict import LIMITS, Limits, Verdict
 from nsa_lab.runs.history import History, evaluated_apart, facts
 from nsa_lab.runs.summary import duration, size_text
 
-# What twins may differ in: attention itself, what of it a dense model does not read, the width that gives a dense twin as
-# many parameters, and what is watched, saved and where.
+# What twins may differ in: attention itself, an indexer and what teaches it, of which a dense model has none, the width
+# that gives a dense twin as many parameters, and what is watched, saved and where.
 FREE = frozenset(
     {
         "model.attention",

@@ -30,8 +30,9 @@ from nsa_lab.train.documents import other_documents
 WARM_UP = 3  # compilation, autotuning and workspaces must be over when the capture begins
 # How far loss and gradient of a replay may be from those of a plain pass, in shares of their size. The kernels are the
 # same: what differs is the order in which some of them add. Of other documents the loss is another by a hundredth. What the
-# order is worth of a gradient depends on the weights (6e-5 at first; after 300 steps a dense model was refused for .0022,
-# its loss equal to the bit): twice of what two plain passes are apart is allowed, and never more than half a hundredth.
+# order is worth of a gradient is told by two plain passes, twice of which is allowed, and never more than half a hundredth.
+# With weights as they start they were 6e-5 apart; a dense model was refused after 300 steps for .0022, its loss equal to
+# the bit, and how far its plain passes were apart is not known.
 ROUNDING = 1e-3
 MOST_ROUNDING = 5e-3
 
