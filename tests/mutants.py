@@ -2402,6 +2402,9 @@ MUTANTS = [
         "if but_seed(alike[0].history) != but_seed(run.history):",
         "if False:",
     ),
+    Mutant(
+        "compare: how a run was computed is not told", "health.models", "if differ := _differences", "if not _differences"
+    ),
     Mutant("compare: an evaluation of any step counts", "health.models", 'found.get("step") != steps', "False"),
     Mutant(
         "compare: other windows make pairs",

@@ -93,7 +93,7 @@ def compare(
 ) -> None:
     """Tables of evaluated runs, in Markdown: cost, needles, text and interventions, beside one model, seed by seed.
 
-    Runs that differ in train.seed alone are one model.
+    Runs that differ in train.seed alone, or in how they were computed, are one model.
     """
     from nsa_lab.health.comparison import compare_models
     from nsa_lab.health.comparison_tables import markdown

@@ -1,4 +1,4 @@
-"""Runs as models: those that differ in `train.seed` alone are one, which others are compared with seed by seed."""
+"""Runs as models: those that differ in `train.seed`, or in how they were computed, are one, compared seed by seed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def models_of(runs: Sequence[Path], named: Mapping[str, Sequence[Path]], say: Sa
     grouped: dict[str, list[EvaluatedRun]] = {}
     for name, own in named.items():
         grouped[name] = [_read(run, say) for run in dict.fromkeys(own)]
-        _say_unlike(name, grouped[name], say)
     taken = {run for own in named.values() for run in own}
     for run in (_read(run, say) for run in dict.fromkeys(runs) if run not in taken):
         alike = grouped.setdefault(model_name(run.history), [])
@@ -64,6 +63,8 @@ def models_of(runs: Sequence[Path], named: Mapping[str, Sequence[Path]], say: Sa
                 f"{alike[0].name} and {run.name} are called alike and differ in {_differences(alike[0], run)}; give the "
                 "runs of one of them a name: NAME=RUN"
             )
+    for name, own in grouped.items():
+        _say_unlike(name, own, say)
     return [_model(name, own) for name, own in grouped.items()]
 
 
@@ -120,8 +121,10 @@ def _read(run: Path, say: Say) -> EvaluatedRun:
 
 def _say_unlike(name: str, own: list[EvaluatedRun], say: Say) -> None:
     for run in own[1:]:
-        if but_seed(run.history) != but_seed(own[0].history):
-            say(f"{name} was said to be one model: {own[0].name} and {run.name} differ in {_differences(own[0], run)}")
+        if differ := _differences(own[0], run):
+            learned = but_seed(run.history) != but_seed(own[0].history)
+            why = "was said to be one model" if learned else "was computed in more than one way"
+            say(f"{name} {why}: {own[0].name} and {run.name} differ in {differ}")
 
 
 def _differences(one: EvaluatedRun, other: EvaluatedRun) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nsa_lab.health.twins import same_training
+from nsa_lab.health.twins import learned_by, same_training
 from nsa_lab.runs.history import History, evaluated_apart
 
 STRETCHES = 20
@@ -136,6 +136,5 @@ def _batches(run: History) -> tuple[object, ...]:
 
 
 def but_seed(run: History) -> str:
-    """The run's configuration but for its name and its seed, as one text."""
-    sections = run.config.to_dict()
-    return repr({**sections, "name": None, "train": {**sections["train"], "seed": None}})
+    """What decides what the run learns, but for its seed, as one text: runs of one model have it in common."""
+    return repr({**learned_by(run.config), "train.seed": None})

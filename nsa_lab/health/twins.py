@@ -122,10 +122,14 @@ def side_by_side(nsa: History, dense: History) -> list[tuple[str, str | None, st
     return rows
 
 
-def _settings(config: RunConfig) -> dict[str, object]:
-    """What twins have in common, by dotted keys; of how they are computed, the precision alone."""
+def learned_by(config: RunConfig) -> dict[str, object]:
+    """The settings that decide what is learned, by dotted keys: all but how it is computed, of which the precision alone."""
     sections = config.settings()
     if stages := sections.get("train.stages"):
         sections["train.stages"] = [{key: value for key, value in stage.items() if key != "cuda_graph"} for stage in stages]
-    shared = {key: value for key, value in sections.items() if key not in FREE and not key.startswith("runtime.")}
-    return shared | {"runtime.precision": sections["runtime.precision"]}
+    return {k: v for k, v in sections.items() if not k.startswith("runtime.") or k == "runtime.precision"}
+
+
+def _settings(config: RunConfig) -> dict[str, object]:
+    """What twins have in common, by dotted keys."""
+    return {key: value for key, value in learned_by(config).items() if key not in FREE}

@@ -208,6 +208,20 @@ def test_what_differs_in_its_seed_alone_is_one_model(made: Make) -> None:
         compared(*runs, made("one", 0))
 
 
+def test_how_a_run_was_computed_makes_no_other_model_and_is_told(made: Make) -> None:
+    runs = [made("one", 0), made("one", 1, runtime__compile=True), made("one", 2), dense(made, 0)]
+    found = compared(*runs)
+    assert (
+        found.not_compared.count(
+            f"one was computed in more than one way: {runs[0].name} and {runs[1].name} differ in runtime.compile"
+        )
+        == 1
+    )
+    assert not any(runs[2].name in line and "differ in" in line for line in found.not_compared)
+    with pytest.raises(ConfigError, match=r"called alike and differ in runtime\.precision"):
+        compared(*runs, made("one", 3, runtime__precision="bf16"))
+
+
 def test_runs_under_a_name_are_a_model_and_what_differs_is_told(made: Make) -> None:
     cut = [dense(made, seed, train__steps=200 - seed, train__lr=2e-3) for seed in (0, 1)]
     for run, steps in zip(cut, (200, 199), strict=True):
