@@ -22,9 +22,10 @@
 # for a key of the indexer for every byte: with one for eight bytes such a model loses what is far ([what led here][2]).
 # Then both are asked for facts, and read documents that neither was trained on.
 #
-# These runs have one seed. A longer plan, which learned its text by heart, was run at two: give
-# `long_64k_shallow.a_key_per_byte.*` and `long_64k_shallow.dense.*` as `runs`, and `long_64k_shallow.dense` as `against`,
-# to read of it.
+# These are three seeds. Other runs can be read of as well: a longer plan, which learned its text by heart, with
+# `long_64k_shallow.a_key_per_byte.*` and `long_64k_shallow.dense.*` as `runs` and `long_64k_shallow.dense` as `against`;
+# or NSA trained without a part of it, with `long_64k_window*`, `long_64k_paper-*` and `long_64k-20261126*`, against
+# `long_64k`.
 #
 # The [protocol][2] was written before the runs: what is asked, how it is judged, and what would show that it is not so.
 # Nothing below was typed in by hand: tables and pictures are made from the records of the runs, `events.jsonl` and
@@ -91,7 +92,7 @@ found.needles()
 # `long` is of documents of 128 KB and more, in windows of 65,536 bytes, each read by both models. *What to notice:* not
 # the mean, but whether the difference grows with the position. If it does, the choice loses what is far, as it does with a
 # key for eight bytes. The dashed level is the protocol's bar. There are two intervals, since two things are unknown: other
-# texts (over windows), and other seeds; with one seed there is no second, and with two it is very wide.
+# texts (over windows), and other seeds; of three seeds the second is wide, by a factor of 4.3 for their scatter.
 
 # %%
 found.text("long", bar)

@@ -24,7 +24,7 @@ KEYS = {
     "long_64k_shallow.nsa.*": ("a key per 8 bytes, one seed", "#CC79A7", "s:", LONG_DENSE),
     "long_64k_shallow.a_key_per_2_bytes.*": ("per 2 bytes, one seed", "#0072B2", "^--", LONG_DENSE),
     "long_64k_shallow.a_key_per_byte.*": ("per byte, two seeds", SEL, "o-", LONG_DENSE),
-    "long_64k-20261126*": ("per byte, text read once, one seed", "#009E73", "D-", "long_64k_dense-20261126*"),
+    "long_64k-20261126*": ("per byte, text read once, three seeds", "#009E73", "D-", "long_64k_dense-20261126*"),
 }
 # Model, embeddings, colour and line of the runs of the eighth and the ninth question and of their controls, seed by seed.
 COURSES = (
