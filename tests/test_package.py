@@ -199,7 +199,7 @@ def test_every_optional_package_is_in_the_extra_that_is_named() -> None:
     distributions = packages_distributions()
     assert names(PROJECT["dependencies"]) == CORE
     for package, extra in BROUGHT_BY.items():
-        # What is not installed here, as transformers, has the name of its distribution.
+        # What is not installed here, as flash-attn, has the name of its distribution.
         known = {one.lower().replace("_", "-") for one in distributions.get(package, [package])}
         assert known & {one.lower() for one in names(EXTRAS[extra])}, f"{package} is not in [{extra}]"
 

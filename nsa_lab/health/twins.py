@@ -123,7 +123,7 @@ def side_by_side(nsa: History, dense: History) -> list[tuple[str, str | None, st
 
 
 def learned_by(config: RunConfig) -> dict[str, object]:
-    """The settings that decide what is learned, by dotted keys: all but how it is computed, of which the precision alone."""
+    """The settings that decide what is learned, by dotted keys: of how it is computed, the precision alone."""
     sections = config.settings()
     if stages := sections.get("train.stages"):
         sections["train.stages"] = [{key: value for key, value in stage.items() if key != "cuda_graph"} for stage in stages]

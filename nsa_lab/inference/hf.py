@@ -98,7 +98,7 @@ class NSALabCache(TransformersCache):
     def reset(self) -> None:
         self.decoder, self._columns = None, 0
 
-    def crop(self, *_: Any) -> None:
+    def crop(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("NSALabCache: tokens cannot be taken back, as assisted generation asks; use no assistant")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -125,7 +125,7 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = NSALabConfig
     base_model_prefix = "model"
-    _no_split_modules = ("Block",)
+    _no_split_modules = ["Block"]  # noqa: RUF012 - that library's own form
 
     def __init__(self, config: NSALabConfig) -> None:
         super().__init__(config)
@@ -194,7 +194,8 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
             logits = logits[:, -logits_to_keep:]
         if return_dict is False:
             return tuple(part for part in (loss, logits, cache) if part is not None)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
+        named: dict[str, Any] = {CACHE: cache}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **named)
 
     def _resolve(self) -> None:
         """Backends follow the device and dtype that the weights have now."""
@@ -212,7 +213,7 @@ class NSALabTokenizer(PreTrainedTokenizer):
     """UTF-8 bytes as tokens; 255, which is in no text, separates documents, begins every prompt, ends and pads."""
 
     SEPARATOR = "<|separator|>"
-    model_input_names = ("input_ids", "attention_mask")
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 - that library's own form
 
     def __init__(self, **kwargs: Any) -> None:
         special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), self.SEPARATOR)

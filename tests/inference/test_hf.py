@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from fake_run import configuration, write_checkpoint, write_run
 from safetensors.torch import save
 from tiny_models import GEOMETRY, tiny
 from torch import Tensor
 
 from nsa_lab.config import ConfigError
-from nsa_lab.inference import generate
+from nsa_lab.inference import generate, hf
 from nsa_lab.model import NSATransformer
-
-transformers = pytest.importorskip(
-    "transformers", reason="nsa-lab[hf] is not installed: models in transformers are NOT tested"
-)
-from nsa_lab.inference import hf  # noqa: E402 - it needs the extra
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = [
