@@ -18,11 +18,12 @@
 # # Does NSA read long texts?
 #
 # Sparse attention is for long texts. NSA and a dense twin of its size, 78.4 M parameters, were trained on the same text in
-# the same order, in stages of 2,048, 8,192 and 65,536 bytes, long text once. All else is as [notebook 06][1] has it, but
-# for a key of the indexer for every byte: with one for eight bytes such a model loses what is far ([what led here][2]).
-# Then both are asked for facts, and read documents that neither was trained on.
+# the same order, in stages of 2,048, 8,192 and 65,536 bytes, long text once. NSA has the recipe of [notebook 06][1], with a
+# key of the indexer for every byte, since with one for eight such a model loses what is far ([what led here][2]); both
+# have normed embeddings and tables of n-grams as well. Then both are asked for facts, and read documents that neither was
+# trained on.
 #
-# These are three seeds. Other runs can be read of as well: a longer plan, which learned its text by heart, with
+# These are three seeds. Other runs can be read as well: a longer plan, which learned its text by heart, with
 # `long_64k_shallow.a_key_per_byte.*` and `long_64k_shallow.dense.*` as `runs` and `long_64k_shallow.dense` as `against`;
 # or NSA trained without a part of it, with `long_64k_window*`, `long_64k_paper-*` and `long_64k-20261126*`, against
 # `long_64k`.
@@ -92,7 +93,7 @@ found.needles()
 # `long` is of documents of 128 KB and more, in windows of 65,536 bytes, each read by both models. *What to notice:* not
 # the mean, but whether the difference grows with the position. If it does, the choice loses what is far, as it does with a
 # key for eight bytes. The dashed level is the protocol's bar. There are two intervals, since two things are unknown: other
-# texts (over windows), and other seeds; of three seeds the second is wide, by a factor of 4.3 for their scatter.
+# texts (over windows), and other seeds; of three seeds the second is wide, 4.3 standard errors.
 
 # %%
 found.text("long", bar)
@@ -131,9 +132,9 @@ found.not_compared()
 # %% [markdown]
 # ## Ask one yourself
 #
-# `needle-8m` ships with the library and was trained by the same recipe, on lengths up to 16,384; its
-# [card](../nsa_lab/models/needle-8m/README.md) says what it finds. Here facts stand in a module of Python's standard
-# library, and its choice is replaced as above, on this machine and now.
+# `needle-8m` ships with the library and was trained by the recipe of notebook 06, with a key for eight bytes, on lengths
+# up to 16,384; its [card](../nsa_lab/models/needle-8m/README.md) says what it finds. Here facts stand in a module of
+# Python's standard library, and its choice is replaced as above, on this machine and now.
 
 # %%
 shipped = load_model("needle-8m")
