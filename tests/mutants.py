@@ -188,7 +188,7 @@ OTHERS = {
     "train.cuda_graph": GRAPHS,
     "train.muon": ["tests/train/test_muon.py"],
     "train.snapshot": cases("train/test_run.py", "a_run_without_a_word_of_its_optimiser_goes_on_with_adamw_alone"),
-    "train.documents": [*GRAPHS, *MASKED],
+    "train.documents": [*GRAPHS, *MASKED, *cases("train/test_switch.py", "the_first_step_of_each_room")],
     "train.preflight.leakage": MASKED,
     "attention.kernels.choice": cases(
         "kernels/test_choice.py",
@@ -278,7 +278,11 @@ OTHERS = {
         "training_adds_the_selection_loss_and_repeats_itself",
         "what_is_told_is_that_of_the_far_questions_of_fresh_sequences",
     ),
-    "train.trainer": ["tests/train/test_evaluation.py", "tests/train/test_run.py"],
+    "train.trainer": [
+        "tests/train/test_evaluation.py",
+        "tests/train/test_run.py",
+        *cases("train/test_switch.py", "every_number_of_documents_is_rehearsed_where_blocks_are_compiled"),
+    ],
     "train.saves": cases(
         "train/test_run.py",
         "a_run_whose_last_save_failed_is_not_done",
@@ -2481,6 +2485,13 @@ MUTANTS = [
         "            for _ in range(1 + (self.done == self.train.steps)):\n"
         "                found = evaluate_apart(self.parts, held_out, self._poll)",
     ),
+    Mutant(
+        "ahead: another number of documents compiles when it comes",
+        "train.trainer",
+        "        if self.parts.config.runtime.compile:\n            anew.update(",
+        "        if False:\n            anew.update(",
+    ),
+    Mutant("ahead: one rank's documents stand for all", "train.documents", "{(index, rank, room)", "{(index, 0, room)"),
     Mutant("saves: a failure at last is not tried again", "train.saves", "self._failed > 1", "self._failed > 0"),
     Mutant("twins: a time in minutes", "health.twins", '("wall_s", duration)', '("wall_s", lambda s: f"{s / 60:.3f}")'),
     Mutant("health: worse than dense passes", "health.twins", "bool(gap <= limits.twin_gap)", "bool(abs(gap) >= 0)"),

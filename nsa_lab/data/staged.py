@@ -19,6 +19,7 @@ import torch
 
 from nsa_lab.config import DataConfig, StageConfig, TrainConfig
 from nsa_lab.data.batches import Batch, Batches, EvalBatches, Planter
+from nsa_lab.data.documents import Documents
 from nsa_lab.data.recall import by_document, planter, sparingly
 from nsa_lab.data.rows import BestFitRows
 from nsa_lab.data.shards import TokenStore
@@ -56,6 +57,11 @@ class StagedBatches:
         """`batch`, what each target weighs in the loss, and where documents begin; see `Batches.weighted`."""
         batches, within = self._at(step)
         return batches.weighted(within, start, count)
+
+    def documents(self, step: int) -> Documents | None:
+        """Where documents begin in all rows of the step; see `Batches.documents`."""
+        batches, within = self._at(step)
+        return batches.documents(within)
 
     def positions(self, step: int, start: int = 0, count: int | None = None) -> list[int]:
         """The first token of each of those sequences, as an index into the tokens."""

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention import Span
-from nsa_lab.data import Batch, Documents
+from nsa_lab.config import TrainConfig, share_of_rank
+from nsa_lab.data import Batch, Documents, StagedBatches
 
 CPU = torch.device("cpu")
+# So many tokens are looked through for documents before a run begins: a second or two.
+LOOKED_THROUGH = 1 << 27
 
 
 def span_of(documents: Documents | None, capacity: int | None = None) -> Span | None:
@@ -26,8 +29,33 @@ def spans_of(parts: Sequence[Batch]) -> list[Span | None]:
 
     Every step has so one of a few sizes, however its documents fall into micro-batches.
     """
-    capacity = max((part.documents.capacity for part in parts if part.documents), default=None)
+    capacity = room_for([part.documents for part in parts])
     return [span_of(part.documents, capacity) for part in parts]
+
+
+def room_for(parts: Sequence[Documents | None]) -> int | None:
+    """As many documents as the fullest of these micro-batches has room for; None where they are not told apart."""
+    return max((documents.capacity for documents in parts if documents), default=None)
+
+
+def first_of_each_room(batches: StagedBatches, train: TrainConfig, ranks: int, first: int) -> list[int]:
+    """Of the steps from `first` on, those that make room for another number of documents than all before them in their
+    stage, on any of the ranks; of the next `LOOKED_THROUGH` tokens. Empty where documents are not told apart.
+    """
+    seen, steps, looked_through = set[tuple[int, int, int | None]](), list[int](), 0
+    for step in range(first, train.steps + 1):
+        (index, _), documents = train.at(step), batches.documents(step - 1)
+        stage = train.plan[index]
+        if documents is None or looked_through >= LOOKED_THROUGH:
+            break
+        shares = documents.split(share_of_rank(stage.sequences_per_step, ranks))
+        rooms = (room_for(share.split(stage.sequences_at_once)) for share in shares)
+        made = {(index, rank, room) for rank, room in enumerate(rooms)}
+        if not made <= seen:
+            steps.append(step)
+        seen |= made
+        looked_through += stage.tokens_per_step
+    return steps
 
 
 def other_documents(span: Span) -> Span:

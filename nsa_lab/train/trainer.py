@@ -23,6 +23,7 @@ import torch
 
 from nsa_lab.data import Batch, Prefetcher
 from nsa_lab.train import diagnosis
+from nsa_lab.train.documents import first_of_each_room
 from nsa_lab.train.guard import Finding, GateRule, Halt, SpikeRule, ThroughputRule, non_finite
 from nsa_lab.train.measure import (
     GateMovement,
@@ -102,20 +103,28 @@ class Trainer:
         self._save_at_last()
 
     def _rehearse(self) -> None:
-        """The first step, and an evaluation, of every stage that is still to begin, without an effect: what they compile is
-        then there at the switch."""
-        ahead = [first for first in self._begins if first > self.done + 1]
+        """The first step, and an evaluation, of every stage that is still to begin, and the first step of each number of
+        documents that blocks are compiled for, without an effect: what they compile is then there when it is needed."""
+        ahead = self._compiled_anew()
         if not ahead:
             return
         with self._outside_training("compile"), self._interruptible():
-            for first in ahead:
-                self.parts.enter(first)
-                self.parts.stepper.rehearse(self._share_of(first - 1))
-                if self.train.eval_every:
-                    rehearse_evaluation(self.parts, self.parts.evaluation_at(first))
+            for step in ahead:
+                self.parts.enter(step)
+                self.parts.stepper.rehearse(self._share_of(step - 1))
+                if self.train.eval_every and step in self._begins:
+                    rehearse_evaluation(self.parts, self.parts.evaluation_at(step))
                 self.record.phases.moved()
             self.parts.enter(self.done)
-        self.record.compiled_ahead([self.train.stage_at(first) for first in ahead])
+        self.record.compiled_ahead([self.train.stage_at(step) for step in ahead])
+
+    def _compiled_anew(self) -> list[int]:
+        """Of the steps after the next one, which compiles for itself, those that would compile."""
+        after = self.done + 1
+        anew = set(self._begins)
+        if self.parts.config.runtime.compile:
+            anew.update(first_of_each_room(self.parts.batches, self.train, self.parts.world.size, after))
+        return sorted(step for step in anew if step > after)
 
     def _steps(self) -> None:
         with Prefetcher(

@@ -128,3 +128,13 @@ def test_what_runs_before_there_were_such_keys_were_made_with_is_not_written() -
     assert RunConfig.from_dict(said.to_dict()) == said and said.hash() != config.hash()
     alone = RunConfig().to_dict()["train"]
     assert not {"min_document_tokens", "planted_share"} & alone.keys()
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_documents_of_a_step_are_told_without_planting_it(packing: str) -> None:
+    masked, crossed = batches("mask", packing), batches("cross")
+    for step in range(8):
+        found, planted = masked.documents(step), masked.weighted(step).documents
+        assert found is not None and planted is not None
+        assert [row.tolist() for row in found.rows] == [row.tolist() for row in planted.rows]
+        assert crossed.documents(step) is None

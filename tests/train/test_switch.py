@@ -15,9 +15,12 @@ from torch import nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.testing import CompileCounter
 
-from nsa_lab.config import RunConfig
+from nsa_lab.config import DataConfig, RunConfig, StageConfig, TrainConfig
+from nsa_lab.data import Batch, StagedBatches, TokenStore
 from nsa_lab.runs import events, launch
+from nsa_lab.train.documents import first_of_each_room, spans_of
 from nsa_lab.train.parts import compile_blocks
+from nsa_lab.train.step import Stepper
 from nsa_lab.train.trainer import Trainer
 
 Make, Train = Callable[..., Path], Callable[..., int]
@@ -28,6 +31,10 @@ STAGES: list[dict[str, Any]] = [
     {"steps": 3, "seq_len": 48, "batch_size": 1, "lr": 5e-3, "rope_theta": 321.0},
     {"steps": 2, "seq_len": 77, "batch_size": 2, "micro_batch_size": 1, "lr": 3e-3},
     {"steps": 1, "seq_len": 32, "batch_size": 2, "lr": 1e-3},
+]
+ROOMS: list[dict[str, Any]] = [
+    {"steps": 9, "seq_len": 64, "batch_size": 4, "micro_batch_size": 2},
+    {"steps": 14, "seq_len": 100, "batch_size": 2, "micro_batch_size": 1},
 ]
 RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 4}
 CLOCKS = {"t", "dt_s", "data_s", "data_s_p50", "data_s_p95", "tokens_per_s", "mem_peak_bytes", "run", "attempt", "seconds"}
@@ -138,13 +145,14 @@ def test_a_switch_compiles_nothing(
     begun, *rest = compiled_in["step"]
     assert compiled_in["rehearse"][0] > 0 and begun > 0, "the stage that goes on is compiled by its first step"
     assert [rest[step - 5] for step in (6, 8)] == [0, 0], "the first steps of the last two stages"
+    assert not any(rest), "nor does another number of documents"
     if kind == "cross":
-        assert not any(rest) and not any(compiled_in["evaluate"][1:])
+        assert not any(compiled_in["evaluate"][1:])
     ahead = [event for event in events.read_events(run_dir) if event["kind"] == "compile"]
-    assert [(event["step"], event["shapes"]) for event in ahead] == [
-        (0, [[1, 48], [1, 77], [2, 32]]),
-        (3, [[1, 77], [2, 32]]),
-    ]
+    shapes = [[1, 48], [1, 77], [2, 32]]
+    # With documents told apart the first stage needs room for more of them than its first batch has, and comes first.
+    wanted = [(0, shapes if kind == "cross" else [shapes[2], *shapes[:2]]), (3, shapes[1:])]
+    assert [(event["step"], event["shapes"]) for event in ahead] == wanted
     assert all(event["seconds"] > 0 for event in ahead)
 
 
@@ -168,6 +176,64 @@ def test_what_is_rehearsed_leaves_no_trace(
     assert train(plain) == 0
     assert_the_same(rehearsed, plain)
     assert_the_same(parted, plain)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_every_number_of_documents_is_rehearsed_where_blocks_are_compiled(
+    tiny: Callable[..., RunConfig],
+    texts: str,
+    tmp_path: Path,
+    train: Train,
+    compiler: CompileCounter,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for that of the first step, which compiles for itself: a later step would for another, kernels and all."""
+    masked = {"source": "local", "path": texts, "documents": "mask", "max_tokens": None}
+    run_dir = launch.create_run(tiny(runtime={"compile": compiled}, data=masked, eval_every=0), tmp_path / "outputs")
+    rooms: dict[str, list[int]] = {"rehearse": [], "step": []}
+
+    def counting(name: str, owner: type, batch_of: Callable[..., Batch]) -> None:
+        method = getattr(owner, name)
+
+        def counted(self: Stepper, *given: Any, **named: Any) -> Any:
+            spans = spans_of(self.micro_batches(batch_of(*given, **named)))
+            rooms[name].append(max(span.capacity for span in spans))
+            return method(self, *given, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting("rehearse", Stepper, lambda batch: batch)
+    counting("step", Stepper, lambda inputs, targets, *rest, documents, **_: Batch(inputs, targets, None, documents))
+    assert train(run_dir) == 0
+    first, *later = rooms["step"][-12:]
+    assert rooms["rehearse"] == ([*dict.fromkeys(room for room in later if room != first)] if compiled else [])
+    assert len({first, *later}) > 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_step_of_each_room(ranks: int) -> None:
+    """By going through the batches themselves, in their stages, a share of each for every rank."""
+    plan = [StageConfig(**{**stage, "lr": 1e-3, "warmup_steps": 0}) for stage in ROOMS]
+    config = TrainConfig(stages=plan)
+    dice = np.random.default_rng(3)
+    text = dice.integers(0, 250, 60_000).astype(np.uint8)
+    text[dice.choice(60_000, 2500, replace=False)] = 255
+    data = DataConfig(documents="mask")
+    batches = StagedBatches(TokenStore([text]), config, data, 255)
+    seen, wanted = set(), []
+    for step in range(4, config.steps + 1):
+        (index, _), new = config.at(step), False
+        count = plan[index].sequences_per_step // ranks
+        for rank in range(ranks):
+            batch = batches.weighted(step - 1, rank * count, count)
+            room = max(span.capacity for span in spans_of(batch.split(plan[index].sequences_at_once)))
+            new |= (index, rank, room) not in seen
+            seen.add((index, rank, room))
+        wanted += [step] * new
+    assert first_of_each_room(batches, config, ranks, 4) == wanted
+    assert len(wanted) > len(plan) and any(config.at(step)[1] > 1 for step in wanted[1:])
+    assert first_of_each_room(StagedBatches(TokenStore([text]), config, DataConfig()), config, ranks, 1) == []
 
 
 class Doubled(nn.Module):

@@ -68,7 +68,7 @@ class Recorder:
     def compiled_ahead(self, stages: Sequence[StageConfig]) -> None:
         """The shapes of these stages, in the phase `compile` that just ended."""
         if self._first:
-            shapes = [[stage.sequences_at_once, stage.seq_len] for stage in stages]
+            shapes = list(dict.fromkeys((stage.sequences_at_once, stage.seq_len) for stage in stages))
             seconds = round(self.phases.last("compile"), 3)
             self.log.event("compile", shapes=shapes, seconds=seconds)
             logger.info("compiled ahead in %.1f s: %s", seconds, ", ".join(f"{n} x {length}" for n, length in shapes))
