@@ -18,10 +18,10 @@
 # # Does NSA read long texts?
 #
 # Sparse attention is for long texts. NSA and a dense twin of its size, 78.4 M parameters, were trained on the same text in
-# the same order, in stages of 2,048, 8,192 and 65,536 bytes, long text once. NSA has the recipe of [notebook 06][1], with a
-# key of the indexer for every byte, since with one for eight such a model loses what is far ([what led here][2]); both
-# have normed embeddings and tables of n-grams as well. Then both are asked for facts, and read documents that neither was
-# trained on.
+# the same order, in stages of 2,048, 8,192 and 65,536 bytes, whose last reads its long text once. NSA has the recipe of
+# [notebook 06][1], with a key of the indexer for every byte, since with one for eight such a model lost what is far (one
+# seed, [what led here][2]); both have normed embeddings and tables of n-grams as well. Then both are asked for facts, and
+# read documents that neither was trained on.
 #
 # These are three seeds. Other runs can be read as well: a longer plan, which learned its text by heart, with
 # `long_64k_shallow.a_key_per_byte.*` and `long_64k_shallow.dense.*` as `runs` and `long_64k_shallow.dense` as `against`;
