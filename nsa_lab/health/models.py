@@ -9,11 +9,14 @@ from typing import Any
 
 from nsa_lab.config import ConfigError
 from nsa_lab.health.paired import but_seed
+from nsa_lab.health.twins import data_identities
 from nsa_lab.runs.evaluation import read_evaluation
 from nsa_lab.runs.history import History
 from nsa_lab.runs.summary import unlike_settings
 
 Say = Callable[[str], None]
+# The seed by which the runs of a model are told apart, and what is watched of a run while it is computed.
+NO_DIFFERENCE = {"train.seed", "runtime.heartbeat_s", "runtime.profile"}
 
 
 @dataclass(frozen=True)
@@ -128,5 +131,6 @@ def _say_unlike(name: str, own: list[EvaluatedRun], say: Say) -> None:
 
 
 def _differences(one: EvaluatedRun, other: EvaluatedRun) -> str:
-    keys = [key for key, *_ in unlike_settings(one.history.config, other.history.config) if key != "train.seed"]
-    return ", ".join(keys)
+    unlike = unlike_settings(one.history.config, other.history.config)
+    apart = data_identities(one.history) != data_identities(other.history)
+    return ", ".join([*(key for key, *_ in unlike if key not in NO_DIFFERENCE), *["the data"] * apart])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nsa_lab.health.twins import learned_by, same_training
+from nsa_lab.health.twins import data_identities, learned_by, same_training
 from nsa_lab.runs.history import History, evaluated_apart
 
 STRETCHES = 20
@@ -112,6 +112,10 @@ def compared(runs: Sequence[History]) -> list[str]:
 
 def _over_seeds(pairs: list[tuple[History, History]]) -> Difference | str:
     by_seed = {nsa.config.train.seed: (nsa, dense) for nsa, dense in pairs}
+    if len(by_seed) < len(pairs):
+        seeds = sorted(nsa.config.train.seed for nsa, _ in pairs)
+        twice = ", ".join(str(seed) for seed in sorted(set(seeds)) if seeds.count(seed) > 1)
+        return f"NSA less dense: more than one pair at seed {twice}, so no interval; leave all but one out"
     of = f"NSA less dense, {len(by_seed)} seed{'s' * (len(by_seed) != 1)} ({', '.join(map(str, sorted(by_seed)))})"
     last = [[run.validation()[1][-1] if run.evaluations else np.nan for run in pair] for pair in by_seed.values()]
     return difference(of, *np.array(last).T)
@@ -137,4 +141,4 @@ def _batches(run: History) -> tuple[object, ...]:
 
 def but_seed(run: History) -> str:
     """What decides what the run learns, but for its seed, as one text: runs of one model have it in common."""
-    return repr({**learned_by(run.config), "train.seed": None})
+    return repr({**learned_by(run.config), "train.seed": None, "data": sorted(data_identities(run))})

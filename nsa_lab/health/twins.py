@@ -59,10 +59,7 @@ def same_training(nsa: History, dense: History) -> Verdict:
     """One configuration, and one text."""
     ours, theirs = _settings(nsa.config), _settings(dense.config)
     differ = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-    texts = [
-        {event["data_identity"] for event in run.of_kind("start", "resume") if "data_identity" in event}
-        for run in (nsa, dense)
-    ]
+    texts = [data_identities(run) for run in (nsa, dense)]
     if all(texts) and texts[0] != texts[1]:
         differ.append("the data")
     elif evaluated_apart((nsa, dense)):
@@ -120,6 +117,11 @@ def side_by_side(nsa: History, dense: History) -> list[tuple[str, str | None, st
         ratio = ours / theirs if ours is not None and theirs and not unlike else None
         rows.append((name, *(None if value is None else write(value) for value in (ours, theirs)), ratio))
     return rows
+
+
+def data_identities(run: History) -> set[str]:
+    """The texts that its attempts were trained on, each by its digest; empty where a record does not say."""
+    return {event["data_identity"] for event in run.of_kind("start", "resume") if "data_identity" in event}
 
 
 def learned_by(config: RunConfig) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 Importing this module registers a configuration, a model and a tokenizer with the Auto classes, under the name `nsa_lab`.
 Padding may stand anywhere: rows are read without it, each at positions of its own, so that a sequence in a batch is the
-sequence by itself.
+sequence by itself. (`generate` goes on behind the last column, so that prompts of a batch are padded on the left.)
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
@@ -108,6 +108,10 @@ class NSALabCache(TransformersCache):
         raise NotImplementedError("NSALabCache: a batch keeps its size; begin a cache of another size anew")
 
     @property
+    def is_linear(self) -> list[bool]:
+        return [False]  # of layers that it does not list: it grows with the text, and what is in it is not read again
+
+    @property
     def is_croppable(self) -> bool:
         return False
 
@@ -125,6 +129,7 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = NSALabConfig
     base_model_prefix = "model"
+    accepts_loss_kwargs = False  # a loss is the mean over its own batch, whatever a Trainer accumulates
     _no_split_modules = ["Block"]  # noqa: RUF012 - that library's own form
 
     def __init__(self, config: NSALabConfig) -> None:
@@ -156,7 +161,7 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: NSALabCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
         cache: NSALabCache | None = None,
         **unread: Any,
@@ -165,8 +170,10 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
 
         attention_mask: [B, T] or longer, of which the last T columns are read; 0 is padding, on either side. With
         `use_cache` or a cache, what was read is kept, and there are no gradients. labels: as everywhere in that library,
-        shifted inside, -100 left out. A cache is handed in and out under the name that the installed library has for it,
-        `cache` or `past_key_values`; either is taken. Raises TypeError for both at once, and for one under any other name.
+        shifted inside, -100 left out; the selection loss of an indexer is not in it. A cache is handed in and out under the
+        name that the installed library has for it, `cache` or `past_key_values`; either is taken. logits_to_keep: so many
+        at the end (0: all), or an index of columns. Raises TypeError for both names at once, for a cache under any other or
+        of another kind, and for embeddings as inputs.
         """
         self._resolve()
         if cache is not None and past_key_values is not None:
@@ -177,7 +184,14 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
                 f"NSALabForCausalLM.forward takes a cache as cache= or past_key_values=, and it came as {unknown[0]}=; "
                 "install a version of transformers that nsa_lab was tested with (5.0 to 5.24)"
             )
+        if input_ids is None or unread.get("inputs_embeds") is not None:
+            raise TypeError("NSALabForCausalLM.forward reads tokens, and no inputs_embeds=: give input_ids=")
         order = None if attention_mask is None else _tokens_first(attention_mask[:, -input_ids.shape[1] :])
+        if cache is not None and not isinstance(cache, NSALabCache):
+            raise TypeError(
+                f"NSALabForCausalLM.forward keeps what it read in an NSALabCache, and was given a {type(cache).__name__}; "
+                "give none, and the first forward pass with use_cache=True makes one"
+            )
         tokens = input_ids if order is None else input_ids.gather(1, order.rows)
         if cache is None and use_cache:
             cache = NSALabCache(self.model, len(tokens))
@@ -190,8 +204,9 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
         if order is not None:
             logits = logits.gather(1, order.back[:, :, None].expand_as(logits))
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        if logits_to_keep:
-            logits = logits[:, -logits_to_keep:]
+        if isinstance(logits_to_keep, Tensor) or logits_to_keep:
+            kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+            logits = logits[:, kept]
         if return_dict is False:
             return tuple(part for part in (loss, logits, cache) if part is not None)
         named: dict[str, Any] = {CACHE: cache}

@@ -12,8 +12,8 @@ from nsa_lab.config import TrainConfig, share_of_rank
 from nsa_lab.data import Batch, Documents, StagedBatches
 
 CPU = torch.device("cpu")
-# So many tokens are looked through for documents before a run begins: a second or two.
-LOOKED_THROUGH = 1 << 27
+# So much is looked through for documents before a run begins: some seconds, of which a row takes some 20 us.
+LOOKED_THROUGH, ROWS_LOOKED_THROUGH = 1 << 27, 1 << 17
 
 
 def span_of(documents: Documents | None, capacity: int | None = None) -> Span | None:
@@ -40,13 +40,14 @@ def room_for(parts: Sequence[Documents | None]) -> int | None:
 
 def first_of_each_room(batches: StagedBatches, train: TrainConfig, ranks: int, first: int) -> list[int]:
     """Of the steps from `first` on, those that make room for another number of documents than all before them in their
-    stage, on any of the ranks; of the next `LOOKED_THROUGH` tokens. Empty where documents are not told apart.
+    stage, on any of the ranks; of the next `LOOKED_THROUGH` tokens, in at most `ROWS_LOOKED_THROUGH` rows. Empty where
+    documents are not told apart.
     """
-    seen, steps, looked_through = set[tuple[int, int, int | None]](), list[int](), 0
+    seen, steps, tokens, rows = set[tuple[int, int, int | None]](), list[int](), 0, 0
     for step in range(first, train.steps + 1):
         (index, _), documents = train.at(step), batches.documents(step - 1)
         stage = train.plan[index]
-        if documents is None or looked_through >= LOOKED_THROUGH:
+        if documents is None or tokens >= LOOKED_THROUGH or rows >= ROWS_LOOKED_THROUGH:
             break
         shares = documents.split(share_of_rank(stage.sequences_per_step, ranks))
         rooms = (room_for(share.split(stage.sequences_at_once)) for share in shares)
@@ -54,7 +55,7 @@ def first_of_each_room(batches: StagedBatches, train: TrainConfig, ranks: int, f
         if not made <= seen:
             steps.append(step)
         seen |= made
-        looked_through += stage.tokens_per_step
+        tokens, rows = tokens + stage.tokens_per_step, rows + stage.sequences_per_step
     return steps
 
 

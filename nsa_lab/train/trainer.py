@@ -105,10 +105,10 @@ class Trainer:
     def _rehearse(self) -> None:
         """The first step, and an evaluation, of every stage that is still to begin, and the first step of each number of
         documents that blocks are compiled for, without an effect: what they compile is then there when it is needed."""
-        ahead = self._compiled_anew()
-        if not ahead:
+        if self._begins[-1] <= self.done + 1 and not self.parts.config.runtime.compile:
             return
         with self._outside_training("compile"), self._interruptible():
+            ahead = self._compiled_anew()
             for step in ahead:
                 self.parts.enter(step)
                 self.parts.stepper.rehearse(self._share_of(step - 1))
@@ -116,7 +116,8 @@ class Trainer:
                     rehearse_evaluation(self.parts, self.parts.evaluation_at(step))
                 self.record.phases.moved()
             self.parts.enter(self.done)
-        self.record.compiled_ahead([self.train.stage_at(step) for step in ahead])
+        if ahead:
+            self.record.compiled_ahead([self.train.stage_at(step) for step in ahead])
 
     def _compiled_anew(self) -> list[int]:
         """Of the steps after the next one, which compiles for itself, those that would compile."""

@@ -220,6 +220,24 @@ def test_how_a_run_was_computed_makes_no_other_model_and_is_told(made: Make) -> 
     assert not any(runs[2].name in line and "differ in" in line for line in found.not_compared)
     with pytest.raises(ConfigError, match=r"called alike and differ in runtime\.precision"):
         compared(*runs, made("one", 3, runtime__precision="bf16"))
+    watched = compared(*runs, made("one", 3, runtime__heartbeat_s=1.0)).not_compared
+    assert sum("more than one way" in line for line in watched) == 1, "how often it said that it lives is no difference"
+
+
+def test_runs_of_other_text_are_no_model(made: Make) -> None:
+    runs = [made("one", 0), made("one", 1), dense(made, 0)]
+    for run, text in zip(runs, ("a" * 64, "b" * 64, "a" * 64), strict=True):
+        told = (run / "events.jsonl").read_text().splitlines()
+        lines = [json.loads(line) for line in told]
+        for event in lines:
+            if event["kind"] == "start":
+                event["data_identity"] = text
+        (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
+    with pytest.raises(ConfigError, match="are called alike and differ in the data; give"):
+        compared(*runs)
+    assert any(
+        "said to be one model" in line and "the data" in line for line in compared(runs[2], one=runs[:2]).not_compared
+    )
 
 
 def test_runs_under_a_name_are_a_model_and_what_differs_is_told(made: Make) -> None:

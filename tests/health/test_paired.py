@@ -116,6 +116,15 @@ def test_seeds_are_compared_twin_by_twin(run: Make) -> None:
     assert len(over_seeds([*runs, *twins, *other])) == 2, "another configuration is another question"
 
 
+def test_a_seed_that_comes_twice_gives_no_interval(run: Make) -> None:
+    """In whatever way it was computed: which of the two was meant, nobody can tell."""
+    runs = [run(0.1, train__seed=1), run(0.2, train__seed=2), run(0.7, train__seed=2, runtime__compile=True)]
+    twins = [run(train__seed=seed, model__attention="dense") for seed in (1, 2)]
+    for order in (runs, runs[::-1]):
+        (found,) = over_seeds([*order, *twins])
+        assert found == "NSA less dense: more than one pair at seed 2, so no interval; leave all but one out"
+
+
 def test_twins_may_differ_in_what_a_dense_model_does_not_read(run: Make) -> None:
     dense = run(model__attention="dense")
     recipe = run(model__selection_loss=0.05, model__indexer_block=1, model__indexer_width=4)

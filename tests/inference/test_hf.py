@@ -106,6 +106,29 @@ def test_a_cache_goes_by_either_name_and_by_no_other(model: hf.NSALabForCausalLM
         model(tokens, memory=kept)
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_generation_goes_on_from_its_cache(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, name: str) -> None:
+    """All that was written is handed in again, as that library asks; what the cache has is not read twice."""
+    inputs, how = padded(tokenizer), {"do_sample": False, "eos_token_id": None}
+    whole = model.generate(**inputs, max_new_tokens=14, **how)
+    begun = model.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, **how)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 6, dtype=torch.int64)], dim=1)
+    read = begun[hf.CACHE].get_seq_length()
+    found = model.generate(begun.sequences, attention_mask=mask, max_new_tokens=8, **{name: begun[hf.CACHE]}, **how)
+    assert torch.equal(found, whole) and begun[hf.CACHE].get_seq_length() == read + 8
+
+
+def test_what_it_does_not_take_is_named(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer) -> None:
+    tokens = torch.randint(0, 255, (2, 9), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(TypeError, match="keeps what it read in an NSALabCache, and was given a DynamicCache"):
+        model(tokens, cache=transformers.DynamicCache())
+    with pytest.raises(TypeError, match=r"no inputs_embeds=: give input_ids="):
+        model.generate(inputs_embeds=model.model.embedding(tokens), max_new_tokens=2)
+    columns = torch.tensor([1, 4])
+    assert torch.equal(model(tokens, logits_to_keep=columns).logits, model(tokens).logits[:, columns])
+    assert not model.accepts_loss_kwargs, "a Trainer that accumulates divides by itself"
+
+
 def test_what_a_cache_cannot_do_it_refuses(model: hf.NSALabForCausalLM) -> None:
     cache = model(torch.zeros(2, 5, dtype=torch.int64), use_cache=True).past_key_values
     for call in (lambda: cache.crop(1), lambda: cache.batch_repeat_interleave(2), lambda: cache.batch_select_indices([0])):

@@ -170,6 +170,13 @@ def test_an_indexer_learns_from_its_own_loss(parts: Callable[..., Parts], l_sel:
     assert checks.gradients(built).ok == (l_sel > 4)
 
 
+def test_a_row_with_one_compressed_block_passes(parts: Callable[..., Parts]) -> None:
+    """A query that sees one key has no gradient, of which no rounding is a share."""
+    built = parts(seq_len=11)
+    assert built.config.nsa.l <= 11 < built.config.nsa.l + built.config.nsa.d
+    assert checks.kernel_parity(built).ok
+
+
 def test_a_kernel_that_is_wrong_is_named(parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
     built = parts()
     assert checks.kernel_parity(built).ok

@@ -212,7 +212,7 @@ def test_every_number_of_documents_is_rehearsed_where_blocks_are_compiled(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_step_of_each_room(ranks: int) -> None:
+def test_the_first_step_of_each_room(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By going through the batches themselves, in their stages, a share of each for every rank."""
     plan = [StageConfig(**{**stage, "lr": 1e-3, "warmup_steps": 0}) for stage in ROOMS]
     config = TrainConfig(stages=plan)
@@ -233,6 +233,10 @@ def test_the_first_step_of_each_room(ranks: int) -> None:
         wanted += [step] * new
     assert first_of_each_room(batches, config, ranks, 4) == wanted
     assert len(wanted) > len(plan) and any(config.at(step)[1] > 1 for step in wanted[1:])
+    for most in ("LOOKED_THROUGH", "ROWS_LOOKED_THROUGH"):
+        monkeypatch.setattr(f"nsa_lab.train.documents.{most}", 1)
+        assert first_of_each_room(batches, config, ranks, 4) == wanted[:1], "no more than a step"
+        monkeypatch.undo()
     assert first_of_each_room(StagedBatches(TokenStore([text]), config, DataConfig()), config, ranks, 1) == []
 
 
