@@ -131,12 +131,12 @@ def _window_bits(run: History) -> np.ndarray:
 
 
 def _batches(run: History) -> tuple[object, ...]:
-    train, begun = run.config.train, run.of_kind("start", "resume")
+    train = run.config.train
     shapes = tuple(
         (stage.steps, stage.seq_len, stage.sequences_per_step, stage.min_document_tokens, stage.planted_share)
         for stage in train.plan
     )
-    return train.seed, shapes, frozenset(event.get("data_identity") for event in begun)
+    return train.seed, shapes, frozenset(data_identities(run))
 
 
 def but_seed(run: History) -> str:
