@@ -25,8 +25,10 @@
 #
 # These are three seeds. Other runs can be read as well: a longer plan, which learned its text by heart, with
 # `long_64k_shallow.a_key_per_byte.*` and `long_64k_shallow.dense.*` as `runs` and `long_64k_shallow.dense` as `against`;
-# or NSA trained without a part of it, with `long_64k_window*`, `long_64k_paper-*` and `long_64k-20261126*`, against
-# `long_64k`.
+# NSA trained without a part of it, with `long_64k_window*`, `long_64k_paper-*` and `long_64k-20261126*`, against
+# `long_64k`; attention as the paper has it beside a dense model without the recipe, with `long_64k_paper-*` and
+# `long_64k_dense_plain-*`, against `long_64k_dense_plain`; or seed 0 once more, asked five times as much, with
+# `long_64k_full-*` and `long_64k_dense_full-*`, against `long_64k_dense_full`.
 #
 # The [protocol][2] was written before the runs: what is asked, how it is judged, and what would show that it is not so.
 # Nothing below was typed in by hand: tables and pictures are made from the records of the runs, `events.jsonl` and

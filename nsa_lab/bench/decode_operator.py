@@ -5,6 +5,7 @@ On a GPU each is timed as a CUDA graph of as many layers as fit, every one with 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -165,10 +166,14 @@ def _checked_dense(by: str, attend: Callable[..., Tensor], inputs: tuple[Tensor,
     q, k, v = (x[-1:] for x in inputs)
     true = _plain_dense(q.double(), k.double(), v.double())
     limit = _allowed((_plain_dense(q, k, v) - true).abs().max().item())
-    try:
-        error = (attend(*inputs)[-1:] - true).abs().max().item()
-    except RuntimeError as reason:  # a kernel that does not take these shapes says so here
-        return Contender("dense", by, float("nan"), limit, note=refusal(reason))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            error = (attend(*inputs)[-1:] - true).abs().max().item()
+        except RuntimeError as reason:  # a kernel that does not take these shapes says so here
+            return Contender("dense", by, float("nan"), limit, note=refusal(reason, [str(w.message) for w in warned]))
+    for w in warned:
+        warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
     return Contender("dense", by, error, limit, note="" if error <= limit else FAILED)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
@@ -56,12 +56,17 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def refusal(reason: RuntimeError) -> str:
+def refusal(reason: RuntimeError, warned: Sequence[str] = ()) -> str:
     """Why a contender does not run at a shape, in a note's few words. Raises `reason` itself for a fault of the device:
-    nothing that was measured after one would be true."""
+    nothing that was measured after one would be true.
+
+    `warned`: what was warned of meanwhile. Where SDPA has no kernel it says so in the error, and why in a warning, among
+    others that head a list or name the kernels that were switched off.
+    """
     if "CUDA error" in str(reason):
         raise reason
-    return f"does not run: {(str(reason).splitlines() or [type(reason).__name__])[0][:60]}"
+    why = [told for told in warned if not told.split(" (Triggered")[0].endswith(("because:", "has been runtime disabled."))]
+    return f"does not run: {([*why, *str(reason).splitlines()] or [type(reason).__name__])[0][:90]}"
 
 
 def profiler() -> profile:

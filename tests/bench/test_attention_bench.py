@@ -105,6 +105,11 @@ def test_a_peer_that_refuses_a_shape_is_told_and_the_rest_is_timed(tmp_path, mon
 
 def test_a_fault_of_the_device_is_no_refusal():
     assert refusal(RuntimeError()) == "does not run: RuntimeError"
+    warned = ["Flash kernel not used because: (Triggered at a)", "heads differ: 64 and 4. (Triggered at b)"]
+    assert refusal(RuntimeError("No kernel."), warned) == "does not run: heads differ: 64 and 4. (Triggered at b)"
+    assert refusal(RuntimeError("No kernel."), [warned[0], "cuDNN has been runtime disabled. (Triggered at c)"]).endswith(
+        "No kernel."
+    )
     with pytest.raises(RuntimeError, match="illegal memory access"):
         refusal(RuntimeError("CUDA error: an illegal memory access was encountered"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -67,18 +68,24 @@ def test_a_fault_at_the_highest_addresses_alone_gets_no_speed(tmp_path, monkeypa
 def test_the_fastest_of_those_that_are_right_is_the_dense_one(tmp_path, monkeypatch):
     plain = decode_operator._plain_dense
 
-    def four_ways(step):
+    def refused(q, k, v):
+        warnings.warn("unlike numbers of heads", stacklevel=1)
+        raise RuntimeError("No available kernel.")
+
+    def five_ways(step):
         yield "slower", plain
         yield "right", plain
         yield "wrong", lambda q, k, v: q
         yield "none", lambda q, k, v: q.view(1)
+        yield "refused", refused
 
-    monkeypatch.setattr(decode_operator, "dense_attentions", four_ways)
+    monkeypatch.setattr(decode_operator, "dense_attentions", five_ways)
     monkeypatch.setattr(decode_operator, "turns_ms", lambda runs, device: {by: len(by) for by in runs})
     dense = [row for row in bench(tmp_path) if row.level.startswith("operator") and row.by == "dense"]
     for row in dense:
         assert (row.kernel, row.ms) == ("right", 5) and row.error <= row.limit and row.others["slower"] == 6
         assert row.others["wrong"].startswith("FAILED PARITY") and row.others["none"].startswith("does not run")
+        assert row.others["refused"] == "does not run: unlike numbers of heads"
 
 
 @pytest.mark.parametrize("way", ["grouped", "its own", pytest.param("kernels", marks=pytest.mark.slow)])

@@ -34,7 +34,7 @@ INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
 NGRAMS = {"ngrams": 4, "ngram_rows": 100, "ngram_width": 5}
 KERNEL_VARIANTS = [
     {},
-    {"selection_loss": 0.1, "indexer_block": 2},
+    pytest.param({"selection_loss": 0.1, "indexer_block": 2}, marks=pytest.mark.soak),  # the next one has it, and more
     {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1, "rotary_share": 0.5, "mlp": "gated", "phi": "pool"},
     {"d_k": 32, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1, "indexer_width": 16},
     {"matching_heads": 2, "phi": "mlp", "gate": "softmax", "silent": ("win",)},

@@ -281,7 +281,11 @@ def test_padded_documents_train_as_unpadded_ones() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own modules warn of each other
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("span", [None, packed(*LENGTHS), packed(*LENGTHS, capacity=9)], ids=["full", "packed", "padded"])
+@pytest.mark.parametrize(
+    "span",
+    [None, pytest.param(packed(*LENGTHS), marks=pytest.mark.soak), packed(*LENGTHS, capacity=9)],
+    ids=["full", "packed", "padded"],
+)
 def test_compiled_it_computes_what_it_does_eagerly(span: Span | None) -> None:
     layer, x = layer_of(matching_heads=1, selection_loss=0.5), rows(sum(LENGTHS), batch=1, dtype=torch.float32)
 
@@ -317,7 +321,7 @@ def test_compiled_blocks_take_any_documents_without_being_compiled_anew(attentio
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("indexed", [False, True], ids=["own choice", "indexer"])
+@pytest.mark.parametrize("indexed", [pytest.param(False, marks=pytest.mark.soak), True], ids=["own choice", "indexer"])
 def test_a_layer_on_the_kernels_is_one_graph_for_all_documents(indexed: bool) -> None:
     """And what torch computes, gradients too. Nothing but tensors is asked of documents within what is compiled."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -182,7 +182,7 @@ def test_a_stage_may_have_no_graphs(stepper: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")  # of a row that sees no block
-@pytest.mark.parametrize("recipe", [False, True])
+@pytest.mark.parametrize("recipe", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_the_kernels_compute_what_the_spans_hold(stepper: Callable[..., Any], recipe: bool) -> None:
     """Under the interpreter: with the recipe, the indexer, late keys and the selection loss have tables of their own."""
     pytest.importorskip("triton.runtime.interpreter")

@@ -19,7 +19,7 @@ from nsa_lab.runs.sweep import Sweep
 
 FILE = """
 preset: ci
-common: {train.steps: 60, train.save_every: 10, train.eval_every: 20}
+common: {train.steps: 40, train.save_every: 10, train.eval_every: 20}
 variants: {as_it_is: , slow: train.lr=1e-3}
 seeds: [1, 1337]
 """
