@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from torch._dynamo.testing import CompileCounter
 
 from nsa_lab.config import DataConfig, RunConfig, StageConfig, TrainConfig
 from nsa_lab.data import Batch, StagedBatches, TokenStore
-from nsa_lab.runs import events, launch
+from nsa_lab.runs import directory, events, launch
 from nsa_lab.train.documents import first_of_each_room, spans_of
 from nsa_lab.train.parts import compile_blocks
 from nsa_lab.train.step import Stepper
@@ -176,6 +179,37 @@ def test_what_is_rehearsed_leaves_no_trace(
     assert train(plain) == 0
     assert_the_same(rehearsed, plain)
     assert_the_same(parted, plain)
+
+
+@pytest.mark.slow
+def test_a_stop_while_it_rehearses_changes_nothing(
+    new_staged_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step, and after a kill, amid a later stage: nothing of what was entered is saved."""
+    monkeypatch.setattr(torch, "seed", lambda: 0)  # of a model that is built for its counts alone: another at every call
+    stopped, plain = (new_staged_run("recipe") for _ in range(2))
+
+    def stop_in_the_last(self: Stepper, batch: Batch) -> None:
+        if self.stage.seq_len == 77:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+
+    def stop_once() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Stepper, "rehearse", stop_in_the_last)
+            assert train(stopped) == directory.EXIT_STOPPED
+
+    seed()
+    stop_once()
+    assert not [*stopped.glob("checkpoints/step-*")] and events.steps(events.read_events(stopped)) == []
+    seed()
+    killed_after(train, stopped, 3, monkeypatch)
+    stop_once()
+    assert sorted(path.name for path in stopped.glob("checkpoints/step-*")) == [f"step-{step:08d}" for step in (1, 2, 3)]
+    assert train(stopped) == 0
+    seed()
+    assert train(plain) == 0
+    assert_the_same(stopped, plain)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
