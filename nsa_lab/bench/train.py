@@ -200,7 +200,7 @@ def parse_shape(text: str) -> tuple[int, int]:
     """`"2048x32"` -> (2048, 32). Raises ConfigError."""
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if not match or not all(int(n) for n in match.groups()):
-        raise ConfigError(f"--shapes {text}: expected tokens x sequences, for example 2048x32")
+        raise ConfigError(f"--shape {text}: expected tokens x sequences, for example 2048x32")
     return int(match[1]), int(match[2])
 
 

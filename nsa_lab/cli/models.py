@@ -118,7 +118,7 @@ def evaluate(
     from nsa_lab.evaluate import FORMS, TASKS, evaluate_run
     from nsa_lab.runs.evaluation import EVALUATION
 
-    tasks = [*TASKS, *FORMS] if task == ["all"] else task or list(TASKS)
+    tasks = [*TASKS, *FORMS] if "all" in (task or []) else task or list(TASKS)
     evaluate_run(
         run_dir,
         out=out,

@@ -9,15 +9,17 @@ sequence by itself. (`generate` goes on behind the last column, so that prompts 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nsa_lab.attention import resolve_backend
+from nsa_lab.attention import Span, resolve_backend
 from nsa_lab.config import ModelConfig, RunConfig
 from nsa_lab.config.extras import require
 from nsa_lab.data import ByteTokenizer, load_tokenizer
@@ -71,6 +73,14 @@ class NSALabCache(TransformersCache):
         super().__init__(layers=[])
         self._model, self._batch, self._columns = model, batch, 0
         self.decoder: Decoder | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NSALabCache:
+        """What was read, so that several generations can go on from one prompt; the model is the same one."""
+        memo[id(self._model)] = self._model
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def read(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """Logits [B, n, V] of the next tokens int64 [B, n]; `counts` as `Decoder.append` has them."""
@@ -154,6 +164,15 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
+        """The embedding as it is. Raises NotImplementedError for another size: it is part of the architecture."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise NotImplementedError(
+                f"NSALabForCausalLM: {self.config.vocab_size} tokens are part of the architecture, and {new_num_tokens} "
+                "would be another one: train a model with model.vocab_size and data.tokenizer"
+            )
+        return self.get_input_embeddings()
+
     def forward(
         self,
         input_ids: Tensor,
@@ -168,12 +187,15 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits [B, T, V] of input_ids int64 [B, T]; those of padding mean nothing.
 
-        attention_mask: [B, T] or longer, of which the last T columns are read; 0 is padding, on either side. With
-        `use_cache` or a cache, what was read is kept, and there are no gradients. labels: as everywhere in that library,
-        shifted inside, -100 left out; the selection loss of an indexer is not in it. A cache is handed in and out under the
-        name that the installed library has for it, `cache` or `past_key_values`; either is taken. logits_to_keep: so many
-        at the end (0: all), or an index of columns. Raises TypeError for both names at once, for a cache under any other or
-        of another kind, and for embeddings as inputs.
+        attention_mask: [B, T] or longer, of which the last T columns are read; 0 is padding, on either side, and 1 is
+        not. position_ids: not needed; in one row without padding or cache, positions that begin anew at 0 tell documents
+        apart, as `DataCollatorWithFlattening` gives them, each then read as if it were alone. With `use_cache` or a
+        cache, what was read is kept, and there are no gradients. labels: as everywhere in that library, shifted inside,
+        -100 left out; the selection loss of an indexer is not in it. A cache is handed in and out under the name that the
+        installed library has for it, `cache` or `past_key_values`; either is taken. logits_to_keep: so many at the end
+        (0: all), or an index of columns. Raises ValueError for masks and positions that say anything else, TypeError for
+        both names at once, for a cache under any other or of another kind, and for embeddings as inputs,
+        NotImplementedError where hidden states or attention are wanted as well.
         """
         self._resolve()
         if cache is not None and past_key_values is not None:
@@ -186,7 +208,11 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if input_ids is None or unread.get("inputs_embeds") is not None:
             raise TypeError("NSALabForCausalLM.forward reads tokens, and no inputs_embeds=: give input_ids=")
-        order = None if attention_mask is None else _tokens_first(attention_mask[:, -input_ids.shape[1] :])
+        if wanted := [name for name in ("output_hidden_states", "output_attentions") if unread.get(name)]:
+            raise NotImplementedError(f"NSALabForCausalLM.forward gives logits and no more: leave out {wanted[0]}=")
+        mask = None if attention_mask is None else _checked(attention_mask, input_ids)
+        order = None if mask is None else _tokens_first(mask)
+        span = _documents(input_ids, mask if order else None, cache is not None or bool(use_cache), unread)
         if cache is not None and not isinstance(cache, NSALabCache):
             raise TypeError(
                 f"NSALabForCausalLM.forward keeps what it read in an NSALabCache, and was given a {type(cache).__name__}; "
@@ -196,9 +222,11 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None and use_cache:
             cache = NSALabCache(self.model, len(tokens))
         if cache is None:
-            logits = self.model(tokens)
+            logits = self.model(tokens, span)
         else:
             counts = order.counts if order else [tokens.shape[1]] * len(tokens)
+            if not max(counts):
+                raise ValueError("attention_mask: expected a token in at least one row, and all of it is padding")
             logits = _padded(cache.read(tokens[:, : max(counts)], counts), tokens.shape[1])
             cache.seen(tokens.shape[1])
         if order is not None:
@@ -240,7 +268,7 @@ class NSALabTokenizer(PreTrainedTokenizer):
         return ByteTokenizer.vocab_size
 
     def get_vocab(self) -> dict[str, int]:
-        return {self._convert_id_to_token(index): index for index in range(self.vocab_size)}
+        return {self._convert_id_to_token(index): index for index in range(self.vocab_size)} | self.added_tokens_encoder
 
     def build_inputs_with_special_tokens(self, token_ids_0: list[int], token_ids_1: list[int] | None = None) -> list[int]:
         # In training a separator stands before every document.
@@ -250,18 +278,73 @@ class NSALabTokenizer(PreTrainedTokenizer):
     def _tokenize(self, text: str, **_: Any) -> list[str]:
         return [chr(byte) for byte in text.encode("utf-8")]
 
-    def _convert_token_to_id(self, token: str) -> int:
-        return ByteTokenizer.separator if token == self.SEPARATOR else ord(token)
+    def _convert_token_to_id(self, token: str) -> int | None:
+        if token == self.SEPARATOR:
+            return ByteTokenizer.separator
+        return ord(token) if _is_byte(token) else self.unk_token_id
 
     def _convert_id_to_token(self, index: int) -> str:
+        if not 0 <= index < self.vocab_size:
+            raise ValueError(f"id {index}: expected 0 to {self.vocab_size - 1}, or the id of a token that was added")
         return self.SEPARATOR if index == ByteTokenizer.separator else chr(index)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        ids = [self._convert_token_to_id(token) for token in tokens]
-        return ByteTokenizer().decode(index for index in ids if index != ByteTokenizer.separator)
+        # What is no byte stands for itself: separators, unless they were to be skipped, and tokens that were added.
+        runs = ((byte, list(run)) for byte, run in groupby(tokens, key=_is_byte))
+        return "".join(ByteTokenizer().decode(map(ord, run)) if byte else "".join(run) for byte, run in runs)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         return ()
+
+
+def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
+    """The columns of a mask that belong to `tokens`. Raises ValueError where it is no mask of these."""
+    rows, columns = tokens.shape
+    if mask.ndim != 2 or len(mask) != rows or mask.shape[1] < columns:
+        raise ValueError(
+            f"attention_mask: expected [B, T] as input_ids {(rows, columns)}, or longer by what a cache holds, and it is "
+            f"{tuple(mask.shape)}; masks of pairs of positions are not taken: give documents by position_ids="
+        )
+    mask = mask[:, -columns:]
+    if not bool((mask.eq(0) | mask.eq(1)).all()):
+        raise ValueError("attention_mask: expected 1 for a token and 0 for padding, and it has other values")
+    return mask
+
+
+def _documents(tokens: Tensor, mask: Tensor | None, cached: bool, given: Mapping[str, Any]) -> Span | None:
+    """What `position_ids` of the arguments `given` say: documents in one row, or None where there is one text in each.
+
+    Where only positions count up it does not matter where they begin: what is turned is turned by distances. Raises
+    ValueError for any others, and for documents that are told in another way alone.
+    """
+    positions = given.get("position_ids")
+    if positions is None:
+        if told := [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if given.get(name) is not None]:
+            raise ValueError(f"{told[0]}: documents in one row are told by position_ids= that begin anew at 0; give these")
+        return None
+    fits = positions.ndim == 2 and positions.shape[0] in (1, len(tokens)) and positions.shape[1] == tokens.shape[1]
+    if not fits:
+        raise ValueError(
+            f"position_ids: expected the shape of input_ids, {tuple(tokens.shape)}, not {tuple(positions.shape)}"
+        )
+    positions = positions.expand_as(tokens)
+    goes_on = positions.diff(dim=1).eq(1)
+    if mask is not None:
+        goes_on |= ~(mask[:, 1:].bool() & mask[:, :-1].bool())
+    if bool(goes_on.all()):
+        return None
+    anew = positions.eq(0)
+    if len(tokens) > 1 or mask is not None or cached or not (bool(anew[0, 0]) and bool((goes_on | anew[:, 1:]).all())):
+        raise ValueError(
+            "position_ids: expected positions that count up by one, or, in one row without padding and cache, positions "
+            "that begin anew at 0 with every document; leave them out for one text in each row"
+        )
+    begins = anew[0].nonzero().flatten().tolist()
+    return Span.packed(torch.tensor([*begins, tokens.shape[1]], dtype=torch.int32, device=tokens.device))
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 1 and ord(token) < ByteTokenizer.separator
 
 
 class _Order:

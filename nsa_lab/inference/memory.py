@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from nsa_lab.attention import geometry
-from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 from nsa_lab.runs.summary import size_text
 
 # Tokens that a step may append to sequences which have begun; rings have room for them beside what is read.
@@ -68,14 +68,16 @@ def read_bytes(config: ModelConfig, length: int, itemsize: int) -> int:
 
 
 def check_fits(config: ModelConfig, capacity: int, batch: int, device: torch.device, itemsize: int) -> None:
-    """Raises ValueError unless a `Cache` of this size fits the memory of `device`."""
+    """Raises ConfigError unless a `Cache` of this size fits the memory of `device`."""
     if batch < 1 or capacity < 1:
-        raise ValueError(f"a cache of {batch} sequences of {capacity} tokens: expected at least 1 of each")
+        raise ConfigError(f"a cache of {batch} sequences of {capacity} tokens: expected at least 1 of each")
     each, there = sequence_bytes(config, capacity, itemsize), free_bytes(device)
     if batch * each > there:
-        raise ValueError(
+        at_once = there // each
+        remedy = f"give {at_once} sequences at once" if at_once else "give fewer tokens"
+        raise ConfigError(
             f"a cache of {batch} sequences of {capacity} tokens takes {size_text(batch * each)}, and {device} has "
-            f"{size_text(there)}; {there // each} would fit"
+            f"{size_text(there)}; {at_once} would fit: {remedy}"
         )
 
 

@@ -8,6 +8,7 @@ Models that ship with the package lie in `nsa_lab/models/` as this module writes
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,17 @@ def ship(run_dir: str | Path, folder: str | Path, about: str) -> Path:
 
 
 def new_folder(folder: str | Path) -> Path:
-    """`folder`, which need not exist. Raises `ConfigError` where it is there already and not empty."""
+    """`folder`, which need not exist. Raises `ConfigError` where it has files, is none, or cannot be made."""
     folder = Path(folder).resolve()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: expected an empty or a new folder to write the model to; it has files; name another")
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder}: expected an empty or a new folder to write the model to; it has files; name another"
+            )
+        with tempfile.TemporaryDirectory(dir=next(above for above in (folder, *folder.parents) if above.exists())):
+            pass  # one can be made there, and what is refused later leaves none behind
+    except OSError as error:
+        raise ConfigError(f"{folder}: no folder to write the model to ({error.strerror}); name another") from error
     return folder
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +130,87 @@ def test_what_it_does_not_take_is_named(model: hf.NSALabForCausalLM, tokenizer: 
     columns = torch.tensor([1, 4])
     assert torch.equal(model(tokens, logits_to_keep=columns).logits, model(tokens).logits[:, columns])
     assert not model.accepts_loss_kwargs, "a Trainer that accumulates divides by itself"
+
+
+def test_documents_in_one_row_are_documents_alone(model: hf.NSALabForCausalLM) -> None:
+    """As the library's own collator packs them; where they begin within a row of one text does not matter."""
+    texts = [list(b"a first document, of some length"), list(b"the second"), list(b"x")]
+    flat = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = flat([{"input_ids": text, "labels": text} for text in texts])
+    found = model(**batch)
+    alone = [model(torch.tensor([text])).logits for text in texts]
+    assert torch.equal(found.logits, torch.cat(alone, 1)) or (found.logits - torch.cat(alone, 1)).abs().max() < 1e-5
+    targets = [(logits[0, :-1], torch.tensor(text[1:], dtype=torch.int64)) for logits, text in zip(alone, texts, strict=True)]
+    losses = torch.cat([torch.nn.functional.cross_entropy(a, b, reduction="none") for a, b in targets])
+    torch.testing.assert_close(found.loss.double(), losses.mean(), rtol=1e-5, atol=1e-6)
+    tokens = torch.tensor([texts[0], texts[0]])
+    counted = torch.arange(len(texts[0]))[None]
+    assert torch.equal(model(tokens, position_ids=counted + 100).logits, model(tokens).logits)
+    padded = torch.cat([torch.full((2, 3), 255), tokens], 1)
+    mask = torch.ones_like(padded).index_fill(1, torch.arange(3), 0)
+    there = model(padded, attention_mask=mask, position_ids=mask.cumsum(1) - 1).logits[:, 3:]
+    torch.testing.assert_close(there, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"position_ids": torch.tensor([[0, 1, 3]])}, "count up by one"),
+        ({"position_ids": torch.tensor([[1, 0, 1]])}, "count up by one"),
+        ({"position_ids": torch.tensor([[0, 0, 1]]), "use_cache": True}, "without padding and cache"),
+        (
+            {"position_ids": torch.tensor([[0, 0, 1]]), "attention_mask": torch.tensor([[1, 1, 0]])},
+            "without padding and cache",
+        ),
+        ({"position_ids": torch.tensor([[0, 1]])}, r"the shape of input_ids, \(1, 3\), not \(1, 2\)"),
+        ({"seq_idx": torch.tensor([[0, 0, 1]])}, "seq_idx: documents in one row are told by position_ids="),
+        ({"attention_mask": torch.tensor([[0, 1]])}, r"expected \[B, T\] as input_ids \(1, 3\)"),
+        ({"attention_mask": torch.ones(2, 3)}, r"and it is \(2, 3\)"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, "masks of pairs of positions are not taken"),
+        ({"attention_mask": torch.tensor([[-1e9, 0.0, 0.0]])}, "1 for a token and 0 for padding"),
+        ({"attention_mask": torch.zeros(1, 3), "use_cache": True}, "attention_mask: expected a token in at least one row"),
+    ],
+)
+def test_masks_and_positions_that_say_something_else_are_refused(
+    model: hf.NSALabForCausalLM, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        model(torch.tensor([[1, 2, 3]]), **given)
+
+
+def test_no_more_than_logits_and_no_other_vocabulary(model: hf.NSALabForCausalLM) -> None:
+    with pytest.raises(NotImplementedError, match="leave out output_attentions="):
+        model(torch.tensor([[1, 2, 3]]), output_attentions=True)
+    with pytest.raises(NotImplementedError, match="256 tokens are part of the architecture, and 300"):
+        model.resize_token_embeddings(300)
+    assert model.resize_token_embeddings(256) is model.get_input_embeddings()
+
+
+def test_a_copied_cache_is_another_of_the_same_model(model: hf.NSALabForCausalLM) -> None:
+    """Two generations go on from one prompt, neither heard by the other."""
+    prompt, *more = (torch.randint(0, 255, (1, n), generator=torch.Generator().manual_seed(n)) for n in (40, 5, 7))
+    kept = model(prompt, use_cache=True)[hf.CACHE]
+    for tokens in more:
+        copied = copy.deepcopy(kept)
+        assert copied._model is model.model and copied.decoder._model is model.model
+        found = model(tokens, **{hf.CACHE: copied}).logits
+        torch.testing.assert_close(found, model(torch.cat([prompt, tokens], 1)).logits[:, 40:], rtol=1e-4, atol=1e-5)
+    assert kept.get_seq_length() == 40
+
+
+def test_what_is_no_byte_keeps_its_name(tokenizer: hf.NSALabTokenizer) -> None:
+    ids = [255, *b"a", 255, *"\u20ac".encode()]
+    assert (
+        tokenizer.decode(ids) == "<|separator|>a<|separator|>\u20ac"
+        and tokenizer.decode(ids, skip_special_tokens=True) == "a\u20ac"
+    )
+    assert tokenizer.convert_tokens_to_ids(["\u20ac", "<|im_end|>", "\xff", "a"]) == [None, None, None, 97]
+    for wrong in (-1, 256):
+        with pytest.raises(ValueError, match=f"id {wrong}: expected 0 to 255"):
+            tokenizer.decode([wrong])
+    more = hf.NSALabTokenizer()
+    more.add_special_tokens({"pad_token": "[PAD]"})
+    assert len(more) == 257 and more.decode([97, 256]) == "a[PAD]"
 
 
 def test_what_a_cache_cannot_do_it_refuses(model: hf.NSALabForCausalLM) -> None:
