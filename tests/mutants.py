@@ -153,6 +153,13 @@ OTHERS = {
         "tests/health/test_edited_records.py",
     ],
     "health.twins": ["tests/health/test_verdicts.py", "tests/health/test_paired.py"],
+    "bench.decode_operator": cases("bench/test_decode_bench.py", "what_is_not_a_number_gets_no_speed"),
+    "inference.hf": cases(
+        "inference/test_hf.py",
+        "documents_in_one_row_are_documents_alone",
+        "masks_and_positions_that_say_something_else_are_refused",
+        "the_step_that_is_asked_for_is_exported_as_its_stage_has_it",
+    ),
     "bench.records": ["tests/bench/test_records.py"],
     "bench.attention": ["tests/bench/test_records.py", "tests/bench/test_attention_bench.py"],
     "bench.attention_parity": ["tests/bench/test_attention_bench.py"],
@@ -334,6 +341,7 @@ OTHERS = {
         "tests/health/test_sweep_results.py",
         "tests/health/test_attempts.py",
         "tests/train/test_evaluation.py",
+        "tests/runs/test_summary.py",
     ],
     "figures.blocks": cases("workbook/test_reads.py", "equation_nine_is_the_overlap_once_its_erratum_is_mended"),
     "figures.architecture": cases(
@@ -2924,6 +2932,57 @@ MUTANTS = [
         "elif self._asked is not None and occurrence == self._reported and",
         "elif self._asked is not None and",
     ),
+    Mutant("paired: two dense models are one", "health.paired", "but_seed(nsa) + but_seed(dense)", "but_seed(nsa)"),
+    Mutant(
+        "paired: bits of a token for those of a byte",
+        "health.paired",
+        'nats * event["bpb"] / event["loss"]',
+        "nats / np.log(2)",
+    ),
+    Mutant(
+        "paired: the best evaluation for the last",
+        "health.paired",
+        "run.validation()[1][-1] if",
+        "run.validation()[1].min() if",
+    ),
+    Mutant(
+        "compare: the first of two dense models is the baseline", "health.models", "if len(dense) != 1:", "if not dense:"
+    ),
+    Mutant("preflight: NaN is no error", "train.preflight.parity", "math.inf if math.isnan(ratio) else ratio", "ratio"),
+    Mutant(
+        "stages: a diagnosis names the text of another step",
+        "data.staged",
+        "positions(within, start",
+        "positions(step, start",
+    ),
+    Mutant("report: the speed of the first stage", "runs.history", "tokens_per_s=speeds[-1]", "tokens_per_s=speeds[0]"),
+    Mutant("report: a stage's first step is its pace", "runs.history", 'event["step"] in firsts or event', "event"),
+    Mutant(
+        "retrieval: interventions at shallow depths alone",
+        "evaluate.retrieval",
+        "number * len(DEPTHS) // count % len",
+        "number % len",
+    ),
+    Mutant("retrieval: the last sequences are written", "evaluate.retrieval", "asked[:written]", "asked[-written:]"),
+    Mutant(
+        "bench decode: NaN is no error",
+        "bench.decode_operator",
+        "torch.stack(ours).max()",
+        "torch.stack(ours).nan_to_num().max()",
+    ),
+    Mutant(
+        "export-hf: another step than asked for",
+        "inference.hf",
+        "find_checkpoint(run_dir, step)",
+        "find_checkpoint(run_dir)",
+    ),
+    Mutant(
+        "transformers: documents in one row read each other",
+        "inference.hf",
+        "self.model(tokens, span)",
+        "self.model(tokens)",
+    ),
+    Mutant("transformers: a mask of other values is taken", "inference.hf", "mask.eq(0) | mask.eq(1)", "mask.eq(mask)"),
 ]
 
 

@@ -17,7 +17,7 @@ from fake_run import write_run
 from nbformat.v4 import new_code_cell, new_notebook
 
 from nsa_lab import cli
-from nsa_lab.cli import models
+from nsa_lab.cli import models, reading
 from nsa_lab.config import RunConfig
 from nsa_lab.health import write_verdict
 from nsa_lab.runs import directory, launch, names
@@ -514,3 +514,7 @@ def test_warmup_needs_a_gpu(say, tiny: Path) -> None:
     assert said.code == 2 and said.err == (
         "nsa-lab: nsa-lab warmup compiles kernels for the GPU of this machine, and torch sees none\n"
     )
+
+
+def test_a_path_with_a_sign_of_equality_is_a_path() -> None:
+    assert reading._named_run("outputs/lr=3e-4-2026") == (None, "outputs/lr=3e-4-2026")

@@ -19,6 +19,7 @@ from nsa_lab.config import (
     ModelConfig,
     NSAConfig,
     RunConfig,
+    StageConfig,
     TrainConfig,
     apply_overrides,
     known_keys,
@@ -388,3 +389,31 @@ def test_a_batch_is_the_product_whatever_the_device_holds() -> None:
 def test_defaults_of_the_geometry_are_the_papers() -> None:
     nsa = NSAConfig()
     assert (nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w, nsa.phi, nsa.gate) == (32, 16, 64, 16, 512, "avg", "sigmoid")
+
+
+TWO_STAGES = [
+    {"steps": 100, "seq_len": 1024, "batch_size": 4, "lr": 1e-3},
+    {"steps": 100, "seq_len": 2048, "batch_size": 2, "lr": 1e-3},
+]
+
+
+def test_a_later_stage_plants_nothing_either() -> None:
+    with pytest.raises(ConfigError, match=r"planted_share = 0\.5"):
+        RunConfig.from_dict({"train": {"stages": [TWO_STAGES[0], {**TWO_STAGES[1], "planted_share": 0.5}]}})
+
+
+def test_a_stage_writes_no_later_key_at_its_first_value() -> None:
+    """Or the hash of every run of stages that is older than the key would be another."""
+    later = {"decay_share", "token_budget", "rope_theta", "cuda_graph", "min_document_tokens", "planted_share"}
+    stages = RunConfig.from_dict({"train": {"stages": TWO_STAGES}}).to_dict()["train"]["stages"]
+    assert not any(later & set(stage) for stage in stages)
+
+
+def test_an_override_that_is_a_mapping_wins() -> None:
+    found = apply_overrides({"train": {"steps": 1, "lr": 1.0}}, {"train": {"steps": 9}})
+    assert found == {"train": {"steps": 9, "lr": 1.0}}
+
+
+def test_a_fall_is_rounded_and_a_budget_may_be_one_step() -> None:
+    assert StageConfig(steps=13, lr_schedule="wsd").decay_steps == 3
+    assert StageConfig(token_budget=2048, seq_len=512, batch_size=4).steps == 1

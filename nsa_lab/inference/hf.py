@@ -164,14 +164,14 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Embedding:
         """The embedding as it is. Raises NotImplementedError for another size: it is part of the architecture."""
         if new_num_tokens not in (None, self.config.vocab_size):
             raise NotImplementedError(
                 f"NSALabForCausalLM: {self.config.vocab_size} tokens are part of the architecture, and {new_num_tokens} "
                 "would be another one: train a model with model.vocab_size and data.tokenizer"
             )
-        return self.get_input_embeddings()
+        return self.model.embedding
 
     def forward(
         self,
@@ -281,7 +281,8 @@ class NSALabTokenizer(PreTrainedTokenizer):
     def _convert_token_to_id(self, token: str) -> int | None:
         if token == self.SEPARATOR:
             return ByteTokenizer.separator
-        return ord(token) if _is_byte(token) else self.unk_token_id
+        unknown: Any = self.unk_token_id
+        return ord(token) if _is_byte(token) else unknown
 
     def _convert_id_to_token(self, index: int) -> str:
         if not 0 <= index < self.vocab_size:

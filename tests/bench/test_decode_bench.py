@@ -114,3 +114,45 @@ def test_the_backends_pass(dtype, backend):
     device = torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
     found = decode.parity(decode.HeadSizes(12, 2, 64), NSAConfig(), dtype, device, backend)
     assert found["passed"], found
+
+
+def a_step(batch=2):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
+    return decode_operator.QueryStep(decode.HeadSizes(4, 2, 8), nsa, 97, batch, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_what_is_not_a_number_gets_no_speed(kind, monkeypatch):
+    honest = decode_operator.cached_attention
+    if kind == "nsa":
+        monkeypatch.setattr(decode_operator, "cached_attention", lambda *a, **k: honest(*a, **k) * float("nan"))
+    else:
+        ways = [("nan", lambda q, k, v: q * float("nan"))]
+        monkeypatch.setattr(decode_operator, "dense_attentions", lambda step: iter(ways))
+    (found, *_) = [one for one in decode_operator.contend(a_step(), "torch") if one.kind == kind]
+    assert found.note == decode_operator.FAILED and found.ms is None
+
+
+def test_without_parity_nsa_has_no_speed():
+    nsa, *dense = decode_operator.contend(a_step(), "torch", passed=False)
+    assert nsa.note == decode_operator.FAILED and nsa.ms is None and dense[0].ms > 0
+
+
+def test_what_a_kernel_that_runs_warns_of_is_still_said(monkeypatch):
+    def loud(q, k, v):
+        warnings.warn("slow here", UserWarning, stacklevel=1)
+        return decode_operator._plain_dense(q, k, v)
+
+    monkeypatch.setattr(decode_operator, "dense_attentions", lambda step: iter([("loud", loud)]))
+    monkeypatch.setattr(decode_operator, "turns_ms", lambda runs, device: dict.fromkeys(runs, 1.0))
+    with pytest.warns(UserWarning, match="slow here"):
+        decode_operator.contend(a_step(), "torch")
+
+
+def test_the_error_is_that_of_the_worst_sequence():
+    step = a_step(3)
+    inputs = step.sparse()
+    out = decode_operator.cached_attention(*inputs, step.nsa, backend="torch")
+    out[0] += 1.0
+    error, limit = decode_operator.errors(out, inputs, step.nsa, range(3))
+    assert error > 0.9 > limit

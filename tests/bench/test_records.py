@@ -82,3 +82,13 @@ def test_the_shares_on_the_page_are_those_of_the_record(name: str) -> None:
         for shape in dict.fromkeys(row["shape"] for row in rows):
             took = {(r["part"], r["by"]): r["forward_ms"] + (r["backward_ms"] or 0) for r in rows if r["shape"] == shape}
             assert f"{took['whole', 'triton'] / took['dense', by]:.3f}" in line, (shape, by)
+
+
+def test_one_record_that_does_not_stand_is_exit_code_3(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(records, "read", lambda file: {"name": file.name})
+    monkeypatch.setattr(records, "code_text", lambda one: "")
+    monkeypatch.setattr(records, "standing", lambda one: records.STANDS if one["name"] == "a" else "stale")
+    found = CliRunner().invoke(app, ["bench", "stands", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert found.exit_code == 3

@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 from nsa_lab.bench import curves, timing, train
 from nsa_lab.cli import app
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RunConfig
+from nsa_lab.data import Batch
+from nsa_lab.data.documents import documents_of
+from nsa_lab.model import NSATransformer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are measurements, not tests")
 
@@ -143,3 +146,19 @@ def test_what_is_compared_takes_its_steps_in_turns(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(train._Run, "warmed_up", Run)
     found = train.measure({"NSA": "a", "dense": "b"}, 20)
     assert taken == [("a", 5), ("b", 5)] * 4 and found == {"NSA": ("a", 2.5), "dense": ("b", 2.5)}
+
+
+def test_documents_of_a_row_are_counted_and_a_product_takes_two_n_cubed(monkeypatch):
+    tokens = torch.tensor([[255, 1, 2, 255, 3, 4, 255, 5], [255, 1, 1, 1, 1, 1, 1, 1]])
+    found = train._documents_per_row([Batch(tokens, tokens, None, documents_of(tokens.numpy(), 255))])
+    assert found == 2.0
+    monkeypatch.setattr(timing, "_clock_ms", lambda run, device: 1e3)
+    assert timing.product_flops_per_s(torch.device("cpu"), torch.float32) == 2 * 1024**3 * 3
+
+
+def test_flops_by_formula_and_as_computed_are_told_apart():
+    row = train.run_train_bench(((128, 2),), steps=4)["rows"][0]
+    assert row["dense"]["flops_6n"] == row["dense"]["flops_actual"]
+    flops = NSATransformer(train.CPU_MODEL).flops_per_token(128)
+    assert row["nsa"]["flops_6n"] / row["nsa"]["tokens_per_s"] == pytest.approx(flops["dense"])
+    assert row["nsa"]["flops_6n"] != row["nsa"]["flops_actual"]

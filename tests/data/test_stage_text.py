@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -138,3 +139,17 @@ def test_documents_of_a_step_are_told_without_planting_it(packing: str) -> None:
         assert found is not None and planted is not None
         assert [row.tolist() for row in found.rows] == [row.tolist() for row in planted.rows]
         assert crossed.documents(step) is None
+
+
+def test_what_is_told_of_a_step_is_of_its_own_stage() -> None:
+    """Where its sequences begin in the text, and the hash of what it reads: a diagnosis names them."""
+    stage = {"steps": 3, "seq_len": 16, "batch_size": 2, "lr": 1e-3}
+    text = np.random.default_rng(3).integers(0, 256, 60_000).astype(np.uint8)
+    train = TrainConfig(stages=[stage, {**stage, "seq_len": 32}])
+    found = StagedBatches(TokenStore([text]), train, DataConfig())
+    for step in range(6):
+        inputs, targets = found.batch(step)
+        for row, at in zip(inputs, found.positions(step), strict=True):
+            assert row.tolist() == text[at : at + len(row)].tolist()
+        whole = torch.cat([inputs, targets[:, -1:]], 1).numpy().astype("<i8")
+        assert found.hash(step) == hashlib.sha256(whole.tobytes()).hexdigest()[:16]

@@ -9,15 +9,20 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 from unpainted import unpainted
 
 from nsa_lab import cli, figures
-from nsa_lab.config import ConfigError, RunConfig
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RecallConfig, RunConfig
 from nsa_lab.data import prepare
 from nsa_lab.evaluate import FORMS, INTERVENTIONS, TASKS, evaluate_run, record
+from nsa_lab.evaluate.answers import stacked
+from nsa_lab.evaluate.interventions import intervene
+from nsa_lab.evaluate.retrieval import needles
+from nsa_lab.model import NSATransformer
 from nsa_lab.report import write_report
 from nsa_lab.runs import events, launch
 from nsa_lab.runs.evaluation import EVALUATION, UNFINISHED, read_evaluation, write_evaluation
@@ -80,10 +85,9 @@ def evaluated(run_dir: Path, place: Path, **settings: Any) -> dict[str, Any]:
         run_dir,
         depths=(0.0, 0.6),
         per_depth=1,
-        windows=3,
         device="cpu",
         builder=lambda *given: prepare(*given, cache=place / "shards"),
-        **{"intervened": 2, **settings},
+        **{"intervened": 2, "windows": 3, **settings},
     )
 
 
@@ -288,3 +292,38 @@ def test_two_evaluated_runs_are_compared(run_dir: Path, place: Path, evaluation:
     # Of two needles one is at depth 0, in the first block.
     assert chosen["far"]["asked"] == 1
     write_evaluation(run_dir, evaluation)
+
+
+def broken_off(run_dir: Path, place: Path, monkeypatch: pytest.MonkeyPatch, **asked: Any) -> None:
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(record, "intervene", lambda *_, **__: 1 / 0)
+        evaluated(run_dir, place, lengths=[330], **asked)
+
+
+@pytest.mark.slow
+def test_what_was_broken_off_is_not_taken_for_another_question(
+    run_dir: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other windows, other counts, or a text of other content."""
+    (place / "t.txt").write_text("ab" * 200)
+    texts = {"t": str(place / "t.txt")}
+    broken_off(run_dir, place, monkeypatch, texts=texts)
+    (place / "t.txt").write_text("ba" * 250)
+    found = evaluated(run_dir, place, lengths=[330], texts=texts, per_depth_at={330: 2})
+    assert found["texts"]["t"]["tokens"] == 501
+    assert {cell["sequences"] for cell in found["retrieval"]} == {2}
+    broken_off(run_dir, place, monkeypatch)
+    assert evaluated(run_dir, place, lengths=[330], windows=2)["positions"]["windows"] == 2
+
+
+SMALL = ModelConfig(
+    dim=32, n_layers=1, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, nsa=NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
+)
+
+
+def test_interventions_are_of_the_seed() -> None:
+    model, text = NSATransformer(SMALL, seed=0), np.random.default_rng(0).integers(97, 122, 5000)
+    recall = RecallConfig(value_length=4)
+    found = record._selection(record._Questions(model, text, recall, (0.0,), 1, {}, 0, 7), 330, 2, lambda line: None)
+    wanted = intervene(model, *stacked(needles(330, 2, recall, 7, text), torch.device("cpu")), seed=7)
+    assert [one["d_loss"] for one in found["interventions"]] == [one.d_loss for one in wanted]

@@ -17,7 +17,7 @@ from nsa_lab.data.recall import Asked, multi_query
 from nsa_lab.evaluate import loss_by_position, retrieval
 from nsa_lab.evaluate.answers import generated, stacked, teacher_forced
 from nsa_lab.evaluate.positions import octaves
-from nsa_lab.evaluate.retrieval import DEPTHS, FORMS, TASKS, _sequence, fits, needles
+from nsa_lab.evaluate.retrieval import DEPTHS, FORMS, TASKS, _sequence, fits, needles, spread_depths
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs.evaluation import found_at_depth
 
@@ -183,3 +183,24 @@ def test_what_was_asked_before_there_were_forms_is_asked_the_same() -> None:
         dice = np.random.default_rng([9, number, 700, 300, 2])
         ours, theirs = _sequence(task, 700, 0.3, 2, RecallConfig(), 9, TEXT), make(700, 0.3, RecallConfig(), dice, TEXT)
         assert np.array_equal(ours.tokens, theirs.tokens)
+
+
+SMALL = ModelConfig(
+    dim=32, n_layers=1, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, nsa=NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
+)
+
+
+def test_depths_are_spread_over_the_whole_length() -> None:
+    assert spread_depths(4) == [0.0, 0.2, 0.5, 0.7] and spread_depths(2) == [0.0, 0.5]
+
+
+def test_the_first_sequences_of_a_depth_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that they are the same ones, however many are asked."""
+    module, seen = importlib.import_module("nsa_lab.evaluate.retrieval"), []
+    monkeypatch.setattr(module, "generated", lambda model, asked: seen.extend(asked) or [True] * len(asked))
+    text = np.random.default_rng(0).integers(97, 122, 5000)
+    model, recall = NSATransformer(SMALL), RecallConfig(value_length=4)
+    how = {"tasks": ["needle"], "depths": [0.5], "per_depth": 3, "written_per_depth": 1, "recall": recall}
+    list(retrieval(model, text, [330], **how))
+    first = _sequence("needle", 330, 0.5, 0, recall, 0, text)
+    assert [list(one.tokens) for one in seen] == [list(first.tokens)]

@@ -428,3 +428,17 @@ def test_what_is_wrong_is_one_line(made: Make, command: Callable[..., Any], argu
     made("one", 0), dense(made, 0)
     code, out, err = command(*arguments)
     assert (code, out) == (2, "") and err.startswith("nsa-lab: ") and said in err and err.count("\n") == 1
+
+
+def test_a_named_run_is_of_the_named_model_alone(tmp_path: Path) -> None:
+    made = maker(tmp_path)
+    runs = [made("long", 0), made("long", 1)]
+    models = models_of(runs, {"mine": [runs[1]]}, lambda line: None)
+    assert [(model.name, [*model.runs]) for model in models] == [("mine", [1]), ("long", [0])]
+
+
+def test_of_two_dense_models_the_baseline_has_to_be_named(tmp_path: Path) -> None:
+    made = maker(tmp_path)
+    runs = [made("long", 0), made("twin", 0, model__attention="dense"), made("other", 0, model__attention="dense")]
+    with pytest.raises(ConfigError, match="2 of 3 models are dense"):
+        baseline_of(models_of(runs, {}, lambda line: None), None)

@@ -159,3 +159,70 @@ def test_the_readme_says_of_the_production_run_what_its_record_says() -> None:
     told = same_training(nsa, dense).text
     assert "+6.9%" in told and "+10.2%" in told and "6.9 % more parameters and 10 % more FLOPs" in text
     assert "1 seed (1337): 1 pair, so no interval" in compared([nsa, dense])[-1] and "it is one seed" in text
+
+
+def test_other_facts_in_the_text_are_other_batches(run: Make) -> None:
+    dense = run(data__source="recall", train__planted_share=0.5, model__attention="dense")
+    assert "different batches" in str(over_training(run(data__source="recall"), dense))
+
+
+def test_stages_that_change_at_another_step_are_other_batches(tmp_path: Path) -> None:
+    def staged(first: int) -> History:
+        stage = {"steps": first, "seq_len": 1024, "batch_size": 4, "lr": 1e-3}
+        stages = [stage, {**stage, "steps": 200 - first, "seq_len": 2048, "batch_size": 2}]
+        config = RunConfig.from_dict({**configuration().to_dict(), "train": {"stages": stages}})
+        return History.read(write_run(tmp_path / str(first), config))
+
+    assert "different batches" in str(over_training(staged(100), staged(60)))
+
+
+def test_two_dense_models_are_two_questions(run: Make) -> None:
+    nsa = [run(train__seed=seed) for seed in (1, 2)]
+    widths = ((1, 128), (2, 160))
+    dense = [run(train__seed=seed, model__attention="dense", model__mlp_hidden=width) for seed, width in widths]
+    found = over_seeds([*nsa, *dense])
+    assert len(found) == 2 and all("1 pair, so no interval" in str(one) for one in found)
+
+
+def test_windows_are_told_in_bits_per_byte_whatever_a_token_is(tmp_path: Path) -> None:
+    """`bpb` and `loss` of the evaluation say how many bytes a token has."""
+
+    def of(name: str, windows: list[float], **changes: Any) -> History:
+        def spoil(events: list[Event]) -> None:
+            for event in (event for event in events if event["kind"] == "eval"):
+                event["bpb"] = event["loss"] / math.log(2) / 4
+                event["window_losses"] = windows
+
+        return History.read(write_run(tmp_path / name, configuration(**changes), spoil))
+
+    nsa, dense = of("nsa", [1.0, 2.0, 3.0]), of("dense", [0.5, 1.6, 2.3], model__attention="dense")
+    assert over_windows(nsa, dense).mean == pytest.approx(1.6 / 3 / math.log(2) / 4)
+
+
+def test_seeds_are_compared_at_their_last_evaluation(tmp_path: Path, run: Make) -> None:
+    """Not at their best: what rises at the end has risen."""
+
+    def rises(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] in ("step", "eval"):
+                event["loss"] = event["bpb"] * math.log(2)
+        [event for event in events if event["kind"] == "eval"][-1]["bpb"] += 1.0
+
+    runs = [History.read(write_run(tmp_path / f"r{seed}", configuration(train__seed=seed), rises)) for seed in (1, 2)]
+    (found,) = over_seeds([*runs, *(run(train__seed=seed, model__attention="dense") for seed in (1, 2))])
+    assert found.mean == pytest.approx(1.0)
+
+
+def test_a_run_that_changed_its_text_is_no_twin(tmp_path: Path) -> None:
+    def of(name: str, *texts: str, **changes: Any) -> History:
+        def spoil(events: list[Event]) -> None:
+            events[0]["data_identity"] = texts[0]
+            if len(texts) > 1:
+                middle = next(i for i, e in enumerate(events) if e["step"] == 100 and e["kind"] == "checkpoint")
+                more = {"kind": "resume", "attempt": 2, "step": 100, "from_step": 100, "data_identity": texts[1]}
+                events.insert(middle + 1, {**events[0], **more})
+
+        return History.read(write_run(tmp_path / name, configuration(**changes), spoil))
+
+    verdict = same_training(of("nsa", "a" * 64, "b" * 64), of("dense", "b" * 64, model__attention="dense"))
+    assert verdict.ok is False and "the data" in verdict.text

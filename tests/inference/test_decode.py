@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.decoding import launch
-from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 from nsa_lab.inference import Decoder, cache, decode, memory, recorded
 from nsa_lab.inference.recorded import RecordedStep
 from nsa_lab.model import NSATransformer
@@ -402,5 +402,18 @@ def test_a_batch_that_does_not_fit_says_how_many_would(monkeypatch: pytest.Monke
     each = memory.sequence_bytes(model.config, 100, 8)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 3 * each + 1)
     Decoder(model, 100, batch=3)
-    with pytest.raises(ValueError, match=r"a cache of 4 sequences of 100 tokens takes .*; 3 would fit"):
+    with pytest.raises(ConfigError, match=r"a cache of 4 sequences of 100 tokens takes .*; 3 would fit: give 3 sequences"):
         Decoder(model, 100, batch=4)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: each - 1)
+    with pytest.raises(ConfigError, match="0 would fit: give fewer tokens"):
+        Decoder(model, 100)
+
+
+def test_what_fits_is_what_the_weights_leave_and_an_indexer_is_read() -> None:
+    config = ModelConfig()
+    each = memory.sequence_bytes(config, 8192, 2)
+    said = memory.decoding_text(config, each, 5 * each, [8192]).splitlines()
+    (line,) = [line for line in said if line.strip().startswith("8,192")]
+    assert " 3 " in line, "two caches' worth are weights, of 2 bytes each"
+    more = memory.read_bytes(ModelConfig(selection_loss=0.1, indexer_block=16), 8192, 2)
+    assert more - memory.read_bytes(config, 8192, 2) == 12 * (8192 // 16) * 2 * 64 * 2

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from tiny_models import GEOMETRY, tiny
 from torch import Tensor
 
-from nsa_lab.config import ConfigError
+from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.inference import generate, hf
 from nsa_lab.model import NSATransformer
 
@@ -140,7 +140,9 @@ def test_documents_in_one_row_are_documents_alone(model: hf.NSALabForCausalLM) -
     found = model(**batch)
     alone = [model(torch.tensor([text])).logits for text in texts]
     assert torch.equal(found.logits, torch.cat(alone, 1)) or (found.logits - torch.cat(alone, 1)).abs().max() < 1e-5
-    targets = [(logits[0, :-1], torch.tensor(text[1:], dtype=torch.int64)) for logits, text in zip(alone, texts, strict=True)]
+    targets = [
+        (logits[0, :-1], torch.tensor(text[1:], dtype=torch.int64)) for logits, text in zip(alone, texts, strict=True)
+    ]
     losses = torch.cat([torch.nn.functional.cross_entropy(a, b, reduction="none") for a, b in targets])
     torch.testing.assert_close(found.loss.double(), losses.mean(), rtol=1e-5, atol=1e-6)
     tokens = torch.tensor([texts[0], texts[0]])
@@ -265,3 +267,47 @@ def test_a_folder_names_the_code_that_loads_it(run_dir: Path, tmp_path: Path) ->
     environment = {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "PATH": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_of_padded_rows_is_that_of_their_tokens(
+    model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, side: str
+) -> None:
+    batch = padded(tokenizer, side)
+    # A first token is no target; behind padding it would be one, of logits that mean nothing.
+    labels = batch["input_ids"].masked_fill(batch["input_ids"] == 255, -100)
+    rows = [tokenizer(text, return_tensors="pt")["input_ids"] for text in PROMPTS]
+    told = [torch.nn.functional.cross_entropy(model(row).logits[0, :-1], row[0, 1:], reduction="none") for row in rows]
+    assert model(**batch, labels=labels).loss.item() == pytest.approx(torch.cat(told).mean().item())
+
+
+def test_a_cache_that_is_reset_has_forgotten(model: hf.NSALabForCausalLM) -> None:
+    tokens = torch.randint(0, 255, (1, 20), generator=torch.Generator().manual_seed(0))
+    first = model(tokens, use_cache=True)
+    first[hf.CACHE].reset()
+    assert first[hf.CACHE].get_seq_length() == 0
+    assert torch.equal(model(tokens, cache=first[hf.CACHE]).logits, first.logits)
+
+
+def test_a_tuple_begins_with_the_loss_and_a_pair_has_two_separators(
+    model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer
+) -> None:
+    tokens = torch.randint(0, 255, (1, 12), generator=torch.Generator().manual_seed(0))
+    loss, logits = model(tokens, labels=tokens, return_dict=False)
+    assert loss.ndim == 0 and logits.shape == (1, 12, 256)
+    assert tokenizer("a", "b")["input_ids"] == [255, 97, 255, 98]
+
+
+def test_the_step_that_is_asked_for_is_exported_as_its_stage_has_it(tmp_path: Path) -> None:
+    stage = {"steps": 100, "seq_len": 1024, "batch_size": 4, "lr": 1e-3}
+    stages = [stage, {**stage, "rope_theta": 500_000.0}]
+    config = RunConfig.from_dict({**configuration().to_dict(), "train": {"stages": stages}})
+    run_dir = write_run(tmp_path, config)
+    states = {step: NSATransformer(config.model, seed=step).state_dict() for step in (100, 200)}
+    for step, base in ((100, config.model.rope_theta), (200, 500_000.0)):
+        write_checkpoint(run_dir, step, save(states[step]))
+        out = hf.export(run_dir, tmp_path / f"out{step}", step=step)
+        found = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert torch.equal(found.model.head.weight, states[step]["head.weight"]) and found.model.config.rope_theta == base
+    first = transformers.AutoModelForCausalLM.from_pretrained(hf.export(run_dir, tmp_path / "again", step=100))
+    assert torch.equal(first.model.head.weight, states[100]["head.weight"]), "though a newer one is there"

@@ -22,6 +22,7 @@ from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import prepare
 from nsa_lab.evaluate import evaluate_run
 from nsa_lab.inference import NoCheckpoint, generate, load_model, ship
+from nsa_lab.inference.shipping import new_folder
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory, evaluation, launch, names
 from nsa_lab.runs.directory import RunDirectoryError
@@ -231,3 +232,12 @@ def test_an_interval_of_nothing_is_refused() -> None:
     for right, asked in ((0, 0), (3, 2), (-1, 2)):
         with pytest.raises(ValueError, match=f"right = {right} of {asked}"):
             wilson(right, asked)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_where_no_folder_can_be_nothing_is_left(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ConfigError, match=r"no folder to write the model to .*; name another"):
+        new_folder(tmp_path / place)
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"] and (tmp_path / "file").read_text() == "kept"
+    assert new_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b" and len([*tmp_path.iterdir()]) == 1

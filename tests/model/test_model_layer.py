@@ -20,6 +20,7 @@ from nsa_lab.attention import Span, reference, torch_backend
 from nsa_lab.config import NSAConfig
 from nsa_lab.model import NSATransformer, NSAttention, SparseAttention, rotary_at, rotary_table
 from nsa_lab.model import attention as layers_module
+from nsa_lab.model.layers import check_span
 
 PHIS = ["avg", "linear", "mlp", "pool"]
 LENGTHS = (0, 21, 1, 40, 7, 0, 9)
@@ -374,3 +375,9 @@ def test_a_step_launches_as_much_for_forty_documents_as_for_two(
             (loss + model.auxiliary_loss()).backward()
         counts.append(launches.count)
     assert counts[1] == counts[2]
+
+
+@pytest.mark.parametrize("tokens", [10, 30])
+def test_a_span_of_another_input_is_refused(tokens: int) -> None:
+    with pytest.raises(ValueError, match="give the span of this input"):
+        check_span(Span.full(tokens), 20)

@@ -220,3 +220,9 @@ def test_any_depth_trains(layers: int) -> None:
     model = NSATransformer(config, seed=0)
     loss_of(model, tokens_of(config, 33)).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_gates_start_as_xavier_has_it() -> None:
+    model = NSATransformer(ModelConfig(dim=512, n_layers=1, n_heads=16, d_k=16, d_v=16), seed=0)
+    weight = model.blocks[0].attention.gate.weight
+    assert weight.std().item() == pytest.approx((2 / sum(weight.shape)) ** 0.5, rel=0.05)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import fake_run
 import pytest
 
 from nsa_lab.config import RunConfig, TrainConfig
-from nsa_lab.runs.history import History
+from nsa_lab.runs.history import History, facts, training_seconds
 from nsa_lab.runs.summary import guards_of, settings_of, shown_facts
 
 HALTS = "halts on a number that is not finite"
@@ -53,3 +54,35 @@ def test_a_loss_that_was_read_before_the_first_step_alone_has_not_come_from_anyw
     assert told["training, bits per byte"] == "58,690.294"
     whole = dict(shown_facts(History.read(fake_run.write_run(tmp_path / "whole"))))
     assert "→" in whole["validation, bits per byte"]
+
+
+STAGES = [
+    {"steps": 100, "seq_len": 1024, "batch_size": 4, "lr": 1e-3},
+    {"steps": 100, "seq_len": 2048, "batch_size": 2, "lr": 1e-3},
+]
+
+
+def of_stages(folder: Path, spoil: Any) -> History:
+    train = {"stages": STAGES, "log_every": 10, "eval_every": 50, "save_every": 100}
+    config = RunConfig.from_dict({**fake_run.configuration().to_dict(), "train": train})
+    return History.read(fake_run.write_run(folder, config, spoil))
+
+
+def test_the_first_step_of_a_stage_says_nothing_of_the_pace(tmp_path: Path) -> None:
+    """It compiles, or captures a graph."""
+
+    def spoil(events: list[fake_run.Event]) -> None:
+        at = next(i for i, event in enumerate(events) if event["kind"] == "step" and event["step"] == 110)
+        events.insert(at, {**events[at], "step": 101, "dt_s": 60.0})
+
+    steps, seconds = training_seconds(of_stages(tmp_path, spoil))
+    assert 101 not in steps and seconds[-1] == 100.0
+
+
+def test_the_speed_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
+    def spoil(events: list[fake_run.Event]) -> None:
+        for event in events:
+            if event["kind"] == "step":
+                event["tokens_per_s"] = 1000.0 if event["step"] <= 100 else 400.0
+
+    assert facts(of_stages(tmp_path, spoil)).tokens_per_s == 400.0

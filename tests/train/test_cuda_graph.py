@@ -331,3 +331,23 @@ def test_other_documents_differ_in_much_of_the_text() -> None:
         span = Span.packed(bounds, capacity, 2048)
         moved = span.positions(CPU) != other_documents(span).positions(CPU)
         assert moved.float().mean() >= 0.4
+
+
+def test_memory_that_does_not_suffice_is_no_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(run: Any, pool: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(cuda_graph, "on_a_side_stream", lambda device: nullcontext())
+    monkeypatch.setattr(cuda_graph, "record", full)
+    weight, tokens = torch.zeros(2, requires_grad=True), torch.zeros(1, 4, dtype=torch.int64)
+    graphs = cuda_graph.GraphedGradients(lambda batch, spans: weight.sum()[None].detach(), [weight], torch.device("cpu"))
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs(Batch(tokens, tokens), [None], StageConfig())
+
+
+def test_every_number_that_a_step_tells_is_held_against_a_plain_pass() -> None:
+    tokens, grads = torch.zeros(1, 4, dtype=torch.int64), [torch.ones(3)]
+    told = torch.tensor([2.0, 0.5]), grads
+    step = cuda_graph.CapturedStep(Batch(tokens, tokens), [None], lambda: None, torch.tensor([2.0, 0.7]), grads)
+    with pytest.raises(ConfigError, match=r"a step's loss is 0\.4"):
+        cuda_graph._check(step, told, told)

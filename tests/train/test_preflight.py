@@ -21,6 +21,7 @@ from nsa_lab.train.parts import Builders, Parts, assemble
 from nsa_lab.train.plan import plan
 from nsa_lab.train.preflight import checks
 from nsa_lab.train.preflight.check import Check
+from nsa_lab.train.preflight.parity import _compare
 
 Tiny = Callable[..., RunConfig]
 
@@ -246,3 +247,23 @@ def test_a_run_that_fails_a_check_does_not_start(
     run_dir = launch.create_run(tiny(), tmp_path)
     assert train(run_dir, builders=replace(builders, model=blind)) == directory.EXIT_HALTED
     assert "blocks.0.mlp.up.weight" in directory.read_status(run_dir)["reason"]
+
+
+def summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q * k).cumsum(1) * v
+
+
+def test_what_is_not_a_number_is_the_worst_error() -> None:
+    inputs = tuple(torch.randn(1, 8, 1, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    found = _compare(lambda *x: summed(*x) * float("nan"), summed, inputs)
+    assert set(found.values()) == {float("inf")}
+
+
+@pytest.mark.parametrize(("place", "name"), [(0, "gradient of q"), (1, "gradient of k"), (2, "gradient of v")])
+def test_the_gradient_that_is_wrong_is_named(place: int, name: str) -> None:
+    inputs = tuple(torch.randn(1, 8, 1, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+    def wrong(*x: Tensor) -> Tensor:
+        return summed(*(2 * one - one.detach() if i == place else one for i, one in enumerate(x)))
+
+    assert [one for one, ratio in _compare(wrong, summed, inputs).items() if ratio > 1] == [name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from staged import staged as of_stages
 
 from nsa_lab.config import ConfigError, RunConfig, StageConfig, TrainConfig
 from nsa_lab.data import Batches, StagedBatches
@@ -260,3 +262,25 @@ def test_a_stage_that_cannot_be_graphs_is_named(runtime: dict[str, Any]) -> None
     stages = [STAGES[0], {**STAGES[1], "cuda_graph": True}]
     with pytest.raises(ConfigError, match=r"train\.stages\.1\.cuda_graph.*set .*to false"):
         RunConfig.from_dict({"train": {"stages": stages}, "runtime": runtime})
+
+
+def test_a_reading_over_two_stages_counts_the_tokens_of_each(
+    tiny: Callable[..., RunConfig], tmp_path: Path, train: Callable[..., int]
+) -> None:
+    stages = [
+        {"steps": 4, "seq_len": 16, "batch_size": 2, "lr": 1e-3},
+        {"steps": 2, "seq_len": 64, "batch_size": 2, "lr": 1e-3},
+    ]
+    run_dir = launch.create_run(of_stages(tiny(), stages, log_every=100, stats_every=100), tmp_path)
+    assert train(run_dir) == 0
+    one, five, *_ = events.steps(events.read_events(run_dir))
+    assert (one["step"], five["step"]) == (1, 5)
+    assert five["tokens_per_s"] * five["dt_s"] * 4 == pytest.approx(3 * 32 + 128)
+
+
+def test_norms_of_layers_are_those_before_clipping(new_run: Callable[..., Path], train: Callable[..., int]) -> None:
+    run_dir = new_run(grad_clip=1e-3, stats_every=1, log_every=1, steps=2, warmup_steps=0)
+    assert train(run_dir) == 0
+    for step in events.steps(events.read_events(run_dir)):
+        layers = math.hypot(*step["grad_norm_layers"])
+        assert 0.05 * step["grad_norm"] < layers <= 1.001 * step["grad_norm"], "clipped they would be 1e-3"

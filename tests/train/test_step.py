@@ -206,3 +206,11 @@ def test_weights_of_one_are_no_weights_but_for_rounding(tiny: Tiny) -> None:
         step = stepper(tiny())[2]
         results.append(step.step(*batch(), 1e-3, nothing, weights=weights)[:4])
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)
+
+
+def test_adamw_and_checkpointing_are_as_the_configuration_has_them(tiny: Callable[..., RunConfig]) -> None:
+    config = tiny(beta1=0.8, beta2=0.7, eps=1e-3, runtime={"device": "cpu", "gradient_checkpointing": True})
+    model = build_model(config, torch.device("cpu"))
+    assert model.gradient_checkpointing
+    for group in make_optimizer(model, config.train).param_groups:
+        assert (group["betas"], group["eps"]) == ((0.8, 0.7), 1e-3)

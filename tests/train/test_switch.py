@@ -291,3 +291,10 @@ def test_blocks_keep_what_every_stage_compiles(compiler: CompileCounter) -> None
         return compiler.frame_count - before
 
     assert [compiled(stages) for stages in (1, 2, 3)] == [16, 32, 39]
+
+
+def test_the_last_step_may_be_the_first_of_its_room() -> None:
+    text = np.random.default_rng(3).integers(0, 256, 60_000).astype(np.uint8)
+    config = TrainConfig(steps=9, seq_len=32, batch_size=2, lr=1e-3)
+    batches = StagedBatches(TokenStore([text]), config, DataConfig(documents="mask"), 255)
+    assert first_of_each_room(batches, config, 1, 9) == [9]

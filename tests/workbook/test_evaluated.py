@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from fake_evaluation import maker
 from IPython.display import Image, Markdown
 
 from nsa_lab.config import ConfigError
-from nsa_lab.figures import difference_by_position, retrieval_maps
+from nsa_lab.figures import difference_by_position, loss_by_position, retrieval_map, retrieval_maps
 from nsa_lab.runs.evaluation import found_at_depth
 from nsa_lab.workbook import evaluated as module
 from nsa_lab.workbook.evaluated import EvaluatedModels, evaluated
@@ -127,3 +128,33 @@ def test_an_interval_over_seeds_does_not_press_the_others_flat(tmp_path: Path) -
     wide = [replace(place, over_seeds=(-50.0, 50.0)) for place in text.places]
     (axes,) = difference_by_position(replace(text, places=wide)).axes
     assert max(map(abs, axes.get_ylim())) < 10
+
+
+def test_loss_by_position_is_drawn_in_bits_with_its_errors() -> None:
+    octaves = [{"first": 0, "last": 256, "loss": 2 * math.log(2), "error": 0.5 * math.log(2)}]
+    (axes,) = loss_by_position({"run": "r", "positions": {"windows": 4, "length": 256, "octaves": octaves}}).axes
+    low, high = axes.containers[0][2][0].get_segments()[0][:, 1]
+    assert (low, high) == pytest.approx((1.5, 2.5))
+
+
+def test_an_interval_that_is_not_symmetric_is_drawn_as_it_is(tmp_path: Path) -> None:
+    make = maker(tmp_path)
+    for seed in range(3):
+        make("long", seed)
+        make("twin", seed, model__attention="dense")
+    (text,) = [text for text in evaluated(["long-*", "twin-*"], outputs=str(tmp_path)).found.texts if text.text == "long"]
+    places = [replace(p, over_windows=(p.difference - 0.1, p.difference + 0.3)) for p in text.places]
+    (axes,) = difference_by_position(replace(text, places=places)).axes
+    octave = next(p for p in places if p.place[0].isdigit())
+    low, high = axes.containers[0][2][0].get_segments()[0][:, 1]
+    assert (low, high) == pytest.approx(octave.over_windows)
+
+
+def test_a_share_is_over_all_facts_and_depth_1_is_at_the_question() -> None:
+    cell = {"task": "needle", "length": 260, "depth": 0.5}
+    few = {**cell, "sequences": 10, "answers": 10, "right": 10, "right_at_depth": 10}
+    many = {**cell, "sequences": 40, "answers": 40, "right": 0, "right_at_depth": 0}
+    axes = retrieval_maps({"long": [few, many]}, ["needle"]).axes[0]
+    assert axes.images[0].get_array()[0, 0] == 0.2 and axes.texts[0].get_text() == "20%"
+    axes = retrieval_map({"run": "r", "step": 1, "retrieval": [few]}).axes[0]
+    assert axes.get_ylabel() == "depth of the fact (1: at the question)"
