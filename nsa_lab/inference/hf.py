@@ -210,9 +210,9 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
             raise TypeError("NSALabForCausalLM.forward reads tokens, and no inputs_embeds=: give input_ids=")
         if wanted := [name for name in ("output_hidden_states", "output_attentions") if unread.get(name)]:
             raise NotImplementedError(f"NSALabForCausalLM.forward gives logits and no more: leave out {wanted[0]}=")
-        mask = None if attention_mask is None else _checked(attention_mask, input_ids)
-        order = None if mask is None else _tokens_first(mask)
-        span = _documents(input_ids, mask if order else None, cache is not None or bool(use_cache), unread)
+        mask = None if attention_mask is None else _padding(attention_mask, input_ids)
+        order = None if mask is None else _Order(mask)
+        span = _documents(input_ids, mask, cache is not None or bool(use_cache), unread)
         if cache is not None and not isinstance(cache, NSALabCache):
             raise TypeError(
                 f"NSALabForCausalLM.forward keeps what it read in an NSALabCache, and was given a {type(cache).__name__}; "
@@ -298,8 +298,8 @@ class NSALabTokenizer(PreTrainedTokenizer):
         return ()
 
 
-def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
-    """The columns of a mask that belong to `tokens`. Raises ValueError where it is no mask of these."""
+def _padding(mask: Tensor, tokens: Tensor) -> Tensor | None:
+    """The columns of a mask that belong to `tokens`; None where none is padding. Raises ValueError for no mask of these."""
     rows, columns = tokens.shape
     if mask.ndim != 2 or len(mask) != rows or mask.shape[1] < columns:
         raise ValueError(
@@ -307,9 +307,11 @@ def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
             f"{tuple(mask.shape)}; masks of pairs of positions are not taken: give documents by position_ids="
         )
     mask = mask[:, -columns:]
-    if not bool((mask.eq(0) | mask.eq(1)).all()):
+    # Both are asked at once: every step of a generation waits for the answer.
+    valid, whole = torch.stack([(mask.eq(0) | mask.eq(1)).all(), mask.eq(1).all()]).tolist()
+    if not valid:
         raise ValueError("attention_mask: expected 1 for a token and 0 for padding, and it has other values")
-    return mask
+    return None if whole else mask
 
 
 def _documents(tokens: Tensor, mask: Tensor | None, cached: bool, given: Mapping[str, Any]) -> Span | None:
@@ -355,11 +357,6 @@ class _Order:
         self.rows = mask.bool().logical_not().byte().argsort(dim=1, stable=True)
         self.back = self.rows.argsort(dim=1)
         self.counts = [int(count) for count in mask.bool().sum(1).tolist()]
-
-
-def _tokens_first(mask: Tensor) -> _Order | None:
-    """None where there is no padding."""
-    return None if bool(mask.all()) else _Order(mask)
 
 
 def _padded(logits: Tensor, columns: int) -> Tensor:
