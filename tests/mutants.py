@@ -164,6 +164,7 @@ OTHERS = {
     "bench.attention": ["tests/bench/test_records.py", "tests/bench/test_attention_bench.py"],
     "bench.attention_parity": ["tests/bench/test_attention_bench.py"],
     "bench.tune": ["tests/bench/test_tune.py"],
+    "bench.timing": cases("bench/test_train_bench.py", "a_product_that_was_disturbed_once_does_not_set_the_rate"),
     "bench.attention_limits": ["tests/bench/test_attention_limits.py"],
     "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
     "workbook.beside": ["tests/workbook/test_beside.py"],
@@ -1719,6 +1720,18 @@ MUTANTS = [
         "bench.attention_limits",
         "2 * (q + kv) + more + 2 * out + lse",
         "2 * (q + kv) + more + out + lse",
+    ),
+    Mutant(
+        "limits: a share above one is told as any other",
+        "bench.attention_limits",
+        'limit["share"] > 1 for',
+        'limit["share"] > 10 for',
+    ),
+    Mutant(
+        "limits: a disturbed turn sets the rate of a product",
+        "bench.timing",
+        "/ min(_clock_ms(turn, device)",
+        "/ max(_clock_ms(turn, device)",
     ),
     Mutant(
         "limits: memory sets no limit",

@@ -118,7 +118,8 @@ def with_limits(rows: Sequence[Row], shapes: Mapping[str, Shape], nsa: NSAConfig
 
 
 def table(rows: Sequence[Row], rates: Rates) -> Table:
-    """Each part's time, the least that it could take, and what share of the limit that is."""
+    """Each part's time, the least that it could take, and what share of the limit that is. Says so where a share is above
+    one: then the rates are too low."""
     memory = f", {rates.bytes / 1e12:.1f} TB/s" if rates.bytes else ""
     found = Table(title=f"Share of what the device allows: {rates.flops / 1e12:.4g} TFLOP/s{memory}")
     columns = ("shape", "part", "by", "forward", "least", "share", "set by", "backward", "least", "share", "set by")
@@ -132,6 +133,8 @@ def table(rows: Sequence[Row], rates: Rates) -> Table:
                 [number(limit["least_ms"]), f"{limit['share']:.0%}", limit["by"]] if limit else [""] * 3
             )
         found.add_row(*cells, style="bold" if row.part == "whole" else None)
+    if any(limit["share"] > 1 for row in rows for limit in row.limits.values()):
+        found.caption = "A share above 100 %: the device allows more than was measured; no share here is to be believed."
     return found
 
 

@@ -130,12 +130,16 @@ def _time_graph(run: Callable[[], object]) -> float:
 
 
 def product_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product here: 8,192 wide on a GPU, 1,024 on a CPU."""
+    """FLOP/s of a large matrix product here: 8,192 wide on a GPU, 1,024 on a CPU. The best of `ROUNDS` turns, since what
+    disturbs one (a library that loads, a card that wakes up) only ever makes it slower."""
     n, times = (8192, 20) if device.type == "cuda" else (1024, 3)
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    for _ in range(3):
-        torch.mm(a, b)
-    return 2 * n**3 * times * 1e3 / _clock_ms(lambda: [torch.mm(a, b) for _ in range(times)], device)
+    a, b, product = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(3))
+
+    def turn() -> None:
+        for _ in range(times):
+            torch.mm(a, b, out=product)
+
+    return 2 * n**3 * times * 1e3 / min(_clock_ms(turn, device) for _ in range(ROUNDS))
 
 
 def memory_bytes_per_s(device: torch.device) -> float | None:

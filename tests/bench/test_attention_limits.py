@@ -80,6 +80,14 @@ def test_a_share_is_of_what_was_taken():
     assert row.limits["backward"]["share"] == pytest.approx(0.5 * 2.5 / 4)
 
 
+@pytest.mark.parametrize("factor, told", [(0.99, False), (1.01, True)])
+def test_a_share_above_all_that_there_is_is_told(factor, told):
+    row = Row("70x2 H4 G2 d48/16", "dense", "SDPA", 1.0, None)
+    rates = Rates(work_of("dense", SHAPE, NSA, 2)[0].flops * 1e3 / factor, None)
+    rows = limits.with_limits([row], {row.shape: SHAPE}, NSA, 2, rates)
+    assert ("above 100 %" in str(limits.table(rows, rates).caption)) == told
+
+
 @pytest.mark.parametrize("shape", [SHAPE, Shape(2048, 8), Shape(32768, 1, 64, 4, 128)], ids=str)
 def test_the_name_of_a_shape_is_read_again(shape):
     assert parse_told(str(shape)) in (shape, Shape(shape.T, shape.B, shape.H, shape.G, shape.D, shape.values))
