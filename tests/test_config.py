@@ -251,6 +251,15 @@ def test_overrides_are_read_as_yaml_and_checked_like_a_file(tmp_path: Path) -> N
     assert sections == {"train": {"steps": 1}}
 
 
+def test_nothing_in_place_of_a_section_is_refused_and_a_mapping_is_merged() -> None:
+    """`-p model=` would have dropped what the file says of the model, without a word."""
+    sections = {"name": "x", "model": {"dim": 64}}
+    with pytest.raises(ConfigError, match=r"^model: expected a key .* model\.key=value; found nothing$"):
+        apply_overrides(sections, dict([parse_override("model=")]))
+    assert apply_overrides(sections, {"model": {}}) == sections
+    assert apply_overrides(sections, {"data": None}) == sections | {"data": None}
+
+
 @pytest.mark.parametrize(("text", "words"), [("- 1\n", "mapping"), ("a: [\n", "not YAML"), ("3\n", "mapping")])
 def test_a_file_that_is_no_configuration_says_so(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"

@@ -204,7 +204,10 @@ def _read_yaml(text: str) -> Any:
 
 
 def apply_overrides(sections: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `sections` with dotted keys set: `{"nsa.l": 16}`; a value may itself be a mapping, merged in."""
+    """A copy of `sections` with dotted keys set: `{"nsa.l": 16}`; a value may itself be a mapping, merged in.
+
+    Raises `ConfigError` for a key below what is no section, and for nothing in place of a whole section.
+    """
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in sections.items()}
     for dotted, value in overrides.items():
         section, _, key = dotted.partition(".")
@@ -214,6 +217,8 @@ def apply_overrides(sections: dict[str, Any], overrides: dict[str, Any]) -> dict
             merged[section][key] = value
         elif isinstance(value, dict):
             merged[section] = {**(merged.get(section) or {}), **value}
+        elif value is None and isinstance(merged.get(section), dict):
+            raise ConfigError(f"{section}: expected a key of it and its value, as in {section}.key=value; found nothing")
         else:
             merged[section] = value
     return merged

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from pathlib import Path
 
-from nsa_lab.config import project_root
+from nsa_lab.config import DataConfig, project_root
 
 
 def cache_folder() -> Path:
@@ -21,3 +23,23 @@ def candidates(path: str) -> list[Path]:
     root = project_root()
     places = [root / given] if root else []
     return list(dict.fromkeys([*places, Path.cwd() / given]))
+
+
+def settled(data: DataConfig) -> DataConfig:
+    """The same text and tokenizer for a process that stands elsewhere: what the working directory alone has, absolute.
+
+    A notebook is executed in the project's folder, and a run is resumed from anywhere.
+    """
+    given = {"path": data.path, "tokenizer": None if data.tokenizer == "byte" else data.tokenizer}
+    return data.model_copy(update={key: _absolute(path) for key, path in given.items() if path})
+
+
+def _absolute(path: str) -> str:
+    *before, last = candidates(path)
+    if Path.cwd() == project_root() or any(map(_stands_for_something, before)) or not _stands_for_something(last):
+        return path
+    return str(last)
+
+
+def _stands_for_something(place: Path) -> bool:
+    return os.path.exists(place) or bool(glob.glob(str(place), recursive=True))

@@ -13,6 +13,7 @@ from nsa_lab.runs import directory
 from nsa_lab.runs.directory import RunDirectoryError
 
 LATEST = "latest"
+NAMED = 6  # names that a refusal tells of, at most
 SMOKE_NOTEBOOK, PRODUCTION_NOTEBOOK = "03_smoke_training", "04_production_run"
 # Models that ship with the package, each laid out as a run with one checkpoint.
 MODELS = Path(__file__).parents[1] / "models"
@@ -29,8 +30,14 @@ def outputs_folder(outputs: Path | None = None) -> Path:
 
 
 def load_config(name: str, overrides: list[str]) -> RunConfig:
-    """`params/<name>.yaml`, or the file of that path, with `section.key=value` overrides. Raises `ConfigError`."""
-    return RunConfig.from_yaml(params_file(name), dict(parse_override(text) for text in overrides))
+    """`params/<name>.yaml`, or the file of that path, with `section.key=value` overrides. Raises `ConfigError`.
+
+    A path that means something in the working directory alone is made absolute, since the run is trained elsewhere.
+    """
+    from nsa_lab.data.paths import settled
+
+    config = RunConfig.from_yaml(params_file(name), dict(parse_override(text) for text in overrides))
+    return config.model_copy(update={"data": settled(config.data)})
 
 
 def params_file(name: str) -> Path:
@@ -85,8 +92,7 @@ def find_run(run: str, outputs: Path) -> Path:
         return matching[0]
     if matching:
         raise RunDirectoryError(
-            f"{run!r} begins the names of {len(matching)} runs; say which: "
-            + ", ".join(path.name for path in matching[-5:])
+            f"{run!r} begins the names of {len(matching)} runs; say which: {_told([path.name for path in matching])}"
         )
     instead = _instead(run, [path.name for path in there], "no run was made yet: nsa-lab run smoke")
     raise RunDirectoryError(f"{run!r}: no such run in {outputs}; {instead}")
@@ -148,4 +154,9 @@ def _instead(name: str, known: list[str], none: str) -> str:
     if not known:
         return none
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there is {', '.join(known[-6:])}"
+    return f"did you mean {near[0]}?" if near else f"there is {_told(known)}"
+
+
+def _told(names: list[str]) -> str:
+    """The last of these names, and how many more there are."""
+    return ", ".join(names[-NAMED:]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

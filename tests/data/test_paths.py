@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab.config import project_root
-from nsa_lab.data.paths import cache_folder
+from nsa_lab.config import DataConfig, project_root
+from nsa_lab.data.paths import cache_folder, settled
 from nsa_lab.runs import names
 
 
@@ -31,3 +31,43 @@ def test_a_broken_pyproject_of_somebody_else_is_passed_over(tmp_path: Path, monk
     (tmp_path / "pyproject.toml").write_text("not toml [")
     monkeypatch.chdir(tmp_path)
     assert project_root() != tmp_path
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A project with a text and a folder outside of it, the working directory, with another."""
+    project, here = tmp_path / "project", tmp_path / "here"
+    for folder, text in ((project, "theirs.txt"), (here, "mine.txt"), (project, "both.txt"), (here, "both.txt")):
+        folder.mkdir(exist_ok=True)
+        (folder / text).write_text("text")
+    monkeypatch.setattr("nsa_lab.data.paths.project_root", lambda: project)
+    monkeypatch.chdir(here)
+    return project, here
+
+
+def test_a_path_of_the_working_directory_alone_is_kept_as_an_absolute_one(elsewhere: tuple[Path, Path]) -> None:
+    """`nsa-lab run NAME -p data.path=mine.txt` outside of the project looked for it below the project, after it began."""
+
+    def kept(path: str) -> str | None:
+        return settled(DataConfig(source="local", path=path, tokenizer="tokens.json")).path
+
+    _, here = elsewhere
+    assert kept("mine.txt") == str(here / "mine.txt") and kept("m*.txt") == str(here / "m*.txt")
+    for path in ("theirs.txt", "both.txt", "nowhere.txt", str(here / "mine.txt"), "x" * 300):
+        assert kept(path) == path, "what the project has comes first, and what is nowhere is refused by its own name"
+    (here / "tokens.json").write_text("{}")
+    data = settled(DataConfig(tokenizer="tokens.json"))
+    assert (data.path, data.tokenizer) == (None, str(here / "tokens.json"))
+    (here / "byte").write_text("")
+    assert settled(DataConfig()) == DataConfig()
+
+
+def test_in_the_project_a_path_stays_relative_and_without_one_none_does(
+    elsewhere: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, here = elsewhere
+    monkeypatch.setattr("nsa_lab.data.paths.project_root", lambda: None)
+    assert settled(DataConfig(source="local", path="mine.txt")).path == str(here / "mine.txt")
+    monkeypatch.setattr("nsa_lab.data.paths.project_root", lambda: project)
+    monkeypatch.chdir(project)
+    assert settled(DataConfig(source="local", path="theirs.txt")).path == "theirs.txt"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from nsa_lab.runs import directory
+from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.names import find_run, run_directories
 
 SECOND = 1_700_000_000  # 14 November 2023, 22:13:20 UTC
@@ -35,3 +38,15 @@ def test_the_latest_run_is_the_one_made_last_whenever_its_files_were_written(tmp
         "smoke-20240101T000000Z-00aa",
     ]
     assert find_run("latest", tmp_path).name == "smoke-20240101T000000Z-00aa"
+
+
+@pytest.mark.parametrize(("runs", "more"), [(6, ""), (9, " and 3 more")])
+def test_a_refusal_names_the_last_runs_and_says_how_many_more_there_are(runs: int, more: str, tmp_path: Path) -> None:
+    names = [f"smoke-20240101T00000{n}Z-00aa" for n in range(runs)]
+    for n, name in enumerate(names):
+        made(tmp_path, name, SECOND + n)
+    last = ", ".join(names[-6:]) + more
+    with pytest.raises(RunDirectoryError, match=f"no such run in .*; there is {last}$"):
+        find_run("qqq", tmp_path)
+    with pytest.raises(RunDirectoryError, match=f"begins the names of {runs} runs; say which: {last}$"):
+        find_run("smoke", tmp_path)
