@@ -125,9 +125,16 @@ def test_a_wrong_setting_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "outputs").exists()
 
 
+def one_text(folder: Path) -> Path:
+    (folder / "input.txt").write_text("First Citizen: before we proceed any further, hear me speak. " * 99)
+    return folder / "input.txt"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "train"])
-@pytest.mark.parametrize(("make", "answer"), [(missing, "nowhere"), (empty_file, "empty"), (without_text, "text")])
+@pytest.mark.parametrize(
+    ("make", "answer"), [(one_text, "split -C 64k"), (missing, "nowhere"), (empty_file, "empty"), (without_text, "text")]
+)
 def test_text_that_cannot_be_read_is_one_line_and_leaves_nothing(
     say, tiny: Path, tmp_path: Path, command: str, make, answer: str
 ) -> None:
@@ -291,6 +298,10 @@ def test_status_of_a_halted_run_says_why_and_what_to_do(say, tmp_path: Path, mon
     shown = " ".join(said.split())
     assert "why step 101: the loss is nan" in shown
     assert "The newest halt-… folder of the run holds the diagnosis." in shown
+    begun = ("fill", "start")
+    run_dir = write_run(tmp_path / "texts", spoil=lambda events: [e for e in events if e["kind"] in begun], status=HALTED)
+    shown = " ".join(say("status", run_dir).out.split())
+    assert "diagnosis" not in shown and "If the cause is a value" in shown, "text that cannot be read leaves no such folder"
     told = json.loads(say("status", "latest", "--json").out)
     assert told["reason"] == HALTED["reason"] and told["advice"][-1].endswith(f"nsa-lab resume {run_dir.name}")
 

@@ -103,10 +103,20 @@ def prepare(
     return Dataset(stores["train"], stores["validation"], manifest, folder, tokenizer, missing)
 
 
-def check(data: DataConfig, vocab_size: int | None = None) -> dict[str, Any]:
-    """The identity of the source, after every check that needs no filling. Raises `DataError` as `prepare` would."""
+def check(data: DataConfig, vocab_size: int | None = None, *, to_train: bool = False) -> dict[str, Any]:
+    """The identity of the source, after every check that needs no filling. Raises `DataError` as `prepare` would.
+
+    `to_train`: a path that is one .txt is refused, too, since it is one document and whole documents are held out.
+    """
     _tokenizer(data, vocab_size)
-    return open_source(data).identity
+    identity = open_source(data).identity
+    if to_train and data.path and data.path.lower().endswith(".txt") and len(identity["files"]) == 1:
+        raise DataError(
+            f"data.path = {data.path!r}: one .txt is one document, and whole documents are held out for validation; cut it "
+            "into several, and give their folder. With GNU split: mkdir texts && split -C 64k --additional-suffix=.txt "
+            f"{identity['files'][0][0]} texts/"
+        )
+    return identity
 
 
 def _tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:

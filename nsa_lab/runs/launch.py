@@ -40,7 +40,7 @@ def create_run(config: RunConfig, outputs: Path | None = None) -> Path:
     """
     from nsa_lab.data import check
 
-    check(config.data)
+    check(config.data, to_train=True)
     files = {
         directory.CONFIG: config.to_yaml(),
         directory.ENVIRONMENT: json.dumps({**environment(), "config_hash": config.hash()}, indent=1),
