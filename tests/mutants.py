@@ -131,6 +131,10 @@ SUITES = {
 }
 OTHERS = {
     "config.section": ["tests/test_config.py"],
+    "cli.benches": ["tests/bench/test_bench_commands.py"],
+    "cli.reading": cases("test_cli.py", "a_report_of_the_record_is_one"),
+    "data.paths": ["tests/data/test_paths.py"],
+    "runs.names": ["tests/runs/test_names.py"],
     "config.run": [
         "tests/test_config.py",
         *cases("train/test_stages.py", "a_stage_says_itself_whether_its_steps_are_graphs"),
@@ -1720,6 +1724,42 @@ MUTANTS = [
         "bench.attention_limits",
         "2 * (q + kv) + more + 2 * out + lse",
         "2 * (q + kv) + more + out + lse",
+    ),
+    Mutant(
+        "bench: a model has as many layers as it would have anyway",
+        "cli.benches",
+        "layers=layers, backend=backend",
+        "layers=None, backend=backend",
+    ),
+    Mutant(
+        "report: a page of the record is made from the notebook",
+        "cli.reading",
+        "record_alone=record)",
+        "record_alone=False)",
+    ),
+    Mutant(
+        "parts: several ranks replay graphs",
+        "train.parts",
+        'device.type != "cuda" or world.size > 1',
+        'device.type != "cuda"',
+    ),
+    Mutant(
+        "overrides: nothing takes the place of a section",
+        "config.run",
+        "elif value is None and isinstance(merged.get(section), dict):",
+        "elif value is ... and isinstance(merged.get(section), dict):",
+    ),
+    Mutant(
+        "paths: what the working directory has stays relative",
+        "data.paths",
+        "    return str(last)",
+        "    return path",
+    ),
+    Mutant(
+        "names: a list that is cut does not say so",
+        "runs.names",
+        "if len(names) > NAMED else",
+        "if len(names) > 99 else",
     ),
     Mutant(
         "limits: a share above one is told as any other",

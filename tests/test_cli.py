@@ -334,6 +334,15 @@ def test_production_configurations_take_the_production_notebook(tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("option", "alone"), [(["--record"], True), ([], False)])
+def test_a_report_of_the_record_is_one(say, tmp_path: Path, monkeypatch, option: list[str], alone: bool) -> None:
+    run_dir = write_run(tmp_path / "outputs")
+    page, asked = tmp_path / "page.html", []
+    monkeypatch.setattr("nsa_lab.report.write_report", lambda *given, **named: asked.append((given, named)) or page)
+    assert say("report", run_dir.name, "--page", page, *option).code == 0
+    assert asked == [((run_dir, page), {"record_alone": alone})]
+
+
 def test_status_follow_and_report_read_a_finished_run(say, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "outputs")
     assert run_dir.name in say("status").out

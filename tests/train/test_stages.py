@@ -21,6 +21,8 @@ from nsa_lab.inference import load_model
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory, events, launch
 from nsa_lab.runs.history import facts
+from nsa_lab.train.distributed import World
+from nsa_lab.train.parts import _graphed
 from nsa_lab.train.plan import flops_per_token, plan, shape_of
 from nsa_lab.train.schedule import learning_rate
 from nsa_lab.train.snapshot import probe_input
@@ -262,6 +264,26 @@ def test_a_stage_that_cannot_be_graphs_is_named(runtime: dict[str, Any]) -> None
     stages = [STAGES[0], {**STAGES[1], "cuda_graph": True}]
     with pytest.raises(ConfigError, match=r"train\.stages\.1\.cuda_graph.*set .*to false"):
         RunConfig.from_dict({"train": {"stages": stages}, "runtime": runtime})
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "graphs", "refused"),
+    [
+        ("cuda", 1, True, False),
+        ("cuda", 2, True, True),
+        ("cpu", 1, True, True),
+        ("cpu", 2, False, False),
+    ],
+)
+def test_graphs_are_of_one_cuda_device(device: str, ranks: int, graphs: bool, refused: bool) -> None:
+    stages = [STAGES[0], {**STAGES[1], "cuda_graph": graphs}]
+    config, world = RunConfig.from_dict({"train": {"stages": stages}}), World(size=ranks)
+    if refused:
+        with pytest.raises(ConfigError, match=rf"needs one CUDA device, and this is {ranks} rank\(s\) on {device}"):
+            _graphed(config, world, torch.device(device))
+    else:
+        asked = _graphed(config, world, torch.device(device))
+        assert [asked(stage) for stage in config.train.plan[:2]] == [False, graphs]
 
 
 def test_a_reading_over_two_stages_counts_the_tokens_of_each(
