@@ -153,4 +153,5 @@ print(f"of {sum(one.found(GEOMETRY.l_sel) for one in written)}, a block that was
 
 # %% [markdown]
 # A run of yours goes on from a prompt with `nsa-lab generate latest --prompt-file FILE`, which ends with the time to the
-# first token and tokens per second, and with `nsa-lab export-hf latest FOLDER` it becomes a model of `transformers`.
+# first token and tokens per second, and with `nsa-lab export-hf latest FOLDER` it becomes a model of
+# `transformers`: `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.

@@ -154,6 +154,7 @@ def test_text_that_cannot_be_read_is_one_line_and_leaves_nothing(
         (["run", "smoek"], "did you mean smoke?"),
         (["sweep", "smoke_rate"], "did you mean smoke_rates?"),
         (["run"], "give the NAME of a params file"),
+        (["run", __file__], "expected a .yaml file, found one of .py"),
         (["run", "smoke", "--notebook", "no_such_notebook"], "--notebook no_such_notebook: no such notebook; "),
         (["health", "no-such-run"], "no run was made yet"),
         (["stop", "latest"], "no run was made yet"),
@@ -288,6 +289,18 @@ def test_status_tells_loss_and_verdict_and_the_state_once(say, tmp_path: Path, m
     told = json.loads(say("status", "--json").out)
     assert told == [json.loads(say("status", "latest", "--json").out)]
     assert told[0]["last_validation_bpb"] == pytest.approx(2.14, abs=1e-3) and told[0]["verdict"]["ok"] is True
+
+
+def test_follow_says_of_a_killed_trainer_what_to_do(say, tmp_path: Path) -> None:
+    """It ended with "is DEAD: None"."""
+    spoil = lambda events: [e for e in events if e["step"] <= 100]  # noqa: E731
+    run_dir = write_run(tmp_path / "outputs", spoil=spoil, status={"status": directory.RUNNING, "reason": None})
+    said = say("follow", "latest")
+    assert said.code == directory.EXIT_BUG
+    assert said.out.splitlines()[-1].startswith(
+        f"{run_dir.name} is DEAD: The trainer was killed; the last recorded step is 100."
+    )
+    assert f"nsa-lab resume {run_dir.name} goes on" in said.out
 
 
 def test_status_of_a_halted_run_says_why_and_what_to_do(say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

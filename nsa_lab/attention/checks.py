@@ -41,7 +41,10 @@ def check_keys(name: str, x: Tensor, span: Span | None) -> None:
 
 
 def check_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, span: Span | None) -> None:
-    """Raises ValueError unless q [B, T, H, D] goes with k_cmp [B, N, G, D] and v_cmp [B, N, G, Dv]."""
+    """Raises ValueError unless q [B, T, H, D] goes with k_cmp [B, N, G, D] and v_cmp [B, N, G, Dv]; TypeError for
+    a geometry that is none."""
+    if not isinstance(nsa, NSAConfig):
+        raise TypeError(f"nsa: expected an NSAConfig, got {type(nsa).__name__}; NSAConfig() is the paper's")
 
     def keys(queries: int) -> int:
         return geometry.num_compressed(queries, nsa) if span is None else span.num_compressed(nsa)

@@ -61,6 +61,7 @@ def export_hf(
     from nsa_lab.inference import hf
 
     typer.echo(hf.export(run_dir, folder, step=step))
+    typer.echo("to load it: AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)", err=True)
 
 
 @app.command()

@@ -53,6 +53,8 @@ def status(
 @app.command()
 def follow(run: Run, outputs: Outputs = None) -> None:
     """Watch a run until its trainer ends; Ctrl-C leaves it running."""
+    from nsa_lab.health.advice import what_to_do
+    from nsa_lab.runs.history import History
     from nsa_lab.runs.live import watch
 
     run_dir = names.find_run(run, names.outputs_folder(outputs))
@@ -61,7 +63,9 @@ def follow(run: Run, outputs: Outputs = None) -> None:
     except KeyboardInterrupt:
         typer.echo(f"the trainer goes on; nsa-lab stop {run_dir.name} ends it")
         return
-    typer.echo(f"{run_dir.name} is {launch.state(run_dir)}: {directory.read_status(run_dir).get('reason')}")
+    # A trainer that was killed gave no reason.
+    why = directory.read_status(run_dir).get("reason") or " ".join(what_to_do(History.read(run_dir)))
+    typer.echo(f"{run_dir.name} is {launch.state(run_dir)}: {why}")
     raise typer.Exit(exit_code(run_dir))
 
 

@@ -58,8 +58,8 @@ class NSATransformer(nn.Module):
     """Decoder-only language model: tokens int64 [B, T] -> logits [B, T, V].
 
     `backend` is resolved here for `device` and for `dtype`, the dtype that attention computes in (bfloat16 under
-    autocast); weights are float32. `seed` makes the initial weights a function of it alone. Raises what
-    `resolve_backend` raises.
+    autocast); weights are float32. `seed` makes the initial weights a function of it alone; without one they follow torch's
+    global generator. Within `torch.device("meta")` it has shapes and no weights. Raises what `resolve_backend` raises.
     """
 
     def __init__(
@@ -82,11 +82,14 @@ class NSATransformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters(seed)
-        self.to(device)
+        if not self.head.weight.is_meta:
+            self.to(device)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """New weights, a function of `seed` alone; outputs into the residual stream are smaller by sqrt(2 * layers)."""
-        generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
+        """New weights, a function of `seed` alone, or of one number of torch's global generator; outputs into the residual
+        stream are smaller by sqrt(2 * layers)."""
+        drawn = seed if seed is not None else int(torch.randint(2**63 - 1, (), device="cpu"))
+        generator = torch.Generator().manual_seed(drawn)
         initialise(self, into_residual=(2 * self.config.n_layers) ** -0.5, generator=generator)
 
     def forward(self, tokens: Tensor, span: Span | None = None) -> Tensor:

@@ -53,6 +53,8 @@ def _yaml_file(name: str, folder: Path) -> Path:
     if given.suffix in (".yaml", ".yml"):
         # A missing file is refused by the configuration, with its path.
         return given
+    if given.suffix and _is_file(given):
+        raise ConfigError(f"{name!r}: expected a .yaml file, found one of {given.suffix}")
     found = folder / f"{name}.yaml"
     if _is_file(found):
         return found

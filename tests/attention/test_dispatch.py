@@ -28,6 +28,12 @@ def call_all(x: Inputs, nsa: NSAConfig, backend: str) -> list[torch.Tensor]:
     return [out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, mixed]
 
 
+@pytest.mark.parametrize("nsa", [None, {"l": 4}])
+def test_a_geometry_that_is_none_is_refused(nsa: Any) -> None:
+    with pytest.raises(TypeError, match=f"nsa: expected an NSAConfig, got {type(nsa).__name__}"):
+        attention.nsa_attention(*Shape().inputs(), nsa)
+
+
 @arms
 def test_inputs_are_left_as_they_were(arm: str) -> None:
     """Forward and backward; the caller's blocks too, which need not be sorted."""

@@ -17,7 +17,7 @@ from unpainted import unpainted
 
 from nsa_lab import cli, figures
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig, RecallConfig, RunConfig
-from nsa_lab.data import prepare
+from nsa_lab.data import DataError, prepare
 from nsa_lab.evaluate import FORMS, INTERVENTIONS, TASKS, evaluate_run, record
 from nsa_lab.evaluate.answers import stacked
 from nsa_lab.evaluate.interventions import intervene
@@ -187,6 +187,8 @@ def test_tasks_counts_and_texts_are_those_asked_for_and_are_gone_on_with(
     assert again["texts"]["second"]["loss"] == pytest.approx(second["loss"], rel=0.02)
     with pytest.raises(ConfigError, match="task = nedle: there is no such task; there is needle, multi_key"):
         evaluated(run_dir, place, tasks=["nedle"])
+    with pytest.raises(DataError, match=r"^text '/nowhere': nothing at /nowhere; give a file"):
+        evaluated(run_dir, place, texts={"lost": "/nowhere"})
     write_evaluation(run_dir, evaluation)
 
 

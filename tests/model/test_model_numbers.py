@@ -118,6 +118,25 @@ def test_without_a_seed_models_differ() -> None:
     assert not torch.equal(one.head.weight, other.head.weight)
 
 
+def test_without_a_seed_weights_follow_the_global_generator_and_leave_it_seeded() -> None:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        made.append((NSATransformer(config_of()), torch.rand(3)))
+    (one, next_one), (other, next_other) = made
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert torch.equal(next_one, next_other), "what else is drawn is not drawn anew"
+
+
+def test_a_model_is_laid_out_without_weights_and_given_them_later() -> None:
+    with torch.device("meta"):
+        model = NSATransformer(config_of(phi="mlp"))
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu").reset_parameters(3)
+    for name, weights in NSATransformer(config_of(phi="mlp"), seed=3).state_dict().items():
+        assert torch.equal(model.state_dict()[name], weights), name
+
+
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
