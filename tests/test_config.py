@@ -20,12 +20,15 @@ from nsa_lab.config import (
     NSAConfig,
     RunConfig,
     StageConfig,
+    SweepConfig,
     TrainConfig,
     apply_overrides,
     known_keys,
     parse_override,
+    yaml_text,
 )
 from nsa_lab.model import NSATransformer
+from nsa_lab.train.schedule import learning_rate
 
 PARAMS = sorted((Path(__file__).parents[1] / "params").glob("*.yaml"))
 
@@ -426,3 +429,76 @@ def test_an_override_that_is_a_mapping_wins() -> None:
 def test_a_fall_is_rounded_and_a_budget_may_be_one_step() -> None:
     assert StageConfig(steps=13, lr_schedule="wsd").decay_steps == 3
     assert StageConfig(token_budget=2048, seq_len=512, batch_size=4).steps == 1
+
+
+def test_a_rate_may_stay_where_it_is() -> None:
+    train = TrainConfig(steps=20, lr=1e-3, min_lr=1e-3)
+    assert {learning_rate(step, train) for step in range(1, 21)} == {1e-3}
+
+
+def test_the_longest_stage_need_not_be_the_last() -> None:
+    stages = [{"steps": 1, "seq_len": n, "batch_size": 1, "lr": 1e-3} for n in (16, 64, 32)]
+    config = RunConfig.from_dict({"train": {"stages": stages}})
+    assert config.train.longest.seq_len == 64 and config.train.seq_len == 32
+
+
+def test_ranks_have_to_share_the_steps_of_every_stage() -> None:
+    stages = [{"steps": 1, "seq_len": 16, "batch_size": n, "lr": 1e-3} for n in (4, 3)]
+    with pytest.raises(ConfigError, match="a step has 3 sequences"):
+        RunConfig.from_dict({"train": {"stages": stages}}).train.check_ranks(2)
+
+
+@pytest.mark.parametrize("key", ["steps", "seq_len", "batch_size", "lr"])
+def test_a_stage_says_all_that_a_stage_has_to_say(key: str) -> None:
+    stage = {"steps": 1, "seq_len": 16, "batch_size": 4, "lr": 1e-3}
+    del stage[key]
+    with pytest.raises(ConfigError, match=rf"train\.stages\.0 has no {key};"):
+        RunConfig.from_dict({"train": {"stages": [stage]}})
+
+
+def test_tokens_are_counted_in_63_bits() -> None:
+    with pytest.raises(ConfigError, match="more than 64 bits count"):
+        TrainConfig(steps=2**31 - 1, seq_len=2**31 - 1, batch_size=3)
+    assert TrainConfig(steps=2**31 - 1, seq_len=2**31 - 1, batch_size=2).tokens < 2**63
+
+
+def test_a_share_of_what_is_not_planted_is_refused_without_stages_too() -> None:
+    with pytest.raises(ConfigError, match=r"train\.planted_share = 0\.4, and data\.source = stdlib plants nothing"):
+        RunConfig.from_dict({"train": {"planted_share": 0.4}, "data": {"source": "stdlib"}})
+
+
+def test_an_empty_section_is_one_at_its_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("train:\ndata:\nmodel: {dim: 64}\n")
+    assert RunConfig.from_yaml(path).train == TrainConfig()
+
+
+def test_a_value_may_hold_an_equals_sign() -> None:
+    assert parse_override("data.question=a=b") == ("data.question", "a=b")
+
+
+def test_facts_may_be_planted_into_files_of_ones_own() -> None:
+    assert RunConfig.from_dict({"data": {"source": "recall", "path": "texts"}}).data.path == "texts"
+
+
+def test_neither_half_of_a_surrogate_is_taken() -> None:
+    for half in ("\ud83d", "\udcff", "\udfff"):
+        with pytest.raises(ConfigError, match="surrogate"):
+            RunConfig.from_dict({"data": {"source": "recall", "question": f"{half} {{name}}"}})
+
+
+def test_a_dense_model_is_taught_no_choice() -> None:
+    assert not RunConfig.from_dict({"model": {"attention": "dense", "selection_loss": 0.1}}).model.taught
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0xFf", 255), ("0b11", 3), ("True", True), ("FALSE", False), ("Off", False), ("yEs", True)]
+)
+def test_numbers_and_words_may_be_written_in_any_letters(text: str, value: object) -> None:
+    found = yaml_text.read(text)
+    assert found == value and type(found) is type(value)
+
+
+def test_a_gpu_is_used_once_by_a_sweep() -> None:
+    with pytest.raises(ConfigError, match=r"gpus = \[0, 1, 0\]: 0 stands twice$"):
+        SweepConfig(name="x", preset="ci", variants={"a": {}}, seeds=[0], gpus=[0, 1, 0])

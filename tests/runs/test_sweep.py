@@ -266,3 +266,25 @@ def test_the_ablations_change_one_thing_of_their_preset_each() -> None:
     paper = RunConfig.from_yaml(ROOT / "params/recall_nsa.yaml").model
     size = {name: getattr(paper, name) for name in ("n_layers", "mlp_hidden", "ngrams", "ngram_rows", "ngram_width")}
     assert runs["as_the_paper_has_it"].model.model_copy(update=size) == paper
+
+
+def test_of_two_runs_the_one_that_is_done_counts(load: Load, trainers: FakeTrainers) -> None:
+    asked = load()
+    made = sorted(launch.create_run(asked.runs[0].config, asked.outputs) for _ in range(2))
+    for run_dir, state in zip(made, (DONE, HALTED), strict=True):
+        directory.write_status(run_dir, run=run_dir.name, status=state)
+    assert asked.standing()[0].run_dir == made[0]
+
+
+def test_the_table_is_made_anew_after_each_run(load: Load, trainers: FakeTrainers) -> None:
+    made: list[int] = []
+    load().carry_out([None], lambda text: None, after_each=lambda: made.append(1))
+    assert len(made) == 4
+
+
+def test_a_run_of_a_longer_name_stands_in_nobodys_way(load: Load, trainers: FakeTrainers) -> None:
+    asked = load()
+    config = asked.runs[0].config
+    train = config.train.model_copy(update={"lr": config.train.lr / 2})
+    launch.create_run(config.model_copy(update={"name": f"{config.name}-longer", "train": train}), asked.outputs)
+    load()

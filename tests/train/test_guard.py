@@ -140,3 +140,34 @@ def test_a_short_burst_of_slowness_is_not_called_a_slowdown() -> None:
     assert not any(rule.observe(step, 100.0, seconds=5.0) for step in range(6, 11)), "25 seconds"
     assert rule.observe(11, 100.0, seconds=5.0).rule == "slowdown"
     assert rule.observe(12, 100.0, seconds=5.0) is None, "said once"
+
+
+def test_a_norm_that_is_not_finite_is_the_value_that_is_told() -> None:
+    found = non_finite(7, 2.0, math.inf, 1.0)
+    assert found is not None and found.value == math.inf and "gradient norm is inf" in found.text
+
+
+def test_a_spike_is_judged_from_the_33rd_loss_on() -> None:
+    found = SpikeRule(6.0, [2.0, 2.1] * (SPIKE_MINIMUM // 2)).observe(1, 100.0)
+    assert found is not None and found.rule == "spike"
+    assert SpikeRule(6.0, ([2.0, 2.1] * SPIKE_MINIMUM)[: SPIKE_MINIMUM - 1]).observe(1, 100.0) is None
+
+
+def test_a_second_slowdown_is_told_again_and_counts_its_own_seconds() -> None:
+    rule = ThroughputRule(0.0)
+
+    def told(pace: float, readings: int) -> list[bool]:
+        return [rule.observe(1, pace, seconds=5.0) is not None for _ in range(readings)]
+
+    told(1000.0, 6)
+    assert told(100.0, 4) == [False] * 4
+    told(1000.0, 1)
+    assert told(100.0, 6) == [False] * 5 + [True], "30 seconds of its own, not 20 of the one before"
+    told(1000.0, 1)
+    assert told(100.0, 6) == [False] * 5 + [True], "told again"
+
+
+def test_layers_are_counted_apart_and_what_passes_counts_from_the_start() -> None:
+    rule = GateRule(patience=2)
+    rows = [[0.99, 0.1], [0.1, 0.99], [0.99, 0.1], [0.1, 0.99]]
+    assert not any(rule.observe(step, row, [1e-3, 1e-3]) for step, row in enumerate(rows))

@@ -12,7 +12,16 @@ import torch
 from nsa_lab.config import ConfigError, ModelConfig, RunConfig
 from nsa_lab.model import NSATransformer
 from nsa_lab.train import measured
-from nsa_lab.train.plan import check_room, checkpoints_kept, compare, hours, plan
+from nsa_lab.train.plan import (
+    activation_bytes,
+    check_room,
+    checkpoints_kept,
+    compare,
+    flops_per_token,
+    hours,
+    plan,
+    shape_of,
+)
 from nsa_lab.train.step import make_optimizer
 from nsa_lab.train.telemetry import machine
 
@@ -219,3 +228,56 @@ def test_the_speeds_that_ship_are_those_of_the_benchmark_that_they_name() -> Non
         assert all(ours[key] == theirs[key] for key in ("seq_len", "micro_batch"))
         for kind in ("nsa", "dense"):
             assert ours[kind] == {key: theirs[kind][key] for key in ours[kind]}
+
+
+def train(**settings: object) -> RunConfig:
+    return RunConfig.from_dict({"train": {"seq_len": 64, **settings}})
+
+
+def test_the_last_step_is_saved_whatever_save_every_is() -> None:
+    # 4, 8 and 10, and the one being written.
+    assert checkpoints_kept(train(steps=10, save_every=4, keep_last=5)) == 4
+    assert checkpoints_kept(train(steps=10, save_every=0, keep_every=2)) == 2
+
+
+def test_ranks_share_what_a_forward_pass_would_hold() -> None:
+    alone, shared = (activation_bytes(train(batch_size=8), ranks) for ranks in (1, 4))
+    assert alone == 4 * shared
+    assert activation_bytes(train(batch_size=2, accumulate_grad_batches=4), 4) == shared, "never more than a micro-batch"
+
+
+def test_a_gated_mlp_holds_as_much_again() -> None:
+    model = {"dim": 64, "n_layers": 3, "n_heads": 4, "mlp_hidden": 100}
+    plain, gated = (
+        activation_bytes(RunConfig.from_dict({"model": {**model, "mlp": mlp}, "train": {"seq_len": 64, "batch_size": 2}}))
+        for mlp in ("plain", "gated")
+    )
+    assert gated - plain == 2 * 100 * 4 * 3 * (2 * 64)
+
+
+def test_memory_is_that_of_the_stage_that_holds_most() -> None:
+    small, large = ({"steps": 1, "seq_len": n, "batch_size": 1, "lr": 1e-3} for n in (64, 256))
+    alone = activation_bytes(train(seq_len=256, batch_size=1))
+    for stages in ([small, large], [large, small]):
+        assert activation_bytes(RunConfig.from_dict({"train": {"stages": stages}})) == alone
+
+
+def test_flops_are_a_mean_over_tokens() -> None:
+    stages = [{"steps": 1, "seq_len": n, "batch_size": 1, "lr": 1e-3} for n in (64, 192)]
+    config = RunConfig.from_dict({"train": {"stages": stages}})
+    model = shape_of(config.model)
+    one, other = (model.flops_per_token(n)["dense"] for n in (64, 192))
+    assert flops_per_token(model, config.train)["dense"] == pytest.approx(one / 4 + other * 3 / 4)
+
+
+def test_a_run_is_held_against_the_highest_of_its_peaks() -> None:
+    planned = plan(train(steps=4), 10.0)
+    rows = compare(planned, [{"mem_peak_bytes": n, "tokens_per_s": 10.0} for n in (10, 30, 20)])
+    assert [(name, found) for name, _, found, _ in rows] == [("memory_bytes", 30.0), ("hours", planned.hours)]
+
+
+def test_shards_hold_no_more_than_is_filled_nor_than_is_read() -> None:
+    tokens = train(steps=2, batch_size=1).train.tokens
+    for most, bytes_ in ((None, tokens), (tokens - 1, tokens - 1), (tokens + 1, tokens)):
+        config = RunConfig.from_dict({"train": {"seq_len": 64, "steps": 2, "batch_size": 1}, "data": {"max_tokens": most}})
+        assert plan(config).shard_bytes == bytes_

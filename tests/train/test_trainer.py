@@ -1,0 +1,211 @@
+"""What the trainer judges, times and writes down, step by step."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from staged import staged
+from torch import nn
+
+from nsa_lab.config import RunConfig
+from nsa_lab.runs import directory, events, launch
+from nsa_lab.train import trainer
+from nsa_lab.train.guard import Finding
+from nsa_lab.train.measure import GateMovement, compressed, layer_of
+from nsa_lab.train.parts import Builders, build_model
+from nsa_lab.train.step import make_optimizer
+from nsa_lab.train.telemetry import phases, recorder
+from nsa_lab.train.telemetry.last_words import leave_last_words
+from nsa_lab.train.telemetry.mirror import TensorBoardMirror
+
+Make, Train = Callable[..., Path], Callable[..., int]
+
+
+@pytest.fixture
+def observed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[tuple[Any, ...]]]]:
+    """By name of a rule, what each of its instances was shown."""
+    seen: dict[str, list[list[tuple[Any, ...]]]] = {"SpikeRule": [], "ThroughputRule": []}
+    for name, instances in seen.items():
+        rule = getattr(trainer, name)
+
+        def make(*args: Any, rule: type = rule, instances: list = instances) -> Any:
+            made, shown = rule(*args), []
+            instances.append(shown)
+            observe = made.observe
+            made.observe = lambda *numbers: shown.append(numbers) or observe(*numbers)
+            return made
+
+        monkeypatch.setattr(trainer, name, make)
+    return seen
+
+
+def test_every_stage_is_judged_by_its_own_past_and_no_step_that_compiles_by_its_pace(
+    tiny: Callable[..., RunConfig], train: Train, tmp_path: Path, observed: dict[str, Any]
+) -> None:
+    stages = [{"steps": 3, "seq_len": n, "batch_size": 2, "lr": 1e-3} for n in (16, 32)]
+    run_dir = launch.create_run(staged(tiny(), stages, log_every=1, stats_every=100, eval_every=0), tmp_path)
+    assert train(run_dir) == 0
+    steps = {name: [[numbers[0] for numbers in shown] for shown in of_rule] for name, of_rule in observed.items()}
+    assert steps == {"SpikeRule": [[1, 2, 3], [4, 5, 6]], "ThroughputRule": [[2, 3], [5, 6]]}
+
+
+def test_the_first_step_after_a_resume_compiles_too(new_run: Make, train: Train, observed: dict[str, Any]) -> None:
+    run_dir = new_run(steps=6, save_every=3, log_every=1, eval_every=0)
+    assert train(run_dir) == 0
+    shutil.rmtree(run_dir / "checkpoints/step-00000006")
+    assert train(run_dir) == 0
+    assert [[numbers[0] for numbers in shown] for shown in observed["ThroughputRule"]] == [[2, 3, 4, 5, 6], [5, 6]]
+
+
+def test_slowness_is_told_by_the_seconds_between_two_readings(
+    new_run: Make, train: Train, observed: dict[str, Any]
+) -> None:
+    run_dir = new_run(steps=9, log_every=4, stats_every=100, eval_every=0, save_every=0)
+    assert train(run_dir) == 0
+    _, four, eight, nine = events.steps(events.read_events(run_dir))
+    told = {step: seconds for step, _, seconds in observed["ThroughputRule"][0]}
+    assert told == pytest.approx({4: 3 * four["dt_s"], 8: 4 * eight["dt_s"], 9: nine["dt_s"]})
+
+
+def test_a_step_is_as_long_as_it_trains(
+    new_run: Make, train: Train, builders: Builders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on with every forward pass. Evaluations, saves and statistics between readings do not count."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(trainer, "time", clock)
+    monkeypatch.setattr(phases, "time", clock)
+
+    def build(config: RunConfig, device: torch.device) -> nn.Module:
+        model = build_model(config, device)
+        model.register_forward_pre_hook(lambda *_: now.__setitem__(0, now[0] + 1.0))
+        statistics = model.statistics
+        model.statistics = lambda *args: now.__setitem__(0, now[0] + 7.0) or statistics(*args)
+        return model
+
+    run_dir = new_run(steps=12, log_every=4, stats_every=3, eval_every=1, save_every=2)
+    assert train(run_dir, builders=Builders(build, builders.data)) == 0
+    assert {e["step"]: e["dt_s"] for e in events.steps(events.read_events(run_dir))} == dict.fromkeys(
+        (1, 3, 4, 6, 8, 9, 12), 2.0
+    ), "two micro-batches"
+
+
+def test_norms_of_layers_that_were_not_clipped_are_told_as_they_are(new_run: Make, train: Train) -> None:
+    run_dir = new_run(grad_clip=1e3, stats_every=1, steps=2, warmup_steps=0)
+    assert train(run_dir) == 0
+    for step in events.steps(events.read_events(run_dir)):
+        assert 0.05 * step["grad_norm"] < math.hypot(*step["grad_norm_layers"]) <= 1.001 * step["grad_norm"]
+
+
+def test_windows_are_told_of_the_last_evaluation_alone(trained_once: Path) -> None:
+    told = events.evaluations(events.read_events(trained_once))
+    assert [(e["step"], "window_losses" in e) for e in told] == [(0, False), (6, False), (12, True)]
+
+
+def test_the_half_of_muon_that_is_adamw_has_the_eps_it_is_given(tiny: Callable[..., RunConfig]) -> None:
+    config = tiny(optimizer="muon", eps=1e-3)
+    optimizer = make_optimizer(build_model(config, torch.device("cpu")), config.train)
+    assert {group["eps"] for group in optimizer.param_groups} == {1e-3}
+
+
+def test_a_run_that_halts_stands_at_its_last_good_step(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def third(step: int, *_: float) -> Finding | None:
+        return Finding("non_finite", step, math.nan, 0.0, "halt", "bad") if step == 3 else None
+
+    monkeypatch.setattr(trainer, "non_finite", third)
+    run_dir = new_run()
+    assert train(run_dir) == directory.EXIT_HALTED
+    status = directory.read_status(run_dir)
+    assert (status["step"], status["tokens"]) == (2, 2 * 128)
+    (halt,) = [event for event in events.read_events(run_dir) if event["kind"] == "halt"]
+    assert halt["step"] == 2
+
+
+def test_what_xz_makes_of_a_text_is_told_in_bits() -> None:
+    text = np.frombuffer(random.Random(0).randbytes(4096), dtype=np.uint8)
+
+    class HeldOut:
+        def __len__(self) -> int:
+            return len(text)
+
+        def read(self, start: int, count: int) -> np.ndarray:
+            return text[start : start + count]
+
+    parts = SimpleNamespace(config=RunConfig(), dataset=SimpleNamespace(validation=HeldOut()))
+    found = compressed(parts)
+    assert found is not None and 8.0 <= found["bpb"] < 8.3, "what is random takes all its bits"
+
+
+def test_layers_are_those_of_the_model() -> None:
+    names = ("blocks.3.mlp.up.weight", "blocks.12.attention.convolutions.0.weight", "embedding.weight", "norm.weight")
+    assert [layer_of(name) for name in names] == ["blocks.3", "blocks.12", "embedding", "norm"]
+
+
+def test_gates_move_since_they_were_last_asked() -> None:
+    block = nn.Module()
+    block.attention = nn.Module()
+    block.attention.gate = nn.Linear(2, 2, bias=False)
+    model = nn.Module()
+    model.blocks = nn.ModuleList([block])
+    movement = GateMovement(model)
+    with torch.no_grad():
+        block.attention.gate.weight += 1.0
+    assert [float(distance) for distance in movement.take()] == pytest.approx([2.0])
+    assert [float(distance) for distance in movement.take()] == [0.0]
+
+
+def test_steps_that_are_done_again_are_hidden_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.utils.tensorboard
+
+    asked: list[int | None] = []
+    monkeypatch.setattr(
+        torch.utils.tensorboard, "SummaryWriter", lambda folder, purge_step, flush_secs: asked.append(purge_step)
+    )
+    for step in (0, 5):
+        TensorBoardMirror(tmp_path, step, lambda error: None)
+    assert asked == [None, 6]
+
+
+def test_last_words_are_said_of_the_latest_attempt(tmp_path: Path) -> None:
+    step = {"kind": "step", "t": 1.0}
+    lines = [{**step, "attempt": n, "step": at, "tokens": 10 * at} for n, at in ((1, 9), (2, 5), (2, 6))]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    leave_last_words(tmp_path, where="rank 1", kind="SIGKILL", reason="killed", exit_code=1)
+    status = directory.read_status(tmp_path)
+    assert (status["attempt"], status["step"], status["tokens"]) == (2, 6, 60)
+
+
+def test_a_phase_has_a_usual_length_after_it_ended_three_times() -> None:
+    told = phases.Phases()
+    for _ in range(2):
+        with told("eval"):
+            pass
+        assert told.median("eval") is None
+    with told("eval"):
+        pass
+    assert told.median("eval") is not None
+
+
+def test_the_status_says_where_a_run_is_while_it_trains(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "STATUS_EVERY_S", 0.0)
+    written: list[int] = []
+    write = directory.write_status
+    monkeypatch.setattr(
+        directory, "write_status", lambda *a, **fields: written.append(fields["step"]) or write(*a, **fields)
+    )
+    assert train(new_run(steps=4, eval_every=0, save_every=0)) == 0
+    assert set(written) == {0, 1, 2, 3, 4}
