@@ -189,6 +189,7 @@ OTHERS = {
     "health.comparison": ["tests/health/test_comparison.py"],
     "train.twin": ["tests/train/test_twin.py"],
     "runs.events": [
+        "tests/runs/test_reading.py",
         "tests/train/test_telemetry.py",
         "tests/runs/test_damaged_records.py",
         "tests/health/test_verdicts.py",
@@ -199,7 +200,10 @@ OTHERS = {
     "train.step": ["tests/train/test_step.py", *MASKED, *GRAPHS],
     "train.cuda_graph": GRAPHS,
     "train.muon": ["tests/train/test_muon.py"],
-    "train.snapshot": cases("train/test_run.py", "a_run_without_a_word_of_its_optimiser_goes_on_with_adamw_alone"),
+    "train.snapshot": [
+        "tests/train/test_going_on.py",
+        *cases("train/test_run.py", "a_run_without_a_word_of_its_optimiser_goes_on_with_adamw_alone"),
+    ],
     "train.documents": [*GRAPHS, *MASKED, *cases("train/test_switch.py", "the_first_step_of_each_room")],
     "train.preflight.leakage": MASKED,
     "attention.kernels.choice": cases(
@@ -291,6 +295,7 @@ OTHERS = {
         "what_is_told_is_that_of_the_far_questions_of_fresh_sequences",
     ),
     "train.trainer": [
+        "tests/train/test_trainer.py",
         "tests/train/test_evaluation.py",
         "tests/train/test_run.py",
         *cases("train/test_switch.py", "every_number_of_documents_is_rehearsed_where_blocks_are_compiled"),
@@ -323,6 +328,7 @@ OTHERS = {
         "tests/data/test_fill.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
     ],
     "train.attempt": [
+        "tests/train/test_going_on.py",
         "tests/train/test_run.py::test_a_run_resumes_without_its_source_where_the_cache_holds_it_all",
         "tests/train/test_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
     ],
@@ -337,6 +343,7 @@ OTHERS = {
     "runs.export": ["tests/runs/test_export.py"],
     "train.measure": ["tests/train/test_evaluation.py", *MASKED],
     "runs.history": [
+        "tests/runs/test_reading.py",
         *cases("report/test_one_number.py", "the_list_of_runs_says_verdict_loss_speed_and_model"),
         *cases(
             "health/test_verdicts.py",
@@ -1760,6 +1767,66 @@ MUTANTS = [
         "runs.names",
         "if len(names) > NAMED else",
         "if len(names) > 99 else",
+    ),
+    Mutant(
+        "config: the longest stage is the last",
+        "config.training",
+        "return max(self.plan, key=lambda stage: stage.seq_len)",
+        "return self.plan[-1]",
+    ),
+    Mutant(
+        "config: a rate may not stay where it is",
+        "config.training",
+        "if self.min_lr > self.lr:",
+        "if self.min_lr >= self.lr:",
+    ),
+    Mutant(
+        "overrides: a value ends at its last equals sign",
+        "config.run",
+        'text.partition("=")',
+        'text.rpartition("=")',
+    ),
+    Mutant(
+        "snapshot: rows are packed otherwise after a resume",
+        "train.snapshot",
+        'frozenset({"path", "timeout_s"})',
+        'frozenset({"path", "timeout_s", "packing"})',
+    ),
+    Mutant(
+        "attempt: equal bits are owed with another number of threads",
+        "train.attempt",
+        '("versions", "device", "backend", "threads", "ranks")',
+        '("versions", "device", "backend", "ranks")',
+    ),
+    Mutant(
+        "attempt: text is waited for no longer than anything else",
+        "train.attempt",
+        '{**PATIENT_PHASES_S, "data": self.config.data.timeout_s}',
+        "{**PATIENT_PHASES_S}",
+    ),
+    Mutant(
+        "trainer: of two evaluations between readings one counts as training",
+        "train.trainer",
+        "self._interval.excluded_s += self.record",
+        "self._interval.excluded_s = self.record",
+    ),
+    Mutant(
+        "events: an attempt is cut where the next one began alone",
+        "runs.events",
+        "lowest = min(lowest, resumed_at[attempt])",
+        "lowest = resumed_at[attempt]",
+    ),
+    Mutant(
+        "history: the best validation is the worst",
+        "runs.history",
+        "best_validation_bpb=float(np.nanmin(validation))",
+        "best_validation_bpb=float(np.nanmax(validation))",
+    ),
+    Mutant(
+        "history: trouble that ended nothing is a failure",
+        "runs.history",
+        'fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)',
+        'fatal = any(e["kind"] == "error" for e in own)',
     ),
     Mutant(
         "limits: a share above one is told as any other",
