@@ -173,7 +173,7 @@ class TrainConfig(StageConfig):
     seed: int = Field(default=1337, ge=0, lt=2**63)
     log_every: int = Field(default=10, ge=1, le=COUNT)
     stats_every: int = Field(default=100, ge=1, le=COUNT, description="steps between gate and selection statistics")
-    eval_every: int = Field(default=100, ge=0, le=COUNT, description="0: never")
+    eval_every: int = Field(default=100, ge=0, le=COUNT, description="0: before the first step alone")
     eval_batches: int = Field(default=8, ge=1, le=SIZE, description="held-out text: this many times batch_size sequences")
     save_every: int = Field(default=100, ge=0, le=COUNT, description="0: never")
     keep_last: int = Field(default=3, ge=1, le=COUNT, description="checkpoints kept besides the permanent ones")

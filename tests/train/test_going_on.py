@@ -125,3 +125,11 @@ def test_a_save_that_fails_after_one_that_did_not_is_the_first_to_fail(
     run_dir = new_run(save_every=3)
     assert train(run_dir) == 0, "steps 3 and 9 are lost, and neither follows another that is"
     assert [e["step"] for e in events.read_events(run_dir) if e["kind"] == "checkpoint"] == [6, 12]
+
+
+def test_what_a_killed_preflight_left_is_removed(new_run: Make, train: Train) -> None:
+    run_dir = new_run(steps=1, warmup_steps=0)
+    left = run_dir / ".preflight-killed"
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    assert train(run_dir) == 0 and not left.exists()

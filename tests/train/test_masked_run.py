@@ -218,3 +218,15 @@ def test_short_documents_are_left_out_of_both_parts(
         assert (torch.tensor(ends).diff() > 12).all() and len(ends) > 20
     with pytest.raises(ValueError, match=r"all 300 documents are shorter than data\.min_document_bytes = 91; lower it"):
         builders.data(data.model_copy(update={"min_document_bytes": 91}), 256, 32, None)
+
+
+def test_flops_of_a_masked_run_are_those_of_its_documents(
+    new_run: Make, train: Train, masked: Callable[..., dict[str, Any]]
+) -> None:
+    told = {}
+    for documents in ("mask", "cross"):
+        run_dir = new_run(**masked(documents=documents))
+        assert train(run_dir) == 0
+        (start,) = [event for event in events.read_events(run_dir) if event["kind"] == "start"]
+        told[documents] = start["flops_per_token"]
+    assert all(told["mask"][kind] < told["cross"][kind] for kind in ("nsa", "dense"))

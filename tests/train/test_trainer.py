@@ -209,3 +209,9 @@ def test_the_status_says_where_a_run_is_while_it_trains(
     )
     assert train(new_run(steps=4, eval_every=0, save_every=0)) == 0
     assert set(written) == {0, 1, 2, 3, 4}
+
+
+def test_a_run_without_evaluations_has_the_one_before_its_first_step(new_run: Make, train: Train) -> None:
+    run_dir = new_run(steps=3, eval_every=0, save_every=0)
+    assert train(run_dir) == 0
+    assert [e["step"] for e in events.evaluations(events.read_events(run_dir))] == [0]
