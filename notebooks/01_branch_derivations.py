@@ -900,12 +900,12 @@ print(f"untrained, the matching head at the last {sentence[-1]!r} looks at {afte
 # %% [markdown]
 # ### What came of it
 #
-# Trained with all four, NSA with 79.8 million parameters found 800 of 800 facts at each of 2,048, 8,192 and 32,768 bytes,
-# over four seeds, and 159 of 160 in twice that, a length that no step of its training had shown it. Answers beyond
-# the window cost .000 nats per byte, and 3.01 to 4.86 with random blocks in place of the chosen ones. Plain text
-# it reads at 1.352 to 1.365 bits per byte (three of the seeds), dense attention of the same start and widths
-# (72.4 million parameters) at 1.389, and one of as many parameters at 1.406. NSA leads from the first bytes of a text on, where nothing is sparse:
-# so the choice costs no text, and that is all that is found about text.
+# Trained with all four, NSA with 79.8 million parameters found 800 of 800 facts at each of 2,048, 8,192 and 32,768
+# bytes, over four seeds, and 159 of 160 in twice that, a length that no step of its training had shown it. Answers
+# beyond the window cost .000 nats per byte, and 3.01 to 4.86 with random blocks in place of the chosen ones. Plain
+# text it reads at 1.352 to 1.365 bits per byte (three of the seeds), dense attention of the same start and widths
+# (72.4 million parameters) at 1.389, and one of as many parameters at 1.406. NSA leads from the first bytes of a text
+# on, where nothing is sparse: so the choice costs no text, and that is all that is found about text.
 # [docs/science/retrieval.md][1] says why each is needed, and its log has every row, those that failed among them. The
 # presets `smoke` and `recall_taught` train with all four; a configuration that names none is the paper's NSA, as
 # sections 1 to 16 have it.

@@ -17,10 +17,10 @@
 # %% [markdown]
 # # The production run
 #
-# 50,000 optimiser steps of 4 × 2,048 bytes through a model of 78 million parameters. This is the run that five earlier
-# reports, written about another NSA code base, set out to do; this project began from them. The code is
-# that of `03_smoke_training`; what differs is `params/production_50k.yaml`. It needs a CUDA device and takes well under an hour on a recent one;
-# with `-f params/ci.yaml` the same notebook does 20 steps on a CPU in seconds.
+# 50,000 optimiser steps of 4 × 2,048 bytes through a model of 78 million parameters. This is the run that five
+# earlier reports, written about another NSA code base, set out to do; this project began from them. The code is that
+# of `03_smoke_training`; what differs is `params/production_50k.yaml`. It needs a CUDA device and takes well under an
+# hour on a recent one; with `-f params/ci.yaml` the same notebook does 20 steps on a CPU in seconds.
 #
 # The trainer is a process of its own, so this notebook may be closed, killed and run again at any time: it attaches,
 # resumes, or shows the finished run. From a terminal: `nsa-lab run production_50k`, `nsa-lab follow`, `nsa-lab stop`,
