@@ -43,7 +43,7 @@ def check_keys(name: str, x: Tensor, span: Span | None) -> None:
 def check_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, span: Span | None) -> None:
     """Raises ValueError unless q [B, T, H, D] goes with k_cmp [B, N, G, D] and v_cmp [B, N, G, Dv]; TypeError for
     a geometry that is none."""
-    if not isinstance(nsa, NSAConfig):
+    if not isinstance(nsa, NSAConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"nsa: expected an NSAConfig, got {type(nsa).__name__}; NSAConfig() is the paper's")
 
     def keys(queries: int) -> int:
