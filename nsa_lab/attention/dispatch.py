@@ -161,7 +161,7 @@ def nsa_attention(
     cmp, sel, win. All branches have one G and one Dv, and all tensors one dtype. `blocks`, int32 [B, T, G, n_sel] as
     `select_blocks` gives them, are read by the selected branch; None: those of eq. 9 to 11, by the compressed branch's own
     scores. `backend` is a name, or what `resolve_backend` gave. Raises as the four functions above, and TypeError for a
-    geometry that is none. Gradients are autograd's: torch refuses the transforms of `torch.func` (vmap, grad, jvp) here.
+    geometry that is none. `torch.func` (vmap, grad, jvp) goes through `reference` alone; torch refuses it of the others.
     """
     checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
     checks.check_raw(q, k_sel, v_sel, span, "_sel")

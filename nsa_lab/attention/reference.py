@@ -110,8 +110,8 @@ def selected_attention(
     def alone(document: DocumentRows) -> tuple[Tensor, Tensor]:
         own = blocks[:, document.queries]
         S, n = document.last, geometry.num_selection(document.last, nsa)
-        chosen = torch.zeros(*own.shape[:3], n + 1, dtype=torch.bool, device=q.device)
-        chosen.scatter_(-1, torch.where(own < 0, n, own).long(), True)  # padding lands in a spare column
+        none = torch.zeros(*own.shape[:3], n + 1, dtype=torch.bool, device=q.device)
+        chosen = none.scatter(-1, torch.where(own < 0, n, own).long(), True)  # padding lands in a spare column
         t, s = document.positions(q.device), geometry.positions(0, S, q.device)
         tokens = chosen[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :S] & (s <= t[:, None])[None, :, None]
         return _masked_attention(q[:, document.queries], k[:, document.keys], v[:, document.keys], tokens)

@@ -150,7 +150,7 @@ def run_attention_bench(
     rows: list[Row] = []
     rates = attention_limits.rates_here(device, dtype) if parts else None
     report: dict[str, Any] = {
-        **records.origin(records.device_name() if device.type == "cuda" else str(device)),
+        **records.origin(records.device_name() if device.type == "cuda" else str(device), records.OPERATOR),
         "machine": machine(device),
         "dtype": str(dtype),
         "nsa": nsa.model_dump(),

@@ -98,7 +98,7 @@ def run_curves(
     first = next(iter(tenths.values()))
     apart = {name: (means - first).abs().max().item() for name, means in tenths.items()}
     report = {
-        **records.origin(records.device_name()),
+        **records.origin(records.device_name(), records.TRAINING),
         "steps": steps,
         "seq_len": seq_len,
         "batch": batch,

@@ -98,7 +98,7 @@ def run_decode_bench(
             rows += time_models(config, lengths, batch=batch, dtype=dtype, device=device, backend=backend)
     _with_memory(rows, memory_bytes_per_s(device))
     report = {
-        **records.origin(records.device_name() if on_gpu else str(device)),
+        **records.origin(records.device_name() if on_gpu else str(device), records.DECODING),
         "machine": machine(device),
         "threads": torch.get_num_threads(),
         "dtype": str(dtype),

@@ -103,7 +103,7 @@ def run_packed_bench(
     if json_path:
         record = {
             "what": "documents in one row, beside batched calls",
-            **records.origin(records.device_name() if device.type == "cuda" else str(device)),
+            **records.origin(records.device_name() if device.type == "cuda" else str(device), records.OPERATOR),
             "machine": machine(device),
             "dtype": str(dtype),
             "nsa": nsa.model_dump(),

@@ -7,7 +7,7 @@ measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,28 @@ from nsa_lab.runs.environment import code_identity, source_digest, versions
 PACKAGE = Path(__file__).resolve().parents[1]
 # What a speed depends on, each with a digest of its own, so that a changed report does not age a kernel.
 PARTS = ("attention", "model", "inference", "data", "train", "bench")
+# What is timed by each kind of benchmark.
+OPERATOR, DECODING, TRAINING = (
+    ("attention", "bench"),
+    ("attention", "model", "inference", "bench"),
+    ("attention", "model", "data", "train", "bench"),
+)
 STANDS = "as it stands"
 
 
-def origin(device: str) -> dict[str, Any]:
-    """`when`, `device`, `versions` and `code` of a record made now; `code` has a digest of each of `PARTS`."""
+def origin(device: str, of: Sequence[str] = PARTS) -> dict[str, Any]:
+    """`when`, `device`, `versions` and `code` of a record made now; `code` has a digest of each part that it is `of`."""
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
         "versions": versions(),
-        "code": code_identity() | {"sources": sources()},
+        "code": code_identity() | {"sources": sources(of)},
     }
 
 
-def sources() -> dict[str, str]:
-    """Sixteen hex digits over the Python files of each of `PARTS`, as they are now."""
-    return {part: source_digest(PACKAGE / part) for part in PARTS}
+def sources(parts: Iterable[str] = PARTS) -> dict[str, str]:
+    """Sixteen hex digits over the Python files of each part of the package, as they are now."""
+    return {part: source_digest(PACKAGE / part) for part in parts}
 
 
 def device_name() -> str:
@@ -72,6 +78,6 @@ def standing(record: Mapping[str, Any]) -> str:
     then = (record.get("code") or {}).get("sources")
     if not then:
         return "not known to be of this code: it does not say what it is of"
-    now = sources()
-    changed = [f"nsa_lab/{part}" for part in PARTS if then.get(part) != now[part]]
+    now = sources(then)
+    changed = [f"nsa_lab/{part}" for part in then if then[part] != now[part]]
     return f"of other code: {', '.join(changed)} changed since" if changed else STANDS

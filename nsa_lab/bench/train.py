@@ -91,7 +91,7 @@ def run_train_bench(
     console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     report: dict[str, Any] = {
         "what": "training step, NSA and its dense twin",
-        **records.origin(records.device_name()),
+        **records.origin(records.device_name(), records.TRAINING),
         "gemm_flops_per_s": product_flops_per_s(torch.device("cuda"), torch.bfloat16) if cuda else None,
         "model": base.model_dump(),
         "rows": [],

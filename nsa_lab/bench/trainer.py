@@ -54,7 +54,7 @@ def run_trainer_bench(
         raise ConfigError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     report: dict[str, Any] = {
         "what": "the trainer besides training",
-        **records.origin(records.device_name()),
+        **records.origin(records.device_name(), records.TRAINING),
     }
 
     def say(line: str) -> None:

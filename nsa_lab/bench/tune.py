@@ -103,7 +103,7 @@ def run_tune(
     choices = resolve_backend(device, dtype, nsa, backend="triton")
     console = console or Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     report: dict[str, Any] = {
-        **records.origin(records.device_name() if device.type == "cuda" else str(device)),
+        **records.origin(records.device_name() if device.type == "cuda" else str(device), records.OPERATOR),
         "machine": machine(device),
         "dtype": str(dtype),
         "nsa": nsa.model_dump(),

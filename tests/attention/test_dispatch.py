@@ -491,3 +491,23 @@ def test_no_environment_variable_changes_the_choice(monkeypatch: pytest.MonkeyPa
         for value in ("0", "1"):
             monkeypatch.setenv(name, value)
             assert attention.resolve_backend("cpu", torch.float32, NSAConfig()) == before
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_functions_go_through_the_reference() -> None:
+    x = Shape().inputs()
+
+    def run(q: torch.Tensor, backend: str = "reference") -> torch.Tensor:
+        return attention.nsa_attention(q, *x[1:], NSA, backend=backend)
+
+    twice = torch.stack([x.q, 2 * x.q])
+    assert torch.allclose(torch.func.vmap(run)(twice), torch.stack([run(q) for q in twice]), rtol=1e-12)
+    q = x.q.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(run(q).sum(), q)
+    torch.testing.assert_close(torch.func.grad(lambda q: run(q).sum())(x.q), expected)
+    out, moved = torch.func.jvp(run, (x.q,), (x.q,))
+    step = 1e-6
+    torch.testing.assert_close(moved, (run(x.q + step * x.q) - run(x.q - step * x.q)) / (2 * step), rtol=1e-6, atol=1e-8)
+    assert torch.equal(out, run(x.q))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.vmap(lambda q: run(q, "torch"))(twice)

@@ -31,6 +31,14 @@ def test_a_record_names_its_code_and_stands_until_a_source_changes(tmp_path: Pat
     assert records.standing(made) == "as it stands"
     (package / "attention" / "code.py").write_text("x = 2\n")
     assert records.standing(made) == "of other code: nsa_lab/attention changed since"
+    # A kernel's record does not age by what decodes.
+    kernels, decoding = (records.origin("a GPU", of) for of in (records.OPERATOR, records.DECODING))
+    (package / "inference" / "code.py").write_text("x = 2\n")
+    assert records.standing(kernels) == "as it stands"
+    assert records.standing(decoding) == "of other code: nsa_lab/inference changed since"
+    (package / "bench" / "code.py").unlink()
+    (package / "bench").rmdir()
+    assert records.standing(kernels) == "of other code: nsa_lab/bench changed since"
 
 
 def test_what_was_not_committed_is_marked() -> None:
