@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,7 +115,7 @@ def check(data: DataConfig, vocab_size: int | None = None, *, to_train: bool = F
         raise DataError(
             f"data.path = {data.path!r}: one .txt is one document, and whole documents are held out for validation; cut it "
             "into several, and give their folder. With GNU split: mkdir texts && split -C 64k --additional-suffix=.txt "
-            f"{identity['files'][0][0]} texts/"
+            f"{shlex.quote(identity['files'][0][0])} texts/"
         )
     return identity
 
