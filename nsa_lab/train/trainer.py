@@ -264,11 +264,12 @@ class Trainer:
     def _statistics(self, batch: Batch) -> Fetched:
         """Per layer: gates, selection, branch norms, how far the gate weights moved, gradient norms after clipping.
 
-        Everything is queued on the device and nothing waits for it. On a CPU it is computed here, outside of training.
+        Everything is queued on the device and nothing waits for it. On a CPU it is computed here, outside of training. A stop
+        waits for it: the step is done, and a step that has no reading stays without one.
         """
         own_time = self._outside_training if self.parts.device.type == "cpu" else self.record.phases
         full = self.parts.world.full
-        with own_time("stats"), self._interruptible():
+        with own_time("stats"):
             vectors = branch_statistics(self.parts, batch)
             norms = layer_norms(self.parts.model, lambda p: p.grad)
             layers = [full(norm) for name, norm in norms.items() if name.startswith("blocks.")]
@@ -292,10 +293,11 @@ class Trainer:
             **({} if found.first_loss is None else {"first_loss": found.first_loss}),
             **({"window_losses": found.windows} if self.done == self.train.steps else {}),
         }
-        self.record.evaluation("validation", told)
         length = self.train.stage_at(self.done).seq_len
         with self._outside_training("eval"), self._interruptible():
             reached = selection_reach(self.parts, length)
+        # Both or neither: what a stop cut off is made up for where no evaluation of the step is recorded.
+        self.record.evaluation("validation", told)
         if reached is not None:
             self.record.reach(length, reached)
 

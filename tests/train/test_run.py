@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -301,12 +302,13 @@ def test_the_record_tells_waits_for_data_selected_keys_and_memory(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cut_off", ["evaluate_apart", "selection_reach"])
 def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
-    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch, cut_off: str
 ) -> None:
     run_dir, usual = new_run(), new_run()
     assert train(usual) == 0
-    real, asked = trainer.evaluate_apart, []
+    real, asked = getattr(trainer, cut_off), []
 
     def stopped(*arguments: Any) -> Any:
         asked.append(1)
@@ -315,13 +317,34 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "evaluate_apart", stopped)
+        patch.setattr(trainer, cut_off, stopped)
         assert train(run_dir) == directory.EXIT_STOPPED
     assert [event["step"] for event in kinds(run_dir, "eval")] == [0]
     assert train(run_dir) == 0
+    assert [event["step"] for event in kinds(run_dir, "reach")] == [0, 6, 12]
     told, expected = ([(e["step"], e["loss"]) for e in kinds(run, "eval")] for run in (run_dir, usual))
     assert told == expected and [step for step, _ in told] == [0, 6, 12]
     assert train(run_dir) == 0 and len(kinds(run_dir, "eval")) == 3, "what is there is not done again"
+
+
+@pytest.mark.slow
+def test_a_stop_while_statistics_are_taken_loses_nothing_of_the_record(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = new_run(log_every=1, stats_every=5, save_every=0, eval_every=0)
+    real = trainer.branch_statistics
+
+    def asked_to_stop(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "branch_statistics", asked_to_stop)
+        assert train(run_dir) == directory.EXIT_STOPPED
+    assert train(run_dir) == 0
+    told = kinds(run_dir, "step")
+    assert [event["step"] for event in told] == list(range(1, 13))
+    assert [event["step"] for event in told if "gate_update" in event] == [5, 10]
 
 
 @pytest.mark.slow
