@@ -22,7 +22,7 @@ from nsa_lab.config import RunConfig
 from nsa_lab.health import write_verdict
 from nsa_lab.runs import directory, launch, names
 from nsa_lab.runs.live import RunView, note, watch
-from nsa_lab.runs.names import find_run, notebook_file, params_file
+from nsa_lab.runs.names import find_run, notebook_file, outputs_folder, params_file
 from nsa_lab.runs.sweep import Sweep
 
 torch.set_num_threads(1)
@@ -315,8 +315,28 @@ def test_status_of_a_halted_run_says_why_and_what_to_do(say, tmp_path: Path, mon
     run_dir = write_run(tmp_path / "texts", spoil=lambda events: [e for e in events if e["kind"] in begun], status=HALTED)
     shown = " ".join(say("status", run_dir).out.split())
     assert "diagnosis" not in shown and "If the cause is a value" in shown, "text that cannot be read leaves no such folder"
+    assert "Nothing was trained yet." in shown and "weights" not in shown
     told = json.loads(say("status", "latest", "--json").out)
     assert told["reason"] == HALTED["reason"] and told["advice"][-1].endswith(f"nsa-lab resume {run_dir.name}")
+
+
+def test_status_of_a_trainer_that_was_killed_says_what_its_record_does_not(say, tmp_path: Path) -> None:
+    """Its status has a reason that is null."""
+    status = {"status": directory.RUNNING, "reason": None}
+    run_dir = write_run(tmp_path / "outputs", spoil=lambda events: [e for e in events if e["step"] <= 100], status=status)
+    said = say("status", "latest")
+    assert said.code == 0 and "why its status does not say" in " ".join(said.out.split())
+    assert said.out.splitlines()[-1].endswith(f"nsa-lab resume {run_dir.name} goes on from the newest checkpoint.")
+
+
+def test_what_follows_a_run_that_lies_elsewhere_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands as they were printed found no such run."""
+    from nsa_lab.cli.training import _say_started
+
+    _say_started(outputs_folder() / "fake-1", 7)
+    assert "nsa-lab follow fake-1 shows it, nsa-lab stop fake-1 ends it" in capsys.readouterr().out
+    _say_started(tmp_path / "my runs" / "fake-1", 7)
+    assert f"nsa-lab follow fake-1 --outputs '{tmp_path}/my runs' shows it" in capsys.readouterr().out
 
 
 def test_runs_are_found_by_path_id_beginning_and_latest(tmp_path: Path) -> None:

@@ -467,6 +467,15 @@ def test_a_share_of_what_is_not_planted_is_refused_without_stages_too() -> None:
         RunConfig.from_dict({"train": {"planted_share": 0.4}, "data": {"source": "stdlib"}})
 
 
+def test_a_file_without_anything_is_no_configuration(tmp_path: Path) -> None:
+    """It began a model of 12 layers, without a word."""
+    path = tmp_path / "x.yaml"
+    for nothing in ("", "# train:\n"):
+        path.write_text(nothing)
+        with pytest.raises(ConfigError, match=r"x\.yaml: expected a mapping of sections, found nothing"):
+            RunConfig.from_yaml(path)
+
+
 def test_an_empty_section_is_one_at_its_defaults(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("train:\ndata:\nmodel: {dim: 64}\n")

@@ -154,7 +154,7 @@ def export(
 ) -> None:
     """The numbers of a run as a table: losses, rates, speeds, statistics of every layer, evaluations."""
     if not csv:
-        raise ConfigError("nsa-lab export: say in which form; there is one, --csv")
+        raise ConfigError("export: say in which form; there is one, --csv")
     from nsa_lab.runs.export import write_csv
     from nsa_lab.runs.history import History
 

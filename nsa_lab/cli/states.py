@@ -55,7 +55,7 @@ def of_run(run_dir: Path) -> tuple[Table, list[str]]:
     history = History.read(run_dir)
     table = Table("", history.run, show_header=True, box=None)
     told = advice(history)
-    why = [("why", history.status.get("reason", "its status does not say"))] if told else []
+    why = [("why", history.status.get("reason") or "its status does not say")] if told else []
     rows = [("verdict", judged(history)), *why, *shown_facts(history), ("folder", str(run_dir))]
     for name, value in rows:
         table.add_row(name, Text(value, overflow="fold"))

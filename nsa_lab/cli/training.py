@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -229,6 +230,7 @@ def _notebook_runner() -> ModuleType:
 
 
 def _say_started(run_dir: Path, pid: int) -> None:
-    run = run_dir.name
-    typer.echo(f"process {pid} trains {run}; nsa-lab follow {run} shows it, nsa-lab stop {run} ends it")
+    home = run_dir.parent
+    run = run_dir.name if home == names.outputs_folder() else f"{run_dir.name} --outputs {shlex.quote(str(home))}"
+    typer.echo(f"process {pid} trains {run_dir.name}; nsa-lab follow {run} shows it, nsa-lab stop {run} ends it")
     typer.echo(run_dir)

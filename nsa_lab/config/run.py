@@ -176,7 +176,7 @@ def _as_written(section: dict[str, Any], later: dict[str, Any]) -> dict[str, Any
 def read_mapping(path: Path) -> dict[str, Any]:
     """What the YAML file at `path` says. Raises `ConfigError` of one line where it cannot be read, or is no mapping."""
     try:
-        sections = _read_yaml(path.read_bytes().decode("utf-8-sig")) or {}
+        sections = _read_yaml(path.read_bytes().decode("utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"{path}: no such configuration file") from None
     except UnicodeDecodeError as error:
@@ -188,6 +188,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{brief(str(path))!r}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    if sections is None:
+        raise ConfigError(f"{path}: expected a mapping of sections, found nothing; {{}} stands for a configuration at its defaults")
     if not isinstance(sections, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
     return sections

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,20 @@ class Health:
 def examine(run_dir: str | Path | History, limits: Limits = LIMITS) -> Health:
     """All verdicts on a run directory. Raises `RunDirectoryError` if it is none."""
     history = History.read(run_dir)
-    found = [verdict for check in CHECKS if (verdict := check(history, limits)) is not None]
+    found = [_told_by_numbers(verdict) for check in CHECKS if (verdict := check(history, limits)) is not None]
     finished = next(verdict for verdict in found if verdict.name == "finished")
     # A run that ended badly says so first only if nothing else explains why.
     causes = [verdict for verdict in found if verdict is not finished]
     if finished.ok is False and any(verdict.ok is False for verdict in causes):
         found = [*causes, finished]
     return Health(history.run, history.status.get("status", "unknown"), found, trial(history, limits))
+
+
+def _told_by_numbers(verdict: Verdict) -> Verdict:
+    """No comparison with what is no number is ever true, so that none finds a fault in it: it holds nothing, either."""
+    if verdict.ok and verdict.value is not None and math.isnan(verdict.value):
+        return replace(verdict, ok=None, text="not judged: a reading holds no number")
+    return verdict
 
 
 def as_record(health: Health) -> dict[str, Any]:

@@ -9,10 +9,15 @@ from nsa_lab.runs.history import History
 
 # None is left where nothing was trained: by a check before the first step, or text that cannot be read.
 DIAGNOSIS = "The newest halt-… folder of the run holds the diagnosis."
+ANEW = (
+    "If the cause is a value of the configuration, train anew with another: nsa-lab run NAME -p section.key=value."
+)
+BEFORE_THE_FIRST = (
+    f"Nothing was trained yet. {ANEW} If it lies outside, in data or machine, mend it and begin: nsa-lab resume {{run}}"
+)
 ENDED = {
-    directory.HALTED: "If the cause is a value of the configuration, train anew with another: nsa-lab run NAME -p "
-    "section.key=value. The weights are those of step {step:,}, the last good one. If the cause lies outside, in data or "
-    "machine, mend it and go on from them: nsa-lab resume {run}",
+    directory.HALTED: f"{ANEW} The weights are those of step {{step:,}}, the last good one. If the cause lies outside, in data "
+    "or machine, mend it and go on from them: nsa-lab resume {run}",
     directory.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
     "DEAD": "The trainer was killed; the last recorded step is {step:,}. nsa-lab resume {run} goes on from the newest "
     "checkpoint.",
@@ -25,6 +30,8 @@ def what_to_do(history: History) -> list[str]:
     if found:
         return [found.change, found.resume]
     told = ENDED.get(history.state or "")
+    if history.state == directory.HALTED and not history.reached:
+        told = BEFORE_THE_FIRST
     if told and history.state == directory.HALTED and (history.reached or history.of_kind("guard")):
         told = f"{DIAGNOSIS} {told}"
     return [told.format(run=history.run, step=history.reached)] if told else []

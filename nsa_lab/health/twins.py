@@ -84,7 +84,7 @@ def _unequal(nsa: History, dense: History) -> list[str]:
 
 def _flops(run: History) -> float | None:
     begun = next(iter(run.of_kind("start", "resume")), {})
-    flops = begun.get("flops_per_token", {}).get(run.config.model.attention)
+    flops = (begun.get("flops_per_token") or {}).get(run.config.model.attention)
     return flops and flops / 1e6
 
 

@@ -60,6 +60,14 @@ def test_an_epoch_reads_each_window_once(length: int, seq_len: int, seed: int) -
         assert starts[0] + windows * seq_len > length - 2 * seq_len - 1
 
 
+@pytest.mark.parametrize("length", [9, 12, 16, 17, 41, 48])
+def test_epochs_begin_at_every_place_of_a_window_that_the_text_has(length: int) -> None:
+    batches = Batches(store(length), 8, 1, seed=7)
+    windows = batches.windows_per_epoch
+    begun = {min(batches.positions(epoch * windows + n)[0] for n in range(windows)) for epoch in range(200)}
+    assert begun == set(range(min(8, length - 8)))
+
+
 def test_epochs_differ_in_order_and_offset() -> None:
     batches = Batches(store(5000), 32, 1, seed=7)
     windows = batches.windows_per_epoch
@@ -67,6 +75,8 @@ def test_epochs_differ_in_order_and_offset() -> None:
     assert len({min(starts) for starts in epochs}) > 1
     assert len({tuple(np.argsort(starts)) for starts in epochs}) == 4
     assert [batches.epoch(step) for step in (0, windows - 1, windows, 3 * windows)] == [0, 0, 1, 3]
+    fives = Batches(store(5000), 32, 5, seed=7)
+    assert [fives.epoch(step) for step in (0, windows // 5 - 1, windows // 5, windows)] == [0, 0, 1, 5]
 
 
 def test_random_access_equals_sequential() -> None:

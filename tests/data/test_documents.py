@@ -231,6 +231,9 @@ def test_facts_are_planted_into_every_document_by_itself() -> None:
             name, answer = question.split(b"? A: ")[0], question.split(b"? A: ")[1][:7]
             assert b"The secret number of the " + name + b" is " + answer in part
     assert (weights[tokens == SEP] == 1).all() and (weights == recall.answer_weight).sum() == 5 * 7
+    assert bytes(tokens[weights == recall.answer_weight].astype(np.uint8)).isdigit(), "the answers, and nothing beside them"
+    asked = [said.split(b"?")[0] for part in parts for said in part.split(b"Q: What is the secret number of the ")[1:]]
+    assert len(set(asked)) == 5, "every document has facts of its own"
     again, _ = plant(window, 9)
     assert np.array_equal(tokens, again) and not np.array_equal(tokens, plant(window, 10)[0])
     alone = planter(recall, len(window) - 1, 5)(window, 9)[0]

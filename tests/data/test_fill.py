@@ -271,6 +271,11 @@ def test_a_vocabulary_too_small_for_the_tokenizer(corpus: Path, tmp_path: Path, 
     refuses(lambda: prepare(local(corpus), 128, cache=tmp_path), "model.vocab_size = 128", "set model.vocab_size: 256")
 
 
+def test_a_shards_numbers_hold_every_id_and_are_no_wider() -> None:
+    sizes = {256: "|u1", 257: "<u2", 1 << 16: "<u2", (1 << 16) + 1: "<u4", 1 << 17: "<u4"}
+    assert {size: shards.token_dtype(size).str for size in sizes} == sizes
+
+
 def test_a_file_tokenizer_fills_sixteen_bit_shards(corpus: Path, tmp_path: Path, save_tokenizer) -> None:
     data = local(corpus, tokenizer=str(save_tokenizer(tmp_path, "<|endoftext|>")))
     dataset = prepare(data, cache=tmp_path / "cache")
@@ -281,7 +286,8 @@ def test_a_file_tokenizer_fills_sixteen_bit_shards(corpus: Path, tmp_path: Path,
     assert dataset.tokenizer.decode(ids) == "".join(
         text + "<|endoftext|>" for text in written if split_fraction(text) >= 0.3
     )
-    assert dataset.bytes_per_token > 1
+    held_out = [text.encode() for text in written if split_fraction(text) < 0.3]
+    assert dataset.bytes_per_token == sum(len(text) + 1 for text in held_out) / len(dataset.validation) > 1
     synthetic = DataConfig(source="synthetic", tokenizer=data.tokenizer)
     with pytest.raises(ValueError, match="makes bytes, not text"):
         prepare(synthetic, cache=tmp_path / "cache")

@@ -4,12 +4,19 @@ import time
 import pytest
 import torch
 
-from nsa_lab.data import Prefetcher
+from nsa_lab.data import Batch, Prefetcher
 
 
 def test_steps_come_in_order_and_once() -> None:
     with Prefetcher(lambda step: torch.tensor([step]), first=5, stop=30) as prefetcher:
         assert [prefetcher.get(step).item() for step in range(5, 30)] == list(range(5, 30))
+
+
+def test_nothing_is_loaded_behind_the_last_step() -> None:
+    loaded: list[int] = []
+    with Prefetcher(loaded.append, first=3, stop=6, depth=9) as prefetcher:
+        prefetcher._thread.join(5.0)
+    assert loaded == [3, 4, 5]
 
 
 def test_the_queue_is_bounded() -> None:
@@ -68,3 +75,6 @@ def test_pinning_reaches_nested_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     with Prefetcher(lambda step: (torch.tensor(step), [torch.tensor(1)]), pin_memory=True) as prefetcher:
         pair = prefetcher.get(0)
     assert pair[0].item() == 100 and pair[1][0].item() == 101
+    with Prefetcher(lambda step: Batch(torch.tensor(step), torch.tensor(1)), pin_memory=True) as prefetcher:
+        batch = prefetcher.get(0)
+    assert isinstance(batch, Batch) and (batch.inputs.item(), batch.targets.item(), batch.weights) == (100, 101, None)

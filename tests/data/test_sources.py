@@ -53,6 +53,14 @@ def test_a_glob_and_a_single_file(mixed: Path) -> None:
     assert texts(local(mixed / "a.txt")) == MIXED[:1]
 
 
+def test_the_mark_that_some_programs_begin_a_file_with_is_no_part_of_its_first_line(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", {"text": "one"}, {"text": "two"})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert texts(local(path)) == ["one", "two"]
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfone")
+    assert texts(local(tmp_path / "x.txt")) == ["one"]
+
+
 def test_a_relative_path_counts_from_the_working_directory(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(mixed)
     assert texts(local(Path("a.txt"))) == MIXED[:1]

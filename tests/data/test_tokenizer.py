@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,47 @@ def test_a_document_that_spells_the_separator_does_not_hold_it(trained: Path) ->
     assert tokenizer.decode(ids) == "what <|endoftext|> means"
     assert tokenizer.decode([tokenizer.separator]) == "<|endoftext|>"
     assert max(ids) < tokenizer.vocab_size
+
+
+def changed(path: Path, folder: Path, **changes: object) -> Path:
+    """A copy of a tokenizer.json with other entries."""
+    copy = folder / "changed.json"
+    copy.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return copy
+
+
+def added(*tokens: tuple[int, str, bool]) -> list[dict[str, object]]:
+    """Added tokens as a tokenizer.json has them: id, text, and whether it is special."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [{"id": number, "content": text, "special": special, **plain} for number, text, special in tokens]
+
+
+def test_the_best_known_end_of_text_is_taken_and_ids_are_counted_over_gaps(trained: Path, tmp_path: Path) -> None:
+    model = json.loads(trained.read_text())["model"]
+    model["vocab"]["zz"] = 4000
+    both = added((0, "<|endoftext|>", True), (len(model["vocab"]), "</s>", True))
+    tokenizer = load_tokenizer(str(changed(trained, tmp_path, added_tokens=both, model=model)))
+    assert tokenizer.separator == 0 and tokenizer.vocab_size == 4001
+
+
+def test_a_template_adds_nothing_to_a_document(trained: Path, tmp_path: Path) -> None:
+    end = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, end],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    tokenizer = load_tokenizer(str(changed(trained, tmp_path, post_processor=template)))
+    assert tokenizer.encode("the cat").tolist() == load_tokenizer(str(trained)).encode("the cat").tolist()
+
+
+def test_a_separator_that_text_can_spell_is_refused_where_it_does(trained: Path, tmp_path: Path, refuses) -> None:
+    """An added token that is not special is found in text."""
+    plain = added((0, "<|endoftext|>", False))
+    tokenizer = load_tokenizer(str(changed(trained, tmp_path, added_tokens=plain)))
+    assert tokenizer.separator not in tokenizer.encode("the cat")
+    refuses(lambda: tokenizer.encode("the <|endoftext|>"), "encodes to the separator", "as special in tokenizer.json")
 
 
 def test_identity_follows_the_content(trained: Path, tmp_path: Path) -> None:

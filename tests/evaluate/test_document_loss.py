@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nsa_lab.config import ModelConfig, NSAConfig
-from nsa_lab.data import DataError, TokenStore
+from nsa_lab.data import BestFitRows, DataError, TokenStore
 from nsa_lab.evaluate import document_loss
+from nsa_lab.evaluate.documents import packed_row, token_losses
 from nsa_lab.model import NSATransformer
 
 SEPARATOR = 255
@@ -96,3 +97,21 @@ def test_fewer_rows_are_spread_over_all_lengths(model: NSATransformer) -> None:
 def test_a_text_without_an_end_is_refused(model: NSATransformer) -> None:
     with pytest.raises(DataError, match="no document ends"):
         document_loss(model, TokenStore([np.zeros(1000, np.uint8)]), SEPARATOR, LENGTH)
+
+
+def test_the_difference_is_a_mean_over_rows_with_its_standard_error(model: NSATransformer) -> None:
+    dice = np.random.default_rng(2)
+    texts = [dice.integers(0, 250, length) for length in (200, 90, 150, 120, 60)]
+    packed = BestFitRows(store(texts), LENGTH, SEPARATOR)
+    found = document_loss(model, store(texts), SEPARATOR, LENGTH)
+    apart, every = [], []
+    for row in range(packed.per_epoch):
+        window, filled, span = packed_row(packed, row, SEPARATOR)
+        alone, across = (token_losses(model, window, reading)[:filled] for reading in (span, None))
+        apart.append((across - alone).mean().item())
+        every.append(across)
+    assert len({len(row) for row in every}) == len(every) > 1, "rows of unlike length"
+    assert found.difference == pytest.approx(np.mean(apart), rel=1e-9)
+    assert found.error == pytest.approx(np.std(apart, ddof=1) / len(apart) ** 0.5, rel=1e-9)
+    (octave,) = found.by_length
+    assert octave.across == pytest.approx(torch.cat(every).mean().item(), rel=1e-9) != octave.alone

@@ -220,3 +220,42 @@ def test_a_dense_model_is_refused() -> None:
         forward(model, tokens_of(), INTERVENTIONS["chosen"])
     with pytest.raises(ValueError, match=r"model\.attention: nsa"):
         choice_quality(model, tokens_of())
+
+
+def test_interventions_are_what_they_are_called() -> None:
+    silent = {name: change.silent for name, change in INTERVENTIONS.items() if change.silent}
+    assert silent == {"no_cmp": "cmp", "no_sel": "sel", "no_win": "win"}
+    reads = {name: change.reads for name, change in INTERVENTIONS.items() if name not in silent}
+    assert reads == {name: "chosen" if name == "twice" else name for name in reads}
+
+
+def test_random_blocks_are_those_of_the_seed() -> None:
+    model, tokens, places = model_of(), tokens_of(rows=1), torch.tensor([[[40, 41]]])
+    first, again, other = (intervene(model, tokens, places, names=("random",), seed=seed)[1].loss for seed in (5, 5, 6))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 25])
+def test_quality_is_that_of_every_layer_and_choice_however_it_is_cut(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(made, "SCORES_AT_ONCE", 7 * 4 * LENGTH if at_once == 1 else at_once)
+    model, tokens, first = model_of(), tokens_of(rows=1), NSA.n_sel * NSA.l_sel
+    quality = choice_quality(model, tokens, seed=2)
+    assert quality is not None
+    x, rotary = model.enter(tokens)
+    dice = torch.Generator().manual_seed(2)
+    for number, block in enumerate(cast("list[Block]", model.blocks)):
+        layer = cast(SparseAttention, block.attention)
+        normed = block.attention_norm(x)
+        inputs = layer.project(normed, rotary)
+        q, k_sel = inputs[0], inputs[3]
+        mass = block_mass(q, k_sel, NSA)
+        choices = {
+            "chosen": made.chosen_blocks(layer.scoring(normed, inputs, rotary), layer),
+            "nearest": made.nearest_blocks(q, 2, NSA),
+            "random": made.random_blocks(q, 2, NSA, dice),
+        }
+        best = mass.gather(-1, made.oracle_blocks(q, k_sel, NSA).long().clamp_min(0))[:, first:].sum().item()
+        for name, blocks in choices.items():
+            held = mass.gather(-1, blocks.long().clamp_min(0))[:, first:].sum().item()
+            assert quality[name][number] == pytest.approx(held / best, rel=1e-4), (name, number)
+        x, _ = block(x, rotary)

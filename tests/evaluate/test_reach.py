@@ -10,6 +10,7 @@ import torch
 
 from nsa_lab.config import ModelConfig, NSAConfig, RecallConfig
 from nsa_lab.evaluate import Reach, choices, reach
+from nsa_lab.evaluate.interventions import Effect
 from nsa_lab.model import NSATransformer
 
 NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=11)
@@ -29,12 +30,14 @@ def found(model: NSATransformer, length: int = LENGTH, **settings: int) -> Reach
     return told
 
 
-@pytest.mark.parametrize("length", [100, 203, 1000])
-def test_facts_lie_where_neither_window_nor_forced_blocks_look(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("length", "window"), [(100, 11), (203, 11), (1000, 11), (203, 40)])
+def test_facts_lie_where_neither_window_nor_forced_blocks_look(
+    length: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     module = importlib.import_module("nsa_lab.evaluate.reach")  # its name in the package is that of its function
     monkeypatch.setattr(module, "intervene", lambda model, tokens, places, **rest: asked.append((tokens, places)) or [])
-    reach(model_of(), TEXT, length, RECALL, sequences=97)
+    reach(model_of(nsa=NSA.model_copy(update={"w": window})), TEXT, length, RECALL, sequences=97)
     ((tokens, places),) = asked
     assert tokens.shape == (97, length) and len({tuple(row) for row in places.flatten(1).tolist()}) == 1
     begins = []
@@ -45,8 +48,8 @@ def test_facts_lie_where_neither_window_nor_forced_blocks_look(length: int, monk
         begins.append(told)
         assert said.index(b" ") >= NSA.l_sel + 4  # between the two words of the name, of which the first has four letters
         last = told + len(answer) - 1
-        assert last < place[0] - 1 - max(NSA.w, 2 * NSA.l_sel) + 1
-    assert max(begins) - min(begins) > 0.4 * (length - 60)
+        assert last < place[0] - 1 - max(window, 2 * NSA.l_sel) + 1
+    assert max(begins) - min(begins) > 0.4 * (length - window - 49)
 
 
 def test_what_replaces_the_choice_has_its_loss_and_a_branch_of_zeros_is_no_branch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +83,18 @@ def test_says_why_it_cannot_be_asked() -> None:
     assert "has 5000 bytes, fewer than a sequence of 6000" in str(reach(model, TEXT, 6000, RECALL))
     with pytest.raises(ValueError, match="a dense model chooses no blocks"):
         reach(model_of(attention="dense"), TEXT, LENGTH, RECALL)
+
+
+def test_what_is_told_is_of_the_answers_and_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, asked = importlib.import_module("nsa_lab.evaluate.reach"), []
+
+    def answered(model: NSATransformer, tokens: torch.Tensor, places: torch.Tensor, **how: object) -> list[Effect]:
+        asked.append((tokens.gather(1, places.flatten(1)).tolist(), how["seed"]))
+        return [Effect("chosen", 9.0, 0.5, 0.75, 0.0, 0.0, 0.0, []), Effect("random", 9.0, 2.5, 0.25, 0.0, 2.0, -0.5, [])]
+
+    monkeypatch.setattr(module, "intervene", answered)
+    told = [found(model_of(), seed=seed) for seed in (4, 5)]
+    assert told[0].answer_loss == {"chosen": 0.5, "random": 2.5} and told[0].accuracy == {"chosen": 0.75, "random": 0.25}
+    (values, first), (others, second) = asked
+    assert (first, second) == (4, 5) and values != others
+    assert len({tuple(value) for value in values}) > 8, "a fact of its own in every sequence"

@@ -329,3 +329,26 @@ def test_interventions_are_of_the_seed() -> None:
     found = record._selection(record._Questions(model, text, recall, (0.0,), 1, {}, 0, 7), 330, 2, lambda line: None)
     wanted = intervene(model, *stacked(needles(330, 2, recall, 7, text), torch.device("cpu")), seed=7)
     assert [one["d_loss"] for one in found["interventions"]] == [one.d_loss for one in wanted]
+
+
+def test_what_is_asked_is_the_runs_own_held_out_text(
+    run_dir: Path, place: Path, evaluation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the longest of its lengths, and by dice of the seed."""
+    asked: dict[str, Any] = {}
+
+    def seen(name: str) -> Any:
+        real = getattr(record, name)
+        return lambda *given, **how: asked.update({name: (given, how)}) or real(*given, **how)
+
+    for name in ("retrieval", "loss_by_position", "document_loss", "choice_quality"):
+        monkeypatch.setattr(record, name, seen(name))
+    data = prepare(RunConfig.from_yaml(run_dir / "config.yaml").data, 256, 330, cache=place / "shards")
+    asks = {"lengths": [330], "tasks": ["needle"], "depths": (0.0,), "per_depth": 1, "windows": 3, "intervened": 2}
+    evaluate_run(run_dir, **asks, seed=7, device="cpu", builder=lambda *given: data)
+    (_, text, _), how = asked["retrieval"]
+    assert np.array_equal(text, data.validation.read(0, len(data.validation))) and how["seed"] == 7
+    assert asked["loss_by_position"][0][1:] == (data.validation, 330, 3)
+    assert asked["document_loss"][0][1] is data.validation and asked["document_loss"][0][3:] == (330, 3)
+    assert asked["choice_quality"][0][2] == 7
+    write_evaluation(run_dir, evaluation)

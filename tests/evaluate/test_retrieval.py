@@ -204,3 +204,30 @@ def test_the_first_sequences_of_a_depth_are_written(monkeypatch: pytest.MonkeyPa
     list(retrieval(model, text, [330], **how))
     first = _sequence("needle", 330, 0.5, 0, recall, 0, text)
     assert [list(one.tokens) for one in seen] == [list(first.tokens)]
+
+
+def test_the_loss_of_a_cell_is_that_of_the_tokens_of_its_answers(model: NSATransformer) -> None:
+    (cell,) = retrieval(model, TEXT, [400], tasks=["needle"], depths=(0.5,), per_depth=3, written_per_depth=0)
+    asked = [_sequence("needle", 400, 0.5, number, RecallConfig(), 0, TEXT) for number in range(3)]
+    right, losses, text = teacher_forced(model, *stacked(asked, CPU))
+    assert cell.loss == pytest.approx(losses.mean().item(), rel=1e-6) != text.mean().item()
+    assert cell.tokens_right == right.sum().item()
+
+
+def test_tokens_that_are_right_are_counted_at_every_place(monkeypatch: pytest.MonkeyPatch, model: NSATransformer) -> None:
+    def but_the_first(forward: object, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        right = torch.ones(places.shape, dtype=torch.bool)
+        right[..., 0] = False
+        return right, torch.zeros(places.shape), torch.zeros(len(tokens))
+
+    monkeypatch.setattr(importlib.import_module("nsa_lab.evaluate.retrieval"), "teacher_forced", but_the_first)
+    (cell,) = retrieval(model, TEXT, [400], tasks=["needle"], depths=(0.5,), per_depth=3, written_per_depth=0)
+    assert (cell.right, cell.tokens, cell.tokens_right) == (0, 21, 18)
+
+
+def test_needles_of_one_depth_have_facts_of_their_own() -> None:
+    rows = needles(900, 20, RecallConfig(), 0, TEXT)
+    assert len({tuple(row.tokens[row.answers[0]]) for row in rows}) == 20
+    assert [tuple(row.tokens) for row in rows[:2]] == [
+        tuple(_sequence("needle", 900, 0.0, number, RecallConfig(), 0, TEXT).tokens) for number in (0, 1)
+    ]

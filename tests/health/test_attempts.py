@@ -176,3 +176,14 @@ def test_no_field_that_is_missing_null_or_of_another_kind_stops_a_verdict(tmp_pa
                 raise AssertionError(f"{name} of {kind} as {value!r}: {error!r}") from error
             needs = NEEDS.get((kind, name))
             assert needs is None or not all(found[verdict] for verdict in needs), (kind, name, value)
+
+
+def test_an_earlier_attempt_without_a_heartbeat_is_named(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        kept = [e for e in told(BEFORE, AFTER)(events) if (e["kind"], e["attempt"]) != ("heartbeat", 1)]
+        for index, event in enumerate(event for event in kept if event["attempt"] == 1):
+            event["t"] = 10.0 * index
+        return kept
+
+    found = judged(tmp_path, spoil)["heartbeats"]
+    assert found.ok is False and found.text.startswith("0 in the ") and "of attempt 1, one every 10 s" in found.text

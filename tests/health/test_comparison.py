@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_evaluation import WINDOWS, maker
+from fake_evaluation import OCTAVES, WINDOWS, maker
 from fake_run import Event, configuration, write_run
 
 from nsa_lab import cli
@@ -282,6 +282,8 @@ def test_a_run_without_an_evaluation_of_its_last_step_is_told_of(made: Make) -> 
         ({"identity": "f" * 16}, "bytes"),
         ({"length": 65536}, "length"),
         ({"window_documents": [0] * WINDOWS}, "windows"),
+        ({"rows": [[tokens, 1.0] for tokens in (300, 300, 299, 300, 280, 41, 300)]}, "rows"),
+        ({"octaves": [[0, 128], *OCTAVES[1:]]}, "octaves"),
         ({"identity": "f" * 16, "length": 65536}, "bytes and length"),
     ],
 )
@@ -442,3 +444,94 @@ def test_of_two_dense_models_the_baseline_has_to_be_named(tmp_path: Path) -> Non
     runs = [made("long", 0), made("twin", 0, model__attention="dense"), made("other", 0, model__attention="dense")]
     with pytest.raises(ConfigError, match="2 of 3 models are dense"):
         baseline_of(models_of(runs, {}, lambda line: None), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"data_identity": "e" * 64}, "bytes"),
+        ({"positions": {"length": 8192}}, "length"),
+        ({"positions": {"windows": 4}}, "windows"),
+    ],
+)
+def test_held_out_text_that_was_read_otherwise_is_refused(made: Make, changes: dict[str, Any], what: str) -> None:
+    def otherwise(found: dict[str, Any]) -> None:
+        found["positions"].update(changes.get("positions", {}))
+        found.update({key: value for key, value in changes.items() if key != "positions"})
+
+    one, other = made("one", 0), dense(made, 0, otherwise)
+    found = compared(one, other)
+    told = f"held-out text, one less other: not compared: {one.name} and {other.name} read other {what} under this name"
+    assert [text.text for text in found.texts] == ["long"] and any(line.startswith(told) for line in found.not_compared)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device": "a GPU"}, "device: cpu ({}); a GPU ({})"),
+        ({"code": {"source": "def"}}, "code: abc ({}); def ({})"),
+        ({"data_identity": "e" * 64}, f"the text of their questions: {'d' * 64} ({{}}); {'e' * 64} ({{}})"),
+        ({"recall": {"value_length": 9}}, "the data.value_length of their questions: 7 ({}); 9 ({})"),
+    ],
+)
+def test_what_evaluations_should_have_in_common_is_told_where_they_have_not(
+    made: Make, changes: dict[str, Any], said: str
+) -> None:
+    one, other = made("one", 0), dense(made, 0, lambda found: found.update(changes))
+    told = compared(one, other).not_compared
+    assert [line for line in told if line.startswith("the evaluations differ")] == [
+        f"the evaluations differ in {said.format(one.name, other.name)}"
+    ]
+
+
+def test_a_share_of_time_is_of_all_seeds_or_not_told(made: Make) -> None:
+    ours, theirs = [made("one", seed) for seed in (0, 1)], [dense(made, seed) for seed in (0, 1)]
+    record = ours[1] / "events.jsonl"
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    record.write_text("".join(json.dumps({k: v for k, v in e.items() if k != "dt_s"}) + "\n" for e in events))
+    cost = compared(*ours, *theirs).costs[0]
+    assert cost.runs[0].seconds and cost.runs[1].seconds is None and cost.seconds_share is None and cost.wall_share
+
+
+def test_a_share_of_answers_is_rounded_to_whole_ones(made: Make) -> None:
+    """Of 29 right in 100 the share is .29, and 100 times that a little less than 29."""
+
+    def many(found: dict[str, Any]) -> None:
+        (part,) = found["selection"]
+        part.update(sequences=100, depths=[0.5] * 100)
+        for effect in part["interventions"]:
+            effect.update(accuracy=0.29, right=[1.0] * 29 + [0.0] * 71)
+
+    found = compared(made("one", 0, many), dense(made, 0)).interventions
+    assert found and all(one.every == one.far == Share.of(29, 100) for one in found)
+
+
+def test_far_needles_are_told_where_every_run_counted_them(made: Make) -> None:
+    def counted(found: dict[str, Any]) -> None:
+        for cell in found["retrieval"]:
+            cell["right_at_depth"] = 5
+
+    found = compared(made("one", 0, counted), made("one", 1), dense(made, 0)).needles
+    assert [one.far for one in found if (one.model, one.task, one.length) == ("one", "multi_query", 4096)] == [None]
+
+
+@pytest.mark.parametrize("state", ["HALTED", "PREEMPTED"])
+def test_a_run_that_is_not_done_is_told_of(made: Make, state: str) -> None:
+    runs = [made("one", 0), dense(made, 0)]
+    status = json.loads((runs[0] / "status.json").read_text())
+    (runs[0] / "status.json").write_text(json.dumps({**status, "status": state}))
+    assert f"{runs[0].name} is {state}: what it cost is told of 200 of 200 steps" in compared(*runs).not_compared
+
+
+def test_every_column_of_the_tables_is_its_own_number(made: Make) -> None:
+    found = compared(*(made("one", seed) for seed in (0, 1)), *(dense(made, seed) for seed in (0, 1)))
+    shown = tables(markdown(found))
+    place = next(text for text in found.texts if text.text == "long").places[2]
+    row = next(row for row in shown["long: one less other, seeds 0, 1"] if row[0] == place.place)
+    assert row[1:3] == [f"{place.bits:.4f}", f"{place.baseline_bits:.4f}"] and row[1] != row[2]
+    assert place.over_windows and row[4] == "[{:+.4f}, {:+.4f}]".format(*place.over_windows)
+    cost = found.costs[0]
+    assert shown["Models"][2][5] == f"{cost.seconds_share:.3f}" != shown["Models"][2][7] == f"{cost.wall_share:.3f}"
+    needles = next(one for one in found.needles if (one.model, one.task, one.length) == ("one", "needle", 4096))
+    row = next(row for row in shown["Needles"] if row[:2] == ["needle", "4,096"])
+    assert needles.every and row[2].endswith(f"[{100 * needles.every.low:.1f}, {100 * needles.every.high:.1f}] of 42")

@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Make:
     """run(over, windows, **config) -> a run whose losses lie `over` bits per byte above those of a healthy one."""
     made: list[Path] = []
 
-    def make(over: float = 0.0, windows: list[float] | None = None, **changes: Any) -> History:
+    def make(over: float = 0.0, windows: list[float | None] | None = None, **changes: Any) -> History:
         def spoil(events: list[Event]) -> None:
             for event in events:
                 if event["kind"] in ("step", "eval"):
@@ -226,3 +226,42 @@ def test_a_run_that_changed_its_text_is_no_twin(tmp_path: Path) -> None:
 
     verdict = same_training(of("nsa", "a" * 64, "b" * 64), of("dense", "b" * 64, model__attention="dense"))
     assert verdict.ok is False and "the data" in verdict.text
+
+
+def test_a_difference_is_told_in_either_direction_and_of_equals_none() -> None:
+    for sign in (-1, 1):
+        found = difference("x", sign * np.array([0.1, 0.11, 0.09]), np.zeros(3))
+        assert isinstance(found, Difference) and found.beyond_noise and "no difference" not in str(found)
+    same = difference("x", np.ones(3), np.ones(3))
+    assert isinstance(same, Difference) and not same.beyond_noise and same.half == 0
+
+
+def test_a_pair_that_is_no_number_leaves_with_its_weight() -> None:
+    first, weights = np.array([np.nan, 1.0, 2.0, 4.0]), np.array([50.0, 1.0, 2.0, 3.0])
+    assert difference("x", first, np.zeros(4), weights) == difference("x", first[1:], np.zeros(3), weights[1:])
+
+
+def test_a_window_that_was_not_recorded_makes_no_pair(run: Make) -> None:
+    nsa, dense = run(windows=[1.0, None, 3.0, 4.0]), run(windows=[1.0, 2.0, 2.5, 3.9], model__attention="dense")
+    found = over_windows(nsa, dense)
+    assert isinstance(found, Difference) and found.pairs == 3
+    assert found.mean == pytest.approx(0.6 / 3 / math.log(2))
+
+
+@pytest.mark.parametrize("changes", [{"train__batch_size": 4}, {"train__min_document_tokens": 16}])
+def test_batches_that_hold_something_else_are_other_batches(run: Make, changes: dict[str, Any]) -> None:
+    assert "different batches" in str(over_training(run(), run(model__attention="dense", **changes)))
+
+
+def test_batches_of_other_data_are_other_batches(run: Make) -> None:
+    nsa, dense = run(), run(model__attention="dense")
+    for history, text in ((nsa, "a"), (dense, "b")):
+        history.of_kind("start")[0]["data_identity"] = text
+    assert "different batches" in str(over_training(nsa, dense))
+
+
+def test_a_seed_that_was_not_evaluated_makes_no_pair(run: Make) -> None:
+    runs = [run(0.1 * seed, train__seed=seed) for seed in (1, 2, 3)]
+    twins = [run(train__seed=seed, model__attention="dense") for seed in (1, 2, 3)]
+    (found,) = over_seeds([*runs[:2], replace(runs[2], evaluations=[]), *twins])
+    assert isinstance(found, Difference) and found.pairs == 2 and found.mean == pytest.approx(0.15)

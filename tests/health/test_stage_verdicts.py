@@ -90,10 +90,15 @@ def test_the_rate_that_health_expects_is_the_schedules() -> None:
     assert isinstance(train.plan[2], StageConfig)
 
 
-@pytest.mark.parametrize(("warmup", "share"), [(0, 0.2), (4, 0.35), (0, 1.0), (10, 0.5), (1, 0.01)])
+@pytest.mark.parametrize(("warmup", "share"), [(0, 0.2), (4, 0.35), (0, 1.0), (10, 0.5), (1, 0.01), (2, 0.33)])
 def test_the_rate_that_health_expects_of_wsd_is_the_schedules(warmup: int, share: float) -> None:
     train = {"steps": 20, "warmup_steps": warmup, "decay_share": share, "lr_schedule": "wsd", "min_lr": 1e-5}
     config = RunConfig.from_dict({"train": train}).train
     assert [expected_learning_rate(step, config) for step in range(1, 21)] == pytest.approx(
         [learning_rate(step, config) for step in range(1, 21)], rel=1e-12
     )
+
+
+def test_a_run_that_trained_on_since_its_last_evaluation_is_compared_as_it_was_then() -> None:
+    train = [2.0] * 20 + [1.0] * 20
+    assert generalises(history(FLAT, train, {0: 8.0, 10: 3.0, 20: 2.0}, **ONE_STAGE), LIMITS).ok is True

@@ -165,3 +165,31 @@ def test_seconds_leave_out_what_compiles_and_count_a_step_that_was_done_again_on
     steps, seconds = training_seconds(History.read(write_run(tmp_path, spoil=resumed)))
     assert dict(zip(steps.tolist(), seconds.tolist(), strict=True))[100] == 50.0
     assert 110 not in steps and seconds[-1] == 100.0 and steps[-1] == 200
+
+
+def test_every_variant_is_compared_with_the_first(tmp_path: Path) -> None:
+    (tmp_path / "fake.yaml").write_text(FAKE)
+    variants = "{a: , b: train.lr=2e-3, c: train.lr=3e-3}"
+    (tmp_path / "s.yaml").write_text(f"preset: {tmp_path / 'fake.yaml'}\nseeds: [0, 1]\nvariants: {variants}")
+    sweep = Sweep.load(str(tmp_path / "s.yaml"), tmp_path / "outputs")
+    for run in sweep.runs:
+        bpb = {"a": 2.0, "b": 1.5, "c": 1.9}[run.variant] + run.seed / 10
+        write_run(sweep.outputs, run.config, _ending_at(bpb, None), name=run.config.name)
+    assert [less and less.mean for less in (one.less_baseline for one in results(sweep))] == [
+        None,
+        pytest.approx(-0.5),
+        pytest.approx(-0.1),
+    ]
+
+
+def test_a_curve_is_a_mean_over_seeds_of_the_text_that_was_read_last(found: Found) -> None:
+    """Two runs of one seed weigh as much as the single one of the other; what was of another text is left out."""
+
+    def another_at_first(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == "eval" and event["step"] == 50:
+                event["text"] = "another text"
+
+    _, other = found([[2.0, 2.0], [2.0, 2.0]], [[1.0, 1.2], [2.0, None]], repeats=2, spoil=another_at_first)
+    assert other.curve is not None and other.curve.mean == pytest.approx([2.55, 2.05, 1.55])
+    assert other.curve.tokens == [step * 2 * 2048 for step in (100, 150, 200)]

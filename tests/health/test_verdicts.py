@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from fake_run import LAYERS, Event, configuration, evaluation, reach, saved, step_event, write_checkpoint, write_run
 
-from nsa_lab.config import NSAConfig
+from nsa_lab.config import NSAConfig, RunConfig
 from nsa_lab.health import CHECKS, Verdict, as_record, examine, verdicts
 from nsa_lab.health.answers import QUESTIONS, answers
 from nsa_lab.health.selection import choice_range
 from nsa_lab.health.twins import FREE, beside_twin, side_by_side, twins
 from nsa_lab.runs import directory, names
-from nsa_lab.runs.history import History, facts, latest
+from nsa_lab.runs.history import History, evaluated_apart, facts, latest
 from nsa_lab.runs.lock import sign_lock, take_lock
 from nsa_lab.runs.summary import shown_facts
 from nsa_lab.train.snapshot import FREE_DATA_KEYS, FREE_TRAIN_KEYS
@@ -291,7 +291,7 @@ def test_a_trainer_that_died_is_not_healthy_and_one_that_runs_is_not_judged(tmp_
         health = examine(run_dir)
     finally:
         os.close(lock)
-    assert health.ok
+    assert health.ok and named(health.verdicts, "finished").ok is None
     assert health.headline == "healthy so far: running, step 100 of 200"
 
 
@@ -886,3 +886,284 @@ def test_the_verdict_says_of_how_many_sequences_it_judges(recorded: object, word
 
     found = named(verdicts(write_run(tmp_path, configuration(**RECALL), spoil=spoil)), "selection finds")
     assert found.ok and f"at 2,048 tokens{words}: 100% right" in found.text
+
+
+def test_what_one_verdict_leaves_open_no_other_answers(tmp_path: Path) -> None:
+    told = answers(verdicts(write_run(tmp_path, spoil=without(lambda event: event["kind"] != "reach"))))
+    assert [answer.ok for answer in told] == [True, True, True, None]
+
+
+def at_each(*steps: int, **values: Any) -> Callable[[list[Event]], None]:
+    """These values at these steps."""
+
+    def spoil(events: list[Event]) -> None:
+        for step in steps:
+            at(step, **values)(events)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [((200,), "layer 1, entropy 0.100 nats"), ((100, 120), "entropy 0.100 nats, in 20% of the readings"), ((100,), None)],
+)
+def test_a_gate_may_not_end_collapsed_nor_be_so_in_more_than_a_tenth_of_the_readings(
+    steps: tuple[int, ...], text: str | None, tmp_path: Path
+) -> None:
+    collapsed = at_each(*steps, gate_entropy=layers(0.9, 0.1, 0.9))
+    verdict = named(verdicts(write_run(tmp_path, spoil=collapsed)), "gates alive")
+    assert verdict.ok is (text is None) and (text or "") in verdict.text
+
+
+def test_a_gate_that_begins_even_and_leaves_is_no_gate_of_zeros(tmp_path: Path) -> None:
+    begun = at(20, gate_entropy=[math.log(3)] * LAYERS)
+    assert named(verdicts(write_run(tmp_path, spoil=begun)), "gates moved").ok is True
+
+
+@pytest.mark.parametrize(("steps", "ok"), [((60, 80, 100), False), ((60, 80, 120, 140), True)])
+def test_gate_weights_may_not_stand_still_in_three_readings(steps: tuple[int, ...], ok: bool, tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=at_each(*steps, gate_update=layers(0.1, 0.0, 0.1)))), "gates moved")
+    assert verdict.ok is ok and (ok or "stand still in 3 readings in a row in layer 1" in verdict.text)
+
+
+def test_two_readings_of_a_gate_are_too_few_to_see_movement(tmp_path: Path) -> None:
+    early = without(lambda event: event["step"] <= 40)
+    verdict = named(verdicts(write_run(tmp_path, spoil=early, status={"status": directory.PREEMPTED})), "gates moved")
+    assert verdict.ok is None and verdict.text == "2 readings are too few to see movement"
+
+
+def test_one_layer_without_a_gradient_is_named(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=at(120, grad_norm_layers=layers(0.2, 0.0, 0.2)))), "gradients")
+    assert verdict.ok is False and verdict.text == "no gradient reaches layer 1 at step 120 (1 such readings)"
+
+
+@pytest.mark.parametrize(("clip", "norm", "ok"), [(10.0, 9e3, True), (10.0, 1.1e4, False), (0.1, 900.0, True)])
+def test_a_gradient_is_too_large_by_what_it_is_clipped_to(clip: float, norm: float, ok: bool, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, configuration(train__grad_clip=clip), at(120, grad_norm=norm))
+    assert named(verdicts(run_dir), "gradients").ok is ok
+
+
+def test_the_end_is_evaluated_also_where_it_is_no_multiple(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, configuration(train__eval_every=60))), "evaluations")
+    assert verdict.ok is False and verdict.text == "1 of 5 evaluations are missing, the first at step 200"
+
+
+def test_the_step_that_a_run_is_at_may_be_evaluated_next(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        return [e for e in events if e["step"] < 100 or (e["step"] == 100 and e["kind"] == "step")]
+
+    found = verdicts(write_run(tmp_path, spoil=spoil, status={"status": directory.RUNNING}))
+    assert named(found, "evaluations").ok is True
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        *(("step", name, value) for name in ("gate_share_sel", "gate_saturation", "sel_reuse") for value in (-0.1, 1.1)),
+        *(("step", name, value) for name in ("sel_sink_share", "sel_window_overlap") for value in (-0.1, 1.1)),
+        *(("step", name, -1.0) for name in ("loss", "data_s", "mem_peak_bytes", "gate_entropy", "gate_update")),
+        *(("step", name, -1.0) for name in ("grad_norm_layers", "sel_distance", "norm_cmp", "norm_sel", "norm_win")),
+        *(("eval", name, -1.0) for name in ("loss", "bpb")),
+    ],
+)
+def test_a_number_that_cannot_be_is_named(kind: str, name: str, value: float, tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> None:
+        event = next(event for event in events if event["kind"] == kind and event["step"] == 100)
+        event[name] = layers(0.3, value, 0.3) if isinstance(event[name], list) else value
+
+    verdict = named(verdicts(write_run(tmp_path, spoil=spoil)), "finite numbers")
+    assert verdict.ok is False and verdict.text.startswith(f"{name} is {value:g} at step 100, which cannot be")
+
+
+def test_infinity_is_no_finite_number(tmp_path: Path) -> None:
+    verdict = named(verdicts(write_run(tmp_path, spoil=at(100, grad_norm=math.inf))), "finite numbers")
+    assert verdict.ok is False and "grad_norm is not finite at step 100" in verdict.text
+
+
+@pytest.mark.parametrize("name", ["loss", "bpb", "lr", "grad_norm", "dt_s", "tokens_per_s"])
+def test_a_number_that_a_step_does_not_say_is_none(name: str, tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> None:
+        del next(event for event in events if event["kind"] == "step" and event["step"] == 100)[name]
+
+    verdict = named(verdicts(write_run(tmp_path, spoil=spoil)), "finite numbers")
+    assert verdict.ok is False and verdict.text == f"{name} is not finite at step 100 (1 such numbers)"
+
+
+def test_an_error_that_does_not_say_what_it_ended_ended_the_run(tmp_path: Path) -> None:
+    silent = {key: value for key, value in trouble("tensorboard").items() if key != "fatal"}
+    verdict = named(verdicts(write_run(tmp_path, spoil=append(silent))), "errors")
+    assert verdict.ok is False and verdict.text == "OSError at step 60: the disk is full"
+
+
+def test_a_halt_speaks_before_the_warnings_and_the_longest_stall_before_the_others(tmp_path: Path) -> None:
+    halt = {**GUARD, "action": "halt", "rule": "spike", "text": "step 90: the loss is 9"}
+    longer = {**STALL, "step": 70, "phase": "save", "phase_age_s": 500.0}
+    found = verdicts(write_run(tmp_path, spoil=append(GUARD, halt, STALL, longer, STALL)))
+    assert named(found, "guards").text == "spike (halt): step 90: the loss is 9 (and 1 more)"
+    assert named(found, "stalls").text == "3; the longest in phase save at step 70, noticed after 500 s"
+
+
+def test_a_choice_is_judged_from_half_of_the_steps_on(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        blind(random=0.2)(kept := [e for e in events if (e["kind"], e["step"]) not in (("reach", 150), ("reach", 200))])
+        return kept
+
+    verdict = named(verdicts(write_run(tmp_path, configuration(**RECALL), spoil)), "selection finds")
+    assert verdict.ok is False and "random blocks are as good" in verdict.text
+
+
+def test_a_reading_of_the_choice_at_a_step_that_was_done_again_is_no_reading(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        told = killed_and_resumed(events)
+        resumed = next(index for index, event in enumerate(told) if event["kind"] == "resume")
+        return [*told[:resumed], reach(130, random=0.2), *told[resumed:]]
+
+    assert named(verdicts(write_run(tmp_path, configuration(**RECALL), spoil)), "selection finds").ok is True
+
+
+FAR, CHANCE = (getattr(choice_range(2048, configuration().nsa), name) for name in ("farthest", "chance_reuse"))
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "text"),
+    [
+        ({"sel_reuse": layers(0.93, 1.0, 0.93)}, "selection chooses", "always choose the same blocks in layer 1"),
+        ({"sel_reuse": layers(0.93, CHANCE - 0.06, 0.93)}, "selection chooses", "in layer 1, less than chance"),
+        ({"sel_distance": layers(8.5, FAR, 8.5)}, "selection reaches", "only the oldest blocks are chosen in layer 1"),
+        ({"sel_sink_share": layers(0.1, 0.81, 0.1)}, "attention sink", "81% of the selected attention in layer 1"),
+    ],
+)
+def test_selection_is_judged_by_its_last_reading(values: dict[str, Any], name: str, text: str, tmp_path: Path) -> None:
+    last, before = (verdicts(write_run(tmp_path / str(step), spoil=at(step, **values))) for step in (200, 180))
+    assert named(last, name).ok is False and text in named(last, name).text
+    assert named(before, name).ok is True, "of the last reading alone"
+
+
+def test_reuse_a_little_below_chance_is_chance(tmp_path: Path) -> None:
+    spoil = set_all(sel_reuse=[CHANCE - 0.04] * LAYERS)
+    assert named(verdicts(write_run(tmp_path, spoil=spoil)), "selection chooses").ok is True
+
+
+def test_an_untrained_choice_is_not_called_a_wider_window(tmp_path: Path) -> None:
+    short = write_run(tmp_path, configuration(train__steps=80), set_all(sel_distance=layers(8.5, 8.5, 6.98)))
+    verdict = named(verdicts(short), "selection reaches")
+    assert verdict.ok is None and verdict.text == "not judged before step 100"
+
+
+def test_the_last_checkpoint_of_a_finished_run_is_missed(tmp_path: Path) -> None:
+    spoil = without(lambda event: (event["kind"], event["step"]) != ("checkpoint", 200))
+    verdict = named(verdicts(write_run(tmp_path, spoil=spoil)), "checkpoints")
+    assert verdict.ok is False and verdict.text == "none was saved at step 200 (1 missing)"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "config", "text"),
+    [
+        (at(100, tokens=100 * 2 * 2048 + 1), {}, "steps counted with wrong tokens: 100;"),
+        (without(lambda event: (event["kind"], event["step"]) != ("step", 1)), {}, "steps lost: 1;"),
+        (None, {"train__log_every": 30, "train__stats_every": 30}, "steps lost: 200;"),
+        (None, {"train__log_every": 40, "train__stats_every": 50}, "steps lost: 50, 100, 150;"),
+    ],
+)
+def test_the_first_step_the_last_and_those_of_statistics_are_logged_with_their_tokens(
+    spoil: Any, config: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    verdict = named(verdicts(write_run(tmp_path, configuration(**config), spoil)), "every step once")
+    assert verdict.ok is False and verdict.text.startswith(text)
+
+
+def test_memory_is_compared_at_its_largest_in_either_half(tmp_path: Path) -> None:
+    def held(*early_and_late: tuple[int, int]) -> Callable[[list[Event]], None]:
+        """These gigabytes at these heartbeats, and one at all others."""
+
+        def spoil(events: list[Event]) -> None:
+            beats = [event for event in events if event["kind"] == "heartbeat"]
+            for index, event in enumerate(beats):
+                event["rss_bytes"] = dict(early_and_late).get(index, 1) * 10**9
+
+        return spoil
+
+    assert named(verdicts(write_run(tmp_path / "early", spoil=held((3, 2), (15, 2)))), "memory").ok is True
+    assert named(verdicts(write_run(tmp_path / "late", spoil=held((15, 2)))), "memory").ok is False
+
+
+def test_a_reading_of_the_wait_weighs_as_many_steps_as_it_is_of(tmp_path: Path) -> None:
+    """The first step alone waits long, for the first text; every other reading is of ten steps."""
+    verdict = named(verdicts(write_run(tmp_path, spoil=at(1, dt_s=5.0, data_s=4.5))), "data wait")
+    assert verdict.ok is True and verdict.value == pytest.approx((4.5 + 199 * 0.005) / (5.0 + 199 * 0.5))
+
+
+def test_a_loss_that_is_no_number_is_not_as_good_as_the_twins(pair: Any) -> None:
+    nsa, dense = pair(0.0)
+    last = {**nsa.evaluations[-1], "bpb": None}
+    good = beside_twin(replace(nsa, evaluations=[*nsa.evaluations[:-1], last]), dense)[1]
+    assert good.ok is False
+
+
+def test_a_run_that_was_resumed_and_did_nothing_yet_is_at_the_step_it_went_on_from(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        return [event for event in killed_and_resumed(events) if event["attempt"] == 1 or event["kind"] == "resume"]
+
+    history = History.read(write_run(tmp_path, spoil=spoil, status={"status": directory.PREEMPTED}))
+    assert history.reached == 100 and facts(history).tokens == 100 * 2 * 2048
+
+
+def test_the_last_validation_is_the_last_also_where_it_rose(tmp_path: Path) -> None:
+    known = facts(write_run(tmp_path, spoil=at(200, "eval", bpb=3.0)))
+    assert known.last_validation_bpb == 3.0 and known.best_validation_bpb == pytest.approx(2.1 + 5.9 * math.exp(-150 / 40))
+
+
+def test_an_attempt_that_an_error_ended_has_failed_whatever_it_said_of_its_end(tmp_path: Path) -> None:
+    assert [a.ending for a in History.read(write_run(tmp_path, spoil=append(ERROR))).attempts()] == ["failed"]
+
+
+def test_without_its_status_a_run_is_halted_where_its_record_says_so(tmp_path: Path) -> None:
+    halt = {"kind": "halt", "attempt": 1, "step": 90, "status": "HALTED", "exit_code": 3, "reason": "the loss is nan"}
+    run_dir = write_run(tmp_path, spoil=lambda events: [*(e for e in events if e["step"] <= 90), halt])
+    (run_dir / directory.STATUS).unlink()
+    assert named(verdicts(run_dir), "finished").text == "HALTED at step 90 of 200: the loss is nan"
+
+
+def test_runs_are_evaluated_apart_by_what_they_read_last(pair: Any) -> None:
+    nsa, dense = pair(0.0)
+    for run, last in ((nsa, "one text"), (dense, "another text")):
+        run.evaluations[0]["text"], run.evaluations[-1]["text"] = "one text", last
+    assert evaluated_apart((nsa, dense))
+
+
+@pytest.mark.parametrize(("dt_s", "ok"), [(0.95, True), (1.2, False)])
+def test_slow_work_of_less_than_half_a_minute_is_a_burst_of_another_program(dt_s: float, ok: bool, tmp_path: Path) -> None:
+    """The last thirty steps: 28.5 s, or 36."""
+    verdict = named(verdicts(write_run(tmp_path, spoil=at_each(180, 190, 200, dt_s=dt_s))), "throughput")
+    assert verdict.ok is ok and verdict.value == 0.15
+
+
+def test_the_first_reading_of_an_attempt_is_no_pace(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> list[Event]:
+        told = killed_and_resumed(events)
+        next(event for event in told if event["attempt"] == 2 and event["kind"] == "step")["dt_s"] = 40.0
+        return told
+
+    assert "(slowest 8,192)" in named(verdicts(write_run(tmp_path, spoil=spoil)), "throughput").text
+
+
+def test_a_choice_is_judged_at_the_length_of_the_stage_that_the_run_is_in(tmp_path: Path) -> None:
+    stages = [
+        {"steps": 100, "seq_len": length, "batch_size": 2048 // length, "lr": 1e-3, "warmup_steps": 20}
+        for length in (1024, 2048)
+    ]
+    train = {"stages": stages, "log_every": 10, "stats_every": 20, "eval_every": 50, "save_every": 100}
+    config = RunConfig.from_dict({**configuration().to_dict(), "train": train})
+    begun = write_run(tmp_path, config, without(lambda event: event["step"] <= 80), {"status": directory.PREEMPTED})
+    verdict = named(verdicts(begun), "selection chooses")
+    assert verdict.ok is None and verdict.text.startswith("not in play: 1,024 tokens hold 16 blocks")
+
+
+def test_a_reading_without_a_number_lets_no_verdict_hold(tmp_path: Path) -> None:
+    """It was ok, at nan of 1.10 nats."""
+    names = ("gate_entropy", "sel_reuse", "sel_distance", "sel_sink_share")
+    spoil = at(200, **{name: [0.5, None, 0.5] for name in names})
+    found = verdicts(write_run(tmp_path, spoil=spoil))
+    for name in ("gates moved", "gates alive", "selection chooses", "selection reaches", "attention sink"):
+        assert named(found, name).ok is not True, name
+    assert named(found, "attention sink").text == "not judged: a reading holds no number"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_run import Event, configuration, write_run
 
+from nsa_lab.config import RunConfig
 from nsa_lab.health import LIMITS, examine, read_verdict, write_verdict
 from nsa_lab.health.suspect import suspect
 from nsa_lab.health.worth import references
@@ -67,6 +70,13 @@ def test_references_are_the_twin_and_the_compressor_that_the_record_tells(tmp_pa
     written(tmp_path, "dense-1", model__attention="dense")
     twin, _ = references(nsa)
     assert twin.name == "dense twin" and twin.note == "dense-1: 123,456 parameters, one run of each"
+    assert twin.bpb == facts(tmp_path / "dense-1").last_validation_bpb
+
+
+def test_what_is_not_finished_is_no_reference(tmp_path: Path) -> None:
+    nsa = written(tmp_path, "nsa-1")
+    written(tmp_path, "dense-1", model__attention="dense", status={"status": directory.HALTED})
+    assert references(nsa) == []
 
 
 def test_without_a_twin_the_run_before_is_the_reference(tmp_path: Path) -> None:
@@ -76,6 +86,7 @@ def test_without_a_twin_the_run_before_is_the_reference(tmp_path: Path) -> None:
     before = written(tmp_path, "fake-1")
     after = written(tmp_path, "fake-2", spoil=later)
     assert [found.note for found in references(after)] == ["fake-1"] and references(before) == []
+    assert references(after)[0].bpb == facts(before).last_validation_bpb
 
 
 def diverged(events: list[Event]) -> list[Event]:
@@ -122,3 +133,91 @@ def test_a_verdict_that_the_run_has_left_behind_is_none(tmp_path: Path) -> None:
     told = json.loads(write_verdict(history).read_text(encoding="utf-8"))
     assert read_verdict(history) == told
     assert read_verdict(history.upto(100)) is None
+    assert read_verdict(replace(history, status={**history.status, "status": directory.PREEMPTED})) is None
+
+
+def test_a_value_without_a_number_is_null_in_a_verdict(tmp_path: Path) -> None:
+    def spoil(events: list[Event]) -> None:
+        next(event for event in events if event["kind"] == "step" and event["step"] == 100)["lr"] = None
+
+    told = write_verdict(written(tmp_path, "fake-1", spoil=spoil)).read_text(encoding="utf-8")
+    rate = next(verdict for verdict in json.loads(told)["verdicts"] if verdict["name"] == "learning rate")
+    assert rate["ok"] is False and rate["value"] is None and "Infinity" not in told
+
+
+def test_a_run_that_ended_early_is_a_trial_by_the_steps_it_did(tmp_path: Path) -> None:
+    stopped = written(tmp_path, "a-1", spoil=lambda events: [e for e in events if e["step"] <= 50])
+    assert examine(stopped).trial == "50 steps, and under 100 say little"
+
+
+def ended(*losses: float, grad_norm: float = 0.8, rule: str = "spike") -> Callable[[list[Event]], list[Event]]:
+    """The last losses of a run that a guard halted, and the last norm of its gradient."""
+
+    def spoil(events: list[Event]) -> list[Event]:
+        kept = [event for event in events if event["step"] <= 70 and event["kind"] != "end"]
+        steps = [event for event in kept if event["kind"] == "step"]
+        for event, loss in zip(steps[-len(losses) :], losses, strict=True):
+            event["bpb"] = loss
+        steps[-1]["grad_norm"] = grad_norm
+        return [*kept, {"kind": "guard", "attempt": 1, "step": 70, "rule": rule, "action": "halt", "text": "halted"}]
+
+    return spoil
+
+
+def test_losses_rise_above_their_lowest_not_above_their_first(tmp_path: Path) -> None:
+    found = suspect(written(tmp_path, "fake-1", spoil=ended(2.0, 3.1), status=HALTED), LIMITS)
+    assert found is not None and found.change.startswith("Suspect: the learning rate.")
+    assert suspect(written(tmp_path, "fake-2", spoil=ended(2.5, 3.6), status=HALTED), LIMITS) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "grad_norm"), [({}, 9.0), ({"train__warmup_steps": 100}, 0.8)], ids=["a gradient that grew", "warm-up"]
+)
+def test_a_rate_is_suspect_where_the_gradient_grew_and_in_warm_up(settings: dict, grad_norm: float, tmp_path: Path) -> None:
+    spoil = ended(2.0, grad_norm=grad_norm, rule="non_finite")
+    found = suspect(written(tmp_path, "fake-1", spoil=spoil, status=HALTED, **settings), LIMITS)
+    assert found is not None and found.change.startswith("Suspect: the learning rate.")
+
+
+@pytest.mark.parametrize("state", [directory.PREEMPTED, directory.RUNNING, directory.DONE])
+def test_a_run_that_was_not_halted_has_no_suspect(state: str, tmp_path: Path) -> None:
+    assert suspect(written(tmp_path, "fake-1", train__lr=0.5, spoil=diverged, status={"status": state}), LIMITS) is None
+
+
+def test_the_rate_that_is_tried_next_is_not_below_its_own_least(tmp_path: Path) -> None:
+    history = written(tmp_path, "fake-1", train__lr=0.5, train__min_lr=0.1, spoil=diverged, status=HALTED)
+    found = suspect(history, LIMITS)
+    assert found is not None and "train.lr=0.001" in found.change and "train.min_lr=0.001" in found.change
+
+
+def test_of_several_stages_the_highest_rate_is_the_peak(tmp_path: Path) -> None:
+    history = written(tmp_path, "fake-1", spoil=ended(2.0, rule="non_finite"), status=HALTED)
+    stages = [{"steps": 100, "seq_len": 2048, "batch_size": 2, "lr": lr} for lr in (0.5, 1e-3)]
+    config = RunConfig.from_dict({**history.config.to_dict(), "train": {"stages": stages}})
+    found = suspect(replace(history, config=config), LIMITS)
+    assert found is not None and found.seen[1].endswith("its peak, train.lr, is 0.5.")
+    assert found.change.startswith("Suspect: the learning rate.")
+
+
+def test_a_reference_read_the_same_text_and_is_the_newest(tmp_path: Path) -> None:
+    def of_another_text(events: list[Event]) -> None:
+        for event in events:
+            if event["kind"] == "eval":
+                event["text"] = "another text"
+
+    nsa = written(tmp_path, "nsa-20260101T000000Z-aaaa")
+    for day in (2, 3):
+        written(tmp_path, f"dense-2026010{day}T000000Z-aaaa", model__attention="dense")
+    written(tmp_path, "dense-20260104T000000Z-aaaa", model__attention="dense", spoil=of_another_text)
+    assert [found.note.split(":")[0] for found in references(nsa)] == ["dense-20260103T000000Z-aaaa"]
+
+
+def test_a_run_before_that_read_another_text_is_no_reference(tmp_path: Path) -> None:
+    def later_of_another_text(events: list[Event]) -> None:
+        events[0]["t"] = 2000.0
+        for event in events:
+            if event["kind"] == "eval":
+                event["text"] = "another text"
+
+    written(tmp_path, "fake-1")
+    assert references(written(tmp_path, "fake-2", spoil=later_of_another_text)) == []

@@ -52,7 +52,7 @@ VARIANTS = [
     INDEXED | {"nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
     INDEXED | {"rotary_share": 0.5, "matching_heads": 1, "indexer_width": 4},
     {"rotary_share": 0.5, "matching_heads": 2, "attention": "dense", "embedding_norm": True},
-    {"embedding_norm": True},
+    {"embedding_norm": True, "rope_theta": 100.0, "silent": ("win",)},
     {"embedding_norm": True} | NGRAMS,
     *({"nsa": nsa} for nsa in GEOMETRIES),
 ]

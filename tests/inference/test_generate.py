@@ -157,6 +157,8 @@ def test_a_spelled_stop_is_reached_by_all_of_it() -> None:
     stops = Stops([b"ab", 7], vocab_size=256, bytewise=True)
     drawn = {b"ab": True, b"xab": True, b"b": False, b"bb": False, b"a": False, b"abx": False, b"": False, b"x\7": True}
     assert {text: stops.reached(list(text)) for text in drawn} == drawn
+    spelled = Stops("\u00e9", vocab_size=256, bytewise=True)
+    assert spelled.reached(list("n\u00e9".encode())) and not spelled.reached([0xE9])
 
 
 @pytest.mark.parametrize(

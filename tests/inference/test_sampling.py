@@ -42,6 +42,8 @@ def test_top_p_counts_what_top_k_left() -> None:
     assert allowed(Sampling(1.0, top_k=2, top_p=0.5), logits) == {0}
     assert allowed(Sampling(1.0, top_p=0.5), logits) == {0, 1}
     assert allowed(Sampling(1.0, top_p=1.0), [0.0, -80.0]) == {0, 1}
+    # What reaches it exactly is enough.
+    assert allowed(Sampling(1.0, top_p=0.5), [0.0, 0.0]) == {0}
 
 
 def test_draws_follow_the_probabilities() -> None:

@@ -39,6 +39,14 @@ def test_what_is_written_is_what_follows_the_separator_and_the_prompt() -> None:
     assert said == tokenizer.decode(list(behind)) != tokenizer.decode(list(without))
 
 
+def test_ids_that_only_pad_the_vocabulary_are_not_written() -> None:
+    model, sampling = built(tiny(vocab_size=300, n_layers=1)), Sampling(100.0)
+    said = "".join(write_on(model, load_tokenizer("byte"), "ab", 40, sampling, seed=3))
+    drawn = list(tokens_after(model, torch.tensor([255, 97, 98]), 40, sampling, 3, drawable=256))
+    assert said == load_tokenizer("byte").decode(drawn)
+    assert max(tokens_after(model, torch.tensor([255, 97, 98]), 40, sampling, 3)) >= 256, "the model would draw them"
+
+
 @given(st.lists(st.integers(0, 255), max_size=40))
 def test_pieces_are_the_text_whatever_the_bytes(tokens: list[int]) -> None:
     tokenizer = load_tokenizer("byte")
@@ -56,6 +64,16 @@ def test_a_character_is_told_once_it_is_whole_and_nothing_is_decoded_anew() -> N
     said = "a\u00e9\u20ac" * 50
     assert [piece for piece in text.whole_characters(Spy(), said.encode()) if piece] == list(said)
     assert max(decoded) <= 6
+
+
+def test_a_token_may_be_spelled_by_the_one_before_it() -> None:
+    """As a space between words, which the first word of a text has not."""
+
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            return " ".join(map(str, ids))
+
+    assert list(text.whole_characters(Words(), [7, 8, 9])) == ["7", " 8", " 9", ""]
 
 
 def test_a_pace_counts_what_it_hands_on() -> None:

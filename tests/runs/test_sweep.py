@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from fake_run import configuration, write_run
 
+from nsa_lab.cli.sweeps import _tell_open
 from nsa_lab.config import ConfigError, RunConfig, SweepConfig
 from nsa_lab.runs import directory, launch, sweep
 from nsa_lab.runs.directory import DONE, HALTED, PREEMPTED, RunDirectoryError
-from nsa_lab.runs.sweep import Sweep
+from nsa_lab.runs.sweep import Standing, Sweep
 
 ROOT = Path(__file__).parents[2]
 Load = Callable[..., Sweep]
@@ -196,6 +197,29 @@ def test_what_cannot_be_started_is_said_and_ends_nothing(
     monkeypatch.setattr(launch, "create_run", full)
     assert [run.state for run in made.carry_out([None], said.append)] == [DONE, None, DONE, None]
     assert "rates.as_it_is.s1 could not be started: no space left" in said
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ((DONE, DONE), directory.EXIT_DONE),
+        ((DONE, PREEMPTED), directory.EXIT_STOPPED),
+        ((PREEMPTED, HALTED), directory.EXIT_HALTED),
+        ((HALTED, "DEAD"), directory.EXIT_BUG),
+        ((DONE, None), directory.EXIT_BUG),
+    ],
+)
+def test_a_sweep_ends_as_its_runs_do(load: Load, tmp_path: Path, ends: tuple[str | None, ...], code: int) -> None:
+    codes = {DONE: directory.EXIT_DONE, PREEMPTED: directory.EXIT_STOPPED, HALTED: directory.EXIT_HALTED}
+    told, said = [], []
+    for number, state in enumerate(ends):
+        run_dir = tmp_path / f"run-{number}" if state else None
+        if run_dir:
+            run_dir.mkdir()
+            directory.write_status(run_dir, run=run_dir.name, status=state, reason=None, exit_code=codes.get(state))
+        told.append(Standing(load().runs[number], run_dir, state))
+    assert _tell_open(told, "x.yaml", said.append) == code
+    assert len(said) == sum(state != DONE for state in ends) and "None" not in "".join(said)
 
 
 def test_an_interrupt_makes_every_run_save_and_exit(load: Load, trainers: FakeTrainers) -> None:

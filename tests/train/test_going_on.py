@@ -56,7 +56,8 @@ def test_what_only_watches_may_change(tiny: Callable[..., RunConfig], key: str, 
         *[("train.grad_clip", 0.5), ("train.weight_decay", 0.3), ("train.beta1", 0.8), ("train.beta2", 0.8)],
         *[("train.eps", 1e-3), ("train.min_lr", 1e-4), ("train.warmup_steps", 3), ("train.lr_schedule", "constant")],
         *[("train.optimizer", "muon"), ("data.packing", "best_fit"), ("data.documents", "mask")],
-        *[("runtime.precision", "bf16"), ("model.norm_eps", 1e-3)],
+        *[("runtime.precision", "bf16"), ("model.norm_eps", 1e-3), ("nsa.w", 12), ("data.val_fraction", 0.2)],
+        *[("train.lr", 1e-3), ("train.seed", 1), ("train.batch_size", 4), ("train.steps", 13)],
     ],
 )
 def test_what_decides_where_training_goes_may_not(tiny: Callable[..., RunConfig], key: str, value: Any) -> None:

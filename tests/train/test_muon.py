@@ -99,7 +99,7 @@ def test_it_moves_as_torch_does() -> None:
 
 
 def test_what_is_not_its_own_moves_as_adamw_does_bit_for_bit() -> None:
-    """A skipped update included, and one without gradients."""
+    """A skipped update included, one without gradients, and a rate that changes."""
     begun = [random(5, 7, dtype=torch.float32), random(11, dtype=torch.float32), random(2, 3, 3, dtype=torch.float32)]
     ours, theirs = filled(*begun), filled(*begun)
     groups = [
@@ -112,6 +112,8 @@ def test_what_is_not_its_own_moves_as_adamw_does_bit_for_bit() -> None:
         for parameters, optimizer in ((ours, muon), (theirs, adamw)):
             give_gradients(parameters, step)
             parameters[2].grad = None if step == 3 else parameters[2].grad
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 / (1 + step)
             optimizer.found_inf = torch.tensor(float(step == 2))
             optimizer.step()
     for p, other in zip(ours, theirs, strict=True):

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from staged import staged
 from torch import Tensor, nn
 
 from nsa_lab.config import RunConfig, TrainConfig
+from nsa_lab.data import Batch
 from nsa_lab.train.distributed import World
 from nsa_lab.train.parts import build_model
 from nsa_lab.train.step import AUXILIARY, BAD, GRAD_NORM, LOSS, TEXT_LOSS, Readback, Stepper, make_optimizer
@@ -73,6 +75,23 @@ def test_what_the_model_adds_is_trained_on_and_told_apart_however_the_batch_is_g
     torch.testing.assert_close(result[LOSS], loss.detach(), rtol=1e-5, atol=0)
     torch.testing.assert_close(result[AUXILIARY], added.detach(), rtol=1e-5, atol=0)
     torch.testing.assert_close(result[GRAD_NORM], norm, rtol=1e-4, atol=0)
+
+
+def test_a_step_is_that_of_its_stage_and_not_of_the_last_one(tiny: Tiny) -> None:
+    """Of another length, batch and grouping: what it says, what it moves by and how it is grouped."""
+    stage = {"steps": 2, "seq_len": 32, "batch_size": 4, "micro_batch_size": 2, "lr": 1e-3}
+    taught = tiny(model={"matching_heads": 1, "selection_loss": 0.3}, nsa={"l_sel": 4})
+    config = staged(taught, [stage, {**stage, "seq_len": 64, "batch_size": 1, "micro_batch_size": 1}])
+    model, _, step = stepper(config)
+    inputs, targets = batch()
+    loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    added = model.auxiliary_loss()
+    gradients = torch.autograd.grad(loss + added, list(model.parameters()))
+    norm = torch.cat([g.flatten() for g in gradients]).norm()
+    result = step.step(inputs, targets, 1e-3, nothing)
+    told = torch.stack([result[LOSS], result[AUXILIARY], result[GRAD_NORM]])
+    torch.testing.assert_close(told, torch.stack([loss.detach(), added.detach(), norm]), rtol=1e-4, atol=0)
+    assert [len(part.inputs) for part in step.micro_batches(Batch(inputs, targets))] == [2, 2]
 
 
 def test_the_gradient_that_is_applied_is_clipped_and_the_norm_reported_is_not(tiny: Tiny) -> None:
@@ -146,6 +165,23 @@ def test_a_poll_that_raises_leaves_the_step_undone(tiny: Tiny) -> None:
     before = state_of(model, optimizer)
     with pytest.raises(Stop):
         step.step(*batch(), 1e-3, stop_at_second)
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("bad", [LOSS, GRAD_NORM])
+def test_a_loss_or_a_gradient_that_is_not_finite_is_enough_by_itself(tiny: Tiny, bad: int, kind: str) -> None:
+    """A sum of losses that overflows has a gradient, and a root of zero has a value."""
+    spoilt: dict[int, Callable[[Tensor], Tensor]] = {
+        LOSS: lambda logits: logits + 3e38 * nn.functional.one_hot(torch.tensor(0), 256),
+        GRAD_NORM: lambda logits: logits + (0 * logits).sqrt(),
+    }
+    model, optimizer, step = stepper(tiny(optimizer=kind))
+    step.step(*batch(0), 1e-3, nothing)
+    before = state_of(model, optimizer)
+    model.head.register_forward_hook(lambda module, inputs, output: spoilt[bad](output))
+    result = step.step(*batch(1), 1e-3, nothing)
+    assert [kind for kind in (LOSS, GRAD_NORM) if not result[kind].isfinite()] == [bad] and result[BAD] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
 
 

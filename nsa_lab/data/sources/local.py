@@ -98,8 +98,8 @@ def _read_txt(file: Path, text_column: str, first: int) -> Iterator[tuple[int, s
     if first > 0:
         return
     try:
-        # Bytes, not text mode: line ends are part of the document.
-        yield 0, file.read_bytes().decode("utf-8")
+        # Bytes, not text mode: line ends are part of the document. A mark of the encoding before the first letter is not.
+        yield 0, file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 at byte {error.start}; convert it, for example with: iconv -t utf-8") from None
 
