@@ -19,7 +19,9 @@ LAST_SEED = 2**63 - 1  # that torch takes
 def generate(
     run: Model,
     prompt: Annotated[str | None, typer.Option(help="the text to go on from [a new line]")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="a file with that text, its last line's end included")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a file with that text, its last line's end included")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="draw from this many likeliest tokens")] = None,

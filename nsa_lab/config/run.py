@@ -189,7 +189,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{brief(str(path))!r}: cannot be read: {getattr(error, 'strerror', error)}") from None
     if sections is None:
-        raise ConfigError(f"{path}: expected a mapping of sections, found nothing; {{}} stands for a configuration at its defaults")
+        raise ConfigError(
+            f"{path}: expected a mapping of sections, found nothing; {{}} stands for a configuration at its defaults"
+        )
     if not isinstance(sections, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
     return sections

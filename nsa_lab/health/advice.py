@@ -9,9 +9,7 @@ from nsa_lab.runs.history import History
 
 # None is left where nothing was trained: by a check before the first step, or text that cannot be read.
 DIAGNOSIS = "The newest halt-… folder of the run holds the diagnosis."
-ANEW = (
-    "If the cause is a value of the configuration, train anew with another: nsa-lab run NAME -p section.key=value."
-)
+ANEW = "If the cause is a value of the configuration, train anew with another: nsa-lab run NAME -p section.key=value."
 BEFORE_THE_FIRST = (
     f"Nothing was trained yet. {ANEW} If it lies outside, in data or machine, mend it and begin: nsa-lab resume {{run}}"
 )
