@@ -14,8 +14,8 @@ BEFORE_THE_FIRST = (
     f"Nothing was trained yet. {ANEW} If it lies outside, in data or machine, mend it and begin: nsa-lab resume {{run}}"
 )
 ENDED = {
-    directory.HALTED: f"{ANEW} The weights are those of step {{step:,}}, the last good one. If the cause lies outside, in data "
-    "or machine, mend it and go on from them: nsa-lab resume {run}",
+    directory.HALTED: f"{ANEW} The weights are those of step {{step:,}}, the last good one. If the cause lies outside, in "
+    "data or machine, mend it and go on from them: nsa-lab resume {run}",
     directory.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
     "DEAD": "The trainer was killed; the last recorded step is {step:,}. nsa-lab resume {run} goes on from the newest "
     "checkpoint.",

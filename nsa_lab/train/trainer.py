@@ -264,8 +264,8 @@ class Trainer:
     def _statistics(self, batch: Batch) -> Fetched:
         """Per layer: gates, selection, branch norms, how far the gate weights moved, gradient norms after clipping.
 
-        Everything is queued on the device and nothing waits for it. On a CPU it is computed here, outside of training. A stop
-        waits for it: the step is done, and a step that has no reading stays without one.
+        Everything is queued on the device and nothing waits for it. On a CPU it is computed here, outside of training. A
+        stop waits for it: the step is done, and a step that has no reading stays without one.
         """
         own_time = self._outside_training if self.parts.device.type == "cpu" else self.record.phases
         full = self.parts.world.full
