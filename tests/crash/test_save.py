@@ -140,6 +140,15 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_used(filled: 
     assert loaded(filled) == 3
 
 
+def test_what_is_damaged_meanwhile_is_saved_again_and_each_damage_kept(filled: Path) -> None:
+    for number in range(3):
+        (filled / "step-00000003" / "state.json").write_bytes(b"%d" % number)
+        save(CheckpointStore(filled), 3)
+        assert loaded(filled) == 3
+    kept = [filled / "quarantine" / f"step-00000003-{number}" / "state.json" for number in range(3)]
+    assert [path.read_bytes() for path in kept] == [b"0", b"1", b"2"]
+
+
 def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(filled: Path) -> None:
     path = filled / "step-00000003"
     whole = (path / MANIFEST).read_bytes()
@@ -156,6 +165,9 @@ def test_when_all_are_damaged_it_stops_and_explains(filled: Path) -> None:
         (filled / f"step-0000000{step}" / "model.safetensors").write_bytes(b"")
     with pytest.raises(NoValidCheckpoint, match="not started over"):
         CheckpointStore(filled).load_latest()
+    with pytest.raises(NoValidCheckpoint, match="quarantine"):
+        CheckpointStore(filled).load_latest()
+    (filled / LATEST).unlink()
     with pytest.raises(NoValidCheckpoint, match="quarantine"):
         CheckpointStore(filled).load_latest()
 

@@ -2,7 +2,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +128,16 @@ def test_shards_are_filled_once_and_found_again(corpus: Path, tmp_path: Path, mo
     assert prepare(local(corpus, val_fraction=0.4), cache=tmp_path / "cache").folder != first.folder
 
 
+def test_shards_of_other_settings_lie_in_a_folder_of_their_own(
+    corpus: Path, tmp_path: Path, save_tokenizer: Callable[..., Path]
+) -> None:
+    tokenizer = str(save_tokenizer(tmp_path, "<|endoftext|>"))
+    settings = ({}, {"tokenizer": tokenizer}, {"val_fraction": 0.4}, {"max_tokens": 10**6}, {"min_document_bytes": 1})
+    filled = [prepare(local(corpus, **options), cache=tmp_path / "cache").folder for options in settings]
+    assert len(set(filled)) == len(settings)
+    assert filled == [prepare(local(corpus, **options), cache=tmp_path / "cache").folder for options in settings]
+
+
 def test_identity_is_the_content_wherever_it_lies(corpus: Path, tmp_path: Path) -> None:
     here = prepare(local(corpus), cache=tmp_path / "cache")
     there = prepare(local(corpus.rename(tmp_path / "moved")), cache=tmp_path / "cache")
@@ -162,6 +172,48 @@ def test_interruptions_change_nothing(tmp_path: Path) -> None:
     fill(source, plan(shard_bytes=500), tmp_path / "broken")
     assert source.asked[0] > 200
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+
+
+def test_a_filling_that_is_full_when_it_is_stopped_takes_no_more(tmp_path: Path) -> None:
+    texts = [f"{i:9}" for i in range(60)]
+    capped = plan(shard_bytes=1, max_tokens=100)
+    fill(ListSource(texts), capped, tmp_path / "whole")
+
+    def stop(progress: FillProgress) -> None:
+        if progress.train_tokens >= 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fill(ListSource(texts), capped, tmp_path / "broken", stop)
+    fill(ListSource(texts), capped, tmp_path / "broken")
+    assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+    assert read_manifest(tmp_path / "whole")["splits"]["train"]["tokens"] == 100, "a cap that is met exactly is met"
+
+
+def test_next_in_line_are_those_that_a_larger_share_would_hold_out_first(tmp_path: Path) -> None:
+    texts = [f"document {i}" for i in range(60)]
+    fill(ListSource(texts), plan(), tmp_path / "key")
+    trained = sorted([split_fraction(text), len(text) + 1] for text in texts if split_fraction(text) >= 0.3)
+    told = sorted([-negative, tokens] for negative, tokens in read_manifest(tmp_path / "key")["next_in_line"])
+    assert told == trained[:16]
+
+
+def test_every_shard_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """Also where parts have documents of one split alone."""
+    fill(ListSource([f"document {i}" for i in range(20)]), plan(shard_bytes=1), tmp_path / "key")
+    splits = read_manifest(tmp_path / "key")["splits"].values()
+    assert len({shard["file"] for split in splits for shard in split["shards"]}) == 20
+
+
+def test_what_is_short_is_judged_by_its_bytes(tmp_path: Path) -> None:
+    told: list[FillProgress] = []
+    texts = ["é" * 6, "e" * 6] + ["e" * n for n in range(10, 40)]
+    fill(ListSource(texts), plan(min_document_bytes=10), tmp_path / "key", told.append)
+    manifest = read_manifest(tmp_path / "key")
+    train, held_out = (manifest["splits"][split] for split in shards.SPLITS)
+    assert manifest["short_documents"] == 1 and train["documents"] + held_out["documents"] == 31
+    assert told[-1].train_tokens == train["tokens"] and told[-1].tokens == train["tokens"] + held_out["tokens"]
+    assert held_out["tokens"] > 0
 
 
 def _fill_and_die(texts: list[str], die_at: int, folder: Path) -> None:
@@ -236,20 +288,22 @@ def test_two_processes_fill_once(corpus: Path, tmp_path: Path) -> None:
     assert sum(filled for _, filled in answers) == 1
 
 
-def test_a_split_too_small_says_which_fraction_would_do(tmp_path: Path, refuses) -> None:
+@pytest.mark.parametrize("seq_len", [64, 300])
+def test_a_split_too_small_says_which_fraction_would_do(tmp_path: Path, refuses, seq_len: int) -> None:
+    """That of one document, or of as many as one sequence takes."""
     folder = tmp_path / "c"
     folder.mkdir()
     for index in range(4):
         (folder / f"{index}.txt").write_text(f"document {index} " * 20)
     message = refuses(
-        lambda: prepare(local(folder, val_fraction=1e-6), seq_len=64, cache=tmp_path / "cache"),
+        lambda: prepare(local(folder, val_fraction=1e-6), seq_len=seq_len, cache=tmp_path / "cache"),
         "validation holds 0 tokens of 4 documents",
-        "needs 65",
+        f"needs {seq_len + 1}",
         "data.val_fraction: 0.",
     )
     fraction = float(message.rsplit(" ", 1)[1])
-    dataset = prepare(local(folder, val_fraction=fraction), seq_len=64, cache=tmp_path / "cache")
-    assert len(dataset.validation) > 64
+    dataset = prepare(local(folder, val_fraction=fraction), seq_len=seq_len, cache=tmp_path / "cache")
+    assert len(dataset.validation) > seq_len
 
 
 def test_lengths_are_checked(corpus: Path, tmp_path: Path, refuses) -> None:
@@ -268,7 +322,8 @@ def test_lengths_are_checked(corpus: Path, tmp_path: Path, refuses) -> None:
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer(corpus: Path, tmp_path: Path, refuses) -> None:
-    refuses(lambda: prepare(local(corpus), 128, cache=tmp_path), "model.vocab_size = 128", "set model.vocab_size: 256")
+    refuses(lambda: prepare(local(corpus), 255, cache=tmp_path), "model.vocab_size = 255", "set model.vocab_size: 256")
+    assert prepare(local(corpus), 256, cache=tmp_path).vocab_size == 256
 
 
 def test_a_shards_numbers_hold_every_id_and_are_no_wider() -> None:

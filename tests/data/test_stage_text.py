@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nsa_lab.config import ConfigError, DataConfig, RunConfig, TrainConfig
 from nsa_lab.data import DataError, Prefetcher, StagedBatches, TokenStore
+from nsa_lab.data import staged as data_of_stages
 
 SEP = 255
 FACTS: dict[str, Any] = {"bytes_per_fact": 100, "value_length": 4, "statement": "{name}={value}.", "question": "{name}?"}
@@ -87,6 +88,19 @@ def test_a_stage_reads_and_plants_what_it_says(documents: str, packing: str) -> 
                 assert theirs.weights is None or torch.equal(ours.weights[row], theirs.weights[row])
     assert sum(planted) == 6 and planted == [int((n + 1) * 0.4) > int(n * 0.4) for n in range(15)]
     assert all((both.weighted(step).weights > 1).any(1).all() for step in range(3)), "the first stage plants everywhere"
+
+
+def test_every_stage_and_every_seed_plants_facts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    plant = data_of_stages.planter
+    monkeypatch.setattr(
+        data_of_stages, "planter", lambda data, length, seed: seeds.append(seed) or plant(data, length, seed)
+    )
+    for seed in (1, 2):
+        StagedBatches(
+            text(), TrainConfig(seed=seed, stages=[*STAGES, STAGES[0]]), DataConfig(source="recall", **FACTS), SEP
+        )
+    assert seeds[::3] == [1, 2] and len(set(seeds)) == 6
 
 
 def test_no_share_plants_nothing_and_the_whole_share_what_there_was_without_it() -> None:

@@ -69,6 +69,9 @@ def test_statistics_of_the_choice_are_what_counting_gives(model: NSATransformer)
         assert stats["sel_window_overlap"][layer].item() == pytest.approx(near / keys, rel=1e-5)
         assert stats["sel_keys"][layer].item() == pytest.approx(sum(per_query) / len(per_query), rel=1e-5)
         assert stats["sel_keys_most"][layer].item() == max(per_query)
+        for branch in ("cmp", "sel", "win"):
+            out = seen[f"out_{branch}"]
+            assert stats[f"norm_{branch}"][layer].item() == pytest.approx(out.norm().item() / out.numel() ** 0.5, rel=1e-5)
 
 
 def test_a_query_selects_752_5_keys_of_2048_on_average_and_1024_at_most() -> None:

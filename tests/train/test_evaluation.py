@@ -20,7 +20,7 @@ from nsa_lab.report.header import beside
 from nsa_lab.runs import events
 from nsa_lab.runs.history import History, evaluated_apart, facts
 from nsa_lab.train.distributed import World
-from nsa_lab.train.measure import evaluate, evaluate_apart
+from nsa_lab.train.measure import branch_statistics, evaluate, evaluate_apart, probe_logits, rehearse_evaluation
 from nsa_lab.train.parts import Builders, Parts, assemble
 from nsa_lab.train.trainer import Trainer
 from nsa_lab.workbook.compare import numbers_at
@@ -54,6 +54,26 @@ def test_the_text_does_not_depend_on_the_micro_batch(
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     twice = parts_of(tiny(eval_batches=3, accumulate_grad_batches=4), builders)
     assert torch.equal(text_of(twice), text_of(whole)), "nor on how many of them a step takes"
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        pytest.param(lambda parts: evaluate(parts, parts.evaluation_at(0), lambda: None), id="evaluation"),
+        pytest.param(lambda parts: rehearse_evaluation(parts, parts.evaluation_at(0)), id="its rehearsal"),
+        pytest.param(lambda parts: branch_statistics(parts, parts.batches.weighted(0)), id="statistics"),
+        pytest.param(probe_logits, id="probe"),
+    ],
+)
+def test_looking_at_a_model_teaches_nothing_and_leaves_it_in_training(
+    tiny: Callable[..., RunConfig], builders: Builders, look: Callable[[Parts], object]
+) -> None:
+    """In evaluation there is no selection loss, which a run would train without from then on."""
+    parts, seen = parts_of(tiny(model={"selection_loss": 0.1}), builders), []
+    parts.model.blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(output[1]))
+    look(parts)
+    assert set(seen) == {None}
+    assert all(module.training for module in parts.model.modules())
 
 
 def test_the_loss_is_the_mean_over_tokens_also_with_a_short_last_batch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,10 @@ def test_the_probe_is_held_against_its_largest_logit_and_nan_is_no_agreement(tmp
     for bad in (logits + 6.0, logits * float("nan")):
         with pytest.raises(snapshot.ResumeRefused, match="other logits"):
             snapshot.replay_probe(tmp_path, bad, **ask)
+    ask["exact"] = True
+    assert snapshot.replay_probe(tmp_path, logits, **ask) == 0.0
+    with pytest.raises(snapshot.ResumeRefused, match="allowed 0"):
+        snapshot.replay_probe(tmp_path, logits + 1e-4, **ask)
 
 
 def test_random_states_come_back() -> None:
@@ -89,6 +94,19 @@ def test_random_states_come_back() -> None:
     drawn = draw()
     snapshot.restore_rng(states)
     assert draw() == drawn
+
+
+def test_a_run_goes_on_with_the_random_states_of_its_checkpoint(
+    new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = new_run(steps=2, warmup_steps=1, save_every=1, eval_every=0)
+    assert train(run_dir) == 0
+    shutil.rmtree(run_dir / "checkpoints/step-00000002")
+    restored: list[dict[str, Any]] = []
+    monkeypatch.setattr(snapshot, "restore_rng", restored.append)
+    assert train(run_dir) == 0
+    saved = torch.load(run_dir / "checkpoints/step-00000001" / snapshot.OPTIMIZER, weights_only=True)["rng"]
+    assert [states["python"] for states in restored] == [saved["python"]]
 
 
 @pytest.mark.parametrize("other", [None, "versions", "device", "backend", "threads", "ranks", "code"])

@@ -41,6 +41,7 @@ def test_spike_is_silent_on_a_noisy_falling_curve_and_on_a_plateau() -> None:
     assert not any(rule.observe(step, loss) for step, loss in enumerate(falling_losses(), 1))
     rule = SpikeRule(6.0, [2.0] * 128)
     assert rule.observe(129, 2.02) is None, "rounding around a plateau is no spike"
+    assert SpikeRule(6.0, [200.0] * 128).observe(129, 202.0) is None, "on whatever scale"
 
 
 def test_spike_is_silent_while_its_window_fills_and_when_it_is_off() -> None:

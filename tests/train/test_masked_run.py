@@ -128,6 +128,43 @@ def test_preflight_finds_what_leaks_into_a_neighbour(parts: Callable[..., Parts]
     assert not checks.documents(built).ok
 
 
+@pytest.mark.parametrize(
+    "reach",
+    [
+        pytest.param(lambda x: x.cumsum(1), id="the one after it"),
+        pytest.param(lambda x: x.flip(1).cumsum(1).flip(1), id="the one before it"),
+    ],
+)
+def test_preflight_finds_what_leaks_into_either_neighbour(
+    parts: Callable[..., Parts], reach: Callable[[Tensor], Tensor]
+) -> None:
+    built = parts()
+    built.model.blocks[1].attention.out.register_forward_hook(
+        lambda module, inputs, output: output + 1e-10 * reach(inputs[0].abs().sum(-1, keepdim=True))
+    )
+    assert not checks.documents(built).ok
+
+
+def test_logits_that_are_not_finite_are_no_proof_that_nothing_leaks(parts: Callable[..., Parts]) -> None:
+    built = parts()
+    built.model.register_forward_hook(
+        lambda module, inputs, out: out.index_fill(1, torch.tensor(out.shape[1] - 1), torch.nan)
+    )
+    assert not checks.documents(built).ok
+
+
+def test_what_turns_a_neighbour_into_no_number_has_leaked(parts: Callable[..., Parts]) -> None:
+    """Where the poisoned document is read, the last one of the row is nan; the first does not move."""
+    built, calls = parts(), []
+
+    def spoil(module: Any, inputs: Any, out: Tensor) -> Tensor:
+        calls.append(1)
+        return out if len(calls) == 1 else out.index_fill(1, torch.tensor(out.shape[1] - 1), torch.nan)
+
+    built.model.register_forward_hook(spoil)
+    assert not checks.documents(built).ok
+
+
 def test_preflight_finds_tokens_that_reach_a_neighbour_before_any_layer(
     parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,14 @@ def test_what_is_not_its_own_moves_as_adamw_does_bit_for_bit() -> None:
         assert all(torch.equal(muon.state[p][key], value) for key, value in adamw.state[other].items())
 
 
+def test_a_matrix_without_a_gradient_stays_and_those_after_it_move() -> None:
+    begun = random(6, 4), random(6, 4, seed=1)
+    still, moving = filled(*begun)
+    moving.grad = random(6, 4, seed=2)
+    Muon({still: [6], moving: [6]}, [], lr=0.1, weight_decay=0.2, **ADAM).step()
+    assert torch.equal(still, begun[0]) and not torch.equal(moving, begun[1])
+
+
 def test_where_an_update_is_skipped_no_bit_changes_and_the_next_one_is_as_if_it_had_not_been() -> None:
     (weight,) = filled(random(6, 4))
     (other,) = filled(weight.detach())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,34 +96,51 @@ def test_a_first_stage_of_few_steps_is_timed_by_steps_of_its_own(
     assert len(seen) > 6 and set(seen) == {(3, 64)}
 
 
+PROMISED = {
+    "model": {"dim": 1024, "n_layers": 8},
+    "data": {"source": "stdlib", "max_tokens": None, "val_fraction": 0.02},
+}
+PRODUCTION = {"runtime": {"profile": "production"}}
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"model": {"dim": 128, "n_layers": 1}},
-        {"save_every": 0, "model": {"dim": 1024, "n_layers": 8}},
-        {"data": {"source": "synthetic"}, "model": {"dim": 1024, "n_layers": 8}},
-    ],
+    "change", [{"model": {"dim": 128, "n_layers": 1}}, {"save_every": 0}, {"data": {"source": "synthetic"}}]
 )
 def test_a_production_run_refuses_a_toy_no_checkpoints_and_noise(tiny: Tiny, change: dict[str, Any]) -> None:
-    config = tiny(**change, runtime={"profile": "production"})
+    """Each of them alone, in a run that keeps its other promises."""
+    config = tiny(**PROMISED | change, **PRODUCTION)
     check = checks.profile(config, plan(config))
     assert not check.ok and "50,000,000" in check.limit
     assert checks.profile(tiny(**change), plan(tiny(**change))).ok, "a smoke run may"
 
 
 def test_a_production_run_that_keeps_its_promises_passes(tiny: Tiny) -> None:
-    config = tiny(
-        model={"dim": 1024, "n_layers": 8},
-        data={"source": "stdlib", "max_tokens": None, "val_fraction": 0.02},
-        runtime={"profile": "production"},
-    )
+    config = tiny(**PROMISED, **PRODUCTION)
     assert checks.profile(config, plan(config)).ok
+
+
+def test_the_peak_of_every_stage_is_checked(parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = {"steps": 4, "seq_len": 32, "batch_size": 2, "lr": 1e-3}
+    built = parts(stages=[stage, stage])
+    assert checks.units(built).ok
+    monkeypatch.setattr(checks, "learning_rate", lambda step, train: 1e-3 if step <= 4 else 5e-4)
+    assert not checks.units(built).ok
 
 
 def test_a_full_disk_is_seen(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny()
     assert checks.disk(config, plan(config), tmp_path).ok
     assert not checks.disk(config, replace(plan(config), checkpoint_bytes=2**60), tmp_path).ok
+
+
+def test_the_disk_has_room_for_every_checkpoint_that_is_kept(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(keep_last=2, save_every=1)
+    planned = plan(config)
+    for free, enough in ((3 * planned.checkpoint_bytes, False), (3 * planned.checkpoint_bytes + 1, True)):
+        monkeypatch.setattr(checks.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert checks.disk(config, planned, tmp_path).ok == enough, "two that are kept, and the one being written"
 
 
 def test_shards_that_changed_are_seen(parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +161,26 @@ def test_a_head_that_starts_too_large_is_seen(parts: Callable[..., Parts]) -> No
     assert not checks.initial_loss(built).ok
 
 
-def test_a_model_that_sees_the_future_is_caught(parts: Callable[..., Parts]) -> None:
+@pytest.mark.parametrize(("factor", "ok"), [(0.979, False), (0.981, True), (1.019, True), (1.021, False)])
+def test_a_first_loss_may_be_two_percent_off_to_either_side(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, factor: float, ok: bool
+) -> None:
+    loss = factor * math.log(256)
+    monkeypatch.setattr(checks, "token_losses", lambda logits, targets: torch.tensor(loss * targets.numel()))
+    assert checks.initial_loss(parts()).ok == ok
+
+
+@pytest.mark.parametrize(
+    "future",
+    [
+        pytest.param(lambda x: x.mean(1, keepdim=True), id="all of it"),
+        pytest.param(lambda x: x.roll(-1, 1), id="the next token alone"),
+    ],
+)
+def test_a_model_that_sees_the_future_is_caught(parts: Callable[..., Parts], future: Callable[[Tensor], Tensor]) -> None:
     built = parts()
     assert checks.causality(built).ok
-    built.model.blocks[0].mlp.register_forward_hook(
-        lambda module, inputs, output: output + 1e-6 * output.mean(1, keepdim=True)
-    )
+    built.model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output + 1e-6 * future(output))
     assert not checks.causality(built).ok
 
 
@@ -157,6 +190,31 @@ def test_a_parameter_without_gradient_is_named(parts: Callable[..., Parts]) -> N
     built.model.blocks[1].attention.gate.register_forward_hook(lambda module, inputs, output: output.detach())
     check = checks.gradients(built)
     assert not check.ok and check.value == "without: blocks.1.attention.gate.weight"
+
+
+def test_a_gradient_that_is_not_finite_is_named(parts: Callable[..., Parts]) -> None:
+    built = parts()
+    built.model.blocks[1].mlp.up.weight.register_hook(lambda grad: grad * float("nan"))
+    assert checks.gradients(built).value == "without: blocks.1.mlp.up.weight"
+
+
+@pytest.mark.parametrize("seq_len", [7, 32])
+def test_a_compression_that_learns_nothing_passes_only_where_no_block_fits(
+    parts: Callable[..., Parts], seq_len: int
+) -> None:
+    built = parts(nsa={"phi": "mlp"}, seq_len=seq_len)
+    for name, p in built.model.named_parameters():
+        if ".phi_" in name:
+            p.register_hook(torch.zeros_like)
+    assert checks.gradients(built).ok == (seq_len < built.config.nsa.l)
+
+
+def test_gradients_are_those_of_the_micro_batch_with_the_most_tokens(parts: Callable[..., Parts]) -> None:
+    """Its peak is what memory is judged by; the stage with the longest rows may have few of them."""
+    wide = {"steps": 2, "seq_len": 64, "batch_size": 3, "lr": 1e-3}
+    built, seen = parts(stages=[wide, wide | {"seq_len": 96, "batch_size": 1}]), []
+    built.model.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
+    assert checks.gradients(built).ok and seen == [(3, 64)]
 
 
 @pytest.mark.parametrize("l_sel", [4, 8, 16])
@@ -176,6 +234,29 @@ def test_a_row_with_one_compressed_block_passes(parts: Callable[..., Parts]) -> 
     built = parts(seq_len=11)
     assert built.config.nsa.l <= 11 < built.config.nsa.l + built.config.nsa.d
     assert checks.kernel_parity(built).ok
+
+
+@pytest.mark.parametrize(("ratio", "ok"), [(1.0, True), (1.01, False)])
+def test_an_error_of_all_that_is_allowed_is_the_largest(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, ratio: float, ok: bool
+) -> None:
+    monkeypatch.setattr(checks, "worst_ratio", lambda parts: (ratio, "window, output"))
+    assert checks.kernel_parity(parts()).ok == ok
+
+
+@pytest.mark.parametrize("branch", ["compressed", "selected"])
+def test_every_branch_is_held_against_the_definition(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, branch: str
+) -> None:
+    right = getattr(torch_backend, f"{branch}_attention")
+
+    def wrong(*inputs: Any, **how: Any) -> tuple[Tensor, Tensor]:
+        out, lse = right(*inputs, **how)
+        return 1.01 * out, lse
+
+    monkeypatch.setattr(torch_backend, f"{branch}_attention", wrong)
+    check = checks.kernel_parity(parts())
+    assert not check.ok and branch in check.value
 
 
 def test_a_kernel_that_is_wrong_is_named(parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +293,24 @@ def test_a_checkpoint_that_does_not_come_back_is_seen(
     monkeypatch.setattr(checks.snapshot, "restore", lambda path, parts: None)
     found = checks.checkpoint_and_throughput(parts(), tmp_path)
     assert failed(found) == ["checkpoint"]
+
+
+def test_steps_that_are_not_finite_are_seen(parts: Callable[..., Parts], tmp_path: Path) -> None:
+    """The model is well where it is looked at, and not where it is trained."""
+    built = parts()
+    built.model.register_forward_hook(lambda module, inputs, out: out * float("nan") if module.training else None)
+    check, _ = checks.checkpoint_and_throughput(built, tmp_path)
+    assert not check.ok and check.value.endswith("the steps in between were not finite")
+
+
+def test_speed_is_that_of_tokens(parts: Callable[..., Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which every step takes a second."""
+    built, now = parts(min_tokens_per_s=1.0), [0.0]
+    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    step = built.stepper.step
+    monkeypatch.setattr(built.stepper, "step", lambda *x, **how: now.__setitem__(0, now[0] + 1.0) or step(*x, **how))
+    *_, check = checks.checkpoint_and_throughput(built, tmp_path)
+    assert check.numbers == {"tokens_per_s": built.config.train.tokens_per_step}
 
 
 def test_the_command_without_a_run_does_the_same_checks(tiny: Tiny, builders: Builders, tmp_path: Path) -> None:
@@ -267,3 +366,17 @@ def test_the_gradient_that_is_wrong_is_named(place: int, name: str) -> None:
         return summed(*(2 * one - one.detach() if i == place else one for i, one in enumerate(x)))
 
     assert [one for one, ratio in _compare(wrong, summed, inputs).items() if ratio > 1] == [name]
+
+
+def test_an_output_may_err_twice_what_plain_low_precision_errs() -> None:
+    inputs = tuple(torch.randn(1, 8, 1, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+    def rough(off: float) -> Callable[..., Tensor]:
+        return lambda *x: summed(*x) + (off if x[0].dtype == torch.float32 else 0.0)
+
+    assert _compare(rough(0.3), rough(0.1), inputs)["output"] == pytest.approx(1.5, rel=1e-2)
+
+
+def test_small_numbers_are_held_to_their_own_scale() -> None:
+    inputs = tuple(1e-3 * torch.randn(1, 8, 1, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    assert min(_compare(lambda *x: 1.01 * summed(*x), summed, inputs).values()) > 1

@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from forker import start_anew
 
 from nsa_lab.config import RunConfig
@@ -21,6 +23,8 @@ from nsa_lab.health.record import OF_ANY_MODEL, OF_BRANCHES
 from nsa_lab.runs import directory, events, launch
 from nsa_lab.runs.lock import lock_owner, process_start, sign_lock, take_lock
 from nsa_lab.train import ranks
+from nsa_lab.train.distributed import World
+from nsa_lab.train.measure import _share_of_batches
 
 Make = Callable[..., Path]
 
@@ -143,6 +147,20 @@ def test_weights_and_stages_are_shared_like_any_batch(new_run: Make, train: Call
 def staged(run_dir: Path, sections: dict) -> RunConfig:
     """The tiny run's model, with data and training of another kind."""
     return RunConfig.from_dict({**RunConfig.from_yaml(run_dir / directory.CONFIG).to_dict(), **sections})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 5, 6])
+def test_every_held_out_batch_is_one_ranks_and_all_ranks_read_as_many(count: int, size: int) -> None:
+    shares = [_share_of_batches(count, SimpleNamespace(world=World(rank, size))) for rank in range(size)]
+    assert {len(share) for share in shares} == {-(-count // size)}
+    assert sorted(index for share in shares for index, weight in share if weight) == list(range(count))
+    assert {weight for share in shares for _, weight in share} <= {0.0, 1.0}
+
+
+def test_what_the_first_rank_says_is_all_that_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: None)
+    assert [World(rank, 3).from_first(5.0, torch.device("cpu")) for rank in range(3)] == [5.0, 0.0, 0.0]
 
 
 @pytest.mark.slow

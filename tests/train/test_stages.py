@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from staged import staged as of_stages
 
 from nsa_lab.config import ConfigError, RunConfig, StageConfig, TrainConfig
-from nsa_lab.data import Batches, StagedBatches
+from nsa_lab.data import Batches, StagedBatches, held_out
 from nsa_lab.health import examine
 from nsa_lab.inference import load_model
 from nsa_lab.model import NSATransformer
@@ -117,6 +117,13 @@ def test_batches_of_a_stage_are_its_own(tiny: Callable[..., RunConfig], builders
     for step in (-1, -5):
         with pytest.raises(ValueError, match="a step is 0 or more"):
             batches.batch(step)
+
+
+def test_every_stage_is_evaluated_on_sequences_of_its_own_length(tiny: Callable[..., RunConfig], builders: Any) -> None:
+    tokens = builders.data(tiny().data, 256, 77, None).validation
+    train = TrainConfig(stages=[StageConfig(**stage) for stage in STAGES])
+    assert [batches[0][0].shape[1] for batches in held_out(tokens, train)] == [stage["seq_len"] for stage in STAGES]
+    assert all(batches.documents(batches[0][0]) is not None for batches in held_out(tokens, train, 255))
 
 
 @pytest.mark.slow

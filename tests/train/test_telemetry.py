@@ -6,12 +6,14 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nsa_lab.runs import events
 from nsa_lab.train.telemetry import heartbeat as heartbeats
+from nsa_lab.train.telemetry import phases as phase_clock
 from nsa_lab.train.telemetry.event_log import EventLog
 from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
 from nsa_lab.train.telemetry.machine import bytes_by_dtype, percentile, resident_bytes
@@ -160,6 +162,28 @@ def test_phases_nest_and_come_back() -> None:
     assert phases.current()[0] == "start" and phases.last("eval") >= phases.last("data") > 0
 
 
+def test_a_phase_counts_its_latest_occurrences_and_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    told = Phases(remembered=3)
+    for seconds, counts in ((50.0, True), (1.0, True), (2.0, True), (90.0, False), (4.0, True)):
+        with told("step", counts=counts):
+            now[0] += seconds
+    assert (told.last("step"), told.median("step")) == (4.0, 2.0)
+
+
+def test_a_phase_that_is_come_back_to_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stall in it is then another one, and counts from there."""
+    now = [0.0]
+    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    told = Phases()
+    with told("eval"):
+        with told("data"):
+            now[0] += 5.0
+        now[0] += 1.0
+        assert told.current() == ("eval", 1.0) and told.quiet_s() == 1.0
+
+
 def test_percentiles_are_values_that_came() -> None:
     values = [0.5, 0.1, 0.4, 0.2, 0.3]
     assert [percentile(values, share) for share in (0.0, 0.2, 0.21, 0.5, 0.8, 0.95, 1.0)] == [
@@ -213,6 +237,28 @@ def test_a_trainer_that_does_not_leave_a_stalled_phase_is_called_deaf(
         beat.stop()
         assert [told[0] for told in asked] == ["data"]
         assert bool(deaf) == (action and not leaves), "a save on the way out takes the time that it takes"
+
+
+def test_a_trainer_that_stalls_on_its_way_out_is_deaf(tmp_path: Path) -> None:
+    phases, left, asked = Phases(), threading.Event(), []
+    beat = Heartbeat(
+        log_of(tmp_path),
+        phases,
+        every_s=0.01,
+        rule=StallRule(floor_s=0.02),
+        stacks=tmp_path / "stacks.txt",
+        gpu_util=lambda: None,
+        on_stall=lambda *told: asked.append(told[0]) or True,
+        on_deaf=left.set,
+    )
+    beat.start()
+    with phases("data"):
+        while not asked:
+            time.sleep(0.01)
+    with phases("save"):
+        assert left.wait(30)
+    beat.stop()
+    assert asked == ["data"]
 
 
 def test_a_phase_that_gets_somewhere_does_not_stall(tmp_path: Path) -> None:

@@ -178,6 +178,30 @@ def test_steps_that_are_done_again_are_hidden_and_no_other(tmp_path: Path, monke
     assert asked == [None, 6]
 
 
+def test_numbers_are_mirrored_and_those_of_layers_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.utils.tensorboard
+
+    written: list[tuple[Any, ...]] = []
+
+    class Writer:
+        def __init__(self, *args: Any, **how: Any) -> None: ...
+
+        def add_scalar(self, *scalar: Any) -> None:
+            if len(written) == 3:
+                raise OSError("the disk is full")
+            written.append(scalar)
+
+    monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", Writer)
+    trouble: list[Exception] = []
+    mirror = TensorBoardMirror(tmp_path, 0, trouble.append)
+    mirror.write("train", 3, {"why": None, "ok": True, "loss": 2.0, "gates": [0.1, None, 0.3]})
+    layers = [(f"train/gates/layer_0{layer}", value, 3) for layer, value in ((0, 0.1), (2, 0.3))]
+    assert written == [("train/loss", 2.0, 3), *layers] and mirror.why_off is None
+    for step in (4, 5):
+        mirror.write("train", step, {"loss": 2.0})
+    assert len(trouble) == 1 and mirror.why_off == "the disk is full", "said once, and nothing is written any more"
+
+
 def test_last_words_are_said_of_the_latest_attempt(tmp_path: Path) -> None:
     step = {"kind": "step", "t": 1.0}
     lines = [{**step, "attempt": n, "step": at, "tokens": 10 * at} for n, at in ((1, 9), (2, 5), (2, 6))]
