@@ -20,7 +20,8 @@
 # You know attention: every token compares itself with every token before it. Native Sparse Attention (NSA,
 # [arXiv 2502.11089](https://arxiv.org/abs/2502.11089)) reads far fewer of them, and learns which. This notebook builds it
 # from nothing: an equation of the paper, some ten lines of code for it, and under each a cell that holds these lines
-# against the library, to twelve digits. Then the whole of NSA in 40 lines, equal to the library's layer in float64, and
+# against the library, to twelve digits (six where the library ranks in float32). Then the whole of NSA in 40 lines,
+# equal to the library's layer in float64, and
 # last what the paper leaves open: how the choice is taught to find.
 #
 # The sections follow the paper's equations, 1 to 12. Six times you are asked to **predict** what the next cell shows:
@@ -52,7 +53,8 @@ from nsa_lab.workbook.show import fold, show
 #
 # Dense attention reads everything. For the last token of a long text that costs, each time:
 #
-# 1. **Comparisons.** As many as there are tokens, so that a text twice as long takes four times the work.
+# 1. **Comparisons.** As many as there are tokens before it. Added up over all tokens that is a square: a text twice as
+#    long takes four times the work.
 # 2. **Memory traffic.** A model that writes a text keeps the keys and values of all tokens so far, its *cache*, and
 #    reads the whole of it again for every new token. That, and not arithmetic, is what generation waits for.
 #
@@ -242,7 +244,7 @@ same("gated sum", gated_sum(three, gates), reference.combine(*(out[None] for out
 #
 # Block $i$ begins at token $i\,d$ and is $l$ tokens long; since $d < l$, neighbours overlap. $\varphi$ turns a block of
 # keys into one key, and likewise for values. Here it is the mean (`phi: avg`); the paper has an MLP that also sees the
-# position inside the block (`phi: mlp`). Keys carry their rotary angle (the
+# position inside the block (`phi: mlp`). Here keys carry their rotary angle (the
 # model's encoding of position) *before* they are averaged.
 #
 # All of NSA's bookkeeping is about which token lies in which block. One function says it, for both kinds of block:
@@ -479,9 +481,9 @@ fold("What comes out", "\n".join(f"query {p}: {alike[p, 0].nonzero()[:, 0].tolis
 #
 # ## 9 · Selected attention (eq. 12)
 #
-# $$\tilde K^{sel}_t = \operatorname{Cat}\{ k_{j l_{sel}},\, \dots,\, k_{(j+1) l_{sel}-1} : j \in \mathcal I_t \}$$
+# $$\tilde K^{sel}_t = \operatorname{Cat}\{ k_s : \lfloor s / l_{sel} \rfloor \in \mathcal I_t,\; s \le t \}$$
 #
-# and of these the tokens $\le t$. From here on it is ordinary attention again, over single tokens.
+# The tokens of the chosen blocks, up to the query's own. From here on it is ordinary attention again, over single tokens.
 
 
 # %% tags=["lesson"]
@@ -523,7 +525,8 @@ fold(
 # ## 10 · The window (section 3.3.3)
 #
 # The $w$ latest tokens, $t$ included: exactly $\min(w, t+1)$ keys. A library whose window counts the keys to the *left*
-# of the query wants $w - 1$. The window has a branch of its own so that the other two need not learn what is near.
+# of the query wants $w - 1$ (and the paper's $k_{t-w:t}$, counted as its eq. 7 counts, would be $w + 1$). The window
+# has a branch of its own so that the other two need not learn what is near.
 
 
 # %% tags=["lesson"]
@@ -657,7 +660,8 @@ read_by_it = examples.byte_examples(shipped, examples.standard_library_text(leng
 explore(read_by_it, shipped.config.nsa, min(query, length - 1), layer=shipped.config.n_layers // 2, with_widgets=widgets)
 
 # %% [markdown]
-# **What to notice.** The second row is the first one added up by blocks. A tall narrow spike in the third is a token
+# **What to notice.** The second row is not the first one added up by blocks, as it was in sections 7 and 14: in this
+# model an indexer's own keys score the blocks (section 17). A tall narrow spike in the third is a token
 # that the summaries only hinted at, and that the selected branch found in full. Where the window (green) covers a
 # selected block, both read it.
 #
@@ -743,7 +747,7 @@ for T_here, nsa in ((1, toy), (7, toy), (64, toy), (203, toy), (1100, usual)):
 #
 # $$\frac{D / n}{\sqrt{D} / \sqrt{n}} = \sqrt{D/n}$$
 #
-# deviations above the other blocks: 1.4 for $n = 32$ and $D = 64$, and one block of noise in twelve stands as high.
+# deviations above the other blocks: 1.4 for $n = 32$ and $D = 64$, and one block of noise in thirteen stands as high.
 # And nobody tells a summary to do better: the choice has no slope, and what trains the summaries is what the
 # compressed branch itself brings home. It shows. A model of 78.6 million parameters, trained on text with facts that
 # are asked for later, found none of them at any length; its dense twin found every one in 32,768 bytes.
@@ -756,8 +760,8 @@ for T_here, nsa in ((1, toy), (7, toy), (64, toy), (203, toy), (1100, usual)):
 #    everywhere.
 # 3. **Matching heads.** Some heads start as ones that copy, so that there is something to look for from the first
 #    step.
-# 4. **Embeddings that are seen.** Looked up, an embedding is a fiftieth of the size of a normed one, and what the
-#    first layer adds drowns it; normed, every later layer can see which token it stands on (`embedding_norm`).
+# 4. **Embeddings that are seen.** Looked up, an embedding has numbers of size .02, and what the first layer adds drowns
+#    it; scaled to size 1 (*normed*), every later layer can see which token it stands on (`embedding_norm`).
 #
 # ### A key for every few tokens
 #
@@ -841,8 +845,10 @@ fold("What comes out", "\n".join(lines))
 #
 # $$c_{t,j} = \frac{I_{t,j}}{\sum_{i \text{ free}} I_{t,i}}$$
 #
-# $m_{t,j}$ is the attention that the heads of the group would give to the tokens of block $j$ *over the whole past*,
-# with the keys of the selected branch; $I$ is the importance. It is a cross-entropy, smallest where the choice
+# $m_{t,j}$ is the attention, a mean over the heads of group $g$, that they would give to the tokens of block $j$ *over the
+# whole past*, with the keys of the selected branch; $I$ is the importance. Both have an index $g$ that is left out here.
+# Over the free blocks $m$ adds up to less than 1, so that a query that looks elsewhere counts for less. It is a
+# cross-entropy, smallest where the choice
 # spreads its importance as the branch would its attention. Forced blocks are left out: there is nothing to choose.
 # $m$ is a target and carries no gradient, and the indexer reads its input without passing one on. So the loss moves
 # the indexer and nothing else. In training 64 queries per sequence are asked, not all.
@@ -907,8 +913,8 @@ print(f"untrained, the matching head at the last {sentence[-1]!r} looks at {afte
 # (72.4 million parameters) at 1.389, and one of as many parameters at 1.406. NSA leads from the first bytes of a text
 # on, where nothing is sparse: so the choice costs no text, and that is all that is found about text.
 # [docs/science/retrieval.md][1] says why each is needed, and its log has every row, those that failed among them. The
-# presets `smoke` and `recall_taught` train with all four; a configuration that names none is the paper's NSA, as
-# sections 1 to 16 have it.
+# presets `smoke` and `recall_taught` train with all four (`smoke` with a key for 8 tokens); a configuration that names
+# none is NSA as sections 1 to 16 have it: the paper's, but for φ (a mean) and the gate (one linear layer).
 #
 # [1]: ../docs/science/retrieval.md
 #

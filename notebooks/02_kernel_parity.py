@@ -68,7 +68,7 @@ for dtype in dtypes:
 # %% [markdown]
 # **What to notice.** No bar reaches the dotted line. Where float64 is among the dtypes its bars end thousands of times
 # short of it, and the choice of blocks is `exact`: what is computed is the same, and what differs is rounding. The short
-# dtypes come nearer, because there the limit itself is a rounding or two.
+# dtypes come nearer, because there the limit itself is a few roundings.
 #
 # **What is allowed.** A fast implementation owes its reader no more than the dtype can give, and no less than the same
 # mathematics gives when it is written down plainly in that dtype:
@@ -80,8 +80,9 @@ for dtype in dtypes:
 # | float64 | 1e-10, the largest difference | 1e-10, the largest difference |
 #
 # *In norm* is the norm of the difference over the norm of the truth, which is the definition in float64. *Plain arithmetic*
-# keeps every intermediate result in the dtype, scores and probabilities too, and counts for no less than one rounding,
-# 7.8e-3 in bfloat16; on random numbers it mostly errs less, so that the one rounding is what decides.
+# keeps every intermediate result in the dtype, scores and probabilities too, and counts for no less than the dtype's eps
+# (7.8e-3 in bfloat16, twice what a rounding errs at most); on random numbers it mostly errs less, so that eps is what
+# decides.
 #
 # The 5e-6 of float32 has a reason: where a query sees a single key, the gradient of its score is exactly 0. Plain
 # arithmetic keeps the probabilities and finds that 0; a kernel that does not keep them subtracts two equal sums, and

@@ -109,8 +109,9 @@ training.optimiser()
 #
 # Every query weighs three branches: compressed (`cmp` in the records; a coarse view of everything), selected (`sel`;
 # a few blocks, read in full) and window (`win`; the latest tokens). Shares are of the three gates' sum; one line per
-# layer, dotted where all three are alike. *What to notice:* they start at a third each and part early; a layer that
-# stays at a third has not specialised.
+# layer, dotted where all three are alike. *What to notice:* they start at a third each and part early; a layer whose
+# shares stay at a third uses the three alike on average, and whether single queries choose, the entropy tells (notebook
+# 05).
 
 # %%
 training.gates()
@@ -127,8 +128,8 @@ training.gates_by_layer()
 #
 # What the chosen blocks are like: shared with the query before, how far back, the first block's share (attention that
 # is parked at the beginning of the text, an *attention sink*), and how much of them the window reads as well. *What
-# to notice:* by chance, neighbouring queries would share as many blocks as the dotted line says; a choice by content
-# lies above it.
+# to notice:* by chance, neighbouring queries would share as many blocks as the dotted line says; lying above it shows that
+# neighbours choose alike, not that they choose well.
 
 # %%
 training.selection()

@@ -17,10 +17,13 @@
 # %% [markdown]
 # # Health of a run
 #
-# One run, two runs, many runs, each with what a reader asks, in that order: did it learn, is it stable, what do the
+# One run, two runs, many runs. What a reader asks of each: did it learn, is it stable, what do the
 # branches do, does selection find anything, how does it compare. It reads run directories, also those copied from
 # another machine without their checkpoints. Every picture is a function of `nsa_lab.figures`, every verdict one of
 # `nsa_lab.health`: `nsa-lab health RUN` prints the same lines. `?` means that the run does not say.
+#
+# The latest run of a fresh checkout is a dense one. To see branches, let `run_dir` be `production_50k-20261121` and
+# `other_run` its twin, `production_50k_dense-20261121`.
 #
 # In the records, the branches are called `cmp` (compressed: a coarse view of everything), `sel` (selected: a few
 # blocks that matter, read in full) and `win` (window: the latest tokens).
@@ -117,7 +120,7 @@ print(planned.outcome(history, planned_tokens_per_s or None))
 #
 # Gates weigh the three branches, for every query and head anew. *What to notice:* shares that leave a third (dotted).
 # An entropy that stays at ln 3 = 1.0986 is a gate that never learned anything; one near 0 is a layer that lost two
-# branches. Both are looked for.
+# branches. The verdict "gates alive" fails on both.
 
 # %%
 has_branches = history.config.model.attention == "nsa"

@@ -17,7 +17,7 @@
 # %% [markdown]
 # # Does selection find?
 #
-# A query of NSA reads a few blocks in full, and the compressed branch decides which. Training never tells it
+# A query of NSA reads a few blocks in full, and in the paper the compressed branch decides which. Training never tells it
 # whether it decided well: the choice itself has no gradient. So a model can train without a fault, lower its loss,
 # and still not find a fact that stands in its own text. At 78.6 M parameters that is what happened
 # ([docs/science/retrieval.md][1]).
@@ -79,7 +79,8 @@ print(
 #
 # * **dense**: every query reads everything; nothing to choose.
 # * **dense, same start**: the same with (1) and (2) of the recipe below.
-# * **NSA avg**: NSA as the paper defines it, compressed keys being means.
+# * **NSA avg**: NSA as in notebook 01: the paper's choice, but means for φ (the paper has an MLP) and gates of one
+#   linear layer.
 # * **NSA, recipe**: the same, and (1) rotary embedding on half of a head's width, (2) matching heads: in the first
 #   group of heads the key of a token starts as that of the token before, and half of the group's heads start by
 #   asking with the keys' own weights, so that they copy from step 0, (3) an indexer: one query per group and
@@ -108,7 +109,7 @@ for name, changes in kinds.items():
 show(figures.accuracy_curves(curves, chance=1 / task.symbols))
 
 # %% [markdown]
-# Two things can be seen to be slow here, and they are different. A curve that stays at the bottom has not learned to
+# A model can be slow here in two ways. A curve that stays at the bottom has not learned to
 # *copy*: to look for the earlier place and take what came next. A curve that rises and then lies flat copies what
 # it reads, and does not *read* the right block. The next section tells one from the other.
 #
@@ -188,8 +189,8 @@ explore(layers, shipped.config.nsa, end - 1, group, layer=layer, answer=told, wi
 # Real text with facts planted into it, 90 M bytes, lengths 2,048, then 8,192, then 32,768, one H200. Share
 # of facts found among 32,768 bytes, held-out text in bits per byte; one run for each row, taken from
 # [docs/science/retrieval.md][1] and its [log][2], which has all rows and what they were trained with. Nothing of it is
-# computed here. The last four rows read twice as much text as those above, so that their text is not to be compared
-# with those.
+# computed here. The last four rows were trained on another text (all four files of the corpus in place of two; as many
+# bytes), so that their text is not to be compared with that of the rows above.
 #
 # | | facts found at 32,768 | text |
 # |---|---|---|

@@ -18,15 +18,18 @@
 # # Does NSA read long texts?
 #
 # Sparse attention is for long texts. NSA and a dense twin of its size, 78.4 M parameters, were trained on the same text in
-# the same order, in stages of 2,048, 8,192 and 65,536 bytes, whose last reads its long text once. NSA has the recipe of
+# the same order, in stages of 2,048, 8,192 and 65,536 bytes, the last of which reads each long text once. NSA has the
+# recipe of
 # [notebook 06][1], with a key of the indexer for every byte, since with one for eight such a model lost what is far (one
-# seed, [what led here][2]); both have normed embeddings and tables of n-grams as well. Then both are asked for facts, and
+# seed, [what led here][2]); both have normed embeddings and *tables of n-grams*, embeddings that are looked up by the
+# last few bytes together. Then both are asked for facts, and
 # read documents that neither was trained on.
 #
 # These are three seeds. Other runs can be read as well: a longer plan, which learned its text by heart, with
 # `long_64k_shallow.a_key_per_byte.*` and `long_64k_shallow.dense.*` as `runs` and `long_64k_shallow.dense` as `against`;
 # NSA trained without a part of it, with `long_64k_window*`, `long_64k_paper-*` and `long_64k-20261126*`, against
-# `long_64k`; attention as the paper has it beside a dense model without the recipe, with `long_64k_paper-*` and
+# `long_64k`; attention without the recipe (the paper's, but with means for φ) beside a dense model without the recipe,
+# with `long_64k_paper-*` and
 # `long_64k_dense_plain-*`, against `long_64k_dense_plain`; or seed 0 once more, asked five times as much, with
 # `long_64k_full-*` and `long_64k_dense_full-*`, against `long_64k_dense_full`.
 #

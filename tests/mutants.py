@@ -63,6 +63,7 @@ BAND = cases(
     "the_gradient_of_lse_is_exact",
     "nothing_at_or_before_t_sees_what_comes_after",
     "matches_the_definition[window-1x192x3x1x32x32-torch.float32]",
+    "matches_the_definition[compressed-1x45x3x1x192x144-torch.float32]",
 )
 SELECTED = cases(
     "kernels/selected/test_selected.py",
@@ -221,7 +222,7 @@ OTHERS = {
     "attention.kernels.band.backward": [*BAND, *PACKED],
     "attention.kernels.documents": PACKED,
     "attention.kernels.selected.inverted_index": PACKED,
-    "attention.kernels.tiles": ["tests/kernels/test_tiles.py", *SELECTED],
+    "attention.kernels.tiles": ["tests/kernels/test_tiles.py", *SELECTED, *BAND],
     "attention.kernels.selected.forward": SELECTED,
     "attention.kernels.selected.backward": SELECTED,
     **{f"attention.kernels.decoding.{part}": DECODING for part in ("keys", "attend", "choose", "merge")},
@@ -1083,6 +1084,36 @@ MUTANTS = [
         "delta -= 0.0",
     ),
     Mutant("band kernel: dQ not scaled", "attention.kernels.band.backward", "    dq *= scale\n", ""),
+    Mutant(
+        "band kernel: wide heads' last columns of dQ not scaled",
+        "attention.kernels.band.backward",
+        "    dq_rest *= scale\n",
+        "",
+    ),
+    Mutant(
+        "band kernel: wide heads' last columns are no part of dP",
+        "attention.kernels.band.backward",
+        "p = tl.exp2(scores * scale_log2 - lse_log2[None, :])\n        dv, dv_lost",
+        "p = tl.exp2(scores * scale_log2 - lse_log2[None, :])\n        dp = tl.dot(v, tl.trans(do))\n        dv, dv_lost",
+    ),
+    Mutant(
+        "kernels: wide heads' last columns are no part of a score",
+        "attention.kernels.tiles",
+        'product = tl.dot(a_rest, tl.trans(b_rest), product, input_precision="ieee")',
+        "product = product + 0.0",
+    ),
+    Mutant(
+        "kernels: wide heads' last columns are read from the first",
+        "attention.kernels.tiles",
+        "rest = load_consecutive(base, stride, start, N, PART + tl.arange(0, REST),",
+        "rest = load_consecutive(base, stride, start, N, tl.arange(0, REST),",
+    ),
+    Mutant(
+        "launch table: 192 columns in one tile of 256",
+        "attention.kernels.launch_table",
+        "part + rest < whole",
+        "part + rest < 0",
+    ),
     Mutant(
         "selected kernel: a query's merge goes on with the slots of the next",
         "attention.kernels.selected.forward",

@@ -132,7 +132,7 @@ def ring_slots(queries: int, nsa: NSAConfig) -> int:
 
 
 def decode_reads(length: int, nsa: NSAConfig) -> dict[str, int]:
-    """Keys read by the query at the end of `length` tokens, by branch: N(S), min(n_sel*l_sel, causal), min(w, S)."""
+    """Keys read by the last query of `length` = S tokens: N(S), those of the chosen blocks up to its own, min(w, S)."""
     return {
         "cmp": num_compressed(length, nsa),
         "sel": selected_keys(length - 1, nsa) if length else 0,

@@ -17,7 +17,8 @@ class Reads:
     """The reads of the query at `position` in `group`; weights are means over the heads of the group and sum to 1.
 
     cmp [visible compressed blocks]; sel and win [position + 1], zero where a token is not read; importance [begun
-    selection blocks] as eq. 10 gives it; blocks: the chosen ones, ascending; forced: those chosen whatever the scores.
+    selection blocks] as eq. 10 gives it, or an indexer where it is `indexed`; blocks: the chosen ones, ascending; forced:
+    those chosen whatever the scores.
     """
 
     position: int
@@ -29,6 +30,7 @@ class Reads:
     importance: Tensor
     blocks: list[int]
     forced: list[int]
+    indexed: bool = False
 
     def counts(self) -> dict[str, int]:
         """Keys read by each branch, as `geometry.decode_reads` predicts them."""
@@ -65,7 +67,7 @@ def query_reads(reads: Reads, about: str) -> Figure:
     score.bar(np.arange(count) * n.l_sel, reads.importance.numpy(), width=n.l_sel * 0.96, align="edge", color=colours)
     for j in reads.blocks:
         score.axvspan(j * n.l_sel, (j + 1) * n.l_sel, ymax=0.06, color=colours[j])
-    score.set_ylabel("importance\n(eq. 10)", fontsize=8)
+    score.set_ylabel("importance\n" + ("(its indexer's)" if reads.indexed else "(eq. 10)"), fontsize=8)
     colour_legend(score, {"forced": FORCED, "chosen": SEL, "passed over": PALE}, inside=True, columns=3)
 
     for axes, weights, colour, named in ((sel, reads.sel, SEL, "selected"), (win, reads.win, WIN, "window")):

@@ -45,7 +45,8 @@ def reads_of(example: Example, nsa: NSAConfig, position: int, group: int = 0) ->
     in_blocks = torch.isin(token // nsa.l_sel, torch.tensor(blocks))
     p_sel = _softmax(q, example.k_sel[0, : position + 1, group], in_blocks)
     p_win = _softmax(q, example.k_win[0, : position + 1, group], token > position - nsa.w)
-    return Reads(position, group, nsa, p_cmp.mean(0), p_sel.mean(0), p_win.mean(0), importance, blocks, forced)
+    weights = p_cmp.mean(0), p_sel.mean(0), p_win.mean(0)
+    return Reads(position, group, nsa, *weights, importance, blocks, forced, indexed=bool(example.chosen_by))
 
 
 def _softmax(q: Tensor, k: Tensor, allowed: Tensor | None = None) -> Tensor:

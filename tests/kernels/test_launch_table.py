@@ -134,6 +134,20 @@ def test_heads_wider_than_any_that_was_timed(dtype, roomy, monkeypatch):
     assert launch_table.selected_keys(dtype, 128, CPU) == 64
 
 
+def test_a_width_is_one_tile_or_two_side_by_side(monkeypatch):
+    def tiles(widths, widest=256):
+        return {width: tuple(launch_table.parts("DK", width, CPU, widest).values()) for width in widths}
+
+    one = {16: (16, 0), 48: (64, 0), 96: (128, 0), 128: (128, 0)}  # as they were timed
+    assert tiles((*one, 144, 192, 256)) == one | {144: (256, 0), 192: (256, 0), 256: (256, 0)}
+    assert tiles((32, 64, 80, 96, 128), 64) == {32: (32, 0), 64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (64, 64)}
+    assert tiles((128, 192, 256), 128) == {128: (128, 0), 192: (128, 64), 256: (128, 128)}
+    monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
+    two = {144: (128, 16), 160: (128, 32), 192: (128, 64), 208: (256, 0), 256: (256, 0)}
+    assert tiles((*one, *two)) == one | two
+    assert launch_table.parts("DV", 192, CPU) == {"DV_PART": 128, "DV_REST": 64}
+
+
 def test_heads_wider_than_128_on_hopper(monkeypatch):
     """Timed at 192/128; the same kernels in float32 were not."""
     monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)

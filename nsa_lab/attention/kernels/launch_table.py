@@ -79,6 +79,22 @@ were found at H=64 G=4 192/128 (`nsa-lab bench tune`, one H200); all others by w
 shared memory for sm_80, sm_86 and sm_90, and have not been timed."""
 
 
+WIDEST_TILE = 256
+
+
+def parts(name: str, width: int, device: torch.device, widest: int = WIDEST_TILE) -> dict[str, int]:
+    """X_PART and X_REST of the width X: the columns of the two tiles that it is worked on as, side by side; 0: of one.
+
+    A tile has a power of two of columns, and 192 in one of 256 are a third more work than there is. Heads up to `WIDEST`
+    are one tile all the same, as they were timed, unless `widest` columns are too few. So are wider ones on other GPUs than
+    Hopper: there ptxas leaves the kernel of dK and dV 32 registers, and spills all else.
+    """
+    whole = padded_width(width)
+    part, rest = whole // 2, max(padded_width(width - whole // 2), 16)
+    two = whole > widest or (whole > WIDEST and part + rest < whole and is_hopper(device))
+    return {f"{name}_PART": part if two else whole, f"{name}_REST": rest if two else 0}
+
+
 def _float32(width: int) -> Tile:
     return Tile(16, 16, 4, 1) if width > WIDEST else FLOAT32_TILE
 

@@ -12,27 +12,28 @@ from nsa_lab.attention.kernels import vocabulary
 
 LOG2E = tl.constexpr(vocabulary.LOG2E)
 LN2 = tl.constexpr(1 / vocabulary.LOG2E)
+AS_OTHERS = tl.constexpr("")  # of a store: what it writes leaves the L2 cache when its turn comes
 
 
 @triton.jit
-def load_at(pointers, columns, WIDTH: tl.constexpr, PAD: tl.constexpr):
-    """The tile [rows, PAD] at `pointers`, all of whose rows exist: zero past WIDTH columns."""
-    if WIDTH == PAD:
+def load_at(pointers, columns, WIDTH: tl.constexpr, STOP: tl.constexpr):
+    """The tile at `pointers`, all of whose rows exist, of `columns` before STOP: zero past WIDTH columns."""
+    if STOP <= WIDTH:
         return tl.load(pointers)
     return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def load_rows(base, offsets, columns, WIDTH: tl.constexpr, PAD: tl.constexpr):
+def load_rows(base, offsets, columns, WIDTH: tl.constexpr, STOP: tl.constexpr):
     """Rows at `offsets` elements from `base`, all of which exist."""
-    return load_at(base + offsets[:, None] + columns[None, :], columns, WIDTH, PAD)
+    return load_at(base + offsets[:, None] + columns[None, :], columns, WIDTH, STOP)
 
 
 @triton.jit
-def load_rows_inside(base, offsets, columns, inside, WIDTH: tl.constexpr, PAD: tl.constexpr):
+def load_rows_inside(base, offsets, columns, inside, WIDTH: tl.constexpr, STOP: tl.constexpr):
     """As `load_rows`; rows that are not `inside` are not read, and come out zero."""
     pointers = base + offsets[:, None] + columns[None, :]
-    if WIDTH == PAD:
+    if STOP <= WIDTH:
         return tl.load(pointers, mask=inside[:, None], other=0.0)
     return tl.load(pointers, mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
@@ -64,19 +65,18 @@ def last_tile_first(B, G):
 
 @triton.jit
 def load_consecutive(
-    base, stride, start, N, WIDTH: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, CLAMP: tl.constexpr
+    base, stride, start, N, columns, WIDTH: tl.constexpr, STOP: tl.constexpr, ROWS: tl.constexpr, CLAMP: tl.constexpr
 ):  # fmt: skip
-    """Rows start .. start+ROWS-1 of a [N, WIDTH] matrix as [ROWS, PAD].
+    """Rows start .. start+ROWS-1 of a [N, WIDTH] matrix.
 
     CLAMP: some may lie past the end; they repeat the last row, and the caller masks them. Without it the offsets inside the
     tile do not change from one tile to the next, and the compiler takes them out of the loop; they fit 32 bits.
     """
-    columns = tl.arange(0, PAD)
     i = tl.arange(0, ROWS)
     if CLAMP:
         i = tl.minimum(i, N - 1 - start)
     pointers = base + tl.cast(start, tl.int64) * stride + (i[:, None] * stride + columns[None, :])
-    return load_at(pointers, columns, WIDTH, PAD)
+    return load_at(pointers, columns, WIDTH, STOP)
 
 
 INTERPRETED = not isinstance(load_at, triton.runtime.JITFunction)
@@ -94,6 +94,104 @@ def add_product(total, a, b):
     if a.dtype == tl.float32:
         return tl.fma(tl.dot(a, b, input_precision="ieee"), tl.full(total.shape, 1.0, tl.float32), total)
     return tl.dot(a, b, total, input_precision="ieee")
+
+
+# A width that is worked on as two tiles side by side: columns [0, PART), all of which exist, and the REST after them, some
+# of which may be past the width. Where there is no REST, the first tile stands in the place of the second, too.
+
+
+@triton.jit
+def load_parts(base, offsets, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
+    """Rows at `offsets` elements from `base`, all of which exist, as two tiles."""
+    first = load_rows(base, offsets, tl.arange(0, PART), WIDTH, PART)
+    rest = first
+    if REST > 0:
+        rest = load_rows(base, offsets, PART + tl.arange(0, REST), WIDTH, PART + REST)
+    return first, rest
+
+
+@triton.jit
+def load_parts_inside(base, offsets, inside, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
+    """As `load_parts`; rows that are not `inside` are not read, and come out zero."""
+    first = load_rows_inside(base, offsets, tl.arange(0, PART), inside, WIDTH, PART)
+    rest = first
+    if REST > 0:
+        rest = load_rows_inside(base, offsets, PART + tl.arange(0, REST), inside, WIDTH, PART + REST)
+    return first, rest
+
+
+@triton.jit
+def load_consecutive_parts(
+    base, stride, start, N,
+    WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, CLAMP: tl.constexpr,
+):  # fmt: skip
+    """As `load_consecutive`, as two tiles."""
+    first = load_consecutive(base, stride, start, N, tl.arange(0, PART), WIDTH, PART, ROWS, CLAMP)
+    rest = first
+    if REST > 0:
+        rest = load_consecutive(base, stride, start, N, PART + tl.arange(0, REST), WIDTH, PART + REST, ROWS, CLAMP)
+    return first, rest
+
+
+@triton.jit
+def _store_columns(
+    base, offsets, tile, inside, WIDTH: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, EVICTED: tl.constexpr
+):  # fmt: skip
+    columns = FIRST + tl.arange(0, COLUMNS)
+    mask = None
+    if FIRST + COLUMNS > WIDTH:
+        mask = (columns < WIDTH)[None, :]
+    if inside is not None:
+        mask = inside[:, None] if mask is None else inside[:, None] & mask
+    pointers = (base + offsets)[:, None] + columns[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask, eviction_policy=EVICTED)
+
+
+@triton.jit
+def store_parts(
+    base, offsets, first, rest, inside, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr,
+    EVICTED: tl.constexpr = AS_OTHERS,
+):  # fmt: skip
+    """Rows at `offsets` elements from `base`, of those that are `inside`; None: all."""
+    _store_columns(base, offsets, first, inside, WIDTH, 0, PART, EVICTED)
+    if REST > 0:
+        _store_columns(base, offsets, rest, inside, WIDTH, PART, REST, EVICTED)
+
+
+@triton.jit
+def zeros_in_parts(ROWS: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
+    first = tl.zeros([ROWS, PART], tl.float32)
+    rest = first
+    if REST > 0:
+        rest = tl.zeros([ROWS, REST], tl.float32)
+    return first, rest
+
+
+@triton.jit
+def product_over_columns(a, a_rest, b, b_rest, REST: tl.constexpr):
+    """a b^T of tiles given in two parts."""
+    product = tl.dot(a, tl.trans(b), input_precision="ieee")
+    if REST > 0:
+        product = tl.dot(a_rest, tl.trans(b_rest), product, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def shrunk_and_added(total, total_rest, shrink, a, b, b_rest, REST: tl.constexpr):
+    """total * shrink + a b, where b and the total are in two parts."""
+    total = tl.dot(a, b, total * shrink[:, None], input_precision="ieee")
+    if REST > 0:
+        total_rest = tl.dot(a, b_rest, total_rest * shrink[:, None], input_precision="ieee")
+    return total, total_rest
+
+
+@triton.jit
+def add_products(total, total_rest, a, b, b_rest, REST: tl.constexpr):
+    """total + a b, where b and the total are in two parts."""
+    total = add_product(total, a, b)
+    if REST > 0:
+        total_rest = add_product(total_rest, a, b_rest)
+    return total, total_rest
 
 
 @triton.jit

@@ -9,6 +9,7 @@ Axes and sizes
     L, STRIDE, W, L_SEL, N_SEL    the geometry: l, d, w, l_sel, n_sel of `NSAConfig`
     BLOCK        tokens of a kv block as the selected branch's kernels work in it: l_sel, or a divisor of a longer one
     X_PAD        X rounded up to a power of two, which a tile needs: `padded_width(X)`
+    X_PART, X_REST    a width as two tiles side by side: columns [0, X_PART), and X_REST after them; 0: one tile
 Documents, where one row holds several: B is then 1, T and N count all of them, and pointers are moved to a document's rows
     documents    how many there are;  document: the index of one, in the order of rows
     q_bounds k_bounds    first rows of all documents in q and in k, and the end of the last; None: no documents

@@ -24,9 +24,13 @@ from nsa_lab.attention.kernels.tiles import (
     add_product_exactly,
     batch_and_group,
     last_tile_first,
-    load_consecutive,
-    load_rows,
+    load_consecutive_parts,
+    load_parts,
+    load_parts_inside,
+    product_over_columns,
     row_offsets,
+    store_parts,
+    zeros_in_parts,
 )
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
@@ -34,28 +38,33 @@ from nsa_lab.attention.kernels.vocabulary import SIZES
 # fmt: off
 @triton.jit
 def _dq_steps(
-    dq, q, do, lse_log2, delta, k_base, v_base, stride_kn, stride_vn, t, start, left, full, stop, N, scale_log2,
+    dq, dq_rest, q, q_rest, do, do_rest, lse_log2, delta, k_base, v_base, stride_kn, stride_vn,
+    t, start, left, full, stop, N, scale_log2,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):
     for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
-        scores, k, v = scores_of_tile(
-            q, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
-            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, MASKED,
+        scores, k, k_rest, v, v_rest = scores_of_tile(
+            q, q_rest, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
+            L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, MASKED,
         )
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
+        dp = product_over_columns(do, do_rest, v, v_rest, DV_REST)
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision="ieee")
+        if DK_REST > 0:
+            dq_rest = tl.dot(ds, k_rest, dq_rest, input_precision="ieee")
+    return dq, dq_rest
 
 
 @triton.jit
 def _summed_products(
-    q, do, lse_log2, k_base, v_base, stride_kn, stride_vn, t, start, stop, N, scale_log2,
+    q, q_rest, do, do_rest, lse_log2, k_base, v_base, stride_kn, stride_vn, t, start, stop, N, scale_log2,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """delta, the sum of p * dp over a row's keys, from the very products that it is taken from.
@@ -65,13 +74,13 @@ def _summed_products(
     """
     delta, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for step in range(start, stop, KEYS):
-        scores, _k, v = scores_of_tile(
-            q, k_base, v_base, stride_kn, stride_vn, t, step, start, start, N,
-            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, True,
+        scores, _k, _, v, v_rest = scores_of_tile(
+            q, q_rest, k_base, v_base, stride_kn, stride_vn, t, step, start, start, N,
+            L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, True,
         )
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         # The products of the dk/dv kernel, in its order: what adds them up may depend on which factor comes first.
-        dp = tl.trans(tl.dot(v, tl.trans(do), input_precision="ieee"))
+        dp = tl.trans(product_over_columns(v, v_rest, do, do_rest, DV_REST))
         delta += tl.sum(tl.where(p == 0.0, 0.0, p * dp), 1)
         total += tl.sum(p, 1)
     # A row's p add up to 1 but for how its lse is rounded. A row that sees nothing has none.
@@ -93,7 +102,8 @@ def nsa_band_dq(
     stride_dob, stride_dot, stride_doh, stride_stats,
     T, N, B, G, documents, scale_log2, scale,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAST: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_DELTA: tl.constexpr, ADD: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):
@@ -130,12 +140,10 @@ def nsa_band_dq(
     origin = (b * T + t_first) * (G * HEADS) + g * HEADS
     own_t = t - t_first
     place = own_t * (G * HEADS) + head
-    columns_k = tl.arange(0, DK_PAD)
-    columns_v = tl.arange(0, DV_PAD)
     q_base = q_ptr + b * stride_qb + tl.cast(t_first, tl.int64) * stride_qt + g * HEADS * stride_qh
-    q = load_rows(q_base, row_offsets(own_t, head, stride_qt, stride_qh, False), columns_k, DK, DK_PAD)
+    q, q_rest = load_parts(q_base, row_offsets(own_t, head, stride_qt, stride_qh, False), DK, DK_PART, DK_REST)
     do_base = do_ptr + b * stride_dob + tl.cast(t_first, tl.int64) * stride_dot + g * HEADS * stride_doh
-    do = load_rows(do_base, row_offsets(own_t, head, stride_dot, stride_doh, False), columns_v, DV, DV_PAD)
+    do, do_rest = load_parts(do_base, row_offsets(own_t, head, stride_dot, stride_doh, False), DV, DV_PART, DV_REST)
     lse = tl.load(lse_ptr + origin + place)
     # A row that sees nothing has lse = -inf; +inf makes every p = exp2(s - inf) of it 0.
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
@@ -144,14 +152,16 @@ def nsa_band_dq(
     start, left, full, stop = key_range(t_first, t_last, L, STRIDE, W, KEYS)
     if do.dtype == tl.float32:
         delta = _summed_products(
-            q, do, lse_log2, k_base, v_base, stride_kn, stride_vn, t, start, stop, N, scale_log2,
-            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, ROWS, KEYS,
+            q, q_rest, do, do_rest, lse_log2, k_base, v_base, stride_kn, stride_vn, t, start, stop, N, scale_log2,
+            L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, KEYS,
         )
     elif HAS_DELTA:
         delta = tl.load(delta_ptr + origin + place)
     else:
-        out = load_rows(out_ptr + origin * DV, place * DV, columns_v, DV, DV_PAD)
+        out, out_rest = load_parts(out_ptr + origin * DV, place * DV, DV, DV_PART, DV_REST)
         delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+        if DV_REST > 0:
+            delta += tl.sum(do_rest.to(tl.float32) * out_rest.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + origin + place)
     group_stats = stats_ptr + (b * G + g) * HEADS * 2 * stride_stats
@@ -165,29 +175,34 @@ def nsa_band_dq(
             tl.store(past + stride_stats, tl.zeros([PAST], tl.float32))
             past += 2 * stride_stats
 
-    dq = tl.zeros([ROWS, DK_PAD], tl.float32)
+    dq, dq_rest = zeros_in_parts(ROWS, DK_PART, DK_REST)
     if ONE_LOOP:
         left, full = start, start
     for MASKED in tl.static_range(1 if ONE_LOOP else 0, 2):
-        dq = _dq_steps(
-            dq, q, do, lse_log2, delta, k_base, v_base, stride_kn, stride_vn, t, start, left, full, stop, N, scale_log2,
-            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, MASKED == 1,
+        dq, dq_rest = _dq_steps(
+            dq, dq_rest, q, q_rest, do, do_rest, lse_log2, delta, k_base, v_base, stride_kn, stride_vn,
+            t, start, left, full, stop, N, scale_log2,
+            L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, MASKED == 1,
         )
-    dq_pointers = dq_ptr + origin * DK + (place[:, None] * DK + columns_k[None, :])
-    mask = inside[:, None] & (columns_k[None, :] < DK)
+    dq_base = dq_ptr + origin * DK
     dq *= scale
+    dq_rest *= scale
     if ADD:
-        dq += tl.load(dq_pointers, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dq_pointers, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+        before, before_rest = load_parts_inside(dq_base, place * DK, inside, DK, DK_PART, DK_REST)
+        dq += before.to(tl.float32)
+        dq_rest += before_rest.to(tl.float32)
+    store_parts(dq_base, place * DK, dq, dq_rest, inside, DK, DK_PART, DK_REST)
 
 
 @triton.jit
 def _dkv_steps(
-    dk, dk_lost, dv, dv_lost, k, v, i, q_base, do_base, stats_base,
+    dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost, k, k_rest, v, v_rest, i,
+    q_base, do_base, stats_base,
     stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
     t_origin, tiles, turn, start, left, right, stop, N, T, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr,
 ):
     """Steps [start, stop) but for [left, right): step x is head x % HEADS of the x // HEADS -th tile of ROWS queries from
@@ -206,22 +221,28 @@ def _dkv_steps(
             tile -= tl.where(tile >= tiles, tiles, 0)
         tile_t = t_origin + tile * ROWS
         head = tl.cast(x % HEADS, tl.int64)
-        q = load_consecutive(q_base + head * stride_qh, stride_qt, tile_t, T, DK, DK_PAD, ROWS, PAST_END)
-        do = load_consecutive(do_base + head * stride_doh, stride_dot, tile_t, T, DV, DV_PAD, ROWS, PAST_END)
+        q_head = q_base + head * stride_qh
+        q, q_rest = load_consecutive_parts(q_head, stride_qt, tile_t, T, DK, DK_PART, DK_REST, ROWS, PAST_END)
+        do_head = do_base + head * stride_doh
+        do, do_rest = load_consecutive_parts(do_head, stride_dot, tile_t, T, DV, DV_PART, DV_REST, ROWS, PAST_END)
         stats = stats_base + head * 2 * stride_stats + tl.multiple_of(tile_t, 16) + tl.arange(0, ROWS)
         lse_log2 = tl.load(stats)
         delta = tl.load(stats + stride_stats)
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+        scores = product_over_columns(k, k_rest, q, q_rest, DK_REST)
         # Ahead of the exponentials, which the compiler then places among its tensor-core instructions.
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        dp = product_over_columns(v, v_rest, do, do_rest, DV_REST)
         if MASKED:
             position = tile_t + tl.arange(0, ROWS)
             scores = tl.where(in_band(i[:, None], position[None, :], N, L, STRIDE, W), scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
         dv, dv_lost = add_product_exactly(dv, dv_lost, p.to(do.dtype), do)
+        if DV_REST > 0:
+            dv_rest, dv_rest_lost = add_product_exactly(dv_rest, dv_rest_lost, p.to(do.dtype), do_rest)
         ds = p * (dp - delta[None, :])
         dk, dk_lost = add_product_exactly(dk, dk_lost, ds.to(q.dtype), q)
-    return dk, dk_lost, dv, dv_lost
+        if DK_REST > 0:
+            dk_rest, dk_rest_lost = add_product_exactly(dk_rest, dk_rest_lost, ds.to(q.dtype), q_rest)
+    return dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost
 
 
 @launched
@@ -232,7 +253,8 @@ def nsa_band_dkv(
     stride_dob, stride_dot, stride_doh, stride_stats,
     T, N, B, G, documents, chunk_steps, scale_log2, scale,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):
     """dk, dv of one key tile from one chunk of the queries that see it: [chunks, B, N, G, D], dtype of the pointers.
@@ -277,14 +299,16 @@ def nsa_band_dkv(
         outer = tl.minimum(tl.maximum(outer * HEADS, inner), stop)
 
         i = i_first + tl.arange(0, KEYS)
-        k = load_consecutive(k_ptr + b * stride_kb + g * stride_kg, stride_kn, i_first, N, DK, DK_PAD, KEYS, True)
-        v = load_consecutive(v_ptr + b * stride_vb + g * stride_vg, stride_vn, i_first, N, DV, DV_PAD, KEYS, True)
+        k_base = k_ptr + b * stride_kb + g * stride_kg
+        k, k_rest = load_consecutive_parts(k_base, stride_kn, i_first, N, DK, DK_PART, DK_REST, KEYS, True)
+        v_base = v_ptr + b * stride_vb + g * stride_vg
+        v, v_rest = load_consecutive_parts(v_base, stride_vn, i_first, N, DV, DV_PART, DV_REST, KEYS, True)
         q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
         do_base = do_ptr + b * stride_dob + g * HEADS * stride_doh
         stats_base = stats_ptr + (b * G + g) * HEADS * 2 * stride_stats
-        dk = tl.zeros([KEYS, DK_PAD], tl.float32)
-        dv = tl.zeros([KEYS, DV_PAD], tl.float32)
-        dk_lost, dv_lost = dk, dv
+        dk, dk_rest = zeros_in_parts(KEYS, DK_PART, DK_REST)
+        dv, dv_rest = zeros_in_parts(KEYS, DV_PART, DV_REST)
+        dk_lost, dk_rest_lost, dv_lost, dv_rest_lost = dk, dk_rest, dv, dv_rest
         # With a window: steps [start, inner), then [inner, outer), masked, then [outer, stop). Without one those in the
         # middle need no mask, and come last: one loop before takes the diagonal and the last queries.
         for loop in tl.static_range(3 if W > 0 else 2):
@@ -299,22 +323,18 @@ def nsa_band_dkv(
                     left, right = inner, outer
                 if loop == 1:
                     start, left, right, loop_stop = inner, inner, inner, outer
-            dk, dk_lost, dv, dv_lost = _dkv_steps(
-                dk, dk_lost, dv, dv_lost, k, v, i, q_base, do_base, stats_base,
+            dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost = _dkv_steps(
+                dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost, k, k_rest, v, v_rest, i,
+                q_base, do_base, stats_base,
                 stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
                 t_origin, tiles, turn, start, left, right, loop_stop, N, T, scale_log2,
-                HEADS, L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, ROWS, (loop == 1) == (W > 0), TAIL,
+                HEADS, L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, (loop == 1) == (W > 0), TAIL,
             )
             start = loop_stop
 
         place = ((chunk * B + b) * N_all + i) * G + g  # int64: b is
-        columns_k = tl.arange(0, DK_PAD)
-        columns_v = tl.arange(0, DV_PAD)
-        inside = (i < N)[:, None]
-        tl.store(dk_ptr + place[:, None] * DK + columns_k[None, :], (dk * scale).to(dk_ptr.dtype.element_ty),
-                 mask=inside & (columns_k[None, :] < DK))
-        tl.store(dv_ptr + place[:, None] * DV + columns_v[None, :], dv.to(dv_ptr.dtype.element_ty),
-                 mask=inside & (columns_v[None, :] < DV))
+        store_parts(dk_ptr, place * DK, dk * scale, dk_rest * scale, i < N, DK, DK_PART, DK_REST)
+        store_parts(dv_ptr, place * DV, dv, dv_rest, i < N, DV, DV_PART, DV_REST)
 
 
 @triton.jit

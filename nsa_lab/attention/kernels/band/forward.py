@@ -11,49 +11,64 @@ import triton.language as tl
 from nsa_lab.attention.kernels.band.bounds import in_band, key_range, key_tile, named_by_branch, row_tile
 from nsa_lab.attention.kernels.documents import document_of_tile
 from nsa_lab.attention.kernels.launching import launched
-from nsa_lab.attention.kernels.tiles import LN2, last_tile_first, load_consecutive, load_rows, row_offsets
+from nsa_lab.attention.kernels.tiles import (
+    LN2,
+    last_tile_first,
+    load_consecutive_parts,
+    load_parts,
+    product_over_columns,
+    row_offsets,
+    shrunk_and_added,
+    store_parts,
+    zeros_in_parts,
+)
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off
 @triton.jit
 def scores_of_tile(
-    q, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
+    q, q_rest, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """(scores, k, v) of the key tile that `key_tile` says; unscaled, -inf where a query does not see the key."""
+    """(scores, k, k_rest, v, v_rest) of the key tile that `key_tile` says.
+
+    Scores are unscaled, and -inf where a query does not see the key.
+    """
     n = key_tile(step, left, full, MASKED)
-    k = load_consecutive(k_base, stride_kn, n, N, DK, DK_PAD, KEYS, MASKED)
-    v = load_consecutive(v_base, stride_vn, n, N, DV, DV_PAD, KEYS, MASKED)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    k, k_rest = load_consecutive_parts(k_base, stride_kn, n, N, DK, DK_PART, DK_REST, KEYS, MASKED)
+    v, v_rest = load_consecutive_parts(v_base, stride_vn, n, N, DV, DV_PART, DV_REST, KEYS, MASKED)
+    scores = product_over_columns(q, q_rest, k, k_rest, DK_REST)
     if MASKED:
         i = n + tl.arange(0, KEYS)
         scores = tl.where(in_band(i[None, :], t[:, None], N, L, STRIDE, W), scores, float("-inf"))
-    return scores, k, v
+    return scores, k, k_rest, v, v_rest
 
 
 @triton.jit
 def _attend(
-    acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, t, start, left, full, stop, N, scale_log2,
+    acc, acc_rest, peak, total, q, q_rest, k_base, v_base, stride_kn, stride_vn, t, start, left, full, stop, N, scale_log2,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):
     """Online softmax over the key tiles of `key_tile`."""
     for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
-        scores, _, v = scores_of_tile(
-            q, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
-            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, MASKED,
+        scores, _, _, v, v_rest = scores_of_tile(
+            q, q_rest, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
+            L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, MASKED,
         )
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
         p = tl.exp2(scores * scale_log2 - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc, acc_rest = shrunk_and_added(acc, acc_rest, shrink, p.to(v.dtype), v, v_rest, DV_REST)
         peak = new_peak
-    return acc, peak, total
+    return acc, acc_rest, peak, total
 
 
 @launched
@@ -63,7 +78,8 @@ def nsa_band_forward(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
     T, N, B, G, documents, first_query, scale_log2,
     HEADS: tl.constexpr, L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """out and lse of one row tile, contiguous."""
@@ -79,7 +95,7 @@ def nsa_band_forward(
         v_ptr += first_key * stride_vn
     t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
     q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
-    q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, True), tl.arange(0, DK_PAD), DK, DK_PAD)
+    q, q_rest = load_parts(q_base, row_offsets(t, head, stride_qt, stride_qh, True), DK, DK_PART, DK_REST)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
     position = t
@@ -89,23 +105,22 @@ def nsa_band_forward(
         t_last += first_query
     start, left, full, stop = key_range(t_first, t_last, L, STRIDE, W, KEYS)
 
-    acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+    acc, acc_rest = zeros_in_parts(ROWS, DV_PART, DV_REST)
     # Finite, so that a wholly masked tile gives exp2(-inf - peak) = 0 and never inf - inf.
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for MASKED in tl.static_range(2):  # first the tiles that need no mask
-        acc, peak, total = _attend(
-            acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, position, start, left, full, stop, N, scale_log2,
-            L, STRIDE, W, DK, DV, DK_PAD, DV_PAD, KEYS, MASKED == 1,
+        acc, acc_rest, peak, total = _attend(
+            acc, acc_rest, peak, total, q, q_rest, k_base, v_base, stride_kn, stride_vn,
+            position, start, left, full, stop, N, scale_log2,
+            L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, MASKED == 1,
         )
 
     empty = total == 0.0
-    out = acc / tl.where(empty, 1.0, total)[:, None]
+    some = tl.where(empty, 1.0, total)[:, None]
     lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     inside = tile * ROWS + tl.arange(0, ROWS) < T * HEADS
     place = (b * T + t) * (G * HEADS) + g * HEADS + head
     tl.store(lse_ptr + place, lse, mask=inside)
-    columns = tl.arange(0, DV_PAD)
-    tl.store(out_ptr + place[:, None] * DV + columns[None, :], out.to(out_ptr.dtype.element_ty),
-             mask=inside[:, None] & (columns[None, :] < DV))
+    store_parts(out_ptr, place * DV, acc / some, acc_rest / some, inside, DV, DV_PART, DV_REST)
 # fmt: on

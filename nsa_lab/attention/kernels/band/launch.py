@@ -76,7 +76,7 @@ def forward(
         q, k, v, out, lse, bounds.q, bounds.k,
         *strides(q, k, v),
         T, N, B, G, bounds.documents, first or None, Dk**-0.5 * LOG2E,
-        **_constants(q, k, v, l, d, w, tile), **tile.options(),
+        **_constants(q, k, v, l, d, w, tile), **_parts(q, v), **tile.options(),
     )
     return out, lse
 # fmt: on
@@ -129,7 +129,8 @@ def backward_queries(
         q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, bounds.q, bounds.k,
         *strides(q, k, v, do), stats.stride(2),
         T, N, B, G, bounds.documents, scale * LOG2E, scale,
-        **_constants(q, k, v, l, d, w, tile), HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add,
+        **_constants(q, k, v, l, d, w, tile), **_parts(q, v),
+        HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add,
         PAST=past, ONE_LOOP=tile.one_loop, **tile.options(),
     )
     return stats
@@ -156,14 +157,16 @@ def backward_keys(
         q, k, v, do, stats, *sums, bounds.q, bounds.k,
         *strides(q, k, v, do), stats.stride(2),
         T, N, B, G, bounds.documents, chunk_steps, scale * LOG2E, scale,
-        **constants, TAIL=bounds.documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.options(),
+        **constants, **_parts(q, v),
+        TAIL=bounds.documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.options(),
     )
     if chunks > 1:
         slice_keys = launch_table.SUM_CHUNKS_KEYS
         nsa_band_sum_chunks[(bounds.tiles(N, slice_keys) * B * G,)](
             *sums, dk, dv, bounds.q, bounds.k,
             T, N, B, G, bounds.documents, chunk_steps,
-            **constants, SLICE=slice_keys, AT_ONCE=launch_table.SUM_CHUNKS_AT_ONCE, num_warps=launch_table.STREAMING_WARPS,
+            **constants, DK_PAD=padded_width(Dk), DV_PAD=padded_width(v.shape[3]),
+            SLICE=slice_keys, AT_ONCE=launch_table.SUM_CHUNKS_AT_ONCE, num_warps=launch_table.STREAMING_WARPS,
         )
     return dk, dv
 # fmt: on
@@ -182,8 +185,12 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, tile: la
     """The compile-time sizes that all kernels of a band share."""
     Dk, Dv = q.shape[3], v.shape[3]
     geometry = {"HEADS": q.shape[2] // k.shape[2], "L": l, "STRIDE": d, "W": w}
-    widths = {"DK": Dk, "DV": Dv, "DK_PAD": padded_width(Dk), "DV_PAD": padded_width(Dv)}
-    return {**geometry, **widths, "ROWS": tile.rows, "KEYS": tile.keys}
+    return {**geometry, "DK": Dk, "DV": Dv, "ROWS": tile.rows, "KEYS": tile.keys}
+
+
+def _parts(q: Tensor, v: Tensor) -> dict[str, int]:
+    """And those of the kernels that multiply tiles."""
+    return {**launch_table.parts("DK", q.shape[3], q.device), **launch_table.parts("DV", v.shape[3], q.device)}
 
 
 def _chunks(T: int, N: int, groups: int, heads: int, w: int, tile: launch_table.Tile) -> tuple[int, int]:

@@ -25,7 +25,17 @@ from nsa_lab.attention.kernels.selected.forward import (
     row_pairs,
 )
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
-from nsa_lab.attention.kernels.tiles import LOG2E, add_product, load_rows, load_rows_inside, row_offsets
+from nsa_lab.attention.kernels.tiles import (
+    LOG2E,
+    add_products,
+    load_parts,
+    load_parts_inside,
+    load_rows_inside,
+    product_over_columns,
+    row_offsets,
+    store_parts,
+    zeros_in_parts,
+)
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 _CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)  # from Triton 3.5 on
@@ -58,57 +68,6 @@ def nsa_selected_delta(
 
 
 @triton.jit
-def _load_halves(base, offsets, WIDTH: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr):
-    """Columns [0, PART) and [PART, PAD) of rows that all exist; where PART is all of them, the same columns twice."""
-    columns = tl.arange(0, PART)
-    first = load_rows(base, offsets, columns, WIDTH, PAD)
-    second = first
-    if PART < PAD:
-        second = load_rows(base, offsets, PART + columns, WIDTH, PAD)
-    return first, second
-
-
-@triton.jit
-def _load_halves_inside(base, offsets, inside, WIDTH: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr):
-    """As `_load_halves`; rows that are not `inside` are not read, and come out zero."""
-    columns = tl.arange(0, PART)
-    first = load_rows_inside(base, offsets, columns, inside, WIDTH, PAD)
-    second = first
-    if PART < PAD:
-        second = load_rows_inside(base, offsets, PART + columns, inside, WIDTH, PAD)
-    return first, second
-
-
-@triton.jit
-def _store_halves(base, row, first, second, inside, WIDTH: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr):
-    """Rows `row` of a [rows, WIDTH] matrix."""
-    columns = tl.arange(0, PART)
-    pointers = base + (row * WIDTH)[:, None] + columns[None, :]
-    tl.store(pointers, first.to(base.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
-    if PART < PAD:
-        mask = inside[:, None] & (PART + columns < WIDTH)[None, :]
-        tl.store(pointers + PART, second.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _product_over_columns(a, a_rest, b, b_rest, TWO: tl.constexpr):
-    """a b^T of tiles given in halves."""
-    product = tl.dot(a, tl.trans(b), input_precision="ieee")
-    if TWO:
-        product = tl.dot(a_rest, tl.trans(b_rest), product, input_precision="ieee")
-    return product
-
-
-@triton.jit
-def _add_product(total, rest, a, b, b_rest, TWO: tl.constexpr):
-    """total + a b and, where there are two halves, rest + a b_rest."""
-    total = add_product(total, a, b)
-    if TWO:
-        rest = add_product(rest, a, b_rest)
-    return total, rest
-
-
-@triton.jit
 def _entry_numbers(row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """Which entry of the work item each row is of. Where a tile holds whole entries, they are clamped and not the rows."""
     if ROWS % HEADS == 0:
@@ -131,59 +90,68 @@ def _pairs_of(
 
 
 @triton.jit
+def _store_pair_dq(
+    pair_dq_base, pair, ds, k, inside, scale_ds,
+    FIRST: tl.constexpr, COLUMNS: tl.constexpr, DK: tl.constexpr, SCALED_V: tl.constexpr,
+):
+    """Columns FIRST .. FIRST+COLUMNS-1 of the partial dq of rows that are `inside`."""
+    dq = tl.dot(ds, k, input_precision="ieee")
+    if not SCALED_V:
+        dq *= scale_ds
+    columns = FIRST + tl.arange(0, COLUMNS)
+    mask = inside[:, None]
+    if FIRST + COLUMNS > DK:
+        mask = mask & (columns < DK)[None, :]
+    pointers = pair_dq_base + (pair * DK)[:, None] + columns[None, :]
+    # As in the forward pass, the first to leave the L2 cache.
+    tl.store(pointers, dq.to(pair_dq_base.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
 def _backward_tile(
     q_base, do_base, lse_base, delta_base, entries_base, entry, pair_dq_base,
     k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
     start, row_stop, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset, scale_ds, scale_log2,
     DIAGONAL: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    DK_PART: tl.constexpr, DV_PART: tl.constexpr, ROWS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr,
     ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr,
 ):
     """Adds ROWS rows to dk and dv, stores their partial dq, and loads the entries of the next."""
-    TWO_K: tl.constexpr = DK_PART < DK_PAD
-    TWO_V: tl.constexpr = DV_PART < DV_PAD
     # The order of loads is that of the forward pass, for the same reason.
     pair, head, t = _pairs_of(entry, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
     inside = start + tl.arange(0, ROWS) < row_stop
-    q, q_rest = _load_halves(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), DK, DK_PAD, DK_PART)
-    do, do_rest = _load_halves(do_base, row_offsets(t, head, stride_dot, stride_doh, WIDE), DV, DV_PAD, DV_PART)
+    q, q_rest = load_parts(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), DK, DK_PART, DK_REST)
+    do, do_rest = load_parts(do_base, row_offsets(t, head, stride_dot, stride_doh, WIDE), DV, DV_PART, DV_REST)
     lse_offsets = row_offsets(t, head, stride_lset, 1, WIDE)
     lse_log2 = tl.load(lse_base + lse_offsets) * LOG2E
     delta = tl.load(delta_base + lse_offsets)
     entry = tl.load(entries_base + _entry_numbers(start + ROWS, row_stop, HEADS, ROWS))
     # As in the forward pass: stores that never run and leave no machine code, but are a second reader of the tiles.
-    if TWO_K and start >= row_stop:
-        _store_halves(pair_dq_base, tl.arange(0, ROWS), q, q_rest, inside, DK, DK_PAD, DK_PART)
-    if TWO_V and start >= row_stop:
-        _store_halves(pair_dq_base, tl.arange(0, ROWS), do, do_rest, inside, DV, DV_PAD, DV_PART)
-    scores = _product_over_columns(q, q_rest, k, k_rest, TWO_K)
-    dp = _product_over_columns(do, do_rest, v, v_rest, TWO_V)
+    if DK_REST > 0 and start >= row_stop:
+        store_parts(pair_dq_base, tl.arange(0, ROWS) * DK, q, q_rest, inside, DK, DK_PART, DK_REST)
+    if DV_REST > 0 and start >= row_stop:
+        store_parts(pair_dq_base, tl.arange(0, ROWS) * DV, do, do_rest, inside, DV, DV_PART, DV_REST)
+    scores = product_over_columns(q, q_rest, k, k_rest, DK_REST)
+    dp = product_over_columns(do, do_rest, v, v_rest, DV_REST)
     # An infinite LSE makes p = 0 in the rows past the end.
     p = tl.exp2(scores * scale_log2 - tl.where(inside, lse_log2, float("inf"))[:, None])
     if DIAGONAL:
         p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)
     if not ALL_KEYS:
         p = tl.where(inside_block[None, :], p, 0.0)
-    dv, dv_rest = _add_product(dv, dv_rest, tl.trans(p.to(do.dtype)), do, do_rest, TWO_V)
+    dv, dv_rest = add_products(dv, dv_rest, tl.trans(p.to(do.dtype)), do, do_rest, DV_REST)
     if SCALED_V:
         delta *= scale_ds
     ds = (p * (dp - delta[:, None])).to(q.dtype)
-    if TWO_K and ROWS % HEADS == 0:  # read again, from a cache, rather than held in registers since the tile was copied
+    # Read again, from a cache, rather than held in registers since the tile was copied.
+    if DK_REST > 0 and ROWS % HEADS == 0:
         again = tl.load(entries_base + _entry_numbers(start, row_stop, HEADS, ROWS))
         pair, _, _ = _pairs_of(again, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
-    dk, dk_rest = _add_product(dk, dk_rest, tl.trans(ds), q, q_rest, TWO_K)
-    columns = tl.arange(0, DK_PART)
-    for part in tl.static_range(2 if TWO_K else 1):
-        dq = tl.dot(ds, k if part == 0 else k_rest, input_precision="ieee")
-        if not SCALED_V:
-            dq *= scale_ds
-        mask = inside[:, None]
-        if DK != DK_PAD:
-            mask = mask & (part * DK_PART + columns < DK)[None, :]
-        pointers = pair_dq_base + (pair * DK)[:, None] + (part * DK_PART + columns)[None, :]
-        # As in the forward pass, the first to leave the L2 cache.
-        tl.store(pointers, dq.to(pair_dq_base.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    dk, dk_rest = add_products(dk, dk_rest, tl.trans(ds), q, q_rest, DK_REST)
+    _store_pair_dq(pair_dq_base, pair, ds, k, inside, scale_ds, 0, DK_PART, DK, SCALED_V)
+    if DK_REST > 0:
+        _store_pair_dq(pair_dq_base, pair, ds, k_rest, inside, scale_ds, DK_PART, DK_REST, DK, SCALED_V)
     return dk, dk_rest, dv, dv_rest, entry
 
 
@@ -193,23 +161,24 @@ def _backward_rows(
     k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
     row_start, row_stop, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset, scale_ds, scale_log2,
     DIAGONAL: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    DK_PART: tl.constexpr, DV_PART: tl.constexpr, ROWS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr,
     ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr,
 ):
     """The rows [row_start, row_stop) of a work item."""
     entry = tl.load(entries_base + _entry_numbers(row_start, row_stop, HEADS, ROWS))
-    # Where tiles are worked on in halves, LLVM would move offsets and addresses of tiles out of the loop, and the registers
-    # that hold them there would spill: 19 loads from local memory per tile, in front of the products. It costs less to work
-    # them out again. The loops differ in one argument alone, which Triton has from 3.5 on; it must be written out.
-    if _CAN_DISABLE_LICM and DK_PART < DK_PAD:
+    # Where tiles are worked on in two parts, LLVM would move offsets and addresses of tiles out of the loop, and the
+    # registers that hold them there would spill: 19 loads from local memory per tile, in front of the products. It costs
+    # less to work them out again. The loops differ in one argument alone, which Triton has from 3.5 on; it must be written
+    # out.
+    if _CAN_DISABLE_LICM and DK_REST > 0:
         for start in tl.range(row_start, row_stop, ROWS, disable_licm=True):
             dk, dk_rest, dv, dv_rest, entry = _backward_tile(
                 q_base, do_base, lse_base, delta_base, entries_base, entry, pair_dq_base,
                 k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
                 start, row_stop, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset,
                 scale_ds, scale_log2,
-                DIAGONAL, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, DK_PART, DV_PART, ROWS, ALL_KEYS, WIDE, SCALED_V,
+                DIAGONAL, HEADS, N_SEL, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, ALL_KEYS, WIDE, SCALED_V,
             )
     else:
         for start in range(row_start, row_stop, ROWS):
@@ -218,7 +187,7 @@ def _backward_rows(
                 k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
                 start, row_stop, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset,
                 scale_ds, scale_log2,
-                DIAGONAL, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, DK_PART, DV_PART, ROWS, ALL_KEYS, WIDE, SCALED_V,
+                DIAGONAL, HEADS, N_SEL, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, ALL_KEYS, WIDE, SCALED_V,
             )
     return dk, dk_rest, dv, dv_rest
 
@@ -234,8 +203,8 @@ def nsa_selected_backward(
     scale_ds, scale_dk, scale_log2,
     ONE_PIECE: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr, ITEM_ENTRIES: tl.constexpr,
     HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    PART: tl.constexpr, ROWS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr,
 ):
     """dk and dv of one work item, and the partial dq of its pairs. dk_ptr and dv_ptr have rows for G_all groups.
 
@@ -244,11 +213,9 @@ def nsa_selected_backward(
     dk. With SCALED_V scale_ds is a power of two and scale_ds * scale_dk the softmax scale: v takes that power without
     rounding, so that ds comes out scaled by it, for dq and dk alike. Without it, scale_ds and scale_dk are both the whole
     scale, and dq is multiplied by scale_ds.
-    Tiles wider than PART columns are worked on in two halves: with all of a 128-wide dq beside dk and dv a thread runs out
-    of registers, and ptxas then makes every tensor-core instruction wait for the one before.
+    Wide tiles are worked on in two parts, of narrower heads than elsewhere: with all of a 128-wide dq beside dk and dv a
+    thread runs out of registers, and ptxas then makes every tensor-core instruction wait for the one before.
     """
-    DK_PART: tl.constexpr = DK_PAD if DK_PAD < PART else PART
-    DV_PART: tl.constexpr = DV_PAD if DV_PAD < PART else PART
     item, index_row = item_of_program(work_ptr, order_ptr)
     if index_row < 0:
         return
@@ -266,12 +233,10 @@ def nsa_selected_backward(
     n = key.to(tl.int64)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
-    k, k_rest = _load_halves_inside(k_base, n * stride_kn, inside, DK, DK_PAD, DK_PART)
-    v, v_rest = _load_halves_inside(v_base, n * stride_vn, inside, DV, DV_PAD, DV_PART)
-    dk = tl.zeros([BLOCK_PAD, DK_PART], tl.float32)
-    dv = tl.zeros([BLOCK_PAD, DV_PART], tl.float32)
-    dk_rest = dk
-    dv_rest = dv
+    k, k_rest = load_parts_inside(k_base, n * stride_kn, inside, DK, DK_PART, DK_REST)
+    v, v_rest = load_parts_inside(v_base, n * stride_vn, inside, DV, DV_PART, DV_REST)
+    dk, dk_rest = zeros_in_parts(BLOCK_PAD, DK_PART, DK_REST)
+    dv, dv_rest = zeros_in_parts(BLOCK_PAD, DV_PART, DV_REST)
     q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
     do_base = do_ptr + b * stride_dob + g * HEADS * stride_doh
     lse_base = lse_ptr + b * stride_lseb + g * HEADS
@@ -287,24 +252,24 @@ def nsa_selected_backward(
             q_base, do_base, lse_base, delta_base, entries_ptr + first_entry, pair_dq_ptr + pair_base,
             k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
             0, diagonal, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset, scale_ds, scale_log2,
-            True, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, DK_PART, DV_PART, ROWS, BLOCK == BLOCK_PAD, WIDE, SCALED_V,
+            True, HEADS, N_SEL, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, BLOCK == BLOCK_PAD, WIDE, SCALED_V,
         )
     dk, dk_rest, dv, dv_rest = _backward_rows(
         q_base, do_base, lse_base, delta_base, entries_ptr + first_entry, pair_dq_ptr + pair_base,
         k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
         diagonal, rows, first_query, stride_qt, stride_qh, stride_dot, stride_doh, stride_lset, scale_ds, scale_log2,
-        False, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, DK_PART, DV_PART, ROWS, BLOCK == BLOCK_PAD, WIDE, SCALED_V,
+        False, HEADS, N_SEL, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, BLOCK == BLOCK_PAD, WIDE, SCALED_V,
     )
     dk *= scale_dk
     dk_rest *= scale_dk
     if ONE_PIECE and stop - start <= ITEM_ENTRIES:
         row = (b * N + n) * G_all + g
-        _store_halves(dk_ptr, row, dk, dk_rest, inside, DK, DK_PAD, DK_PART)
-        _store_halves(dv_ptr, row, dv, dv_rest, inside, DV, DV_PAD, DV_PART)
+        store_parts(dk_ptr, row * DK, dk, dk_rest, inside, DK, DK_PART, DK_REST)
+        store_parts(dv_ptr, row * DV, dv, dv_rest, inside, DV, DV_PART, DV_REST)
     else:
         base = item_dkv_ptr + item.to(tl.int64) * BLOCK * (DK + DV)
-        _store_halves(base, local, dk, dk_rest, inside_block, DK, DK_PAD, DK_PART)
-        _store_halves(base + BLOCK * DK, local, dv, dv_rest, inside_block, DV, DV_PAD, DV_PART)
+        store_parts(base, local * DK, dk, dk_rest, inside_block, DK, DK_PART, DK_REST)
+        store_parts(base + BLOCK * DK, local * DV, dv, dv_rest, inside_block, DV, DV_PART, DV_REST)
 
 
 @launched
@@ -317,7 +282,7 @@ def nsa_selected_sum(
     FIRST: tl.constexpr, LAST: tl.constexpr, ADD: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
     ELEMENTS: tl.constexpr, ITEMS_AT_ONCE: tl.constexpr, SLOTS_AT_ONCE: tl.constexpr,
     HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
 ):
     """The two sums in one launch: the few long ones over work items start first and hide behind the many short ones."""
     program = tl.program_id(0)

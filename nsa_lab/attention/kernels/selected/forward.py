@@ -21,7 +21,18 @@ import triton.language as tl
 from nsa_lab.attention.kernels.documents import document_of_tile
 from nsa_lab.attention.kernels.launching import launched
 from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
-from nsa_lab.attention.kernels.tiles import LN2, load_consecutive, load_rows, load_rows_inside, row_offsets
+from nsa_lab.attention.kernels.tiles import (
+    LN2,
+    load_consecutive_parts,
+    load_parts,
+    load_parts_inside,
+    load_rows_inside,
+    product_over_columns,
+    row_offsets,
+    shrunk_and_added,
+    store_parts,
+    zeros_in_parts,
+)
 from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
@@ -67,15 +78,13 @@ def diagonal_rows(before, rows, BLOCK: tl.constexpr, HEADS: tl.constexpr, ROWS: 
 
 @triton.jit
 def _gather_rows(
-    q_base, entries_base, pair_out_base, pair_lse_base, k, v, key, inside_block,
+    q_base, entries_base, pair_out_base, pair_lse_base, k, k_rest, v, v_rest, key, inside_block,
     row_start, row_stop, first_query, stride_qt, stride_qh, scale_log2,
     DIAGONAL: tl.constexpr, HEADS: tl.constexpr, N_SEL: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, WIDE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, WIDE: tl.constexpr,
 ):
     """Attention of the rows [row_start, row_stop) of one work item to its kv block."""
-    columns_k = tl.arange(0, DK_PAD)
-    columns_v = tl.arange(0, DV_PAD)
     # The entries say where a tile of q lies. They are loaded one tile ahead, since the copy of the tile would have to wait
     # for entries loaded in the same step. Everything else follows from the pair numbers, and the next entries are loaded
     # once these are known, so that they can take the registers of the entries before.
@@ -83,17 +92,16 @@ def _gather_rows(
     for start in range(row_start, row_stop, ROWS):
         pair, head = pair_numbers(entry, start, row_stop, HEADS, ROWS, WIDE)
         t = pair // (N_SEL * HEADS)
-        q = load_rows(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), columns_k, DK, DK_PAD)
+        q, q_rest = load_parts(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), DK, DK_PART, DK_REST)
         entry = tl.load(entries_base + row_numbers(start + ROWS, row_stop, ROWS) // HEADS)
-        # This store never runs and leaves no machine code; it gives the tile q a second reader. To a tile that products
+        # These stores never run and leave no machine code; they give the tile q a second reader. To a tile that products
         # alone read, Triton gives one buffer more than its stages need, in case the last products still run when the next
         # copy begins; here the stores at the end of the step wait for the products anyway. With a second reader there is no
         # such buffer, and three stages fit into the shared memory of two. With two, each copy would begin just before its
         # use.
-        if DK_PAD > 64 and start >= row_stop:
-            spare = pair_out_base + tl.arange(0, ROWS)[:, None] * DK + columns_k[None, :]
-            tl.store(spare, q.to(pair_out_base.dtype.element_ty))
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if DK > 64 and start >= row_stop:
+            store_parts(pair_out_base, tl.arange(0, ROWS) * DK, q, q_rest, None, DK, DK_PART, DK_REST)
+        scores = product_over_columns(q, q_rest, k, k_rest, DK_REST)
         if DIAGONAL:
             scores = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], scores, float("-inf"))
         if not ALL_KEYS:
@@ -102,14 +110,12 @@ def _gather_rows(
         p = tl.exp2(scores * scale_log2 - peak[:, None])
         total = tl.sum(p, 1)
         out = tl.dot(p.to(v.dtype), v, input_precision="ieee") * (1 / total)[:, None]
+        out_rest = out
+        if DV_REST > 0:
+            out_rest = tl.dot(p.to(v.dtype), v_rest, input_precision="ieee") * (1 / total)[:, None]
         tl.store(pair_lse_base + pair, peak + tl.log2(total))
-        pointers = pair_out_base + (pair * DV)[:, None] + columns_v[None, :]
         # To leave the L2 cache first: q will be read from there again.
-        out = out.to(pair_out_base.dtype.element_ty)
-        if DV == DV_PAD:
-            tl.store(pointers, out, eviction_policy="evict_first")
-        else:
-            tl.store(pointers, out, mask=(columns_v < DV)[None, :], eviction_policy="evict_first")
+        store_parts(pair_out_base, pair * DV, out, out_rest, None, DV, DV_PART, DV_REST, "evict_first")
 
 
 @launched
@@ -121,7 +127,8 @@ def nsa_selected_gather(
     scale_log2,
     WIDE: tl.constexpr, ITEM_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, N_SEL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
 ):
     """Partial outputs and LSEs (in units of log2) of one work item."""
     item, index_row = item_of_program(work_ptr, order_ptr)
@@ -141,23 +148,23 @@ def nsa_selected_gather(
     inside = inside_block & (key < stop_key)
     n = key.to(tl.int64)
     k_base = k_ptr + b * stride_kb + g * stride_kg
-    k = load_rows_inside(k_base, n * stride_kn, tl.arange(0, DK_PAD), inside, DK, DK_PAD)
+    k, k_rest = load_parts_inside(k_base, n * stride_kn, inside, DK, DK_PART, DK_REST)
     v_base = v_ptr + b * stride_vb + g * stride_vg
-    v = load_rows_inside(v_base, n * stride_vn, tl.arange(0, DV_PAD), inside, DV, DV_PAD)
+    v, v_rest = load_parts_inside(v_base, n * stride_vn, inside, DV, DV_PART, DV_REST)
     q_base = q_ptr + b * stride_qb + g.to(tl.int64) * HEADS * stride_qh
     pair_base = (index_row // n_blocks).to(tl.int64) * T * (N_SEL * HEADS)
     diagonal = 0
     if before < BLOCK:
         diagonal = diagonal_rows(before, rows, BLOCK, HEADS, ROWS)
         _gather_rows(
-            q_base, entries_ptr + first_entry, pair_out_ptr + pair_base * DV, pair_lse_ptr + pair_base, k, v, key,
-            inside_block, 0, diagonal, first_query, stride_qt, stride_qh, scale_log2,
-            True, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, BLOCK == BLOCK_PAD, WIDE,
+            q_base, entries_ptr + first_entry, pair_out_ptr + pair_base * DV, pair_lse_ptr + pair_base,
+            k, k_rest, v, v_rest, key, inside_block, 0, diagonal, first_query, stride_qt, stride_qh, scale_log2,
+            True, HEADS, N_SEL, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, BLOCK == BLOCK_PAD, WIDE,
         )
     _gather_rows(
-        q_base, entries_ptr + first_entry, pair_out_ptr + pair_base * DV, pair_lse_ptr + pair_base, k, v, key,
-        inside_block, diagonal, rows, first_query, stride_qt, stride_qh, scale_log2,
-        False, HEADS, N_SEL, DK, DV, DK_PAD, DV_PAD, ROWS, BLOCK == BLOCK_PAD, WIDE,
+        q_base, entries_ptr + first_entry, pair_out_ptr + pair_base * DV, pair_lse_ptr + pair_base,
+        k, k_rest, v, v_rest, key, inside_block, diagonal, rows, first_query, stride_qt, stride_qh, scale_log2,
+        False, HEADS, N_SEL, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, BLOCK == BLOCK_PAD, WIDE,
     )
 
 
@@ -206,24 +213,21 @@ def nsa_selected_merge(
             total += weight
             acc += weight[:, None] * load_rows_inside(pair_out_ptr, (pair + slot * HEADS) * DV, columns, live, DV, DV_PAD)
     _store_rows(
-        out_ptr, lse_ptr, acc, peak, total, b, t, g * HEADS + head, inside, columns,
-        stride_outb, stride_outt, stride_lseb, stride_lset, DV, DV_PAD,
+        out_ptr, lse_ptr, acc, acc, peak, total, b, t, g * HEADS + head, inside,
+        stride_outb, stride_outt, stride_lseb, stride_lset, DV, DV_PAD, 0,
     )
 
 
 @triton.jit
 def _store_rows(
-    out_ptr, lse_ptr, acc, peak, total, b, t, query_head, inside, columns,
-    stride_outb, stride_outt, stride_lseb, stride_lset, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    out_ptr, lse_ptr, acc, acc_rest, peak, total, b, t, query_head, inside,
+    stride_outb, stride_outt, stride_lseb, stride_lset, DV: tl.constexpr, DV_PART: tl.constexpr, DV_REST: tl.constexpr,
 ):
     """Normalises and stores; a row that met no key gets output 0 and LSE −inf. `query_head` counts in all groups."""
     safe = tl.where(total > 0, total, 1.0)
     at = b * stride_outb + t.to(tl.int64) * stride_outt + query_head * DV
-    mask = inside[:, None]
-    if DV != DV_PAD:
-        mask = mask & (columns < DV)[None, :]
-    pointers = out_ptr + at[:, None] + columns[None, :]
-    tl.store(pointers, (acc * (1 / safe)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    shrink = (1 / safe)[:, None]
+    store_parts(out_ptr, at, acc * shrink, acc_rest * shrink, inside, DV, DV_PART, DV_REST)
     lse = tl.where(total > 0, (peak + tl.log2(safe)) * LN2, float("-inf"))
     tl.store(lse_ptr + b * stride_lseb + t.to(tl.int64) * stride_lset + query_head, lse, mask=inside)
 
@@ -270,11 +274,11 @@ def _members(word, BITS: tl.constexpr):
 
 @triton.jit
 def _union_blocks(
-    acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, left_low, left_high, count, low, high, position, first_t, N,
-    scale_log2,
+    acc, acc_rest, peak, total, q, q_rest, k_base, v_base, stride_kn, stride_vn, left_low, left_high, count, low, high,
+    position, first_t, N, scale_log2,
     BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    WORDS: tl.constexpr, BITS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
 ):
     """Online softmax over the `count` blocks of the set `left`; (low, high) is each row's own."""
     place = tl.arange(0, BLOCK_PAD)
@@ -284,9 +288,9 @@ def _union_blocks(
         # A base in 64 bits for the block, and offsets inside it that no step changes.
         k_block = k_base + tl.cast(block, tl.int64) * (BLOCK * stride_kn)
         v_block = v_base + tl.cast(block, tl.int64) * (BLOCK * stride_vn)
-        k = load_consecutive(k_block, stride_kn, 0, N - start, DK, DK_PAD, BLOCK_PAD, True)
-        v = load_consecutive(v_block, stride_vn, 0, N - start, DV, DV_PAD, BLOCK_PAD, True)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        k, k_rest = load_consecutive_parts(k_block, stride_kn, 0, N - start, DK, DK_PART, DK_REST, BLOCK_PAD, True)
+        v, v_rest = load_consecutive_parts(v_block, stride_vn, 0, N - start, DV, DV_PART, DV_REST, BLOCK_PAD, True)
+        scores = product_over_columns(q, q_rest, k, k_rest, DK_REST)
         # At run time: only a tile's last blocks need the mask, one or two, and a loop of their own would fill and drain the
         # copies' buffers once more.
         if start + BLOCK > first_t + 1:
@@ -302,9 +306,9 @@ def _union_blocks(
         p = tl.exp2(scores * scale_log2 - tl.where(chosen, new_peak, float("inf"))[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc, acc_rest = shrunk_and_added(acc, acc_rest, shrink, p.to(v.dtype), v, v_rest, DV_REST)
         peak = new_peak
-    return acc, peak, total
+    return acc, acc_rest, peak, total
 
 
 @launched
@@ -316,7 +320,8 @@ def nsa_selected_union(
     stride_outb, stride_outt, stride_lseb, stride_lset,
     scale_log2, tiles,
     HEADS: tl.constexpr, N_SEL: tl.constexpr, N_SEL_PAD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
+    DK_REST: tl.constexpr, DV_REST: tl.constexpr,
     ROWS: tl.constexpr, QUERIES_PAD: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
 ):
     """ROWS consecutive (query, head) rows of one (batch, group) against the union of their blocks.
@@ -375,18 +380,18 @@ def nsa_selected_union(
         high = tl.sum(tl.where(own, query_high[None, :], 0), 1)
 
     q_offsets = t.to(tl.int64) * stride_qt + query_head * stride_qh
-    q = load_rows_inside(q_ptr + b * stride_qb, q_offsets, tl.arange(0, DK_PAD), inside, DK, DK_PAD)
+    q, q_rest = load_parts_inside(q_ptr + b * stride_qb, q_offsets, inside, DK, DK_PART, DK_REST)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
-    acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+    acc, acc_rest = zeros_in_parts(ROWS, DV_PART, DV_REST)
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc, peak, total = _union_blocks(
-        acc, peak, total, q, k_base, v_base, stride_kn, stride_vn, union_low, union_high, count, low, high, t, first_t, N,
-        scale_log2, BLOCK, BLOCK_PAD, DK, DV, DK_PAD, DV_PAD, WORDS, BITS,
+    acc, acc_rest, peak, total = _union_blocks(
+        acc, acc_rest, peak, total, q, q_rest, k_base, v_base, stride_kn, stride_vn, union_low, union_high, count,
+        low, high, t, first_t, N, scale_log2, BLOCK, BLOCK_PAD, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, WORDS, BITS,
     )
     _store_rows(
-        out_ptr, lse_ptr, acc, peak, total, b, t, query_head, inside, tl.arange(0, DV_PAD),
-        stride_outb, stride_outt, stride_lseb, stride_lset, DV, DV_PAD,
+        out_ptr, lse_ptr, acc, acc_rest, peak, total, b, t, query_head, inside,
+        stride_outb, stride_outt, stride_lseb, stride_lset, DV, DV_PART, DV_REST,
     )
 # fmt: on

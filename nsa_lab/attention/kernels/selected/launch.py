@@ -231,7 +231,7 @@ def _forward_union(
         sizes.scale * LOG2E, tiles,
         N_SEL_PAD=padded_width(sizes.n_sel), QUERIES_PAD=padded_width(queries),
         WORDS=ceil_div(n_blocks, 64), BITS=32 if n_blocks <= 32 else 64,
-        ROWS=tile.rows, **sizes.constants(), **tile.options(),
+        **sizes.constants(), **sizes.parts(q.device), ROWS=tile.rows, **tile.options(),
     )
 
 
@@ -257,7 +257,7 @@ def _forward_gather(
             *strides(q, k, v),
             sizes.scale * LOG2E,
             WIDE=is_wide(sizes, T, sizes.dv, q), ITEM_ENTRIES=item_entries(sizes, q.element_size()),
-            ROWS=tile.rows, **sizes.constants(), **tile.options(),
+            **sizes.constants(), **sizes.parts(q.device), ROWS=tile.rows, **tile.options(),
         )
         tiles = ceil_div(T * sizes.heads, merge_rows)
         nsa_selected_merge[(tiles * B * G,)](
@@ -352,7 +352,7 @@ def _backward(
             *strides(q, k, v, do), *lse.stride()[:2],
             scale_ds, scale_dk, sizes.scale * LOG2E,
             ONE_PIECE=first and last, WIDE=is_wide(sizes, T, sizes.dk, q, do), SCALED_V=scaled_v, ITEM_ENTRIES=entries,
-            PART=columns, ROWS=tile.rows, **sizes.constants(), **tile.options(),
+            **sizes.constants(), **sizes.parts(q.device, columns), ROWS=tile.rows, **tile.options(),
         )
         tiles = ceil_div(T * sizes.heads, sum_rows)
         reductions = B * G * sizes.n_blocks * parts
@@ -363,7 +363,7 @@ def _backward(
             scale_dk if scaled_v else 1.0, tiles, reductions, parts,
             FIRST=first, LAST=last, ADD=add, ITEM_ENTRIES=entries, ROWS=sum_rows, ELEMENTS=sum_elements,
             ITEMS_AT_ONCE=launch_table.SUM_ITEMS_AT_ONCE, SLOTS_AT_ONCE=launch_table.slots_at_once(sizes.n_sel),
-            **sizes.constants(), num_warps=launch_table.STREAMING_WARPS,
+            **sizes.constants(), DK_PAD=padded_width(sizes.dk), num_warps=launch_table.STREAMING_WARPS,
         )
 # fmt: on
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.host import ceil_div, padded_width
 
 WORKSPACE_BYTES = 2 * 2**30  # all partial results of one launch; larger inputs are worked through in pieces
@@ -59,8 +61,13 @@ class Sizes(NamedTuple):
             "BLOCK_PAD": padded_width(self.block),
             "DK": self.dk,
             "DV": self.dv,
-            "DK_PAD": padded_width(self.dk),
-            "DV_PAD": padded_width(self.dv),
+        }
+
+    def parts(self, device: torch.device, widest: int = launch_table.WIDEST_TILE) -> dict[str, int]:
+        """And those of the kernels that multiply tiles, of at most `widest` columns."""
+        return {
+            **launch_table.parts("DK", self.dk, device, widest),
+            **launch_table.parts("DV", self.dv, device, widest),
         }
 
 
