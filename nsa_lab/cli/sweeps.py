@@ -192,7 +192,8 @@ def _tell_open(ended: list[Standing], file: str, say: Callable[[str], None]) -> 
         again = f"nsa-lab sweep {file} goes on with it"
         if run.state == directory.HALTED:
             again = f"nsa-lab resume {run.name} goes on with it; without its folder the sweep starts it anew"
-        why = run.status.get("reason") or "its status does not say why"
+        unsaid = "its status does not say why" if run.run_dir else "it could not be started"
+        why = run.status.get("reason") or unsaid
         say(f"{run.name} is {run.state or 'not there'}: {why}; {again}")
     codes = {run.status.get("exit_code") for run in left}
     if directory.EXIT_HALTED in codes and codes <= {directory.EXIT_HALTED, directory.EXIT_STOPPED}:

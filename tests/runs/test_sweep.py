@@ -220,6 +220,7 @@ def test_a_sweep_ends_as_its_runs_do(load: Load, tmp_path: Path, ends: tuple[str
         told.append(Standing(load().runs[number], run_dir, state))
     assert _tell_open(told, "x.yaml", said.append) == code
     assert len(said) == sum(state != DONE for state in ends) and "None" not in "".join(said)
+    assert all(("it could not be started" in line) == ("is not there" in line) for line in said)
 
 
 def test_an_interrupt_makes_every_run_save_and_exit(load: Load, trainers: FakeTrainers) -> None:

@@ -87,7 +87,7 @@ def parts(name: str, width: int, device: torch.device, widest: int = WIDEST_TILE
 
     A tile has a power of two of columns, and 192 in one of 256 are a third more work than there is. Heads up to `WIDEST`
     are one tile all the same, as they were timed, unless `widest` columns are too few. So are wider ones on other GPUs than
-    Hopper: there ptxas leaves the kernel of dK and dV 32 registers, and spills all else.
+    Hopper: for sm_80 ptxas would leave the kernel of dK and dV 32 registers, and spill all else.
     """
     whole = padded_width(width)
     part, rest = whole // 2, max(padded_width(width - whole // 2), 16)
