@@ -78,8 +78,10 @@ WIDEST = 128
 were found at H=64 G=4 192/128 (`nsa-lab bench tune`, one H200); all others by what ptxas says of registers, spills and
 shared memory for sm_80, sm_86 and sm_90, and have not been timed."""
 
-
 WIDEST_TILE = 256
+WIDEST_OF_TWO = 192
+"""Columns of the widest heads that are two tiles of fewer than 256 columns together (`parts`), and so leave shared memory
+for one more stage."""
 
 
 def parts(name: str, width: int, device: torch.device, widest: int = WIDEST_TILE) -> dict[str, int]:
@@ -143,7 +145,7 @@ def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
     if dtype == torch.float32:
         return _float32(width)
     if width > WIDEST and is_hopper(device):
-        return Tile(32, 128, 8, 2)
+        return Tile(32, 128, 8, 3 if width <= WIDEST_OF_TWO else 2)
     if width > WIDEST:
         return Tile(32, 64, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 1)
     match width > 64, is_roomy(device):
@@ -161,8 +163,10 @@ def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection
     least = max(padded_width(2 * spill), 16)  # 16: what a tensor core takes at least
     if dtype == torch.float32 and width > WIDEST:
         return Tile(16, least, 4, 1)
+    if dtype != torch.float32 and width > WIDEST and is_hopper(device):
+        return Tile(64, max(128 // padded, least), 4, 1)
     if dtype == torch.float32 or width > WIDEST:
-        return Tile(64 if dtype != torch.float32 and is_hopper(device) else 32, max(64 // padded, least), 4, 1)
+        return Tile(32, max(64 // padded, least), 4, 1)
     return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
 
 
@@ -226,7 +230,7 @@ def selected_items(dtype: torch.dtype, width: int, block: int, device: torch.dev
     for tiles of 64 keys: with 16 or 32 the backward kernel turns its sums in shared memory, and would take 288 KB of it.
     """
     if width > WIDEST and dtype != torch.float32 and block > 32 and is_hopper(device):
-        return Rows(128, 8, 1)
+        return Rows(128, 8, 2 if width <= WIDEST_OF_TWO else 1)
     return _selected(dtype, width, 3 if is_hopper(device) else 2)
 
 
