@@ -220,6 +220,7 @@ def _documents(model: NSATransformer, dataset: Dataset, config: RunConfig, rows:
 
 
 def _text(model: NSATransformer, name: str, text: TokenStore, config: RunConfig, say: Say) -> dict[str, Any]:
+    say(f"reading {name}: {len(text):,} bytes, separators included")  # may take minutes
     found = text_loss(model, text, config.train.longest.seq_len)
     say(f"{name}: {found.loss:.4f} nats per token of {found.documents:,} documents, each by itself")
     return asdict(found)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_lab.data import BestFitRows, ByteTokenizer, DataError, TokenStore
+from nsa_lab.data import BestFitRows, ByteTokenizer, TokenStore
 from nsa_lab.data.sources.local import LocalSource
 from nsa_lab.evaluate.documents import packed_row, token_losses
 from nsa_lab.evaluate.positions import octaves
@@ -45,11 +45,8 @@ def read_text(path: str) -> TokenStore:
     """The documents of a file, a folder or a glob of txt, jsonl or parquet, as bytes. Raises `DataError` if it cannot."""
     tokenizer = ByteTokenizer()
     end = np.array([tokenizer.separator], np.uint8)
-    try:
-        documents = [tokenizer.encode(document.text).astype(np.uint8) for document in LocalSource(path).documents()]
-    except DataError as error:
-        # Not a setting of a run: the message of one that trains on a path names it.
-        raise DataError(str(error).replace(f"data.path = {path!r}", f"text {path!r}", 1)) from None
+    source = LocalSource(path, called="text")
+    documents = [tokenizer.encode(document.text).astype(np.uint8) for document in source.documents()]
     return TokenStore([np.concatenate([part for text in documents if len(text) for part in (text, end)])])
 
 

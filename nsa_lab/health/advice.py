@@ -13,9 +13,11 @@ ANEW = "If the cause is a value of the configuration, train anew with another: n
 BEFORE_THE_FIRST = (
     f"Nothing was trained yet. {ANEW} If it lies outside, in data or machine, mend it and begin: nsa-lab resume {{run}}"
 )
+AFTER_A_STEP = (
+    f"{ANEW} The weights are those of step {{step:,}}, the last good one. If the cause lies outside, in data or machine, "
+    "mend it and go on from them: nsa-lab resume {run}"
+)
 ENDED = {
-    directory.HALTED: f"{ANEW} The weights are those of step {{step:,}}, the last good one. If the cause lies outside, in "
-    "data or machine, mend it and go on from them: nsa-lab resume {run}",
     directory.PREEMPTED: "Nothing is lost: nsa-lab resume {run} goes on from step {step:,}.",
     "DEAD": "The trainer was killed; the last recorded step is {step:,}. nsa-lab resume {run} goes on from the newest "
     "checkpoint.",
@@ -27,12 +29,13 @@ def what_to_do(history: History) -> list[str]:
     found = suspect(history, LIMITS)
     if found:
         return [found.change, found.resume]
-    told = ENDED.get(history.state or "")
-    if history.state == directory.HALTED and not history.reached:
-        told = BEFORE_THE_FIRST
-    if told and history.state == directory.HALTED and (history.reached or history.of_kind("guard")):
-        told = f"{DIAGNOSIS} {told}"
+    told = _halted(history) if history.state == directory.HALTED else ENDED.get(history.state or "")
     return [told.format(run=history.run, step=history.reached)] if told else []
+
+
+def _halted(history: History) -> str:
+    told = AFTER_A_STEP if history.reached else BEFORE_THE_FIRST
+    return f"{DIAGNOSIS} {told}" if history.reached or history.of_kind("guard") else told
 
 
 def advice(history: History) -> list[str]:

@@ -171,6 +171,7 @@ def test_tasks_counts_and_texts_are_those_asked_for_and_are_gone_on_with(
         evaluated(run_dir, place, **asked)
     found = evaluated(run_dir, place, **asked)
     assert sum(line.startswith("first: ") for line in told) == sum(line.startswith("letters at 260") for line in told) == 1
+    assert "reading first: 401 bytes, separators included" in told
     cells = [(cell["task"], cell["length"], cell["depth"], cell["sequences"]) for cell in found["retrieval"]]
     assert cells == [
         (task, length, depth, {260: 1, 400: 3}[length])

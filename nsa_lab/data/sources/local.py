@@ -24,10 +24,13 @@ Reader = Callable[[Path, str, int], Iterator[tuple[int, str]]]
 
 
 class LocalSource:
-    """`path` is a file, a folder (searched through), or a glob. Raises `DataError` as the module says."""
+    """`path` is a file, a folder (searched through), or a glob; `called` is what a message calls it.
 
-    def __init__(self, path: str, text_column: str = "text") -> None:
-        self._files = find_files(path)
+    Raises `DataError` as the module says.
+    """
+
+    def __init__(self, path: str, text_column: str = "text", called: str = "data.path =") -> None:
+        self._files = find_files(path, called)
         self._column = text_column
         for file in self._files:
             _check(file, text_column)
@@ -50,7 +53,7 @@ class LocalSource:
             first_row = 0
 
 
-def find_files(path: str) -> list[Path]:
+def find_files(path: str, called: str = "data.path =") -> list[Path]:
     """The .txt, .jsonl and .parquet files that `path` means, sorted. Raises `DataError` if there are none."""
     places = candidates(path)
     for place in places:
@@ -62,11 +65,11 @@ def find_files(path: str) -> list[Path]:
             return files
         kinds = sorted({file.suffix or file.name for file in found if file.is_file()})[:5]
         raise DataError(
-            f"data.path = {path!r}: no {', '.join(READERS)} file in {place} (found {', '.join(kinds) or 'nothing'}); "
+            f"{called} {path!r}: no {', '.join(READERS)} file in {place} (found {', '.join(kinds) or 'nothing'}); "
             "convert the text to one of these, or give another path"
         )
     looked = " or ".join(str(place) for place in places)
-    raise DataError(f"data.path = {path!r}: nothing at {looked}; give a file, a folder or a glob of {', '.join(READERS)}")
+    raise DataError(f"{called} {path!r}: nothing at {looked}; give a file, a folder or a glob of {', '.join(READERS)}")
 
 
 def _matches(place: Path) -> list[Path] | None:
