@@ -22,8 +22,8 @@
 # another machine without their checkpoints. Every picture is a function of `nsa_lab.figures`, every verdict one of
 # `nsa_lab.health`: `nsa-lab health RUN` prints the same lines. `?` means that the run does not say.
 #
-# The latest run of a fresh checkout is a dense one. To see branches, let `run_dir` be `production_50k-20261121` and
-# `other_run` its twin, `production_50k_dense-20261121`.
+# A fresh checkout has the runs that are shared, and the latest of them is as good a start as any. To see NSA beside its
+# dense twin, let `run_dir` be `production_50k-20261121` and `other_run` `production_50k_dense-20261121`.
 #
 # In the records, the branches are called `cmp` (compressed: a coarse view of everything), `sel` (selected: a few
 # blocks that matter, read in full) and `win` (window: the latest tokens).
