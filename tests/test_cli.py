@@ -227,6 +227,17 @@ def test_ranks_that_cannot_share_a_step_are_refused_before_one_starts(
     assert said.code == 2 and "1000 ranks cannot share evenly" in said.err and said.err.count("\n") == 1
 
 
+def test_a_run_that_goes_on_already_is_not_said_to_be_resumed(
+    say, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = launch.create_run(RunConfig.from_yaml(tiny), tmp_path / "outputs")
+    monkeypatch.setattr(launch, "resume", lambda folder, ranks: 7)
+    for alive, told in ((True, "process 7 already trains "), (False, "process 7 trains ")):
+        monkeypatch.setattr(launch, "is_alive", lambda folder, alive=alive: alive)
+        said = say("resume", run_dir)
+        assert said.code == 0 and said.out.startswith(f"{told}{run_dir.name}; nsa-lab follow ")
+
+
 def test_a_prompt_is_one_text_that_can_be_read(say, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "outputs")
     (tmp_path / "bytes").write_bytes(b"\xff")

@@ -80,9 +80,10 @@ def train(
 
 @app.command()
 def resume(run: Run, outputs: Outputs = None, ranks: Ranks = 1) -> None:
-    """Go on with a run from its newest checkpoint, detached."""
+    """Go on with a run from its newest checkpoint, detached; a trainer that is at it already is left alone."""
     run_dir = names.find_run(run, names.outputs_folder(outputs))
-    _say_started(run_dir, launch.resume(run_dir, ranks=ranks))
+    does = "already trains" if launch.is_alive(run_dir) else "trains"
+    _say_started(run_dir, launch.resume(run_dir, ranks=ranks), does)
 
 
 @app.command()
@@ -229,8 +230,8 @@ def _notebook_runner() -> ModuleType:
     return runner
 
 
-def _say_started(run_dir: Path, pid: int) -> None:
+def _say_started(run_dir: Path, pid: int, does: str = "trains") -> None:
     home = run_dir.parent
     run = run_dir.name if home == names.outputs_folder() else f"{run_dir.name} --outputs {shlex.quote(str(home))}"
-    typer.echo(f"process {pid} trains {run_dir.name}; nsa-lab follow {run} shows it, nsa-lab stop {run} ends it")
+    typer.echo(f"process {pid} {does} {run_dir.name}; nsa-lab follow {run} shows it, nsa-lab stop {run} ends it")
     typer.echo(run_dir)
