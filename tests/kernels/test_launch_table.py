@@ -161,7 +161,8 @@ def test_heads_wider_than_128_on_hopper(monkeypatch):
             (64, Rows(128, 8, stages - 1)),
         ):
             assert launch_table.selected_items(HALF, width, block, CPU) == rows
-        assert launch_table.choice(HALF, width, 4, 1, 512, CPU) == Tile(64, 32, 4, 1)
+        for strides, blocks in ((1, 64), (2, 32), (3, 32), (4, 32), (5, 16), (16, 16)):
+            assert launch_table.choice(HALF, width, strides, 1, 512, CPU) == Tile(64, blocks, 4, 1)
     assert [find(SINGLE, 192, True, CPU) for find in BAND_FINDERS] == [Tile(16, 16, 4, 1)] * 3
     assert launch_table.selected_items(SINGLE, 192, 64, CPU) == Rows(16, 4, 1)
     assert launch_table.choice(SINGLE, 192, 4, 1, 512, CPU) == Tile(16, 16, 4, 1)

@@ -164,7 +164,8 @@ def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection
     if dtype == torch.float32 and width > WIDEST:
         return Tile(16, least, 4, 1)
     if dtype != torch.float32 and width > WIDEST and is_hopper(device):
-        return Tile(64, max(128 // padded, least), 4, 1)
+        # Timed at four strides to a block; with fewer, as many keys would spill four times what they do there.
+        return Tile(64, max(32 if padded == 4 else 64 // padded, least), 4, 1)
     if dtype == torch.float32 or width > WIDEST:
         return Tile(32, max(64 // padded, least), 4, 1)
     return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
