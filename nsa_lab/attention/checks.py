@@ -69,16 +69,17 @@ def check_lse(q: Tensor, lse: Tensor) -> None:
     _check_beside("lse", lse, q)
 
 
-def check_blocks(q: Tensor, k: Tensor, blocks: Tensor, nsa: NSAConfig) -> None:
+def check_blocks(q: Tensor, k: Tensor, blocks: Tensor, nsa: NSAConfig, span: Span | None = None) -> None:
     """Raises ValueError unless blocks is int32 [B, T, G, n_sel], beside q; on the CPU, unless its numbers are of
-    blocks, each once in a row, too. (Elsewhere the host would have to wait for them.)"""
+    blocks, in packed rows of those of the longest document, each once in a row, too. (Elsewhere the host would have to
+    wait for them.)"""
     _check_shape("blocks", blocks, (q.shape[0], q.shape[1], k.shape[2], nsa.n_sel), AXES["blocks"])
     if blocks.dtype != torch.int32:
         raise ValueError(f"blocks: expected int32, got {blocks.dtype}; use blocks.int()")
     _check_beside("blocks", blocks, q)
     if blocks.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    most = geometry.num_selection(k.shape[1], nsa) - 1
+    most = geometry.num_selection(k.shape[1] if span is None else span.longest, nsa) - 1
     ordered = blocks.sort(-1).values
     again = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
     if again.any() or blocks.min() < -1 or blocks.max() > most:

@@ -55,8 +55,7 @@ def cached_attention(
     another backend and for a shape that the kernels do not take, BackendError where they cannot run.
     """
     _check(q, cache, nsa, index_q, choice_nsa)
-    if backend not in BACKENDS:
-        raise NotImplementedError(f"cached_attention: backend = {backend!r}: expected {' or '.join(BACKENDS)}")
+    _check_backend("cached_attention", backend)
     if backend == "triton":
         resolve_backend(q.device, q.dtype, nsa, backend=backend)
         return kernels.cached_attention(q, gates, cache, lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
@@ -73,8 +72,10 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, 
     """Causal attention for S >= 1 new tokens of each sequence, for the dense twin -> [B, S, H, d_v].
 
     q [B, S, H, d_k]; k [B, capacity, G, d_k] and v [B, capacity, G, d_v] hold those of the new tokens already; `lengths`
-    and `backend` as in `cached_attention`. Rows beyond a sequence's length are never read.
+    and `backend` as in `cached_attention`. Rows beyond a sequence's length are never read. Raises NotImplementedError for
+    another backend and for a shape that the kernels do not take.
     """
+    _check_backend("cached_dense_attention", backend)
     if backend == "triton":
         return kernels.cached_dense_attention(q, k, v, lengths)
 
@@ -82,6 +83,11 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, 
         return _attend_all(q[rows, queries], k[rows], v[rows], start)
 
     return _by_runs(attend, q, k, v, lengths)
+
+
+def _check_backend(function: str, backend: str) -> None:
+    if backend not in BACKENDS:
+        raise NotImplementedError(f"{function}: backend = {backend!r}: expected {' or '.join(BACKENDS)}")
 
 
 @torch.no_grad()

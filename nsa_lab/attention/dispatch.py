@@ -123,7 +123,7 @@ def selected_attention(
     lse float32 [B, T, H]. Raises as `compressed_attention`.
     """
     checks.check_raw(q, k, v, span)
-    checks.check_blocks(q, k, blocks, nsa)
+    checks.check_blocks(q, k, blocks, nsa, span)
     run = _implementation("selected", q, nsa, backend, span)
     return run.selected_attention(q, k, v, blocks, nsa, **_unless_full(span))
 
@@ -169,7 +169,7 @@ def nsa_attention(
     checks.check_branches((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win))
     checks.check_gates(q, gates)
     if blocks is not None:
-        checks.check_blocks(q, k_sel, blocks, nsa)
+        checks.check_blocks(q, k_sel, blocks, nsa, span)
     run, where = _modules(backend, q, nsa, span), _unless_full(span)
     if all(module is kernels for module in run.values()):
         return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, **where)

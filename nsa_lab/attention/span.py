@@ -123,13 +123,15 @@ class Span:
         here. Raises ValueError.
         """
         bounds = _bounds(cu_seqlens)
-        if capacity is not None and _whole("capacity", capacity, 1) < len(bounds) - 1:
+        capacity = None if capacity is None else _whole("capacity", capacity, 1)
+        longest = None if longest is None else _whole("longest", longest, 1)
+        if capacity is not None and capacity < len(bounds) - 1:
             raise ValueError(
                 f"Span.packed: {len(bounds) - 1} documents in cu_seqlens, and capacity = {capacity}; "
                 "make the capacity larger, or pack fewer documents"
             )
         span = cls("packed", bounds, capacity=capacity, at_most=longest)
-        if longest is not None and _whole("longest", longest, 1) < span.longest:
+        if longest is not None and longest < span.longest:
             raise ValueError(
                 f"Span.packed: a document of {span.longest} tokens, and longest = {longest}; "
                 "give the most tokens that a document may have"

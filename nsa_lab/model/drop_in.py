@@ -48,10 +48,8 @@ class NSAttention(nn.Module):
         super().__init__()
         d_k = _head_width(dim, n_heads) if head_dim is None else head_dim
         if d_k % 2:
-            raise ValueError(
-                f"NSAttention: head_dim = {d_k} is odd, and rotary embedding turns pairs; "
-                f"give head_dim={d_k - 1} or head_dim={d_k + 1}"
-            )
+            near = " or ".join(f"head_dim={width}" for width in (d_k - 1, d_k + 1) if width > 0)
+            raise ValueError(f"NSAttention: head_dim = {d_k} is odd, and rotary embedding turns pairs; give {near}")
         config = ModelConfig(
             dim=dim,
             n_heads=n_heads,

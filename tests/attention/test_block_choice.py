@@ -155,3 +155,18 @@ def test_the_block_of_a_needle_is_chosen(backend: str) -> None:
     k_cmp = attention.compress(k, nsa)
     blocks = as_lists(choice(q, k_cmp, nsa, backend))
     assert needle // nsa.l_sel in blocks[0][-1][0]
+
+
+@arms
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_near_ties_fall_as_in_the_definition(arm: str, dtype: torch.dtype) -> None:
+    """Scores are float64, and importances are ranked in float32: keys that differ by less are one, and more are not."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 79, 6, 8, generator=generator)
+    one = torch.randn(1, 1, 2, 8, generator=generator)
+    nudges = torch.randint(-2, 3, (1, 39, 2, 8), generator=generator)
+    unit = 2.0**-23 if dtype == torch.float32 else 2.0**-27
+    k = one.to(dtype) * (1 + nudges.to(dtype) * unit)
+    with running(arm) as backend:
+        found = attention.choose_blocks(q.to(dtype), k, FIVE, backend=backend)
+    assert torch.equal(found, attention.choose_blocks(q.to(dtype), k, FIVE, backend="reference"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import Span, geometry, reference
-from nsa_lab.attention.decoding import cached_attention
+from nsa_lab.attention import Span, decoding, geometry, reference
+from nsa_lab.attention.decoding import cached_attention, cached_dense_attention
 from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.config import NSAConfig
 
@@ -115,6 +115,23 @@ def test_half_precision_keeps_its_dtype_and_chooses_in_float32() -> None:
         torch.testing.assert_close(found[b : b + 1], sequences.by_definition(b), rtol=8e-3, atol=8e-3)
 
 
+@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("branch", [0, 1, 2])
+def test_a_branch_in_half_precision_is_rounded_once(branch: int, S: int) -> None:
+    """Shares and sums keep float32, as in the definition: values that cancel leave a small sum."""
+    x = Sequences(GEOMETRIES[0], S)
+    x.gates = torch.zeros_like(x.gates)
+    x.gates[..., branch] = 1.0
+    x.q = x.q.bfloat16().double()
+    for kept in (x.raw, x.compressed):
+        kept[:] = [[part.bfloat16().double() for part in row] for row in kept]
+    cache = LayerCache(*(part if part is None else part.bfloat16() for part in x.cache(40)))
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    found = cached_attention(x.q.bfloat16(), x.gates.bfloat16(), cache, lengths, x.nsa).double()
+    for b in range(len(LENGTHS)):
+        torch.testing.assert_close(found[b : b + 1], x.by_definition(b), rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [(33, 33), (33, 5)], ids=["one run of rows", "two"])
 def test_gates_of_a_wider_dtype_do_not_widen_the_output(lengths: tuple[int, ...]) -> None:
     x = Sequences(GEOMETRIES[0], 1, lengths=lengths)
@@ -123,6 +140,47 @@ def test_gates_of_a_wider_dtype_do_not_widen_the_output(lengths: tuple[int, ...]
     wide = cached_attention(x.q.float(), x.gates.double(), cache, told, x.nsa)
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide, cached_attention(x.q.float(), x.gates.float(), cache, told, x.nsa))
+
+
+@pytest.mark.parametrize("S", [1, 3, 9])
+def test_what_float32_cannot_tell_apart_falls_to_the_lower_block(S: int) -> None:
+    """As the definition ranks importances; float64 would take block 5, of which all queries see a little more."""
+    nsa = NSAConfig(l=4, d=4, l_sel=4, n_sel=4, w=5)
+    x = Sequences(nsa, S, lengths=(60,))
+    keys = x.compressed[0][0]
+    keys[:] = keys[0].clone()
+    x.q = keys[0].repeat_interleave(x.h, 0).expand(1, S, -1, -1).contiguous()
+    keys[5] *= 1 + 1e-10
+    lengths = torch.tensor([60], dtype=torch.int32)
+    found = cached_attention(x.q, x.gates, x.cache(nsa.w + S - 1), lengths, nsa)
+    torch.testing.assert_close(found, x.by_definition(0), rtol=0, atol=1e-12)
+    own = torch.arange(60, 60 + S) // 4
+    blocks = torch.stack([torch.zeros_like(own), torch.full_like(own, 5), own - 1, own], -1).int()
+    other = x.by_definition(0, blocks[None, :, None].expand(-1, -1, 2, -1))
+    assert not torch.isclose(found, other).all()
+
+
+def test_scores_of_a_piece_are_bounded_by_the_keys_that_there_are_most_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An indexer's blocks may be shorter than the heads' and its keys more, or the other way round."""
+    few, many = GEOMETRIES[3], GEOMETRIES[3].model_copy(update={"l": 1, "d": 1})
+    monkeypatch.setattr("nsa_lab.attention.decoding.CHUNK_BYTES", {"cpu": 2**16})
+    q = torch.zeros(2, 50, 6, 4)
+    for nsa, choice in ((few, many), (many, few)):
+        pieces = list(decoding._pieces(q, 101, nsa, choice))
+        assert [at for piece in pieces for at in range(50)[piece]] == [*range(50)]
+        most = max(piece.stop - piece.start for piece in pieces)
+        assert 1 < most < 50 and most * 2 * 6 * (151 + nsa.w) * 8 <= 2**16
+
+
+def test_queries_past_the_cache_are_padding_and_carry_no_gradient() -> None:
+    """Rows of two sequences that are full, or past it, beside one that is not; values are narrower than keys."""
+    x = Sequences(GEOMETRIES[0], 3, lengths=(33, 97, 33))
+    x.q.requires_grad_()
+    cache = x.cache(x.nsa.w + 2, spare=0)
+    found = cached_attention(x.q, x.gates, cache, torch.tensor([33, 98, 104], dtype=torch.int32), x.nsa)
+    assert found.shape == (3, 3, 6, 5) and not found.requires_grad
+    torch.testing.assert_close(found[:1], x.by_definition(0).detach(), rtol=0, atol=1e-12)
+    assert not found[1, 2:].any() and not found[2].any()
 
 
 def test_what_does_not_go_together_is_refused() -> None:
@@ -134,3 +192,5 @@ def test_what_does_not_go_together_is_refused() -> None:
         cached_attention(sequences.q, sequences.gates, sequences.cache(14), lengths, nsa, choice_nsa=nsa)
     with pytest.raises(NotImplementedError, match="backend = 'flash'"):
         cached_attention(sequences.q, sequences.gates, sequences.cache(14), lengths, nsa, backend="flash")
+    with pytest.raises(NotImplementedError, match="cached_dense_attention: backend = 'flash': expected torch or triton"):
+        cached_dense_attention(sequences.q, *sequences.cache(14)[2:4], lengths, backend="flash")

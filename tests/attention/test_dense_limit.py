@@ -195,8 +195,33 @@ def test_a_captured_graph_never_has_the_lengths_of_its_documents(monkeypatch: py
             assert not dense._one_text_is_faster(device)
         assert dense._one_text_is_faster(device) == faster
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert not dense._one_text_is_faster(device), "cuDNN was switched off"
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    assert dense._one_text_is_faster(device)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not dense._one_text_is_faster(device)
+
+
+def test_a_capture_that_fails_does_not_slow_what_comes_after_it() -> None:
+    with pytest.raises(ZeroDivisionError), dense.replayable():
+        assert dense._for_replay
+        raise ZeroDivisionError
+    assert not dense._for_replay
+
+
+@pytest.mark.parametrize(("longest", "row", "room"), [(16, 40, 16), (17, 40, 32), (33, 40, 40), (40, 40, 40), (1, 3, 1)])
+def test_room_is_made_for_few_lengths_and_never_for_more_than_the_row(
+    longest: int, row: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next power of two: every other length would be compiled for by itself."""
+    monkeypatch.setattr(dense, "_varlen_attention", lambda: len)
+    monkeypatch.setattr(Span, "cu_seqlens", lambda span, device: torch.tensor(span.bounds))
+    span = Span.packed(torch.tensor([0, 1, row] if longest < row else [0, row], dtype=torch.int32), 4, row)
+    monkeypatch.setattr(Span, "longest_laid_out", longest)
+    found = dense.document_bounds(span, torch.device("cuda"))
+    assert found is not None and found.longest == room
 
 
 def dense_truth(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
@@ -278,10 +303,10 @@ def test_documents_go_to_the_kernel_of_torch_where_it_takes_them(monkeypatch: py
         def __init__(self, width: int, dtype: torch.dtype = torch.bfloat16, cuda: bool = True) -> None:
             self.shape, self.dtype, self.is_cuda = (1, 9, 2, width), dtype, cuda
 
-    assert dense._varlen(Meant(64), Meant(64)) == "kernel"
+    assert dense._varlen(Meant(64), Meant(64)) == dense._varlen(Meant(256), Meant(256)) == "kernel"
     others = [
         (Meant(64), Meant(32)),
-        (Meant(320), Meant(320)),
+        (Meant(264), Meant(264)),
         (Meant(64, torch.float32), Meant(64)),
         (Meant(64, cuda=False), Meant(64)),
     ]

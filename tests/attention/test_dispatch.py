@@ -11,7 +11,7 @@ import torch
 from attention_inputs import CORNERS, Inputs, Shape, arms, running
 
 from nsa_lab import attention
-from nsa_lab.attention import BackendError, dispatch, flash, kernels, reference, torch_backend
+from nsa_lab.attention import BackendError, dispatch, flash, geometry, kernels, reference, torch_backend
 from nsa_lab.attention.compression import compress, make_phi
 from nsa_lab.config import ModelConfig, NSAConfig
 
@@ -209,7 +209,45 @@ def test_each_function_checks_its_own_inputs() -> None:
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (torch.Tensor.long, "blocks: expected int32, got torch.int64"),
+        (lambda blocks: blocks[:, 1:], "blocks: expected shape (1, 21, 2, 3), got (1, 20, 2, 3)"),
+        (lambda blocks: blocks + 6, "expected numbers from 0 to 5, each once in a row [n_sel], or -1 for none; got 5 to 6"),
+        (lambda blocks: blocks - 1, "or -1 for none; got -2 to -1"),
+        (lambda blocks: torch.zeros_like(blocks), "got 0 to 0, some twice"),
+    ],
+)
+def test_blocks_from_outside_are_checked(spoil: Callable[..., torch.Tensor], message: str, backend: str) -> None:
+    x, nsa = Shape().inputs(), NSA
+    blocks = torch.full((1, 21, 2, 3), -1, dtype=torch.int32)
+    blocks[..., 0] = 0
+    last = geometry.num_selection(21, nsa) - 1
+    assert last == 5
+    attention.nsa_attention(*x, nsa, blocks=torch.where(blocks == 0, last, blocks), backend=backend)
+    with pytest.raises(ValueError) as caught:
+        attention.nsa_attention(*x, nsa, blocks=spoil(blocks), backend=backend)
+    assert message in str(caught.value)
+
+
 PACKED = attention.Span.packed(torch.tensor([0, 9, 21], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_blocks_of_packed_rows_are_those_of_documents(backend: str) -> None:
+    """Not of the row: the longest document, 12 tokens, has three blocks of four, where the row has six."""
+    q, k, v = (torch.randn(1, 21, heads, 6, dtype=torch.float64) for heads in (6, 2, 2))
+    for last in (2, 3):
+        blocks = torch.tensor([0, last, -1], dtype=torch.int32).expand(1, 21, 2, 3).contiguous()
+        if last == 2:
+            attention.selected_attention(q, k, v, blocks, NSA, span=PACKED, backend=backend)
+            continue
+        with pytest.raises(ValueError, match="blocks: expected numbers from 0 to 2, each once"):
+            attention.selected_attention(q, k, v, blocks, NSA, span=PACKED, backend=backend)
+
+
 MISFITS = {
     "another number of queries": (
         attention.Span.full(20),
@@ -245,6 +283,11 @@ def test_compress_takes_all_keys_of_the_span(span: attention.Span, message: str)
     with pytest.raises(ValueError) as caught:
         compress(Shape().inputs().k_sel, NSA, span=span)
     assert message in str(caught.value)
+
+
+def test_compress_takes_one_row_of_documents() -> None:
+    with pytest.raises(ValueError, match=r"^x: .* is one row of documents, B = 1; got B = 2 in \(2, 21, 2, 6\)$"):
+        compress(Shape(B=2).inputs().k_sel, NSA, span=PACKED)
 
 
 @pytest.mark.parametrize("span", [attention.Span.chunk(0, 21), attention.Span.chunk(4, 17), PACKED], ids=repr)
@@ -290,6 +333,32 @@ def test_flash_attn_names_the_widths_that_it_takes(monkeypatch: pytest.MonkeyPat
             attention.window_attention(x.q, x.k_win, x.v_win, NSA, backend="flash")
         with pytest.raises(NotImplementedError, match=words):
             attention.dense_attention(x.q, x.k_win, x.v_win, backend="flash")
+
+
+def test_beside_flash_attn_the_other_parts_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the span and the head widths that were given, which the kernels may not take."""
+    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
+    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    monkeypatch.setattr(kernels, "unsupported", lambda nsa, *widths: "too odd" if 24 in widths else None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a device")
+    chunk, odd = attention.Span.chunk(4, 17), ModelConfig(d_k=24, d_v=24)
+    for span, model, rest in (
+        (None, None, "triton"),
+        (PACKED, ModelConfig(), "triton"),
+        (chunk, None, "torch"),
+        (None, odd, "torch"),
+    ):
+        choices = attention.resolve_backend("cuda", torch.bfloat16, NSA, model, "flash", span=span)
+        assert {part: choice.backend for part, choice in choices.items()} == {
+            **dict.fromkeys(dispatch.PARTS, rest),
+            "window": "flash",
+        }
+
+
+def test_flash_attn_takes_heads_as_wide_as_it_says() -> None:
+    flash.check_widths(256, 256)
+    with pytest.raises(NotImplementedError, match="head widths up to 256, and it is 257; use 256"):
+        flash.check_widths(257, 257)
 
 
 @pytest.mark.parametrize("operator", [reference.compress, compress], ids=["reference", "fast"])

@@ -79,7 +79,7 @@ def blocks_read(
     """What `cached_attention` chooses, and how often it computed shares in float64."""
     found, wide, shares = [], [], decoding._shares
     with monkeypatch.context() as patch:
-        patch.setattr(narrow, "MANY", 1)
+        patch.setattr(narrow, "MANY", indexer.pop("many", 1))
         patch.setattr(decoding, "_selected", lambda q, k, v, blocks, *_: (found.append(blocks), torch.zeros_like(q))[1])
         patch.setattr(decoding, "_shares", lambda *told: (wide.append(told[-1] == torch.float64), shares(*told))[1])
         raw = torch.zeros(len(q), LENGTH + q.shape[1], G, D)
@@ -101,16 +101,17 @@ def test_the_choice_is_that_of_float64(keys: object, S: int, nsa: NSAConfig, mon
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("many", [1, 200])
 @pytest.mark.parametrize("keys", [random_keys, nudged_keys])
-def test_so_is_an_indexer_s(keys: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own queries, keys and geometry; the compressed branch's here are others."""
+def test_so_is_an_indexer_s(keys: object, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own queries, keys and geometry; the compressed branch's here are others, of 200 too few for float32."""
     nsa = NSAS[1]
     choice = nsa.model_copy(update={"l": 4, "d": 2})
     for seed in SEEDS:
         q, k = drawn(random_keys, nsa, seed)
         index_q, k_index = drawn(keys, choice, seed + 1)
         index_q = index_q[:, :, ::h]
-        indexer = {"k_index": k_index, "index_q": index_q, "choice_nsa": choice}
+        indexer = {"k_index": k_index, "index_q": index_q, "choice_nsa": choice, "many": many}
         wide = decoding._shares(index_q, k_index, LENGTH, choice, torch.float64)
         # The blocks that are chosen among are the compressed branch's.
         expected = reference.choose(decoding._importance(wide, LENGTH, nsa, choice).float(), nsa, LENGTH)
@@ -189,6 +190,21 @@ def test_of_clear_importances_the_choice_is_the_definition_s(S: int, nsa: NSACon
         worth = 1 + torch.rand(2, S, G, blocks, generator=draw, dtype=torch.float64)
         found, clear = narrow.choose(worth.clone(), narrow.WIDE, nsa, first)
         assert clear.all() and torch.equal(found, reference.choose(worth.float(), nsa, first))
+
+
+@nsas
+@pytest.mark.parametrize("apart", [2.0**-27, 2.0**-25, 2.0**-24, 2.0**-23])
+def test_what_rounds_to_one_float32_is_never_clear(apart: float, nsa: NSAConfig) -> None:
+    """The definition ranks in float32, and takes the lower of two blocks that are one there."""
+    worth = torch.ones(1, 1, 64, 30, dtype=torch.float64)
+    lower = 1 + torch.rand(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    worth[0, 0, :, 1 : nsa.n_sel - 3] = 9.0  # with the three that are always in, all but one
+    worth[0, 0, :, 11], worth[0, 0, :, 12] = lower, lower * (1 + apart)
+    first = 30 * nsa.l_sel - 1
+    found, clear = narrow.choose(worth.clone(), narrow.WIDE, nsa, first)
+    same = (found == reference.choose(worth.float(), nsa, first)).all(-1)
+    assert (same | ~clear).all()
+    assert same.all() == bool((worth.float()[..., 11] != worth.float()[..., 12]).all())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

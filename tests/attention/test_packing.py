@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import Span, reference, selection_loss
-from nsa_lab.attention.compression import compress, make_phi
+from nsa_lab.attention.compression import block_rows, compress, make_phi
 from nsa_lab.attention.packing import ABSENT, rows_elsewhere, take
-from nsa_lab.attention.selection_loss import spread
+from nsa_lab.attention.selection_loss import asked, spread
+from nsa_lab.attention.span import _tensors
 from nsa_lab.config import NSAConfig
 
 CPU = torch.device("cpu")
@@ -195,3 +196,18 @@ def test_what_is_kept_with_a_span_is_made_once_and_serves_a_backward_pass() -> N
     compress(x.requires_grad_(), nsa, span=span).sum().backward()
     assert span.begins(CPU) is begins and begins.nonzero().flatten().tolist() == [0, 20]
     assert all(span._kept[key] is value for key, value in kept.items()) and len(span._kept) == len(kept)
+
+
+@every_row
+@pytest.mark.parametrize("capacity", [None, 11])
+def test_what_a_span_keeps_for_one_geometry_serves_no_other(lengths: str, capacity: int | None) -> None:
+    """An indexer's blocks may be a stride of the heads' apart and shorter than theirs, over the same documents."""
+    span = span_of(LENGTHS[lengths], capacity)
+    for l, d, l_sel, queries in ((6, 3, 6, 7), (3, 3, 6, 7), (6, 6, 6, 7), (6, 3, 12, 7), (6, 3, 6, None), (6, 3, 6, 7)):
+        nsa, new = NSAConfig(l=l, d=d, l_sel=l_sel, n_sel=4, w=7), span_of(LENGTHS[lengths], capacity)
+        found, expected = (
+            list(_tensors((*block_rows(of, nsa, CPU), of.row_bounds(nsa, CPU), asked(of, nsa, CPU, queries))))
+            for of in (span, new)
+        )
+        assert span.compressed_bounds(nsa) == new.compressed_bounds(nsa)
+        assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -75,6 +75,7 @@ X, MASK = torch.zeros(4, 23, 2), mask_of("right")
             r"expected bool \[B, T\], or integers 0 and 1.*; got torch.float32 \(4, 23\)",
         ),
         (lambda: pack_padded(X, MASK.long() * 7), r"got torch.int64 from 0 to 7"),
+        (lambda: pack_padded(X, -MASK.long()), r"got torch.int64 from -1 to 0"),
         (lambda: pack_padded(X, MASK[..., None]), r"got torch.bool \(4, 23, 1\)"),
         (lambda: pack_padded(X, torch.zeros_like(MASK)), r"marks no token; drop a batch that is all padding"),
         (lambda: unpack_padded(X[:1], MASK), r"x \(1, 23, 2\) and a mask \(4, 23\) of 33 tokens: expected x \[1, tokens"),

@@ -190,6 +190,16 @@ def test_queries_are_spread_over_the_text_and_over_places_in_a_block(length: int
     assert spread(length, None).tolist() == list(range(length))
 
 
+@pytest.mark.parametrize("span", [None, packed([101, 0, 29, 1])], ids=str)
+def test_sixty_four_queries_are_asked_unless_told(span: Span | None) -> None:
+    nsa = nsa_of(GEOMETRIES[0])
+    q, k_cmp, k_sel = tensors(131, nsa, span, B=1)
+    assert torch.equal(
+        selection_loss(q, k_cmp, k_sel, nsa, span=span), selection_loss(q, k_cmp, k_sel, nsa, queries=64, span=span)
+    )
+    assert asked(span or Span.full(131), nsa, q.device).queries.tolist() == spread(131, 64).tolist()
+
+
 def test_queries_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As compiled kernels count them: a product past 2**31 does not compile there, or wraps around."""
     lengths = [*range(513, 3000, 97), 32768, 65536, 100_001, 2**20]

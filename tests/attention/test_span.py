@@ -108,6 +108,22 @@ def test_spans_are_values() -> None:
     assert repr(spans[3]) == "Span.packed(2 documents, 9 tokens, capacity=2, longest=7)"
 
 
+def test_spans_that_differ_in_anything_are_different() -> None:
+    """A longest document that was said counts too: launches are laid out for it."""
+    asked = [(None, None), (2, None), (3, None), (None, 7), (None, 8), (2, 7), (2, 8)]
+    spans = [Span.packed(bounds(3, 6), *said) for said in asked]
+    spans += [Span.packed(bounds(4, 5)), Span.packed(bounds(9)), Span.full(9), Span.chunk(0, 9), Span.chunk(1, 9)]
+    for number, span in enumerate(spans):
+        assert [span == other for other in spans] == [number == at for at in range(len(spans))]
+    assert Span.full(9) != (0, 9)
+
+
+def test_whole_numbers_of_another_kind_are_kept_as_numbers() -> None:
+    span = Span.packed(bounds(3, 6), torch.tensor(4), torch.tensor(7))
+    assert span == Span.packed(bounds(3, 6), 4, 7) and hash(span) == hash(Span.packed(bounds(3, 6), 4, 7))
+    assert type(span.capacity) is type(span.at_most) is int
+
+
 def test_launches_have_room_for_the_longest_document_that_there_may_be() -> None:
     """As many tokens as were said, but never more than the row; unsaid, those of the row where there is a capacity."""
     rooms = {(None, None): 6, (4, None): 9, (None, 8): 8, (4, 8): 8, (4, 6): 6, (4, 64): 9}

@@ -9,6 +9,7 @@ import torch
 from attention_inputs import CORNERS, Inputs, Shape, running, shapes, torch_arms
 from hypothesis import given
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from nsa_lab import attention
 from nsa_lab.attention.compression import compress, make_phi
@@ -156,6 +157,22 @@ def test_compression_alike_in_half_precision(phi: str, dtype: torch.dtype, lengt
     torch.testing.assert_close(actual, expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("operator", [attention.reference.compress, compress], ids=["reference", "fast"])
+@pytest.mark.parametrize("phi", ["avg", "pool"])
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
+def test_a_mean_in_half_precision_is_rounded_once(
+    operator: Callable[..., Tensor], phi: str, dtype: torch.dtype, unit: float
+) -> None:
+    """Tokens that nearly cancel leave a small mean, which sums or weights in half precision would drown."""
+    nsa = NSAConfig(l=9, d=3, l_sel=9, n_sel=3, w=4, phi=phi)
+    draw = torch.Generator().manual_seed(0)
+    x = (torch.randn(1, 59, 2, 6, generator=draw) * 100).to(dtype)
+    module = make_phi(nsa, 6)
+    module = module and module.to(dtype)
+    expected = torch.stack([x[:, i : i + 9].double().mean(1) for i in range(0, 59 - 9 + 1, 3)], 1)
+    torch.testing.assert_close(operator(x, nsa, module).double(), expected, rtol=unit, atol=1e-4)
+
+
 @torch_arms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_errs_no_more_than_rounding_the_result(arm: str, dtype: torch.dtype) -> None:
@@ -183,6 +200,69 @@ def test_half_precision_errs_no_more_than_rounding_the_result(arm: str, dtype: t
     for i, (mine, exactly, roughly) in enumerate(zip(actual, true, rough, strict=True)):
         bound = (3 if i else 2) * (roughly - exactly).abs().max() + 1e-6
         assert (mine - exactly).abs().max() <= bound
+
+
+@pytest.mark.parametrize("part", ["compressed", "selected", "window"])
+def test_gradients_of_half_precision_do_not_depend_on_the_chunks(part: str) -> None:
+    """Those of keys and values are summed over all chunks in float32, and rounded at the end."""
+    shape = Shape(NSAConfig(l=3, d=1, l_sel=5, n_sel=4, w=90), T=97, d_v=6)
+    results = []
+    for arm in ("torch", "torch, one query a chunk"):
+        x = shape.inputs(torch.bfloat16)
+        keys = {"compressed": (x.k_cmp, x.v_cmp), "selected": (x.k_sel, x.v_sel), "window": (x.k_win, x.v_win)}[part]
+        leaves = [y.detach().requires_grad_() for y in (x.q, *keys)]
+        blocks = attention.choose_blocks(x.q, x.k_cmp, shape.nsa, backend="torch")
+        with running(arm) as backend:
+            attend = getattr(attention, f"{part}_attention")
+            out, _ = attend(*leaves, *([blocks] if part == "selected" else []), shape.nsa, backend=backend)
+            results.append(torch.autograd.grad(out.float().square().sum(), leaves))
+    for one, many in zip(*results, strict=True):
+        torch.testing.assert_close(many.float(), one.float(), rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
+def test_a_query_that_is_given_no_block_reads_nothing_and_moves_nothing(arm: str) -> None:
+    """Every second query here, and blocks that have not begun are none either."""
+    shape = Shape(T=23)
+    x = shape.inputs()
+    q, k, v = (y.detach().requires_grad_() for y in (x.q, x.k_sel, x.v_sel))
+    blocks = torch.full((1, 23, shape.G, shape.nsa.n_sel), -1, dtype=torch.int32)
+    blocks[:, ::2, :, 0] = 0
+    blocks[:, 1, :, 0] = 23 // shape.nsa.l_sel
+    with running(arm) as backend:
+        out, lse = attention.selected_attention(q, k, v, blocks, shape.nsa, backend=backend)
+    assert not out[:, 1::2].any() and torch.isneginf(lse[:, 1::2]).all() and lse[:, ::2].isfinite().all()
+    grads = torch.autograd.grad(out.square().sum() + lse[:, ::2].sum(), (q, k, v))
+    assert all(grad.isfinite().all() and grad.any() for grad in grads) and not grads[0][:, 1::2].any()
+
+
+@pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
+@pytest.mark.parametrize("part", ["selected", "window"])
+def test_a_key_that_is_not_finite_reaches_no_gradient_of_who_does_not_read_it(part: str, arm: str) -> None:
+    """Of the queries before it, by their own outputs."""
+    shape = Shape(T=23)
+    x = shape.inputs()
+    q, k, v = (y.detach().clone() for y in (x.q, x.k_sel, x.v_sel))
+    blocks = attention.choose_blocks(x.q, x.k_cmp, shape.nsa, backend="reference")
+    grads = []
+    for spoilt in (1.0, float("inf")):
+        k[:, 13] *= spoilt
+        leaves = [y.clone().requires_grad_() for y in (q, k, v)]
+        with running(arm) as backend:
+            attend = getattr(attention, f"{part}_attention")
+            out, _ = attend(*leaves, *([blocks] if part == "selected" else []), shape.nsa, backend=backend)
+        grads.append(torch.autograd.grad(out[:, :13].square().sum(), leaves[0])[0][:, :13])
+    assert grads[0].any() and torch.equal(*grads)
+
+
+@pytest.mark.parametrize("w", [3, 70])
+def test_a_window_costs_no_more_than_chunks_as_long_as_it(w: int) -> None:
+    """A longer chunk meets keys that none of its queries reads; one of 64 queries is short enough to be worth it."""
+    T, chunk = 515, max(w, 64)
+    x = Shape(NSAConfig(w=w), T=T, G=1, h=2, d_k=4, d_v=4).inputs()
+    with FlopCounterMode(display=False) as counter:
+        attention.window_attention(x.q, x.k_win, x.v_win, NSAConfig(w=w), backend="torch")
+    assert 0 < counter.get_total_flops() <= 2 * 2 * (4 + 4) * T * (chunk + w)
 
 
 def selected_tokens(blocks: Tensor, shape: Shape) -> Tensor:

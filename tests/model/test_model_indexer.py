@@ -85,13 +85,37 @@ def test_it_starts_as_the_first_head_of_its_group_looks(matching: int, width: in
     torch.testing.assert_close(index.k, heads.keys[1][..., channels])
 
 
-def test_its_documents_are_alone() -> None:
-    model = built()
+def test_it_goes_on_from_the_token_before() -> None:
+    """In two parts, of which the second is told the first one's last key, it gives what it gives of all."""
+    model = built(matching_heads=1)
+    layer, tokens = model.blocks[0].attention, tokens_of(model.config, 23)
+    x, rotary = model.enter(tokens)
+    whole = layer.indexer(x, rotary)
+    first, rest = (layer.indexer(x[:, at], tuple(table[at] for table in rotary)) for at in (slice(9), slice(9, 23)))
+    told = layer.indexer(x[:, 9:], tuple(table[9:] for table in rotary), before=first.unmixed[:, -1:])
+    torch.testing.assert_close(torch.cat([first.k, told.k], 1), whole.k, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([first.q, told.q], 1), whole.q, rtol=0, atol=1e-12)
+    assert not torch.allclose(rest.k[:, 0], told.k[:, 0]) and torch.equal(rest.k[:, 1:], told.k[:, 1:])
+
+
+@pytest.mark.parametrize("matching", [0, 1])
+def test_its_documents_are_alone(matching: int) -> None:
+    """More blocks than are chosen, so that what it scores decides."""
+    model = built(matching_heads=matching, nsa={"l_sel": 4, "n_sel": 4})
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attention.indexer.qk.weight, generator=torch.Generator().manual_seed(1))
     lengths = (5, 0, 17, 1, 30)
     tokens = tokens_of(model.config, sum(lengths), batch=1)
     packed = model(tokens, Span.packed(torch.tensor([0, *lengths]).cumsum(0).int()))
     alone = [model(document) for document in tokens.split(lengths, dim=1) if document.shape[1]]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=0, atol=1e-12)
+    layer, span = model.blocks[0].attention, Span.packed(torch.tensor([0, *lengths]).cumsum(0).int())
+    x, rotary = model.enter(tokens, span)
+    found = layer.scoring(x, layer.project(x, rotary, span), rotary, span)
+    parts = [model.enter(document) for document in tokens.split(lengths, dim=1) if document.shape[1]]
+    each = [layer.scoring(x, layer.project(x, rotary), rotary) for x, rotary in parts]
+    for at in (0, 1):
+        torch.testing.assert_close(found[at], torch.cat([scoring[at] for scoring in each], 1), rtol=0, atol=1e-12)
 
 
 def test_the_loss_holds_its_scores_against_the_heads_own_attention() -> None:

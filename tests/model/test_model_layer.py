@@ -221,6 +221,37 @@ def test_widths_follow_from_the_model_width() -> None:
     assert layer.attention.qkv.out_features == 4 * 8 + 3 * 2 * (8 + 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_autocast_takes_what_it_casts(dtype: torch.dtype) -> None:
+    x = rows(33, dtype=torch.float32).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = layer_of()(x), layer_of()(x.float())
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_its_loss_is_that_of_the_last_pass_alone() -> None:
+    """A copy has none, and neither has a pass that failed."""
+    layer = layer_of(selection_loss=0.5)
+    layer(rows(41, dtype=torch.float32))
+    assert layer.auxiliary_loss() > 0 and copy.deepcopy(layer).auxiliary_loss() == 0.0
+    with pytest.raises(ValueError, match="expected x"):
+        layer(torch.randn(1, 9, 23))
+    assert layer.auxiliary_loss() == 0.0
+
+
+def test_every_argument_reaches_the_layer() -> None:
+    given = {"rope_theta": 50.0, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.25, "indexer_block": 2}
+    layer = layer_of(head_dim=8, indexer_width=4, **given).double()
+    assert {name: getattr(layer.config, name) for name in given} == given and layer.config.index_width == 4
+    x, inner = rows(29), layer.attention
+    rotary = rotary_at(torch.arange(29), 4, 50.0)
+    torch.testing.assert_close(layer(x), inner(x, rotary)[0], rtol=0, atol=0)
+    q, k, *_ = inner.project(x, rotary)
+    torch.testing.assert_close(layer.auxiliary_loss(), 0.25 * inner(x, rotary)[1], rtol=1e-12, atol=0)
+    assert q.shape[3] == k.shape[3] == 8 and inner.scoring(x, inner.project(x, rotary), rotary)[0].shape[3] == 4
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -228,7 +259,10 @@ def test_widths_follow_from_the_model_width() -> None:
             lambda: NSAttention(100, 3, 1),
             r"dim = 100 does not divide into n_heads = 3; give head_dim=, or use dim = 99 or 102",
         ),
+        (lambda: NSAttention(4, 8, 1), r"dim = 4 does not divide into n_heads = 8; give head_dim=, or use dim = 8 or 16"),
+        (lambda: layer_of(value_dim=0), r"model.d_v = 0"),
         (lambda: NSAttention(15, 3, 1), r"head_dim = 5 is odd, .* give head_dim=4 or head_dim=6"),
+        (lambda: NSAttention(4, 4, 2), r"head_dim = 1 is odd, .* give head_dim=2$"),
         (lambda: NSAttention(24, 4, 3), r"is not a multiple of model.n_kv_groups = 3"),
         (lambda: NSAttention(24, 0, 1), r"n_heads = 0: expected at least 1"),
         (lambda: layer_of()(torch.randn(9, 24)), r"expected x \[B, T, 24\], got \(9, 24\)"),

@@ -56,6 +56,26 @@ def test_every_length_has_a_table_of_its_own() -> None:
         assert [place // ROWS for place in row] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("rows", [37, 60_000])
+def test_rows_are_where_a_saved_model_has_them(rows: int) -> None:
+    """The hash of a text, in Python's integers: another one would read a saved table at random."""
+    text = [9, 250, 0, 4, 255, 255, 1, 77]
+
+    def signed(x: int) -> int:
+        return (x + 2**63) % 2**64 - 2**63
+
+    def folded(x: int) -> int:
+        return x ^ (x >> 32)
+
+    module = NgramEmbedding(config_of(ngrams=4, ngram_rows=rows, ngram_width=1))
+    for t, found in enumerate(module.places(torch.tensor([text]))[0].tolist()):
+        for n, place in zip((2, 3, 4), found, strict=True):
+            last = text[max(t - n + 1, 0) : t + 1][::-1]
+            told = signed(sum((token + 1) * 0x5851F42D4C957F2D ** (k + 1) for k, token in enumerate(last)))
+            hashed = folded(signed(folded(told) * 0x2545F4914F6CDD1D))
+            assert place == hashed % rows + rows * (n - 2)
+
+
 def test_hashes_fill_a_table_evenly() -> None:
     """All 65,536 pairs of bytes in as many rows: evenly at random, 1/e of the rows stay empty."""
     pairs = torch.cartesian_prod(torch.arange(256), torch.arange(256))

@@ -10,6 +10,7 @@ from model_inputs import VARIANTS, config_of, loss_of, name_of, tokens_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa_lab.attention import geometry, reference
+from nsa_lab.attention.compression import make_phi
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import BACKWARD_FLOPS, MLP, NSATransformer
 
@@ -204,6 +205,25 @@ def test_describe_holds_the_real_counts() -> None:
     assert f"{model.parameter_count():,} parameters" in line and "compressed torch" in line and "\n" not in line
     flops = model.flops_per_token(64)
     assert f"{flops['nsa'] / 1e6:,.1f} MFLOPs per token at 64 tokens (" in line, "in the unit of a plan"
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_model_describes_its_own_attention(attention: str) -> None:
+    model = NSATransformer(config_of(attention=attention), seed=0)
+    flops = model.flops_per_token(2048)
+    assert flops["nsa"] != flops["dense"]
+    told = (
+        f"; {flops[attention] / 1e6:,.1f} MFLOPs per token at 2,048 tokens ({flops['nsa'] / flops['dense']:.2f} of dense)"
+    )
+    line = model.describe(2048)
+    assert line.startswith(f"{attention} transformer: ") and told in line
+
+
+@pytest.mark.parametrize("width", [6, 5])
+def test_phi_as_an_mlp_is_four_head_widths_wide(width: int) -> None:
+    """For keys and for values; checkpoints hold it."""
+    phi = make_phi(config_of(phi="mlp").nsa, width)
+    assert phi is not None and sum(p.numel() for p in phi.parameters()) == 8 * width + 8 * width * 4 * width + 4 * width**2
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated"])

@@ -117,6 +117,12 @@ def test_short_sequences_have_statistics_too(model: NSATransformer, length: int)
     assert all(x.isfinite().all() for x in model.statistics(tokens_of(model.config, length)).values())
 
 
+@pytest.mark.parametrize("length", [1, 7, 8])
+def test_a_text_within_the_first_block_gives_it_all_attention(model: NSATransformer, length: int) -> None:
+    """No query stands past the block, and the last one speaks for them."""
+    assert model.statistics(tokens_of(model.config, length))["sel_sink_share"].tolist() == pytest.approx([1.0, 1.0])
+
+
 def test_observing_changes_nothing(model: NSATransformer) -> None:
     tokens = tokens_of(model.config, T)
     before = model(tokens)
@@ -133,6 +139,16 @@ def test_equal_gates_have_an_entropy_of_ln_3(model: NSATransformer, monkeypatch:
     monkeypatch.setattr(kind, "gates", lambda self, x: torch.tensor([1.0, 0.0, 0.0]).expand(*x.shape[:2], 4, 3))
     pinned = model.statistics(tokens_of(model.config, T))
     assert (pinned["gate_entropy"].abs() < 1e-6).all() and (pinned["gate_saturation"] == 1).all()
+
+
+def test_a_gate_is_saturated_within_a_hundredth_of_its_ends(model: NSATransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these three the first alone, of those the last."""
+    for gates in ([0.009, 0.011, 0.5], [0.5, 0.989, 0.991]):
+        monkeypatch.setattr(
+            type(model.blocks[0].attention), "gates", lambda self, x, of=gates: torch.tensor(of).expand(*x.shape[:2], 4, 3)
+        )
+        found = model.statistics(tokens_of(model.config, T))["gate_saturation"]
+        torch.testing.assert_close(found, torch.full((2,), 1 / 3))
 
 
 def test_a_dense_model_has_no_branches_to_observe() -> None:

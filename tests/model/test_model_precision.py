@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from model_inputs import TINY_NSA, VARIANTS, config_of, loss_of, name_of, tokens_of
 
 from nsa_lab.attention import reference, torch_backend
-from nsa_lab.model import NSATransformer
+from nsa_lab.model import NSATransformer, rotary_at, rotate
+from nsa_lab.model.layers import normed
 
 EDGES = sorted({1, TINY_NSA["l"] - 1, TINY_NSA["l"], TINY_NSA["l_sel"], TINY_NSA["w"] + 1, 2, 64})
 
@@ -42,6 +45,34 @@ def test_bf16_autocast_stays_near_float32(variant: dict[str, str]) -> None:
         assert torch.equal(loss_of(model, tokens), rough.detach())
 
 
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
+def test_what_is_turned_or_normed_in_half_precision_is_rounded_once(dtype: torch.dtype, unit: float) -> None:
+    """Angles, sums of squares and weights keep float32; one rounding errs by `unit` of the result at most."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 31, 3, 10, generator=draw).to(dtype)
+    cos, sin = rotary_at(torch.arange(31), 6, 100.0)
+    first, second, still = x.double().split([3, 3, 4], -1)
+    turn, tilt = (table.double()[:, None] for table in (cos, sin))
+    turned = torch.cat([first * turn - second * tilt, second * turn + first * tilt, still], -1)
+    found = rotate(x, (cos, sin))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), turned, rtol=unit, atol=1e-6)
+    weight = torch.rand(10, generator=draw) + 0.5
+    normal = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    found = normed(x, 1e-5, weight)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), normal, rtol=unit * 1.001, atol=1e-6)
+
+
+@pytest.mark.parametrize("position", [2049, 4097, 65_535, 131_071])
+def test_angles_of_far_positions_are_those_of_the_position(position: int) -> None:
+    """Half precision would turn neighbours alike; float32 is off by its rounding of the largest angle."""
+    cos, sin = rotary_at(torch.tensor([position]), 8, 10000.0)
+    for i in range(4):
+        angle = position * 10000.0 ** (-2 * i / 8)
+        assert (cos[0, i].item(), sin[0, i].item()) == pytest.approx((math.cos(angle), math.sin(angle)), abs=0.02)
+
+
 def test_autocast_reaches_attention_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     real = torch_backend.selected_attention
@@ -55,6 +86,22 @@ def test_autocast_reaches_attention_in_bf16(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.autocast("cpu", torch.bfloat16):
         NSATransformer(config, seed=0)(tokens_of(config, 20))
     assert seen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_matching_heads_stay_near_float32_under_autocast(attention: str) -> None:
+    """The convolution of their keys has weights in float32, and attention takes one dtype."""
+    indexer = {"indexer_block": 2, "selection_loss": 0.05} if attention == "nsa" else {}
+    config = config_of(attention=attention, d_k=8, rotary_share=0.5, matching_heads=2, **indexer)
+    model = NSATransformer(config, seed=0)
+    tokens = tokens_of(config, 46)
+    exact = loss_of(model, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = loss_of(model, tokens)
+    assert rough.item() == pytest.approx(exact.item(), rel=2e-3)
+    convolution = model.blocks[0].attention.convolution
+    keys = torch.randn(1, 9, convolution.weight.shape[1], 2, 8).bfloat16()
+    assert convolution.weight.dtype == torch.float32 and convolution(keys).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
