@@ -3133,6 +3133,63 @@ MUTANTS = [
         "self.model(tokens, span)",
         "self.model(tokens)",
     ),
+    Mutant(
+        "the layer for other models: a base of rotary that is not handed on",
+        "model.drop_in",
+        "            rope_theta=rope_theta,\n",
+        "",
+    ),
+    Mutant(
+        "the layer for other models: turned as wide as a head, whatever share was asked",
+        "model.drop_in",
+        "c.rotary_width, c.rope_theta",
+        "c.d_k, c.rope_theta",
+    ),
+    Mutant(
+        "the layer for other models: after a pass that failed, the loss of the one before",
+        "model.drop_in",
+        "        self._taught = None  # if this pass fails, the one before it is not the last\n",
+        "",
+    ),
+    Mutant(
+        "n-grams: hashed without the second fold", "model.ngrams", "return (mixed ^ (mixed >> _HALF)) %", "return mixed %"
+    ),
+    Mutant(
+        "the whole operator: blocks from outside unchecked",
+        "attention.dispatch",
+        "    if blocks is not None:\n        checks.check_blocks(q, k_sel, blocks, nsa, span)\n",
+        "",
+    ),
+    Mutant(
+        "blocks beside documents: those of the row",
+        "attention.checks",
+        "k.shape[1] if span is None else span.longest",
+        "k.shape[1]",
+    ),
+    Mutant(
+        "a span's compressed rows: kept for any length of block",
+        "attention.compression",
+        '("block_rows", device, nsa.l, nsa.d)',
+        '("block_rows", device, nsa.d)',
+    ),
+    Mutant(
+        "torch backward: dK added up in the keys' own dtype",
+        "attention.torch_backend",
+        "grad_k = torch.zeros(k.transpose(1, 2).shape, dtype=wide",
+        "grad_k = torch.zeros(k.transpose(1, 2).shape, dtype=k.dtype",
+    ),
+    Mutant(
+        "an indexer in packed rows: mixed over the borders of documents",
+        "model.attention",
+        "self.indexer(x, rotary, packing and packing.begins)",
+        "self.indexer(x, rotary)",
+    ),
+    Mutant(
+        "a norm in half precision: squares added up in it",
+        "model.layers",
+        "wide = torch.promote_types(x.dtype, torch.float32)\n    return rms",
+        "wide = x.dtype\n    return rms",
+    ),
     Mutant("transformers: a mask of other values is taken", "inference.hf", "mask.eq(0) | mask.eq(1)", "mask.eq(mask)"),
 ]
 
