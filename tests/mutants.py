@@ -2221,14 +2221,14 @@ MUTANTS = [
     Mutant(
         "selection loss: the target sees the future",
         "attention.selection_loss",
-        " & (key <= rows.keys[1][:, None])",
-        "",
+        "keys=torch.stack([first_key, first_key + t + 1])",
+        "keys=torch.stack([first_key, first_key + t + 2])",
     ),
     Mutant(
         "selection loss: the target sees the document before",
         "attention.selection_loss",
-        "(key >= rows.keys[0][:, None]) & ",
-        "",
+        "keys=torch.stack([first_key, first_key + t + 1])",
+        "keys=torch.stack([first_key * 0, first_key + t + 1])",
     ),
     Mutant(
         "selection loss: blocks of the document before are free",
@@ -2239,8 +2239,8 @@ MUTANTS = [
     Mutant(
         "selection loss: compressed blocks of the document before are seen",
         "attention.selection_loss",
-        "(number >= rows.compressed[0][:, None]) & ",
-        "",
+        "compressed=torch.stack([first_compressed, first_compressed + seen])",
+        "compressed=torch.stack([first_compressed * 0, first_compressed + seen])",
     ),
     Mutant(
         "selection loss: what is not finite reaches other documents' gradients",
@@ -2255,10 +2255,28 @@ MUTANTS = [
         "query - row[owner]",
     ),
     Mutant(
-        "selection loss: apart, what is past a document's end counts as its last block",
+        "selection loss: apart, a query sees the keys after its own",
         "attention.selection_loss",
-        ".expand(*weight.shape[:-1], -1)) * seen[:, None]",
-        ".expand(*weight.shape[:-1], -1))",
+        "keys=torch.stack([none, t + 1])",
+        "keys=torch.stack([none, t + 2])",
+    ),
+    Mutant(
+        "selection loss: apart, a query sees all compressed blocks of its document",
+        "attention.selection_loss",
+        "compressed=torch.stack([none, seen])",
+        "compressed=torch.stack([none, seen * 0 + len(number)])",
+    ),
+    Mutant(
+        "selection loss: apart, the row's first keys in the place of the document's",
+        "attention.selection_loss",
+        "(first_key[:, None] + place[:longest])",
+        "(0 * first_key[:, None] + place[:longest])",
+    ),
+    Mutant(
+        "selection loss: the last key that is seen is not",
+        "attention.selection_loss",
+        "(number < seen[1][:, None])",
+        "(number + 1 < seen[1][:, None])",
     ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
     Mutant("selection loss: equal distances", "attention.selection_loss", "turned * bounds.diff() // TURN", "0"),

@@ -24,8 +24,8 @@ FLOOR = 1e-9
 # The golden ratio's fraction of a turn, as a ratio of Fibonacci numbers: in whole numbers every device and compiler names
 # the same rows, and in small ones their products fit 32 bits, which torch.compile's kernels count in.
 GOLDEN, TURN = 10_946, 17_711
-# Each query's document is laid out by itself where so many of the longest would fill the row: no scores then of the others'
-# keys, which are most.
+# Each query's document is laid out by itself where so many of the longest would fill the row: of the scores, most are then of
+# other documents' keys.
 APART = 4
 
 
@@ -49,9 +49,8 @@ def selection_loss(
     then the mean over batch, queries and groups. m is a target and carries no gradient; q and k_cmp receive one.
 
     `queries`: how many are asked, spread evenly over the span and over the places within a block; None: all. They are
-    the same at every step, so that a resumed run repeats them. Memory is that of their scores over all keys, or over a
-    document of the longest length where that is a quarter of them at most. A query without free blocks adds 0. Raises
-    ValueError for tensors that do not go together.
+    the same at every step, so that a resumed run repeats them. Memory is that of their scores over all keys. A query
+    without free blocks adds 0. Raises ValueError for tensors that do not go together.
     """
     checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
     looking = q if looking is None else looking
@@ -62,24 +61,24 @@ def selection_loss(
 class AskedQueries(NamedTuple):
     """The queries that are asked, and how documents are seen as a text in which each begins with a selection block.
 
-    int64 on the device. Either all documents are one text, one after another, or, with `apart`, each query's document is a
-    text by itself. A key or a compressed block is that of the row or, with `apart`, of the query's document, S and N in
-    number; `places` are those of the text.
+    int64 on the device. Either all documents are one text, one after another, or, with `apart`, each query's document
+    is a text by itself. A key or a compressed block is that of the row or of the query's document, S and N in number;
+    `places` are those of the text.
     """
 
     queries: Tensor
     """[R], their rows of q."""
     compressed: Tensor
-    """[2, R], in the row, the first compressed block of the query's document, and the end of those that the query sees."""
+    """[2, R], the first compressed block of the query's document, and the end of those that the query sees."""
     keys: Tensor
-    """[2, R], the first key of the query's document, and the query's own."""
+    """[2, R], the first key of the query's document, and the end of those up to the query's own."""
     places: Tensor
     """[2, R], of the first token of the query's document, and the query's own."""
     key_of_place: Tensor
     """[blocks * l_sel], or `ABSENT`."""
     place_of_compressed: Tensor
     """[N], of the first token of each compressed block; `ABSENT` for padding."""
-    apart: tuple[Tensor, Tensor] | None
+    apart: tuple[Tensor, Tensor] | None = None
     """[R, S] and [R, N], the row's keys and compressed blocks that are those of the query's document; past its end any."""
 
 
@@ -103,38 +102,40 @@ def _asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None
     owner = owners(span.queries, row)[query]
     t = span.start + query - row[owner]
     first_key, first_compressed, place = key[owner], compressed[owner], block[owner] * nsa.l_sel
-    seen = torch.stack([first_compressed, first_compressed + geometry.visible_compressed(t, nsa)])
+    seen = geometry.visible_compressed(t, nsa)
     if span.kind == "packed" and APART * span.longest_laid_out <= span.keys:
-        return _apart(span, nsa, query, seen, first_key, t)
+        return _apart(span, nsa, query, t, seen, first_key, first_compressed)
     return AskedQueries(
         queries=query,
-        compressed=seen,
-        keys=torch.stack([first_key, first_key + t]),
+        compressed=torch.stack([first_compressed, first_compressed + seen]),
+        keys=torch.stack([first_key, first_key + t + 1]),
         places=torch.stack([place, place + t]),
         key_of_place=rows_elsewhere(span.selection_laid_out(nsa) * nsa.l_sel, block * nsa.l_sel, key),
         place_of_compressed=rows_elsewhere(span.num_compressed(nsa) * nsa.d, compressed * nsa.d, block * nsa.l_sel)[
             :: nsa.d
         ],
-        apart=None,
     )
 
 
-def _apart(span: Span, nsa: NSAConfig, query: Tensor, seen: Tensor, first_key: Tensor, t: Tensor) -> AskedQueries:
-    """Each of `query` with its own document: `seen` of its compressed blocks, its first key, and where it stands, `t`."""
+def _apart(
+    span: Span, nsa: NSAConfig, query: Tensor, t: Tensor, seen: Tensor, first_key: Tensor, first_compressed: Tensor
+) -> AskedQueries:
+    """Each of `query` with its own document: where it stands there, how many compressed blocks it sees, and, in the row, the
+    document's first key and compressed block."""
     longest, rows = span.longest_laid_out, span.num_compressed(nsa)
     place = geometry.positions(0, geometry.num_selection(longest, nsa) * nsa.l_sel, query.device)
     number = geometry.positions(0, min(geometry.num_compressed(longest, nsa), rows), query.device)
-    own = torch.stack([torch.zeros_like(t), t])
+    none = torch.zeros_like(t)
     return AskedQueries(
         queries=query,
-        compressed=seen,
-        keys=own,
-        places=own,
+        compressed=torch.stack([none, seen]),
+        keys=torch.stack([none, t + 1]),
+        places=torch.stack([none, t]),
         key_of_place=torch.where(place < longest, place, ABSENT),
         place_of_compressed=number * nsa.d,
         apart=(
             (first_key[:, None] + place[:longest]).clamp_max(span.keys - 1),
-            (seen[0][:, None] + number).clamp_max(rows - 1),
+            (first_compressed[:, None] + number).clamp_max(rows - 1),
         ),
     )
 
@@ -146,40 +147,19 @@ def loss_of(q: Tensor, k_cmp: Tensor, looking: Tensor, k_sel: Tensor, nsa: NSACo
     first, own = rows.places
     free = geometry.candidate_blocks(own, blocks, nsa) & ~geometry.forced_blocks(own, blocks, nsa)  # [R, blocks]
     free = free & (geometry.positions(0, blocks, q.device) * nsa.l_sel > first[:, None])
+    keys_apart, compressed_apart = rows.apart or (None, None)
     # Full precision under autocast too: scores that are rounded to bfloat16 are a blunt target.
     with torch.autocast(q.device.type, enabled=False):
         with torch.no_grad():
-            mass = _mass(_picked(looking, rows, G), k_sel, rows).index_select(-1, rows.key_of_place.clamp_min(0))
+            mass = _shares(_picked(looking, rows, G), k_sel, rows.keys, keys_apart)
+            mass = mass.index_select(-1, rows.key_of_place.clamp_min(0))
             mass = mass.masked_fill(rows.key_of_place == ABSENT, 0)  # [B, R, G, blocks * l_sel]
             mass = torch.unflatten(mass, -1, (blocks, nsa.l_sel)).sum(-1)
-        weight = _weight(_picked(q, rows, G), k_cmp, rows)
+        weight = _shares(_picked(q, rows, G), k_cmp, rows.compressed, compressed_apart)
         importance = weight @ geometry.overlap_at(rows.place_of_compressed, blocks, nsa, dtype=wide) + FLOOR
         free = free[:, None]
         chosen = importance.log() - (importance * free).sum(-1, keepdim=True).clamp_min(FLOOR).log()
         return -(mass * free * chosen).sum() / (q.shape[0] * G * len(rows.queries))
-
-
-def _mass(q: Tensor, k: Tensor, rows: AskedQueries) -> Tensor:
-    """`_shares` of the queries that are asked, as `_picked` gives them, over the keys up to their own: [B, R, G, S]."""
-    key = geometry.positions(0, k.shape[1] if rows.apart is None else rows.apart[0].shape[1], q.device)
-    past = (key >= rows.keys[0][:, None]) & (key <= rows.keys[1][:, None])
-    if rows.apart is None:
-        return _shares(q, k, past[None])
-    # Packed documents are one sequence: the queries take its place.
-    return _shares(q.transpose(0, 1), k[0][rows.apart[0]], past[:, None]).transpose(0, 1)
-
-
-def _weight(q: Tensor, k_cmp: Tensor, rows: AskedQueries) -> Tensor:
-    """As `_mass`, over the compressed keys that a query sees: [B, R, G, N]."""
-    number = geometry.positions(0, k_cmp.shape[1], q.device)
-    seen = (number >= rows.compressed[0][:, None]) & (number < rows.compressed[1][:, None])
-    weight = _shares(q, k_cmp, seen[None])
-    if rows.apart is None:
-        return weight
-    # Taken from the shares and not the keys: a key is several queries', whose gradients would be added up in any order.
-    own = rows.apart[1]
-    seen = geometry.positions(0, own.shape[1], q.device) < rows.compressed.diff(dim=0)[0][:, None]
-    return weight.gather(-1, own[None, :, None].expand(*weight.shape[:-1], -1)) * seen[:, None]
 
 
 def _picked(q: Tensor, rows: AskedQueries, groups: int) -> Tensor:
@@ -202,15 +182,21 @@ def spread(length: int, count: int | None, device: torch.device | None = None) -
     return bounds[:-1] + turned * bounds.diff() // TURN
 
 
-def _shares(q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
-    """Attention of q [B, R, G, h, D] over the keys k [B, S, G, D] that `allowed` [B or 1, R, S] lets it see, a mean over h.
+def _shares(q: Tensor, k: Tensor, seen: Tensor, apart: Tensor | None) -> Tensor:
+    """Attention of q [B, R, G, h, D] over those of the keys k [B, N, G, D] from `seen[0]` to before `seen[1]`, a mean over h.
 
-    [B, R, G, S]; 0 where nothing is allowed. A query or key that is not finite makes NaN of the shares it has a part in,
-    and touches no other, nor its gradient: it is taken out of the products, where zero times NaN would be NaN.
+    [B, R, G, N], or, of the keys that `apart` [R, S] names in the place of k, [B, R, G, S]; 0 where nothing is seen. Every
+    query is held against all keys: one large product takes less time than a copy of each query's own keys, and no key's
+    gradient is the sum of several copies'. A query or key that is not finite makes NaN of the shares it has a part in, and
+    touches no other, nor its gradient: it is taken out of the products, where zero times NaN would be NaN.
     """
     sound_q, sound_k = q.isfinite().all(-1, keepdim=True), k.isfinite().all(-1, keepdim=True)
     scores = torch.einsum("brghd,bsgd->brghs", q.where(sound_q, 0), k.where(sound_k, 0).to(q.dtype))
     lost = ~(sound_q & sound_k.squeeze(-1).transpose(1, 2)[:, None, :, None])
-    allowed = allowed[:, :, None, None]
+    if apart is not None:
+        own = apart[None, :, None, None]
+        scores, lost = (x.gather(-1, own.expand(*x.shape[:-1], -1)) for x in (scores, lost))
+    number = geometry.positions(0, scores.shape[-1], q.device)
+    allowed = ((number >= seen[0][:, None]) & (number < seen[1][:, None]))[None, :, None, None]
     scores = scores.masked_fill(lost, torch.nan).masked_fill(~allowed, torch.finfo(scores.dtype).min)
     return (scores.softmax(-1) * allowed).mean(3)
