@@ -24,8 +24,8 @@ FLOOR = 1e-9
 # The golden ratio's fraction of a turn, as a ratio of Fibonacci numbers: in whole numbers every device and compiler names
 # the same rows, and in small ones their products fit 32 bits, which torch.compile's kernels count in.
 GOLDEN, TURN = 10_946, 17_711
-# Each query's document is laid out by itself where so many of the longest would fill the row: of the scores, most are then of
-# other documents' keys.
+# Each query's document is laid out by itself where so many of the longest would fill the row: most of its scores are then
+# of other documents' keys.
 APART = 4
 
 
@@ -120,8 +120,8 @@ def _asked(span: Span, nsa: NSAConfig, device: torch.device, queries: int | None
 def _apart(
     span: Span, nsa: NSAConfig, query: Tensor, t: Tensor, seen: Tensor, first_key: Tensor, first_compressed: Tensor
 ) -> AskedQueries:
-    """Each of `query` with its own document: where it stands there, how many compressed blocks it sees, and, in the row, the
-    document's first key and compressed block."""
+    """Each of `query` with its own document: `t` is where it stands there, `seen` how many compressed blocks it sees, and
+    the last two where the document's keys and compressed blocks begin in the row."""
     longest, rows = span.longest_laid_out, span.num_compressed(nsa)
     place = geometry.positions(0, geometry.num_selection(longest, nsa) * nsa.l_sel, query.device)
     number = geometry.positions(0, min(geometry.num_compressed(longest, nsa), rows), query.device)
@@ -183,7 +183,7 @@ def spread(length: int, count: int | None, device: torch.device | None = None) -
 
 
 def _shares(q: Tensor, k: Tensor, seen: Tensor, apart: Tensor | None) -> Tensor:
-    """Attention of q [B, R, G, h, D] over those of the keys k [B, N, G, D] from `seen[0]` to before `seen[1]`, a mean over h.
+    """Attention of q [B, R, G, h, D] over the keys k [B, N, G, D] from `seen[0]` to before `seen[1]`, a mean over h.
 
     [B, R, G, N], or, of the keys that `apart` [R, S] names in the place of k, [B, R, G, S]; 0 where nothing is seen. Every
     query is held against all keys: one large product takes less time than a copy of each query's own keys, and no key's

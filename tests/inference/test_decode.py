@@ -33,8 +33,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDEXED = {"d_k": 8, "selection_loss": 0.1, "indexer_block": 2}
 NGRAMS = {"ngrams": 4, "ngram_rows": 100, "ngram_width": 5}
 KERNEL_VARIANTS = [
-    {},
-    pytest.param({"selection_loss": 0.1, "indexer_block": 2}, marks=pytest.mark.soak),  # the next one has it, and more
+    # Others below have these, and more.
+    pytest.param({}, marks=pytest.mark.soak),
+    pytest.param({"selection_loss": 0.1, "indexer_block": 2}, marks=pytest.mark.soak),
     {"selection_loss": 0.1, "indexer_block": 2, "matching_heads": 1, "rotary_share": 0.5, "mlp": "gated", "phi": "pool"},
     {"d_k": 32, "rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 1, "indexer_width": 16},
     {"matching_heads": 2, "phi": "mlp", "gate": "softmax", "silent": ("win",)},
@@ -281,7 +282,7 @@ def test_a_cache_that_grows_keeps_what_it_has(variant: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7, 64, 500])
+@pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.soak), 500])
 @pytest.mark.parametrize("variant", [{}, {"rotary_share": 0.5, "matching_heads": 1, **INDEXED}, {"attention": "dense"}])
 def test_the_likeliest_tokens_of_long_ragged_batches_are_those_of_full_passes(variant: dict, chunk: int) -> None:
     """In float32, at every position; of two that are equal but for rounding, either."""
