@@ -148,3 +148,6 @@ step_time.show_step_time(measure=device == "cuda" and speeds)
 # **What to notice.** Per token, the matrix products (`gemm`) take as long at every length; in short sequences they are the
 # largest part of NSA's step. In long ones dense attention takes nearly all of the twin's step, while NSA's whole step is
 # less than twice as long as in short ones.
+#
+# **Next:** `03_smoke_training` trains a small model by what was checked here; `07_decoding` checks a decoding step the same
+# way.

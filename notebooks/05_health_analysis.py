@@ -248,3 +248,5 @@ display(Markdown(earlier_reports.table(*(pair or runs[:1]))))
 # peak.
 #
 # A statistic that can be derived to the last digit is no measurement of the model: it is a fingerprint of the code.
+#
+# **Next:** a run may pass every verdict and find nothing: `06_does_selection_find` asks a model for what it has read.

@@ -212,5 +212,20 @@ explore(layers, shipped.config.nsa, end - 1, group, layer=layer, answer=told, wi
 # cannot see which token it stands on copies late, and how late is luck. A key of the choice has to stand for few tokens
 # for the reason that is seen here, too: the one token that a query looks for drowns in the mean of many.
 #
+# ## Your turn
+#
+# Take one thing away from **NSA, recipe** in the cell of `kinds`, say before you run it which curve and which row of the
+# interventions will change, and run the notebook again from there:
+#
+# * `matching_heads`: will it still copy, and by when?
+# * `indexer_block` and `selection_loss`: who chooses then, and what will `oracle` say beside `chosen`?
+# * `indexer_block: 8` in place of 2: eight tokens, four pairs, share a key of the choice. Will it still tell their block
+#   from others?
+#
+# [tiny_recall][3] has what came out of such changes, each over two seeds or three.
+#
+# **Next:** `07_decoding` shows what a choice saves when a model writes; `08_long_texts` asks large trained models.
+#
 # [1]: ../docs/science/retrieval.md
 # [2]: ../docs/science/retrieval_log.md
+# [3]: ../docs/science/tiny_recall.md

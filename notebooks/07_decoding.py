@@ -41,7 +41,7 @@ from nsa_lab.evaluate.tiny_recall import GEOMETRY, TinyRecall, learn, tiny_model
 from nsa_lab.inference import Decoder, memory
 from nsa_lab.workbook.examples import standard_library_text, text_example
 from nsa_lab.workbook.reads import reads_of
-from nsa_lab.workbook.show import show
+from nsa_lab.workbook.show import fold, show
 from nsa_lab.workbook.speeds import show_decoding
 from nsa_lab.workbook.written import answers, marked, told
 
@@ -74,6 +74,25 @@ curves = {kind: [(n, memory.read_bytes(kind_config, n, 2) / 1e6) for n in contex
 show(figures.against_context(curves, "MB read per token", "12 layers, bf16, keys and values"))
 
 # %% [markdown]
+# ### Predict
+#
+# In a very long text, which share of what a dense step reads does a step of NSA read? And with an indexer that has a key,
+# as wide as a head's, for every token?
+
+# %%
+far = 10**9
+indexed = config.model_copy(update={"selection_loss": 0.05, "indexer_block": 1})
+for about, kind_config in {"as it is": config, "with an indexer's key for every token": indexed}.items():
+    share = memory.read_bytes(kind_config, far, 2) / memory.read_bytes(kinds["dense"], far, 2)
+    fold(f"What comes out {about}", f"{share:.4f}")
+
+# %% [markdown]
+# <details><summary>Why</summary>
+# <p>A dense step reads $S$ keys and $S$ values of each group; NSA reads $S/d$ of each, and what it selects and the window
+# no longer count: $1/16 = .0625$. An indexer's keys are $S$ more, and have no values: half of what dense attention
+# reads, and with the compressed ones $1/2 + 1/16 = .5625$.</p>
+# </details>
+#
 # ## What is kept for it
 #
 # A layer keeps the selection keys and values of every token, compressed ones of every whole block, the window's in a
@@ -157,3 +176,5 @@ print(f"{sum(one.found(GEOMETRY.l_sel) for one in written)} of {len(written)} we
 # A run of yours goes on from a prompt with `nsa-lab generate latest --prompt-file FILE`, which ends with the time to the
 # first token and tokens per second, and with `nsa-lab export-hf latest FOLDER` it becomes a model of
 # `transformers`: `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.
+#
+# **Next:** `08_long_texts` asks trained models about texts of 2,048 to 65,536 bytes.
