@@ -282,6 +282,7 @@ OTHERS = {
     ],
     "config.data": ["tests/data/test_recall.py"],
     "data.recall.facts": ["tests/data/test_recall.py"],
+    "data.recall.tasks": ["tests/evaluate/test_retrieval.py", "tests/data/test_recall.py"],
     "data.recall.planting": ["tests/data/test_recall.py", "tests/data/test_stage_text.py"],
     "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
     "evaluate.choices": ["tests/evaluate/test_interventions.py"],
@@ -2063,7 +2064,10 @@ MUTANTS = [
         "ends.extend((row[1:-1] + ends[-1]).tolist() + [ends[-1] + int(row[-1])] * (row is self.rows[-1]))",
     ),
     Mutant(
-        "documents: room for those of an average row", "data.documents", "1 + int(inside.max())", "1 + int(inside.mean())"
+        "documents: room for those of an average row",
+        "data.documents",
+        "int(inside.max(initial=0))",
+        "int(inside[:1].mean())",
     ),
     Mutant("documents: worst fit", "data.rows", "(fitting & -fitting).bit_length()", "fitting.bit_length()"),
     Mutant(
@@ -2277,6 +2281,18 @@ MUTANTS = [
         "attention.selection_loss",
         "(number < seen[1][:, None])",
         "(number + 1 < seen[1][:, None])",
+    ),
+    Mutant(
+        "documents: each separator of several in a row begins one",
+        "data.documents",
+        "(np.diff(ends, prepend=-2) > 1) & (ends > 0)",
+        "ends > 0",
+    ),
+    Mutant(
+        "recall: whether a task fits depends on what is drawn",
+        "data.recall.tasks",
+        "len(inserts) * len(longest.statement)",
+        "sum(len(insert.said) for insert in inserts)",
     ),
     Mutant("selection loss: scores without the scale", "attention.selection_loss", " * q.shape[-1] ** -0.5", ""),
     Mutant("selection loss: equal distances", "attention.selection_loss", "turned * bounds.diff() // TURN", "0"),

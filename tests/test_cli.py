@@ -443,7 +443,8 @@ def test_train_detached_then_stop_resume_and_generate(say, tiny: Path, tmp_path:
     refused = say("resume", "latest")
     assert refused.code == 2
     assert "DONE" in refused.err
-    assert len(say("generate", "latest", "--prompt", "the ", "--tokens", "20").out) > 1
+    drawn = say("generate", "latest", "--prompt", "the ", "--tokens", "20").out
+    assert len(drawn) > 1 and drawn != say("generate", "latest", "--prompt", "the ", "--tokens", "20", "--seed", "1").out
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("the " * 30)
     told = say("generate", "latest", "--prompt-file", prompt, "--tokens", "20", "--temperature", "0")

@@ -72,7 +72,7 @@ def beginnings(tokens: np.ndarray, separator: int) -> np.ndarray:
 
 def most_documents(ends: np.ndarray, length: int) -> int:
     """The most documents that `length` tokens in a row can hold, of a text with separators at `ends`, ascending."""
-    if not len(ends):
-        return 1
-    inside = np.searchsorted(ends, ends + length, side="left") - np.arange(len(ends))
-    return 1 + int(inside.max())
+    # Of separators in a row the first alone begins a document, and the first token begins one whatever it is.
+    begins = ends[(np.diff(ends, prepend=-2) > 1) & (ends > 0)]
+    inside = np.searchsorted(begins, begins + length - 1) - np.arange(len(begins))
+    return 1 + int(inside.max(initial=0))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nsa_lab.config import ConfigError, DataConfig, RecallConfig, TrainConfig
 from nsa_lab.config.run import RunConfig
 from nsa_lab.data import Batches, BestFitRows, EvalBatches, StagedBatches, StreamRows, TokenStore
-from nsa_lab.data.documents import Documents, beginnings
+from nsa_lab.data.documents import Documents, beginnings, most_documents
 from nsa_lab.data.recall import by_document, planter
 from nsa_lab.data.rows import best_fit
 
@@ -43,6 +43,15 @@ def batches_of(lengths: list[int], seq_len: int = 16, packing: str = "stream", s
 
 
 MANY = [random.Random(1).choice([1, 3, 9, 30, 70]) for _ in range(120)]
+
+
+def test_the_most_documents_of_some_tokens_in_a_row_is_that_of_all_places() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(500):
+        tokens = np.where(draw.random(draw.integers(1, 40)) < draw.random(), SEP, 7)
+        length = int(draw.integers(1, len(tokens) + 1))
+        found = [len(beginnings(tokens[at : at + length], SEP)) for at in range(len(tokens) - length + 1)]
+        assert most_documents(np.flatnonzero(tokens == SEP), length) == max(found)
 
 
 def test_a_store_finds_what_is_asked_for() -> None:
@@ -151,6 +160,20 @@ def test_best_fit_is_that_of_plain_loops(sizes: list[int], room: int) -> None:
         left.append((min(fitting) if fitting else room) - size)
     found = [room - sum(sizes[item] for item in row) for row in best_fit(sizes, 0, room)]
     assert sorted(found) == sorted(left)
+
+
+def test_a_packed_row_says_where_its_first_token_stands() -> None:
+    """That of the first row's separator, which is not in the text, is the beginning."""
+    tokens = store_of([70, 30, 9, 9, 3])
+    rows = BestFitRows(tokens, 16, SEP)
+    begins = [rows.position(row) for row in range(rows.per_epoch)]
+    assert min(begins) == 0
+    for row, begin in enumerate(begins):
+        first, *rest = rows.window(row)[:3].tolist()
+        if begin == 0:
+            assert [first, *rest] == [SEP, *tokens.read(0, 2)]
+        else:
+            assert [first, *rest] == tokens.read(begin, 3).tolist()
 
 
 @settings(deadline=None)

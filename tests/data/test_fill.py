@@ -144,6 +144,29 @@ def test_identity_is_the_content_wherever_it_lies(corpus: Path, tmp_path: Path) 
     assert here.folder != there.folder and here.identity == there.identity
 
 
+def test_a_file_that_was_written_anew_is_read_anew_whatever_its_size(corpus: Path, tmp_path: Path) -> None:
+    before = prepare(local(corpus), cache=tmp_path / "cache")
+    file = next(path for path in sorted(corpus.iterdir()) if split_fraction(path.read_text(encoding="utf-8")) >= 0.3)
+    changed = file.stat()
+    file.write_bytes(file.read_bytes()[::-1] if file.read_bytes().isascii() else b"x" * changed.st_size)
+    os.utime(file, ns=(changed.st_atime_ns, changed.st_mtime_ns + 1))
+    assert file.stat().st_size == changed.st_size
+    assert prepare(local(corpus), cache=tmp_path / "cache").identity != before.identity
+
+
+def test_identity_is_that_of_both_parts(tmp_path: Path) -> None:
+    texts = [f"document {i}" for i in range(40)]
+    held_out, trained = (
+        next(t for t in texts if split_fraction(t) < 0.3),
+        next(t for t in texts if split_fraction(t) >= 0.3),
+    )
+    identities = set()
+    for name, left_out in (("whole", None), ("validation", held_out), ("training", trained)):
+        fill(ListSource([text for text in texts if text != left_out]), plan(), tmp_path / name)
+        identities.add(read_manifest(tmp_path / name)["identity"])
+    assert len(identities) == 3
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "manifest"])
 def test_damage_is_found_and_named(corpus: Path, tmp_path: Path, refuses, damage: str) -> None:
     dataset = prepare(local(corpus), cache=tmp_path / "cache")
@@ -304,6 +327,45 @@ def test_a_split_too_small_says_which_fraction_would_do(tmp_path: Path, refuses,
     fraction = float(message.rsplit(" ", 1)[1])
     dataset = prepare(local(folder, val_fraction=fraction), seq_len=seq_len, cache=tmp_path / "cache")
     assert len(dataset.validation) > seq_len
+
+
+def test_the_fraction_that_would_do_looks_past_copies_of_a_text(tmp_path: Path, refuses) -> None:
+    """More copies than a manifest has places for, and next in line: they are held out together."""
+    folder = tmp_path / "c"
+    folder.mkdir()
+    texts = [f"document {i} " * 20 for i in range(4)]
+    first = min((str(i) for i in range(100)), key=split_fraction)
+    assert split_fraction(first) < min(map(split_fraction, texts))
+    for index, text in enumerate([*[first] * 20, *texts]):
+        (folder / f"{index}.txt").write_text(text)
+    message = refuses(
+        lambda: prepare(local(folder, val_fraction=1e-6), seq_len=100, cache=tmp_path / "cache"), "data.val_fraction: 0."
+    )
+    fraction = float(message.rsplit(" ", 1)[1])
+    assert len(prepare(local(folder, val_fraction=fraction), seq_len=100, cache=tmp_path / "cache").validation) > 100
+
+
+@pytest.mark.parametrize("short", ["validation", "training"])
+def test_a_split_of_one_sequence_is_enough_and_one_of_a_token_less_is_not(tmp_path: Path, refuses, short: str) -> None:
+    texts = [f"document {i} " * (10 + i) for i in range(20)]
+    held_out, trained = next(
+        (a, b)
+        for a in texts
+        for b in texts
+        if split_fraction(a) < 0.3 <= split_fraction(b) and (len(a) < len(b)) == (short == "validation")
+    )
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "a.txt").write_text(held_out)
+    (folder / "b.txt").write_text(trained)
+    least = min(len(held_out), len(trained)) + 1
+    found = prepare(local(folder), seq_len=least - 1, cache=tmp_path / "cache")
+    assert min(len(found.train), len(found.validation)) == least
+    refuses(
+        lambda: prepare(local(folder), seq_len=least, cache=tmp_path / "cache"),
+        f"{short} holds {least} tokens",
+        f"one sequence needs {least + 1}",
+    )
 
 
 def test_lengths_are_checked(corpus: Path, tmp_path: Path, refuses) -> None:

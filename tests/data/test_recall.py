@@ -134,6 +134,12 @@ def test_names_are_distinct_and_run_out_with_a_word() -> None:
     assert len({fact.question for fact in draw_facts(576, RecallConfig(), rng)}) == 576
 
 
+def test_a_code_is_two_letters_and_a_number_of_three_digits() -> None:
+    facts = draw_facts(300, RecallConfig(names="codes", question="{name}"), np.random.default_rng(0))
+    codes = [fact.question.decode() for fact in facts]
+    assert all(re.fullmatch("[a-z]{2}-[0-9]{3}", code) for code in codes) and any("-0" in code for code in codes)
+
+
 def test_values_are_distinct_where_there_are_as_many() -> None:
     for count, different in ((10, 10), (60, 10)):
         facts = draw_facts(count, RecallConfig(value_length=1), np.random.default_rng(0))

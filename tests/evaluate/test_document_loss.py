@@ -94,6 +94,18 @@ def test_fewer_rows_are_spread_over_all_lengths(model: NSATransformer) -> None:
     assert some.tokens < whole.tokens and len(some.by_length) == len(whole.by_length) == 2
 
 
+def test_the_rows_that_are_read_lie_evenly_among_all(model: NSATransformer) -> None:
+    """Rows stand in the order of their longest document: the first ones alone would be the long documents."""
+    dice = np.random.default_rng(2)
+    text = store([dice.integers(0, 250, length) for length in range(150, 300, 10)])
+    packed = BestFitRows(text, LENGTH, SEPARATOR)
+    rows = [packed_row(packed, third * packed.per_epoch // 3, SEPARATOR) for third in range(3)]
+    read = torch.cat([token_losses(model, window, span)[:filled] for window, filled, span in rows])
+    found = document_loss(model, text, SEPARATOR, LENGTH, rows=3)
+    assert packed.per_epoch > 5 and found.tokens == len(read)
+    assert found.alone == pytest.approx(read.mean().item(), rel=1e-9)
+
+
 def test_a_text_without_an_end_is_refused(model: NSATransformer) -> None:
     with pytest.raises(DataError, match="no document ends"):
         document_loss(model, TokenStore([np.zeros(1000, np.uint8)]), SEPARATOR, LENGTH)

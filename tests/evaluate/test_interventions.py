@@ -164,13 +164,16 @@ def test_effects_are_differences_from_the_model_as_it_is() -> None:
     places = torch.tensor([[40, 41], [99, 100]]).expand(3, 2, 2)
     for place in (40, 41):  # causal: the first stays the likeliest
         tokens[0, place] = model(tokens)[0, place - 1].argmax(-1)
+    tokens[1, 40] = model(tokens)[1, 39].argmax(-1)  # half of an answer is none
     effects = intervene(model, tokens, places, sequences_at_once=2)
     assert [effect.name for effect in effects] == list(INTERVENTIONS)
     logits = model(tokens[:, :-1])
     losses = torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
     answers = torch.zeros_like(losses, dtype=torch.bool)
     answers[:, [39, 40, 98, 99]] = True
-    right = (logits.argmax(-1) == tokens[:, 1:])[:, [39, 40, 98, 99]].view(3, 2, 2).all(-1)
+    tokens_right = (logits.argmax(-1) == tokens[:, 1:])[:, [39, 40, 98, 99]].view(3, 2, 2)
+    right = tokens_right.all(-1)
+    assert tokens_right.any(-1)[1].tolist() == [True, False] and not right[1].any()
     base = effects[0]
     assert base.loss == pytest.approx(losses[~answers].mean().item(), rel=1e-5)
     assert base.answer_loss == pytest.approx(losses[answers].mean().item(), rel=1e-5)

@@ -17,7 +17,7 @@ from nsa_lab.data.recall import Asked, multi_query
 from nsa_lab.evaluate import loss_by_position, retrieval
 from nsa_lab.evaluate.answers import generated, stacked, teacher_forced
 from nsa_lab.evaluate.positions import octaves
-from nsa_lab.evaluate.retrieval import DEPTHS, FORMS, TASKS, _sequence, fits, needles, spread_depths
+from nsa_lab.evaluate.retrieval import DEPTHS, EVERY_TASK, FORMS, TASKS, _sequence, fits, needles, spread_depths
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs.evaluation import found_at_depth
 
@@ -98,6 +98,24 @@ def test_what_does_not_fit_says_so(model: NSATransformer) -> None:
     assert "give more text" in (fits("needle", 5001, RecallConfig(), TEXT) or "")
     with pytest.raises(DataError, match="do not fit"):
         list(retrieval(model, TEXT, [300], tasks=["multi_query"]))
+
+
+@pytest.mark.parametrize(("task", "around"), [("needle", 112), ("twelve_digits", 122), ("multi_query", 456)])
+def test_what_fits_once_fits_whatever_is_drawn(task: str, around: int) -> None:
+    """Names differ in length."""
+    judged = []
+    for length in range(around - 9, around + 9):
+        refused = fits(task, length, RecallConfig(), TEXT)
+        judged.append(refused is None)
+        for number in range(40):
+            draw = np.random.default_rng(number)
+            try:
+                EVERY_TASK[task](length, 0.3, RecallConfig(), draw, TEXT)
+            except DataError:
+                assert refused
+            else:
+                assert refused is None
+    assert judged == sorted(judged) and len({*judged}) == 2
 
 
 def test_needles_stand_at_all_depths() -> None:

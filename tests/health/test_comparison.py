@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,8 @@ def test_far_is_beyond_the_window_and_behind_the_first_block() -> None:
     nsa = configuration().nsa
     assert (nsa.w, nsa.l_sel) == (512, 64)
     assert [is_far(depth, 4096, nsa) for depth in (0.0, 0.01, 0.1, 0.8, 0.9)] == [False, False, True, True, False]
+    edges = [is_far(place / 4096, 4096, nsa) for place in (63, 64, 4096 - 513, 4096 - 512)]
+    assert edges == [False, True, True, False]
 
 
 def test_interventions_are_counted_and_told_in_bits(made: Make) -> None:
@@ -191,6 +194,8 @@ def test_costs_are_shares_of_the_same_seeds(made: Make) -> None:
     assert one.seconds_share == pytest.approx(sum(seconds[:2]) / sum(seconds[3:])) and other.seconds_share == 1
     assert one.runs[0].tokens == 200 * 2 * 2048 and one.runs[0].parameters == 123_456
     assert "other has no run at seed 5 of one: no pairs of those" in found.not_compared
+    fewer = compared(ours[0], *theirs)
+    assert "one has no run at seed 1 of other: no pairs of those" in fewer.not_compared
 
 
 def test_what_differs_in_its_seed_alone_is_one_model(made: Make) -> None:
@@ -534,4 +539,7 @@ def test_every_column_of_the_tables_is_its_own_number(made: Make) -> None:
     assert shown["Models"][2][5] == f"{cost.seconds_share:.3f}" != shown["Models"][2][7] == f"{cost.wall_share:.3f}"
     needles = next(one for one in found.needles if (one.model, one.task, one.length) == ("one", "needle", 4096))
     row = next(row for row in shown["Needles"] if row[:2] == ["needle", "4,096"])
+    unlike = [replace(run, tokens_per_s=[speed]) for run, speed in zip(cost.runs, (1000.0, 3000.0), strict=True)]
+    told = tables(markdown(replace(found, costs=[replace(cost, runs=unlike)])))
+    assert told["Models"][2][8] == "2,000"
     assert needles.every and row[2].endswith(f"[{100 * needles.every.low:.1f}, {100 * needles.every.high:.1f}] of 42")

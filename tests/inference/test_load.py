@@ -37,6 +37,17 @@ def test_a_run_directory_means_its_newest_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(load_model(run_dir).head.weight, models[200].head.weight)
 
 
+def test_what_follows_a_prompt_is_of_the_seed_and_of_the_step(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    for step in (100, 200):
+        write_checkpoint(run_dir, step, save(NSATransformer(configuration().model, seed=step).state_dict()))
+
+    def said(seed: int, step: int | None) -> str:
+        return "".join(complete(run_dir, "def ", 30, Sampling(0.8), seed=seed, step=step))
+
+    assert len({said(0, 100), said(1, 100), said(1, 200)}) == 3 and said(1, None) == said(1, 200)
+
+
 def test_what_is_written_on_does_not_hold_ids_that_pad_the_vocabulary() -> None:
     """A model may have more tokens than its tokenizer; those are never drawn, or they could not be decoded."""
     model = NSATransformer(configuration(model__vocab_size=300, model__n_layers=1).model, seed=1)

@@ -82,3 +82,8 @@ def test_the_likeliest_is_the_lowest_among_equals() -> None:
 def test_no_token_is_drawn_from_logits_that_are_not_finite(value: float, temperature: float) -> None:
     with pytest.raises(ArithmeticError, match="not finite"):
         Sampling(temperature).draw(torch.tensor([0.0, value]), torch.Generator())
+
+
+def test_all_but_one_token_is_all_but_the_least_likely() -> None:
+    logits = torch.tensor([0.0, 2.0, -1.0, 1.0])
+    assert Sampling(1.0, top_k=3).probabilities(logits).gt(0).tolist() == [True, True, False, True]

@@ -22,12 +22,14 @@ from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import prepare
 from nsa_lab.evaluate import evaluate_run
 from nsa_lab.inference import NoCheckpoint, generate, load_model, ship
+from nsa_lab.inference.model_card import model_card
 from nsa_lab.inference.shipping import new_folder
 from nsa_lab.model import NSATransformer
 from nsa_lab.runs import directory, evaluation, launch, names
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.evaluation import EVALUATION, wilson
 from nsa_lab.runs.files import write_json
+from nsa_lab.runs.history import History
 from nsa_lab.train.attempt import run
 from nsa_lab.train.parts import Builders
 
@@ -128,6 +130,22 @@ def test_the_card_says_what_the_records_say(shipped: Path, run_dir: Path) -> Non
     assert f"| {documents['tokens']:,} | {documents['alone'] / math.log(2):.3f} |" in card
     effects = found["selection"][0]["interventions"]
     assert " | ".join(f"{effect['accuracy']:.0%}" for effect in effects) in card
+
+
+def test_the_card_tells_what_was_written_apart_errors_in_bits_and_every_length_that_was_judged(run_dir: Path) -> None:
+    found = json.loads((run_dir / EVALUATION).read_text())
+    for cell in found["retrieval"]:
+        cell.update(right=2, answers=4, written=3, written_right=1)
+    found["positions"]["octaves"][0].update(loss=math.log(2), error=0.1 * math.log(2))
+    judged = next(part for part in found["selection"] if part["interventions"])
+    found["selection"] = [{**judged, "interventions": []}, judged, {**judged, "length": 4321}]
+    card = model_card("tiny", History.read(run_dir), found, 1 << 20, ABOUT)
+    cells = sum((cell["task"], cell["length"]) == ("needle", 300) for cell in found["retrieval"])
+    assert f"| needle | {2 * cells} of {4 * cells} (" in card and f"| needle, written | {cells} of {3 * cells} (" in card
+    assert "| 1.000 ± 0.100 |" in card
+    shares = " | ".join(f"{effect['accuracy']:.0%}" for effect in judged["interventions"])
+    rows = [f"| {length} | {judged['sequences']} | {shares} |" for length in (f"{judged['length']:,}", "4,321")]
+    assert "\n".join(rows) in card and card.count(shares) == 2
 
 
 @pytest.mark.slow

@@ -81,3 +81,5 @@ def test_a_pace_counts_what_it_hands_on() -> None:
     assert list(pace.of(iter([5, 6, 7]), 1234)) == [5, 6, 7]
     assert pace.tokens == 3 and 0 < pace.first_s < pace.seconds
     assert str(pace).startswith("1,234 tokens read, the first drawn after ")
+    pace.tokens, pace.first_s, pace.seconds = 5, 1.0, 3.0
+    assert str(pace) == "1,234 tokens read, the first drawn after 1.00 s, then 2.0 tokens/s"

@@ -29,6 +29,13 @@ def test_the_text_is_what_validation_reads_from_a_line_on(config: RunConfig, tmp
     assert len(told) == 60 and (told.splitlines(keepends=True)[0] in LINES or told.startswith("document"))
 
 
+def test_the_text_is_from_the_middle(config: RunConfig, tmp_path: Path) -> None:
+    found = prepare(config.data)
+    middle = len(found.validation) // 2
+    text = found.tokenizer.decode(found.validation.read(middle, 200).tolist())
+    assert held_out_text(write_run(tmp_path / "run", config), 60) == text.partition("\n")[2][:60]
+
+
 def test_nothing_is_filled_for_it(config: RunConfig, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", config)
     for _ in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -76,6 +78,20 @@ def test_the_first_question_shown_is_out_of_reach_and_its_answer_is_named() -> N
     assert f"asked for {key!r}, the answer {text[told]!r} stands at token {told} in block {told // 8}" in words
     assert told <= 52 + 2 * question - 16 and told >= 8
     assert {told + 0.5} <= {line.get_xdata()[0] for line in figure.axes[0].lines}
+
+
+@pytest.mark.parametrize("w", [1, 15, 17])
+def test_the_question_shown_is_the_first_that_nothing_but_a_choice_reaches(w: int) -> None:
+    """Also where the block before a query's own reaches farther back than its window."""
+    nsa = GEOMETRY.model_copy(update={"w": w})
+    for seed in range(40):
+        for sequence, question in itertools.product(range(100), range(TASK.far)):
+            text = letters(TASK, TASK.batch(sequence, 1, seed, ASKED)[0][0])
+            query = 52 + 2 * question
+            told = text.index(text[query]) + 1
+            if 8 <= told < query // 8 * 8 - 8 and told <= query - w:
+                break
+        assert hidden_question(TASK, nsa, seed) == (sequence, question)
 
 
 def test_who_read_a_token_is_told_by_every_choice() -> None:

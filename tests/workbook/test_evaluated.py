@@ -63,6 +63,15 @@ def test_every_view_is_shown(tmp_path: Path, shown: list[Any], seeds: int) -> No
     assert [one.data for one in shown] == ["No two of these models read the text 'no such text' in the same cut."]
 
 
+def test_a_level_that_is_asked_for_is_drawn(tmp_path: Path, shown: list[Any]) -> None:
+    found, pictures = runs_of(tmp_path, 1), []
+    for bar in (None, None, 0.005):
+        shown.clear()
+        found.text("long", bar)
+        pictures.append(shown[1].data)
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
 def test_without_runs_every_view_says_so_and_shows_nothing(tmp_path: Path, shown: list[Any], capsys) -> None:
     found = evaluated(["long-*"], outputs=str(tmp_path))
     for view in (

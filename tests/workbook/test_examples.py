@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from nsa_lab.workbook.examples import fact_in_library, standard_library_text
+import torch
+
+from nsa_lab.workbook.examples import fact_in_library, standard_library_text, text_example
 
 
 def test_a_fact_in_the_library_is_told_once_at_its_depth_and_asked_for_at_the_end() -> None:
@@ -13,3 +15,10 @@ def test_a_fact_in_the_library_is_told_once_at_its_depth_and_asked_for_at_the_en
     assert (
         fact_in_library(4096, 0.3, "argparse.py", seed=1) == (prompt, answer) != fact_in_library(4096, 0.3, "argparse.py")
     )
+
+
+def test_a_document_of_an_example_has_its_own_text_and_numbers() -> None:
+    whole = text_example("a text, and another text", width=4)
+    part = whole.document(8, 24)
+    assert (part.text, part.length) == ("and another text", 16)
+    assert torch.equal(part.q, whole.q[:, 8:24]) and torch.equal(part.v_win, whole.v_win[:, 8:24])

@@ -136,3 +136,11 @@ def test_headless_one_line_is_all(run, trainer, shown, monkeypatch):
     trainer["state"] = directory.DONE
     assert asyncio.run(follow.follow(run)) == directory.DONE
     assert len(shown) == 1 and str(shown[0]).startswith("DONE: step 200/200  bpb")
+
+
+def test_of_a_trainer_that_died_the_end_of_its_log_is_shown(run, trainer, shown, capsys):
+    trainer["state"] = "DEAD"
+    (run / directory.LOG).write_text("\n".join(f"line {number}" for number in range(1, 31)))
+    assert asyncio.run(follow.follow(run, with_widgets=False)) == "DEAD"
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["the trainer left no word; the end of its log:", *(f"line {number}" for number in range(19, 31))]

@@ -113,6 +113,22 @@ def test_ours_is_read_from_the_record(tmp_path):
     assert found["GPU utilisation", "68–73 %", "S4"] == found["selected keys", "721 mean, 1024 max", "S4"] == "not recorded"
 
 
+def test_of_a_step_that_a_run_did_not_get_to_nothing_is_told(tmp_path):
+    found = rows(earlier_reports.table(History.read(write_run(tmp_path))))
+    told = [found[key] for key in found if key[0] in ("loss at step 1,740", "learning rate at step 1,740")]
+    assert told == ["not recorded"] * 2
+
+
+def test_the_time_between_two_attempts_is_no_silence(tmp_path):
+    def resumed(events):
+        for index, event in enumerate(events):
+            later = index >= len(events) // 2
+            event.update(attempt=1 + later, t=1000.0 + 2 * index + 5000 * later)
+
+    found = rows(earlier_reports.table(History.read(write_run(tmp_path, spoil=resumed))))
+    assert found["hang", "“hung at step 5”", "S3"] == "no stalls; the record was silent for 2.0 s at most"
+
+
 def test_a_run_that_recorded_nothing_says_so_in_every_row(tmp_path):
     history = History.read(write_run(tmp_path, spoil=lambda events: events[-1:]))
     ours = list(rows(earlier_reports.table(history)).values())[2:]

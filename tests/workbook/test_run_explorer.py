@@ -37,6 +37,20 @@ def test_numbers_are_those_of_the_last_reading_before_the_step(pair):
     assert set(compare.numbers_at(pair, 1, -1).split()) >= {"–"}
 
 
+def test_numbers_are_those_of_the_layer_and_none_where_a_run_has_no_such_layer(tmp_path):
+    """Runs of unlike depth stand beside each other."""
+
+    def unlike(events):
+        for event in events:
+            if "gate_entropy" in event:
+                event["gate_entropy"] = [0.5, 0.6, 0.7]
+
+    run = write_run(tmp_path, spoil=unlike)
+    for layer, told in enumerate(["0.500", "0.600", "0.700", "–"]):
+        (line,) = [row for row in compare.numbers_at([run], layer, 110).splitlines() if row.startswith("gate entropy")]
+        assert line.split()[-1].lstrip("│") == told
+
+
 def test_what_cannot_be_drawn_is_explained(pair):
     with pytest.raises(NoCheckpoint, match="no checkpoint here"):
         compare.selection_map(pair[0], 0, 0)

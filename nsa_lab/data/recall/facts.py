@@ -53,10 +53,15 @@ def draw_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> li
     return [_fact(name, value, recall) for name, value in zip(names, _values(count, recall, rng), strict=True)]
 
 
+def longest_fact(recall: RecallConfig) -> Fact:
+    """As long as any that is drawn."""
+    longest = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS)) if recall.names == "words" else len("kq-417")
+    return _fact("x" * longest, "x" * recall.value_length, recall)
+
+
 def fact_bytes(recall: RecallConfig) -> int:
     """The most that a fact, its question and its answer may take."""
-    longest = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS)) if recall.names == "words" else len("kq-417")
-    fact = _fact("x" * longest, "x" * recall.value_length, recall)
+    fact = longest_fact(recall)
     return len(fact.statement) + len(fact.question) + len(fact.value + ANSWER_END)
 
 

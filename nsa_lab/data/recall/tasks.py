@@ -12,7 +12,7 @@ import numpy as np
 
 from nsa_lab.config import RecallConfig
 from nsa_lab.data.errors import DataError
-from nsa_lab.data.recall.facts import ANSWER_END, Fact, draw_facts
+from nsa_lab.data.recall.facts import ANSWER_END, Fact, draw_facts, longest_fact
 from nsa_lab.data.recall.planting import Insert, woven
 
 
@@ -26,17 +26,18 @@ class Asked(NamedTuple):
 def needle(length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray) -> Asked:
     """One fact at `depth` (0: the beginning, 1: just before the question) of `length` bytes that end with its answer.
 
-    `text` is int64, at least as long. Raises `DataError` where it or `length` is too short.
+    `text` is int64, at least as long. Raises `DataError` where it or `length` is too short, for the longest names there
+    are: whether a task fits into a length does not depend on what is drawn.
     """
     (fact,) = draw_facts(1, recall, rng)
-    return _asked(length, [Insert(depth, fact.statement)], [fact], rng, text)
+    return _asked(length, [Insert(depth, fact.statement)], [fact], recall, rng, text)
 
 
 def multi_key(length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray) -> Asked:
     """`needle` among one fact for every `bytes_per_fact` bytes, at random places, that nobody asks for."""
     fact, *others = draw_facts(1 + max(1, length // recall.bytes_per_fact), recall, rng)
     inserts = [Insert(depth, fact.statement), *(Insert(rng.random(), other.statement) for other in others)]
-    return _asked(length, inserts, [fact], rng, text)
+    return _asked(length, inserts, [fact], recall, rng, text)
 
 
 def multi_query(
@@ -46,17 +47,24 @@ def multi_query(
     facts = draw_facts(queries, recall, rng)
     places = [depth, *rng.random(queries - 1)]
     inserts = [Insert(place, fact.statement) for place, fact in zip(places, facts, strict=True)]
-    return _asked(length, inserts, facts, rng, text)
+    return _asked(length, inserts, facts, recall, rng, text)
 
 
-def _asked(length: int, inserts: list[Insert], asked: list[Fact], rng: np.random.Generator, text: np.ndarray) -> Asked:
+def _asked(
+    length: int,
+    inserts: list[Insert],
+    asked: list[Fact],
+    recall: RecallConfig,
+    rng: np.random.Generator,
+    text: np.ndarray,
+) -> Asked:
     pieces = [piece for fact in asked for piece in (fact.question, fact.value, ANSWER_END)][:-1]
-    body = length - sum(map(len, pieces))
-    told = sum(len(insert.said) for insert in inserts)
-    if told > body:
+    body, longest = length - sum(map(len, pieces)), longest_fact(recall)
+    most = len(inserts) * len(longest.statement) + len(asked) * len(longest.question + longest.value + ANSWER_END) - 1
+    if most > length:
         raise DataError(
-            f"{len(inserts)} facts and {len(asked)} questions take {told + length - body} bytes and do not fit into "
-            f"{length}; ask at greater lengths"
+            f"{len(inserts)} facts and {len(asked)} questions take up to {most} bytes and do not fit into {length}; ask at "
+            "greater lengths"
         )
     if len(text) < length:
         raise DataError(f"the text has {len(text)} bytes, and {length} are asked for; give more text, or ask at less")
