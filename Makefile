@@ -47,8 +47,8 @@ fast-tests: $(READY)
 	$(PYTEST) tests -m "not slow and not soak and not gpu and not browser" -n 2 --dist worksteal -q
 
 all-tests: $(READY)
-	@echo "==> tests, in three processes: some wait, for a trainer or for time to pass"
-	$(PYTEST) tests -m "not soak" -n 3 --dist worksteal
+	@echo "==> tests, in two processes"
+	$(PYTEST) tests -m "not soak" -n 2 --dist worksteal
 
 soak: $(READY)  ## The tests that take minutes: long chains of kills over two ranks, kernels compiled for every architecture
 	$(PYTEST) tests -m soak -n 2 --dist worksteal
