@@ -57,7 +57,7 @@ architectures: $(READY)  ## Compile every kernel for every GPU that is named, at
 	$(PYTEST) tests/kernels/test_compiling.py -n 2 --dist worksteal -q
 
 mutants: $(READY)  ## Plant faults in the library, one by one; the tests must catch every one
-	@$(BIN)/python tests/mutants.py
+	@$(BIN)/python tests/mutants/run.py
 
 format: $(READY)
 	@echo "==> ruff format"

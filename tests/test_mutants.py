@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, ROOT, SUITES, source
+from mutants import MUTANTS
+from mutants.run import ROOT, list_stale
+from mutants.suites import SUITES
 
-SCRIPT = Path(__file__).with_name("mutants.py")
+SCRIPT = Path(__file__).parent / "mutants" / "run.py"
 HANDFUL = (
     "torch: eq. 9 read",
     "torch: backward without delta",
@@ -23,12 +25,7 @@ HANDFUL = (
 
 
 def test_every_mutant_still_applies() -> None:
-    stale = [m.name for m in MUTANTS if source(m.module).read_text(encoding="utf-8").count(m.old) != 1]
-    assert not stale and len(MUTANTS) >= 110
-
-
-def test_the_readme_counts_them() -> None:
-    assert f"`make mutants` plants {len(MUTANTS)} faults" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not list_stale() and len(MUTANTS) >= 110
 
 
 @pytest.mark.slow

@@ -1,0 +1,87 @@
+"""Mutants of nsa_lab/config: one planted fault each."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "config: a stage's graphs are those of the run",
+        "config.run",
+        "return self.runtime.cuda_graph if stage.cuda_graph is None else stage.cuda_graph",
+        "return self.runtime.cuda_graph",
+    ),
+    # What a user, or a stranger, gives.
+    Mutant("yaml: the last of two keys is taken", "config.yaml_text", "if key.value in seen:", "if False:"),
+    Mutant("yaml: minutes and seconds are a number", "config.yaml_text", "[-+]?(0|[1-9][\\d_]*|", "[-+]?(0|[1-9][\\d_:]*|"),
+    Mutant("yaml: keys of any kind", "config.yaml_text", 'if key.tag not in (f"{TAG}str", f"{TAG}merge"):', "if False:"),
+    Mutant("yaml: nesting without end", "config.yaml_text", "if self._depth == DEEPEST:", "if False:"),
+    Mutant("indexer: plain means", "config.model", '"pool" if self', '"avg" if self'),
+    Mutant("indexer: one token is weighed", "config.model", "self.indexer_block > 1 else", "self.indexer_block > 0 else"),
+    Mutant("indexer: the heads' blocks", "config.model", "if not self.indexed:", "if True:"),
+    Mutant(
+        "indexer: blocks that overlap", "config.model", '"d": self.indexer_block', '"d": max(1, self.indexer_block // 2)'
+    ),
+    Mutant(
+        "overrides: nothing takes the place of a section",
+        "config.run",
+        "elif value is None and isinstance(merged.get(section), dict):",
+        "elif value is ... and isinstance(merged.get(section), dict):",
+    ),
+    Mutant(
+        "config: the longest stage is the last",
+        "config.training",
+        "return max(self.plan, key=lambda stage: stage.seq_len)",
+        "return self.plan[-1]",
+    ),
+    Mutant(
+        "config: a rate may not stay where it is",
+        "config.training",
+        "if self.min_lr > self.lr:",
+        "if self.min_lr >= self.lr:",
+    ),
+    Mutant(
+        "overrides: a value ends at its last equals sign",
+        "config.run",
+        'text.partition("=")',
+        'text.rpartition("=")',
+    ),
+    Mutant("n-grams: tables that nothing reads count", "config.model", "if not self.ngrams:", "if False:"),
+    # The configuration.
+    Mutant("config: unknown keys ignored", "config.section", 'extra="forbid"', 'extra="ignore"'),
+    Mutant("config: a stride that does not divide the block", "config.model", "if length % self.d:", "if False:"),
+    Mutant("config: no room for the forced blocks", "config.model", "if self.n_sel < FORCED_BLOCKS:", "if self.n_sel < 1:"),
+    Mutant(
+        "config: steps counted in forward passes",
+        "config.training",
+        "return self.sequences_per_step * self.seq_len",
+        "return self.batch_size * self.seq_len",
+    ),
+    Mutant(
+        "sweep: a variant may set the seed",
+        "config.sweep",
+        "if taken := [key for key in keys if key in ITS_OWN]:",
+        "if taken := []:",
+    ),
+    Mutant(
+        "config: muon of sharded matrices",
+        "config.run",
+        'self.train.optimizer == "muon" and self.runtime.parallel == "fsdp"',
+        'self.train.optimizer == "muon" and self.runtime.parallel == "no"',
+    ),
+    Mutant(
+        "config: runs that knew of no muon get another hash",
+        "config.run",
+        '        "optimizer": "adamw",\n',
+        "",
+    ),
+    Mutant(
+        "stages: a budget of tokens is overdrawn",
+        "config.training",
+        "self.token_budget // self.tokens_per_step)",
+        "-(-self.token_budget // self.tokens_per_step))",
+    ),
+    Mutant(
+        "recall: a value is told in a form of its own", "config.data", "if any(form or conversion", "if any(False and form"
+    ),
+]

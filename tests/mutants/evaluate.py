@@ -1,0 +1,80 @@
+"""Mutants of nsa_lab/evaluate: one planted fault each."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "evaluation: a document that is read alone sees those before it",
+        "evaluate.documents",
+        "for reading in (span, None))",
+        "for reading in (None, None))",
+    ),
+    Mutant(
+        "evaluation: padding counts as text of documents",
+        "evaluate.documents",
+        "window, reading)[:filled]",
+        "window, reading)",
+    ),
+    Mutant(
+        "reach: facts inside the window",
+        "evaluate.reach",
+        "nearest = length - max(nsa.w, 2 * nsa.l_sel) - longest",
+        "nearest = length - longest",
+    ),
+    Mutant("reach: facts in the first block", "evaluate.reach", "first, last = nsa.l_sel / body,", "first, last = 0.0,"),
+    Mutant(
+        "retrieval: any question is the one at the depth",
+        "evaluate.retrieval",
+        "found[0][:, 0].all(-1)",
+        "found[0][:, -1].all(-1)",
+    ),
+    Mutant("reach: few enough for luck", "evaluate.reach", "SEQUENCES = 16", "SEQUENCES = 4"),
+    Mutant(
+        "evaluation: an answer's token from its own logits",
+        "evaluate.answers",
+        "places.flatten(1) - 1",
+        "places.flatten(1)",
+    ),
+    Mutant(
+        "evaluation: the oracle looks ahead",
+        "evaluate.choices",
+        "(s > t[:, None])[None, :, None, None]",
+        "(s > t[:, None] + nsa.l_sel)[None, :, None, None]",
+    ),
+    Mutant(
+        "evaluation: every part of the sequences throws the same dice",
+        "evaluate.interventions",
+        "forward(model, rows, intervention, generator)",
+        "forward(model, rows, intervention, seed)",
+    ),
+    Mutant(
+        "evaluation: a silenced branch is only halved",
+        "evaluate.interventions",
+        "torch.zeros_like(out) if name",
+        "0.5 * out if name",
+    ),
+    Mutant(
+        "evaluation: twice as many blocks are as many as ever",
+        "evaluate.interventions",
+        "nsa.n_sel * intervention.times",
+        "nsa.n_sel",
+    ),
+    Mutant("tiny recall: the selection loss is left out", "evaluate.tiny_recall", " + model.auxiliary_loss()", ""),
+    Mutant("tiny recall: asked with what it was trained on", "evaluate.tiny_recall", "asked, seed, ASKED)", "asked, seed)"),
+    Mutant("tiny recall: near questions count too", "evaluate.tiny_recall", "questions[:, -task.far :]", "questions"),
+    Mutant(
+        "tiny recall: a far pair is told where another is",
+        "evaluate.tiny_recall",
+        "places[:, :far], last]",
+        "places[:, -far:], last]",
+    ),
+    Mutant(
+        "retrieval: interventions at shallow depths alone",
+        "evaluate.retrieval",
+        "number * len(DEPTHS) // count % len",
+        "number % len",
+    ),
+    Mutant("retrieval: the last sequences are written", "evaluate.retrieval", "asked[:written]", "asked[-written:]"),
+]

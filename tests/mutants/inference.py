@@ -1,0 +1,158 @@
+"""Mutants of nsa_lab/inference: one planted fault each."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "decoding: a sequence's first key is mixed with what the cache held",
+        "inference.cache.storage",
+        "return kept.masked_fill((step.lengths == 0).view(-1, 1, 1, 1, 1), 0)",
+        "return kept",
+    ),
+    Mutant(
+        "decoding: a recorded step stands still",
+        "inference.recorded",
+        "cache.lengths.add_(self._counts)",
+        "cache.lengths.add_(0 * self._counts)",
+    ),
+    Mutant(
+        "decoding: a residual is lost",
+        "inference.maps",
+        "out.append(found if residual is None else residual + found)",
+        "out.append(found)",
+    ),
+    Mutant(
+        "decoding: blocks that overlap forget what they share", "inference.memory", "return nsa.l - 1 + STEP", "return STEP"
+    ),
+    Mutant(
+        "decoding: padding past a sequence's room begins its neighbour",
+        "inference.cache.step",
+        "torch.where(places < capacity, rows * capacity + places, len(rows) * capacity)",
+        "(rows * capacity + places).clamp_max(len(rows) * capacity)",
+    ),
+    Mutant(
+        "decoding: what is worked out for one ring is taken for all",
+        "inference.cache.step",
+        'self._once(("ring", slots),',
+        'self._once("ring",',
+    ),
+    Mutant(
+        "decoding: padding makes a sequence longer",
+        "inference.decode",
+        "self.cache.advance(own)",
+        "self.cache.advance([part.shape[1]] * len(part))",
+    ),
+    Mutant(
+        "decoding: a ring begins with the padding of its prompt",
+        "inference.cache.step",
+        "last = self.counts[:, None] - 1",
+        "last = self.counts[:, None] * 0 + self.width - 1",
+    ),
+    Mutant(
+        "decoding: a convolution reads the token itself",
+        "inference.cache.step",
+        "_in_ring(self.rows, self.positions[:, :1] + back, slots)",
+        "_in_ring(self.rows, self.positions[:, :1] + back + 1, slots)",
+    ),
+    Mutant(
+        "generation: the seed is not used", "inference.generate", "manual_seed(seed or 0)", "manual_seed(seed and 0 or 0)"
+    ),
+    Mutant(
+        "decoding: a recorded step completes no block", "inference.cache.compressed", "-(-step.width // self.nsa.d)", "0"
+    ),
+    Mutant(
+        "decoding: a recorded step forgets which rows are padding",
+        "inference.recorded",
+        "self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)",
+        "self._counts.fill_(1)",
+    ),
+    Mutant("decoding: a recording outlives its cache", "inference.decode", "self._recorded = None\n\n", "pass\n\n"),
+    Mutant(
+        "decoding: lengths are elsewhere after a step",
+        "inference.cache.model",
+        "self.lengths.copy_(torch.tensor(self.starts, dtype=torch.int32), non_blocking=True)",
+        "self.lengths = torch.tensor(self.starts, dtype=torch.int32, device=self.lengths.device)",
+    ),
+    Mutant("generation: nothing stops it", "inference.generate", "stops.reached(answers[row])", "False"),
+    Mutant(
+        "generation: ids past the tokenizer's are drawn",
+        "inference.generate",
+        "logits[:, :drawable]",
+        "logits[:, :None]",
+    ),
+    Mutant(
+        "generation: a stop by its last token alone",
+        "inference.stops",
+        "list(drawn[-len(end) :]) == end",
+        "drawn[-1:] == end[-1:]",
+    ),
+    Mutant("generation: no separator before the prompt", "inference.text", "[tokenizer.separator, *map(", "[*map("),
+    Mutant("sampling: temperature multiplies", "inference.sampling", "/ self.temperature)", "* self.temperature)"),
+    Mutant("sampling: top-k drops the last of them", "inference.sampling", "logits < floor", "logits <= floor"),
+    Mutant(
+        "sampling: top-p without the token that reaches it",
+        "inference.sampling",
+        "before = falling.cumsum(-1) - falling",
+        "before = falling.cumsum(-1)",
+    ),
+    Mutant(
+        "memory: an indexer's past is as wide as a head's",
+        "inference.memory",
+        "config.indexed * config.index_width",
+        "config.indexed * config.d_k",
+    ),
+    Mutant(
+        "indexer: a prompt is read by other blocks",
+        "inference.cache.layers",
+        "blocks=blocks, backend",
+        "blocks=None, backend",
+    ),
+    Mutant(
+        "indexer: decoding forgets its unread key",
+        "inference.cache.layers",
+        "before=self.past and self.past.before(step))",
+        "before=None)",
+    ),
+    Mutant(
+        "decode: embeddings are never normed",
+        "inference.cache.model",
+        "return model.embed(tokens)",
+        "return model.embedding(tokens)",
+    ),
+    Mutant(
+        "decoding: what n-grams reach back to is not kept", "inference.cache.model", "self.latest.put(tokens, step)", "pass"
+    ),
+    Mutant(
+        "decoding: what n-grams reach back to stays with its row",
+        "inference.cache.model",
+        "yield self.latest.ring.kept",
+        "pass",
+    ),
+    Mutant(
+        "decoding: padding overwrites what n-grams reach back to",
+        "inference.memory",
+        "return longest - 1 + STEP",
+        "return STEP",
+    ),
+    Mutant(
+        "load: a checkpoint's rotary base is that of no stage",
+        "inference.load",
+        "config.model_at(checkpoints.step_of(folder))",
+        "config.model",
+    ),
+    Mutant(
+        "export-hf: another step than asked for",
+        "inference.hf",
+        "find_checkpoint(run_dir, step)",
+        "find_checkpoint(run_dir)",
+    ),
+    Mutant(
+        "transformers: documents in one row read each other",
+        "inference.hf",
+        "self.model(tokens, span)",
+        "self.model(tokens)",
+    ),
+    Mutant("transformers: a mask of other values is taken", "inference.hf", "mask.eq(0) | mask.eq(1)", "mask.eq(mask)"),
+]

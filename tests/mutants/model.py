@@ -1,0 +1,267 @@
+"""Mutants of nsa_lab/model: one planted fault each."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+MUTANTS = [
+    # The model.
+    Mutant(
+        "model: Q rotated before the head split",
+        "model.attention",
+        "n_kv_groups] * branches], dim=2)\n",
+        "n_kv_groups] * branches], dim=2)\n"
+        "    from nsa_lab.model.layers import rotary_table\n"
+        "    whole = rotary_table(qkv.shape[1], c.n_heads * c.d_k, c.rope_theta, qkv.device)\n"
+        "    q = rotate(qkv[..., : c.n_heads * c.d_k].unsqueeze(2), whole).squeeze(2).unflatten(-1, (c.n_heads, c.d_k))\n",
+    ),
+    Mutant(
+        "model: K not rotated",
+        "model.attention",
+        "n_kv_groups] * branches], dim=2)\n",
+        "n_kv_groups] * branches], dim=2)\n    turned = roped[:, :, c.n_heads :].split(c.n_kv_groups, dim=2)\n",
+    ),
+    Mutant(
+        "model: compressed keys rotated by nothing",
+        "model.attention",
+        "n_kv_groups] * branches], dim=2)\n",
+        "n_kv_groups] * branches], dim=2)\n"
+        "    turned = [roped[:, :, c.n_heads : c.n_heads + c.n_kv_groups], *turned[1:]]\n",
+    ),
+    Mutant(
+        "model: compressed values from the selected branch",
+        "model.attention",
+        "compress(v_cmp, nsa, self.phi_v, ",
+        "compress(v_sel, nsa, self.phi_v, ",
+    ),
+    Mutant(
+        "model: compressed branch cut off from its keys",
+        "model.attention",
+        "compress(k_cmp, nsa, self.phi_k, ",
+        "compress(k_cmp.detach(), nsa, self.phi_k, ",
+    ),
+    Mutant(
+        "model: window on the selected branch's keys",
+        "model.attention",
+        "k_win, v_win, self.gates(x).to(q.dtype)",
+        "k_sel, v_sel, self.gates(x).to(q.dtype)",
+    ),
+    Mutant(
+        "model: gates by branch, then by head",
+        "model.attention",
+        "logits = logits.unflatten(-1, (self.config.n_heads, 3))",
+        "logits = logits.unflatten(-1, (3, self.config.n_heads)).mT",
+    ),
+    Mutant(
+        "model: packed compressed values from the selected branch",
+        "model.attention",
+        "compress_documents(v_cmp, nsa, self.phi_v, ",
+        "compress_documents(v_sel, nsa, self.phi_v, ",
+    ),
+    Mutant("model: a silent branch is heard", "model.attention", "if self.config.silent:", "if False:"),
+    Mutant(
+        "model: the wrong branches are silent",
+        "model.attention",
+        "name in self.config.silent else",
+        "name not in self.config.silent else",
+    ),
+    Mutant("model: softmax gate over the heads", "model.attention", "logits.softmax(-1)", "logits.softmax(-2)"),
+    Mutant(
+        "model: the late key of a document's first token is the last document's",
+        "model.layers",
+        "        if begins is not None:\n",
+        "        if False:\n",
+    ),
+    Mutant("model: late keys are two tokens late", "model.layers", "[first, x[:, :-1]]", "[first, first, x[:, :-2]]"),
+    Mutant(
+        "model: decoding forgets the unread key", "model.layers", "if before is None else before", "if True else before"
+    ),
+    Mutant("model: the selection loss in evaluation too", "model.attention", "return self.training and ", "return "),
+    Mutant("model: the selection loss without its weight", "model.attention", "else taught * weight", "else taught"),
+    Mutant(
+        "model: matching heads of the second group",
+        "model.initial",
+        "[: layer.config.matching_heads] = keys[0, 0]",
+        "[: layer.config.matching_heads] = keys[0, -1]",
+    ),
+    Mutant("model: branches' keys start apart", "model.initial", "keys[1:] = keys[0].clone()", "pass"),
+    Mutant(
+        "model: the short convolution of every group starts as a shift",
+        "model.layers",
+        "self.weight[1, :, 0] = self.weight[0, :, 1:] = 1.0",
+        "self.weight[1] = 1.0",
+    ),
+    Mutant(
+        "model: the short convolution's weights change places", "model.layers", "this, last = self", "last, this = self"
+    ),
+    Mutant("model: a pool does not start as the mean", "model.initial", "ShortConvolution | BlockPool", "ShortConvolution"),
+    Mutant("indexer: its loss reaches the trunk", "model.indexer", "self.qk(x.detach())", "self.qk(x)"),
+    Mutant("indexer: its keys are not those of the token before", "model.indexer", "if self.convolution:", "if False:"),
+    Mutant(
+        "indexer: starts with every group's last head",
+        "model.initial",
+        "queries[:: c.heads_per_group, channels]",
+        "queries[c.heads_per_group - 1 :: c.heads_per_group, channels]",
+    ),
+    Mutant(
+        "indexer: documents are compressed as the heads' keys",
+        "model.attention",
+        "block_rows(span, config.choice_nsa, device)",
+        "block_rows(span, config.nsa, device)",
+    ),
+    Mutant(
+        "indexer: taught by the geometry of the heads' keys",
+        "model.attention",
+        "q, k_cmp, nsa = index or (looking, k_cmp, self.config.nsa)",
+        "q, k_cmp, nsa = (*(index or (looking, k_cmp))[:2], self.config.nsa)",
+    ),
+    Mutant("indexer: its scores are not counted", "model.transformer", "if c.indexed:", "if False:"),
+    Mutant(
+        "indexer: a narrow one is turned by the quickest angles",
+        "model.layers",
+        "return rotary[0][..., ::n], rotary[1][..., ::n]",
+        "return rotary[0][..., : width // 2], rotary[1][..., : width // 2]",
+    ),
+    Mutant("indexer: starts with the window's keys", "model.initial", "found.copy_(keys[1]", "found.copy_(keys[2]"),
+    Mutant("indexer: taught by its own attention", "model.attention", "looking=looking,", "looking=None,"),
+    Mutant(
+        "indexer: the model does not read its blocks", "model.attention", "blocks=blocks, backend", "blocks=None, backend"
+    ),
+    Mutant(
+        "indexer: what is observed are the branch's own blocks",
+        "model.attention",
+        "*self.scoring(x, inputs, rotary, span), backend",
+        "q, k_cmp, nsa, backend",
+    ),
+    Mutant(
+        "model: gates start at zero",
+        "model.initial",
+        "std = (2.0 / (module.in_features + module.out_features)) ** 0.5",
+        "std = 0.0",
+    ),
+    Mutant("model: head starts as large as any other", "model.initial", "std = 1.0 / module.in_features", "pass"),
+    Mutant("model: residual outputs not reduced", "model.initial", "std *= into_residual", "std *= 1.0"),
+    Mutant(
+        "model: embeddings are normed in no model",
+        "model.transformer",
+        "if self.config.embedding_norm else x",
+        "if False else x",
+    ),
+    Mutant(
+        "model: embeddings are normed in every model",
+        "model.transformer",
+        "if self.config.embedding_norm else x",
+        "if True else x",
+    ),
+    Mutant(
+        "n-grams: they reach over a document's begin",
+        "model.ngrams",
+        "(positions[..., None] >= back)",
+        "torch.ones_like(back)",
+    ),
+    Mutant("n-grams: a token 0 is none", "model.ngrams", "(seen + 1)", "seen"),
+    Mutant("n-grams: all lengths share a table", "model.ngrams", " + self.rows * back[:-1]", ""),
+    Mutant("n-grams: the order of tokens does not count", "model.ngrams", ".cumprod(0)", ".cumprod(0)[-1:]"),
+    Mutant("n-grams: high bits do not count", "model.ngrams", "0x2545F4914F6CDD1D, 32", "0x2545F4914F6CDD1D, 63"),
+    Mutant(
+        "n-grams: a model does not say where documents begin",
+        "model.transformer",
+        "self.embed(tokens, positions)",
+        "self.embed(tokens)",
+    ),
+    Mutant(
+        "n-grams: tables are counted as products",
+        "model.transformer",
+        " - self.looked_up_count())",
+        " - self.embedding.weight.numel())",
+    ),
+    Mutant("model: no norm before the MLP", "model.transformer", "self.mlp(self.mlp_norm(x))", "self.mlp(x)"),
+    Mutant("model: the first layer's selection loss alone", "model.transformer", "torch.stack(losses).sum()", "losses[0]"),
+    Mutant("model: a constant of the rotation frozen at 10000", "model.layers", "rate = theta ** (", "rate = 10000.0 ** ("),
+    Mutant(
+        "model: what is not turned is lost",
+        "model.layers",
+        "parts.append(still.to(wide))",
+        "parts.append(0 * still.to(wide))",
+    ),
+    Mutant(
+        "model: gate shares of compressed and selected swapped",
+        "model.statistics",
+        "for i, name in enumerate(BRANCHES)}",
+        "for i, name in zip((1, 0, 2), BRANCHES)}",
+    ),
+    Mutant(
+        "model: keys of all queries counted as one's",
+        "model.statistics",
+        "keys.sum(-1).float()",
+        "keys.sum((1, -1)).float()",
+    ),
+    Mutant(
+        "model: gate entropy in bits", "model.statistics", "share.clamp_min(1e-9).log()", "share.clamp_min(1e-9).log2()"
+    ),
+    Mutant(
+        "model: reuse measured against any block",
+        "model.statistics",
+        "again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1])",
+        "again = (bits[:, 1:, :, :-1])",
+    ),
+    Mutant(
+        "model: reuse measured across documents",
+        "model.statistics",
+        "_mean_of(again, positions[1:] > 0)",
+        "_mean_of(again, positions[1:] >= 0)",
+    ),
+    Mutant(
+        "model: distance to blocks of another document",
+        "model.statistics",
+        "    positions = span.positions()",
+        "    positions = geometry.positions(0, span.queries)",
+    ),
+    Mutant(
+        "model: an indexer's keys of documents lie as the compressed branch's",
+        "model.attention",
+        "kernels.document_table(span, config.choice_nsa, device) if ours and",
+        "kernels.document_table(span, config.nsa, device) if ours and",
+    ),
+    Mutant(
+        "layer: under autocast it takes anything",
+        "model.drop_in",
+        " and {x.dtype, weights} <= set(CAST):",
+        ":",
+    ),
+    Mutant("model: any number is a token", "model.transformer", "if low < 0 or high >= c.vocab_size:", "if low < 0:"),
+    Mutant("model: FLOPs of the forward pass alone", "model.transformer", "BACKWARD_FLOPS = 2.0", "BACKWARD_FLOPS = 0.0"),
+    Mutant(
+        "the layer for other models: a base of rotary that is not handed on",
+        "model.drop_in",
+        "            rope_theta=rope_theta,\n",
+        "",
+    ),
+    Mutant(
+        "the layer for other models: turned as wide as a head, whatever share was asked",
+        "model.drop_in",
+        "c.rotary_width, c.rope_theta",
+        "c.d_k, c.rope_theta",
+    ),
+    Mutant(
+        "the layer for other models: after a pass that failed, the loss of the one before",
+        "model.drop_in",
+        "        self._taught = None  # if this pass fails, the one before it is not the last\n",
+        "",
+    ),
+    Mutant(
+        "n-grams: hashed without the second fold", "model.ngrams", "return (mixed ^ (mixed >> _HALF)) %", "return mixed %"
+    ),
+    Mutant(
+        "an indexer in packed rows: mixed over the borders of documents",
+        "model.attention",
+        "self.indexer(x, rotary, packing and packing.begins)",
+        "self.indexer(x, rotary)",
+    ),
+    Mutant(
+        "a norm in half precision: squares added up in it",
+        "model.layers",
+        "wide = torch.promote_types(x.dtype, torch.float32)\n    return rms",
+        "wide = x.dtype\n    return rms",
+    ),
+]

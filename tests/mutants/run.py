@@ -1,0 +1,186 @@
+"""Plant one fault at a time into the library and run the tests on it: `python tests/mutants/run.py [part of a name ...]`.
+
+A mutant is a piece of source text and its replacement. Each runs in a forked process that imports the changed module, until
+the first test fails. Prints a line per mutant, `caught by <test>` or `SURVIVED`. The exit status is 1 if a mutant survives, if
+one does not apply to the source any more, or if the unchanged library fails.
+
+    --check    only report the mutants whose text does not occur exactly once in its module; runs no test
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import linecache
+import multiprocessing
+import os
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[2]
+# Started as a script, Python puts this folder first, and its files would hide packages of the same names.
+sys.path[:] = [str(ROOT / "tests"), *(p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent)]
+
+from mutants import MUTANTS
+from mutants.mutant import Mutant
+from mutants.suites import MODEL, OTHERS, QUICK, SUITES, attention_tests
+
+WORKERS = 2
+
+
+def import_slow_packages() -> None:
+    """Import what is slow to import and is not the library itself, once; every fork inherits it."""
+    import hypothesis  # noqa: F401
+    import numpy  # noqa: F401
+    import pydantic  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import yaml  # noqa: F401
+
+    if not torch.cuda.is_available():
+        # As in tests/conftest.py, which comes too late here: Triton reads this once, and torch's compiler imports Triton.
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch._dynamo  # noqa: F401
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module from changed text."""
+
+    def __init__(self, name: str, path: Path, text: str) -> None:
+        super().__init__(name, str(path))
+        self.text = text
+
+    def get_code(self, fullname: str) -> object:
+        # Triton's interpreter reads a kernel's source again, through this cache; an entry without a date stays.
+        linecache.cache[self.path] = (len(self.text), None, self.text.splitlines(keepends=True), self.path)
+        return compile(self.text, self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, path: Path, text: str) -> None:
+        self.name, self.path, self.loader = name, path, _Loader(name, path, text)
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_file_location(name, self.path, loader=self.loader) if name == self.name else None
+
+
+class _FirstFailure:
+    """A pytest plugin that remembers which test failed first, and whether it was one; cheap tests go first."""
+
+    name: str | None = None
+    broken: str | None = None
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        """The fast tests of a file before its slow ones: most faults are caught by then."""
+        items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        if report.failed and self.name is None:
+            self.name = report.nodeid
+
+    def pytest_collectreport(self, report: object) -> None:
+        if report.failed and self.broken is None:
+            self.broken = f"{report.nodeid}: {str(report.longrepr).strip().splitlines()[-1]}"
+
+
+def source(module: str) -> Path:
+    path = ROOT / "nsa_lab" / Path(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def run_tests(files: list[str]) -> _FirstFailure:
+    """Run them in this process, file by file, until a test fails."""
+    import pytest
+
+    first = _FirstFailure()
+    options = [
+        "-x",
+        "-q",
+        "-W",
+        "error",
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+        "-k",
+        QUICK,
+        "--rootdir",
+        str(ROOT),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:nbval",
+        "--hypothesis-profile=mutants",
+    ]
+    for file in files:
+        # Folders of its own: pytest numbers those of all processes, and warns where one gets in the way of another.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), TemporaryDirectory() as folder:
+            code = pytest.main([*options, f"--basetemp={folder}/tests", str(ROOT / file)], plugins=[first])
+        if first.name or first.broken:
+            break
+        if code != 0:
+            first.broken = f"pytest ended with {code!r} on {file}"
+            break
+    return first
+
+
+def try_mutant(mutant: Mutant) -> tuple[bool, str]:
+    """Whether the tests caught it, and what to say. Runs in a fork that has not imported the library."""
+    path = source(mutant.module)
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        return False, f"DOES NOT APPLY: its text occurs {text.count(mutant.old)} times in {path.name}"
+    sys.meta_path.insert(0, _Finder(f"nsa_lab.{mutant.module}", path, text.replace(mutant.old, mutant.new)))
+    first = run_tests(SUITES[mutant.module])
+    if first.broken:
+        return False, f"BROKEN: {first.broken}"
+    return (True, f"caught by {first.name}") if first.name else (False, "SURVIVED")
+
+
+def try_unchanged(files: list[str]) -> tuple[bool, str]:
+    first = run_tests(files)
+    return (False, f"FAILS: {first.name or first.broken}") if first.name or first.broken else (True, "passes")
+
+
+def attempt(task: Mutant | list[str]) -> tuple[bool, str]:
+    started = time.monotonic()
+    good, said = try_mutant(task) if isinstance(task, Mutant) else try_unchanged(task)
+    return good, f"{time.monotonic() - started:4.0f} s  {said}"
+
+
+def list_stale() -> list[str]:
+    """Names of the mutants whose text does not occur exactly once in its module."""
+    stale = []
+    for mutant in MUTANTS:
+        path = source(mutant.module)
+        count = path.read_text(encoding="utf-8").count(mutant.old) if path.exists() else 0
+        if count != 1:
+            stale.append(f"{mutant.module}: {mutant.name}: found {count} times")
+    return stale
+
+
+def main(words: list[str]) -> int:
+    if words == ["--check"]:
+        stale = list_stale()
+        print("\n".join([*stale, f"{len(MUTANTS)} mutants, {len(stale)} do not apply"]))
+        return 1 if stale else 0
+    import_slow_packages()
+    started = time.monotonic()
+    chosen = [m for m in MUTANTS if not words or any(word in f"{m.module} {m.name}" for word in words)]
+    suites = [] if words else [attention_tests("dispatch"), MODEL, *map(list, dict.fromkeys(map(tuple, OTHERS.values())))]
+    failed = 0
+    # One fork per task: a mutated module must not be found imported by the next.
+    with multiprocessing.get_context("fork").Pool(WORKERS, maxtasksperchild=1) as pool:
+        names = [f"unchanged: {Path(files[0]).stem} ..." for files in suites] + [m.name for m in chosen]
+        for name, (good, said) in zip(names, pool.imap(attempt, [*suites, *chosen], chunksize=1), strict=True):
+            failed += not good
+            print(f"{name:<66} {said}", flush=True)
+    print(f"{len(chosen)} mutants, {failed} lines to look at, {time.monotonic() - started:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

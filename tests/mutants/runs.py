@@ -1,0 +1,143 @@
+"""Mutants of nsa_lab/runs: one planted fault each."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "names: a list that is cut does not say so",
+        "runs.names",
+        "if len(names) > NAMED else",
+        "if len(names) > 99 else",
+    ),
+    Mutant(
+        "events: an attempt is cut where the next one began alone",
+        "runs.events",
+        "lowest = min(lowest, resumed_at[attempt])",
+        "lowest = resumed_at[attempt]",
+    ),
+    Mutant(
+        "history: the best validation is the worst",
+        "runs.history",
+        "best_validation_bpb=float(np.nanmin(validation))",
+        "best_validation_bpb=float(np.nanmax(validation))",
+    ),
+    Mutant(
+        "history: trouble that ended nothing is a failure",
+        "runs.history",
+        'fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)',
+        'fatal = any(e["kind"] == "error" for e in own)',
+    ),
+    Mutant("checkpoints: weights of any shape will do", "runs.checkpoints", "if written != asked:", "if False:"),
+    Mutant("ranks: GPUs are not counted", "runs.ranks", "if 0 < gpus < ranks:", "if False:"),
+    Mutant(
+        "checkpoints: called as anybody likes",
+        "runs.checkpoints",
+        "if isinstance(step, int) and checkpoint.name !=",
+        "if False and checkpoint.name !=",
+    ),
+    Mutant(
+        "health: an attempt is judged by the settings of the latest",
+        "runs.history",
+        'return watched.applied(self.config, begin["settings"])',
+        "return self.config",
+    ),
+    Mutant(
+        "health: settings that nobody tells are those of config.yaml",
+        "runs.history",
+        'begin.get("config_hash", self.config.hash()) == self.config.hash()',
+        "True",
+    ),
+    Mutant(
+        "report: another median of the speed",
+        "runs.history",
+        "float(np.median(speeds)) for speeds",
+        "float(np.mean(speeds)) for speeds",
+    ),
+    Mutant("report: training told by the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
+    Mutant("report: training told by three long documents", "runs.history", "LATEST_ERROR = 0.05", "LATEST_ERROR = 9"),
+    Mutant("report: training told by its beginning", "runs.history", "len(finite) // 2 and", "len(finite) and"),
+    Mutant(
+        "health: a run is trained anew without its own settings",
+        "runs.anew",
+        "[*first, *(key for key, *_ in unlike_settings(base, changed))]",
+        "first",
+    ),
+    Mutant(
+        "compare: Wilson's interval around the share itself", "runs.evaluation", "share + spread / 2, DEV", "share, DEV"
+    ),
+    Mutant(
+        "sweep: compiling is the pace of the steps after it",
+        "runs.history",
+        'if not compiles and event.get("dt_s") is not None:',
+        'if event.get("dt_s") is not None:',
+    ),
+    Mutant("sweep: two runs on one GPU", "runs.sweep", "[gpu for gpu in gpus if gpu not in busy.values()]", "gpus"),
+    Mutant(
+        "sweep: what was halted is trained again", "runs.sweep", "not in (RUNNING, DONE, HALTED)", "not in (RUNNING, DONE)"
+    ),
+    Mutant("sweep: a trainer that lives has no GPU", "runs.sweep", 'run.status.get("gpu") or gpus[0]', "gpus[0]"),
+    Mutant("sweep: a name for two configurations", "runs.sweep", "            sweep._check_names()\n", ""),
+    Mutant("sweep: an interrupt leaves its runs alone", "runs.sweep", "            self._stop(say)\n", ""),
+    Mutant(
+        "events: a step that was done again counts twice",
+        "runs.events",
+        "lowest = min(lowest, resumed_at[attempt])",
+        'lowest = float("inf")',
+    ),
+    Mutant(
+        "history: losses on different texts are compared",
+        "runs.history",
+        "for run in runs if run.evaluations}) > 1",
+        "for run in runs if run.evaluations}) > 9",
+    ),
+    Mutant(
+        "export: a step that was done again",
+        "runs.export",
+        "for event in history.steps:",
+        'for event in history.of_kind("step")[::-1]:',
+    ),
+    Mutant(
+        "checkpoint: sizes checked, contents not",
+        "runs.checkpoints",
+        'return None if found == entry["sha256"] else',
+        "return None if found else",
+    ),
+    # Nothing lost and nothing silent: ranks, a full disk, damage, stalls.
+    Mutant(
+        "runs: a rank that outlives its supervisor counts as nobody",
+        "runs.lock",
+        "return orphans[0] if orphans else None",
+        "return None",
+    ),
+    Mutant("runs: a reader opens the lock to write", "runs.lock", "os.O_RDONLY | os.O_CLOEXEC", "os.O_RDWR | os.O_CLOEXEC"),
+    Mutant(
+        "damage: an event needs no step",
+        "runs.events",
+        '_COUNTS = ("attempt", "step")',
+        '_COUNTS = ("attempt",)',
+    ),
+    Mutant(
+        "damage: lines that are no events are passed over in silence",
+        "runs.events",
+        '        say_once(f"{path}: {many}, torn',
+        '        str(f"{path}: {many}, torn',
+    ),
+    Mutant(
+        "damage: a cut file of JSON raises",
+        "runs.files",
+        "except (ValueError, RecursionError) as error:",
+        "except RecursionError as error:",
+    ),
+    Mutant("damage: a file is taken for a checkpoint", "runs.checkpoints", "if path.is_dir() and _NUMBER", "if _NUMBER"),
+    Mutant("damage: a manifest may name files elsewhere", "runs.checkpoints", "Path(name).name == name and ", ""),
+    Mutant(
+        "damage: a copied run hides the others",
+        "runs.launch",
+        "        except RunDirectoryError as error:\n            # A copy",
+        "        except ZeroDivisionError as error:\n            # A copy",
+    ),
+    Mutant("report: the speed of the first stage", "runs.history", "tokens_per_s=speeds[-1]", "tokens_per_s=speeds[0]"),
+    Mutant("report: a stage's first step is its pace", "runs.history", 'event["step"] in firsts or event', "event"),
+]

@@ -1,0 +1,336 @@
+"""The tests that have to catch the mutants of a module, the likeliest first."""
+
+from __future__ import annotations
+
+
+def attention_tests(*names: str) -> list[str]:
+    """These files first, then the rest: a mutant meets the tests of its own module before others."""
+    rest = ("definition", "block_choice", "gradcheck", "torch_parity", "causality", "block_arithmetic")
+    return [f"tests/attention/test_{name}.py" for name in dict.fromkeys(names + rest)]
+
+
+def cases(file: str, *names: str) -> list[str]:
+    """Single tests of a file whose others take long: a kernel is interpreted."""
+    return [f"tests/{file}::test_{name}" for name in names]
+
+
+MODEL = [
+    f"tests/model/test_model_{name}.py"
+    for name in ("definition", "silent", "recall", "indexer", "ngrams", "numbers", "observe", "precision", "layer")
+]
+PACKED = cases(
+    "kernels/test_packed.py",
+    "every_tile_of_every_document_has_one_program",
+    "the_whole_equals_brute_force_and_a_neighbour_changes_no_bit",
+)
+BAND = cases(
+    "kernels/band/test_band.py",
+    "the_gradient_of_lse_is_exact",
+    "nothing_at_or_before_t_sees_what_comes_after",
+    "matches_the_definition[window-1x192x3x1x32x32-torch.float32]",
+    "matches_the_definition[compressed-1x45x3x1x192x144-torch.float32]",
+)
+SELECTED = cases(
+    "kernels/selected/test_selected.py",
+    "a_block_that_has_not_begun_counts_as_none",
+    "later_tokens_change_nothing",
+    *(f"matches_the_definition[2x77x6x2x64x32x3x16-random-torch.float32-{way}]" for way in ("union", "gather")),
+    "matches_the_definition[1x75x2x1x32x32x17x16-random-torch.float32-gather]",
+)
+DECODING = cases(
+    "kernels/decoding/test_cached_attention.py",
+    "equals_plain_loops[203+37+130x1-H6G2-32x16-l8d4s16n4w20-torch.float32]",
+    "equals_plain_loops[201+9+64x1-H6G2-32x32-l8d4s16n4w20-index8-torch.float32]",
+    "equals_plain_loops[651+3x2-H6G2-16x16-l32d16s80n5w20-torch.float32]",
+    "scores_of_either_sign_are_ranked",
+    "heads_of_unlike_sharpness",
+    "of_equals_the_lower_index_is_chosen",
+)
+# A fork of this script may start no process, as a filling that is killed needs.
+FILLING = cases(
+    "data/test_fill.py",
+    "nothing_is_lost_and_documents_are_separated",
+    "copies_of_a_text_fall_on_the_same_side",
+    "interruptions_change_nothing",
+    "damage_is_found_and_named",
+)
+# Without the kernels under the interpreter, which take long.
+GRAPHS = cases(
+    "train/test_cuda_graph.py",
+    "steps_of_graphs_are_those_without",
+    "a_graph_serves_long_documents_of_any_lengths",
+    "another_stage_has_graphs_of_its_own",
+    "a_stage_may_have_no_graphs",
+    "gradients_may_scatter_as_those_of_plain_passes_do",
+    "a_part_that_asks_the_host_where_documents_begin_is_found",
+    "what_is_not_a_number_is_no_proof",
+    "a_gradient_that_a_replay_does_not_repeat_is_found",
+    "moments_are_made_before_the_first_capture_alone",
+    "micro_batches_of_a_step_have_one_capacity",
+    "other_documents_are_others_where_there_can_be_any",
+    "other_documents_differ_in_much_of_the_text",
+)
+MASKED = cases(
+    "train/test_masked_run.py",
+    "a_step_is_that_of_the_documents_alone",
+    "an_evaluation_is_that_of_the_documents_alone",
+    "preflight_finds_what_leaks_into_a_neighbour",
+    "preflight_finds_tokens_that_reach_a_neighbour_before_any_layer",
+)
+SUITES = {
+    "attention.span": [*attention_tests("take_over", "span", "dense_limit"), *MODEL],
+    "attention.geometry": attention_tests("block_arithmetic"),
+    "attention.reference": attention_tests(),
+    "attention.compression": attention_tests("packing", "span"),
+    "attention.packing": attention_tests("packing", "span"),
+    "attention.torch_backend": attention_tests("span", "definition", "gradcheck", "torch_parity"),
+    "attention.checks": attention_tests("dispatch"),
+    "attention.dispatch": [*attention_tests("launches", "dispatch"), "tests/model/test_model_indexer.py"],
+    "model.attention": [*MODEL, "tests/inference/test_decode.py"],
+    "model.indexer": MODEL,
+    "model.initial": MODEL,
+    "model.ngrams": ["tests/model/test_model_ngrams.py"],
+    "model.layers": [*MODEL, "tests/inference/test_decode.py"],
+    "model.statistics": MODEL,
+    "model.drop_in": ["tests/model/test_model_layer.py"],
+    "model.transformer": MODEL,
+}
+OTHERS = {
+    "config.section": ["tests/test_config.py"],
+    "cli.benches": ["tests/bench/test_bench_commands.py"],
+    "cli.reading": cases("test_cli.py", "a_report_of_the_record_is_one"),
+    "data.paths": ["tests/data/test_paths.py"],
+    "runs.names": ["tests/runs/test_names.py"],
+    "config.run": [
+        "tests/test_config.py",
+        *cases("train/test_stages.py", "a_stage_says_itself_whether_its_steps_are_graphs"),
+    ],
+    "config.training": [
+        "tests/test_config.py",
+        *cases("train/test_stages.py", "a_budget_of_tokens_is_as_many_whole_steps_as_it_pays_for"),
+    ],
+    "config.model": ["tests/test_config.py", *MODEL],
+    **{f"attention.{part}": ["tests/attention/test_dense_limit.py"] for part in ("dense", "flash")},
+    "attention.padding": ["tests/attention/test_padding.py"],
+    "attention.selection_loss": ["tests/attention/test_selection_loss.py", "tests/attention/test_packing.py"],
+    **{
+        f"health.{part}": [f"tests/health/test_{name}.py" for name in ("stage_verdicts", "verdicts", "edited_records")]
+        for part in ("run", "learning", "steps", "pace", "branches", "selection")
+    },
+    "health.record": [
+        "tests/health/test_attempts.py",
+        "tests/health/test_verdicts.py",
+        "tests/health/test_edited_records.py",
+    ],
+    "health.twins": ["tests/health/test_verdicts.py", "tests/health/test_paired.py"],
+    "bench.decode_operator": cases("bench/test_decode_bench.py", "what_is_not_a_number_gets_no_speed"),
+    "inference.hf": cases(
+        "inference/test_hf.py",
+        "documents_in_one_row_are_documents_alone",
+        "masks_and_positions_that_say_something_else_are_refused",
+        "the_step_that_is_asked_for_is_exported_as_its_stage_has_it",
+    ),
+    "bench.records": ["tests/bench/test_records.py"],
+    "bench.attention": ["tests/bench/test_records.py", "tests/bench/test_attention_bench.py"],
+    "bench.attention_parity": ["tests/bench/test_attention_bench.py"],
+    "bench.tune": ["tests/bench/test_tune.py"],
+    "bench.timing": cases("bench/test_train_bench.py", "a_product_that_was_disturbed_once_does_not_set_the_rate"),
+    "bench.attention_limits": ["tests/bench/test_attention_limits.py"],
+    "workbook.run_explorer": ["tests/workbook/test_run_explorer.py"],
+    "workbook.beside": ["tests/workbook/test_beside.py"],
+    "report.header": cases(
+        "train/test_evaluation.py", "the_record_says_what_was_evaluated_and_different_texts_are_not_compared"
+    ),
+    "report": cases("report/test_report.py", "the_first_screen_says_what_happened"),
+    "figures.query": cases("workbook/test_reads.py", "the_bar_of_a_token_stands_inside_its_block"),
+    "figures.tiny_recall": cases("evaluate/test_tiny_recall.py", "a_model_keeps_its_colour_from_one_picture_to_the_next"),
+    "figures.differences": ["tests/workbook/test_differences.py"],
+    "figures.retrieval": ["tests/workbook/test_evaluated.py"],
+    "workbook.evaluated": ["tests/workbook/test_evaluated.py"],
+    "health.paired": ["tests/health/test_paired.py"],
+    "health.shares": ["tests/health/test_comparison.py"],
+    "runs.evaluation": ["tests/health/test_comparison.py", "tests/inference/test_shipping.py"],
+    "health.models": ["tests/health/test_comparison.py"],
+    "health.text_pairs": ["tests/health/test_comparison.py"],
+    "health.comparison": ["tests/health/test_comparison.py"],
+    "train.twin": ["tests/train/test_twin.py"],
+    "runs.events": [
+        "tests/runs/test_reading.py",
+        "tests/train/test_telemetry.py",
+        "tests/runs/test_damaged_records.py",
+        "tests/health/test_verdicts.py",
+    ],
+    "train.guard": ["tests/train/test_guard.py"],
+    "train.plan": ["tests/train/test_plan.py"],
+    "train.schedule": ["tests/train/test_schedule.py"],
+    "train.step": ["tests/train/test_step.py", *MASKED, *GRAPHS],
+    "train.cuda_graph": GRAPHS,
+    "train.muon": ["tests/train/test_muon.py"],
+    "train.snapshot": [
+        "tests/train/test_going_on.py",
+        *cases("train/test_run.py", "a_run_without_a_word_of_its_optimiser_goes_on_with_adamw_alone"),
+    ],
+    "train.documents": [*GRAPHS, *MASKED, *cases("train/test_switch.py", "the_first_step_of_each_room")],
+    "train.preflight.leakage": MASKED,
+    "attention.kernels.choice": cases(
+        "kernels/test_choice.py",
+        "of_two_equals_the_higher_gives_way_to_a_better_block",
+        "matches_the_definition[1x130x3x3x32-torch.float32]",
+        "matches_the_definition[2x77x6x2x32-torch.float32]",
+        "matches_the_definition[1x230x2x1x144-torch.float32]",
+        "one_head_with_blocks_side_by_side_needs_no_lse[2x77x2x32-torch.float32-sharp]",
+        "one_head_with_blocks_side_by_side_needs_no_lse[1x700x1x16-torch.float32-sharp]",
+        "without_an_lse_ties_go_to_the_lower_index[2x77x2x32]",
+    ),
+    "attention.kernels.band.forward": BAND,
+    "attention.kernels.band.bounds": BAND,
+    "attention.kernels.band.backward": [*BAND, *PACKED],
+    "attention.kernels.documents": PACKED,
+    "attention.kernels.selected.inverted_index": PACKED,
+    "attention.kernels.tiles": ["tests/kernels/test_tiles.py", *SELECTED, *BAND],
+    "attention.kernels.selected.forward": SELECTED,
+    "attention.kernels.selected.backward": SELECTED,
+    **{f"attention.kernels.decoding.{part}": DECODING for part in ("keys", "attend", "choose", "merge")},
+    "attention.kernels.decoding.append": ["tests/kernels/decoding/test_append.py"],
+    "attention.kernels.decoding.complete": ["tests/kernels/decoding/test_append.py"],
+    "attention.kernels.decoding.linear": ["tests/kernels/decoding/test_linear.py"],
+    "attention.kernels.ahead": ["tests/kernels/test_launching.py"],
+    "attention.kernels.launching": ["tests/kernels/test_launching.py"],
+    "attention.kernels.launch_table": ["tests/kernels/test_launch_table.py"],
+    "attention.kernels.gating": ["tests/kernels/test_gating.py"],
+    "attention.kernels.operator": cases(
+        "model/test_model_indexer.py", "under_the_interpreter_blocks_from_outside_are_read"
+    ),
+    "train.preflight.checks": ["tests/train/test_preflight.py"],
+    "train.preflight.parity": ["tests/train/test_preflight.py"],
+    "attention.decoding": attention_tests("decoding", "narrow"),
+    "attention.narrow": ["tests/attention/test_narrow.py"],
+    **{f"inference.{part}": ["tests/inference/test_decode.py"] for part in ("decode", "maps", "memory", "recorded")},
+    **{
+        f"inference.cache.{part}": ["tests/inference/test_decode.py"]
+        for part in ("compressed", "layers", "model", "step", "storage")
+    },
+    "inference.generate": ["tests/inference/test_generate.py", "tests/inference/test_load.py"],
+    "inference.sampling": ["tests/inference/test_sampling.py"],
+    "inference.stops": ["tests/inference/test_generate.py"],
+    "inference.text": ["tests/inference/test_text.py"],
+    **{f"data.{part}": ["tests/data/test_batches.py", "tests/data/test_documents.py"] for part in ("batches", "rows")},
+    "data.documents": ["tests/data/test_documents.py"],
+    "data.fill": [*FILLING, *cases("train/test_masked_run.py", "short_documents_are_left_out_of_both_parts")],
+    "data.shards": ["tests/data/test_batches.py", "tests/data/test_stage_text.py", *FILLING],
+    "data.tokenizer": ["tests/data/test_tokenizer.py"],
+    "data.sources.local": ["tests/data/test_sources.py"],
+    "config.yaml_text": ["tests/test_config.py"],
+    "report.inert": ["tests/report/test_inert.py"],
+    "health.worth": ["tests/health/test_worth.py"],
+    "health.suspect": ["tests/health/test_worth.py"],
+    "figures.style": cases(
+        "workbook/test_reads.py", "panels_in_a_row_keep_their_numbers_where_they_stand_below_each_other"
+    ),
+    "runs.anew": ["tests/runs/test_anew.py"],
+    "report.once": cases(
+        "report/test_one_number.py",
+        "what_the_header_says_a_notebook_below_it_does_not",
+        "of_a_halted_run_what_to_do_stands_once_on_the_page",
+    ),
+    "workbook.notebook": ["tests/workbook/test_notebook.py"],
+    "train.parts": [
+        *cases("train/test_switch.py", "blocks_keep_what_every_stage_compiles"),
+        "tests/train/test_stages.py",
+    ],
+    "inference.load": cases("train/test_stages.py", "a_checkpoint_computes_with_the_rotary_base_of_its_stage"),
+    "data.staged": [
+        "tests/data/test_stage_text.py",
+        "tests/data/test_documents.py",
+        "tests/train/test_stages.py",
+        "tests/train/test_evaluation.py",
+    ],
+    "config.data": ["tests/data/test_recall.py"],
+    "data.recall.facts": ["tests/data/test_recall.py"],
+    "data.recall.tasks": ["tests/evaluate/test_retrieval.py", "tests/data/test_recall.py"],
+    "data.recall.planting": ["tests/data/test_recall.py", "tests/data/test_stage_text.py"],
+    "evaluate.answers": ["tests/evaluate/test_retrieval.py"],
+    "evaluate.choices": ["tests/evaluate/test_interventions.py"],
+    "evaluate.reach": ["tests/evaluate/test_reach.py"],
+    "evaluate.retrieval": ["tests/evaluate/test_retrieval.py"],
+    "evaluate.documents": ["tests/evaluate/test_document_loss.py"],
+    "evaluate.interventions": ["tests/evaluate/test_interventions.py"],
+    "evaluate.tiny_recall": cases(
+        "evaluate/test_tiny_recall.py",
+        "every_question_repeats_a_pair_that_was_told_once",
+        "training_adds_the_selection_loss_and_repeats_itself",
+        "what_is_told_is_that_of_the_far_questions_of_fresh_sequences",
+    ),
+    "train.trainer": [
+        "tests/train/test_trainer.py",
+        "tests/train/test_evaluation.py",
+        "tests/train/test_run.py",
+        *cases("train/test_switch.py", "every_number_of_documents_is_rehearsed_where_blocks_are_compiled"),
+    ],
+    "train.saves": cases(
+        "train/test_run.py",
+        "a_run_whose_last_save_failed_is_not_done",
+        "one_failed_save_is_recorded_and_the_next_one_tried",
+    ),
+    "train.checkpoint": ["tests/crash/test_full_disk.py", "tests/crash/test_damage.py", "tests/crash/test_save.py"],
+    "runs.checkpoints": [
+        "tests/runs/test_damaged_records.py",
+        "tests/crash/test_damage.py",
+        "tests/crash/test_save.py",
+        "tests/runs/test_checkpoints.py",
+    ],
+    "runs.lock": [
+        "tests/train/test_ranks.py::test_resume_refuses_while_a_rank_lives_and_names_it",
+        "tests/runs/test_damaged_records.py",
+    ],
+    "runs.files": ["tests/runs/test_damaged_records.py"],
+    "runs.launch": ["tests/runs/test_damaged_records.py"],
+    "runs.ranks": ["tests/train/test_launch.py"],
+    "runs.sweep": ["tests/runs/test_sweep.py"],
+    "config.sweep": ["tests/runs/test_sweep.py"],
+    "health.sweep": ["tests/health/test_sweep_results.py"],
+    # Not the whole file: a mutant's process may have no children of its own.
+    "data.dataset": [
+        "tests/data/test_fill.py::test_a_run_goes_on_from_the_cache_when_its_source_is_gone",
+        "tests/data/test_fill.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
+    ],
+    "train.attempt": [
+        "tests/train/test_going_on.py",
+        "tests/train/test_run.py::test_a_run_resumes_without_its_source_where_the_cache_holds_it_all",
+        "tests/train/test_run.py::test_the_window_of_the_spike_rule_outlives_a_resume",
+    ],
+    "train.ranks": [
+        "tests/train/test_ranks.py::test_the_rank_that_a_signal_ended_is_blamed_before_those_that_fell_after_it"
+    ],
+    "train.telemetry.event_log": ["tests/crash/test_full_disk.py"],
+    "train.telemetry.heartbeat": ["tests/train/test_telemetry.py"],
+    "train.telemetry.mirror": ["tests/crash/test_full_disk.py"],
+    "train.telemetry.phases": ["tests/train/test_telemetry.py"],
+    "train.telemetry.machine": ["tests/train/test_telemetry.py", "tests/train/test_run.py"],
+    "runs.export": ["tests/runs/test_export.py"],
+    "train.measure": ["tests/train/test_evaluation.py", *MASKED],
+    "runs.history": [
+        "tests/runs/test_reading.py",
+        *cases("report/test_one_number.py", "the_list_of_runs_says_verdict_loss_speed_and_model"),
+        *cases(
+            "health/test_verdicts.py",
+            "training_loss_is_told_as_a_mean_of_the_latest_readings",
+            "as_many_readings_as_tell_where_training_stands",
+        ),
+        "tests/health/test_sweep_results.py",
+        "tests/health/test_attempts.py",
+        "tests/train/test_evaluation.py",
+        "tests/runs/test_summary.py",
+    ],
+    "figures.blocks": cases("workbook/test_reads.py", "equation_nine_is_the_overlap_once_its_erratum_is_mended"),
+    "figures.architecture": cases(
+        "workbook/test_reads.py",
+        "the_masks_count_the_pairs_that_the_formulas_count",
+        "the_architecture_counts_the_keys_of_its_query",
+    ),
+    "workbook.show": ["tests/workbook/test_show.py"],
+    "workbook.speeds": cases("workbook/test_speeds.py", "nsa_is_faster_only_where_it_beats_every_dense_contender"),
+}
+SUITES |= OTHERS
+# Long sequences prove parity, not logic; the mutants do without them.
+QUICK = "not 1025 and not 2048 and not 65536 and not needle and not at_the_default_geometry"
