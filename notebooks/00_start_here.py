@@ -54,16 +54,16 @@ outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of
 # %%
 from IPython.display import Markdown
 
-from nsa_lab.workbook import landing
+from nsa_lab.workbook import start_page
 
 # %% [markdown]
 # ## This machine
 
 # %%
-Markdown(landing.machine())
+Markdown(start_page.describe_machine())
 
 # %% [markdown]
 # ## The runs there are
 
 # %%
-Markdown(landing.runs(outputs))
+Markdown(start_page.list_runs(outputs))

@@ -42,11 +42,11 @@ from torch import Tensor
 from nsa_lab import NSAttention, figures, load_model
 from nsa_lab.attention import dense_attention, geometry, nsa_attention, reference, select_blocks, selection_loss
 from nsa_lab.config import ModelConfig, NSAConfig
-from nsa_lab.figures.blocks import equation_nine
+from nsa_lab.figures.blocks import compute_equation_nine
 from nsa_lab.workbook import examples
-from nsa_lab.workbook.query_explorer import explore
-from nsa_lab.workbook.reads import reads_of
-from nsa_lab.workbook.show import fold, show
+from nsa_lab.workbook.display import show_figure, show_folded
+from nsa_lab.workbook.query_attention import compute_reads
+from nsa_lab.workbook.query_explorer import explore_query
 
 # %% [markdown]
 # ## 1 · Why: three numbers
@@ -82,7 +82,7 @@ first = next(T for T in range(1, tokens) if sum(geometry.decode_reads(T, usual).
 print(f"NSA reads fewer keys than dense attention in texts of {first:,} tokens and more")
 
 # %%
-show(figures.reads_by_length([2**k for k in range(5, 17)], usual))
+show_figure(figures.plot_reads_by_length([2**k for k in range(5, 17)], usual))
 
 # %% [markdown]
 # **What to notice.** The black line crosses the dashed one at some 1,600 tokens. From there on only the overview (blue)
@@ -105,8 +105,8 @@ show(figures.reads_by_length([2**k for k in range(5, 17)], usual))
 
 # %%
 toy = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=12)
-example = examples.random_example(64, heads=4, groups=2, width=8)
-show(figures.architecture(reads_of(example, toy, position=57, group=0)))
+example = examples.make_random_example(64, heads=4, groups=2, head_dim=8)
+show_figure(figures.plot_architecture(compute_reads(example, toy, position=57, group=0)))
 
 # %% [markdown]
 # **What to notice.** The compressed branch does two jobs: its output is one part of the answer, and its weights say
@@ -229,7 +229,7 @@ def gated_sum(outputs: tuple[Tensor, ...], gates: Tensor) -> Tensor:
 layer = NSAttention(32, 4, 2, nsa=toy).double()  # a layer of the library, 32 wide, 4 heads in 2 groups
 x = torch.randn(T, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 gates = gates_of(x, layer.attention.gate.weight).detach()
-same("gates", gates, layer.attention.gates(x[None])[0].detach())
+same("gates", gates, layer.attention.compute_gates(x[None])[0].detach())
 three = (q, dense, dense - q)  # any three outputs will do here
 same("gated sum", gated_sum(three, gates), reference.combine(*(out[None] for out in three), gates[None])[0])
 
@@ -277,7 +277,7 @@ members = inside(compression_starts(T, toy), toy.l, T)
 print(f"N = {len(members)} blocks; block 3 is tokens {members[3].nonzero()[:, 0].tolist()}")
 
 # %%
-show(figures.block_geometry(64, toy, position=41))
+show_figure(figures.plot_block_geometry(64, toy, position=41))
 
 # %% [markdown]
 # **What to notice.** Compression blocks (blue) overlap, selection blocks (orange) tile the text, the window (green)
@@ -292,7 +292,9 @@ show(figures.block_geometry(64, toy, position=41))
 
 # %%
 blocks_seen = [int(geometry.visible_compressed(torch.tensor(position), toy)) for position in range(T)]
-fold("What comes out", f"query 50 reads {blocks_seen[50]} blocks; the first that reads any is query {blocks_seen.index(1)}")
+show_folded(
+    "What comes out", f"query 50 reads {blocks_seen[50]} blocks; the first that reads any is query {blocks_seen.index(1)}"
+)
 
 # %% [markdown]
 # <details><summary>Why</summary>
@@ -332,7 +334,7 @@ same("its LSE", lse_cmp, lse[0])
 print("query 6 reads nothing: output all zero:", not out_cmp[6].any().item(), "and LSE =", lse_cmp[6, 0].item())
 
 # %%
-show(figures.visible_blocks(64, toy))
+show_figure(figures.plot_visible_blocks(64, toy))
 
 # %% [markdown]
 # **What to notice.** The staircase climbs one block every $d = 4$ queries, and begins $l - 1 = 7$ tokens late.
@@ -384,13 +386,13 @@ same("importance", importance, library.double(), to=1e-6)  # the library's is in
 for sizes in ({}, {"l": 8, "d": 4, "l_sel": 16}, {"l": 16, "d": 16, "l_sel": 32}, {"l": 64, "d": 16, "l_sel": 32}):
     nsa = NSAConfig(**sizes)
     shared = geometry.overlap(40, 10, nsa)
-    mended, printed = (torch.equal(equation_nine(40, 10, nsa, as_printed=which), shared) for which in (False, True))
+    mended, printed = (torch.equal(compute_equation_nine(40, 10, nsa, as_printed=which), shared) for which in (False, True))
     weights = shared[:, 5][shared[:, 5] > 0].int().tolist()
     agrees = f"eq. 9 agrees mended: {mended}, as printed: {printed}"
     print(f"l, d, l_sel = {nsa.l}, {nsa.d}, {nsa.l_sel}: weights {weights}; {agrees}")
 
 # %%
-show(figures.overlap_weights(NSAConfig(), compressed=12, selection=3))
+show_figure(figures.plot_overlap_weights(NSAConfig(), n_compressed=12, n_selection=3))
 
 # %% [markdown]
 # **What to notice.** In the first picture, block $j = 1$ collects the summaries 3 to 7, which are those that touch its
@@ -409,8 +411,10 @@ needle = torch.zeros(1, 1024, 1, 16, dtype=torch.float64)
 needle[0, 700] = 1.0
 summaries = reference.compress(found, usual)
 p = torch.softmax(needle[0, 700, 0] @ summaries[0, :, 0].T / 4, -1)[: geometry.visible_compressed(torch.tensor(700), usual)]
-ranked = {which: int((p.float() @ equation_nine(len(p), 11, usual, as_printed=which)).argmax()) for which in (False, True)}
-fold("What comes out", f"mended: block {ranked[False]}; as printed: block {ranked[True]}")
+ranked = {
+    which: int((p.float() @ compute_equation_nine(len(p), 11, usual, as_printed=which)).argmax()) for which in (False, True)
+}
+show_folded("What comes out", f"mended: block {ranked[False]}; as printed: block {ranked[True]}")
 
 # %% [markdown]
 # <details><summary>Why</summary>
@@ -458,7 +462,7 @@ for position in (0, 15, 16, 47, 63):
     print(f"query {position:>2}: blocks of group 0 {of_group[0]}, of group 1 {of_group[1]}")
 
 # %%
-show(figures.importance_map(importance[:, 0].float(), listed[0, :, 0], toy, "the toy, group 0"))
+show_figure(figures.plot_importance(importance[:, 0].float(), listed[0, :, 0], toy, "the toy, group 0"))
 
 # %% [markdown]
 # **What to notice.** First the scores, then what becomes of them. The forced blocks are a floor and a diagonal; what is
@@ -471,7 +475,7 @@ show(figures.importance_map(importance[:, 0].float(), listed[0, :, 0], toy, "the
 
 # %%
 alike = choose(torch.ones(64, 1, 8), toy)
-fold("What comes out", "\n".join(f"query {p}: {alike[p, 0].nonzero()[:, 0].tolist()}" for p in (63, 15)))
+show_folded("What comes out", "\n".join(f"query {p}: {alike[p, 0].nonzero()[:, 0].tolist()}" for p in (63, 15)))
 
 # %% [markdown]
 # <details><summary>Why</summary>
@@ -508,7 +512,7 @@ same("selected branch", out_sel, reference.selected_attention(example.q, example
 # %%
 counts = (chosen.repeat_interleave(8, -1) & causal).sum(-1)  # [T, G]
 formula = geometry.selected_keys(57, toy)
-fold(
+show_folded(
     "What comes out",
     f"query 57 reads {counts[57].tolist()} keys in its two groups; the formula without a choice: {formula}",
 )
@@ -542,7 +546,7 @@ out_win, _ = window_attention(q, k_win, v_win, toy)
 same("window branch", out_win, reference.window_attention(example.q, example.k_win, example.v_win, toy)[0][0])
 
 # %%
-show(figures.branch_masks(listed[0, :, 0], toy))
+show_figure(figures.plot_branch_masks(listed[0, :, 0], toy))
 
 # %% [markdown]
 # **What to notice.** Three pictures with gaps take the place of one full triangle. The staircase of the compressed branch
@@ -591,7 +595,7 @@ print("outputs at t > 40 changed:", not torch.equal(before[41:], after[41:]))
 # %%
 lines = []
 for T_short in (1024, 1025, 1200):
-    one = examples.random_example(T_short, heads=2, groups=1, width=16, seed=3)
+    one = examples.make_random_example(T_short, heads=2, groups=1, head_dim=16, seed=3)
     summaries = reference.compress(one.k_cmp, usual)
     _, score = reference.compressed_attention(one.q, summaries, summaries, usual)
     sparse, _ = reference.selected_attention(
@@ -599,7 +603,7 @@ for T_short in (1024, 1025, 1200):
     )
     differs = (sparse - dense_attention(one.q, one.k_sel, one.v_sel)).abs().amax((0, 2, 3)) > 1e-9
     lines.append(f"T = {T_short:,}: {int(differs.sum())} queries differ from dense attention")
-fold("What comes out", "\n".join(lines))
+show_folded("What comes out", "\n".join(lines))
 
 # %% [markdown]
 # <details><summary>Why</summary>
@@ -617,8 +621,10 @@ fold("What comes out", "\n".join(lines))
 
 # %%
 border, t = 26, 36
-alone = example.document(border, 64)
-show(figures.across_documents(reads_of(example, toy, t), reads_of(alone, toy, t - border), [0, border, 64]))
+alone = example.slice_document(border, 64)
+show_figure(
+    figures.plot_document_boundaries(compute_reads(example, toy, t), compute_reads(alone, toy, t - border), [0, border, 64])
+)
 
 # %% [markdown]
 # **What to notice.** Above, every branch of the query reaches across the border; the compressed summaries that span it
@@ -632,12 +638,12 @@ show(figures.across_documents(reads_of(example, toy, t), reads_of(alone, toy, t 
 # back, group 1 looks 12. All branches share keys and values here, so that their reads can be compared.
 
 # %%
-text = examples.text_example(examples.standard_library_text(length))
+text = examples.make_text_example(examples.read_standard_library(length))
 text_k, text_v = reference.compress(text.k_cmp, usual), reference.compress(text.v_cmp, usual)
 _, text_lse = reference.compressed_attention(text.q, text_k, text_v, usual)
 text_importance = reference.block_importance(text.q, text_k, text_lse, usual)
 text_blocks = select_blocks(text.q, text_k, text_lse, usual)
-show(figures.importance_map(text_importance[0, :, 1], text_blocks[0, :, 1], usual, "real text, group 1"))
+show_figure(figures.plot_importance(text_importance[0, :, 1], text_blocks[0, :, 1], usual, "real text, group 1"))
 
 # %% [markdown]
 # **What to notice.** Up to $t = 1{,}023$ everything is chosen, as predicted; then the grey of blocks that are passed over
@@ -656,8 +662,12 @@ show(figures.importance_map(text_importance[0, :, 1], text_blocks[0, :, 1], usua
 
 # %%
 shipped = load_model("needle-8m")
-read_by_it = examples.byte_examples(shipped, examples.standard_library_text(length).encode(), "needle-8m on textwrap.py")
-explore(read_by_it, shipped.config.nsa, min(query, length - 1), layer=shipped.config.n_layers // 2, with_widgets=widgets)
+read_by_it = examples.make_byte_examples(
+    shipped, examples.read_standard_library(length).encode(), "needle-8m on textwrap.py"
+)
+explore_query(
+    read_by_it, shipped.config.nsa, min(query, length - 1), layer=shipped.config.n_layers // 2, use_widgets=widgets
+)
 
 # %% [markdown]
 # **What to notice.** The second row is not the first one added up by blocks, as it was in sections 7 and 14: in this
@@ -799,11 +809,11 @@ layer, indexer = taught.attention, taught.attention.indexer
 for weight in indexer.parameters():
     torch.nn.init.normal_(weight)
 x = torch.randn(T, 32, dtype=torch.float64)
-rotary = taught.rotary(x[None])
+rotary = taught.compute_rotary(x[None])
 index = indexer(x[None], rotary)
 own = index_importance(index.q[0], index.k[0], 2, toy, indexer.phi.score, indexer.phi.place)
 inputs = layer.project(x[None], rotary)
-index_q, index_keys, index_nsa = layer.scoring(x[None], inputs, rotary)
+index_q, index_keys, index_nsa = layer.project_selection_inputs(x[None], inputs, rotary)
 _, index_lse = reference.compressed_attention(index_q, index_keys, index_keys, index_nsa)
 library = reference.block_importance(index_q, index_keys, index_lse, index_nsa)[0]
 # The library's is in float32, as in section 7.
@@ -829,7 +839,7 @@ narrow, lines = NSAConfig(n_sel=4), []
 for block in (32, 8, 1):
     read = choose(index_importance(asking, keys, block, narrow), narrow)[askers, 0, wanted // 64]
     lines.append(f"a key for {block:>2} tokens: {read.double().mean():.0%} found, {math.sqrt(64 / block):.1f} deviations")
-fold("What comes out", "\n".join(lines))
+show_folded("What comes out", "\n".join(lines))
 
 # %% [markdown]
 # <details><summary>Why</summary>
@@ -872,7 +882,7 @@ def choice_loss(importance: Tensor, q: Tensor, k_sel: Tensor, nsa: NSAConfig) ->
 # %%
 # NBVAL_CHECK_OUTPUT
 loss = choice_loss(own, inputs[0][0], inputs[3][0], toy)
-library = selection_loss(index_q, index_keys, inputs[3], index_nsa, looking=inputs[0], queries=None)
+library = selection_loss(index_q, index_keys, inputs[3], index_nsa, attention_q=inputs[0], n_queries=None)
 same("selection loss", loss, library)
 names, weights = zip(*layer.named_parameters(), strict=True)
 slopes = [torch.autograd.grad(one, weights, retain_graph=True, allow_unused=True) for one in (loss, library)]
@@ -898,7 +908,7 @@ sentence = "the quick brown fox; THE JUMPING DOG q"
 letters = sorted(set(sentence))
 embedded = torch.randn(len(letters), 64, dtype=torch.float64)[[letters.index(letter) for letter in sentence]]
 fresh = NSAttention(64, 2, 1, head_dim=64, nsa=toy, rotary_share=0.5, matching_heads=1).double()
-heads = fresh.attention.heads(embedded[None], fresh.rotary(embedded[None]))
+heads = fresh.attention.project_heads(embedded[None], fresh.compute_rotary(embedded[None]))
 looks = (heads.q[0, -1, 0] @ heads.keys[1][0, :, 0].T).argmax().item()
 met, after = sentence[looks - 1], sentence[looks]
 print(f"untrained, the matching head at the last {sentence[-1]!r} looks at {after!r}, which came after {met!r}")

@@ -37,9 +37,9 @@ import torch
 from nsa_lab import figures
 from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
-from nsa_lab.workbook import parity, step_time
-from nsa_lab.workbook.show import fold, show
-from nsa_lab.workbook.speeds import show_speeds
+from nsa_lab.workbook import kernel_parity, step_time
+from nsa_lab.workbook.display import show_figure, show_folded
+from nsa_lab.workbook.speeds import show_attention_speeds
 
 nsa = NSAConfig()
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +50,7 @@ dtypes = [torch.float32, torch.bfloat16] + ([torch.float64] if device == "cpu" e
 # ## What can run here
 
 # %%
-print(parity.what_runs(device, dtypes, nsa))
+print(kernel_parity.describe_backends(device, dtypes, nsa))
 
 # %% [markdown]
 # ## How far off is each of them?
@@ -59,11 +59,15 @@ print(parity.what_runs(device, dtypes, nsa))
 # is the worst over all the lengths, of the output or of whichever gradient comes nearest to its limit.
 
 # %%
-rows = list(parity.compare(lengths, dtypes, nsa, device=device, **shape))
+rows = list(kernel_parity.compare_backends(lengths, dtypes, nsa, device=device, **shape))
 over = f"worst error over T = {', '.join(f'{length:,}' for length in lengths)}"
 for dtype in dtypes:
     named = str(dtype).removeprefix("torch.")
-    show(figures.shares_of_allowed(parity.worst_shares(rows, dtype), f"{named}: {over}, as a share of what is allowed"))
+    show_figure(
+        figures.plot_allowed_errors(
+            kernel_parity.compute_worst_fractions(rows, dtype), f"{named}: {over}, as a share of what is allowed"
+        )
+    )
 
 # %% [markdown]
 # **What to notice.** No bar reaches the dotted line. Where float64 is among the dtypes its bars end thousands of times
@@ -95,8 +99,8 @@ for dtype in dtypes:
 # %%
 too_large = [row for row in rows if not row.ok]
 print(f"{len(rows)} comparisons, {len(too_large)} beyond what is allowed")
-fold("Every comparison, with its numbers", parity.table(rows))
-assert not too_large, parity.table(too_large)
+show_folded("Every comparison, with its numbers", kernel_parity.format_table(rows))
+assert not too_large, kernel_parity.format_table(too_large)
 
 # %% [markdown]
 # In the table, `error` is of the output, `gradient` of the worst of the gradients, and `of` says which one that is; beside
@@ -109,7 +113,7 @@ assert not too_large, parity.table(too_large)
 
 # %%
 # NBVAL_CHECK_OUTPUT
-exact = parity.compare([15, 32, 64, 200], [torch.float64], nsa, heads=4, groups=2, width=32)
+exact = kernel_parity.compare_backends([15, 32, 64, 200], [torch.float64], nsa, heads=4, groups=2, head_dim=32)
 lines = [
     f"{row.part:<11} T = {row.length:>3}: {'agrees to 1e-10' if row.ok else 'DIFFERS'}"
     for row in exact
@@ -127,7 +131,7 @@ print("\n".join([*lines, f"mean selected keys at T = 2,048: {geometry.mean_selec
 # names.
 
 # %%
-show_speeds(measure=device == "cuda" and speeds)
+show_attention_speeds(measure=device == "cuda" and speeds)
 
 # %% [markdown]
 # **What to notice.** Dense attention (dashed) climbs with the length, since every token is compared with all before it.

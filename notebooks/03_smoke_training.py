@@ -41,9 +41,9 @@ sample_tokens: int = 400  # length of each sample, tokens
 reference: str = ""  # another run, by directory or id: its validation is drawn beside this one's
 
 # %%
-from nsa_lab.workbook.training import configure
+from nsa_lab.workbook.training_session import configure_training
 
-training = configure(
+training = configure_training(
     name,
     {"model": model, "nsa": nsa, "runtime": runtime, "train": train, "data": data},
     run_dir=run_dir,
@@ -60,7 +60,7 @@ training = configure(
 # Before a step is done: how large it is, and how much it will read.
 
 # %%
-training.describe()
+training.print_settings()
 
 # %% [markdown]
 # ## The run
@@ -82,7 +82,7 @@ await training.follow()
 # own below.
 
 # %%
-training.overview()
+training.show_overview()
 
 # %% [markdown]
 # ### Beside another run
@@ -92,7 +92,7 @@ training.overview()
 # they need not be one. One run of each proves little: `nsa-lab sweep` compares several seeds.
 
 # %%
-training.beside()
+training.show_reference()
 
 # %% [markdown]
 # ### The optimiser
@@ -102,7 +102,7 @@ training.beside()
 # clipping bounds what they do. A norm that keeps growing is the way in which runs diverge.
 
 # %%
-training.optimiser()
+training.show_optimizer()
 
 # %% [markdown]
 # ### The gates
@@ -114,14 +114,14 @@ training.optimiser()
 # 05).
 
 # %%
-training.gates()
+training.show_gates()
 
 # %% [markdown]
 # The same by layer, at the first reading and at the last. *What to notice:* layers come to divide their work: a
 # branch that one layer hardly uses may be another's largest.
 
 # %%
-training.gates_by_layer()
+training.show_gates_by_layer()
 
 # %% [markdown]
 # ### The selection
@@ -132,14 +132,14 @@ training.gates_by_layer()
 # neighbours choose alike, not that they choose well.
 
 # %%
-training.selection()
+training.show_selection()
 
 # %% [markdown]
 # How large each branch's output is, mean and range over layers. *What to notice:* a branch whose output shrinks
 # towards zero is being given up, whatever its gate says.
 
 # %%
-training.sizes()
+training.show_branch_norms()
 
 # %% [markdown]
 # ### The pace
@@ -148,7 +148,7 @@ training.sizes()
 # first reading holds the start-up. Dips on a laptop are other programs; a creep downwards is a fault.
 
 # %%
-training.pace()
+training.show_throughput()
 
 # %% [markdown]
 # ## What it writes
@@ -158,7 +158,7 @@ training.pace()
 # model writes any byte. After some minutes there are words, indentation and names of Python, and no sense.
 
 # %%
-training.samples()
+training.show_samples()
 
 # %% [markdown]
 # ## Was the run healthy?
@@ -166,7 +166,7 @@ training.samples()
 # Each line compares a number with a limit and can fail. `?` means that the run does not say.
 
 # %%
-training.verdict()
+training.print_verdict()
 
 # %% [markdown]
 # ## The configuration
@@ -174,7 +174,7 @@ training.verdict()
 # Every value that the run was made with; `config.yaml` in its directory holds the same.
 
 # %%
-training.configuration()
+training.print_configuration()
 
 # %% [markdown]
 # **Next:** `04_production_run` is the same code with `params/production_50k.yaml`; `05_health_analysis` looks closer

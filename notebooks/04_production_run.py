@@ -41,9 +41,9 @@ sample_tokens: int = 400  # length of each sample, tokens
 reference: str = ""  # another run, by directory or id: its validation is drawn beside this one's
 
 # %%
-from nsa_lab.workbook.training import configure
+from nsa_lab.workbook.training_session import configure_training
 
-training = configure(
+training = configure_training(
     name,
     {"model": model, "nsa": nsa, "runtime": runtime, "train": train, "data": data},
     run_dir=run_dir,
@@ -60,7 +60,7 @@ training = configure(
 # Before a step is done: how large it is, and how much it will read.
 
 # %%
-training.describe()
+training.print_settings()
 
 # %% [markdown]
 # ## The run
@@ -83,7 +83,7 @@ await training.follow()
 # pictures of their own below.
 
 # %%
-training.overview()
+training.show_overview()
 
 # %% [markdown]
 # ### Beside another run
@@ -93,7 +93,7 @@ training.overview()
 # they need not be one. One run of each proves little: `nsa-lab sweep` compares several seeds.
 
 # %%
-training.beside()
+training.show_reference()
 
 # %% [markdown]
 # ### The optimiser
@@ -103,7 +103,7 @@ training.beside()
 # clipping bounds what they do. A norm that keeps growing is the way in which runs diverge.
 
 # %%
-training.optimiser()
+training.show_optimizer()
 
 # %% [markdown]
 # ### The gates
@@ -115,14 +115,14 @@ training.optimiser()
 # 05).
 
 # %%
-training.gates()
+training.show_gates()
 
 # %% [markdown]
 # The same by layer, at the first reading and at the last. *What to notice:* layers come to divide their work: a
 # branch that one layer hardly uses may be another's largest.
 
 # %%
-training.gates_by_layer()
+training.show_gates_by_layer()
 
 # %% [markdown]
 # ### The selection
@@ -133,14 +133,14 @@ training.gates_by_layer()
 # neighbours choose alike, not that they choose well.
 
 # %%
-training.selection()
+training.show_selection()
 
 # %% [markdown]
 # How large each branch's output is, mean and range over layers. *What to notice:* a branch whose output shrinks
 # towards zero is being given up, whatever its gate says.
 
 # %%
-training.sizes()
+training.show_branch_norms()
 
 # %% [markdown]
 # ### The pace
@@ -149,7 +149,7 @@ training.sizes()
 # a GPU of its own the speed is flat; the dips are evaluations and saves.
 
 # %%
-training.pace()
+training.show_throughput()
 
 # %% [markdown]
 # ## What it writes
@@ -159,7 +159,7 @@ training.pace()
 # and the layout of the text beside it are right, and the sense is not. With `params/ci.yaml` (20 steps) expect noise.
 
 # %%
-training.samples()
+training.show_samples()
 
 # %% [markdown]
 # ## Was the run healthy?
@@ -167,7 +167,7 @@ training.samples()
 # Each line compares a number with a limit and can fail. `?` means that the run does not say.
 
 # %%
-training.verdict()
+training.print_verdict()
 
 # %% [markdown]
 # ## The configuration
@@ -175,7 +175,7 @@ training.verdict()
 # Every value that the run was made with; `config.yaml` in its directory holds the same.
 
 # %%
-training.configuration()
+training.print_configuration()
 
 # %% [markdown]
 # **Next:** `05_health_analysis` compares runs and shows where selection looks.

@@ -42,19 +42,19 @@ outputs: str = ""  # folder that run directories are kept in; empty: outputs/ of
 from IPython.display import Markdown, display
 
 from nsa_lab import figures
-from nsa_lab.health.paired import compared
-from nsa_lab.health.twins import beside_twin, side_by_side, twins
-from nsa_lab.workbook import earlier_reports, notebook, planned, run_explorer, samples
-from nsa_lab.workbook.show import show
+from nsa_lab.health.matched_pair import build_side_by_side, check_matched_pair, find_matched_pair
+from nsa_lab.health.paired_difference import summarize_comparisons
+from nsa_lab.workbook import earlier_reports, notebook, plan_vs_actual, run_explorer, samples
+from nsa_lab.workbook.display import show_figure
 
-runs = notebook.records(run_dir, other_run, outputs)
+runs = notebook.read_histories(run_dir, other_run, outputs)
 history = runs[0]
-pair = twins(runs)
+pair = find_matched_pair(runs)
 print(history.run)
 notebook.print_answers(history)
 
 # %%
-Markdown(notebook.facts_table(history))
+Markdown(notebook.format_facts_table(history))
 
 # %% [markdown]
 # # One run
@@ -66,17 +66,17 @@ Markdown(notebook.facts_table(history))
 # fall at the end.
 
 # %%
-show(figures.loss_curves(history))
+show_figure(figures.plot_loss_curves(history))
 
 # %% [markdown]
 # What it writes: the newest checkpoint, by prefill and then token by token through the caches. The line below holds
 # that against one pass over the whole text.
 
 # %%
-print(samples.sample_after(history.run_dir, prompt, sample_tokens))
+print(samples.sample_run(history.run_dir, prompt, sample_tokens))
 
 # %%
-print(samples.decode_check(history.run_dir))
+print(samples.check_decoding(history.run_dir))
 
 # %% [markdown]
 # ## Is it stable?
@@ -85,26 +85,26 @@ print(samples.decode_check(history.run_dir))
 # clipping bounds what they do; a norm that keeps growing is the way in which runs diverge.
 
 # %%
-show(figures.learning_rate(history))
+show_figure(figures.plot_learning_rate(history))
 
 # %% [markdown]
 # Every verdict on the run that is not among the four answers at the top: a number, a limit, and what was found.
 
 # %%
-notebook.print_verdicts(history, besides_answers=True)
+notebook.print_verdicts(history, without_answers=True)
 
 # %% [markdown]
 # The pace, and what each attempt did. *What to notice:* a speed that stays. Dips are evaluations, saves and other
 # programs; dashed lines are where the run was stopped or killed and went on.
 
 # %%
-show(figures.throughput(history))
+show_figure(figures.plot_throughput(history))
 for each in runs:
     print(each.run)
     for attempt in each.attempts():
         print(
             f"  attempt {attempt.number}: steps {attempt.from_step:,} to {attempt.last_step:,}, "
-            f"{attempt.ended - attempt.began:,.0f} s, {attempt.ending}"
+            f"{attempt.ended_at - attempt.started_at:,.0f} s, {attempt.outcome}"
         )
 
 # %% [markdown]
@@ -113,7 +113,7 @@ for each in runs:
 # within 25 %.
 
 # %%
-print(planned.outcome(history, planned_tokens_per_s or None))
+print(plan_vs_actual.compare_plan_with_run(history, planned_tokens_per_s or None))
 
 # %% [markdown]
 # ## What do the branches do?
@@ -125,9 +125,9 @@ print(planned.outcome(history, planned_tokens_per_s or None))
 # %%
 has_branches = history.config.model.attention == "nsa"
 if has_branches:
-    show(figures.gate_shares(history))
-    show(figures.gate_layers(history))
-    show(figures.branch_norms(history))
+    show_figure(figures.plot_gate_shares(history))
+    show_figure(figures.plot_gates_by_layer(history))
+    show_figure(figures.plot_branch_norms(history))
 else:
     print("a dense model: no gates")
 
@@ -141,14 +141,14 @@ else:
 
 # %%
 if has_branches:
-    show(figures.selection_statistics(history))
+    show_figure(figures.plot_selection_statistics(history))
 else:
     print("a dense model: nothing is selected")
 
 # %%
 if has_branches:
     try:
-        show(samples.selection_maps(history.run_dir))
+        show_figure(samples.plot_run_selection(history.run_dir))
     except samples.NoCheckpoint as error:
         print(f"no map of the selection: {error}")
 
@@ -160,7 +160,7 @@ if has_branches:
 
 # %%
 if has_branches:
-    show(figures.reach_losses(history))
+    show_figure(figures.plot_selection_benefit(history))
 else:
     print("a dense model: nothing is selected")
 
@@ -181,8 +181,8 @@ if len(runs) < 2:
 elif not pair:
     print("not a run of NSA and its dense twin")
 else:
-    print(*beside_twin(*pair), sep="\n")
-print(*compared(pair or runs), sep="\n")
+    print(*check_matched_pair(*pair), sep="\n")
+print(*summarize_comparisons(pair or runs), sep="\n")
 
 # %% [markdown]
 # *What to notice:* two loss curves over each other hide what is asked. Below is their difference, on the same
@@ -192,10 +192,10 @@ print(*compared(pair or runs), sep="\n")
 
 # %%
 if len(runs) == 2:
-    show(figures.loss_difference(*(pair or runs), named="NSA less dense" if pair else "first less second"))
+    show_figure(figures.plot_loss_difference(*(pair or runs), title="NSA less dense" if pair else "first less second"))
 if pair:
-    notebook.print_columns(("", "NSA", "dense", "NSA / dense"), side_by_side(*pair))
-    show(figures.validation_gap(*pair))
+    notebook.print_columns(("", "NSA", "dense", "NSA / dense"), build_side_by_side(*pair))
+    show_figure(figures.plot_validation_gap(*pair))
 
 # %% [markdown]
 # The second run's own verdicts.
@@ -212,11 +212,11 @@ for each in runs[1:]:
 #
 # Choose runs, a view, a layer, a head group and a step; layers and steps are those of the runs that are chosen.
 # Without a front end, the gates and the selection of one layer. The same views are functions of
-# `nsa_lab.workbook.compare`; `nsa-lab report RUN RUN ...` writes a page that compares runs, with intervals over seeds
+# `nsa_lab.workbook.run_comparison`; `nsa-lab report RUN RUN ...` writes a page that compares runs, with intervals over seeds
 # where there are several.
 
 # %%
-run_explorer.explore_runs(runs, notebook.other_runs(runs, outputs), layer=layer, group=group)
+run_explorer.explore_runs(runs, notebook.list_other_runs(runs, outputs), layer=layer, group=group)
 
 # %% [markdown]
 # ## Beside the reports of an earlier code base

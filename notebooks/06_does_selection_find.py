@@ -43,12 +43,12 @@ import time
 import torch
 
 from nsa_lab import figures, generate, load_model
-from nsa_lab.evaluate import choice_quality, intervene
-from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TinyRecall, learn, tiny_model
-from nsa_lab.workbook.choice_explorer import explore_choices, letters, readers
-from nsa_lab.workbook.examples import byte_examples, fact_in_library
-from nsa_lab.workbook.query_explorer import explore
-from nsa_lab.workbook.show import show
+from nsa_lab.evaluate import measure_selection_quality, run_ablations
+from nsa_lab.evaluate.tiny_recall import EVAL_STREAM, TINY_NSA, TinyRecall, build_tiny_model, train_tiny_model
+from nsa_lab.workbook.display import show_figure
+from nsa_lab.workbook.examples import insert_fact_in_library, make_byte_examples
+from nsa_lab.workbook.query_explorer import explore_query
+from nsa_lab.workbook.recall_explorer import explore_recall, find_readers, format_letters
 
 torch.set_num_threads(1)  # tensors this small lose more to waiting threads than they win
 
@@ -62,13 +62,13 @@ torch.set_num_threads(1)  # tensors this small lose more to waiting threads than
 
 # %%
 task = TinyRecall()
-tokens, places = task.batch(0, 1, seed, ASKED)
-row = letters(task, tokens[0])
+tokens, places = task.make_batch(0, 1, seed, EVAL_STREAM)
+row = format_letters(task, tokens[0])
 print(" ".join(row[i : i + 2] for i in range(0, task.length, 2)))
-print(f"the last {task.far} are questions; each asks for what stands once before")
+print(f"the last {task.n_far} are questions; each asks for what stands once before")
 print(
-    f"{task.length} tokens are {task.length // GEOMETRY.l_sel} blocks of {GEOMETRY.l_sel}; a query reads {GEOMETRY.n_sel}, "
-    f"three of which are forced (the first, its own, the one before), and a window of {GEOMETRY.w}"
+    f"{task.length} tokens are {task.length // TINY_NSA.l_sel} blocks of {TINY_NSA.l_sel}; a query reads {TINY_NSA.n_sel}, "
+    f"three of which are forced (the first, its own, the one before), and a window of {TINY_NSA.w}"
 )
 
 # %% [markdown]
@@ -98,15 +98,17 @@ kinds = {
 models, curves = {}, {}
 for name, changes in kinds.items():
     began = time.monotonic()
-    models[name], curves[name] = tiny_model(task, seed=seed, **changes), []
-    for point in learn(models[name], task, steps=steps, seed=seed, every=max(steps // 10, 1), asked=asked):
+    models[name], curves[name] = build_tiny_model(task, seed=seed, **changes), []
+    for point in train_tiny_model(
+        models[name], task, steps=steps, seed=seed, eval_every=max(steps // 10, 1), n_eval_sequences=asked
+    ):
         curves[name].append((point.step, point.accuracy))
     models[name].eval()
     print(
         f"{name:<17} {models[name].parameter_count():,} parameters, {time.monotonic() - began:.0f} s: "
         f"{curves[name][-1][1]:.1%} of the far questions right after {steps} steps"
     )
-show(figures.accuracy_curves(curves, chance=1 / task.symbols))
+show_figure(figures.plot_recall_accuracy(curves, chance=1 / task.n_symbols))
 
 # %% [markdown]
 # A model can be slow here in two ways. A curve that stays at the bottom has not learned to
@@ -129,13 +131,13 @@ show(figures.accuracy_curves(curves, chance=1 / task.symbols))
 
 # %%
 sparse = {name: model for name, model in models.items() if model.config.attention == "nsa"}
-tokens, places = task.batch(1, asked, seed, ASKED)
-effects = {name: intervene(model, tokens, places[:, -task.far :], sequences_at_once=64) for name, model in sparse.items()}
+tokens, places = task.make_batch(1, asked, seed, EVAL_STREAM)
+effects = {name: run_ablations(model, tokens, places[:, -task.n_far :], batch_size=64) for name, model in sparse.items()}
 accuracies = {name: {effect.name: effect.accuracy for effect in found} for name, found in effects.items()}
 print(f"{'answers right':<14}│" + "".join(f"{name:>9}" for name in next(iter(accuracies.values()))))
 for name, shares in accuracies.items():
     print(f"{name:<14}│" + "".join(f"{share:>9.1%}" for share in shares.values()))
-show(figures.intervention_bars(accuracies, list(kinds)))
+show_figure(figures.plot_ablation_accuracy(accuracies, list(kinds)))
 
 # %% [markdown]
 # The same without answers: of the attention mass that the oracle's blocks hold beyond the forced ones, how much
@@ -143,7 +145,7 @@ show(figures.intervention_bars(accuracies, list(kinds)))
 
 # %%
 for name, model in sparse.items():
-    quality = choice_quality(model, tokens, seed)
+    quality = measure_selection_quality(model, tokens, seed)
     for way in ("chosen", "nearest", "random"):
         shares = "  ".join(f"layer {layer}: {share:.2f}" for layer, share in enumerate(quality[f"{way}_free"]))
         print(f"{name:<14}│ {way:<8} {shares}")
@@ -156,7 +158,7 @@ for name, model in sparse.items():
 # layer. (In a headless run one question of each model is drawn, for the first layer and group that read it, if any.)
 
 # %%
-explore_choices(sparse, task, seed=seed, with_widgets=widgets)
+explore_recall(sparse, task, seed=seed, use_widgets=widgets)
 
 # %% [markdown]
 # ## What a model of real text chose
@@ -169,19 +171,19 @@ explore_choices(sparse, task, seed=seed, with_widgets=widgets)
 
 # %%
 shipped = load_model("needle-8m")
-prompt, answer = fact_in_library(read, 0.3, "argparse.py", seed=seed)
+prompt, answer = insert_fact_in_library(read, 0.3, "argparse.py", seed=seed)
 end = len(prompt)  # of the question; the answer follows
 (wrote,) = generate(shipped, [torch.tensor(list(prompt))], max_new_tokens=len(answer))
 told = prompt.index(answer)
-found_by = readers(shipped, torch.tensor([list(prompt)]), end - 1, told)
+found_by = find_readers(shipped, torch.tensor([list(prompt)]), end - 1, told)
 print(prompt[prompt.rindex(b"Q: ") :].decode() + bytes(wrote.tolist()).decode(errors="replace"))
 print(f"told at byte {told:,} of {read:,}: {answer.decode()}")
 print("its block is read by", ", ".join(f"layer {layer} group {group}" for layer, group in found_by) or "nobody")
 
 # %%
 layer, group = next(iter(found_by), (0, 0))
-layers = byte_examples(shipped, prompt, "needle-8m on argparse.py")
-explore(layers, shipped.config.nsa, end - 1, group, layer=layer, answer=told, with_widgets=widgets)
+layers = make_byte_examples(shipped, prompt, "needle-8m on argparse.py")
+explore_query(layers, shipped.config.nsa, end - 1, group, layer=layer, answer=told, use_widgets=widgets)
 
 # %% [markdown]
 # ## The same at 78.6 M parameters

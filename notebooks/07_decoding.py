@@ -37,13 +37,13 @@ from IPython.display import display
 from nsa_lab import NSATransformer, figures
 from nsa_lab.attention import geometry
 from nsa_lab.config import BRANCHES, ModelConfig
-from nsa_lab.evaluate.tiny_recall import GEOMETRY, TinyRecall, learn, tiny_model
-from nsa_lab.inference import Decoder, memory
-from nsa_lab.workbook.examples import standard_library_text, text_example
-from nsa_lab.workbook.reads import reads_of
-from nsa_lab.workbook.show import fold, show
-from nsa_lab.workbook.speeds import show_decoding
-from nsa_lab.workbook.written import answers, marked, told
+from nsa_lab.evaluate.tiny_recall import TINY_NSA, TinyRecall, build_tiny_model, train_tiny_model
+from nsa_lab.inference import Decoder, kv_cache_size
+from nsa_lab.workbook.decoded_blocks import decode_answers, format_html, format_text
+from nsa_lab.workbook.display import show_figure, show_folded
+from nsa_lab.workbook.examples import make_text_example, read_standard_library
+from nsa_lab.workbook.query_attention import compute_reads
+from nsa_lab.workbook.speeds import show_decoding_speeds
 
 config = ModelConfig()  # of the production run: 12 layers, 12 heads in 2 groups
 nsa = config.nsa
@@ -55,8 +55,8 @@ nsa = config.nsa
 # it reads. The text is real; the vectors are made up of it and of nothing that was learned.
 
 # %%
-example = text_example(standard_library_text(2048))
-show(figures.query_reads(reads_of(example, nsa, 2047), example.about))
+example = make_text_example(read_standard_library(2048))
+show_figure(figures.plot_query_attention(compute_reads(example, nsa, 2047), example.description))
 
 # %% [markdown]
 # At position $S$ that is $N(S)$ compressed keys, at most $\min(n_{sel}\, l_{sel},\ S)$ selected (exactly so where $S$ is a
@@ -70,8 +70,11 @@ for length in contexts[::3]:
     told_reads = ", ".join(f"{BRANCHES[branch]} {keys:,}" for branch, keys in reads.items())
     print(f"{length:>7,} tokens: {told_reads}; {sum(reads.values()):,} keys, dense {length:,}")
 kinds = {kind: config.model_copy(update={"attention": kind}) for kind in ("nsa", "dense")}
-curves = {kind: [(n, memory.read_bytes(kind_config, n, 2) / 1e6) for n in contexts] for kind, kind_config in kinds.items()}
-show(figures.against_context(curves, "MB read per token", "12 layers, bf16, keys and values"))
+curves = {
+    kind: [(n, kv_cache_size.compute_read_bytes(kind_config, n, 2) / 1e6) for n in contexts]
+    for kind, kind_config in kinds.items()
+}
+show_figure(figures.plot_decode_speed(curves, "MB read per token", "12 layers, bf16, keys and values"))
 
 # %% [markdown]
 # ### Predict
@@ -83,8 +86,8 @@ show(figures.against_context(curves, "MB read per token", "12 layers, bf16, keys
 far = 10**9
 indexed = config.model_copy(update={"selection_loss": 0.05, "indexer_block": 1})
 for about, kind_config in {"as it is": config, "with an indexer's key for every token": indexed}.items():
-    share = memory.read_bytes(kind_config, far, 2) / memory.read_bytes(kinds["dense"], far, 2)
-    fold(f"What comes out {about}", f"{share:.4f}")
+    share = kv_cache_size.compute_read_bytes(kind_config, far, 2) / kv_cache_size.compute_read_bytes(kinds["dense"], far, 2)
+    show_folded(f"What comes out {about}", f"{share:.4f}")
 
 # %% [markdown]
 # <details><summary>Why</summary>
@@ -103,7 +106,7 @@ for about, kind_config in {"as it is": config, "with an indexer's key for every 
 
 # %%
 params = NSATransformer(config, seed=seed).parameter_count()
-print(memory.decoding_text(config, params, 80 * 10**9))
+print(kv_cache_size.format_decoding_estimate(config, params, 80 * 10**9))
 
 # %% [markdown]
 # ## Is it the model?
@@ -138,7 +141,7 @@ with torch.no_grad():
 
 # %%
 lengths = [length for length in (1024, 4096, 16_384, 65_536, 131_072) if length <= longest]
-show_decoding(config.model_copy(update={"n_layers": layers}), lengths)
+show_decoding_speeds(config.model_copy(update={"n_layers": layers}), lengths)
 
 # %% [markdown]
 # Where the context is short, NSA has more to do than dense attention: three branches and a choice. What it costs beyond
@@ -156,21 +159,21 @@ show_decoding(config.model_copy(update={"n_layers": layers}), lengths)
 # %%
 task = TinyRecall()
 recipe = {"rotary_share": 0.5, "matching_heads": 1, "indexer_block": 2, "selection_loss": 0.2}
-model = tiny_model(task, seed=seed, **recipe)
+model = build_tiny_model(task, seed=seed, **recipe)
 torch.set_num_threads(1)  # tensors this small lose more to waiting threads than they win
-for point in learn(model, task, steps=steps, seed=seed, every=max(steps // 3, 1), asked=64):
+for point in train_tiny_model(model, task, steps=steps, seed=seed, eval_every=max(steps // 3, 1), n_eval_sequences=64):
     print(f"step {point.step}: {point.accuracy:.0%} of the far questions right")
 model.eval()
 written = []
 handle = display({"text/plain": ""}, raw=True, display_id=True)
-for answer in answers(model, task, layer=0, group=0, seed=seed):
+for answer in decode_answers(model, task, layer=0, group=0, seed=seed):
     written.append(answer)
     handle.update(
-        {"text/html": marked(written, GEOMETRY.l_sel), "text/plain": told(written, GEOMETRY.l_sel)},
+        {"text/html": format_html(written, TINY_NSA.l_sel), "text/plain": format_text(written, TINY_NSA.l_sel)},
         raw=True,
     )
 print(f"{sum(one.token == one.right for one in written)} of {len(written)} right")
-print(f"{sum(one.found(GEOMETRY.l_sel) for one in written)} of {len(written)} were told in a block that was read")
+print(f"{sum(one.found(TINY_NSA.l_sel) for one in written)} of {len(written)} were told in a block that was read")
 
 # %% [markdown]
 # A run of yours goes on from a prompt with `nsa-lab generate latest --prompt-file FILE`, which ends with the time to the

@@ -57,13 +57,13 @@ import torch
 
 from nsa_lab import load_model
 from nsa_lab.config import RecallConfig
-from nsa_lab.evaluate import INTERVENTIONS, intervene
-from nsa_lab.evaluate.answers import stacked
-from nsa_lab.evaluate.retrieval import needles
-from nsa_lab.workbook.evaluated import evaluated
-from nsa_lab.workbook.examples import standard_library_text
+from nsa_lab.evaluate import ABLATIONS, run_ablations
+from nsa_lab.evaluate.retrieval import make_needles
+from nsa_lab.evaluate.scoring import stack_samples
+from nsa_lab.workbook.evaluated_runs import load_evaluated_models
+from nsa_lab.workbook.examples import read_standard_library
 
-found = evaluated(runs, against, outputs)
+found = load_evaluated_models(runs, against, outputs)
 
 # %% [markdown]
 # ## What was trained, and what it cost
@@ -72,14 +72,14 @@ found = evaluated(runs, against, outputs)
 # which has compiling, evaluations and saves as well.
 
 # %%
-found.costs()
+found.show_costs()
 
 # %% [markdown]
 # Validation against tokens says what learns more from a text, against seconds what is quicker. The steps in a line are
 # those of the stages: other lengths, other texts.
 
 # %%
-found.time()
+found.show_training_time()
 
 # %% [markdown]
 # ## Does it find?
@@ -90,7 +90,7 @@ found.time()
 # facts, those beyond the window and behind the first block: there the choice of blocks has to find.
 
 # %%
-found.needles()
+found.show_needles()
 
 # %% [markdown]
 # ## Does it read as well?
@@ -101,17 +101,17 @@ found.needles()
 # texts (over windows), and other seeds; of three seeds the second is wide, 4.3 standard errors.
 
 # %%
-found.text("long", bar)
+found.show_text("long", bar)
 
 # %% [markdown]
 # Documents from the same packages as those of training (`validation`), and of packages that training has nothing of
 # (`heldout`), each from its first byte:
 
 # %%
-found.text("validation")
+found.show_text("validation")
 
 # %%
-found.text("heldout")
+found.show_text("heldout")
 
 # %% [markdown]
 # ## Which part does it?
@@ -124,7 +124,7 @@ found.text("heldout")
 # [1]: 06_does_selection_find.ipynb
 
 # %%
-found.interventions()
+found.show_ablations()
 
 # %% [markdown]
 # ## What is not in these tables
@@ -132,7 +132,7 @@ found.interventions()
 # Runs that did not end or were not asked, and questions that were not the same for all:
 
 # %%
-found.not_compared()
+found.show_excluded()
 
 # %% [markdown]
 # ## Ask one yourself
@@ -143,16 +143,16 @@ found.not_compared()
 
 # %%
 shipped = load_model("needle-8m")
-source = standard_library_text(90_000, "argparse.py")
-texts = needles(read, asked, RecallConfig(), seed, np.frombuffer(source.encode(), np.uint8).astype(np.int64))
+source = read_standard_library(90_000, "argparse.py")
+texts = make_needles(read, asked, RecallConfig(), seed, np.frombuffer(source.encode(), np.uint8).astype(np.int64))
 began = time.monotonic()
-effects = intervene(
-    shipped, *stacked(texts, torch.device("cpu")), names=("chosen", "random", "nearest", "no_sel"), seed=seed
+effects = run_ablations(
+    shipped, *stack_samples(texts, torch.device("cpu")), names=("chosen", "random", "nearest", "no_sel"), seed=seed
 )
 print(f"{asked} texts of {read:,} bytes, {(time.monotonic() - began) / (asked * len(effects)):.1f} s for each")
 for effect in effects:
-    what = INTERVENTIONS[effect.name]
-    told = f"{what.reads} blocks" if what.silent is None else "no selected branch"
+    what = ABLATIONS[effect.name]
+    told = f"{what.selection} blocks" if what.disabled_branch is None else "no selected branch"
     print(
         f"{told:<18}│ {effect.accuracy:>4.0%} of the facts, {effect.loss / np.log(2):.3f} bits per byte of the text around"
     )

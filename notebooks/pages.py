@@ -27,10 +27,10 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from nsa_lab import figures, load_model
-from nsa_lab.figures.style import png
-from nsa_lab.report import export
-from nsa_lab.workbook.examples import byte_examples, standard_library_text
-from nsa_lab.workbook.reads import reads_of
+from nsa_lab.figures.style import render_png
+from nsa_lab.report import export_notebook
+from nsa_lab.workbook.examples import make_byte_examples, read_standard_library
+from nsa_lab.workbook.query_attention import compute_reads
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
@@ -117,7 +117,7 @@ def make(page: Page) -> int:
     """Execute, shrink and export one notebook; the bytes of its page. Where there is a page already, its picture alone."""
     began = time.monotonic()
     if page.instead:
-        thumbnail(page, png(figures.overview(ROOT / "outputs" / NSA)))
+        thumbnail(page, render_png(figures.plot_overview(ROOT / "outputs" / NSA)))
         return 0
     source = executed(page)
     notebook = nbformat.read(source, as_version=4)
@@ -127,7 +127,7 @@ def make(page: Page) -> int:
     few_colours(notebook)
     lead_from_pages(notebook)
     nbformat.write(notebook, source)
-    written = export(source, PAGES / f"{page.stem}.html")
+    written = export_notebook(source, PAGES / f"{page.stem}.html")
     print(f"{page.stem}: {written.stat().st_size / 1e6:.2f} MB, {time.monotonic() - began:.0f} s", flush=True)
     return written.stat().st_size
 
@@ -195,14 +195,14 @@ def with_palette(drawn: bytes) -> bytes:
 def readme_pictures() -> None:
     """The two pictures of the README: the explorer of notebook 01 as it begins, and the production run less its twin."""
     model = load_model("needle-8m")
-    layers = byte_examples(model, standard_library_text(2048).encode(), "needle-8m on textwrap.py")
+    layers = make_byte_examples(model, read_standard_library(2048).encode(), "needle-8m on textwrap.py")
     read = layers[model.config.n_layers // 2]
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name, figure in (
-        ("explorer.png", figures.query_reads(reads_of(read, model.config.nsa, 1900), read.about)),
-        ("nsa_less_dense.png", figures.loss_difference(ROOT / "outputs" / NSA, ROOT / "outputs" / DENSE)),
+        ("explorer.png", figures.plot_query_attention(compute_reads(read, model.config.nsa, 1900), read.description)),
+        ("nsa_less_dense.png", figures.plot_loss_difference(ROOT / "outputs" / NSA, ROOT / "outputs" / DENSE)),
     ):
-        (PICTURES / name).write_bytes(with_palette(png(figure)))
+        (PICTURES / name).write_bytes(with_palette(render_png(figure)))
 
 
 def thumbnail(page: Page, drawn: bytes) -> None:

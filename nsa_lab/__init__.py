@@ -8,9 +8,9 @@
     load_model          the trained model of a run or of a checkpoint
     generate            the tokens that follow prompts
 
-Importing this package loads nothing; a name is loaded when it is first used, so that `nsa_lab.runs.launch` and the command
+Importing this package loads nothing; a name is loaded when it is first used, so that `nsa_lab.runs.lifecycle` and the command
 line start without torch. The operator and the model need torch, numpy and pydantic; training, notebooks and data sources
-are extras (`nsa_lab.config.extras`).
+are extras (`nsa_lab.config.optional_deps`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "nsa_attention",
 ]
 
-_HOME = {
+_MODULE_BY_NAME = {
     "NSAConfig": "nsa_lab.config",
     "NSATransformer": "nsa_lab.model",
     "NSAttention": "nsa_lab.model",
@@ -49,9 +49,9 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'nsa_lab' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
 
 
 def __dir__() -> list[str]:

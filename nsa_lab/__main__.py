@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from nsa_lab.config.extras import MissingPackage
+from nsa_lab.config.optional_deps import MissingPackage
 
 
 def main() -> None:

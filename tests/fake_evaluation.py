@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_run import Event, configuration, write_run
+from fake_run import Event, make_config, write_run
 
 from nsa_lab.runs.evaluation import write_evaluation
 
-OCTAVES = [[0, 256], [256, 4096], [4096, 8192], [8192, 16384], [16384, 30000]]
+POSITION_RANGES = [[0, 256], [256, 4096], [4096, 8192], [8192, 16384], [16384, 30000]]
 WINDOWS, DEPTHS = 23, (0.0, 0.3, 0.9)
 
 
-def text_of(draw: np.random.Generator, **changes: Any) -> dict[str, Any]:
+def make_text_loss(draw: np.random.Generator, **changes: Any) -> dict[str, Any]:
     """What `text_loss` tells, with made-up losses."""
     rows = [
         [int(tokens), float(loss)] for tokens, loss in zip(draw.integers(50, 300, 7), draw.normal(1, 0.1, 7), strict=True)
@@ -29,14 +29,14 @@ def text_of(draw: np.random.Generator, **changes: Any) -> dict[str, Any]:
         "length": 30000,
         "loss": sum(tokens * loss for tokens, loss in rows) / sum(tokens for tokens, _ in rows),
         "rows": rows,
-        "octaves": OCTAVES,
-        "windows": draw.normal(1, 0.1, (WINDOWS, len(OCTAVES))).tolist(),
+        "octaves": POSITION_RANGES,
+        "windows": draw.normal(1, 0.1, (WINDOWS, len(POSITION_RANGES))).tolist(),
         "window_documents": [window // 4 for window in range(WINDOWS)],
         **changes,
     }
 
 
-def evaluation_of(number: int, attention: str = "nsa", step: int = 200, **changes: Any) -> dict[str, Any]:
+def make_evaluation(number: int, attention: str = "nsa", step: int = 200, **changes: Any) -> dict[str, Any]:
     """An evaluation with made-up numbers, all from `number`."""
     draw = np.random.default_rng(number)
     cells = [
@@ -46,7 +46,9 @@ def evaluation_of(number: int, attention: str = "nsa", step: int = 200, **change
         for length in (260, 4096)
         for depth in DEPTHS
     ]
-    octaves = [{"first": first, "last": last, "windows": draw.normal(1, 0.1, 5).tolist()} for first, last in OCTAVES[:2]]
+    octaves = [
+        {"first": first, "last": last, "windows": draw.normal(1, 0.1, 5).tolist()} for first, last in POSITION_RANGES[:2]
+    ]
     found = [draw.integers(2, size=4).tolist() for _ in range(2)]
     effects = [
         {"name": name, "accuracy": sum(right) / 4, "d_loss": float(draw.normal()), "right": right}
@@ -70,13 +72,13 @@ def evaluation_of(number: int, attention: str = "nsa", step: int = 200, **change
             "windows": 5,
             "octaves": [{**o, "loss": float(np.mean(o["windows"]))} for o in octaves],
         },
-        "texts": {"long": text_of(draw)},
+        "texts": {"long": make_text_loss(draw)},
         "selection": [] if attention == "dense" else [part],
         **changes,
     }
 
 
-def maker(outputs: Path) -> Callable[..., Path]:
+def make_run_factory(outputs: Path) -> Callable[..., Path]:
     """maker(outputs)("long", 1, spoil, attention=, ...): a run of that name and seed, evaluated with numbers of its own."""
     count = itertools.count()
 
@@ -90,10 +92,10 @@ def maker(outputs: Path) -> Callable[..., Path]:
                 if event["kind"] == "step":
                     event["dt_s"] += number / 100
 
-        settings = configuration(train__seed=seed, **config).model_copy(update={"name": name})
+        settings = make_config(train__seed=seed, **config).model_copy(update={"name": name})
         run_dir = write_run(outputs, settings, spoil, name=f"{name}-{number}")
         if evaluate:
-            found = evaluation_of(number, settings.model.attention)
+            found = make_evaluation(number, settings.model.attention)
             evaluate(found)
             write_evaluation(run_dir, found)
         return run_dir

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import RunConfig
-from nsa_lab.runs import checkpoints, directory
+from nsa_lab.runs import checkpoint_files, directory
 
 Event = dict[str, Any]
 LAYERS = 3
 
 
-def configuration(**overrides: Any) -> RunConfig:
+def make_config(**overrides: Any) -> RunConfig:
     """200 steps of 2 x 2048 bytes, so that selection has blocks to choose from."""
     sections: dict[str, Any] = {
         "name": "fake",
@@ -39,7 +39,7 @@ def configuration(**overrides: Any) -> RunConfig:
     return RunConfig.from_dict(sections)
 
 
-def rate(step: int, config: RunConfig) -> float:
+def compute_lr(step: int, config: RunConfig) -> float:
     """The schedule once more, in the words of the issue: linear warm-up, then half a cosine to zero."""
     t = config.train
     if step < t.warmup_steps:
@@ -47,7 +47,7 @@ def rate(step: int, config: RunConfig) -> float:
     return 0.5 * t.lr * (1 + math.cos(math.pi * (step - t.warmup_steps) / (t.steps - t.warmup_steps)))
 
 
-def step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
+def make_step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
     bpb = 2.0 + 6.0 * math.exp(-step / 40)
     train = config.train
     event = {
@@ -56,7 +56,7 @@ def step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
         "step": step,
         "loss": bpb * math.log(2),
         "bpb": bpb,
-        "lr": rate(step, config),
+        "lr": compute_lr(step, config),
         "grad_norm": 0.8,
         "dt_s": 0.5,
         "data_s": 0.005,
@@ -86,7 +86,7 @@ def step_event(step: int, config: RunConfig, attempt: int = 1) -> Event:
     return event
 
 
-def healthy_events(config: RunConfig) -> list[Event]:
+def make_healthy_events(config: RunConfig) -> list[Event]:
     """One attempt from the first step to the last, in the order in which a trainer writes."""
     train = config.train
     events: list[Event] = [
@@ -106,10 +106,10 @@ def healthy_events(config: RunConfig) -> list[Event]:
         {"kind": "preflight", "attempt": 1, "step": 0, "name": name, "ok": True, "value": "fine", "limit": "fine"}
         for name in ("data", "initial loss")
     ]
-    events.append(evaluation(0, 8.0))
+    events.append(make_eval_event(0, 8.0))
     for step in range(1, train.steps + 1):
         if step == 1 or step % train.log_every == 0:
-            events.append(step_event(step, config))
+            events.append(make_step_event(step, config))
             events.append(
                 {
                     "kind": "heartbeat",
@@ -122,20 +122,20 @@ def healthy_events(config: RunConfig) -> list[Event]:
                 }
             )
         if step % train.eval_every == 0:
-            events.append(evaluation(step, 2.1 + 5.9 * math.exp(-step / 40)))
+            events.append(make_eval_event(step, 2.1 + 5.9 * math.exp(-step / 40)))
             if config.model.attention == "nsa":
-                events.append(reach(step))
+                events.append(make_reach_event(step))
         if train.save_every and step % train.save_every == 0:
-            events.append(saved(step))
+            events.append(make_checkpoint_event(step))
     end = {"kind": "end", "attempt": 1, "step": train.steps, "status": directory.DONE, "exit_code": 0, "reason": "done"}
     return [*events, end]
 
 
-def evaluation(step: int, bpb: float, attempt: int = 1) -> Event:
+def make_eval_event(step: int, bpb: float, attempt: int = 1) -> Event:
     return {"kind": "eval", "attempt": attempt, "step": step, "split": "validation", "loss": bpb * math.log(2), "bpb": bpb}
 
 
-def reach(step: int, attempt: int = 1, **losses: float | None) -> Event:
+def make_reach_event(step: int, attempt: int = 1, **losses: float | None) -> Event:
     """What the choice is worth: a run that finds."""
     loss = {"chosen": 0.2, "random": 3.1, "nearest": 3.5, "no_sel": 4.0, **losses}
     right = {name: float(value is not None and value < 1.0) for name, value in loss.items()}
@@ -143,7 +143,7 @@ def reach(step: int, attempt: int = 1, **losses: float | None) -> Event:
     return {"kind": "reach", "attempt": attempt, "step": step, **told}
 
 
-def saved(step: int, attempt: int = 1) -> Event:
+def make_checkpoint_event(step: int, attempt: int = 1) -> Event:
     return {
         "kind": "checkpoint",
         "attempt": attempt,
@@ -163,17 +163,17 @@ def write_run(
     name: str = "fake",
 ) -> Path:
     """A run directory in `folder`. `spoil` changes the events in place, or gives others."""
-    config = config or configuration()
+    config = config or make_config()
     run_dir = folder / f"{name}-20260101T000000Z-abcd"
     run_dir.mkdir(parents=True)
     (run_dir / directory.CONFIG).write_text(config.to_yaml(), encoding="utf-8")
     (run_dir / directory.ENVIRONMENT).write_text(json.dumps({"versions": {"python": "3.11.0"}}), encoding="utf-8")
-    events = healthy_events(config)
+    events = make_healthy_events(config)
     if spoil:
         events = spoil(events) or events
     with open(run_dir / directory.EVENTS, "w", encoding="utf-8") as file:
         for index, event in enumerate(events):
-            tokens = config.train.tokens_by(event["step"])
+            tokens = config.train.tokens_until(event["step"])
             envelope = {"v": 1, "t": 1000.0 + index, "run": run_dir.name, "tokens": tokens}
             file.write(json.dumps({**envelope, **event}) + "\n")
     directory.write_status(
@@ -189,5 +189,5 @@ def write_checkpoint(run_dir: Path, step: int, content: bytes = b"12345") -> Pat
     (folder / "model.safetensors").write_bytes(content)
     entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest = {"v": 1, "step": step, "files": {"model.safetensors": entry}}
-    (folder / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": checkpoints.digest(manifest)}))
+    (folder / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": checkpoint_files.compute_digest(manifest)}))
     return folder

@@ -51,11 +51,11 @@ NEEDED = {
         "matplotlib.backends.backend_agg",
         "matplotlib_inline.backend_inline",
         "nsa_lab.evaluate.tiny_recall",
-        "nsa_lab.workbook.choice_explorer",
-        "nsa_lab.workbook.parity",
+        "nsa_lab.workbook.recall_explorer",
+        "nsa_lab.workbook.kernel_parity",
         "nsa_lab.workbook.query_explorer",
         "nsa_lab.workbook.run_explorer",
-        "nsa_lab.workbook.training",
+        "nsa_lab.workbook.training_session",
     ),
 }
 

@@ -29,48 +29,48 @@ MAY_IMPORT = {
     "report": {"config", "runs", "health", "figures"},
     "bench": {"config", "attention", "model", "data", "runs", "inference", "train"},
 }
-READERS = ["health", "report", "figures", "runs"]  # they read files, and never load the trainer
+READER_PACKAGES = ["health", "report", "figures", "runs"]  # they read files, and never load the trainer
 
 # Optional packages, and the one place that imports each.
-OPTIONAL = {
+OPTIONAL_IMPORTS = {
     "triton": "attention/kernels/",
     "flash_attn": "attention/flash.py",
     "datasets": "data/sources/fineweb_edu.py",
     "huggingface_hub": "data/sources/fineweb_edu.py",
     "tokenizers": "data/tokenizer.py",
     "transformers": "inference/hf.py",
-    "torch.utils.tensorboard": "train/telemetry/mirror.py",
+    "torch.utils.tensorboard": "train/telemetry/tensorboard_writer.py",
     "ipywidgets": "workbook/",
     "IPython": "workbook/",
-    "papermill": "report/runner.py",
+    "papermill": "report/notebook_runner.py",
     "nbconvert": "report/",
     "latex2mathml": "report/formulas.py",
-    "nh3": "report/inert.py",
+    "nh3": "report/sanitize.py",
 }
 # Comparing with other people's kernels is what a bench is for.
-BENCH = {"triton", "flash_attn"}
+BENCH_IMPORTS = {"triton", "flash_attn"}
 
 
-def module_of(path: Path) -> str:
+def get_module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
+def parse_file(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @functools.cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(tree_of(path)))
+def list_nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(parse_file(path)))
 
 
 @functools.cache
-def imports_of(path: Path) -> list[str]:
+def list_imports(path: Path) -> list[str]:
     """Every module named by an import, inside functions too; `from a import b` names a and a.b."""
     names = []
-    for node in nodes_of(path):
+    for node in list_nodes(path):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -79,7 +79,7 @@ def imports_of(path: Path) -> list[str]:
     return names
 
 
-def part_of(module: str) -> str:
+def get_part(module: str) -> str:
     return module.split(".")[1] if module.count(".") else ""
 
 
@@ -87,16 +87,16 @@ def part_of(module: str) -> str:
 def test_imports_point_one_way(part: str) -> None:
     wrong = []
     for path in FILES:
-        if part_of(module_of(path)) == part:
-            others = {part_of(name) for name in imports_of(path) if name.startswith("nsa_lab.")}
+        if get_part(get_module_name(path)) == part:
+            others = {get_part(name) for name in list_imports(path) if name.startswith("nsa_lab.")}
             wrong += [f"{path.relative_to(ROOT)} imports {other}" for other in others - MAY_IMPORT[part] - {part}]
     assert not wrong
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", READER_PACKAGES)
 def test_what_reads_runs_never_loads_the_trainer(reader: str) -> None:
     """Not through anything that it imports either, nor inside a function."""
-    known = {module_of(path): path for path in FILES}
+    known = {get_module_name(path): path for path in FILES}
     waiting, reached = [m for m in known if m.split(".")[1:2] == [reader]], set()
     assert waiting
     while waiting:
@@ -104,12 +104,12 @@ def test_what_reads_runs_never_loads_the_trainer(reader: str) -> None:
         if module in reached:
             continue
         reached.add(module)
-        waiting += [name for name in imports_of(known[module]) if name in known]
+        waiting += [name for name in list_imports(known[module]) if name in known]
     assert not [m for m in reached if m.startswith("nsa_lab.train")]
 
 
 def test_launching_and_reading_need_no_torch() -> None:
-    modules = [module_of(path) for path in FILES if part_of(module_of(path)) == "runs"]
+    modules = [get_module_name(path) for path in FILES if get_part(get_module_name(path)) == "runs"]
     code = f"import importlib, sys; [importlib.import_module(m) for m in {modules!r}]; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
 
@@ -118,7 +118,9 @@ def test_what_the_documentation_shows_is_read_by_nothing_else() -> None:
     """A record that the library reckons with is package data; one under docs/ may be renamed, or missing, at any time."""
     sources = [*FILES, *(ROOT / "notebooks").glob("*.py")]
     for path in sources:
-        strings = {node.value for node in nodes_of(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        strings = {
+            node.value for node in list_nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
         assert not [text for text in strings if "docs/benchmarks" in text], path
 
 
@@ -126,19 +128,19 @@ def test_no_two_classes_share_a_name() -> None:
     """In a traceback, a log or a search a class is its name."""
     places: dict[str, list[str]] = {}
     for path in FILES:
-        for node in nodes_of(path):
+        for node in list_nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
-@pytest.mark.parametrize("package", OPTIONAL)
+@pytest.mark.parametrize("package", OPTIONAL_IMPORTS)
 def test_an_optional_package_is_imported_in_one_place(package: str) -> None:
     places = []
     for path in FILES:
-        if any(name == package or name.startswith(package + ".") for name in imports_of(path)):
+        if any(name == package or name.startswith(package + ".") for name in list_imports(path)):
             places.append(path.relative_to(PACKAGE).as_posix())
-    allowed = (OPTIONAL[package], "bench/") if package in BENCH else (OPTIONAL[package],)
+    allowed = (OPTIONAL_IMPORTS[package], "bench/") if package in BENCH_IMPORTS else (OPTIONAL_IMPORTS[package],)
     assert all(place.startswith(allowed) for place in places), places
 
 
@@ -147,7 +149,7 @@ def test_the_library_loads_without_any_optional_package() -> None:
     names = ["config", "attention", "model", "data", "train.attempt", "health", "runs.history", "runs.launch", "cli"]
     code = (
         "import sys\n"
-        f"for name in {sorted(OPTIONAL)!r}: sys.modules[name] = None\n"
+        f"for name in {sorted(OPTIONAL_IMPORTS)!r}: sys.modules[name] = None\n"
         f"for name in {names!r}: __import__('nsa_lab.' + name)\n"
         "from nsa_lab.attention import resolve_backend\n"
         "from nsa_lab.config import NSAConfig\n"
@@ -166,7 +168,7 @@ def test_no_handler_swallows_whatever_comes() -> None:
     """`except:` and `except Exception: pass` turn a fault into a silent fallback."""
     wrong = []
     for path in FILES:
-        for node in nodes_of(path):
+        for node in list_nodes(path):
             if isinstance(node, ast.ExceptHandler):
                 silent = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
                 if node.type is None or (is_broad(node) and silent):
@@ -179,7 +181,7 @@ def test_broad_handlers_are_few() -> None:
     broad = [
         path.relative_to(PACKAGE).as_posix()
         for path in FILES
-        for node in nodes_of(path)
+        for node in list_nodes(path)
         if is_broad(node) and not any(isinstance(n, ast.Raise) for n in ast.walk(node))
     ]
     assert len(broad) <= 6, broad
@@ -189,9 +191,9 @@ def test_broad_handlers_are_few() -> None:
 def test_no_switch_hides_in_the_environment() -> None:
     """No variable of this project's own, and none at all is read by the mathematics, but Triton's interpreter switch."""
     for path in FILES:
-        strings = {n.value for n in nodes_of(path) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        strings = {n.value for n in list_nodes(path) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         assert not {s for s in strings if s.startswith("NSA_") and s.isupper()}, path
-        reads = [n for n in nodes_of(path) if (isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv"))]
+        reads = [n for n in list_nodes(path) if (isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv"))]
         place = path.relative_to(PACKAGE).as_posix()
         if place.startswith(("attention/", "config/", "model/", "health/", "report/", "runs/history.py")) and reads:
             assert place == "attention/kernels/__init__.py" and "TRITON_INTERPRET" in strings
@@ -200,9 +202,9 @@ def test_no_switch_hides_in_the_environment() -> None:
 def test_the_mathematics_keeps_no_state() -> None:
     """No global statement, and no module-level container in lower case, in attention, model and config."""
     for path in FILES:
-        if part_of(module_of(path)) in ("attention", "model", "config"):
-            assert not [n for n in nodes_of(path) if isinstance(n, ast.Global)], path
-            for node in tree_of(path).body:
+        if get_part(get_module_name(path)) in ("attention", "model", "config"):
+            assert not [n for n in list_nodes(path) if isinstance(n, ast.Global)], path
+            for node in parse_file(path).body:
                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict | ast.List | ast.Set):
                     names = [t.id for t in node.targets if isinstance(t, ast.Name)]
                     assert all(name.isupper() or name == "__all__" for name in names), f"{path}: {names}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa_lab.runs import directory
-from nsa_lab.workbook import landing
+from nsa_lab.workbook import start_page
 
 ROOT = Path(__file__).parents[1]
 # What `make run`, `nsa-lab report`, a comparison and a sweep leave behind.
@@ -45,6 +45,6 @@ def test_what_is_shared_is_not_ignored() -> None:
 def test_the_first_page_shows_the_latest_runs_that_are_shared() -> None:
     """It was executed before: whoever shares another run makes it anew."""
     shared = {ROOT / path.rsplit("/", 1)[0] for path in git("ls-files", "outputs/*/config.yaml").stdout.splitlines()}
-    latest = sorted(shared, key=directory.made_at)[-landing.LATEST_RUNS :]
+    latest = sorted(shared, key=directory.get_creation_time)[-start_page.MAX_LISTED_RUNS :]
     page = (ROOT / "docs" / "pages" / "00_start_here.html").read_text(encoding="utf-8")
     assert [run.name for run in latest if run.name not in page] == []

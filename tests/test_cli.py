@@ -17,13 +17,13 @@ from fake_run import write_run
 from nbformat.v4 import new_code_cell, new_notebook
 
 from nsa_lab import cli
-from nsa_lab.cli import models, reading
+from nsa_lab.cli import inspect_commands, model_commands
 from nsa_lab.config import RunConfig
 from nsa_lab.health import write_verdict
-from nsa_lab.runs import directory, launch, names
-from nsa_lab.runs.live import RunView, note, watch
-from nsa_lab.runs.names import find_run, notebook_file, outputs_folder, params_file
-from nsa_lab.runs.sweep import Sweep
+from nsa_lab.runs import directory, lifecycle, resolve
+from nsa_lab.runs.live_view import RunView, format_note, watch
+from nsa_lab.runs.resolve import find_notebook, find_params_file, find_run, get_outputs_dir
+from nsa_lab.runs.sweep_runner import Sweep
 
 torch.set_num_threads(1)
 
@@ -39,8 +39,8 @@ data: {source: local, val_fraction: 0.4}
 HALTED = {"status": directory.HALTED, "reason": "step 101: the loss is nan"}
 
 
-class Said(NamedTuple):
-    code: int
+class CliResult(NamedTuple):
+    exit_code: int
     out: str
     err: str
 
@@ -49,7 +49,7 @@ class Said(NamedTuple):
 def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     """Runs the console script in this process, with outputs below the test's own folder."""
 
-    def run(*arguments: object, outputs: bool = True) -> Said:
+    def run(*arguments: object, outputs: bool = True) -> CliResult:
         where = ["--outputs", str(tmp_path / "outputs")] if outputs else []
         monkeypatch.setattr(sys, "argv", ["nsa-lab", *map(str, arguments), *where])
         capsys.readouterr()
@@ -57,7 +57,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
             cli.main()
         code = ended.value.code or 0
         out, err = capsys.readouterr()
-        return Said(code, out, err)
+        return CliResult(code, out, err)
 
     return run
 
@@ -74,29 +74,29 @@ def tiny(tmp_path: Path) -> Path:
     return path
 
 
-def missing(folder: Path) -> Path:
+def make_missing_path(folder: Path) -> Path:
     return folder / "nowhere"
 
 
-def empty_file(folder: Path) -> Path:
+def make_empty_file(folder: Path) -> Path:
     (folder / "empty.txt").touch()
     return folder / "empty.txt"
 
 
-def without_text(folder: Path) -> Path:
+def make_file_without_text(folder: Path) -> Path:
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "b"]}), folder / "other.parquet")
     return folder / "other.parquet"
 
 
-def notebook(folder: Path, *cells: str) -> Path:
+def write_notebook(folder: Path, *cells: str) -> Path:
     parameters = new_code_cell('run_dir: str = ""', metadata={"tags": ["parameters"]})
     path = folder / "training.ipynb"
     nbformat.write(new_notebook(cells=[parameters, *map(new_code_cell, cells)]), path)
     return path
 
 
-def notebook_option(command: str, folder: Path) -> list[object]:
-    return ["--notebook", notebook(folder)] if command == "run" else []
+def get_notebook_option(command: str, folder: Path) -> list[object]:
+    return ["--notebook", write_notebook(folder)] if command == "run" else []
 
 
 @pytest.mark.parametrize("command", ["run", "train"])
@@ -117,7 +117,7 @@ def notebook_option(command: str, folder: Path) -> list[object]:
 def test_a_wrong_setting_is_one_line_and_leaves_nothing(
     say, tiny: Path, tmp_path: Path, command: str, override: str, answer: str
 ) -> None:
-    said = say(command, tiny, "-p", override, *notebook_option(command, tmp_path))
+    said = say(command, tiny, "-p", override, *get_notebook_option(command, tmp_path))
     assert said.code == 2
     assert said.out == ""
     assert said.err.count("\n") == 1
@@ -125,7 +125,7 @@ def test_a_wrong_setting_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "outputs").exists()
 
 
-def one_text(folder: Path) -> Path:
+def make_single_text(folder: Path) -> Path:
     (folder / "input.txt").write_text("First Citizen: before we proceed any further, hear me speak. " * 99)
     return folder / "input.txt"
 
@@ -133,13 +133,19 @@ def one_text(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "train"])
 @pytest.mark.parametrize(
-    ("make", "answer"), [(one_text, "split -C 64k"), (missing, "nowhere"), (empty_file, "empty"), (without_text, "text")]
+    ("make", "answer"),
+    [
+        (make_single_text, "split -C 64k"),
+        (make_missing_path, "nowhere"),
+        (make_empty_file, "empty"),
+        (make_file_without_text, "text"),
+    ],
 )
 def test_text_that_cannot_be_read_is_one_line_and_leaves_nothing(
     say, tiny: Path, tmp_path: Path, command: str, make, answer: str
 ) -> None:
     path = make(tmp_path)
-    said = say(command, tiny, "-p", f"data.path={path}", *notebook_option(command, tmp_path))
+    said = say(command, tiny, "-p", f"data.path={path}", *get_notebook_option(command, tmp_path))
     assert said.code == 2
     assert said.err.startswith("nsa-lab: ")
     assert said.err.count("\n") == 1
@@ -212,17 +218,17 @@ def test_a_plan_is_made_with_a_speed_that_can_be(say, tiny: Path, speed: str) ->
 def test_outputs_that_cannot_be_a_folder_are_refused_in_a_line(tiny: Path) -> None:
     for folder in (tiny, tiny / "inside"):
         with pytest.raises(directory.RunDirectoryError, match=r"tiny.yaml.*: no run can be made there"):
-            launch.create_run(RunConfig.from_yaml(tiny), folder)
+            lifecycle.create_run(RunConfig.from_yaml(tiny), folder)
 
 
 def test_ranks_that_cannot_share_a_step_are_refused_before_one_starts(
     say, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "take_lock", lambda _: pytest.fail("a trainer was about to start"))
+    monkeypatch.setattr(lifecycle, "take_lock", lambda _: pytest.fail("a trainer was about to start"))
     said = say("train", tiny, "--ranks", "1000")
     assert said.code == 2 and "1000 ranks cannot share evenly" in said.err and said.err.count("\n") == 1
     assert not (tmp_path / "outputs").exists()
-    run_dir = launch.create_run(RunConfig.from_yaml(tiny), tmp_path / "outputs")
+    run_dir = lifecycle.create_run(RunConfig.from_yaml(tiny), tmp_path / "outputs")
     said = say("resume", run_dir, "--ranks", "1000")
     assert said.code == 2 and "1000 ranks cannot share evenly" in said.err and said.err.count("\n") == 1
 
@@ -230,10 +236,10 @@ def test_ranks_that_cannot_share_a_step_are_refused_before_one_starts(
 def test_a_run_that_goes_on_already_is_not_said_to_be_resumed(
     say, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = launch.create_run(RunConfig.from_yaml(tiny), tmp_path / "outputs")
-    monkeypatch.setattr(launch, "resume", lambda folder, ranks: 7)
+    run_dir = lifecycle.create_run(RunConfig.from_yaml(tiny), tmp_path / "outputs")
+    monkeypatch.setattr(lifecycle, "resume_hint", lambda folder, ranks: 7)
     for alive, told in ((True, "process 7 already trains "), (False, "process 7 trains ")):
-        monkeypatch.setattr(launch, "is_alive", lambda folder, alive=alive: alive)
+        monkeypatch.setattr(lifecycle, "is_alive", lambda folder, alive=alive: alive)
         said = say("resume", run_dir)
         assert said.code == 0 and said.out.startswith(f"{told}{run_dir.name}; nsa-lab follow ")
 
@@ -249,7 +255,7 @@ def test_a_prompt_is_one_text_that_can_be_read(say, tmp_path: Path) -> None:
 
 def test_line_ends_of_a_prompt_are_read_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "crlf.txt").write_bytes(b"one\r\ntwo\r")
-    assert models._text_of(tmp_path / "crlf.txt", "--prompt-file") == "one\r\ntwo\r"
+    assert model_commands._read_text(tmp_path / "crlf.txt", "--prompt-file") == "one\r\ntwo\r"
 
 
 def test_a_plan_is_made_for_ranks_that_can_share_it(say, tiny: Path) -> None:
@@ -261,7 +267,7 @@ def test_a_bug_is_not_dressed_up_as_a_wrong_usage(say, monkeypatch: pytest.Monke
     def broken(*_: object) -> None:
         raise AttributeError("a bug")
 
-    monkeypatch.setattr(names, "find_run", broken)
+    monkeypatch.setattr(resolve, "find_run", broken)
     monkeypatch.setattr(sys, "argv", ["nsa-lab", "health", "latest"])
     with pytest.raises(AttributeError, match="a bug"):
         cli.main()
@@ -342,11 +348,11 @@ def test_status_of_a_trainer_that_was_killed_says_what_its_record_does_not(say, 
 
 def test_what_follows_a_run_that_lies_elsewhere_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands as they were printed found no such run."""
-    from nsa_lab.cli.training import _say_started
+    from nsa_lab.cli.training_commands import _print_started
 
-    _say_started(outputs_folder() / "fake-1", 7)
+    _print_started(get_outputs_dir() / "fake-1", 7)
     assert "nsa-lab follow fake-1 shows it, nsa-lab stop fake-1 ends it" in capsys.readouterr().out
-    _say_started(tmp_path / "my runs" / "fake-1", 7)
+    _print_started(tmp_path / "my runs" / "fake-1", 7)
     assert f"nsa-lab follow fake-1 --outputs '{tmp_path}/my runs' shows it" in capsys.readouterr().out
 
 
@@ -361,20 +367,20 @@ def test_runs_are_found_by_path_id_beginning_and_latest(tmp_path: Path) -> None:
 
 
 def test_params_and_notebooks_are_found_by_name() -> None:
-    assert params_file("smoke").name == "smoke.yaml"
-    assert params_file("some/where.yaml") == Path("some/where.yaml")
+    assert find_params_file("smoke").name == "smoke.yaml"
+    assert find_params_file("some/where.yaml") == Path("some/where.yaml")
 
 
 def test_production_configurations_take_the_production_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notebooks").mkdir()
     for stem in ("03_smoke_training", "04_production_run"):
         (tmp_path / "notebooks" / f"{stem}.ipynb").touch()
-    monkeypatch.setattr("nsa_lab.runs.names.root", lambda: tmp_path)
+    monkeypatch.setattr("nsa_lab.runs.resolve.root", lambda: tmp_path)
     from nsa_lab.config import RunConfig
 
-    assert notebook_file(None, RunConfig(name="production_50k")).stem == "04_production_run"
-    assert notebook_file(None, RunConfig(name="ci")).stem == "03_smoke_training"
-    assert notebook_file("04_production_run", RunConfig(name="ci")).stem == "04_production_run"
+    assert find_notebook(None, RunConfig(name="production_50k")).stem == "04_production_run"
+    assert find_notebook(None, RunConfig(name="ci")).stem == "03_smoke_training"
+    assert find_notebook("04_production_run", RunConfig(name="ci")).stem == "04_production_run"
 
 
 @pytest.mark.slow
@@ -437,8 +443,8 @@ def test_train_detached_then_stop_resume_and_generate(say, tiny: Path, tmp_path:
     said = say("train", tiny)
     assert said.code == 0
     run_dir = Path(said.out.splitlines()[-1])
-    assert launch.wait(run_dir, timeout_s=180)
-    assert launch.state(run_dir) == directory.DONE
+    assert lifecycle.wait(run_dir, timeout_s=180)
+    assert lifecycle.get_state(run_dir) == directory.DONE
     assert "DONE" in say("stop", "latest").out
     refused = say("resume", "latest")
     assert refused.code == 2
@@ -509,25 +515,25 @@ print(launch.state(run_dir))
 
 @pytest.mark.slow
 def test_run_executes_a_notebook_and_prints_the_report_last(say, tiny: Path, tmp_path: Path) -> None:
-    said = say("run", tiny, "--notebook", notebook(tmp_path, TRAIN_CELL))
+    said = say("run", tiny, "--notebook", write_notebook(tmp_path, TRAIN_CELL))
     assert said.code == 0, said.err
     page = Path(said.out.splitlines()[-1])
     assert page.name == "report.html"
-    assert launch.state(page.parent) == directory.DONE
+    assert lifecycle.get_state(page.parent) == directory.DONE
     executed = nbformat.read(page.parent / "report.ipynb", as_version=4)
     assert executed.cells[-1].outputs[-1].text == "DONE\n"
 
 
 @pytest.mark.slow
 def test_a_failing_notebook_still_gives_a_report_and_exit_code_1(say, tiny: Path, tmp_path: Path) -> None:
-    source = notebook(tmp_path, TRAIN_CELL, "1 / 0", "print('never')")
+    source = write_notebook(tmp_path, TRAIN_CELL, "1 / 0", "print('never')")
     said = say("run", tiny, "--notebook", source)
     assert said.code == 1
     assert "ZeroDivisionError" in said.err
     page = Path(said.out.splitlines()[-1]).read_text(encoding="utf-8")
     assert "The notebook stopped in code cell" in page
     assert "ZeroDivisionError: division by zero" in page
-    again = say("run", "--into", "latest", "--notebook", notebook(tmp_path, TRAIN_CELL))
+    again = say("run", "--into", "latest", "--notebook", write_notebook(tmp_path, TRAIN_CELL))
     assert again.code == 0, again.err
     assert [path.name for path in (tmp_path / "outputs").iterdir() if path.is_file()] == ["index.html"]
     assert len(list((tmp_path / "outputs").glob("*/"))) == 1
@@ -545,7 +551,7 @@ def test_a_run_that_was_refused_by_the_trainer_has_the_trainers_exit_code(tmp_pa
         (directory.RUNNING, None, "interrupted", 75),
     ):
         directory.write_status(run_dir, run=run_dir.name, status=status, exit_code=code)
-        assert cli.exit_code(run_dir, problem) == wanted
+        assert cli.get_exit_code(run_dir, problem) == wanted
 
 
 def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
@@ -556,7 +562,7 @@ def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
     terminal = Console(force_terminal=True, width=100, record=True)
     view = watch(run_dir, lambda: True, terminal)
     shown = terminal.export_text()
-    assert view.numbers()["phase"].startswith("ended, ")  # nothing hangs in the phase that it ended in
+    assert view.format_numbers()["phase"].startswith("ended, ")  # nothing hangs in the phase that it ended in
     for word in (
         "200 of 200",
         "tokens per second",
@@ -568,9 +574,9 @@ def test_the_live_view_shows_numbers_phase_and_notes(tmp_path: Path) -> None:
     ):
         assert word in shown
     assert view.eta_s == 0.0
-    assert RunView(run_dir).line() == "step 0/200  starting"
+    assert RunView(run_dir).format_line() == "step 0/200  starting"
     stall = {"kind": "stall", "t": 0.0, "step": 3, "phase": "data", "phase_age_s": 9}
-    assert note(stall).endswith("step 3  stall in data after 9 s")
+    assert format_note(stall).endswith("step 3  stall in data after 9 s")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: nothing is refused")
@@ -582,4 +588,4 @@ def test_warmup_needs_a_gpu(say, tiny: Path) -> None:
 
 
 def test_a_path_with_a_sign_of_equality_is_a_path() -> None:
-    assert reading._named_run("outputs/lr=3e-4-2026") == (None, "outputs/lr=3e-4-2026")
+    assert inspect_commands._parse_named_run("outputs/lr=3e-4-2026") == (None, "outputs/lr=3e-4-2026")

@@ -23,12 +23,12 @@ from nsa_lab.config import (
     SweepConfig,
     TrainConfig,
     apply_overrides,
-    known_keys,
+    list_keys,
     parse_override,
     yaml_text,
 )
 from nsa_lab.model import NSATransformer
-from nsa_lab.train.schedule import learning_rate
+from nsa_lab.train.lr_schedule import compute_learning_rate
 
 PARAMS = sorted((Path(__file__).parents[1] / "params").glob("*.yaml"))
 
@@ -40,10 +40,10 @@ runtime: {device: "cuda", precision: "bf16", gradient_checkpointing: true}
 train: {steps: 50000, seq_len: 2048, batch_size: 2, accumulate_grad_batches: 2, lr: 2.0e-4, lr_schedule: "cosine",
         warmup_steps: 2000, weight_decay: 0.01, grad_clip: 1.0, save_every: 5000}
 """
-SWITCHES = {"use_flash": True, "use_triton_sel": False, "sel_triton_min_L": 4096}
+RETIRED_SWITCHES = {"use_flash": True, "use_triton_sel": False, "sel_triton_min_L": 4096}
 
 
-def refused(sections: dict[str, Any]) -> str:
+def get_error(sections: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict(sections)
     return str(caught.value)
@@ -62,16 +62,16 @@ def test_the_production_configuration_loads_unchanged() -> None:
 def test_a_switch_that_did_nothing_is_refused_with_what_replaces_it(key: str) -> None:
     section, name = key.split(".")
     sections = yaml.safe_load(PRODUCTION)
-    sections[section][name] = SWITCHES.get(name, 1)
-    message = refused(sections)
+    sections[section][name] = RETIRED_SWITCHES.get(name, 1)
+    message = get_error(sections)
     assert key in message and RETIRED_KEYS[key] in message
 
 
 def test_every_switch_of_a_file_is_named_at_once() -> None:
     sections = yaml.safe_load(PRODUCTION)
-    sections["runtime"] |= SWITCHES
-    message = refused(sections)
-    assert all(f"runtime.{name}" in message for name in SWITCHES)
+    sections["runtime"] |= RETIRED_SWITCHES
+    message = get_error(sections)
+    assert all(f"runtime.{name}" in message for name in RETIRED_SWITCHES)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_every_switch_of_a_file_is_named_at_once() -> None:
     ],
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: str, nearest: str) -> None:
-    message = refused({section: {key: 1}})
+    message = get_error({section: {key: 1}})
     assert section in message and nearest in message and len(message.splitlines()) == 1
 
 
@@ -127,7 +127,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(section: str, key: st
     ],
 )
 def test_an_impossible_value_says_what_to_do(sections: dict[str, Any], words: list[str]) -> None:
-    message = refused(sections)
+    message = get_error(sections)
     assert all(word in message for word in words), message
 
 
@@ -211,11 +211,14 @@ def test_presets_have_the_recipe_and_a_configuration_without_its_keys_is_the_pap
     (path,) = [path for path in PARAMS if path.stem == name]
     model = RunConfig.from_yaml(path).model
     assert (
-        model.indexed and model.taught and model.rotary_share == 0.5 and 2 * model.matching_heads == model.heads_per_group
+        model.has_indexer
+        and model.has_selection_loss
+        and model.rotary_share == 0.5
+        and 2 * model.matching_heads == model.heads_per_group
     )
     plain = RunConfig.from_dict({"model": {"attention": "nsa"}}).model
     assert (plain.rotary_share, plain.matching_heads, plain.selection_loss, plain.indexer_block) == (1.0, 0, 0.0, 0)
-    assert not plain.indexed and not plain.taught
+    assert not plain.has_indexer and not plain.has_selection_loss
 
 
 def test_the_hash_is_of_every_value() -> None:
@@ -274,7 +277,7 @@ def test_a_file_that_is_no_configuration_says_so(text: str, words: str, tmp_path
 
 
 # What a file may hold by accident or by malice, and what the one line that refuses it says.
-SPOILT = {
+INVALID_YAML = {
     "a section twice": (b"train: {steps: 5}\ntrain: {lr: 0.1}\n", "line 2, column 1: the key 'train' stands twice"),
     "a key twice": (b"model:\n  dim: 4\n  dim: 8\n", "line 3, column 3: the key 'dim' stands twice"),
     "a key twice in a stage": (b"train: {stages: [{steps: 1, steps: 2}]}", "the key 'steps' stands twice"),
@@ -310,14 +313,14 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("text", SPOILT)
+@pytest.mark.parametrize("text", INVALID_YAML)
 def test_a_spoilt_file_is_refused_with_the_cause_in_a_line(text: str, tmp_path: Path) -> None:
     """Every line of the message is a problem; none is a traceback, and none is longer than a person reads."""
-    (tmp_path / "spoilt.yaml").write_bytes(SPOILT[text][0])
+    (tmp_path / "spoilt.yaml").write_bytes(INVALID_YAML[text][0])
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_yaml(tmp_path / "spoilt.yaml")
     message = str(caught.value)
-    assert SPOILT[text][1] in message
+    assert INVALID_YAML[text][1] in message
     assert len(message.splitlines()) == (15 if text == "aliases of aliases" else 1)
     assert max(map(len, message.splitlines())) < 500 + len(str(tmp_path))
 
@@ -387,7 +390,7 @@ def test_no_environment_variable_changes_a_configuration(monkeypatch: pytest.Mon
 
 
 def test_every_key_has_one_meaning() -> None:
-    keys = known_keys(RunConfig)
+    keys = list_keys(RunConfig)
     assert len(keys) == len(set(keys)) and {"nsa.l", "train.steps", "runtime.backend", "data.source"} <= set(keys)
     assert not set(RETIRED_KEYS) & set(keys)
 
@@ -433,13 +436,13 @@ def test_a_fall_is_rounded_and_a_budget_may_be_one_step() -> None:
 
 def test_a_rate_may_stay_where_it_is() -> None:
     train = TrainConfig(steps=20, lr=1e-3, min_lr=1e-3)
-    assert {learning_rate(step, train) for step in range(1, 21)} == {1e-3}
+    assert {compute_learning_rate(step, train) for step in range(1, 21)} == {1e-3}
 
 
 def test_the_longest_stage_need_not_be_the_last() -> None:
     stages = [{"steps": 1, "seq_len": n, "batch_size": 1, "lr": 1e-3} for n in (16, 64, 32)]
     config = RunConfig.from_dict({"train": {"stages": stages}})
-    assert config.train.longest.seq_len == 64 and config.train.seq_len == 32
+    assert config.train.longest_stage.seq_len == 64 and config.train.seq_len == 32
 
 
 def test_ranks_have_to_share_the_steps_of_every_stage() -> None:
@@ -497,14 +500,14 @@ def test_neither_half_of_a_surrogate_is_taken() -> None:
 
 
 def test_a_dense_model_is_taught_no_choice() -> None:
-    assert not RunConfig.from_dict({"model": {"attention": "dense", "selection_loss": 0.1}}).model.taught
+    assert not RunConfig.from_dict({"model": {"attention": "dense", "selection_loss": 0.1}}).model.has_selection_loss
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("0xFf", 255), ("0b11", 3), ("True", True), ("FALSE", False), ("Off", False), ("yEs", True)]
 )
 def test_numbers_and_words_may_be_written_in_any_letters(text: str, value: object) -> None:
-    found = yaml_text.read(text)
+    found = yaml_text.parse(text)
     assert found == value and type(found) is type(value)
 
 

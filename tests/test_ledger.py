@@ -74,7 +74,9 @@ def test_the_one_length_threshold_is_the_measured_one() -> None:
     assert f"union forward up to {launch.UNION_TOKENS} tokens, gather from there" in log
     assert f"up to {launch.UNION_TOKENS:,} tokens" in (ROOT / "docs/decisions.md").read_text(encoding="utf-8")
     length = launch.UNION_TOKENS
-    assert [launch.forward_strategy(T, 64) for T in (1, length, length + 1, 16 * length)] == ["union"] * 2 + ["gather"] * 2
+    assert [launch.get_forward_strategy(T, 64) for T in (1, length, length + 1, 16 * length)] == ["union"] * 2 + [
+        "gather"
+    ] * 2
     thresholds = {
         (path.name, target.id)
         for path in (ROOT / "nsa_lab/attention").rglob("*.py")

@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 import nsa_lab
-from nsa_lab.config.extras import BROUGHT_BY, MissingPackage, require
+from nsa_lab.config.optional_deps import EXTRA_BY_MODULE, MissingPackage, require
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 CORE = {"torch", "numpy", "pydantic"}
 # The last is what makes importing torch's users slow: its compiler, 1.2 s.
-HEAVY = ("matplotlib", "pyarrow", "tensorboard", "triton", "typer", "rich", "yaml", "safetensors", "torch._dynamo")
+HEAVY_MODULES = ("matplotlib", "pyarrow", "tensorboard", "triton", "typer", "rich", "yaml", "safetensors", "torch._dynamo")
 
 
-def fresh(code: str) -> str:
+def run_fresh_python(code: str) -> str:
     """What `code` prints in an interpreter of its own."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
     assert not done.returncode, done.stderr
@@ -34,7 +34,7 @@ def fresh(code: str) -> str:
 
 # Reads [missing, code] from each line; prints what the code prints in a fork that has loaded torch, which every package
 # here needs, and in which the missing packages are not installed.
-FORKS = """
+FORK_SERVER = """
 import contextlib, io, json, os, sys, traceback
 import torch
 for line in sys.stdin:
@@ -57,9 +57,9 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def without() -> Iterator[Callable[..., str]]:
+def run_without_packages() -> Iterator[Callable[..., str]]:
     """`without(missing, code)`: what `code` prints where these packages are not installed, and nsa_lab not yet loaded."""
-    command = [sys.executable, "-c", FORKS]
+    command = [sys.executable, "-c", FORK_SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as forks:
 
         def run(missing: Iterable[str], code: str) -> str:
@@ -70,13 +70,13 @@ def without() -> Iterator[Callable[..., str]]:
         forks.stdin.close()
 
 
-def names(requirements: list[str]) -> set[str]:
+def get_names(requirements: list[str]) -> set[str]:
     """The packages that requirements name, extras of this project resolved."""
     found = set()
     for requirement in requirements:
         name, inner = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", requirement).groups()
         if name == "nsa-lab":
-            found |= set().union(*(names(EXTRAS[extra]) for extra in inner.split(",")))
+            found |= set().union(*(get_names(EXTRAS[extra]) for extra in inner.split(",")))
         else:
             found.add(name)
     return found
@@ -110,7 +110,7 @@ def test_type_checkers_see_every_export() -> None:
     tree = ast.parse((ROOT / "nsa_lab/__init__.py").read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {alias.name: node.module for node in block.body for alias in node.names}
-    assert seen == nsa_lab._HOME
+    assert seen == nsa_lab._MODULE_BY_NAME
     assert (ROOT / "nsa_lab/py.typed").is_file()
 
 
@@ -125,7 +125,7 @@ def test_the_version_is_the_packages() -> None:
 
 
 def test_importing_the_package_loads_nothing() -> None:
-    loaded = fresh(
+    loaded = run_fresh_python(
         "import sys, nsa_lab; print(sorted(n for n in sys.modules if n.startswith(('torch', 'numpy', 'nsa_lab'))))"
     )
     assert loaded == "['nsa_lab']"
@@ -134,12 +134,12 @@ def test_importing_the_package_loads_nothing() -> None:
 @pytest.mark.slow
 def test_a_name_loads_only_what_it_needs() -> None:
     code = "import sys, nsa_lab\nfor name in ('NSAttention', 'NSATransformer', 'generate'):\n    getattr(nsa_lab, name)\n"
-    code += f"    print(name, [n for n in {HEAVY!r} if n in sys.modules])\n"
+    code += f"    print(name, [n for n in {HEAVY_MODULES!r} if n in sys.modules])\n"
     # Only sharded runs shard.
     code += (
         "from nsa_lab.train import run\nprint('run', [n for n in sys.modules if n.startswith('torch.distributed.fsdp')])"
     )
-    assert fresh(code).splitlines() == ["NSAttention []", "NSATransformer []", "generate []", "run []"]
+    assert run_fresh_python(code).splitlines() == ["NSAttention []", "NSATransformer []", "generate []", "run []"]
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ tokens = torch.zeros(1, 40, dtype=torch.int64)
 torch.nn.functional.cross_entropy(model(tokens)[0], tokens[0]).backward()
 print(all(p.grad.isfinite().all() for p in model.parameters()), len(nsa_lab.generate(model, ["a"], max_new_tokens=2)[0]))
 """
-    assert without(BROUGHT_BY, code) == "True 2"
+    assert without(EXTRA_BY_MODULE, code) == "True 2"
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ print(all(p.grad.isfinite().all() for p in model.parameters()), len(nsa_lab.gene
     ],
 )
 def test_what_misses_says_which_extra_brings_it(without: Callable[..., str], code: str, package: str, extra: str) -> None:
-    caught = f"from nsa_lab.config.extras import MissingPackage\ntry: {code}\nexcept MissingPackage as error: print(error)"
+    caught = f"from nsa_lab.config.optional_deps import MissingPackage\ntry: {code}\nexcept MissingPackage as error: print(error)"
     assert without([package], caught) == f"{package} is not installed; run: pip install 'nsa-lab[{extra}]'"
 
 
@@ -181,10 +181,10 @@ def test_the_command_line_says_what_it_misses() -> None:
 
 
 def test_an_import_that_fails_for_another_reason_is_a_bug_and_keeps_its_traceback() -> None:
-    code = "import sys; sys.modules['nsa_lab.cli.benches'] = None; from nsa_lab.__main__ import main; main()"
+    code = "import sys; sys.modules['nsa_lab.cli.bench_commands'] = None; from nsa_lab.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "Traceback" in done.stderr and "nsa_lab.cli.benches" in done.stderr
+    assert "Traceback" in done.stderr and "nsa_lab.cli.bench_commands" in done.stderr
 
 
 def test_a_package_that_is_there_is_required_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +197,14 @@ def test_a_package_that_is_there_is_required_in_silence(monkeypatch: pytest.Monk
 
 def test_every_optional_package_is_in_the_extra_that_is_named() -> None:
     distributions = packages_distributions()
-    assert names(PROJECT["dependencies"]) == CORE
-    for package, extra in BROUGHT_BY.items():
+    assert get_names(PROJECT["dependencies"]) == CORE
+    for package, extra in EXTRA_BY_MODULE.items():
         # What is not installed here, as flash-attn, has the name of its distribution.
         known = {one.lower().replace("_", "-") for one in distributions.get(package, [package])}
-        assert known & {one.lower() for one in names(EXTRAS[extra])}, f"{package} is not in [{extra}]"
+        assert known & {one.lower() for one in get_names(EXTRAS[extra])}, f"{package} is not in [{extra}]"
 
 
-def pinned(text: str) -> dict[str, str]:
+def parse_pins(text: str) -> dict[str, str]:
     return {
         name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)
     }
@@ -213,9 +213,9 @@ def pinned(text: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_the_lock_and_the_conda_environment_hold_every_package() -> None:
     """requirements.lock has each of [dev], and environment.yml the same with flash-attn, under conda's names."""
-    wanted = names(PROJECT["dependencies"]) | names(EXTRAS["dev"])
-    locked = pinned((ROOT / "requirements.lock").read_text(encoding="utf-8"))
+    wanted = get_names(PROJECT["dependencies"]) | get_names(EXTRAS["dev"])
+    locked = parse_pins((ROOT / "requirements.lock").read_text(encoding="utf-8"))
     assert not {name for name in wanted if name not in locked}
     conda = set(re.findall(r"^  - ([\w-]+)", (ROOT / "environment.yml").read_text(encoding="utf-8"), re.MULTILINE))
     renamed = {"torch": "pytorch-gpu", "matplotlib": "matplotlib-base", "huggingface-hub": "huggingface_hub"}
-    assert not {renamed.get(name, name) for name in wanted | names(EXTRAS["flash"])} - conda
+    assert not {renamed.get(name, name) for name in wanted | get_names(EXTRAS["flash"])} - conda

@@ -20,6 +20,6 @@ PIXEL = (
 def unpainted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (report, header):
-            patch.setattr(module, "png", lambda figure: PIXEL)
+            patch.setattr(module, "render_png", lambda figure: PIXEL)
         patch.setattr(report, "panel_boxes", lambda figure: [])
         yield

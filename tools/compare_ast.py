@@ -136,12 +136,14 @@ class Comparison:
         if type(a) is not type(b):
             self.fail(a, b, f"{type(a).__name__} became {type(b).__name__}")
         if isinstance(a, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            self.scope.append({"forward": dict(self.scope[-1]["forward"]), "backward": dict(self.scope[-1]["backward"])})
+            outer = next(scope for scope in reversed(self.scope) if "class" not in scope)
+            self.scope.append({"forward": dict(outer["forward"]), "backward": dict(outer["backward"])})
             self.shadow(arguments(a), arguments(b))
             self.compare_fields(a, b)
             self.scope.pop()
         elif isinstance(a, ast.ClassDef):
-            self.scope.append({"forward": {}, "backward": {}})
+            # Methods do not see the names of the class body, only those outside it.
+            self.scope.append({"forward": {}, "backward": {}, "class": {}})
             self.compare_fields(a, b)
             self.scope.pop()
         elif isinstance(a, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):

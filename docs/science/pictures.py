@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.retrieval import octaves_of, retrieval_map, retrieval_maps
-from nsa_lab.figures.style import DENSE, SEL, legend, legend_below, panel, png
+from nsa_lab.figures.evaluation_plots import get_position_ranges, plot_retrieval, plot_retrieval_grid
+from nsa_lab.figures.style import DENSE, SEL, add_legend, add_legend_below, make_panel, render_png
 from nsa_lab.health.comparison import compare_models
-from nsa_lab.health.models import ModelRuns, baseline_of, models_of
-from nsa_lab.runs.names import find_runs
+from nsa_lab.health.model_runs import ModelRuns, find_baseline, group_runs
+from nsa_lab.runs.resolve import find_runs
 
 HERE = Path(__file__).parent
 OUTPUTS = HERE.parents[1] / "outputs"
@@ -50,7 +50,7 @@ def read(name: str) -> dict[str, Any]:
 
 def courses() -> Figure:
     """What an answer costs against steps: when copying forms."""
-    figure, axes = panel(8.5, 4.4, "What a digit of an answer costs while it is learned (chance: 2.30 nats)")
+    figure, axes = make_panel(8.5, 4.4, "What a digit of an answer costs while it is learned (chance: 2.30 nats)")
     for label, colour, line, names in COURSES:
         for number, name in enumerate(names):
             points = [(e["step"], e["marked_loss"]) for e in read(name)["curve"] if "marked_loss" in e and e["step"] > 25]
@@ -59,7 +59,7 @@ def courses() -> Figure:
         axes.axvline(step, color="black", linewidth=0.6)
         axes.annotate(f" from here on {length} bytes", (step, 2.72), fontsize=7)
     axes.set(xlabel="optimiser step", ylabel="nats per byte of the answers", ylim=(-0.05, 2.85))
-    legend_below(axes)
+    add_legend_below(axes)
     return figure
 
 
@@ -71,7 +71,7 @@ def needles() -> Figure:
         for length, row in read(name)["needle_depth_right_asked_loss"].items()
         for depth, right, asked, _ in row
     ]
-    return retrieval_map({"run": "the recipe and its dense twin", "step": 1424, "retrieval": cells})
+    return plot_retrieval({"run": "the recipe and its dense twin", "step": 1424, "retrieval": cells})
 
 
 def tasks() -> Figure:
@@ -83,7 +83,7 @@ def tasks() -> Figure:
         for length, row in record[f"{task}_depth_right_asked_loss"].items()
         for depth, right, asked, _ in row
     ]
-    return retrieval_map({"run": "the recipe, seed 3", "step": 1424, "retrieval": cells})
+    return plot_retrieval({"run": "the recipe, seed 3", "step": 1424, "retrieval": cells})
 
 
 def _cell(task: str, length: int, depth: float, right: int, asked: int, questions: int = 1) -> dict[str, Any]:
@@ -98,31 +98,31 @@ def _cell(task: str, length: int, depth: float, right: int, asked: int, question
 
 
 def of_long_texts() -> list[ModelRuns]:
-    return models_of([run for name in (LONG, LONG_DENSE) for run in find_runs(name, OUTPUTS)], {}, print)
+    return group_runs([run for name in (LONG, LONG_DENSE) for run in find_runs(name, OUTPUTS)], {}, print)
 
 
 def facts() -> Figure:
     """What NSA and its dense twin find in long texts, all seeds together."""
     models = of_long_texts()
     cells = {model.name: [cell for one in model.evaluated.values() for cell in one["retrieval"]] for model in models}
-    return retrieval_maps(cells, ("needle", "multi_key", "multi_query"))
+    return plot_retrieval_grid(cells, ("needle", "multi_key", "multi_query"))
 
 
 def difference() -> Figure:
     """What NSA loses to its dense twin on long documents, by position: each pair by itself."""
-    figure, axes = panel(8, 3.8, "long documents: NSA less its dense twin; below 0 NSA is better")
+    figure, axes = make_panel(8, 3.8, "long documents: NSA less its dense twin; below 0 NSA is better")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.axhline(0.005, color=DENSE, linewidth=0.8, linestyle="--", label="+0.005")
     for aside, (name, (label, colour, marker, twin)) in enumerate(KEYS.items()):
-        models = models_of([run for one in (twin, name) for run in find_runs(one, OUTPUTS)], {}, print)
-        found = compare_models(models, baseline_of(models, None))
-        places = octaves_of(next(text for text in found.texts if text.text == "long"))
+        models = group_runs([run for one in (twin, name) for run in find_runs(one, OUTPUTS)], {}, print)
+        found = compare_models(models, find_baseline(models, None))
+        places = get_position_ranges(next(text for text in found.texts if text.text == "long"))
         mean, low, high = np.array([(place.difference, *(place.over_windows or ())) for place in places]).T
         at = np.arange(len(places)) + (aside - 1.5) * 0.1
         axes.errorbar(at, mean, [mean - low, high - mean], fmt=marker, color=colour, ms=4, lw=1, capsize=2, label=label)
         axes.set_xticks(range(len(places)), [place.place.replace(" to ", "–") for place in places], fontsize=7)
     axes.set(xlabel="position, bytes; 95 % intervals over windows", ylabel="bits per byte")
-    legend(axes, columns=2)
+    add_legend(axes, columns=2)
     return figure
 
 
@@ -130,5 +130,5 @@ if __name__ == "__main__":
     for page, pictures in {"retrieval": (courses, needles, tasks), "long_texts": (facts, difference)}.items():
         for drawn in pictures:
             path = HERE.parent / "pictures" / f"{drawn.__name__}_{page}.png"
-            path.write_bytes(png(drawn()))
+            path.write_bytes(render_png(drawn()))
             print(path)

@@ -176,7 +176,7 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     if share == 1:
         return library.rotate(x, rotary)
     turned = int(x.shape[-1] * share)
-    table = library.rotary_table(x.shape[1], turned, 500000.0, x.device)
+    table = library.get_rotary_table(x.shape[1], turned, 500000.0, x.device)
     return torch.cat([library.rotate(x[..., :turned], table), x[..., turned:]], -1)
 
 
@@ -323,7 +323,7 @@ def chosen_by(rule, q: Tensor, k_cmp: Tensor, k_sel: Tensor, nsa: NSAConfig, row
     pieces = []
     for i in range(0, T, rows):
         t = torch.arange(i, min(i + rows, T), device=q.device)
-        pieces.append(reference.choose(rule(q[:, i : i + rows], t, k_cmp, k_sel, nsa), nsa, first=i))
+        pieces.append(reference.select_by_importance(rule(q[:, i : i + rows], t, k_cmp, k_sel, nsa), nsa, first=i))
     return torch.cat(pieces, 1)
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from nsa_lab.evaluate import choice_quality, intervene
-from nsa_lab.evaluate.tiny_recall import ASKED, GEOMETRY, TinyRecall, learn, tiny_model
+from nsa_lab.evaluate import measure_selection_quality, run_ablations
+from nsa_lab.evaluate.tiny_recall import EVAL_STREAM, TINY_NSA, TinyRecall, train_tiny_model, build_tiny_model
 
 START = {"rotary_share": 0.5, "matching_heads": 1}
 TAUGHT = {**START, "selection_loss": 0.2}
 ROWS: dict[str, dict[str, Any]] = {
     "dense": {"attention": "dense"},
     "nsa_avg": {},
-    "nsa_linear": {"nsa": GEOMETRY.model_copy(update={"phi": "linear"})},
+    "nsa_linear": {"nsa": TINY_NSA.model_copy(update={"phi": "linear"})},
     "nsa_half": {"rotary_share": 0.5},
     "nsa_start": {"matching_heads": 1},
     "nsa_taught_001": {"selection_loss": 0.01},
@@ -41,18 +41,18 @@ ROWS: dict[str, dict[str, Any]] = {
     "nsa_indexer_1": {**TAUGHT, "indexer_block": 1},
     "nsa_indexer_1_half": {**TAUGHT, "indexer_block": 1, "indexer_width": 8},
     "nsa_indexer_1_quarter": {**TAUGHT, "indexer_block": 1, "indexer_width": 4},
-    "nsa_recipe_02_linear": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"phi": "linear"})},
-    "nsa_recipe_02_mlp": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"phi": "mlp"})},
-    "nsa_recipe_02_l4": {**TAUGHT, "nsa": GEOMETRY.model_copy(update={"l": 4, "d": 2})},
+    "nsa_recipe_02_linear": {**TAUGHT, "nsa": TINY_NSA.model_copy(update={"phi": "linear"})},
+    "nsa_recipe_02_mlp": {**TAUGHT, "nsa": TINY_NSA.model_copy(update={"phi": "mlp"})},
+    "nsa_recipe_02_l4": {**TAUGHT, "nsa": TINY_NSA.model_copy(update={"l": 4, "d": 2})},
 }
 
 
 def run(name: str, seed: int, steps: int) -> dict[str, Any]:
     """Train one row and ask it; a record."""
     task = TinyRecall()
-    model = tiny_model(task, seed=seed, **ROWS[name])
+    model = build_tiny_model(task, seed=seed, **ROWS[name])
     began, curve = time.process_time(), []
-    for point in learn(model, task, steps=steps, seed=seed):
+    for point in train_tiny_model(model, task, steps=steps, seed=seed):
         curve.append(asdict(point))
         print(f"{name} seed {seed} step {point.step}: {point.accuracy:.3f}, {point.loss:.3f} nats", flush=True)
     record = {
@@ -66,10 +66,10 @@ def run(name: str, seed: int, steps: int) -> dict[str, Any]:
         "curve": curve,
     }
     if model.config.attention == "nsa":
-        tokens, places = task.batch(1, 256, seed, ASKED)
-        effects = intervene(model, tokens, places[:, -task.far :], seed=seed, sequences_at_once=64)
+        tokens, places = task.make_batch(1, 256, seed, EVAL_STREAM)
+        effects = run_ablations(model, tokens, places[:, -task.n_far :], seed=seed, batch_size=64)
         record["interventions"] = {effect.name: effect.accuracy for effect in effects}
-        record["choice_quality"] = choice_quality(model, tokens, seed)
+        record["choice_quality"] = measure_selection_quality(model, tokens, seed)
     return record
 
 

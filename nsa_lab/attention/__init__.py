@@ -5,22 +5,21 @@ from nsa_lab.attention.compression import compress
 from nsa_lab.attention.dense import dense_attention
 from nsa_lab.attention.dispatch import (
     BackendError,
-    choose_blocks,
     compressed_attention,
     nsa_attention,
     resolve_backend,
+    score_and_select_blocks,
     select_blocks,
     selected_attention,
     window_attention,
 )
+from nsa_lab.attention.layout import Span
 from nsa_lab.attention.padding import pack_padded, unpack_padded
 from nsa_lab.attention.selection_loss import selection_loss
-from nsa_lab.attention.span import Span
 
 __all__ = [
     "BackendError",
     "Span",
-    "choose_blocks",
     "compress",
     "compressed_attention",
     "dense_attention",
@@ -28,6 +27,7 @@ __all__ = [
     "pack_padded",
     "reference",
     "resolve_backend",
+    "score_and_select_blocks",
     "select_blocks",
     "selected_attention",
     "selection_loss",

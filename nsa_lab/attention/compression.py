@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nsa_lab.attention import checks, geometry
-from nsa_lab.attention.packing import rows_elsewhere, take, zero_absent
-from nsa_lab.attention.span import Span
+from nsa_lab.attention import geometry, input_checks
+from nsa_lab.attention.layout import Span
+from nsa_lab.attention.segment_ops import gather_rows, map_rows, zero_absent_rows
 from nsa_lab.config import NSAConfig
 
 # Hidden width of phi = mlp, in head widths. As wide as the flattened block (2048), it would put 100 M weights into the phi
 # of a model of 78 M.
-MLP_EXPANSION = 4
+MLP_PHI_EXPANSION = 4
 
 
 def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: Span | None = None) -> Tensor:
@@ -31,55 +31,58 @@ def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: S
     so that N follows from start + length; or packed documents, B = 1, whose N_i blocks lie one after another, followed
     by rows of zeros up to total // d if the span has a capacity. Raises ValueError.
     """
-    checks.check_keys("x", x, span)
+    input_checks.check_keys("x", x, span)
     check_phi(nsa, phi)
     if span is not None and span.kind == "packed":
-        return compress_documents(x, nsa, phi, block_rows(span, nsa, x.device))
-    return _mean_blocks(x, nsa) if phi is None else phi(_whole_blocks(x, nsa))
+        return compress_packed(x, nsa, phi, get_packed_indices(span, nsa, x.device))
+    return _average_blocks(x, nsa) if phi is None else phi(_unfold_blocks(x, nsa))
 
 
-class BlockRows(NamedTuple):
+class PackedBlockIndices(NamedTuple):
     """How packed documents are compressed as one text, of `Span.packed`; int64 on the device, as `packing.take` has them.
 
     In that text every document begins with a stride of d tokens and ends with its last whole one, and l/d strides of zeros
     stand at the end: S strides in all.
     """
 
-    tokens: Tensor
+    token_indices: Tensor
     """[S * d], the rows of x that make the text."""
-    tokens_back: Tensor
+    token_inverse: Tensor
     """[T]"""
-    blocks: Tensor
+    block_indices: Tensor
     """[N], those of the text's blocks that lie within one document."""
-    blocks_back: Tensor
+    block_inverse: Tensor
     """[S - l/d + 1]"""
 
 
-def block_rows(span: Span, nsa: NSAConfig, device: torch.device) -> BlockRows:
+def get_packed_indices(span: Span, nsa: NSAConfig, device: torch.device) -> PackedBlockIndices:
     """Made once per span, device, l and d; shapes as in `Span.packed`."""
-    return span.kept(("block_rows", device, nsa.l, nsa.d), lambda span: _block_rows(span, nsa, device))
+    return span.get_or_build(("block_rows", device, nsa.l, nsa.d), lambda span: _build_packed_indices(span, nsa, device))
 
 
-def _block_rows(span: Span, nsa: NSAConfig, device: torch.device) -> BlockRows:
+def _build_packed_indices(span: Span, nsa: NSAConfig, device: torch.device) -> PackedBlockIndices:
     # A document of L >= l tokens has L // d whole strides, and all of them lie in its blocks, since d divides l.
-    strides = tuple(accumulate((document.last // nsa.d for document in span.documents), initial=0))
-    most = strides[-1] if span.capacity is None else span.queries // nsa.d
-    tokens, text, blocks = span.on_device([span.bounds, strides, span.compressed_bounds(nsa)], device)
-    return BlockRows(
-        tokens=rows_elsewhere((most + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens),
-        tokens_back=rows_elsewhere(span.queries, tokens, text * nsa.d),
-        blocks=rows_elsewhere(span.num_compressed(nsa), blocks, text),
-        blocks_back=rows_elsewhere(most + 1, text, blocks),
+    strides = tuple(accumulate((document.end // nsa.d for document in span.documents), initial=0))
+    most = strides[-1] if span.capacity is None else span.n_queries // nsa.d
+    tokens, text, blocks = span.copy_bounds([span.bounds, strides, span.compressed_bounds(nsa)], device)
+    return PackedBlockIndices(
+        token_indices=map_rows((most + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens),
+        token_inverse=map_rows(span.n_queries, tokens, text * nsa.d),
+        block_indices=map_rows(span.num_compressed(nsa), blocks, text),
+        block_inverse=map_rows(most + 1, text, blocks),
     )
 
 
-def compress_documents(x: Tensor, nsa: NSAConfig, phi: nn.Module | None, rows: BlockRows) -> Tensor:
+def compress_packed(x: Tensor, nsa: NSAConfig, phi: nn.Module | None, packed_indices: PackedBlockIndices) -> Tensor:
     """As `compress`, for documents packed as `rows` say. What it launches does not depend on the documents."""
-    text = take(x, rows.tokens, rows.tokens_back)
+    text = gather_rows(x, packed_indices.token_indices, packed_indices.token_inverse)
     if phi is None:
-        return take(_mean_blocks(text, nsa), rows.blocks, rows.blocks_back)
+        return gather_rows(_average_blocks(text, nsa), packed_indices.block_indices, packed_indices.block_inverse)
     # Only whole blocks of one document meet phi's weights: what is not finite elsewhere stays where it is.
-    return zero_absent(phi(take(_whole_blocks(text, nsa), rows.blocks, rows.blocks_back)), rows.blocks)
+    return zero_absent_rows(
+        phi(gather_rows(_unfold_blocks(text, nsa), packed_indices.block_indices, packed_indices.block_inverse)),
+        packed_indices.block_indices,
+    )
 
 
 def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
@@ -97,17 +100,17 @@ def make_phi(nsa: NSAConfig, width: int) -> nn.Module | None:
         return None
     if nsa.phi == "pool":
         return BlockPool(nsa.l, width)
-    return BlockMap(nsa.l, width, hidden=MLP_EXPANSION * width if nsa.phi == "mlp" else None)
+    return BlockMap(nsa.l, width, hidden=MLP_PHI_EXPANSION * width if nsa.phi == "mlp" else None)
 
 
-def _whole_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
+def _unfold_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
     """[B, T, G, D] -> [B, N, G, D, l], the tokens of every block."""
     if geometry.num_compressed(x.shape[1], nsa):
         return x.unfold(1, nsa.l, nsa.d)
     return x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l)
 
 
-def _mean_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
+def _average_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
     """[B, T, G, D] -> [B, N, G, D]. Strides of d tokens are summed once and shared by the l/d blocks that overlap them."""
     n = geometry.num_compressed(x.shape[1], nsa)
     strides = n + nsa.l // nsa.d - 1 if n else 0

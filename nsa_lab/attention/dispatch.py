@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_lab.attention import checks, flash, kernels, reference, torch_backend
-from nsa_lab.attention.span import Span
+from nsa_lab.attention import flash, input_checks, kernels, reference, torch_backend
+from nsa_lab.attention.layout import Span
 from nsa_lab.config import ModelConfig, NSAConfig, UsageError
 
 PARTS = ("compressed", "selection", "selected", "window", "combine")
@@ -32,7 +32,7 @@ class BackendError(UsageError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResolvedBackend:
     """The implementation of one part, and why it was taken."""
 
     backend: str
@@ -47,7 +47,7 @@ def resolve_backend(
     backend: str = "auto",
     *,
     span: Span | None = None,
-) -> dict[str, Choice]:
+) -> dict[str, ResolvedBackend]:
     """Which backend each part runs on: compressed, selection, selected, window, combine (dense for a dense model).
 
     `model` gives the head widths, which bound what the kernels take; `span` what the choice is to serve beside full spans.
@@ -62,30 +62,30 @@ def resolve_backend(
     if model is not None and model.attention == "dense":
         return {"dense": _resolve_dense(device, dtype, backend)}
     if backend == "auto" and span is not None and span.kind == "chunk" and not span.is_full:
-        return dict.fromkeys(PARTS, Choice("torch", f"the one fast backend that has gradients of {span}"))
+        return dict.fromkeys(PARTS, ResolvedBackend("torch", f"the one fast backend that has gradients of {span}"))
     if backend in ("reference", "torch"):
-        return dict.fromkeys(PARTS, Choice(backend, "asked for by name"))
-    unusable = kernels.unusable(device, dtype)
+        return dict.fromkeys(PARTS, ResolvedBackend(backend, "asked for by name"))
+    unusable = kernels.find_device_problem(device, dtype)
     # Without a model the widths are not known yet; the kernels judge them when they are called.
-    widths = () if model is None else (model.d_k, model.d_v, model.index_width if model.indexed else None)
-    unsupported = kernels.unsupported(nsa, *widths)
+    widths = () if model is None else (model.d_k, model.d_v, model.index_width if model.has_indexer else None)
+    unsupported = kernels.find_shape_problem(nsa, *widths)
     if backend == "triton":
         if unusable:
             raise BackendError(f"backend = 'triton' cannot run: {unusable}")
         if unsupported:
             raise NotImplementedError(f"backend = 'triton' does not take this shape: {unsupported}")
-        return dict.fromkeys(PARTS, Choice("triton", "asked for by name"))
+        return dict.fromkeys(PARTS, ResolvedBackend("triton", "asked for by name"))
     if backend == "flash":
-        reason = flash.flash_unusable(device, dtype)
+        reason = flash.get_flash_problem(device, dtype)
         if reason:
             raise BackendError(f"backend = 'flash' cannot run: {reason}")
         rest = resolve_backend(device, dtype, nsa, model, "auto", span=span)
-        return {**rest, "window": Choice("flash", "asked for by name; flash-attn has the window branch only")}
+        return {**rest, "window": ResolvedBackend("flash", "asked for by name; flash-attn has the window branch only")}
     # The interpreter proves kernel logic; it is never the best way to compute.
     why_not_triton = unusable or unsupported
     if why_not_triton is None and device.type == "cuda":
-        return dict.fromkeys(PARTS, Choice("triton", f"CUDA device {torch.cuda.get_device_name(device)}"))
-    return dict.fromkeys(PARTS, Choice("torch", why_not_triton or f"the device is {device.type}, not cuda"))
+        return dict.fromkeys(PARTS, ResolvedBackend("triton", f"CUDA device {torch.cuda.get_device_name(device)}"))
+    return dict.fromkeys(PARTS, ResolvedBackend("torch", why_not_triton or f"the device is {device.type}, not cuda"))
 
 
 def compressed_attention(
@@ -96,9 +96,9 @@ def compressed_attention(
     -> out [B, T, H, Dv], lse float32 [B, T, H] (float64 for float64 inputs). A query that sees no block gets 0 and -inf.
     Raises ValueError for inputs that do not belong together, NotImplementedError for a span that the backend does not take.
     """
-    checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
-    run = _implementation("compressed", q, nsa, backend, span)
-    return run.compressed_attention(q, k_cmp, v_cmp, nsa, **_unless_full(span))
+    input_checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
+    run = _get_implementation("compressed", q, nsa, backend, span)
+    return run.compressed_attention(q, k_cmp, v_cmp, nsa, **_get_span_kwargs(span))
 
 
 def select_blocks(
@@ -108,10 +108,10 @@ def select_blocks(
 
     -> int32 [B, T, G, n_sel], distinct, ascending, padded with -1. No gradient. Raises as `compressed_attention`.
     """
-    checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
-    checks.check_lse(q, lse)
-    run = _implementation("selection", q, nsa, backend, span)
-    return run.select_blocks(q, k_cmp, lse, nsa, **_unless_full(span))
+    input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
+    input_checks.check_lse(q, lse)
+    run = _get_implementation("selection", q, nsa, backend, span)
+    return run.select_blocks(q, k_cmp, lse, nsa, **_get_span_kwargs(span))
 
 
 def selected_attention(
@@ -122,10 +122,10 @@ def selected_attention(
     blocks int32 [B, T, G, n_sel] as `select_blocks` gives them, or in any order, each once in a row -> out [B, T, H, Dv],
     lse float32 [B, T, H]. Raises as `compressed_attention`.
     """
-    checks.check_raw(q, k, v, span)
-    checks.check_blocks(q, k, blocks, nsa, span)
-    run = _implementation("selected", q, nsa, backend, span)
-    return run.selected_attention(q, k, v, blocks, nsa, **_unless_full(span))
+    input_checks.check_raw(q, k, v, span)
+    input_checks.check_blocks(q, k, blocks, nsa, span)
+    run = _get_implementation("selected", q, nsa, backend, span)
+    return run.selected_attention(q, k, v, blocks, nsa, **_get_span_kwargs(span))
 
 
 def window_attention(
@@ -135,9 +135,9 @@ def window_attention(
 
     -> out [B, T, H, Dv], lse float32 [B, T, H]. Raises as `compressed_attention`.
     """
-    checks.check_raw(q, k, v, span)
-    run = _implementation("window", q, nsa, backend, span)
-    return run.window_attention(q, k, v, nsa, **_unless_full(span))
+    input_checks.check_raw(q, k, v, span)
+    run = _get_implementation("window", q, nsa, backend, span)
+    return run.window_attention(q, k, v, nsa, **_get_span_kwargs(span))
 
 
 def nsa_attention(
@@ -152,7 +152,7 @@ def nsa_attention(
     nsa: NSAConfig,
     *,
     blocks: Tensor | None = None,
-    backend: str | Mapping[str, Choice] = "auto",
+    backend: str | Mapping[str, ResolvedBackend] = "auto",
     span: Span | None = None,
 ) -> Tensor:
     """The whole of NSA after projection, compression and gating (eq. 5) -> [B, T, H, Dv].
@@ -163,14 +163,14 @@ def nsa_attention(
     scores. `backend` is a name, or what `resolve_backend` gave. Raises as the four functions above, and TypeError for a
     geometry that is none. `torch.func` (vmap, grad, jvp) goes through `reference` alone; torch refuses it of the others.
     """
-    checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
-    checks.check_raw(q, k_sel, v_sel, span, "_sel")
-    checks.check_raw(q, k_win, v_win, span, "_win")
-    checks.check_branches((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win))
-    checks.check_gates(q, gates)
+    input_checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
+    input_checks.check_raw(q, k_sel, v_sel, span, "_sel")
+    input_checks.check_raw(q, k_win, v_win, span, "_win")
+    input_checks.check_branches((k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win))
+    input_checks.check_gates(q, gates)
     if blocks is not None:
-        checks.check_blocks(q, k_sel, blocks, nsa, span)
-    run, where = _modules(backend, q, nsa, span), _unless_full(span)
+        input_checks.check_blocks(q, k_sel, blocks, nsa, span)
+    run, where = _get_modules(backend, q, nsa, span), _get_span_kwargs(span)
     if all(module is kernels for module in run.values()):
         return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, **where)
     out_cmp, lse = run["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **where)
@@ -182,12 +182,12 @@ def nsa_attention(
 
 
 @torch.no_grad()
-def choose_blocks(
+def score_and_select_blocks(
     q: Tensor,
     k_cmp: Tensor,
     nsa: NSAConfig,
     *,
-    backend: str | Mapping[str, Choice] = "auto",
+    backend: str | Mapping[str, ResolvedBackend] = "auto",
     span: Span | None = None,
 ) -> Tensor:
     """`select_blocks` for scores whose LSE is not known yet: q [B, T, H, D], k_cmp [B, N, G, D] -> int32 [B, T, G, n_sel].
@@ -195,27 +195,29 @@ def choose_blocks(
     For queries and compressed keys that serve the choice alone (an indexer, arXiv 2512.02556); D is any width, H any
     multiple of G. No gradient. Raises as `compressed_attention`.
     """
-    checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
+    input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
     judged = nsa
     # A choice of backends is not judged again; a copy of the configuration would break what is traced in two.
     if isinstance(backend, str) and q.shape[2] == k_cmp.shape[2] and nsa.l == nsa.d:
         # The kernels' limit on strides per selection block is not one for a single head with blocks side by side.
         judged = nsa.model_copy(update={"l": nsa.l_sel, "d": nsa.l_sel})
-    run = _modules(backend, q, judged, span)["selection"]
-    return run.select_blocks(q, k_cmp, None, nsa, **_unless_full(span))
+    run = _get_modules(backend, q, judged, span)["selection"]
+    return run.select_blocks(q, k_cmp, None, nsa, **_get_span_kwargs(span))
 
 
-def _modules(backend: str | Mapping[str, Choice], q: Tensor, nsa: NSAConfig, span: Span | None) -> dict[str, Any]:
+def _get_modules(
+    backend: str | Mapping[str, ResolvedBackend], q: Tensor, nsa: NSAConfig, span: Span | None
+) -> dict[str, Any]:
     """What computes each part."""
     named = isinstance(backend, str)
     choices = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if named else backend
     return {part: _MODULES[choices[part].backend] for part in PARTS}
 
 
-class _Flash:
+class _FlashBackend:
     """flash-attn as a backend of one part."""
 
-    window_attention = staticmethod(flash.flash_window)
+    window_attention = staticmethod(flash.flash_window_attention)
 
 
 # A module, or a class, with a function per part that it has.
@@ -223,11 +225,11 @@ _MODULES: Mapping[str, Any] = {
     "reference": reference,
     "torch": torch_backend,
     "triton": kernels,
-    "flash": _Flash,
+    "flash": _FlashBackend,
 }
 
 
-def _implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Span | None) -> Any:
+def _get_implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Span | None) -> Any:
     if backend == "flash" and part != "window":
         raise NotImplementedError(
             f"backend = 'flash' has the window branch and dense attention only, not {part}; use auto, triton or torch"
@@ -235,17 +237,17 @@ def _implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Sp
     return _MODULES[resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)[part].backend]
 
 
-def _unless_full(span: Span | None) -> dict[str, Span]:
+def _get_span_kwargs(span: Span | None) -> dict[str, Span]:
     """A full span, however it was written, is what every backend computes without one."""
     return {} if span is None or span.is_full else {"span": span}
 
 
-def _resolve_dense(device: torch.device, dtype: torch.dtype, backend: str) -> Choice:
+def _resolve_dense(device: torch.device, dtype: torch.dtype, backend: str) -> ResolvedBackend:
     if backend == "triton":
         raise NotImplementedError("backend = 'triton' has no dense attention; use auto, torch or flash")
     if backend == "flash":
-        reason = flash.flash_unusable(device, dtype)
+        reason = flash.get_flash_problem(device, dtype)
         if reason:
             raise BackendError(f"backend = 'flash' cannot run: {reason}")
-        return Choice("flash", "asked for by name")
-    return Choice("torch", "scaled_dot_product_attention picks the best kernel of the device")
+        return ResolvedBackend("flash", "asked for by name")
+    return ResolvedBackend("torch", "scaled_dot_product_attention picks the best kernel of the device")

@@ -146,16 +146,16 @@ def mean_reads(lengths: int | Mapping[int, int], nsa: NSAConfig) -> dict[str, fl
     One length, or how many documents there are of each. The mean is over all their queries.
     """
     if isinstance(lengths, int):
-        return _mean_reads(lengths, nsa)
+        return _compute_mean_reads(lengths, nsa)
     tokens = sum(length * count for length, count in lengths.items())
-    each = {length: _mean_reads(length, nsa) for length in lengths if length}
+    each = {length: _compute_mean_reads(length, nsa) for length in lengths if length}
     return {
         branch: sum(length * lengths[length] * reads[branch] for length, reads in each.items()) / tokens
         for branch in ("cmp", "sel", "win", "dense")
     }
 
 
-def _mean_reads(length: int, nsa: NSAConfig) -> dict[str, float]:
+def _compute_mean_reads(length: int, nsa: NSAConfig) -> dict[str, float]:
     n = num_compressed(length, nsa)
     # Block i is seen by the length - (i*d + l - 1) queries from its last token on.
     cmp = n * (length - nsa.l + 1) - nsa.d * n * (n - 1) / 2

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Places(NamedTuple):
+class CacheWriteBuffers(NamedTuple):
     """Where new keys and values of each branch go: None for branches that a layer does not have."""
 
     k_raw: Tensor | None = None
@@ -20,7 +20,7 @@ class Places(NamedTuple):
     v_win: Tensor | None = None
 
 
-Pool = tuple[Tensor, Tensor]
+PoolWeights = tuple[Tensor, Tensor]
 """The weights of phi = pool: score [D, D] and place [D, l]."""
 
 
@@ -42,7 +42,7 @@ class LayerCache(NamedTuple):
     k_index: Tensor | None = None
     """[B, N_index_max, G, its width], the indexer's compressed keys."""
 
-    def rows(self, rows: slice) -> LayerCache:
+    def slice_batch(self, rows: slice) -> LayerCache:
         """The same of some of the sequences."""
         if rows == slice(0, len(self.k_sel)):
             return self

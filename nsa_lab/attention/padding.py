@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_lab.attention.span import Span
+from nsa_lab.attention.layout import Span
 
 
 def pack_padded(x: Tensor, mask: Tensor) -> tuple[Tensor, Span]:
@@ -16,7 +16,7 @@ def pack_padded(x: Tensor, mask: Tensor) -> tuple[Tensor, Span]:
     Waits for the device, where the mask lies on one. Raises ValueError for a mask of another shape or kind, or without a
     token.
     """
-    kept = _marks(mask)
+    kept = _to_bool_mask(mask)
     if x.shape[:2] != kept.shape:
         raise ValueError(f"x {tuple(x.shape)} and mask {tuple(mask.shape)}: expected x [B, T, ...] and mask [B, T]")
     lengths = kept.sum(1).cpu()
@@ -30,7 +30,7 @@ def unpack_padded(x: Tensor, mask: Tensor) -> Tensor:
 
     Raises ValueError unless the mask marks as many tokens as x has.
     """
-    kept = _marks(mask)
+    kept = _to_bool_mask(mask)
     if x.ndim < 2 or x.shape[:2] != (1, int(kept.sum())):
         raise ValueError(
             f"x {tuple(x.shape)} and a mask {tuple(mask.shape)} of {int(kept.sum())} tokens: expected x [1, tokens, ...]; "
@@ -41,7 +41,7 @@ def unpack_padded(x: Tensor, mask: Tensor) -> Tensor:
     return padded
 
 
-def _marks(mask: Tensor) -> Tensor:
+def _to_bool_mask(mask: Tensor) -> Tensor:
     wanted = "mask: expected bool [B, T], or integers 0 and 1, true where a token is no padding"
     if mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
         raise ValueError(f"{wanted}; got {mask.dtype} {tuple(mask.shape)}")

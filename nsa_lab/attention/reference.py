@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nsa_lab.attention import geometry
 from nsa_lab.attention.compression import check_phi
-from nsa_lab.attention.span import DocumentRows, Span
+from nsa_lab.attention.layout import DocumentRows, Span
 from nsa_lab.config import NSAConfig
 
 
@@ -32,9 +32,11 @@ def compress(x: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None = None, *, s
     """
     check_phi(nsa, phi)
     span = span or Span.full(x.shape[1])
-    blocks = torch.cat([_blocks_of(x[:, document.keys], nsa) for document in span.documents], dim=1)  # [B, N, G, D, l]
-    compressed = blocks.to(_wide(x.dtype)).mean(-1).to(x.dtype) if phi is None else phi(blocks)
-    return torch.nn.functional.pad(compressed, (0, 0, 0, 0, 0, span.padding(nsa)))
+    blocks = torch.cat(
+        [_unfold_blocks(x[:, document.key_rows], nsa) for document in span.documents], dim=1
+    )  # [B, N, G, D, l]
+    compressed = blocks.to(_get_accumulation_dtype(x.dtype)).mean(-1).to(x.dtype) if phi is None else phi(blocks)
+    return torch.nn.functional.pad(compressed, (0, 0, 0, 0, 0, span.num_padding(nsa)))
 
 
 def compressed_attention(
@@ -48,10 +50,10 @@ def compressed_attention(
     def alone(document: DocumentRows, rows: slice) -> tuple[Tensor, Tensor]:
         k, v = k_cmp[:, rows], v_cmp[:, rows]
         visible = geometry.sees_compressed(document.positions(q.device), k.shape[1], nsa)
-        return _masked_attention(q[:, document.queries], k, v, visible[None, :, None])
+        return _attend_masked(q[:, document.query_rows], k, v, visible[None, :, None])
 
     span = span or Span.full(q.shape[1])
-    return _joined(list(map(alone, span.documents, span.compressed_rows(nsa))))
+    return _concatenate(list(map(alone, span.documents, span.compressed_rows(nsa))))
 
 
 def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
@@ -65,7 +67,9 @@ def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, s
     widest = span.num_selection(nsa)
     parts: list[Tensor] = []
     for document, rows in zip(span.documents, span.compressed_rows(nsa), strict=True):
-        part = _importance(q[:, document.queries], k_cmp[:, rows], lse[:, document.queries], document, nsa)
+        part = _compute_document_importance(
+            q[:, document.query_rows], k_cmp[:, rows], lse[:, document.query_rows], document, nsa
+        )
         parts.append(torch.nn.functional.pad(part, (0, widest - part.shape[-1])))
     return torch.cat(parts, dim=1)
 
@@ -81,10 +85,10 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, 
     with torch.no_grad():
         lse = compressed_attention(q, k_cmp, k_cmp, nsa, span=span)[1] if lse is None else lse
         importance = block_importance(q, k_cmp, lse, nsa, span=span)
-    return torch.cat([choose(importance[:, d.queries], nsa, d.first) for d in span.documents], dim=1)
+    return torch.cat([select_by_importance(importance[:, d.query_rows], nsa, d.start) for d in span.documents], dim=1)
 
 
-def choose(importance: Tensor, nsa: NSAConfig, first: int = 0) -> Tensor:
+def select_by_importance(importance: Tensor, nsa: NSAConfig, first: int = 0) -> Tensor:
     """`select_blocks` once the importances [B, T, G, blocks] are known; `first` is the position of the first query."""
     T, blocks = importance.shape[1], importance.shape[3]
     t = geometry.positions(first, first + T, importance.device)
@@ -108,15 +112,15 @@ def selected_attention(
     """
 
     def alone(document: DocumentRows) -> tuple[Tensor, Tensor]:
-        own = blocks[:, document.queries]
-        S, n = document.last, geometry.num_selection(document.last, nsa)
+        own = blocks[:, document.query_rows]
+        S, n = document.end, geometry.num_selection(document.end, nsa)
         none = torch.zeros(*own.shape[:3], n + 1, dtype=torch.bool, device=q.device)
         chosen = none.scatter(-1, torch.where(own < 0, n, own).long(), True)  # padding lands in a spare column
         t, s = document.positions(q.device), geometry.positions(0, S, q.device)
         tokens = chosen[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :S] & (s <= t[:, None])[None, :, None]
-        return _masked_attention(q[:, document.queries], k[:, document.keys], v[:, document.keys], tokens)
+        return _attend_masked(q[:, document.query_rows], k[:, document.key_rows], v[:, document.key_rows], tokens)
 
-    return _joined(list(map(alone, (span or Span.full(q.shape[1])).documents)))
+    return _concatenate(list(map(alone, (span or Span.full(q.shape[1])).documents)))
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
@@ -126,11 +130,13 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: S
     """
 
     def alone(document: DocumentRows) -> tuple[Tensor, Tensor]:
-        t, s = document.positions(q.device), geometry.positions(0, document.last, q.device)
+        t, s = document.positions(q.device), geometry.positions(0, document.end, q.device)
         near = (s <= t[:, None]) & (s > t[:, None] - nsa.w)
-        return _masked_attention(q[:, document.queries], k[:, document.keys], v[:, document.keys], near[None, :, None])
+        return _attend_masked(
+            q[:, document.query_rows], k[:, document.key_rows], v[:, document.key_rows], near[None, :, None]
+        )
 
-    return _joined(list(map(alone, (span or Span.full(q.shape[1])).documents)))
+    return _concatenate(list(map(alone, (span or Span.full(q.shape[1])).documents)))
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
@@ -165,33 +171,33 @@ def nsa_attention(
     return combine(out_cmp, out_sel, out_win, gates)
 
 
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _concatenate(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Outputs and LSE of all documents, one after another."""
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
-def _blocks_of(x: Tensor, nsa: NSAConfig) -> Tensor:
+def _unfold_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
     """The whole compression blocks of one document, [B, N, G, D, l]."""
     if x.shape[1] < nsa.l:
         return x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l)
     return x.unfold(1, nsa.l, nsa.d)
 
 
-def _importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document: DocumentRows, nsa: NSAConfig) -> Tensor:
+def _compute_document_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document: DocumentRows, nsa: NSAConfig) -> Tensor:
     """`block_importance` of one document."""
-    N, wide = k_cmp.shape[1], _wide(q.dtype)
-    scores = _scores(q, k_cmp)  # [B, T, G, h, N]
+    N, wide = k_cmp.shape[1], _get_accumulation_dtype(q.dtype)
+    scores = _compute_scores(q, k_cmp)  # [B, T, G, h, N]
     visible = geometry.sees_compressed(document.positions(q.device), N, nsa)
     lse = _split_heads(lse.to(wide).unsqueeze(-1), k_cmp.shape[2])  # [B, T, G, h, 1]
     seen = visible[None, :, None, None]
     # Masked before exp: a row that sees nothing has lse = -inf, and exp(s + inf) must not be formed.
     p = torch.where(seen, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()
-    carry = geometry.overlap(N, geometry.num_selection(document.last, nsa), nsa, dtype=wide, device=q.device)
+    carry = geometry.overlap(N, geometry.num_selection(document.end, nsa), nsa, dtype=wide, device=q.device)
     return (p.sum(dim=3) @ carry).float()
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
 
 
@@ -200,18 +206,18 @@ def _split_heads(x: Tensor, groups: int) -> Tensor:
     return torch.unflatten(x, 2, (groups, x.shape[2] // groups))
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
+def _compute_scores(q: Tensor, k: Tensor) -> Tensor:
     """Scaled dot products [B, T, G, h, S], in the wide dtype."""
-    wide = _wide(q.dtype)
+    wide = _get_accumulation_dtype(q.dtype)
     return torch.einsum("btghd,bsgd->btghs", _split_heads(q.to(wide), k.shape[2]), k.to(wide)) * q.shape[-1] ** -0.5
 
 
-def _masked_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over the keys that `allowed` (bool, broadcast over [B, T, G, S]) lets each query see."""
     # Zero times NaN is NaN: a key or value that is not finite is taken out, and marks the scores of those who see it.
     sound = k.isfinite().all(-1) & v.isfinite().all(-1)  # [B, S, G]
     k, v = k.where(sound.unsqueeze(-1), 0.0), v.where(sound.unsqueeze(-1), 0.0)
-    scores = _scores(q, k).masked_fill(~sound.mT[:, None, :, None], float("nan"))
+    scores = _compute_scores(q, k).masked_fill(~sound.mT[:, None, :, None], float("nan"))
     scores = scores.masked_fill(~allowed.unsqueeze(3), float("-inf"))  # [B, T, G, h, S]
     if k.shape[1] == 0:
         lse = scores.sum(-1) - float("inf")  # keeps its place in the graph, as every other LSE does

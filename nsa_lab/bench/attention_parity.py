@@ -25,9 +25,9 @@ from nsa_lab.config import NSAConfig
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2, 3
 
 # Of a long output the last rows are judged: at most so many, and so many that their scores in float64 take 1 GB or less.
-_ROWS, _SCORES = 512, 2**27
+_MAX_ROWS, _MAX_SCORES = 512, 2**27
 # A choice is judged row by row, so that a few tell enough.
-_CHOICE_ROWS = 16
+_SELECTION_ROWS = 16
 _SCORE_ROUNDING = 2e-5
 _INPUTS = {
     "gate": ("out_cmp", "out_sel", "out_win", "gates"),
@@ -35,22 +35,22 @@ _INPUTS = {
 }
 
 
-def check(short: Part, long: Part, nsa: NSAConfig) -> tuple[dict[str, list[float]], bool]:
+def check_parity(short: Part, long: Part, nsa: NSAConfig) -> tuple[dict[str, list[float]], bool]:
     """{what: [error, limit]} and whether every error is within its limit (NaN is not)."""
     if short.name == "choice":
         found = {
-            "blocks": [_choice_error(short.inputs, nsa), _SCORE_ROUNDING],
-            "long blocks": [_choice_error(long.inputs, nsa, long.run), _SCORE_ROUNDING],
+            "blocks": [_compute_selection_error(short.inputs, nsa), _SCORE_ROUNDING],
+            "long blocks": [_compute_selection_error(long.inputs, nsa, long.run), _SCORE_ROUNDING],
         }
     else:
-        found = _against_float64(short, nsa)
+        found = _compare_with_float64(short, nsa)
         if long.name not in ("gate", "whole"):
-            error, allowed = _last_rows(long, nsa)
+            error, allowed = _compare_last_rows(long, nsa)
             found["long out"] = [error, max(allowed, found["out"][1])]
     return found, all(error <= limit for error, limit in found.values())
 
 
-def plain(name: str, inputs: Sequence[Tensor], blocks: Tensor | None, nsa: NSAConfig) -> Tensor:
+def compute_plain(name: str, inputs: Sequence[Tensor], blocks: Tensor | None, nsa: NSAConfig) -> Tensor:
     """The mathematics of the part called `name` in the dtype of `inputs` throughout, the choice of blocks given.
 
     `inputs` are q, k, v for a branch, the three outputs and the gates for `gate`, what `nsa_attention` takes for `whole`.
@@ -60,44 +60,47 @@ def plain(name: str, inputs: Sequence[Tensor], blocks: Tensor | None, nsa: NSACo
     if name == "whole":
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
         outs = (
-            _masked(q, k_cmp, v_cmp, _mask("compressed", q, k_cmp, None, nsa)),
-            _masked(q, k_sel, v_sel, _mask("selected", q, k_sel, blocks, nsa)),
-            _masked(q, k_win, v_win, _mask("window", q, k_win, None, nsa)),
+            _attend_masked(q, k_cmp, v_cmp, _make_mask("compressed", q, k_cmp, None, nsa)),
+            _attend_masked(q, k_sel, v_sel, _make_mask("selected", q, k_sel, blocks, nsa)),
+            _attend_masked(q, k_win, v_win, _make_mask("window", q, k_win, None, nsa)),
         )
         return reference.combine(*outs, gates)
     q, k, v = inputs
-    return _masked(q, k, v, _mask(name, q, k, blocks, nsa))
+    return _attend_masked(q, k, v, _make_mask(name, q, k, blocks, nsa))
 
 
-def error_and_allowed(actual: Tensor, exact: Tensor, rough: Tensor, factor: float) -> list[float]:
+def compute_error_and_limit(actual: Tensor, exact: Tensor, rough: Tensor, factor: float) -> list[float]:
     """The relative error of `actual`, and `factor` times that of `rough`, which counts for no less than one rounding."""
-    return [relative_error(actual, exact), factor * max(relative_error(rough, exact), torch.finfo(actual.dtype).eps)]
+    return [
+        compute_relative_error(actual, exact),
+        factor * max(compute_relative_error(rough, exact), torch.finfo(actual.dtype).eps),
+    ]
 
 
-def relative_error(actual: Tensor, exact: Tensor) -> float:
+def compute_relative_error(actual: Tensor, exact: Tensor) -> float:
     """||actual - exact|| / ||exact||, NaN where anything is; the root mean square error where `exact` is all zero."""
     size = exact.double().norm().item() or max(exact.numel(), 1) ** 0.5
     return (actual.double() - exact.double()).norm().item() / size
 
 
-def _against_float64(part: Part, nsa: NSAConfig) -> dict[str, list[float]]:
+def _compare_with_float64(part: Part, nsa: NSAConfig) -> dict[str, list[float]]:
     inputs = part.inputs[:-1] if part.name.startswith("selected") else part.inputs
     wide = [x.detach().double().requires_grad_() for x in inputs]
     low = [x.detach().clone().requires_grad_() for x in inputs]
-    out, exact, rough = part.run(*part.inputs), *(plain(part.name, x, part.blocks, nsa) for x in (wide, low))
+    out, exact, rough = part.run(*part.inputs), *(compute_plain(part.name, x, part.blocks, nsa) for x in (wide, low))
     d_out = torch.randn(out.shape, device=out.device, dtype=out.dtype, generator=torch.Generator(out.device).manual_seed(7))
     leaves = [x for x in part.inputs if x.requires_grad]
     grads = torch.autograd.grad(out, leaves, d_out)
     wide_grads = torch.autograd.grad(exact, wide, d_out.double())
     low_grads = torch.autograd.grad(rough, low, d_out.to(rough.dtype))
     names = _INPUTS.get(part.name, ("q", "k", "v"))
-    found = {"out": error_and_allowed(out, exact, rough, OUTPUT_FACTOR)}
+    found = {"out": compute_error_and_limit(out, exact, rough, OUTPUT_FACTOR)}
     for name, ours, theirs, low_grad in zip(names, grads, wide_grads, low_grads, strict=True):
-        found[f"d{name}"] = error_and_allowed(ours, theirs, low_grad, GRADIENT_FACTOR)
+        found[f"d{name}"] = compute_error_and_limit(ours, theirs, low_grad, GRADIENT_FACTOR)
     return found
 
 
-def _mask(name: str, q: Tensor, k: Tensor, blocks: Tensor | None, nsa: NSAConfig, first: int = 0) -> Tensor:
+def _make_mask(name: str, q: Tensor, k: Tensor, blocks: Tensor | None, nsa: NSAConfig, first: int = 0) -> Tensor:
     """Bool [B or 1, T, G or 1, S]: which keys the queries first .. first+T-1 see."""
     t = torch.arange(first, first + q.shape[1], device=q.device)[:, None]
     i = torch.arange(k.shape[1], device=q.device)
@@ -115,7 +118,7 @@ def _mask(name: str, q: Tensor, k: Tensor, blocks: Tensor | None, nsa: NSAConfig
     return chosen[..., i // nsa.l_sel] & (i <= t)[None, :, None]
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     h = q.shape[2] // k.shape[2]
     seen = seen.repeat_interleave(h, 2) if seen.shape[2] > 1 else seen
     scores = torch.einsum("bthd,bshd->bths", q, k.repeat_interleave(h, 2)) * q.shape[-1] ** -0.5
@@ -124,28 +127,28 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return torch.einsum("bths,bshd->bthd", p, v.repeat_interleave(h, 2))
 
 
-def _last_rows(part: Part, nsa: NSAConfig) -> list[float]:
+def _compare_last_rows(part: Part, nsa: NSAConfig) -> list[float]:
     with torch.no_grad():
         q, k, v = (x[-1:].detach() for x in part.inputs[:3])
         scores_per_row = max(q.shape[2] * k.shape[1], 1)  # none where no block is full
-        rows = min(q.shape[1], max(min(_ROWS, _SCORES // scores_per_row), 16))
+        rows = min(q.shape[1], max(min(_MAX_ROWS, _MAX_SCORES // scores_per_row), 16))
         out = part.run(*part.inputs)[-1:, -rows:]
         blocks = None if part.blocks is None else part.blocks[-1:, -rows:]
-        seen = _mask(part.name, q[:, -rows:], k, blocks, nsa, q.shape[1] - rows)
+        seen = _make_mask(part.name, q[:, -rows:], k, blocks, nsa, q.shape[1] - rows)
         q = q[:, -rows:]
-        rough = _masked(q, k, v, seen)
-        exact = _masked(q.double(), k.double(), v.double(), seen)
-    return error_and_allowed(out, exact, rough, OUTPUT_FACTOR)
+        rough = _attend_masked(q, k, v, seen)
+        exact = _attend_masked(q.double(), k.double(), v.double(), seen)
+    return compute_error_and_limit(out, exact, rough, OUTPUT_FACTOR)
 
 
-def _choice_error(inputs: list[Tensor], nsa: NSAConfig, run=None) -> float:
+def _compute_selection_error(inputs: list[Tensor], nsa: NSAConfig, run=None) -> float:
     """Largest relative score by which a block left out beats one taken in, over the last rows; inf for a malformed set."""
     from nsa_lab.attention import select_blocks
 
     q, k, lse = (x.detach() for x in inputs)
     T = q.shape[1]
-    blocks = (run(q, k, lse) if run else select_blocks(q, k, lse, nsa))[-1:, -_CHOICE_ROWS:]
-    rows = min(_CHOICE_ROWS, T)
+    blocks = (run(q, k, lse) if run else select_blocks(q, k, lse, nsa))[-1:, -_SELECTION_ROWS:]
+    rows = min(_SELECTION_ROWS, T)
     q, k, lse = q[-1:, -rows:].double(), k[-1:].double(), lse[-1:, -rows:].double()
     h = q.shape[2] // k.shape[2]
     t = torch.arange(T - rows, T, device=q.device)
@@ -154,7 +157,7 @@ def _choice_error(inputs: list[Tensor], nsa: NSAConfig, run=None) -> float:
     p = torch.where(seen[None, :, None], (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp(), 0.0)
     carry = geometry.overlap(k.shape[1], geometry.num_selection(T, nsa), nsa, dtype=torch.float64, device=q.device)
     importance = p.unflatten(2, (k.shape[2], h)).sum(3) @ carry
-    expected = reference.choose(importance, nsa, T - rows)
+    expected = reference.select_by_importance(importance, nsa, T - rows)
     worst = 0.0
     for b, row, g in (blocks != expected).any(-1).nonzero().tolist():
         ours, theirs = set(blocks[b, row, g].tolist()), set(expected[b, row, g].tolist())

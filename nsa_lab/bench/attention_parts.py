@@ -15,10 +15,10 @@ from torch import Tensor
 
 import nsa_lab.attention as attention
 from nsa_lab.attention import geometry, reference
-from nsa_lab.attention.dispatch import Choice, nsa_attention
+from nsa_lab.attention.dispatch import ResolvedBackend, nsa_attention
 from nsa_lab.config import NSAConfig
 
-SELECTIONS = ("random", "smooth", "sink", "real")
+SELECTION_KINDS = ("random", "smooth", "sink", "real")
 _CHUNK = 4096
 
 
@@ -41,7 +41,7 @@ def make_parts(
     G: int,
     D: int,
     nsa: NSAConfig,
-    choices: Mapping[str, Choice],
+    backends: Mapping[str, ResolvedBackend],
     device,
     dtype,
     seed: int = 0,
@@ -61,7 +61,7 @@ def make_parts(
     k_sel, v_sel, k_win, v_win = (normal(B, T, G, width) for width in (D, Dv, D, Dv))
     outs = [normal(B, T, H, Dv) for _ in range(3)]
     gates = torch.rand(B, T, H, 3, device=device, generator=draw).to(dtype)  # as the model has them
-    name = {part: choice.backend for part, choice in choices.items()}
+    name = {part: choice.backend for part, choice in backends.items()}
     with torch.no_grad():
         lse = attention.compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"])[1]
         real = attention.select_blocks(q, k_cmp, lse, nsa, backend=name["selection"])
@@ -82,32 +82,32 @@ def make_parts(
         return attention.window_attention(q, k, v, nsa, backend=name["window"])[0]
 
     def whole(*inputs: Tensor) -> Tensor:
-        return nsa_attention(*inputs, nsa=nsa, backend=choices)
+        return nsa_attention(*inputs, nsa=nsa, backend=backends)
 
     parts = [
-        Part("compressed", name["compressed"], compressed, _leaves(q, k_cmp, v_cmp), pair * reads["cmp"]),
+        Part("compressed", name["compressed"], compressed, _make_leaves(q, k_cmp, v_cmp), pair * reads["cmp"]),
         Part("choice", name["selection"], choice, [q, k_cmp, lse], score * reads["cmp"]),
     ]
-    for kind in SELECTIONS:
-        blocks = real if kind == "real" else choose(kind, B, T, G, nsa, device, seed)
+    for kind in SELECTION_KINDS:
+        blocks = real if kind == "real" else make_selection(kind, B, T, G, nsa, device, seed)
         parts.append(
             Part(
                 f"selected, {kind}",
                 name["selected"],
                 selected,
-                [*_leaves(q, k_sel, v_sel), blocks],
+                [*_make_leaves(q, k_sel, v_sel), blocks],
                 pair * reads["sel"],
                 blocks,
             )
         )
     parts += [
-        Part("window", name["window"], window, _leaves(q, k_win, v_win), pair * reads["win"]),
-        Part("gate", name["combine"], _gate(choices["combine"].backend), _leaves(*outs, gates), 0.0),
+        Part("window", name["window"], window, _make_leaves(q, k_win, v_win), pair * reads["win"]),
+        Part("gate", name["combine"], _get_gate(backends["combine"].backend), _make_leaves(*outs, gates), 0.0),
         Part(
             "whole",
             "+".join(dict.fromkeys(name.values())),
             whole,
-            _leaves(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates),
+            _make_leaves(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates),
             score * reads["cmp"] + pair * (reads["cmp"] + reads["sel"] + reads["win"]),
             real,
         ),
@@ -115,7 +115,7 @@ def make_parts(
     return parts
 
 
-def choose(kind: str, B: int, T: int, G: int, nsa: NSAConfig, device, seed: int = 0) -> Tensor:
+def make_selection(kind: str, B: int, T: int, G: int, nsa: NSAConfig, device, seed: int = 0) -> Tensor:
     """Blocks int32 [B, T, G, n_sel] of one kind, valid as `select_blocks` gives them."""
     draw = torch.Generator(device).manual_seed(seed + 1)
     n = geometry.num_selection(T, nsa)
@@ -130,15 +130,15 @@ def choose(kind: str, B: int, T: int, G: int, nsa: NSAConfig, device, seed: int 
             stretches = -(-queries // 64)
             shared = torch.rand(B, stretches, G, n, device=device, generator=draw).repeat_interleave(64, 1)[:, :queries]
             importance = shared + 0.05 * importance
-        chosen.append(reference.choose(importance, nsa, first))
+        chosen.append(reference.select_by_importance(importance, nsa, first))
     return torch.cat(chosen, 1)
 
 
-def _leaves(*tensors: Tensor) -> list[Tensor]:
+def _make_leaves(*tensors: Tensor) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in tensors]
 
 
-def _gate(backend: str) -> Callable[..., Tensor]:
+def _get_gate(backend: str) -> Callable[..., Tensor]:
     if backend == "triton":
         from nsa_lab.attention import kernels
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nsa_lab.config import ConfigError
-from nsa_lab.runs.environment import code_identity, source_digest, versions
+from nsa_lab.runs.environment import compute_source_digest, get_code_identity, get_versions
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # What a speed depends on, each with a digest of its own, so that a changed report does not age a kernel.
@@ -34,14 +34,14 @@ def origin(device: str, of: Sequence[str] = PARTS) -> dict[str, Any]:
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
-        "versions": versions(),
-        "code": code_identity() | {"sources": sources(of)},
+        "versions": get_versions(),
+        "code": get_code_identity() | {"sources": sources(of)},
     }
 
 
 def sources(parts: Iterable[str] = PARTS) -> dict[str, str]:
     """Sixteen hex digits over the Python files of each part of the package, as they are now."""
-    return {part: source_digest(PACKAGE / part) for part in parts}
+    return {part: compute_source_digest(PACKAGE / part) for part in parts}
 
 
 def device_name() -> str:

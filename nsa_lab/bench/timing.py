@@ -11,8 +11,8 @@ import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 # Steps of a turn: one alone, as when a model writes, once what the other one left in the caches is gone.
-ROUNDS, UNTIMED, TIMED = 4, 3, 6
-REPEATS = 10  # of a call on a GPU, at least
+N_ROUNDS, N_WARMUP, N_TIMED = 4, 3, 6
+N_REPEATS = 10  # of a call on a GPU, at least
 # Long calls meet the card's power limit, whose control lets the clock swing by several per cent about once a second: a
 # median over less time than this is that of a peak or of a dip.
 LONG_MS, SUSTAINED_MS = 5, 2000
@@ -20,10 +20,10 @@ LONG_MS, SUSTAINED_MS = 5, 2000
 
 def time_ms(run: Callable[[], object], device: torch.device) -> float:
     """Median milliseconds of `run`, warmed up. On a GPU it is captured once and replayed, with a cold L2 each time."""
-    return _time_graph(run) if device.type == "cuda" else _time_clock(run)
+    return _time_graph(run) if device.type == "cuda" else _time_by_clock(run)
 
 
-def eager_ms(run: Callable[[], object], device: torch.device) -> float | None:
+def time_eager_ms(run: Callable[[], object], device: torch.device) -> float | None:
     """Median milliseconds of `run` with its launches, as the host makes them, on a GPU, with a cold L2; None on a CPU."""
     if device.type != "cuda":
         return None
@@ -33,30 +33,30 @@ def eager_ms(run: Callable[[], object], device: torch.device) -> float | None:
     return do_bench(run, warmup=20, rep=100, return_mode="median")
 
 
-def turns_ms(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+def time_interleaved_ms(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Median milliseconds of each by the clock. They take turns, so that what else the machine does meets all alike."""
     took: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
+    for _ in range(N_ROUNDS):
         for name, run in runs.items():
-            steps = [_clock_ms(run, device) for _ in range(UNTIMED + TIMED)]
-            took[name] += steps[UNTIMED:]
+            steps = [_time_once_ms(run, device) for _ in range(N_WARMUP + N_TIMED)]
+            took[name] += steps[N_WARMUP:]
     return {name: statistics.median(times) for name, times in took.items()}
 
 
-def _clock_ms(run: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+def _time_once_ms(run: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
     begin = time.perf_counter()
     run()
-    _wait(device)
+    _synchronize(device)
     return (time.perf_counter() - begin) * 1e3
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def refusal(reason: RuntimeError, warned: Sequence[str] = ()) -> str:
+def describe_refusal(reason: RuntimeError, warned: Sequence[str] = ()) -> str:
     """Why a contender does not run at a shape, in a note's few words. Raises `reason` itself for a fault of the device:
     nothing that was measured after one would be true.
 
@@ -69,17 +69,17 @@ def refusal(reason: RuntimeError, warned: Sequence[str] = ()) -> str:
     return f"does not run: {([*why, *str(reason).splitlines()] or [type(reason).__name__])[0][:90]}"
 
 
-def profiler() -> profile:
+def make_profiler() -> profile:
     """Of one cycle; torch warns into the report that it drops events of earlier ones unless told to keep them."""
     return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
 
 
-def kernels_of(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, float]]:
+def record_kernels(run: Callable[[], object], device: torch.device) -> list[tuple[str, float, float]]:
     """Name, start and end in microseconds of every kernel that `run` launches; none on a CPU."""
     if device.type != "cuda":
         return []
     torch.cuda.synchronize(device)
-    with profiler() as recorded:
+    with make_profiler() as recorded:
         run()
         torch.cuda.synchronize(device)
     events = recorded.events()
@@ -89,16 +89,16 @@ def kernels_of(run: Callable[[], object], device: torch.device) -> list[tuple[st
     return [(e.name, e.time_range.start, e.time_range.end) for e in kernels]
 
 
-def kernel_us(run: Callable[[], object], device: torch.device) -> dict[str, float]:
+def measure_kernel_us(run: Callable[[], object], device: torch.device) -> dict[str, float]:
     """Microseconds of each kernel in a call, all its launches together: the mean of `REPEATS` calls after one."""
     run()
     spent = defaultdict[str, float](float)
-    for name, start, end in kernels_of(lambda: [run() for _ in range(REPEATS)], device):
-        spent[name] += (end - start) / REPEATS
+    for name, start, end in record_kernels(lambda: [run() for _ in range(N_REPEATS)], device):
+        spent[name] += (end - start) / N_REPEATS
     return dict(spent)
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
     """Most device memory that `run` held at once beyond what was held before; None on a CPU."""
     if device.type != "cuda":
         return None
@@ -122,14 +122,14 @@ def _time_graph(run: Callable[[], object]) -> float:
         run()
     once = do_bench(graph.replay, warmup=10, rep=1)
     # The first calls after a pause run at a higher clock than those of a training step.
-    rep = max(SUSTAINED_MS if once > LONG_MS else 40, REPEATS * once)
+    rep = max(SUSTAINED_MS if once > LONG_MS else 40, N_REPEATS * once)
     ms = do_bench(graph.replay, warmup=max(10, 3 * once), rep=rep, return_mode="median")
     del graph
     torch.cuda.empty_cache()
     return ms
 
 
-def product_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+def measure_matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large matrix product here: 8,192 wide on a GPU, 1,024 on a CPU. The best of `ROUNDS` turns, since what
     disturbs one (a library that loads, a card that wakes up) only ever makes it slower."""
     n, times = (8192, 20) if device.type == "cuda" else (1024, 3)
@@ -139,10 +139,10 @@ def product_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
         for _ in range(times):
             torch.mm(a, b, out=product)
 
-    return 2 * n**3 * times * 1e3 / min(_clock_ms(turn, device) for _ in range(ROUNDS))
+    return 2 * n**3 * times * 1e3 / min(_time_once_ms(turn, device) for _ in range(N_ROUNDS))
 
 
-def memory_bytes_per_s(device: torch.device) -> float | None:
+def get_memory_bytes_per_s(device: torch.device) -> float | None:
     """What the memory of a GPU can give, by its clock and the width of its bus; None on a CPU."""
     if device.type != "cuda":
         return None
@@ -151,7 +151,7 @@ def memory_bytes_per_s(device: torch.device) -> float | None:
     return get_dram_gbps(torch.cuda.current_device() if device.index is None else device.index) * 1e9
 
 
-def _time_clock(run: Callable[[], object], repeats: int = 3) -> float:
+def _time_by_clock(run: Callable[[], object], repeats: int = 3) -> float:
     run()
     times = []
     for _ in range(repeats):

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from nsa_lab.runs import directory, launch
+from nsa_lab.runs import directory, lifecycle
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="a file of params/, without .yaml, or the path of a YAML file")]
+ConfigName = Annotated[
+    str, typer.Argument(metavar="NAME", help="a file of params/, without .yaml, or the path of a YAML file")
+]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, its id, the beginning of its id, or latest")]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="a model that ships, by its name; or a run, by its folder, id or latest")
@@ -20,9 +22,9 @@ Outputs = Annotated[Path | None, typer.Option("--outputs", metavar="DIR", help="
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one per device")]
 
 
-def exit_code(run_dir: Path, problem: str | None = None) -> int:
+def get_exit_code(run_dir: Path, problem: str | None = None) -> int:
     """What a run's state means for a shell: the run first, and the notebook's `problem` only where the run is fine."""
-    state = launch.state(run_dir)
+    state = lifecycle.get_state(run_dir)
     if state == directory.HALTED:
         return directory.read_status(run_dir).get("exit_code") or directory.EXIT_HALTED
     if problem == "interrupted" or (state == directory.PREEMPTED and not problem):
@@ -30,7 +32,7 @@ def exit_code(run_dir: Path, problem: str | None = None) -> int:
     return directory.EXIT_DONE if state == directory.DONE and not problem else directory.EXIT_BUG
 
 
-def refuse(error: Exception) -> None:
+def exit_with_usage_error(error: Exception) -> None:
     for line in str(error).splitlines():
         typer.echo(f"nsa-lab: {line}", err=True)
     sys.exit(directory.EXIT_USAGE)

@@ -9,21 +9,21 @@ Invariants
 * A key that the run does not read is not written, so that a new key changes nothing about the runs that do not use it.
 """
 
-from nsa_lab.config.data import DataConfig, RecallConfig
-from nsa_lab.config.errors import RETIRED_KEYS, ConfigError, UsageError, known_keys
-from nsa_lab.config.model import BRANCHES, BYTE_VOCABULARY, ModelConfig, NSAConfig
-from nsa_lab.config.project import project_root
-from nsa_lab.config.run import RunConfig, apply_overrides, parse_override
-from nsa_lab.config.section import COUNT, SIZE
-from nsa_lab.config.sweep import SweepConfig, SweepRun
-from nsa_lab.config.training import Backend, RuntimeConfig, StageConfig, TrainConfig, share_of_rank
+from nsa_lab.config.base import MAX_COUNT, MAX_SIZE
+from nsa_lab.config.data_config import DataConfig, RecallConfig
+from nsa_lab.config.errors import RETIRED_KEYS, ConfigError, UsageError, list_keys
+from nsa_lab.config.model_config import BRANCHES, BYTE_VOCAB_SIZE, ModelConfig, NSAConfig
+from nsa_lab.config.project import find_project_root
+from nsa_lab.config.run_config import RunConfig, apply_overrides, parse_override
+from nsa_lab.config.sweep_config import SweepConfig, SweepRun
+from nsa_lab.config.train_config import Backend, RuntimeConfig, StageConfig, TrainConfig, divide_among_ranks
 
 __all__ = [
     "BRANCHES",
-    "BYTE_VOCABULARY",
-    "COUNT",
+    "BYTE_VOCAB_SIZE",
+    "MAX_COUNT",
+    "MAX_SIZE",
     "RETIRED_KEYS",
-    "SIZE",
     "Backend",
     "ConfigError",
     "DataConfig",
@@ -38,8 +38,8 @@ __all__ = [
     "TrainConfig",
     "UsageError",
     "apply_overrides",
-    "known_keys",
+    "divide_among_ranks",
+    "find_project_root",
+    "list_keys",
     "parse_override",
-    "project_root",
-    "share_of_rank",
 ]

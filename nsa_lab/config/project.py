@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 
-def project_root() -> Path | None:
+def find_project_root() -> Path | None:
     """The folder that relative paths of a configuration, `params/` and `outputs/` are looked for in.
 
     The nearest folder above the working directory, or above this package, whose pyproject.toml is this project's; None for

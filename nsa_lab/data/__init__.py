@@ -8,22 +8,23 @@ Depends on `nsa_lab.config` alone.
 """
 
 from nsa_lab.data.batches import Batch, Batches, EvalBatches
+from nsa_lab.data.build_progress import ProgressMeter
+from nsa_lab.data.build_shards import BuildProgress, compute_split_fraction
 from nsa_lab.data.dataset import Dataset, check, prepare
-from nsa_lab.data.documents import Documents
+from nsa_lab.data.document_starts import Documents
 from nsa_lab.data.errors import DataError
-from nsa_lab.data.fill import FillProgress, split_fraction
-from nsa_lab.data.pace import FillPace
 from nsa_lab.data.prefetch import Prefetcher
-from nsa_lab.data.rows import BestFitRows, StreamRows, permute
+from nsa_lab.data.sequence_packing import BestFitPacking, StreamPacking, permute
 from nsa_lab.data.shards import TokenStore
 from nsa_lab.data.sources import Document, Source, open_source
-from nsa_lab.data.staged import StagedBatches, held_out
+from nsa_lab.data.stage_batches import StagedBatches, make_validation_batches
 from nsa_lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
     "Batch",
     "Batches",
-    "BestFitRows",
+    "BestFitPacking",
+    "BuildProgress",
     "ByteTokenizer",
     "DataError",
     "Dataset",
@@ -31,19 +32,18 @@ __all__ = [
     "Documents",
     "EvalBatches",
     "FileTokenizer",
-    "FillPace",
-    "FillProgress",
     "Prefetcher",
+    "ProgressMeter",
     "Source",
     "StagedBatches",
-    "StreamRows",
+    "StreamPacking",
     "TokenStore",
     "Tokenizer",
     "check",
-    "held_out",
+    "compute_split_fraction",
     "load_tokenizer",
+    "make_validation_batches",
     "open_source",
     "permute",
     "prepare",
-    "split_fraction",
 ]

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import DataConfig
-from nsa_lab.config.extras import require
+from nsa_lab.config.optional_deps import require
 from nsa_lab.data import shards
+from nsa_lab.data.build_shards import BuildOptions, BuildProgress, build_shards
 from nsa_lab.data.errors import DataError
-from nsa_lab.data.fill import FillPlan, FillProgress, fill
-from nsa_lab.data.paths import cache_folder
+from nsa_lab.data.paths import get_cache_folder
+from nsa_lab.data.retry import TICK_INTERVAL_S
 from nsa_lab.data.shards import TokenStore
 from nsa_lab.data.sources import Source, open_source
 from nsa_lab.data.tokenizer import Tokenizer, load_tokenizer
-from nsa_lab.data.waiting import TICK_S
 
-Progress = Callable[[FillProgress], None]
+ProgressCallback = Callable[[BuildProgress], None]
 
 logger = logging.getLogger("nsa_lab.data")
 
@@ -42,7 +42,7 @@ class Dataset:
     folder: Path
     tokenizer: Tokenizer
     # Why the source could not be read, where its shards in the cache take its place.
-    source_missing: str | None = None
+    source_error: str | None = None
 
     @property
     def identity(self) -> str:
@@ -70,7 +70,7 @@ def prepare(
     data: DataConfig,
     vocab_size: int | None = None,
     seq_len: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     identity: str | None = None,
     cache: Path | None = None,
 ) -> Dataset:
@@ -85,21 +85,21 @@ def prepare(
     Raises `DataError` if the source cannot be read, a shard has changed since it was written, the vocabulary of the model
     (`vocab_size`) is smaller than the tokenizer's, or a split is shorter than one sequence of `seq_len` tokens.
     """
-    tokenizer, cache, missing = _tokenizer(data, vocab_size), cache or cache_folder(), None
+    tokenizer, cache, missing = _load_compatible_tokenizer(data, vocab_size), cache or get_cache_folder(), None
     try:
-        source = open_source(data, tick=_tick(progress, "waiting for the source"))
+        source = open_source(data, tick=_make_tick(progress, "waiting for the source"))
     except DataError as error:
-        folder = _filled_before(cache, data, tokenizer, identity)
+        folder = _find_cached_folder(cache, data, tokenizer, identity)
         if folder is None:
             raise
         missing = str(error)
         logger.warning("the source cannot be read, and its shards in %s take its place: %s", folder, missing)
     else:
-        folder = _fill_once(source, data, tokenizer, cache, progress)
+        folder = _build_if_missing(source, data, tokenizer, cache, progress)
     manifest = shards.read_manifest(folder)
-    small = shards.total_bytes(manifest) < shards.HASHED_AT_OPEN_BYTES
+    small = shards.sum_shard_bytes(manifest) < shards.MAX_BYTES_HASHED_AT_OPEN
     shards.verify(folder, manifest, content=small or missing is not None)
-    _check_lengths(manifest, data, (seq_len or 1) + 1)
+    _check_split_lengths(manifest, data, (seq_len or 1) + 1)
     stores = shards.open_stores(folder, manifest)
     return Dataset(stores["train"], stores["validation"], manifest, folder, tokenizer, missing)
 
@@ -109,7 +109,7 @@ def check(data: DataConfig, vocab_size: int | None = None, *, to_train: bool = F
 
     `to_train`: a path that is one .txt is refused, too, since it is one document and whole documents are held out.
     """
-    _tokenizer(data, vocab_size)
+    _load_compatible_tokenizer(data, vocab_size)
     identity = open_source(data).identity
     if to_train and data.path and data.path.lower().endswith(".txt") and len(identity["files"]) == 1:
         raise DataError(
@@ -120,7 +120,7 @@ def check(data: DataConfig, vocab_size: int | None = None, *, to_train: bool = F
     return identity
 
 
-def _tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+def _load_compatible_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
     tokenizer = load_tokenizer(data.tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise DataError(
@@ -135,13 +135,13 @@ def _tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
     return tokenizer
 
 
-def _settings(data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def _get_cache_settings(data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     settings = {"tokenizer": tokenizer.identity, "val_fraction": data.val_fraction, "max_tokens": data.max_tokens}
     # A folder that was filled without it is still the one that is meant.
     return settings | ({"min_document_bytes": data.min_document_bytes} if data.min_document_bytes else {})
 
 
-def _filled_before(cache: Path, data: DataConfig, tokenizer: Tokenizer, identity: str | None) -> Path | None:
+def _find_cached_folder(cache: Path, data: DataConfig, tokenizer: Tokenizer, identity: str | None) -> Path | None:
     """The folder in the cache that was filled with these settings and holds the content of `identity`, if there is one."""
     for path in sorted(cache.glob(f"*/{shards.MANIFEST}")):
         try:
@@ -149,37 +149,41 @@ def _filled_before(cache: Path, data: DataConfig, tokenizer: Tokenizer, identity
         except DataError:
             # Another's damage: what is looked for would be known by the identity in its manifest.
             continue
-        if manifest["identity"] == identity and manifest["settings"] == _settings(data, tokenizer):
+        if manifest["identity"] == identity and manifest["settings"] == _get_cache_settings(data, tokenizer):
             return path.parent
     return None
 
 
-def _fill_once(source: Source, data: DataConfig, tokenizer: Tokenizer, cache: Path, progress: Progress | None) -> Path:
-    settings = _settings(data, tokenizer)
-    folder = cache / _key(source.identity, settings)
+def _build_if_missing(
+    source: Source, data: DataConfig, tokenizer: Tokenizer, cache: Path, progress: ProgressCallback | None
+) -> Path:
+    settings = _get_cache_settings(data, tokenizer)
+    folder = cache / _make_cache_key(source.identity, settings)
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.with_name(folder.name + ".lock"), _tick(progress, "waiting for another process that fills")):
+    with _hold_lock(
+        folder.with_name(folder.name + ".lock"), _make_tick(progress, "waiting for another process that fills")
+    ):
         if not folder.is_dir():
-            plan = FillPlan(
+            plan = BuildOptions(
                 tokenizer,
                 data.val_fraction,
                 data.max_tokens,
                 settings,
                 min_document_bytes=data.min_document_bytes,
             )
-            fill(source, plan, folder, progress)
+            build_shards(source, plan, folder, progress)
     return folder
 
 
-def _key(identity: dict[str, Any], settings: dict[str, Any]) -> str:
+def _make_cache_key(identity: dict[str, Any], settings: dict[str, Any]) -> str:
     content = json.dumps([shards.FORMAT, identity, settings], sort_keys=True)
     return f"{identity['source']}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 @contextmanager
-def _lock(path: Path, tick: Callable[[], None]) -> Iterator[None]:
+def _hold_lock(path: Path, tick: Callable[[], None]) -> Iterator[None]:
     require("filelock")
     import filelock
 
@@ -190,18 +194,18 @@ def _lock(path: Path, tick: Callable[[], None]) -> Iterator[None]:
             lock.acquire(blocking=False)
         except filelock.Timeout:
             tick()
-            time.sleep(TICK_S)
+            time.sleep(TICK_INTERVAL_S)
     try:
         yield
     finally:
         lock.release()
 
 
-def _tick(progress: Progress | None, phase: str) -> Callable[[], None]:
-    return lambda: progress(FillProgress(phase, 0, 0, None)) if progress else None
+def _make_tick(progress: ProgressCallback | None, phase: str) -> Callable[[], None]:
+    return lambda: progress(BuildProgress(phase, 0, 0, None)) if progress else None
 
 
-def _check_lengths(manifest: dict[str, Any], data: DataConfig, needed: int) -> None:
+def _check_split_lengths(manifest: dict[str, Any], data: DataConfig, n_required: int) -> None:
     train, held_out = (manifest["splits"][split] for split in shards.SPLITS)
     documents = train["documents"] + held_out["documents"]
     if documents == 0 and manifest.get("short_documents"):
@@ -211,19 +215,19 @@ def _check_lengths(manifest: dict[str, Any], data: DataConfig, needed: int) -> N
         )
     if documents == 0:
         raise DataError(f"data.source = {data.source}: no text in it; give documents that are not empty")
-    if held_out["tokens"] < needed:
+    if held_out["tokens"] < n_required:
         raise DataError(
-            f"validation holds {held_out['tokens']} tokens of {documents} documents, and one sequence needs {needed} "
-            f"(data.val_fraction = {data.val_fraction:g}); {_remedy(manifest, held_out['tokens'], needed)}"
+            f"validation holds {held_out['tokens']} tokens of {documents} documents, and one sequence needs {n_required} "
+            f"(data.val_fraction = {data.val_fraction:g}); {_suggest_remedy(manifest, held_out['tokens'], n_required)}"
         )
-    if train["tokens"] < needed:
+    if train["tokens"] < n_required:
         raise DataError(
-            f"training holds {train['tokens']} tokens of {documents} documents, and one sequence needs {needed}; "
+            f"training holds {train['tokens']} tokens of {documents} documents, and one sequence needs {n_required}; "
             "give more text, lower train.seq_len, or lower data.val_fraction"
         )
 
 
-def _remedy(manifest: dict[str, Any], held_out: int, needed: int) -> str:
+def _suggest_remedy(manifest: dict[str, Any], held_out: int, needed: int) -> str:
     """The smallest `data.val_fraction` that holds out enough, if one leaves enough to train on."""
     next_in_line = sorted((-negative, tokens) for negative, tokens in manifest["next_in_line"])
     left = manifest["splits"]["train"]["tokens"]

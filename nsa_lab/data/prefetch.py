@@ -92,7 +92,7 @@ class Prefetcher:
         while not self._closing.is_set() and (self._stop is None or step < self._stop):
             try:
                 value = self._load(step)
-                item = (step, _pinned(value) if self._pin_memory else value, None)
+                item = (step, _pin(value) if self._pin_memory else value, None)
             except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
                 item = (step, None, error)
             self._put(item)
@@ -109,11 +109,11 @@ class Prefetcher:
                 continue
 
 
-def _pinned(value: Any) -> Any:
+def _pin(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.pin_memory()
     if isinstance(value, (tuple, list)):
         # A named tuple is made of its fields one by one.
         make = getattr(value, "_make", type(value))
-        return make(_pinned(item) for item in value)
+        return make(_pin(item) for item in value)
     return value

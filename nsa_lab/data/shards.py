@@ -22,7 +22,7 @@ FORMAT = 1
 SPLITS = ("train", "validation")
 MANIFEST = "manifest.json"
 # Hashing two gigabytes takes seconds; beyond that sizes are checked at every start, and content on request.
-HASHED_AT_OPEN_BYTES = 2 << 30
+MAX_BYTES_HASHED_AT_OPEN = 2 << 30
 
 
 class TokenStore:
@@ -31,7 +31,7 @@ class TokenStore:
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
         self._shards = [shard for shard in shards if len(shard)]
         self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64).tolist()
-        self._found: dict[int, np.ndarray] = {}
+        self._positions_by_token: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -54,31 +54,31 @@ class TokenStore:
 
     def find(self, token: int) -> np.ndarray:
         """int64, ascending: where `token` stands. All tokens are read once, and what was found is kept."""
-        if token not in self._found:
+        if token not in self._positions_by_token:
             begins = [end - len(shard) for end, shard in zip(self._ends, self._shards, strict=True)]
             places = [begin + np.flatnonzero(shard == token) for begin, shard in zip(begins, self._shards, strict=True)]
-            self._found[token] = np.concatenate([np.zeros(0, np.int64), *places])
-        return self._found[token]
+            self._positions_by_token[token] = np.concatenate([np.zeros(0, np.int64), *places])
+        return self._positions_by_token[token]
 
-    def without_short_documents(self, separator: int, least: int) -> TokenStore:
+    def drop_short_documents(self, separator: int, min_tokens: int) -> TokenStore:
         """The documents of at least `least` tokens, each with the separator that ends it; nothing is copied.
 
         Raises `DataError` if there is none.
         """
         ends = self.find(separator) + 1
         lengths = np.diff(ends, prepend=0)
-        kept = lengths > least
+        kept = lengths > min_tokens
         if not kept.any():
             longest = max(lengths.tolist(), default=1) - 1
             raise DataError(
-                f"train.min_document_tokens = {least}: the longest of {len(ends)} documents has {longest} tokens; lower it"
+                f"train.min_document_tokens = {min_tokens}: the longest of {len(ends)} documents has {longest} tokens; lower it"
             )
         # Neighbours that are kept are one stretch.
         edges = np.flatnonzero(np.diff(kept, prepend=False, append=False))
         firsts, lasts = edges[::2], edges[1::2] - 1
-        return self._stretches((ends[firsts] - lengths[firsts]).tolist(), ends[lasts].tolist())
+        return self._select_ranges((ends[firsts] - lengths[firsts]).tolist(), ends[lasts].tolist())
 
-    def _stretches(self, begins: list[int], ends: list[int]) -> TokenStore:
+    def _select_ranges(self, begins: list[int], ends: list[int]) -> TokenStore:
         """The tokens from each of `begins` up to the one of `ends` that belongs to it."""
         parts = []
         for shard, last in zip(self._shards, self._ends, strict=True):
@@ -90,7 +90,7 @@ class TokenStore:
         return TokenStore(parts)
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
+def get_token_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned type that holds every id, little-endian."""
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
@@ -101,7 +101,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = {}
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        intact = manifest["format"] == FORMAT and manifest["identity"] == content_identity(manifest)
+        intact = manifest["format"] == FORMAT and manifest["identity"] == compute_content_identity(manifest)
     except (OSError, ValueError, KeyError, TypeError):
         intact = False
     if not intact:
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def content_identity(manifest: dict[str, Any]) -> str:
+def compute_content_identity(manifest: dict[str, Any]) -> str:
     """sha256 over what a model can see: tokenizer and shards. The same content elsewhere has the same identity."""
     visible = {
         "tokenizer": manifest["tokenizer"]["identity"],
@@ -124,13 +124,13 @@ def content_identity(manifest: dict[str, Any]) -> str:
 def verify(folder: Path, manifest: dict[str, Any], content: bool = True) -> None:
     """Compare every shard with the manifest: sizes always, sha256 if `content`. Raises `DataError` naming the file."""
     remedy = f"it has changed since it was written; delete the folder {folder} to fill it again"
-    for shard in _shards(manifest):
+    for shard in _list_shards(manifest):
         path = folder / shard["file"]
         size = path.stat().st_size if path.is_file() else None
         if size != shard["bytes"]:
             came = "is missing" if size is None else f"has {size} bytes"
             raise DataError(f"{path}: {came}, and the manifest says {shard['bytes']} bytes; {remedy}")
-        if content and (digest := file_sha256(path)) != shard["sha256"]:
+        if content and (digest := hash_file(path)) != shard["sha256"]:
             raise DataError(
                 f"{path}: sha256 is {digest[:16]}..., and the manifest says {shard['sha256'][:16]}...; {remedy}"
             )
@@ -151,11 +151,11 @@ def open_stores(folder: Path, manifest: dict[str, Any]) -> dict[str, TokenStore]
     }
 
 
-def total_bytes(manifest: dict[str, Any]) -> int:
-    return sum(shard["bytes"] for shard in _shards(manifest))
+def sum_shard_bytes(manifest: dict[str, Any]) -> int:
+    return sum(shard["bytes"] for shard in _list_shards(manifest))
 
 
-def file_sha256(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -180,5 +180,5 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _shards(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+def _list_shards(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]

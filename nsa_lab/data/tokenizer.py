@@ -16,9 +16,9 @@ from typing import Protocol
 
 import numpy as np
 
-from nsa_lab.config.extras import MissingPackage, require
+from nsa_lab.config.optional_deps import MissingPackage, require
 from nsa_lab.data.errors import DataError
-from nsa_lab.data.paths import candidates
+from nsa_lab.data.paths import list_candidate_paths
 
 # The end-of-text tokens of common tokenizers, best first.
 SEPARATOR_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -49,7 +49,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; what is not UTF-8 (a separator, half a character) shows as U+FFFD."""
-        ids = _as_ids(ids, self.vocab_size)
+        ids = _to_id_array(ids, self.vocab_size)
         return ids.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
@@ -100,14 +100,14 @@ class FileTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens spelled out."""
-        return self._tokenizer.decode(_as_ids(ids, self.vocab_size).tolist(), skip_special_tokens=False)
+        return self._tokenizer.decode(_to_id_array(ids, self.vocab_size).tolist(), skip_special_tokens=False)
 
 
 def load_tokenizer(name: str = "byte") -> Tokenizer:
     """`"byte"`, or the path of a tokenizer.json (relative: from the project root, then the working directory)."""
     if name == "byte":
         return ByteTokenizer()
-    places = candidates(name)
+    places = list_candidate_paths(name)
     for path in places:
         if os.path.isfile(path):
             return FileTokenizer(path)
@@ -115,7 +115,7 @@ def load_tokenizer(name: str = "byte") -> Tokenizer:
     raise DataError(f"data.tokenizer = {name!r}: no file at {looked}; give the path of a tokenizer.json, or use byte")
 
 
-def _as_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
+def _to_id_array(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     ids = np.asarray(ids if hasattr(ids, "__len__") else list(ids), dtype=np.int64).reshape(-1)
     if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
         raise DataError(

@@ -6,31 +6,31 @@ Every part works on a model by itself, on a CPU too: `retrieval`, `loss_by_posit
 `intervene`, `choice_quality`, `reach`.
 """
 
-from nsa_lab.evaluate.choices import block_mass, choice_quality
-from nsa_lab.evaluate.documents import document_loss
-from nsa_lab.evaluate.interventions import INTERVENTIONS, Intervention, forward, intervene
-from nsa_lab.evaluate.positions import loss_by_position
-from nsa_lab.evaluate.reach import Reach, reach
-from nsa_lab.evaluate.record import evaluate_run
-from nsa_lab.evaluate.retrieval import FORMS, TASKS, retrieval
-from nsa_lab.evaluate.texts import TextLoss, read_text, text_loss
+from nsa_lab.evaluate.ablations import ABLATIONS, Ablation, forward_with_ablation, run_ablations
+from nsa_lab.evaluate.block_selectors import compute_block_mass, measure_selection_quality
+from nsa_lab.evaluate.document_loss import measure_document_loss
+from nsa_lab.evaluate.heldout import TextLoss, measure_text_loss, read_text
+from nsa_lab.evaluate.loss_by_position import measure_loss_by_position
+from nsa_lab.evaluate.retrieval import NEEDLE_FORMS, TASKS, evaluate_retrieval
+from nsa_lab.evaluate.run_evaluation import evaluate_run
+from nsa_lab.evaluate.selection_benefit import SelectionBenefit, measure_selection_benefit
 
 __all__ = [
-    "FORMS",
-    "INTERVENTIONS",
+    "ABLATIONS",
+    "NEEDLE_FORMS",
     "TASKS",
-    "Intervention",
-    "Reach",
+    "Ablation",
+    "SelectionBenefit",
     "TextLoss",
-    "block_mass",
-    "choice_quality",
-    "document_loss",
+    "compute_block_mass",
+    "evaluate_retrieval",
     "evaluate_run",
-    "forward",
-    "intervene",
-    "loss_by_position",
-    "reach",
+    "forward_with_ablation",
+    "measure_document_loss",
+    "measure_loss_by_position",
+    "measure_selection_benefit",
+    "measure_selection_quality",
+    "measure_text_loss",
     "read_text",
-    "retrieval",
-    "text_loss",
+    "run_ablations",
 ]

@@ -14,41 +14,45 @@ import numpy as np
 
 from nsa_lab.config import RecallConfig
 from nsa_lab.data import DataError
-from nsa_lab.data.recall import Asked, multi_key, multi_query, needle
-from nsa_lab.evaluate.answers import generated, stacked, teacher_forced
+from nsa_lab.data.recall import RetrievalTask, make_multi_key_task, make_multi_query_task, make_needle_task
+from nsa_lab.evaluate.scoring import score_generated, score_teacher_forced, stack_samples
 from nsa_lab.model import NSATransformer
 
-Task = Callable[[int, float, RecallConfig, np.random.Generator, np.ndarray], Asked]
-TASKS: dict[str, Task] = {"needle": needle, "multi_key": multi_key, "multi_query": multi_query}
+Task = Callable[[int, float, RecallConfig, np.random.Generator, np.ndarray], RetrievalTask]
+TASKS: dict[str, Task] = {
+    "needle": make_needle_task,
+    "multi_key": make_multi_key_task,
+    "multi_query": make_multi_query_task,
+}
 
 
-def _in_form(**changes: Any) -> Task:
+def _vary_needle(**changes: Any) -> Task:
     """`needle`, its fact told in another way than the run's."""
 
-    def ask(length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray) -> Asked:
-        return needle(length, depth, recall.model_copy(update=changes), rng, text)
+    def ask(length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray) -> RetrievalTask:
+        return make_needle_task(length, depth, recall.model_copy(update=changes), rng, text)
 
     return ask
 
 
 # Needles in forms that a run with the default settings is not trained on.
-FORMS: dict[str, Task] = {
-    "five_digits": _in_form(values="digits", value_length=5),
-    "twelve_digits": _in_form(values="digits", value_length=12),
-    "letters": _in_form(values="letters"),
-    "hex": _in_form(values="hex"),
-    "codes": _in_form(names="codes"),
-    "other_words": _in_form(
+NEEDLE_FORMS: dict[str, Task] = {
+    "five_digits": _vary_needle(values="digits", value_length=5),
+    "twelve_digits": _vary_needle(values="digits", value_length=12),
+    "letters": _vary_needle(values="letters"),
+    "hex": _vary_needle(values="hex"),
+    "codes": _vary_needle(names="codes"),
+    "other_words": _vary_needle(
         statement="\nNote that the {name} opens with {value}.\n", question="\nWhat does the {name} open with? "
     ),
 }
 # The order is part of every sequence's seed.
-EVERY_TASK = TASKS | FORMS
+ALL_TASKS = TASKS | NEEDLE_FORMS
 DEPTHS = tuple(depth / 10 for depth in range(10))
 
 
 @dataclass(frozen=True)
-class Cell:
+class RetrievalCell:
     """One task at one length and depth. `right` of `answers` are right in every token, teacher-forced; `tokens_right` of
     `tokens` tokens of them; and `written_right` of `written` when the model writes them itself. `loss`: nats per token.
 
@@ -70,7 +74,7 @@ class Cell:
     written_right: int
 
 
-def retrieval(
+def evaluate_retrieval(
     model: NSATransformer,
     text: np.ndarray,
     lengths: Sequence[int],
@@ -78,11 +82,11 @@ def retrieval(
     tasks: Sequence[str] = tuple(TASKS),
     depths: Sequence[float] = DEPTHS,
     per_depth: int = 20,
-    written_per_depth: int = 1,
+    generated_per_depth: int = 1,
     recall: RecallConfig = RecallConfig(),  # noqa: B008 - frozen
     seed: int = 0,
-    tokens_at_once: int = 1 << 16,
-) -> Iterator[Cell]:
+    max_batch_tokens: int = 1 << 16,
+) -> Iterator[RetrievalCell]:
     """Ask a byte model with facts planted into `text`, int64 bytes that it was not trained on; a `Cell` as each is done.
 
     tasks: of `TASKS`, and of `FORMS`, needles that are told and asked for in other ways than `recall` says.
@@ -92,23 +96,26 @@ def retrieval(
     for task in tasks:
         for length in lengths:
             for depth in depths:
-                asked = [_sequence(task, length, depth, number, recall, seed, text) for number in range(per_depth)]
-                yield _cell(model, task, length, depth, asked, written_per_depth, max(1, tokens_at_once // length))
+                asked = [_make_sample(task, length, depth, number, recall, seed, text) for number in range(per_depth)]
+                yield _score_cell(
+                    model, task, length, depth, asked, generated_per_depth, max(1, max_batch_tokens // length)
+                )
 
 
-def fits(task: str, length: int, recall: RecallConfig, text: np.ndarray) -> str | None:
+def explain_misfit(task: str, length: int, recall: RecallConfig, text: np.ndarray) -> str | None:
     """None, or why this task cannot be asked at this length."""
     try:
-        _sequence(task, length, 0.5, 0, recall, 0, text)
+        _make_sample(task, length, 0.5, 0, recall, 0, text)
     except DataError as error:
         return str(error)
     return None
 
 
-def needles(length: int, count: int, recall: RecallConfig, seed: int, text: np.ndarray) -> list[Asked]:
+def make_needles(length: int, count: int, recall: RecallConfig, seed: int, text: np.ndarray) -> list[RetrievalTask]:
     """`count` needles of `retrieval`, at `spread_depths`."""
     return [
-        _sequence("needle", length, depth, number, recall, seed, text) for number, depth in enumerate(spread_depths(count))
+        _make_sample("needle", length, depth, number, recall, seed, text)
+        for number, depth in enumerate(spread_depths(count))
     ]
 
 
@@ -117,29 +124,35 @@ def spread_depths(count: int) -> list[float]:
     return [DEPTHS[number * len(DEPTHS) // count % len(DEPTHS)] for number in range(count)]
 
 
-def _sequence(
+def _make_sample(
     task: str, length: int, depth: float, number: int, recall: RecallConfig, seed: int, text: np.ndarray
-) -> Asked:
-    key = [seed, list(EVERY_TASK).index(task), length, round(depth * 1000), number]
-    return EVERY_TASK[task](length, depth, recall, np.random.default_rng(key), text)
+) -> RetrievalTask:
+    key = [seed, list(ALL_TASKS).index(task), length, round(depth * 1000), number]
+    return ALL_TASKS[task](length, depth, recall, np.random.default_rng(key), text)
 
 
-def _cell(
-    model: NSATransformer, task: str, length: int, depth: float, asked: list[Asked], written: int, at_once: int
-) -> Cell:
+def _score_cell(
+    model: NSATransformer,
+    task: str,
+    length: int,
+    depth: float,
+    samples: list[RetrievalTask],
+    n_generated: int,
+    batch_size: int,
+) -> RetrievalCell:
     right, first, losses = [], [], []
-    for start in range(0, len(asked), at_once):
-        found = teacher_forced(model, *stacked(asked[start : start + at_once], model.head.weight.device))
+    for start in range(0, len(samples), batch_size):
+        found = score_teacher_forced(model, *stack_samples(samples[start : start + batch_size], model.head.weight.device))
         right.append(found[0].flatten(0, 1).cpu().numpy())
         first.append(found[0][:, 0].all(-1).cpu().numpy())
         losses.append(found[1].flatten().cpu().numpy())
     every = np.concatenate(right)
-    own = generated(model, asked[:written]) if written else []
-    return Cell(
+    own = score_generated(model, samples[:n_generated]) if n_generated else []
+    return RetrievalCell(
         task=task,
         length=length,
         depth=depth,
-        sequences=len(asked),
+        sequences=len(samples),
         answers=len(every),
         right=int(every.all(-1).sum()),
         tokens=every.size,

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from nsa_lab.config import ModelConfig, NSAConfig
-from nsa_lab.evaluate.answers import teacher_forced
+from nsa_lab.evaluate.scoring import score_teacher_forced
 from nsa_lab.model import NSATransformer
 
-GEOMETRY = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=16)
+TINY_NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=16)
 # Streams of sequences that never meet: what is trained on, and what is asked.
-TRAINED, ASKED = 0, 1
+TRAIN_STREAM, EVAL_STREAM = 0, 1
 
 
 @dataclass(frozen=True)
@@ -38,52 +38,52 @@ class TinyRecall:
     """
 
     length: int = 64
-    far: int = 6
-    symbols: int = 16
+    n_far: int = 6
+    n_symbols: int = 16
 
     def __post_init__(self) -> None:
-        if self.length % 4 or not 1 <= self.far <= self.length // 4 or self.pairs > self.symbols:
+        if self.length % 4 or not 1 <= self.n_far <= self.length // 4 or self.n_pairs > self.n_symbols:
             raise ValueError(
-                f"length = {self.length}, far = {self.far}, symbols = {self.symbols}: expected a length that holds every "
+                f"length = {self.length}, far = {self.n_far}, symbols = {self.n_symbols}: expected a length that holds every "
                 "pair twice (a multiple of 4), 1 <= far <= length / 4, and length / 4 symbols or more, so that keys differ"
             )
 
     @property
-    def pairs(self) -> int:
+    def n_pairs(self) -> int:
         return self.length // 4
 
     @property
-    def vocabulary(self) -> int:
-        return 2 * self.symbols
+    def vocab_size(self) -> int:
+        return 2 * self.n_symbols
 
-    def batch(self, step: int, sequences: int, seed: int = 0, stream: int = TRAINED) -> tuple[Tensor, Tensor]:
+    def make_batch(self, step: int, batch_size: int, seed: int = 0, stream: int = TRAIN_STREAM) -> tuple[Tensor, Tensor]:
         """Tokens int64 [B, T] and where the answers stand, int64 [B, pairs, 1], the far ones last.
 
         A function of the arguments alone.
         """
         draw = np.random.default_rng((seed, stream, step))
-        n, far = self.pairs, self.far
-        keys = _different(draw, sequences, self.symbols, n)
-        values = draw.integers(self.symbols, 2 * self.symbols, (sequences, n))
+        n, far = self.n_pairs, self.n_far
+        keys = _sample_distinct(draw, batch_size, self.n_symbols, n)
+        values = draw.integers(self.n_symbols, 2 * self.n_symbols, (batch_size, n))
         # Where each pair stands, in slots: two of the places before the questions for the near, one for the far.
-        places = _different(draw, sequences, 2 * n - far, 2 * n - far)
-        near = np.sort(places[:, far:].reshape(sequences, n - far, 2), axis=2)
-        last = np.broadcast_to(np.arange(2 * n - far, 2 * n), (sequences, far))
+        places = _sample_distinct(draw, batch_size, 2 * n - far, 2 * n - far)
+        near = np.sort(places[:, far:].reshape(batch_size, n - far, 2), axis=2)
+        last = np.broadcast_to(np.arange(2 * n - far, 2 * n), (batch_size, far))
         slots = np.concatenate([near, np.stack([places[:, :far], last], axis=2)], axis=1)
-        tokens = np.empty((sequences, 2 * n, 2), dtype=np.int64)
-        rows = np.arange(sequences)[:, None]
+        tokens = np.empty((batch_size, 2 * n, 2), dtype=np.int64)
+        rows = np.arange(batch_size)[:, None]
         for time in (0, 1):
             tokens[rows, slots[:, :, time]] = np.stack([keys, values], axis=2)
-        return torch.from_numpy(tokens.reshape(sequences, self.length)), torch.from_numpy(2 * slots[:, :, 1:] + 1)
+        return torch.from_numpy(tokens.reshape(batch_size, self.length)), torch.from_numpy(2 * slots[:, :, 1:] + 1)
 
 
-def _different(draw: np.random.Generator, rows: int, of: int, count: int) -> np.ndarray:
+def _sample_distinct(rng: np.random.Generator, rows: int, n_values: int, count: int) -> np.ndarray:
     """`count` different numbers below `of` in each row, in random order."""
-    return draw.random((rows, of)).argsort(axis=1)[:, :count]
+    return rng.random((rows, n_values)).argsort(axis=1)[:, :count]
 
 
 @dataclass(frozen=True)
-class Learned:
+class EvalPoint:
     """After `step` steps: share of the answers of fresh sequences that are right, and their loss, nats."""
 
     step: int
@@ -91,13 +91,13 @@ class Learned:
     loss: float
 
 
-def tiny_model(task: TinyRecall = TinyRecall(), *, seed: int = 0, **changes: Any) -> NSATransformer:
+def build_tiny_model(task: TinyRecall = TinyRecall(), *, seed: int = 0, **changes: Any) -> NSATransformer:
     """A model of two layers of width 64 for `task`, four heads in two groups; `changes` are keys of `ModelConfig`."""
-    sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 16, "d_v": 16, "nsa": GEOMETRY}
-    return NSATransformer(ModelConfig(**{**sizes, "vocab_size": task.vocabulary, **changes}), seed=seed)
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 16, "d_v": 16, "nsa": TINY_NSA}
+    return NSATransformer(ModelConfig(**{**sizes, "vocab_size": task.vocab_size, **changes}), seed=seed)
 
 
-def learn(
+def train_tiny_model(
     model: NSATransformer,
     task: TinyRecall = TinyRecall(),
     *,
@@ -105,9 +105,9 @@ def learn(
     batch_size: int = 32,
     lr: float = 4e-3,
     seed: int = 0,
-    every: int = 100,
-    asked: int = 256,
-) -> Iterator[Learned]:
+    eval_every: int = 100,
+    n_eval_sequences: int = 256,
+) -> Iterator[EvalPoint]:
     """Train `model` on the answers of `task`, selection loss included; a `Learned` each `every` steps.
 
     `asked`: how many fresh sequences it is then asked with, the same each time.
@@ -116,25 +116,25 @@ def learn(
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    fresh, questions = task.batch(0, asked, seed, ASKED)
-    far = questions[:, -task.far :]
+    fresh, questions = task.make_batch(0, n_eval_sequences, seed, EVAL_STREAM)
+    far = questions[:, -task.n_far :]
     for step in range(steps):
         model.train()
-        tokens, places = task.batch(step, batch_size, seed)
-        loss = _answer_loss(model, tokens, places) + model.auxiliary_loss()
+        tokens, places = task.make_batch(step, batch_size, seed)
+        loss = _compute_answer_loss(model, tokens, places) + model.auxiliary_loss()
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         falling.step()
-        if (step + 1) % every == 0:
+        if (step + 1) % eval_every == 0:
             model.eval()
-            right, losses, _ = teacher_forced(model, fresh, far)
-            yield Learned(step + 1, right.float().mean().item(), losses.mean().item())
+            right, losses, _ = score_teacher_forced(model, fresh, far)
+            yield EvalPoint(step + 1, right.float().mean().item(), losses.mean().item())
 
 
-def _answer_loss(model: NSATransformer, tokens: Tensor, places: Tensor) -> Tensor:
+def _compute_answer_loss(model: NSATransformer, tokens: Tensor, answer_positions: Tensor) -> Tensor:
     """Mean cross-entropy of the answers, nats."""
-    at = places.flatten(1)
+    at = answer_positions.flatten(1)
     logits = model(tokens[:, :-1]).gather(1, (at - 1)[..., None].expand(-1, -1, model.config.vocab_size))
     return functional.cross_entropy(logits.flatten(0, 1), tokens.gather(1, at).flatten())

@@ -6,74 +6,90 @@ already; they use one colour per branch everywhere (colour-blind-safe) and mark 
 
 from collections.abc import Callable
 
-from nsa_lab.config.extras import require
+from nsa_lab.config.optional_deps import require
 
 require("matplotlib")
 
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.architecture import architecture, branch_masks
-from nsa_lab.figures.blocks import block_geometry, overlap_weights, reads_by_length, visible_blocks
-from nsa_lab.figures.branches import branch_norms, gate_layers, gate_shares, selection_statistics
-from nsa_lab.figures.decoding import against_context
-from nsa_lab.figures.differences import loss_difference
-from nsa_lab.figures.documents import across_documents
-from nsa_lab.figures.layers import gates_of_layer, statistic_of_layer
-from nsa_lab.figures.loss import learning_rate, loss_curves, validation_gap
-from nsa_lab.figures.pace import throughput
-from nsa_lab.figures.parity import shares_of_allowed
-from nsa_lab.figures.query import query_reads
-from nsa_lab.figures.reach import reach_losses
-from nsa_lab.figures.retrieval import difference_by_position, loss_by_position, octaves_of, retrieval_map, retrieval_maps
+from nsa_lab.figures.architecture import plot_architecture, plot_branch_masks
+from nsa_lab.figures.benchmarks import plot_attention_time
+from nsa_lab.figures.blocks import plot_block_geometry, plot_overlap_weights, plot_reads_by_length, plot_visible_blocks
+from nsa_lab.figures.branch_curves import (
+    plot_branch_norms,
+    plot_gate_shares,
+    plot_gates_by_layer,
+    plot_selection_statistics,
+)
+from nsa_lab.figures.decoding import plot_decode_speed
+from nsa_lab.figures.document_boundaries import plot_document_boundaries
+from nsa_lab.figures.error_bars import plot_allowed_errors
+from nsa_lab.figures.evaluation_plots import (
+    get_position_ranges,
+    plot_difference_by_position,
+    plot_loss_by_position,
+    plot_retrieval,
+    plot_retrieval_grid,
+)
+from nsa_lab.figures.layer_comparison import plot_layer_gates, plot_layer_statistic
+from nsa_lab.figures.loss import plot_learning_rate, plot_loss_curves, plot_validation_gap
+from nsa_lab.figures.query_plot import plot_query_attention
+from nsa_lab.figures.reach import plot_selection_benefit
 from nsa_lab.figures.run_axes import Run
-from nsa_lab.figures.selection import importance_map, selection_by_layer
-from nsa_lab.figures.speeds import time_by_length
-from nsa_lab.figures.step_time import step_by_part
-from nsa_lab.figures.tiny_recall import accuracy_curves, intervention_bars
-from nsa_lab.figures.whole_run import first_screen, overview, progress
+from nsa_lab.figures.run_difference import plot_loss_difference
+from nsa_lab.figures.run_overview import plot_overview, plot_progress, plot_report_panels
+from nsa_lab.figures.selection_maps import plot_importance, plot_selection_by_layer
+from nsa_lab.figures.speed_curves import plot_throughput
+from nsa_lab.figures.step_time import plot_step_time
+from nsa_lab.figures.tiny_recall import plot_ablation_accuracy, plot_recall_accuracy
 
 __all__ = [
-    "BRANCH_PICTURES",
-    "RUN_PICTURES",
+    "BRANCH_PLOTS",
+    "RUN_PLOTS",
     "Run",
-    "accuracy_curves",
-    "across_documents",
-    "against_context",
-    "architecture",
-    "block_geometry",
-    "branch_masks",
-    "branch_norms",
-    "difference_by_position",
-    "first_screen",
-    "gate_layers",
-    "gate_shares",
-    "gates_of_layer",
-    "importance_map",
-    "intervention_bars",
-    "learning_rate",
-    "loss_by_position",
-    "loss_curves",
-    "loss_difference",
-    "octaves_of",
-    "overlap_weights",
-    "overview",
-    "progress",
-    "query_reads",
-    "reach_losses",
-    "reads_by_length",
-    "retrieval_map",
-    "retrieval_maps",
-    "selection_by_layer",
-    "selection_statistics",
-    "shares_of_allowed",
-    "statistic_of_layer",
-    "step_by_part",
-    "throughput",
-    "time_by_length",
-    "validation_gap",
-    "visible_blocks",
+    "get_position_ranges",
+    "plot_ablation_accuracy",
+    "plot_allowed_errors",
+    "plot_architecture",
+    "plot_attention_time",
+    "plot_block_geometry",
+    "plot_branch_masks",
+    "plot_branch_norms",
+    "plot_decode_speed",
+    "plot_difference_by_position",
+    "plot_document_boundaries",
+    "plot_gate_shares",
+    "plot_gates_by_layer",
+    "plot_importance",
+    "plot_layer_gates",
+    "plot_layer_statistic",
+    "plot_learning_rate",
+    "plot_loss_by_position",
+    "plot_loss_curves",
+    "plot_loss_difference",
+    "plot_overlap_weights",
+    "plot_overview",
+    "plot_progress",
+    "plot_query_attention",
+    "plot_reads_by_length",
+    "plot_recall_accuracy",
+    "plot_report_panels",
+    "plot_retrieval",
+    "plot_retrieval_grid",
+    "plot_selection_benefit",
+    "plot_selection_by_layer",
+    "plot_selection_statistics",
+    "plot_step_time",
+    "plot_throughput",
+    "plot_validation_gap",
+    "plot_visible_blocks",
 ]
 
 # What a report without a notebook shows, in this order.
-RUN_PICTURES: tuple[Callable[[Run], Figure], ...] = (learning_rate, throughput)
-BRANCH_PICTURES: tuple[Callable[[Run], Figure], ...] = (gate_shares, gate_layers, selection_statistics, branch_norms)
+RUN_PLOTS: tuple[Callable[[Run], Figure], ...] = (plot_learning_rate, plot_throughput)
+BRANCH_PLOTS: tuple[Callable[[Run], Figure], ...] = (
+    plot_gate_shares,
+    plot_gates_by_layer,
+    plot_selection_statistics,
+    plot_branch_norms,
+)

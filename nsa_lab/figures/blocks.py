@@ -11,39 +11,39 @@ from torch import Tensor
 
 from nsa_lab.attention import geometry
 from nsa_lab.config import NSAConfig
-from nsa_lab.figures.style import BRANCH_COLOURS, CMP, DENSE, PALE, SEL, WIN, colour_legend, panel, row
+from nsa_lab.figures.style import BRANCH_COLOURS, CMP, DENSE, PALE, SEL, WIN, add_colour_legend, make_panel, make_panel_row
 
 
-def block_geometry(length: int, nsa: NSAConfig, position: int) -> Figure:
+def plot_block_geometry(length: int, nsa: NSAConfig, position: int) -> Figure:
     """Where the blocks of each branch lie, and which of them the query at `position` may read."""
-    figure, axes = panel(10, 3.2, f"Blocks over {length:,} tokens, seen from query t = {position:,}")
+    figure, axes = make_panel(10, 3.2, f"Blocks over {length:,} tokens, seen from query t = {position:,}")
     visible = int(geometry.visible_compressed(torch.tensor(position), nsa))
     rows = max(-(-nsa.l // nsa.d), 1)  # blocks that overlap lie on rows of their own
     for i in range(geometry.num_compressed(length, nsa)):
         row = 2.0 + (rows - 1 - i % rows) / rows
-        _box(axes, i * nsa.d, nsa.l, row, 0.9 / rows, CMP if i < visible else PALE, str(i))
+        _draw_box(axes, i * nsa.d, nsa.l, row, 0.9 / rows, CMP if i < visible else PALE, str(i))
     begun = int(geometry.candidate_blocks(torch.tensor(position), geometry.num_selection(length, nsa), nsa).sum())
     for j in range(geometry.num_selection(length, nsa)):
         first = j * nsa.l_sel
-        _box(axes, first, min(nsa.l_sel, length - first), 1.0, 0.9, SEL if j < begun else PALE, str(j))
+        _draw_box(axes, first, min(nsa.l_sel, length - first), 1.0, 0.9, SEL if j < begun else PALE, str(j))
     start = max(position - nsa.w + 1, 0)
-    _box(axes, start, position + 1 - start, 0.0, 0.9, WIN, f"{position + 1 - start} tokens")
+    _draw_box(axes, start, position + 1 - start, 0.0, 0.9, WIN, f"{position + 1 - start} tokens")
     axes.axvline(position + 0.5, color="black", linewidth=1.2)
     axes.set(xlim=(0, length), ylim=(-0.2, 3.1), xlabel="token")
     axes.set_yticks(
         [0.45, 1.45, 2.45],
         [f"window\nw = {nsa.w}", f"selection\nl_sel = {nsa.l_sel}", f"compression\nl = {nsa.l}, d = {nsa.d}"],
     )
-    colour_legend(axes, {"compressed, visible": CMP, "selection, candidate": SEL, "window": WIN, "later than t": PALE})
+    add_colour_legend(axes, {"compressed, visible": CMP, "selection, candidate": SEL, "window": WIN, "later than t": PALE})
     return figure
 
 
-def visible_blocks(length: int, nsa: NSAConfig) -> Figure:
+def plot_visible_blocks(length: int, nsa: NSAConfig) -> Figure:
     """The staircase: which compressed blocks each query sees, and how many."""
     count = geometry.num_compressed(length, nsa)
     t = torch.arange(length)
     seen = torch.arange(count) < geometry.visible_compressed(t, nsa).unsqueeze(-1)
-    figure, axes = panel(6.4, 4.2, f"Compressed blocks that a query sees: [T, N] = [{length:,}, {count:,}]")
+    figure, axes = make_panel(6.4, 4.2, f"Compressed blocks that a query sees: [T, N] = [{length:,}, {count:,}]")
     axes.imshow(
         seen.T.numpy(),
         aspect="auto",
@@ -63,16 +63,16 @@ def visible_blocks(length: int, nsa: NSAConfig) -> Figure:
     return figure
 
 
-def overlap_weights(nsa: NSAConfig, compressed: int, selection: int) -> Figure:
+def plot_overlap_weights(nsa: NSAConfig, n_compressed: int, n_selection: int) -> Figure:
     """Eq. 9 as a matrix: how many strides compressed block i shares with selection block j, and what is printed."""
-    geometric = geometry.overlap(compressed, selection, nsa)
-    printed = equation_nine(compressed, selection, nsa, as_printed=True)
-    figure = Figure(figsize=(11, 1.6 + 0.32 * selection), layout="constrained")
+    geometric = geometry.overlap(n_compressed, n_selection, nsa)
+    printed = compute_equation_nine(n_compressed, n_selection, nsa, as_printed=True)
+    figure = Figure(figsize=(11, 1.6 + 0.32 * n_selection), layout="constrained")
     figure.suptitle(
         f"Weights from compressed block i to selection block j (l = {nsa.l}, d = {nsa.d}, l_sel = {nsa.l_sel})", fontsize=11
     )
     for axes, weights, named in zip(
-        row(figure, 2),
+        make_panel_row(figure, 2),
         (geometric, printed),
         ("shared tokens / d: what is meant", "eq. 9 as printed: too early by l_sel/d − 1 strides"),
         strict=True,
@@ -81,31 +81,33 @@ def overlap_weights(nsa: NSAConfig, compressed: int, selection: int) -> Figure:
         for i, j in weights.nonzero().tolist():
             axes.text(i, j, f"{weights[i, j]:g}", ha="center", va="center", fontsize=8)
         axes.set_title(named, fontsize=9)
-        axes.set(xlabel="compressed block i", ylabel="selection block j", xticks=range(compressed), yticks=range(selection))
+        axes.set(
+            xlabel="compressed block i", ylabel="selection block j", xticks=range(n_compressed), yticks=range(n_selection)
+        )
         axes.tick_params(labelsize=8)
     return figure
 
 
-def equation_nine(compressed: int, selection: int, nsa: NSAConfig, *, as_printed: bool) -> Tensor:
+def compute_equation_nine(n_compressed: int, n_selection: int, nsa: NSAConfig, *, as_printed: bool) -> Tensor:
     """The double sum of eq. 9, taken literally, as a matrix [compressed, selection]; blocks count from 0, as in eq. 12.
 
     importance[j] = sum over m < l_sel/d and n < l/d of p[(l_sel/d) * j + m - n], or as printed of p[(l_sel/d) * j - m - n];
     p outside its range counts as zero.
     """
     step, lead = nsa.l_sel // nsa.d, nsa.l // nsa.d
-    weights = torch.zeros(compressed, selection)
-    for column in range(selection):
+    weights = torch.zeros(n_compressed, n_selection)
+    for column in range(n_selection):
         for m in range(step):
             for n in range(lead):
                 i = step * column + (-m if as_printed else m) - n
-                if 0 <= i < compressed:
+                if 0 <= i < n_compressed:
                     weights[i, column] += 1
     return weights
 
 
-def reads_by_length(lengths: list[int], nsa: NSAConfig) -> Figure:
+def plot_reads_by_length(lengths: list[int], nsa: NSAConfig) -> Figure:
     """Keys that the last query of a sequence reads, by branch, beside dense attention; log-log."""
-    figure, axes = panel(
+    figure, axes = make_panel(
         7.6,
         4.4,
         f"Keys read by the query at the end of a sequence (l = {nsa.l}, d = {nsa.d}, "
@@ -132,7 +134,7 @@ def reads_by_length(lengths: list[int], nsa: NSAConfig) -> Figure:
     return figure
 
 
-def _box(axes: Axes, x: float, width: float, y: float, height: float, colour: str, label: str) -> None:
+def _draw_box(axes: Axes, x: float, width: float, y: float, height: float, colour: str, label: str) -> None:
     axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="white", linewidth=1.2))
     axes.text(
         x + width / 2,

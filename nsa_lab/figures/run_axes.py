@@ -16,29 +16,29 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from nsa_lab.figures.style import DENSE, FORCED, legend, say_nothing
+from nsa_lab.figures.style import DENSE, FORCED, add_legend, annotate_empty
 from nsa_lab.runs.history import History
 
 Run = str | Path | History
 
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STEP = "optimiser step"
+STEP_LABEL = "optimiser step"
 # The lightest fifth of the map is left out: it is hard to see on white.
-LAYER_MAP = LinearSegmentedColormap.from_list("layers", colormaps["cividis"](np.linspace(0, 0.82, 64)))
+LAYER_COLORMAP = LinearSegmentedColormap.from_list("layers", colormaps["cividis"](np.linspace(0, 0.82, 64)))
 
 
-def histories_of(runs: Run | Sequence[Run]) -> list[History]:
+def read_histories(runs: Run | Sequence[Run]) -> list[History]:
     several = [runs] if isinstance(runs, str | Path | History) else list(runs)
     return [History.read(run) for run in several]
 
 
-def rows(named: str, count: int) -> tuple[Figure, np.ndarray]:
+def make_panel_column(title: str, count: int) -> tuple[Figure, np.ndarray]:
     figure = Figure(figsize=(8, 1.2 + 2.2 * count), layout="constrained")
-    figure.suptitle(named, fontsize=11)
+    figure.suptitle(title, fontsize=11)
     return figure, figure.subplots(count, 1, sharex=True)
 
 
-def over_steps(axes: Axes) -> None:
+def format_step_axis(axes: Axes) -> None:
     """Steps along the bottom: whole numbers, few enough to be read, over a faint grid."""
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -47,26 +47,26 @@ def over_steps(axes: Axes) -> None:
 
 def draw_layers(figure: Figure, axes: Axes, history: History, name: str) -> None:
     """One line per layer, and a colour bar that says which is which."""
-    steps, values = history.layers(name)
+    steps, values = history.layer_series(name)
     if not len(values):
-        say_nothing(axes)
+        annotate_empty(axes)
         return
-    colours = ScalarMappable(Normalize(0, max(values.shape[1] - 1, 1)), LAYER_MAP)
+    colours = ScalarMappable(Normalize(0, max(values.shape[1] - 1, 1)), LAYER_COLORMAP)
     for layer, line in enumerate(values.T):
         axes.plot(
             steps, line, color=colours.to_rgba(np.asarray(layer)), linewidth=1.2, marker="." if len(steps) < 30 else None
         )
-    over_steps(axes)
-    figure.colorbar(colours, ax=axes, label="layer", ticks=layer_ticks(values.shape[1]))
+    format_step_axis(axes)
+    figure.colorbar(colours, ax=axes, label="layer", ticks=get_layer_ticks(values.shape[1]))
 
 
 def draw_band(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:
     if not len(values):
-        say_nothing(axes)
+        annotate_empty(axes)
         return
     axes.fill_between(steps, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.18, linewidth=0)
     axes.plot(steps, values.mean(axis=1), color=colour, label=label, marker="." if len(steps) < 30 else None)
-    over_steps(axes)
+    format_step_axis(axes)
 
 
 def mark_level(axes: Axes, value: float, text: str) -> None:
@@ -93,10 +93,10 @@ def mark_resumes(axes: Axes, history: History) -> None:
 
 
 def mark_stalls(axes: Axes, history: History) -> None:
-    for index, stall in enumerate(history.of_kind("stall")):
+    for index, stall in enumerate(history.events_of_kind("stall")):
         axes.axvline(stall["step"], color=FORCED, linewidth=1.2, label=None if index else "stall")
-    legend(axes)
+    add_legend(axes)
 
 
-def layer_ticks(layers: int) -> list[int]:
-    return list(range(0, layers, max(1, layers // 6)))
+def get_layer_ticks(n_layers: int) -> list[int]:
+    return list(range(0, n_layers, max(1, n_layers // 6)))

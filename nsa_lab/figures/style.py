@@ -16,7 +16,7 @@ BRANCH_COLOURS = {"cmp": CMP, "sel": SEL, "win": WIN, "dense": DENSE}
 DPI = 110
 
 
-def png(figure: Figure) -> bytes:
+def render_png(figure: Figure) -> bytes:
     """The figure as a PNG; numbers along its axes are written as those of the text, 2,048."""
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         # Labels that a picture sets itself, and powers of ten, stay.
@@ -27,46 +27,46 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def title(figure: Figure) -> str:
+def get_title(figure: Figure) -> str:
     """The figure's own title, or the titles of its axes."""
     named = figure.get_suptitle() or "; ".join(filter(None, (axes.get_title() for axes in figure.axes)))
     return " ".join(named.split())
 
 
-def panel(width: float, height: float, named: str) -> tuple[Figure, Axes]:
+def make_panel(width: float, height: float, title: str) -> tuple[Figure, Axes]:
     """A figure of one panel, sizes in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(named, fontsize=10)
+    axes.set_title(title, fontsize=10)
     return figure, axes
 
 
-def row(figure: Figure, count: int) -> list[Axes]:
+def make_panel_row(figure: Figure, n_panels: int) -> list[Axes]:
     """`count` panels in a row on one scale, each with its numbers: on a narrow page they stand below each other."""
-    (panels,) = figure.subplots(1, count, sharey=True, squeeze=False)
+    (panels,) = figure.subplots(1, n_panels, sharey=True, squeeze=False)
     for axes in panels:
         axes.tick_params(labelleft=True)
     return list(panels)
 
 
-def legend(axes: Axes, columns: int = 1) -> None:
+def add_legend(axes: Axes, columns: int = 1) -> None:
     """A legend, where anything has a label."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8, ncols=columns)
 
 
-def legend_below(axes: Axes, columns: int = 3) -> None:
+def add_legend_below(axes: Axes, columns: int = 3) -> None:
     """A legend of the panel's own, below it, where what is drawn leaves no room inside."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
-def say_nothing(axes: Axes, why: str = "not recorded") -> None:
+def annotate_empty(axes: Axes, reason: str = "not recorded") -> None:
     """Say in an empty panel why it is empty."""
-    axes.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=DENSE)
+    axes.annotate(reason, (0.5, 0.5), xycoords="axes fraction", ha="center", color=DENSE)
 
 
-def colour_legend(axes: Axes, colours: dict[str, str], inside: bool = False, columns: int = 1) -> None:
+def add_colour_legend(axes: Axes, colours: dict[str, str], inside: bool = False, columns: int = 1) -> None:
     """A legend of what each colour means, below the panel or, in so many columns, inside it."""
     handles = [Patch(facecolor=colour, edgecolor="#999999", label=label) for label, colour in colours.items()]
     if inside:

@@ -9,18 +9,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from nsa_lab.figures.run_axes import RUN_COLOURS
-from nsa_lab.figures.style import legend, row
-from nsa_lab.health.sweep import Curve
+from nsa_lab.figures.style import add_legend, make_panel_row
+from nsa_lab.health.sweep_results import Curve
 
 
-def sweep_curves(curves: Sequence[Curve], *, named: str = "Sweep") -> Figure:
+def plot_sweep(curves: Sequence[Curve], *, title: str = "Sweep") -> Figure:
     """A line for the mean of each variant's seeds, in a band from its lowest run to its highest; evaluations are marked.
 
     Seconds are those of optimiser steps, without evaluations, saves and compilation.
     """
     figure = Figure(figsize=(11, 4.6), layout="constrained")
-    figure.suptitle(named, fontsize=11)
-    panels = dict(zip(("tokens", "seconds"), row(figure, 2), strict=True))
+    figure.suptitle(title, fontsize=11)
+    panels = dict(zip(("tokens", "seconds"), make_panel_row(figure, 2), strict=True))
     for key, axes in panels.items():
         for curve, colour in zip(curves, cycle(RUN_COLOURS), strict=False):
             along = getattr(curve, key)
@@ -32,5 +32,5 @@ def sweep_curves(curves: Sequence[Curve], *, named: str = "Sweep") -> Figure:
         axes.grid(alpha=0.25, linewidth=0.5)
     panels["tokens"].set(xlabel="tokens", ylabel="validation, bits per byte")
     panels["seconds"].set(xlabel="seconds of optimiser steps")
-    legend(panels["tokens"])
+    add_legend(panels["tokens"])
     return figure

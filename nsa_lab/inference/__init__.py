@@ -7,19 +7,19 @@ model = load_model("outputs/smoke-...")
 from nsa_lab.inference.decode import Decoder
 from nsa_lab.inference.generate import generate
 from nsa_lab.inference.load import NoCheckpoint, find_checkpoint, load_model
+from nsa_lab.inference.package import ship
 from nsa_lab.inference.sampling import Sampling
-from nsa_lab.inference.shipping import ship
-from nsa_lab.inference.text import Pace, complete, write_on
+from nsa_lab.inference.text_generation import SpeedMeter, complete_prompt, continue_text
 
 __all__ = [
     "Decoder",
     "NoCheckpoint",
-    "Pace",
     "Sampling",
-    "complete",
+    "SpeedMeter",
+    "complete_prompt",
+    "continue_text",
     "find_checkpoint",
     "generate",
     "load_model",
     "ship",
-    "write_on",
 ]

@@ -12,15 +12,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nsa_lab.inference import memory
+from nsa_lab.inference import kv_cache_size
 from nsa_lab.inference.cache import Cache, Step
-from nsa_lab.inference.maps import fed_forward, mapped
-from nsa_lab.inference.recorded import RecordedStep, can_be_recorded
-from nsa_lab.model import Block, NSATransformer, Rotary, rotary_table
+from nsa_lab.inference.decode_graph import DecodeGraph, can_capture
+from nsa_lab.inference.fused_linear import apply_linears, apply_mlp
+from nsa_lab.model import Block, NSATransformer, Rotary, get_rotary_table
 
 # Tokens of all sequences together that are read at once while nothing stands before them: what a layer holds of them grows
 # with their number.
-FIRST = 2**16
+MAX_PREFILL_TOKENS = 2**16
 
 
 class Decoder:
@@ -35,14 +35,14 @@ class Decoder:
 
     def __init__(self, model: NSATransformer, capacity: int, batch: int = 1, *, backend: str | None = None) -> None:
         self._model, self.cache = model, Cache(model, capacity, batch, backend)
-        self._rotary = self._angles()
-        self._recorded: RecordedStep | None = None
+        self._rotary = self._build_rotary_table()
+        self._decode_graph: DecodeGraph | None = None
 
     def grow(self, capacity: int) -> None:
         """Room for `capacity` tokens of every sequence, by copying what there is."""
         self.cache.grow(capacity)
-        self._rotary = self._angles()
-        self._recorded = None
+        self._rotary = self._build_rotary_table()
+        self._decode_graph = None
 
     @torch.no_grad()
     def append(self, tokens: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -54,66 +54,72 @@ class Decoder:
         nothing. None: all. Raises ValueError for what is not this, for ids that the model does not have, for another batch
         than the cache's and for sequences that would be longer than its capacity.
         """
-        counts = self._checked(tokens, counts)
-        replayed = self._replayed(tokens, counts)
+        counts = self._check_tokens(tokens, counts)
+        replayed = self._replay_graph(tokens, counts)
         if replayed is not None:
             return replayed
-        return self._logits(torch.cat([hidden for hidden, _ in self._read(tokens, counts)], dim=1))
+        return self._compute_logits(torch.cat([hidden for hidden, _ in self._forward_chunks(tokens, counts)], dim=1))
 
     @torch.no_grad()
     def last(self, tokens: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Logits [B, V] of each sequence's last token in `tokens`; `append` says the rest. Counts are at least 1."""
-        counts = self._checked(tokens, counts)
+        counts = self._check_tokens(tokens, counts)
         if min(counts) < 1:
             raise ValueError(f"counts = {counts}: expected at least 1 token of each sequence to tell the next one")
-        replayed = self._replayed(tokens, counts)
+        replayed = self._replay_graph(tokens, counts)
         if replayed is not None:
             return replayed[:, 0]
         found: dict[int, Tensor] = {}
-        for hidden, within in self._read(tokens, counts):
+        for hidden, within in self._forward_chunks(tokens, counts):
             found |= {row: hidden[row, end] for row, end in within.items()}
-        return self._logits(torch.stack([found[row] for row in range(len(found))])[:, None])[:, 0]
+        return self._compute_logits(torch.stack([found[row] for row in range(len(found))])[:, None])[:, 0]
 
-    def _angles(self) -> Rotary:
+    def _build_rotary_table(self) -> Rotary:
         c = self._model.config
-        return rotary_table(self.cache.capacity, c.rotary_width, c.rope_theta, self._model.head.weight.device)
+        return get_rotary_table(self.cache.capacity, c.rotary_width, c.rope_theta, self._model.head.weight.device)
 
-    def _replayed(self, tokens: Tensor, counts: Sequence[int]) -> Tensor | None:
+    def _replay_graph(self, tokens: Tensor, counts: Sequence[int]) -> Tensor | None:
         """Logits [B, 1, V] of one token of each sequence by the recorded step; None where a step cannot be recorded."""
-        if tokens.shape[1] > 1 or not any(self.cache.starts) or not can_be_recorded(self.cache):
+        if tokens.shape[1] > 1 or not any(self.cache.starts) or not can_capture(self.cache):
             return None
-        if self._recorded is None:
-            self._recorded = RecordedStep(lambda tokens, step: self._logits(self._hidden(tokens, step)), self.cache)
-        logits = self._recorded(tokens, counts).clone()
-        self.cache.advance(counts, on_device=False)
+        if self._decode_graph is None:
+            self._decode_graph = DecodeGraph(
+                lambda tokens, step: self._compute_logits(self._forward_layers(tokens, step)), self.cache
+            )
+        logits = self._decode_graph(tokens, counts).clone()
+        self.cache.advance(counts, update_lengths=False)
         return logits
 
-    def _read(self, tokens: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, dict[int, int]]]:
+    def _forward_chunks(self, tokens: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, dict[int, int]]]:
         """What leaves the layers, [B, n, C], some tokens at a time, and the rows that end in them, with the place."""
         tokens, at = tokens.to(self.cache.lengths.device), 0
         while at < tokens.shape[1]:
-            width = memory.STEP if any(self.cache.starts) else max(FIRST // len(tokens), memory.STEP)
+            width = (
+                kv_cache_size.MAX_STEP_TOKENS
+                if any(self.cache.starts)
+                else max(MAX_PREFILL_TOKENS // len(tokens), kv_cache_size.MAX_STEP_TOKENS)
+            )
             part = tokens[:, at : at + width]
             own = [min(max(count - at, 0), part.shape[1]) for count in counts]
-            hidden = self._hidden(part, self.cache.step(part.shape[1], own))
+            hidden = self._forward_layers(part, self.cache.make_step(part.shape[1], own))
             self.cache.advance(own)
             yield hidden, {row: count - at - 1 for row, count in enumerate(counts) if at < count <= at + part.shape[1]}
             at += part.shape[1]
 
-    def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
+    def _forward_layers(self, tokens: Tensor, step: Step) -> Tensor:
         model = self._model
-        x, by_kernels = self.cache.embedded(model, tokens, step), self.cache.backend == "triton" and not step.begins
+        x, by_kernels = self.cache.embed(model, tokens, step), self.cache.backend == "triton" and not step.is_prefill
         for block, layer in zip(cast("list[Block]", model.blocks), self.cache.layers, strict=True):
             x = layer.attend(x, block.attention_norm, self._rotary, step)
-            x = fed_forward(block, x, by_kernels=by_kernels)
+            x = apply_mlp(block, x, use_kernels=by_kernels)
         return x
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
         """[B, n, V] of what leaves the layers, [B, n, C]."""
         model, by_kernels = self._model, self.cache.backend == "triton"
-        return mapped(hidden, (model.head, ""), norm=model.norm, by_kernels=by_kernels)[0]
+        return apply_linears(hidden, (model.head, ""), norm=model.norm, use_kernels=by_kernels)[0]
 
-    def _checked(self, tokens: Tensor, counts: Sequence[int] | None) -> list[int]:
+    def _check_tokens(self, tokens: Tensor, counts: Sequence[int] | None) -> list[int]:
         """`counts`, of every row; ValueError for what `append` refuses."""
         cache, vocab_size = self.cache, self._model.config.vocab_size
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.shape[1]:

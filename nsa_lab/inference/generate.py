@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nsa_lab.config import BYTE_VOCABULARY
-from nsa_lab.inference.decode import FIRST, Decoder
+from nsa_lab.config import BYTE_VOCAB_SIZE
+from nsa_lab.inference.decode import MAX_PREFILL_TOKENS, Decoder
 from nsa_lab.inference.sampling import Sampling
-from nsa_lab.inference.stops import Stop, Stops
+from nsa_lab.inference.stop_sequences import Stop, StopSequences
 from nsa_lab.model import NSATransformer
 
 
@@ -53,11 +53,11 @@ def generate(
     if stream is not None and not callable(stream):
         raise ValueError(f"stream: expected a function of a prompt's index and a token, got {type(stream).__name__}")
     sampling = Sampling(temperature, top_k, top_p)
-    stops = Stops(stop, vocab_size=vocab_size, bytewise=vocab_size == BYTE_VOCABULARY)
-    read = [_prompt_tokens(prompt, index, vocab_size) for index, prompt in enumerate(_listed(prompts))]
+    stops = StopSequences(stop, vocab_size=vocab_size, is_byte_model=vocab_size == BYTE_VOCAB_SIZE)
+    read = [_encode_prompt(prompt, index, vocab_size) for index, prompt in enumerate(_check_prompt_list(prompts))]
     answers: list[list[int]] = [[] for _ in read]
-    for at, batch in _batches(read, max_new_tokens):
-        for row, token in _drawn(model, batch, max_new_tokens, sampling, seed, stops=stops):
+    for at, batch in _batch_prompts(read, max_new_tokens):
+        for row, token in _sample_tokens(model, batch, max_new_tokens, sampling, seed, stops=stops):
             answers[at + row].append(token)
             if stream is not None:
                 stream(at + row, token)
@@ -66,73 +66,75 @@ def generate(
     ]
 
 
-def tokens_after(
+def generate_tokens(
     model: NSATransformer,
     prompt: Tensor,
     count: int,
     sampling: Sampling,
     seed: int | None,
     *,
-    drawable: int | None = None,
+    sampled_vocab_size: int | None = None,
 ) -> Iterator[int]:
     """`count` tokens that follow `prompt`, int64 [T], each as soon as it is drawn; `seed` as in `generate`.
 
     Ids from `drawable` on, which pad a model's vocabulary beyond its tokenizer's, are never drawn. Raises ArithmeticError
     for logits that are not finite.
     """
-    return (token for _, token in _drawn(model, [prompt], count, sampling, seed, drawable=drawable))
+    return (
+        token for _, token in _sample_tokens(model, [prompt], count, sampling, seed, sampled_vocab_size=sampled_vocab_size)
+    )
 
 
-def _drawn(
+def _sample_tokens(
     model: NSATransformer,
     prompts: Sequence[Tensor],
     count: int,
     sampling: Sampling,
     seed: int | None,
     *,
-    drawable: int | None = None,
-    stops: Stops | None = None,
+    sampled_vocab_size: int | None = None,
+    stops: StopSequences | None = None,
 ) -> Iterator[tuple[int, int]]:
     """The number of a prompt and its next token, a token of every prompt that goes on in turn."""
-    generators = [_generator(seed, sampling) for _ in prompts]
+    generators = [_make_generator(seed, sampling) for _ in prompts]
     lengths = [len(prompt) for prompt in prompts]
     decoder = Decoder(model, max(lengths) + count, len(prompts))
     logits = decoder.last(pad_sequence([prompt.cpu() for prompt in prompts], batch_first=True), lengths)
     answers: list[list[int]] = [[] for _ in prompts]
     going = list(range(len(prompts)))
     while True:
-        told = logits[:, :drawable].float().cpu()
+        told = logits[:, :sampled_vocab_size].float().cpu()
         for row in going:
-            answers[row].append(sampling.draw(told[row], generators[row]))
+            answers[row].append(sampling.sample(told[row], generators[row]))
             yield row, answers[row][-1]
-        going = [row for row in going if len(answers[row]) < count and not (stops and stops.reached(answers[row]))]
+        going = [row for row in going if len(answers[row]) < count and not (stops and stops.is_reached(answers[row]))]
         if not going:
             return
         # Those that have ended go on unheard: the batch keeps its shape, and nothing has to be moved.
         logits = decoder.last(torch.tensor([[answer[-1]] for answer in answers]))
 
 
-def _batches(prompts: Sequence[Tensor], count: int) -> Iterator[tuple[int, Sequence[Tensor]]]:
+def _batch_prompts(prompts: Sequence[Tensor], count: int) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """Neighbouring prompts that are read together, and the number of the first."""
     at = 0
     while at < len(prompts):
         end, longest = at + 1, len(prompts[at])
         while end < len(prompts):
             longest = max(longest, len(prompts[end]))
-            if (end + 1 - at) * (longest + count) > FIRST:
+            if (end + 1 - at) * (longest + count) > MAX_PREFILL_TOKENS:
                 break
             end += 1
         yield at, prompts[at:end]
         at = end
 
 
-def _generator(seed: int | None, sampling: Sampling) -> torch.Generator:
+def _make_generator(seed: int | None, sampling: Sampling) -> torch.Generator:
     if seed is None and sampling.temperature > 0:
         seed = int(torch.randint(2**63 - 1, ()))
     return torch.Generator().manual_seed(seed or 0)
 
 
-def _listed(prompts: Sequence[Tensor | str]) -> Sequence[Tensor | str]:
+def _check_prompt_list(prompts: Sequence[Tensor | str]) -> Sequence[Tensor | str]:
     if isinstance(prompts, Tensor | str | bytes) or not isinstance(prompts, Sequence):
         raise ValueError(f"prompts: expected a list of prompts, got one {type(prompts).__name__}; write [prompt]")
     if not len(prompts):
@@ -140,10 +142,10 @@ def _listed(prompts: Sequence[Tensor | str]) -> Sequence[Tensor | str]:
     return prompts
 
 
-def _prompt_tokens(prompt: Tensor | str, index: int, vocab_size: int) -> Tensor:
+def _encode_prompt(prompt: Tensor | str, index: int, vocab_size: int) -> Tensor:
     """The ids of a prompt, int64 [T], T >= 1, all below `vocab_size`; or ValueError."""
     if isinstance(prompt, str):
-        if vocab_size != BYTE_VOCABULARY:
+        if vocab_size != BYTE_VOCAB_SIZE:
             raise ValueError(
                 f"prompts[{index}] is text, which is read as bytes, and this model has {vocab_size} tokens, not 256; "
                 "encode it with the run's tokenizer (nsa_lab.data.load_tokenizer) and give int64 tokens"

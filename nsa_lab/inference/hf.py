@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from nsa_lab.attention import Span, resolve_backend
 from nsa_lab.config import ModelConfig, RunConfig
-from nsa_lab.config.extras import require
+from nsa_lab.config.optional_deps import require
 from nsa_lab.data import ByteTokenizer, load_tokenizer
 from nsa_lab.inference.decode import Decoder
 from nsa_lab.inference.load import find_checkpoint, load_model
-from nsa_lab.inference.shipping import new_folder
+from nsa_lab.inference.package import check_new_folder
 from nsa_lab.model import Block, NSATransformer
 from nsa_lab.runs import directory
-from nsa_lab.runs.files import write_text
+from nsa_lab.runs.atomic_io import write_text
 
 require("transformers")
 from transformers import (  # noqa: E402 - the extra is named first
@@ -45,11 +45,11 @@ from transformers import (  # noqa: E402 - the extra is named first
 from transformers.cache_utils import Cache as TransformersCache  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
-LEAST_ROOM = 256  # tokens that a cache begins with; it doubles as it fills
+MIN_CACHE_TOKENS = 256  # tokens that a cache begins with; it doubles as it fills
 # What a folder needs so that `trust_remote_code=True` loads it where this module was not imported.
 REMOTE_CODE = "nsa_lab_in_transformers.py"
 # What that library calls a cache, in what it hands to `forward` and takes from it: another name from 5.24 on.
-CACHE = next(name for name in ("cache", "past_key_values") if name in CausalLMOutputWithPast.__dataclass_fields__)
+CACHE_ARGUMENT = next(name for name in ("cache", "past_key_values") if name in CausalLMOutputWithPast.__dataclass_fields__)
 AUTO_MAP = {"AutoConfig": "NSALabConfig", "AutoModelForCausalLM": "NSALabForCausalLM"}
 
 
@@ -71,7 +71,7 @@ class NSALabCache(TransformersCache):
 
     def __init__(self, model: NSATransformer, batch: int) -> None:
         super().__init__(layers=[])
-        self._model, self._batch, self._columns = model, batch, 0
+        self._model, self._batch, self._n_columns = model, batch, 0
         self.decoder: Decoder | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NSALabCache:
@@ -82,21 +82,21 @@ class NSALabCache(TransformersCache):
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def read(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+    def append(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """Logits [B, n, V] of the next tokens int64 [B, n]; `counts` as `Decoder.append` has them."""
         needed = (max(self.decoder.cache.starts) if self.decoder else 0) + tokens.shape[1]
         if self.decoder is None:
-            self.decoder = Decoder(self._model, max(LEAST_ROOM, 2 * needed), self._batch)
+            self.decoder = Decoder(self._model, max(MIN_CACHE_TOKENS, 2 * needed), self._batch)
         elif needed > self.decoder.cache.capacity:
             self.decoder.grow(2 * needed)
         return self.decoder.append(tokens, counts)
 
-    def seen(self, columns: int) -> None:
+    def count_columns(self, n_columns: int) -> None:
         """So many columns of input, padding included, were read: what `transformers` calls a length."""
-        self._columns += columns
+        self._n_columns += n_columns
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._columns
+        return self._n_columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
@@ -106,7 +106,7 @@ class NSALabCache(TransformersCache):
             self.decoder.cache.reorder(beam_idx.tolist())
 
     def reset(self) -> None:
-        self.decoder, self._columns = None, 0
+        self.decoder, self._n_columns = None, 0
 
     def crop(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("NSALabCache: tokens cannot be taken back, as assisted generation asks; use no assistant")
@@ -197,7 +197,7 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
         both names at once, for a cache under any other or of another kind, and for embeddings as inputs,
         NotImplementedError where hidden states or attention are wanted as well.
         """
-        self._resolve()
+        self._resolve_backends()
         if cache is not None and past_key_values is not None:
             raise TypeError("NSALabForCausalLM.forward: cache= and past_key_values= are two names of one thing; give one")
         cache = past_key_values if cache is None else cache
@@ -210,15 +210,15 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
             raise TypeError("NSALabForCausalLM.forward reads tokens, and no inputs_embeds=: give input_ids=")
         if wanted := [name for name in ("output_hidden_states", "output_attentions") if unread.get(name)]:
             raise NotImplementedError(f"NSALabForCausalLM.forward gives logits and no more: leave out {wanted[0]}=")
-        mask = None if attention_mask is None else _padding(attention_mask, input_ids)
-        order = None if mask is None else _Order(mask)
-        span = _documents(input_ids, mask, cache is not None or bool(use_cache), unread)
+        mask = None if attention_mask is None else _slice_mask(attention_mask, input_ids)
+        order = None if mask is None else _PaddingPermutation(mask)
+        span = _build_layout(input_ids, mask, cache is not None or bool(use_cache), unread)
         if cache is not None and not isinstance(cache, NSALabCache):
             raise TypeError(
                 f"NSALabForCausalLM.forward keeps what it read in an NSALabCache, and was given a {type(cache).__name__}; "
                 "give none, and the first forward pass with use_cache=True makes one"
             )
-        tokens = input_ids if order is None else input_ids.gather(1, order.rows)
+        tokens = input_ids if order is None else input_ids.gather(1, order.indices)
         if cache is None and use_cache:
             cache = NSALabCache(self.model, len(tokens))
         if cache is None:
@@ -227,20 +227,20 @@ class NSALabForCausalLM(PreTrainedModel, GenerationMixin):
             counts = order.counts if order else [tokens.shape[1]] * len(tokens)
             if not max(counts):
                 raise ValueError("attention_mask: expected a token in at least one row, and all of it is padding")
-            logits = _padded(cache.read(tokens[:, : max(counts)], counts), tokens.shape[1])
-            cache.seen(tokens.shape[1])
+            logits = _pad_logits(cache.append(tokens[:, : max(counts)], counts), tokens.shape[1])
+            cache.count_columns(tokens.shape[1])
         if order is not None:
-            logits = logits.gather(1, order.back[:, :, None].expand_as(logits))
+            logits = logits.gather(1, order.inverse[:, :, None].expand_as(logits))
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
             logits = logits[:, kept]
         if return_dict is False:
             return tuple(part for part in (loss, logits, cache) if part is not None)
-        named: dict[str, Any] = {CACHE: cache}
+        named: dict[str, Any] = {CACHE_ARGUMENT: cache}
         return CausalLMOutputWithPast(loss=loss, logits=logits, **named)
 
-    def _resolve(self) -> None:
+    def _resolve_backends(self) -> None:
         """Backends follow the device and dtype that the weights have now."""
         weight, config = self.model.head.weight, self.model.config
         if (weight.device, weight.dtype) != self._resolved_for:
@@ -298,7 +298,7 @@ class NSALabTokenizer(PreTrainedTokenizer):
         return ()
 
 
-def _padding(mask: Tensor, tokens: Tensor) -> Tensor | None:
+def _slice_mask(mask: Tensor, tokens: Tensor) -> Tensor | None:
     """The columns of a mask that belong to `tokens`; None where none is padding. Raises ValueError for no mask of these."""
     rows, columns = tokens.shape
     if mask.ndim != 2 or len(mask) != rows or mask.shape[1] < columns:
@@ -314,15 +314,15 @@ def _padding(mask: Tensor, tokens: Tensor) -> Tensor | None:
     return None if whole else mask
 
 
-def _documents(tokens: Tensor, mask: Tensor | None, cached: bool, given: Mapping[str, Any]) -> Span | None:
+def _build_layout(tokens: Tensor, mask: Tensor | None, use_cache: bool, arguments: Mapping[str, Any]) -> Span | None:
     """What `position_ids` of the arguments `given` say: documents in one row, or None where there is one text in each.
 
     Where only positions count up it does not matter where they begin: what is turned is turned by distances. Raises
     ValueError for any others, and for documents that are told in another way alone.
     """
-    positions = given.get("position_ids")
+    positions = arguments.get("position_ids")
     if positions is None:
-        if told := [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if given.get(name) is not None]:
+        if told := [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if arguments.get(name) is not None]:
             raise ValueError(f"{told[0]}: documents in one row are told by position_ids= that begin anew at 0; give these")
         return None
     fits = positions.ndim == 2 and positions.shape[0] in (1, len(tokens)) and positions.shape[1] == tokens.shape[1]
@@ -337,7 +337,7 @@ def _documents(tokens: Tensor, mask: Tensor | None, cached: bool, given: Mapping
     if bool(goes_on.all()):
         return None
     anew = positions.eq(0)
-    if len(tokens) > 1 or mask is not None or cached or not (bool(anew[0, 0]) and bool((goes_on | anew[:, 1:]).all())):
+    if len(tokens) > 1 or mask is not None or use_cache or not (bool(anew[0, 0]) and bool((goes_on | anew[:, 1:]).all())):
         raise ValueError(
             "position_ids: expected positions that count up by one, or, in one row without padding and cache, positions "
             "that begin anew at 0 with every document; leave them out for one text in each row"
@@ -350,17 +350,17 @@ def _is_byte(token: str) -> bool:
     return len(token) == 1 and ord(token) < ByteTokenizer.separator
 
 
-class _Order:
+class _PaddingPermutation:
     """Of a mask [B, T], in every row: the columns of tokens and then of padding, how many are tokens, and the way back."""
 
     def __init__(self, mask: Tensor) -> None:
-        self.rows = mask.bool().logical_not().byte().argsort(dim=1, stable=True)
-        self.back = self.rows.argsort(dim=1)
+        self.indices = mask.bool().logical_not().byte().argsort(dim=1, stable=True)
+        self.inverse = self.indices.argsort(dim=1)
         self.counts = [int(count) for count in mask.bool().sum(1).tolist()]
 
 
-def _padded(logits: Tensor, columns: int) -> Tensor:
-    return torch.nn.functional.pad(logits, (0, 0, 0, columns - logits.shape[1]))
+def _pad_logits(logits: Tensor, n_columns: int) -> Tensor:
+    return torch.nn.functional.pad(logits, (0, 0, 0, n_columns - logits.shape[1]))
 
 
 def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, max_shard_size: str = "5GB") -> Path:
@@ -368,9 +368,9 @@ def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, 
 
     Raises `NoCheckpoint` where there is none, `ConfigError` where `folder` is there already and not empty.
     """
-    folder = new_folder(folder)
+    folder = check_new_folder(folder)
     checkpoint = find_checkpoint(run_dir, step)
-    run = RunConfig.from_yaml(directory.check(run_dir) / directory.CONFIG)
+    run = RunConfig.from_yaml(directory.check_run_dir(run_dir) / directory.CONFIG)
     model, tokenizer = load_model(checkpoint), load_tokenizer(run.data.tokenizer)
     exported = NSALabForCausalLM(NSALabConfig(model.config.model_dump()))
     exported.model.load_state_dict(model.state_dict())
@@ -381,22 +381,22 @@ def export(run_dir: str | Path, folder: str | Path, *, step: int | None = None, 
         NSALabTokenizer().save_pretrained(folder)
     else:
         PreTrainedTokenizerFast(tokenizer_file=run.data.tokenizer).save_pretrained(folder)
-    _name_our_code(folder, byte=isinstance(tokenizer, ByteTokenizer))
+    _write_remote_code(folder, is_byte_tokenizer=isinstance(tokenizer, ByteTokenizer))
     return folder
 
 
-def _name_our_code(folder: Path, byte: bool) -> None:
+def _write_remote_code(folder: Path, is_byte_tokenizer: bool) -> None:
     """`trust_remote_code=True` then finds the classes of the installed nsa_lab, also where this module was not imported."""
     names = [*AUTO_MAP.values(), "NSALabTokenizer"]
     listed = ", ".join(names)
     write_text(folder / REMOTE_CODE, f"from nsa_lab.inference.hf import {listed}\n\n__all__ = {names}\n")
     module = REMOTE_CODE.removesuffix(".py")
-    _add_to(folder / "config.json", {"auto_map": {auto: f"{module}.{name}" for auto, name in AUTO_MAP.items()}})
-    if byte:
-        _add_to(folder / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": [f"{module}.NSALabTokenizer", None]}})
+    _update_json(folder / "config.json", {"auto_map": {auto: f"{module}.{name}" for auto, name in AUTO_MAP.items()}})
+    if is_byte_tokenizer:
+        _update_json(folder / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": [f"{module}.NSALabTokenizer", None]}})
 
 
-def _add_to(path: Path, entries: Mapping[str, Any]) -> None:
+def _update_json(path: Path, entries: Mapping[str, Any]) -> None:
     found = json.loads(path.read_text(encoding="utf-8"))
     write_text(path, json.dumps({**found, **entries}, indent=2) + "\n")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from nsa_lab.attention.checks import DTYPES
+from nsa_lab.attention.input_checks import SUPPORTED_DTYPES
 from nsa_lab.config import ConfigError, RunConfig, UsageError
-from nsa_lab.config.extras import require
+from nsa_lab.config.optional_deps import require
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import checkpoints, directory, names
+from nsa_lab.runs import checkpoint_files, directory, resolve
 
 WEIGHTS = "model.safetensors"
 
@@ -25,13 +25,13 @@ class NoCheckpoint(UsageError, RuntimeError):
 
 def find_checkpoint(run_dir: str | Path, step: int | None = None) -> Path:
     """The folder of the checkpoint of `step`, by default of the newest. Raises `NoCheckpoint`."""
-    folder = checkpoints.folder_of(directory.check(run_dir))
-    there = checkpoints.steps(folder)
+    folder = checkpoint_files.get_checkpoint_dir(directory.check_run_dir(run_dir))
+    there = checkpoint_files.list_steps(folder)
     if not there:
         raise NoCheckpoint(f"{folder}: no checkpoint here; train the run, or copy its checkpoints beside it")
     if step is not None and step not in there:
         raise NoCheckpoint(f"{folder}: no checkpoint of step {step}; there is {', '.join(map(str, there))}")
-    return checkpoints.path_of(folder, there[-1] if step is None else step)
+    return checkpoint_files.get_checkpoint_path(folder, there[-1] if step is None else step)
 
 
 def load_model(
@@ -46,28 +46,30 @@ def load_model(
     `ConfigError` for a foreign config.yaml and for a dtype or a device that there is not, `MissingPackage` without the
     packages of nsa-lab[train].
     """
-    _check_place(device, dtype)
+    _check_device_and_dtype(device, dtype)
     require("safetensors")
     from safetensors.torch import load_file
 
-    folder = _checkpoint_at(path)
-    problems = checkpoints.verify(folder)
+    folder = _resolve_checkpoint(path)
+    problems = checkpoint_files.find_problems(folder)
     if problems:
-        remedy = "install nsa-lab again" if names.ships(folder.parents[1]) else "use another checkpoint of the run"
+        remedy = (
+            "install nsa-lab again" if resolve.is_packaged_model(folder.parents[1]) else "use another checkpoint of the run"
+        )
         raise NoCheckpoint(f"{folder}: {', '.join(problems)}; {remedy}")
     config = RunConfig.from_yaml(folder.parents[1] / directory.CONFIG)
-    trained = config.model_at(checkpoints.step_of(folder))
+    trained = config.model_at(checkpoint_files.parse_step(folder))
     model = NSATransformer(trained, backend=backend, device=device, dtype=dtype, seed=0)
     weights = load_file(folder / WEIGHTS, device=str(device))
-    if other := checkpoints.misfit(folder, weights, model.state_dict()):
+    if other := checkpoint_files.describe_mismatch(folder, weights, model.state_dict()):
         raise NoCheckpoint(other)
     model.load_state_dict(weights, strict=True)
     return model.to(dtype).eval()
 
 
-def _check_place(device: torch.device | str, dtype: torch.dtype) -> None:
-    if dtype not in DTYPES:
-        known = ", ".join(map(str, DTYPES))
+def _check_device_and_dtype(device: torch.device | str, dtype: torch.dtype) -> None:
+    if dtype not in SUPPORTED_DTYPES:
+        known = ", ".join(map(str, SUPPORTED_DTYPES))
         raise ConfigError(f"load_model: dtype = {dtype!r}: expected one of {known}; for example dtype=torch.bfloat16")
     try:
         kind = torch.device(device).type
@@ -77,11 +79,11 @@ def _check_place(device: torch.device | str, dtype: torch.dtype) -> None:
         raise ConfigError(f"load_model: device = '{device}': torch sees no CUDA device; use cpu, or install a CUDA build")
 
 
-def _checkpoint_at(path: str | Path) -> Path:
-    folder = next((place for place in (Path(path), names.MODELS / path) if os.path.isdir(place)), None)
+def _resolve_checkpoint(path: str | Path) -> Path:
+    folder = next((place for place in (Path(path), resolve.MODELS_DIR / path) if os.path.isdir(place)), None)
     if folder is None:
         raise NoCheckpoint(
             f"{Path(path).resolve()}: no such folder; give a run directory, a folder in its {directory.CHECKPOINTS}/, or "
-            f"the name of a model; {names.models_there_are()}; {names.runs_there_are(names.outputs_folder())}"
+            f"the name of a model; {resolve.describe_models()}; {resolve.describe_runs(resolve.get_outputs_dir())}"
         )
     return find_checkpoint(folder) if (folder / directory.CONFIG).is_file() else folder.resolve()

@@ -31,15 +31,15 @@ class Sampling:
         if self.top_p is not None and not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p = {self.top_p!r}: expected a probability above 0 and up to 1, or None for all tokens")
 
-    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
+    def sample(self, logits: Tensor, generator: torch.Generator) -> int:
         """One token of float32 logits [V] on the CPU. Raises ArithmeticError where they are not finite."""
         if not logits.isfinite().all():
             raise ArithmeticError("the model's logits are not finite; use an earlier checkpoint")
         if self.temperature == 0:
             return int(logits.argmax())
-        return int(torch.multinomial(self.probabilities(logits), 1, generator=generator))
+        return int(torch.multinomial(self.compute_probabilities(logits), 1, generator=generator))
 
-    def probabilities(self, logits: Tensor) -> Tensor:
+    def compute_probabilities(self, logits: Tensor) -> Tensor:
         """What a temperature above 0 draws from: probabilities [V], 0 for tokens left out. The rest need not sum to 1."""
         if self.top_k is not None and self.top_k < len(logits):
             floor = logits.topk(self.top_k).values[-1]
@@ -47,11 +47,11 @@ class Sampling:
         # The largest is taken off first, so that no temperature, however small, makes an infinity.
         p = ((logits - logits.max()) / self.temperature).softmax(-1)
         if self.top_p is not None and self.top_p < 1:
-            p = _nucleus(p, self.top_p)
+            p = _apply_top_p(p, self.top_p)
         return p
 
 
-def _nucleus(p: Tensor, top_p: float) -> Tensor:
+def _apply_top_p(p: Tensor, top_p: float) -> Tensor:
     """`p` [V] with 0 for every token that has `top_p` or more of the mass before it, in falling order."""
     falling, order = p.double().sort(descending=True, stable=True)
     before = falling.cumsum(-1) - falling

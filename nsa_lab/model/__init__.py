@@ -11,11 +11,11 @@ Invariants
 """
 
 from nsa_lab.config import BRANCHES
-from nsa_lab.model.attention import AttentionInputs, DenseAttention, Heads, Scoring, SparseAttention
-from nsa_lab.model.drop_in import NSAttention
-from nsa_lab.model.indexer import Index, Indexer
-from nsa_lab.model.layers import MLP, RMSNorm, Rotary, ShortConvolution, rotary_at, rotary_table, rotate
-from nsa_lab.model.statistics import branch_statistics
+from nsa_lab.model.attention_layers import AttentionInputs, DenseAttention, ProjectedHeads, SelectionInputs, SparseAttention
+from nsa_lab.model.indexer import Indexer, IndexerOutput
+from nsa_lab.model.layers import MLP, RMSNorm, Rotary, ShortConvolution, compute_rotary, get_rotary_table, rotate
+from nsa_lab.model.nsa_layer import NSAttention
+from nsa_lab.model.statistics import compute_branch_statistics
 from nsa_lab.model.transformer import BACKWARD_FLOPS, Block, NSATransformer
 
 __all__ = [
@@ -25,18 +25,18 @@ __all__ = [
     "AttentionInputs",
     "Block",
     "DenseAttention",
-    "Heads",
-    "Index",
     "Indexer",
+    "IndexerOutput",
     "NSATransformer",
     "NSAttention",
+    "ProjectedHeads",
     "RMSNorm",
     "Rotary",
-    "Scoring",
+    "SelectionInputs",
     "ShortConvolution",
     "SparseAttention",
-    "branch_statistics",
-    "rotary_at",
-    "rotary_table",
+    "compute_branch_statistics",
+    "compute_rotary",
+    "get_rotary_table",
     "rotate",
 ]

@@ -21,10 +21,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return normed(x, self.eps, self.weight)
+        return rms_normalize(x, self.eps, self.weight)
 
 
-def normed(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """x / rms(x) over the last dimension, times `weight` where there is one, in float32; as x in shape and dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)
@@ -37,9 +37,9 @@ class ShortConvolution(nn.Module):
     group, whose keys are then those of the token before, and as the identity in the others.
     """
 
-    def __init__(self, branches: int, groups: int, width: int) -> None:
+    def __init__(self, n_branches: int, n_groups: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(2, branches, groups, width))
+        self.weight = nn.Parameter(torch.empty(2, n_branches, n_groups, width))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -47,15 +47,15 @@ class ShortConvolution(nn.Module):
         self.weight.zero_()
         self.weight[1, :, 0] = self.weight[0, :, 1:] = 1.0
 
-    def forward(self, x: Tensor, begins: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, is_document_start: Tensor | None = None, previous_k: Tensor | None = None) -> Tensor:
         """The sum. `before` [B, 1, branches, G, D] is the row before these; None: these are the first.
 
         `begins`, bool [T]: whether a row is the first of its document; None: one document.
         """
-        first = torch.zeros_like(x[:, :1]) if before is None else before
+        first = torch.zeros_like(x[:, :1]) if previous_k is None else previous_k
         late = torch.cat([first, x[:, :-1]], dim=1)
-        if begins is not None:
-            late = late.masked_fill(begins.view(-1, *[1] * (x.ndim - 2)), 0)
+        if is_document_start is not None:
+            late = late.masked_fill(is_document_start.view(-1, *[1] * (x.ndim - 2)), 0)
         this, last = self.weight.to(x.dtype)
         return x * this + late * last
 
@@ -65,31 +65,31 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gated = config.mlp == "gated"
-        self.up = nn.Linear(config.dim, config.hidden * (2 if self.gated else 1), bias=False)
-        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+        self.is_gated = config.mlp == "gated"
+        self.up = nn.Linear(config.dim, config.hidden_width * (2 if self.is_gated else 1), bias=False)
+        self.down = nn.Linear(config.hidden_width, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        if self.gated:
+        if self.is_gated:
             gate, hidden = hidden.chunk(2, dim=-1)
             return self.down(silu(gate) * hidden)
         return self.down(silu(hidden))
 
 
-def rotary_at(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+def compute_rotary(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [..., width/2], of the angles t * theta**(-2i/width) at positions [...] (arXiv 2104.09864)."""
     rate = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width)
     angle = positions.to(torch.float32)[..., None] * rate
     return angle.cos(), angle.sin()
 
 
-def rotary_table(
+def get_rotary_table(
     length: int, width: int, theta: float, device: torch.device, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
     """`rotary_at` the positions of `span`, by default 0 .. length-1."""
     positions = geometry.positions(0, length, device) if span is None else span.positions(device)
-    return rotary_at(positions, width, theta)
+    return compute_rotary(positions, width, theta)
 
 
 def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -110,7 +110,7 @@ def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat(parts, dim=-1).to(x_BTHD.dtype)
 
 
-def narrowed(rotary: Rotary, width: int) -> Rotary:
+def subsample_rotary(rotary: Rotary, width: int) -> Rotary:
     """Tables of heads of which `width` = R/n channels are turned, of those for R: every nth angle.
 
     It is the table of that width, since theta ** (-2 (i n) / R) is theta ** (-2 i / (R/n)).
@@ -121,7 +121,7 @@ def narrowed(rotary: Rotary, width: int) -> Rotary:
     return rotary[0][..., ::n], rotary[1][..., ::n]
 
 
-def check_span(span: Span | None, rows: int) -> None:
+def check_span(span: Span | None, n_tokens: int) -> None:
     """Raises ValueError unless `rows` of input hold all queries and all keys of `span`."""
     if span is None:
         return
@@ -132,5 +132,7 @@ def check_span(span: Span | None, rows: int) -> None:
             f"span = {span}: a forward pass computes all keys from its own input, and has no cache with those before "
             f"position {span.start}; give all tokens and Span.full or Span.packed"
         )
-    if span.queries != rows:
-        raise ValueError(f"span = {span} has {span.queries} tokens, and the input has {rows}; give the span of this input")
+    if span.n_queries != n_tokens:
+        raise ValueError(
+            f"span = {span} has {span.n_queries} tokens, and the input has {n_tokens}; give the span of this input"
+        )

@@ -17,7 +17,7 @@ from nsa_lab.config import ModelConfig
 
 # A hash is a polynomial in _BASE, of the tokens plus 1, modulo 2**64; both numbers are odd and reach the high bits, which
 # are folded into the low ones before and after _MIX.
-_BASE, _MIX, _HALF = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 32
+_HASH_BASE, _HASH_MULTIPLIER, _HASH_SHIFT = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 32
 
 
 class NgramEmbedding(nn.Module):
@@ -29,29 +29,31 @@ class NgramEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.longest, self.rows = config.ngrams, config.ngram_rows
-        self.table = nn.Embedding((self.longest - 1) * self.rows, config.ngram_width)
-        self.out = nn.Linear((self.longest - 1) * config.ngram_width, config.dim, bias=False)
+        self.max_n, self.rows_per_length = config.ngrams, config.ngram_rows
+        self.table = nn.Embedding((self.max_n - 1) * self.rows_per_length, config.ngram_width)
+        self.out = nn.Linear((self.max_n - 1) * config.ngram_width, config.dim, bias=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, previous_tokens: Tensor | None = None) -> Tensor:
         """`positions`: of tokens in their documents, int64 [T] or [B, T]; None: 0 .. T-1.
 
         before: the tokens before these, int64 [B, n - 1], of which those that positions rule out may be any; None: these
         are the first.
         """
-        return self.out(self.table(self.places(tokens, positions, before)).flatten(-2))
+        return self.out(self.table(self.compute_rows(tokens, positions, previous_tokens)).flatten(-2))
 
-    def places(self, tokens: Tensor, positions: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+    def compute_rows(
+        self, tokens: Tensor, positions: Tensor | None = None, previous_tokens: Tensor | None = None
+    ) -> Tensor:
         """The rows of the table that are looked up, int64 [B, T, n - 1]."""
-        reach = self.longest - 1
+        reach = self.max_n - 1
         if positions is None:
             positions = geometry.positions(0, tokens.shape[1], tokens.device)
-        seen = pad(tokens, (reach, 0)) if before is None else torch.cat([before, tokens], dim=1)
-        back = geometry.positions(0, self.longest, tokens.device)
+        seen = pad(tokens, (reach, 0)) if previous_tokens is None else torch.cat([previous_tokens, tokens], dim=1)
+        back = geometry.positions(0, self.max_n, tokens.device)
         # Last first; 0 is none, so that what begins a document is no other n-gram.
-        own = (seen + 1).unfold(1, self.longest, 1).flip(-1) * (positions[..., None] >= back)
+        own = (seen + 1).unfold(1, self.max_n, 1).flip(-1) * (positions[..., None] >= back)
         # Made where they are used: a copy from the host could not be captured in a CUDA graph.
-        powers = torch.full_like(back, _BASE).cumprod(0)
+        powers = torch.full_like(back, _HASH_BASE).cumprod(0)
         told = (own * powers).cumsum(-1)[..., 1:]
-        mixed = (told ^ (told >> _HALF)) * _MIX
-        return (mixed ^ (mixed >> _HALF)) % self.rows + self.rows * back[:-1]
+        mixed = (told ^ (told >> _HASH_SHIFT)) * _HASH_MULTIPLIER
+        return (mixed ^ (mixed >> _HASH_SHIFT)) % self.rows_per_length + self.rows_per_length * back[:-1]

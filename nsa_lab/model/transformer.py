@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa_lab.attention import Span, geometry, resolve_backend
-from nsa_lab.attention.dispatch import Choice
+from nsa_lab.attention.dispatch import ResolvedBackend
 from nsa_lab.config import ModelConfig
-from nsa_lab.model.attention import (
+from nsa_lab.model.attention_layers import (
     DenseAttention,
-    DensePacking,
-    Packing,
+    DensePackedInputs,
+    PackedInputs,
     SparseAttention,
-    dense_packing_of,
-    packing_of,
-    weighted,
+    get_dense_packed_inputs,
+    get_packed_inputs,
+    scale_selection_loss,
 )
-from nsa_lab.model.initial import initialise
-from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, normed, rotary_table
+from nsa_lab.model.init_weights import initialize_weights
+from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, get_rotary_table, rms_normalize
 from nsa_lab.model.ngrams import NgramEmbedding
-from nsa_lab.model.statistics import branch_statistics
+from nsa_lab.model.statistics import compute_branch_statistics
 
 BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
 
@@ -32,7 +32,7 @@ BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
 class Block(nn.Module):
     """x + attention(norm x), then x + MLP(norm x)."""
 
-    def __init__(self, config: ModelConfig, backends: Mapping[str, Choice]) -> None:
+    def __init__(self, config: ModelConfig, backends: Mapping[str, ResolvedBackend]) -> None:
         super().__init__()
         mixing = SparseAttention if config.attention == "nsa" else DenseAttention
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
@@ -45,11 +45,11 @@ class Block(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         span: Span | None = None,
-        packing: Packing | DensePacking | None = None,
+        packed_inputs: PackedInputs | DensePackedInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the selection loss of its attention or None; `packing` as its attention takes it."""
         # Returned, and not kept aside: what shards or recomputes a block knows of its outputs alone.
-        mixed, taught = self.attention(self.attention_norm(x), rotary, span, packing)
+        mixed, taught = self.attention(self.attention_norm(x), rotary, span, packed_inputs)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), taught
 
@@ -75,7 +75,7 @@ class NSATransformer(nn.Module):
         self.config = config
         self.backends = resolve_backend(device, dtype, config.nsa, config, backend)
         self.gradient_checkpointing = False
-        self._taught: Tensor | None = None
+        self._selection_loss: Tensor | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.ngrams = NgramEmbedding(config) if config.ngrams else None
         self.blocks = nn.ModuleList(Block(config, self.backends) for _ in range(config.n_layers))
@@ -90,16 +90,16 @@ class NSATransformer(nn.Module):
         stream are smaller by sqrt(2 * layers)."""
         drawn = seed if seed is not None else int(torch.randint(2**63 - 1, (), device="cpu"))
         generator = torch.Generator().manual_seed(drawn)
-        initialise(self, into_residual=(2 * self.config.n_layers) ** -0.5, generator=generator)
+        initialize_weights(self, residual_scale=(2 * self.config.n_layers) ** -0.5, generator=generator)
 
     def forward(self, tokens: Tensor, span: Span | None = None) -> Tensor:
         """tokens int64 [B, T] -> logits [B, T, V]. With `Span.packed`, B is 1 and every document is alone, from position 0.
 
         Raises ValueError for tokens of another kind, and for a chunk that starts past 0.
         """
-        self._taught = None  # if this pass fails, the one before it is not the last
-        x, rotary = self.enter(tokens, span)
-        packing = self._packing(span, x.device)
+        self._selection_loss = None  # if this pass fails, the one before it is not the last
+        x, rotary = self.prepare_inputs(tokens, span)
+        packing = self._get_packed_inputs(span, x.device)
         losses: list[Tensor] = []
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
@@ -108,24 +108,24 @@ class NSATransformer(nn.Module):
                 x, taught = block(x, rotary, span, packing)
             if taught is not None:
                 losses.append(taught)
-        self._taught = torch.stack(losses).sum() if losses else None
+        self._selection_loss = torch.stack(losses).sum() if losses else None
         return self.head(self.norm(x))
 
-    def embed(self, tokens: Tensor, positions: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor | None = None, previous_tokens: Tensor | None = None) -> Tensor:
         """What enters the first layer, [B, T, C], of tokens int64 [B, T]; `positions` and `before` as `NgramEmbedding` has
         them, for a model with n-grams."""
         x = self.embedding(tokens)
         if self.ngrams:
-            x = x + self.ngrams(tokens, positions, before)
+            x = x + self.ngrams(tokens, positions, previous_tokens)
         # Looked up, a vector is small (a deviation of .02), and what layers add to it drowns it.
-        return normed(x, self.config.norm_eps) if self.config.embedding_norm else x
+        return rms_normalize(x, self.config.norm_eps) if self.config.embedding_norm else x
 
     def auxiliary_loss(self) -> Tensor:
         """What to add to the loss of the last forward pass: `ModelConfig.selection_loss` times the sum over layers, 0-d.
 
         0 in evaluation, for a dense model, and with a weight of 0.
         """
-        return weighted(self._taught, self.config.selection_loss, self.head.weight)
+        return scale_selection_loss(self._selection_loss, self.config.selection_loss, self.head.weight)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_taught": None}  # of a pass, not of the model: a copy has none
@@ -135,7 +135,7 @@ class NSATransformer(nn.Module):
         """`SparseAttention.observe` of every layer on tokens [B, T]: for pictures and statistics, not for speed."""
         if self.config.attention != "nsa":
             raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
-        x, rotary = self.enter(tokens, span)
+        x, rotary = self.prepare_inputs(tokens, span)
         seen = []
         for block in cast("list[Block]", self.blocks):
             layer = cast(SparseAttention, block.attention)
@@ -147,13 +147,13 @@ class NSATransformer(nn.Module):
         """Gate and selection statistics of every layer on tokens [B, T]: name -> [n_layers]. Empty for a dense model."""
         if self.config.attention != "nsa":
             return {}
-        layers = [branch_statistics(seen, self.config, span) for seen in self.observe(tokens, span)]
+        layers = [compute_branch_statistics(seen, self.config, span) for seen in self.observe(tokens, span)]
         return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
-    def looked_up_count(self) -> int:
+    def embedding_parameter_count(self) -> int:
         """Of `parameter_count`, those in tables, which no product reads."""
         return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Embedding))
 
@@ -165,7 +165,7 @@ class NSATransformer(nn.Module):
         group. Lookups, norms, the recomputation inside kernels and the selection loss's few queries are not counted.
         """
         c = self.config
-        matmul = 2 * (self.parameter_count() - self.looked_up_count())
+        matmul = 2 * (self.parameter_count() - self.embedding_parameter_count())
         per_key = 2 * c.n_layers * c.n_heads * (c.d_k + c.d_v)
         reads = geometry.mean_reads(lengths, c.nsa)
         sparse = reads["cmp"] + reads["sel"] + reads["win"]
@@ -173,8 +173,8 @@ class NSATransformer(nn.Module):
             kind: (1 + BACKWARD_FLOPS) * (matmul + per_key * keys)
             for kind, keys in (("nsa", sparse), ("dense", reads["dense"]))
         }
-        if c.indexed:
-            keys = geometry.mean_reads(lengths, c.choice_nsa)["cmp"]
+        if c.has_indexer:
+            keys = geometry.mean_reads(lengths, c.selection_nsa)["cmp"]
             flops["nsa"] += 2 * c.n_layers * c.n_kv_groups * c.index_width * keys
         return flops
 
@@ -188,13 +188,15 @@ class NSATransformer(nn.Module):
             f"tokens ({flops['nsa'] / flops['dense']:.2f} of dense); backends: {backends}"
         )
 
-    def _packing(self, span: Span | None, device: torch.device) -> Packing | DensePacking | None:
+    def _get_packed_inputs(self, span: Span | None, device: torch.device) -> PackedInputs | DensePackedInputs | None:
         """Of every layer; None where there is one document."""
         if self.config.attention == "dense":
-            return dense_packing_of(span, device)
-        return packing_of(span, self.config, self.backends, device, taught=self.training and self.config.taught)
+            return get_dense_packed_inputs(span, device)
+        return get_packed_inputs(
+            span, self.config, self.backends, device, has_selection_loss=self.training and self.config.has_selection_loss
+        )
 
-    def enter(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, Rotary]:
+    def prepare_inputs(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, Rotary]:
         """What a block is called with, for who goes through the blocks one by one: x [B, T, C] and the rotation.
 
         Raises ValueError as `forward` does.
@@ -214,5 +216,5 @@ class NSATransformer(nn.Module):
                     f"{low} to {high}; use the tokenizer that the model was trained with"
                 )
         positions = None if span is None else span.positions(tokens.device)
-        rotary = rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)
+        rotary = get_rotary_table(tokens.shape[1], c.rotary_width, c.rope_theta, tokens.device, span)
         return self.embed(tokens, positions), rotary

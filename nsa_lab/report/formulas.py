@@ -12,7 +12,7 @@ import re
 from latex2mathml import exceptions
 from latex2mathml.converter import convert
 
-UNREADABLE = (
+CONVERSION_ERRORS = (
     IndexError,
     KeyError,
     ValueError,
@@ -31,7 +31,7 @@ FORMULA = re.compile("|".join((CODE, DISPLAY, ENVIRONMENT, INLINE, DOLLAR)), re.
 
 # The comma of `2{,}048`, which would be set with the space after it that one in a list has.
 THOUSANDS = re.compile(r"(?<=\d)</mn><mrow><mo>&#x0002C;</mo></mrow><mn>(?=\d{3}\b)")
-WORD = "NSAFORMULA{}ENDFORMULA"
+PLACEHOLDER = "NSAFORMULA{}ENDFORMULA"
 
 
 class Formulas:
@@ -44,21 +44,21 @@ class Formulas:
         """The Markdown with a word in the place of every formula; code is left alone."""
         return FORMULA.sub(self._hide, markdown)
 
-    def show(self, page: str) -> str:
+    def restore(self, page: str) -> str:
         """The page with MathML in the place of the words."""
-        return re.sub(WORD.format(r"(\d+)"), lambda found: self._mathml[int(found[1])], page)
+        return re.sub(PLACEHOLDER.format(r"(\d+)"), lambda found: self._mathml[int(found[1])], page)
 
     def _hide(self, found: re.Match[str]) -> str:
         if found["code"]:
             return found[0]
         display = found["display"] or found["bracket"] or found["environment"]
-        self._mathml.append("&#36;" if found["dollar"] else mathml(display or found["inline"], display=bool(display)))
-        return WORD.format(len(self._mathml) - 1)
+        self._mathml.append("&#36;" if found["dollar"] else to_mathml(display or found["inline"], display=bool(display)))
+        return PLACEHOLDER.format(len(self._mathml) - 1)
 
 
-def mathml(latex: str, *, display: bool = False) -> str:
+def to_mathml(latex: str, *, display: bool = False) -> str:
     """One formula; as code, readable if not pretty, where the converter does not know what it says."""
     try:
         return THOUSANDS.sub(",", convert(latex.strip(), display="block" if display else "inline"))
-    except UNREADABLE:
+    except CONVERSION_ERRORS:
         return f'<code class="formula">{html.escape(latex.strip())}</code>'

@@ -12,12 +12,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from nsa_lab.health import read_verdict
-from nsa_lab.report.inert import POLICY
-from nsa_lab.runs import directory, names
+from nsa_lab.report.sanitize import POLICY
+from nsa_lab.runs import directory, resolve
+from nsa_lab.runs.atomic_io import write_text
 from nsa_lab.runs.directory import RunDirectoryError
-from nsa_lab.runs.files import write_text
-from nsa_lab.runs.history import History, facts
-from nsa_lab.runs.summary import duration, settings_of, speed_of
+from nsa_lab.runs.history import History, collect_facts
+from nsa_lab.runs.summary import format_duration, format_settings, format_speed
 
 INDEX = "index.html"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -29,18 +29,18 @@ def write_index(outputs: str | Path) -> Path:
     folder = Path(outputs)
     templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     style = (TEMPLATES / "run" / "style.css").read_text(encoding="utf-8")
-    rows = [_row(run) for run in reversed(names.run_directories(folder))]
+    rows = [_summarize_run(run) for run in reversed(resolve.list_run_dirs(folder))]
     page = folder / INDEX
     write_text(page, templates.get_template("runs.html.j2").render(rows=rows, style=style, policy=POLICY))
     return page
 
 
-def _row(run_dir: Path) -> dict[str, Any]:
+def _summarize_run(run_dir: Path) -> dict[str, Any]:
     page = run_dir / "report.html"
     row = {"run": run_dir.name, "link": f"{run_dir.name}/{page.name}" if page.is_file() else None}
     try:
         history = History.read(run_dir)
-        known = facts(history)
+        known = collect_facts(history)
     except (RunDirectoryError, ValueError) as error:
         return row | {"problem": " ".join(str(error).split())[:300]}
     first, last = known.first_validation_bpb, known.last_validation_bpb
@@ -52,15 +52,15 @@ def _row(run_dir: Path) -> dict[str, Any]:
         "judged": "open" if verdict.get("trial") else {"True": "ok", "False": "bad"}.get(str(verdict.get("ok")), "open"),
         "model": f"{known.attention}{f', {known.parameters:,} parameters' if known.parameters else ''}",
         "mood": "open" if state is None else MOODS.get(state, "open"),
-        "settings": settings_of(history.config),
-        "began": _date(history),
+        "settings": format_settings(history.config),
+        "began": _format_start_date(history),
         "steps": f"{known.step:,} of {known.steps:,}",
         "validation": "" if last is None else f"{first:,.3f} → {last:,.3f}",
-        "speed": speed_of(history) or "",
-        "time": "" if known.wall_s is None else duration(known.wall_s),
+        "speed": format_speed(history) or "",
+        "time": "" if known.wall_s is None else format_duration(known.wall_s),
     }
 
 
-def _date(history: History) -> str:
-    begun = history.of_kind("start", "resume")
+def _format_start_date(history: History) -> str:
+    begun = history.events_of_kind("start", "resume")
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begun[0]["t"])) if begun else ""

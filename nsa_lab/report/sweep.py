@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_lab.figures.style import png
-from nsa_lab.figures.sweep import sweep_curves
-from nsa_lab.health.sweep import VariantResult
-from nsa_lab.runs.files import write_bytes
+from nsa_lab.figures.style import render_png
+from nsa_lab.figures.sweep import plot_sweep
+from nsa_lab.health.sweep_results import VariantResult
+from nsa_lab.runs.atomic_io import write_bytes
 
 
-def write_picture(found: Sequence[VariantResult], named: str, file: Path) -> Path | None:
+def write_sweep_plot(results: Sequence[VariantResult], name: str, path: Path) -> Path | None:
     """Draw what can be compared into the file; None where no run is finished that can."""
-    curves = [one.curve for one in found if one.curve]
+    curves = [one.curve for one in results if one.curve]
     if not curves:
         return None
-    left_out = [one.name for one in found if one.done and not one.curve]
-    title = f"{named}: validation" + (
+    left_out = [one.name for one in results if one.n_done and not one.curve]
+    title = f"{name}: validation" + (
         f" (evaluated on another text, and not here: {', '.join(left_out)})" if left_out else ""
     )
-    write_bytes(file, png(sweep_curves(curves, named=title)))
-    return file
+    write_bytes(path, render_png(plot_sweep(curves, title=title)))
+    return path

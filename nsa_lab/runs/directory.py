@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import UsageError
-from nsa_lab.runs.files import is_full, overwrite_json, read_json, say_once, write_json
+from nsa_lab.runs.atomic_io import is_disk_full, overwrite_json, read_json, warn_once, write_json
 
 RUNNING, DONE, HALTED, PREEMPTED = "RUNNING", "DONE", "HALTED", "PREEMPTED"
 
@@ -33,32 +33,32 @@ VERDICT = "verdict.json"
 LOG, LOCK, CHECKPOINTS, TENSORBOARD = "trainer.log", "trainer.lock", "checkpoints", "tensorboard"
 
 
-_STAMP, _STAMPED = "%Y%m%dT%H%M%SZ", re.compile(r"-(\d{8}T\d{6}Z)-[0-9a-f]{4}$")
-_STATUS_FIELDS = {"run": str, "status": str, "attempt": int, "step": int, "tokens": int}
+_TIME_FORMAT, _RUN_ID_TIME = "%Y%m%dT%H%M%SZ", re.compile(r"-(\d{8}T\d{6}Z)-[0-9a-f]{4}$")
+_STATUS_TYPES = {"run": str, "status": str, "attempt": int, "step": int, "tokens": int}
 
 
 class RunDirectoryError(UsageError, RuntimeError):
     """A run directory is missing, foreign or in use; the message says what to do."""
 
 
-def new_run_id(name: str) -> str:
-    return f"{name}-{datetime.now(UTC):{_STAMP}}-{secrets.token_hex(2)}"
+def make_run_id(name: str) -> str:
+    return f"{name}-{datetime.now(UTC):{_TIME_FORMAT}}-{secrets.token_hex(2)}"
 
 
-def made_at(run_dir: Path) -> tuple[str, float]:
+def get_creation_time(run_dir: Path) -> tuple[str, float]:
     """When a run was made, to be ordered by: the second in its id, which copies and clones keep, and then the time of its
     configuration's file; of a folder with another name, that time alone."""
     changed = (run_dir / CONFIG).stat().st_mtime
-    stamped = _STAMPED.search(run_dir.name)
-    return (stamped[1] if stamped else f"{datetime.fromtimestamp(changed, UTC):{_STAMP}}"), changed
+    stamped = _RUN_ID_TIME.search(run_dir.name)
+    return (stamped[1] if stamped else f"{datetime.fromtimestamp(changed, UTC):{_TIME_FORMAT}}"), changed
 
 
-def create(outputs: Path, name: str, files: dict[str, str]) -> Path:
+def create_run_dir(outputs: Path, name: str, files: dict[str, str]) -> Path:
     """A new directory under `outputs` holding `files` and a status; nothing is left behind if writing fails.
 
     Raises `RunDirectoryError` where no folder can be made.
     """
-    run_id = new_run_id(name)
+    run_id = make_run_id(name)
     building = outputs / f".creating-{run_id}"
     try:
         building.mkdir(parents=True)
@@ -77,7 +77,7 @@ def create(outputs: Path, name: str, files: dict[str, str]) -> Path:
     return outputs / run_id
 
 
-def check(run_dir: str | Path) -> Path:
+def check_run_dir(run_dir: str | Path) -> Path:
     """`run_dir` as an absolute path, or `RunDirectoryError` if it is not a run directory."""
     path = Path(run_dir).resolve()
     if not (path / CONFIG).is_file():
@@ -93,7 +93,7 @@ def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None
     try:
         write_json(path, value)
     except OSError as error:
-        if not is_full(error) or not path.exists():
+        if not is_disk_full(error) or not path.exists():
             raise
         # There is no room for a second file; a run that stops for that very reason must still be able to say so.
         overwrite_json(path, value)
@@ -102,8 +102,8 @@ def write_status(run_dir: Path, *, run: str, status: str, **fields: Any) -> None
 def read_status(run_dir: str | Path) -> dict[str, Any]:
     """The last status written in the directory; empty when there is none, or a damaged one."""
     found = read_json(Path(run_dir) / STATUS)
-    wrong = [name for name, kind in _STATUS_FIELDS.items() if name in found and not isinstance(found[name], kind)]
+    wrong = [name for name, kind in _STATUS_TYPES.items() if name in found and not isinstance(found[name], kind)]
     if wrong:
-        say_once(f"{Path(run_dir) / STATUS}: damaged, and read as if it were not there (see its {', '.join(wrong)})")
+        warn_once(f"{Path(run_dir) / STATUS}: damaged, and read as if it were not there (see its {', '.join(wrong)})")
         return {}
     return found

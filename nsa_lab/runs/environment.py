@@ -28,26 +28,26 @@ PACKAGES = (
 )
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     """Versions, code identity and machine, for `environment.json`."""
     return {
-        "versions": versions(),
-        "code": code_identity(),
+        "versions": get_versions(),
+        "code": get_code_identity(),
         "system": platform.system(),
         "architecture": platform.machine(),
         "cpus": os.cpu_count(),
-        "gpus": gpus(),
+        "gpus": list_gpus(),
     }
 
 
-def gpus() -> list[dict[str, str]]:
+def list_gpus() -> list[dict[str, str]]:
     """Name and driver of every NVIDIA GPU; empty where the driver's own tool does not name any."""
-    told = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
+    told = _run_command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
     rows = [[value.strip() for value in line.rsplit(",", 1)] for line in told.splitlines()]
     return [{"name": row[0], "driver": row[1]} for row in rows if len(row) == 2]
 
 
-def versions() -> dict[str, str | None]:
+def get_versions() -> dict[str, str | None]:
     """Installed version of every package that can change a run's numbers; None where it is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -58,15 +58,15 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def code_identity() -> dict[str, str | bool | None]:
+def get_code_identity() -> dict[str, str | bool | None]:
     """`source`: a digest of this package's files. `commit` and `dirty`: git's word, None outside a checkout."""
     package = Path(__file__).resolve().parents[1]
-    commit = _git(package, "rev-parse", "HEAD")
-    changes = _git(package, "status", "--porcelain", "--", str(package))
-    return {"source": source_digest(package), "commit": commit, "dirty": bool(changes) if commit else None}
+    commit = _run_git(package, "rev-parse", "HEAD")
+    changes = _run_git(package, "status", "--porcelain", "--", str(package))
+    return {"source": compute_source_digest(package), "commit": commit, "dirty": bool(changes) if commit else None}
 
 
-def source_digest(package: Path) -> str:
+def compute_source_digest(package: Path) -> str:
     """Sixteen hex digits over the names and contents of the package's Python files."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -74,11 +74,11 @@ def source_digest(package: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    return _output("git", "-C", str(folder), *arguments)
+def _run_git(folder: Path, *arguments: str) -> str | None:
+    return _run_command("git", "-C", str(folder), *arguments)
 
 
-def _output(*command: str) -> str | None:
+def _run_command(*command: str) -> str | None:
     """What the command prints; None where it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -87,7 +87,7 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def let_threads_sleep(settings: MutableMapping[str, str]) -> None:
+def set_openmp_wait_policy(settings: MutableMapping[str, str]) -> None:
     """Say in a process's variables how OpenMP's threads wait for each other, unless somebody did.
 
     Threads that spin as long as they like make a step up to sixteen times slower where the cores are shared with others;

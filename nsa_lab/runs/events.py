@@ -17,14 +17,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nsa_lab.runs.atomic_io import warn_once
 from nsa_lab.runs.directory import EVENTS, RUNNING, read_status
-from nsa_lab.runs.files import say_once
 
-__all__ = ["Tail", "evaluations", "follow", "read_events", "read_status", "steps", "timeline", "told_status"]
+__all__ = [
+    "Tail",
+    "drop_superseded",
+    "follow",
+    "get_eval_events",
+    "get_step_events",
+    "infer_status",
+    "read_events",
+    "read_status",
+]
 
 Event = dict[str, Any]
 
-REDONE_KINDS = frozenset({"step", "eval", "reach", "checkpoint", "guard"})
+SUPERSEDED_KINDS = frozenset({"step", "eval", "reach", "checkpoint", "guard"})
 
 
 def read_events(run_dir: str | Path) -> list[Event]:
@@ -34,10 +43,10 @@ def read_events(run_dir: str | Path) -> list[Event]:
     """
     path = Path(run_dir)
     path = path / EVENTS if path.is_dir() else path
-    return _events(path, path.read_bytes()) if path.exists() else []
+    return _parse_events(path, path.read_bytes()) if path.exists() else []
 
 
-def told_status(events: list[Event]) -> dict[str, Any]:
+def infer_status(events: list[Event]) -> dict[str, Any]:
     """What the record says of how the run stands, for one whose status.json is lost; empty where nothing was recorded."""
     if not events:
         return {}
@@ -48,7 +57,7 @@ def told_status(events: list[Event]) -> dict[str, Any]:
     return {"status": RUNNING, "attempt": last, "step": own[-1]["step"], "tokens": own[-1].get("tokens", 0), **told}
 
 
-def timeline(events: list[Event]) -> list[Event]:
+def drop_superseded(events: list[Event]) -> list[Event]:
     """The events without those that a later attempt did again: each step counts once."""
     resumed_at: dict[int, int] = {}
     for event in events:
@@ -62,19 +71,19 @@ def timeline(events: list[Event]) -> list[Event]:
     return [
         event
         for event in events
-        if event["kind"] not in REDONE_KINDS or event["step"] <= cut.get(event["attempt"], float("inf"))
+        if event["kind"] not in SUPERSEDED_KINDS or event["step"] <= cut.get(event["attempt"], float("inf"))
     ]
 
 
-def steps(events: list[Event]) -> list[Event]:
+def get_step_events(events: list[Event]) -> list[Event]:
     """The `step` events, one for each logged step, in the order of steps."""
-    by_step = {event["step"]: event for event in timeline(events) if event["kind"] == "step"}
+    by_step = {event["step"]: event for event in drop_superseded(events) if event["kind"] == "step"}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def evaluations(events: list[Event], split: str = "validation") -> list[Event]:
+def get_eval_events(events: list[Event], split: str = "validation") -> list[Event]:
     """The `eval` events of a split, one for each step that was evaluated, in the order of steps."""
-    by_step = {e["step"]: e for e in timeline(events) if e["kind"] == "eval" and e.get("split") == split}
+    by_step = {e["step"]: e for e in drop_superseded(events) if e["kind"] == "eval" and e.get("split") == split}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -94,7 +103,7 @@ class Tail:
             block = file.read()
         whole = block[: block.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return _events(self._path, whole)
+        return _parse_events(self._path, whole)
 
 
 def follow(run_dir: str | Path, *, is_alive: Callable[[], bool], poll_s: float = 0.5) -> Iterator[Event]:
@@ -108,41 +117,41 @@ def follow(run_dir: str | Path, *, is_alive: Callable[[], bool], poll_s: float =
         time.sleep(poll_s)
 
 
-def _events(path: Path, block: bytes) -> list[Event]:
+def _parse_events(path: Path, block: bytes) -> list[Event]:
     """The events among the lines of a block. What follows the last line end is being written, or was torn by a kill."""
     lines = [line for line in block.split(b"\n") if line.strip()]
-    parsed = [_parse(line) for line in lines]
+    parsed = [_parse_event(line) for line in lines]
     wrong = [line for line, event in zip(lines, parsed, strict=True) if event is None]
     if wrong and not block.endswith(b"\n"):
         wrong = wrong[:-1] if parsed[-1] is None else wrong
     if wrong:
         many = f"{len(wrong)} lines are no events" if len(wrong) > 1 else "a line is no event"
-        say_once(f"{path}: {many}, torn by a kill or damaged, and passed over: {wrong[0][:60]!r}")
+        warn_once(f"{path}: {many}, torn by a kill or damaged, and passed over: {wrong[0][:60]!r}")
     return [event for event in parsed if event is not None]
 
 
 # What readers reckon with, by the kind of value; a number that was not finite is null.
-_COUNTS = ("attempt", "step")
-_WHOLE = ("tokens", "from_step", "steps")
-_NUMBERS = (
+_REQUIRED_INTS = ("attempt", "step")
+_OPTIONAL_INTS = ("tokens", "from_step", "steps")
+_OPTIONAL_NUMBERS = (
     *("loss", "bpb", "lr", "grad_norm", "dt_s", "data_s", "tokens_per_s"),
     *("mem_peak_bytes", "rss_bytes", "phase_age_s", "limit_s", "seconds"),
     *("documents", "bytes", "bytes_per_s", "left_s"),
 )
-_TEXTS = ("phase", "path", "rule", "split", "name", "doing", "status", "text")
+_OPTIONAL_TEXTS = ("phase", "path", "rule", "split", "name", "doing", "status", "text")
 
 
-def _parse(line: bytes) -> Event | None:
+def _parse_event(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
         return None
-    if any(type(event.get(name)) is not int for name in _COUNTS) or not isinstance(event.get("t"), int | float):
+    if any(type(event.get(name)) is not int for name in _REQUIRED_INTS) or not isinstance(event.get("t"), int | float):
         return None
-    if not math.isfinite(event["t"]) or any(not isinstance(event.get(name), int | None) for name in _WHOLE):
+    if not math.isfinite(event["t"]) or any(not isinstance(event.get(name), int | None) for name in _OPTIONAL_INTS):
         return None
-    if any(not isinstance(event.get(name), int | float | None) for name in _NUMBERS):
+    if any(not isinstance(event.get(name), int | float | None) for name in _OPTIONAL_NUMBERS):
         return None
-    return event if all(isinstance(event.get(name), str | None) for name in _TEXTS) else None
+    return event if all(isinstance(event.get(name), str | None) for name in _OPTIONAL_TEXTS) else None

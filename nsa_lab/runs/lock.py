@@ -51,7 +51,7 @@ def take_lock(run_dir: Path) -> int | None:
 
 def sign_lock(descriptor: int, pid: int, ranks: Sequence[int] = ()) -> None:
     """Write into a held lock which process it is held for, and which ranks of that one hold it too."""
-    owner = _signature(pid) | {"host": socket.gethostname(), "ranks": [_signature(rank) for rank in ranks]}
+    owner = _identify_process(pid) | {"host": socket.gethostname(), "ranks": [_identify_process(rank) for rank in ranks]}
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(owner).encode(), 0)
 
@@ -76,18 +76,18 @@ def lock_owner(run_dir: str | Path) -> dict[str, Any] | None:
         os.close(descriptor)
     try:
         owner = json.loads(text)
-        if owner["host"] != socket.gethostname() or _lives(owner):
+        if owner["host"] != socket.gethostname() or _is_alive(owner):
             return owner
-        orphans = [{**rank, "host": owner["host"], "orphan": n} for n, rank in enumerate(owner["ranks"]) if _lives(rank)]
+        orphans = [{**rank, "host": owner["host"], "orphan": n} for n, rank in enumerate(owner["ranks"]) if _is_alive(rank)]
     except (ValueError, KeyError, TypeError):
         # Held, and being signed at this very moment, or not by a trainer.
         return {}
     return orphans[0] if orphans else None
 
 
-def _signature(pid: int) -> dict[str, Any]:
+def _identify_process(pid: int) -> dict[str, Any]:
     return {"pid": pid, "started": process_start(pid)}
 
 
-def _lives(signature: dict[str, Any]) -> bool:
+def _is_alive(signature: dict[str, Any]) -> bool:
     return signature["started"] is not None and process_start(signature["pid"]) == signature["started"]

@@ -1,4 +1,4 @@
-"""The trainer. `run(run_dir)` trains in this process; `nsa_lab.runs.launch` does it in a detached one.
+"""The trainer. `run(run_dir)` trains in this process; `nsa_lab.runs.lifecycle` does it in a detached one.
 
 `run` is loaded when it is first used: a supervisor of ranks never needs torch, and a rank must be bound to its supervisor
 before it spends seconds on importing it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nsa_lab.config.extras import require
+from nsa_lab.config.optional_deps import require
 
 require("safetensors", "yaml", "filelock")
 

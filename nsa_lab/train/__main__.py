@@ -8,12 +8,12 @@ import sys
 
 from nsa_lab.config import UsageError
 from nsa_lab.runs.directory import EXIT_USAGE
-from nsa_lab.train import ranks
+from nsa_lab.train import launcher
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m nsa_lab.train", description=__doc__)
-    parser.add_argument("run_dir", help="a run directory, as nsa_lab.runs.launch.create_run makes it")
+    parser.add_argument("run_dir", help="a run directory, as nsa_lab.runs.lifecycle.create_run makes it")
     parser.add_argument("--ranks", type=int, default=1, help="processes on this host, one per device (torchrun works too)")
     parser.add_argument("--lock", type=int, help="an inherited descriptor that holds the run's lock")
     parser.add_argument("--supervised", metavar="BOND", help="this is a rank of the supervisor that started it")
@@ -21,8 +21,8 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stdout)
     try:
         if arguments.ranks > 1:
-            return ranks.train(arguments.run_dir, arguments.ranks, arguments.lock)
-        lock = ranks.live_and_die_with(arguments.supervised) if arguments.supervised else arguments.lock
+            return launcher.launch_ranks(arguments.run_dir, arguments.ranks, arguments.lock)
+        lock = launcher.bind_to_supervisor(arguments.supervised) if arguments.supervised else arguments.lock
         from nsa_lab.train import run
 
         return run(arguments.run_dir, lock=lock, supervised=bool(arguments.supervised))

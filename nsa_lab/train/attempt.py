@@ -20,34 +20,34 @@ import torch
 
 from nsa_lab.attention import BackendError, geometry
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.data import DataError, FillPace, FillProgress
+from nsa_lab.data import BuildProgress, DataError, ProgressMeter
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import directory, older_variables, watched
-from nsa_lab.runs.checkpoints import step_of
-from nsa_lab.runs.environment import code_identity, versions
+from nsa_lab.runs import directory, monitor_settings, older_variables
+from nsa_lab.runs.checkpoint_files import parse_step
+from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.events import read_events
 from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
-from nsa_lab.train import snapshot
+from nsa_lab.train import checkpoint_state
+from nsa_lab.train.build import Builders, TrainContext, build_context, select_device, set_determinism
 from nsa_lab.train.checkpoint import CheckpointStore, NoValidCheckpoint
 from nsa_lab.train.distributed import World
+from nsa_lab.train.estimate import average_over_stages, compute_flops_per_token
 from nsa_lab.train.guard import Finding, Halt
-from nsa_lab.train.measure import compressed, probe_logits
-from nsa_lab.train.parts import Builders, Parts, assemble, choose_device, set_determinism
-from nsa_lab.train.plan import flops_per_token, over_stages
-from nsa_lab.train.preflight.checks import preflight
+from nsa_lab.train.preflight.startup_checks import run_preflight
 from nsa_lab.train.signals import StopRequested, StopSignals
 from nsa_lab.train.telemetry.event_log import EventLog
 from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
-from nsa_lab.train.telemetry.machine import gpu_utilisation
 from nsa_lab.train.telemetry.recorder import Recorder
+from nsa_lab.train.telemetry.system_metrics import make_gpu_utilization_reader
 from nsa_lab.train.trainer import Trainer
+from nsa_lab.train.validation import compute_probe_logits, measure_xz_reference
 
 logger = logging.getLogger("nsa_lab.train")
 
-USAGE_ERRORS = (ConfigError, DataError, BackendError, NotImplementedError, snapshot.ResumeRefused)
+USAGE_ERRORS = (ConfigError, DataError, BackendError, NotImplementedError, checkpoint_state.ResumeRefused)
 
 # Phases in which a long silence is normal; everything else is judged against its own median.
-PATIENT_PHASES_S = {
+PHASE_STALL_FLOORS_S = {
     "prepare": 1800.0,
     "build": 600.0,
     "preflight": 900.0,
@@ -65,8 +65,8 @@ def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | No
     which started this rank took it and signed it. Raises `RunDirectoryError` if the directory is not a run's or another
     trainer works in it.
     """
-    folder, world = directory.check(run_dir), World.from_environment()
-    held = _lock(folder, lock) if world.first and not supervised else lock
+    folder, world = directory.check_run_dir(run_dir), World.from_environment()
+    held = _take_run_lock(folder, lock) if world.is_first and not supervised else lock
     try:
         config = RunConfig.from_yaml(folder / directory.CONFIG)
         return _Attempt(folder, config, world, builders or Builders()).run()
@@ -81,7 +81,7 @@ def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | No
             os.close(held)
 
 
-def _lock(folder: Path, lock: int | None) -> int:
+def _take_run_lock(folder: Path, lock: int | None) -> int:
     lock = take_lock(folder) if lock is None else lock
     if lock is None:
         raise directory.RunDirectoryError(ANOTHER_TRAINER.format(folder=folder, owner=lock_owner(folder)))
@@ -98,72 +98,82 @@ class _Attempt:
         self.events = read_events(folder)
         attempt = 1 + max((event["attempt"] for event in self.events), default=0)
         log = EventLog(folder, folder.name, attempt)
-        self.record = Recorder(folder, log, first=world.first, steps=config.train.steps, tokens_by=config.train.tokens_by)
-        self._filling = FillPace()
-        self._stall: Finding | None = None
+        self.recorder = Recorder(
+            folder, log, is_first=world.is_first, steps=config.train.steps, count_tokens=config.train.tokens_until
+        )
+        self._fill_pace = ProgressMeter()
+        self._stall_finding: Finding | None = None
         self.signals = StopSignals(folder / "stacks.txt", self._on_signal, self._on_second_signal)
 
     def run(self) -> int:
         with self.signals:
             try:
-                self.record.status(directory.RUNNING)
+                self.recorder.write_status(directory.RUNNING)
                 return self._train()
             except StopRequested as stop:
-                if self._stall:
-                    return self._end("halt", directory.HALTED, directory.EXIT_HALTED, self._stall.text)
-                return self._end("end", directory.PREEMPTED, directory.EXIT_STOPPED, f"stopped on request ({stop})")
+                if self._stall_finding:
+                    return self._record_end("halt", directory.HALTED, directory.EXIT_HALTED, self._stall_finding.text)
+                return self._record_end("end", directory.PREEMPTED, directory.EXIT_STOPPED, f"stopped on request ({stop})")
             except Halt as halt:
-                return self._end("halt", directory.HALTED, directory.EXIT_HALTED, str(halt))
+                return self._record_end("halt", directory.HALTED, directory.EXIT_HALTED, str(halt))
             except NoValidCheckpoint as error:
-                self.record.error(error, expected=True)
-                return self._end("halt", directory.HALTED, directory.EXIT_HALTED, str(error))
+                self.recorder.record_error(error, expected=True)
+                return self._record_end("halt", directory.HALTED, directory.EXIT_HALTED, str(error))
             except USAGE_ERRORS as error:
-                self.record.error(error, expected=True)
-                return self._end("halt", directory.HALTED, directory.EXIT_USAGE, str(error))
+                self.recorder.record_error(error, expected=True)
+                return self._record_end("halt", directory.HALTED, directory.EXIT_USAGE, str(error))
             except Exception as error:  # noqa: BLE001 - nothing above this records it
-                self.record.error(error)
-                return self._end("halt", directory.HALTED, directory.EXIT_BUG, f"{type(error).__name__}: {error}")
+                self.recorder.record_error(error)
+                return self._record_end("halt", directory.HALTED, directory.EXIT_BUG, f"{type(error).__name__}: {error}")
             finally:
-                self.record.close()
-                self.world.close()
+                self.recorder.close()
+                self.world.destroy_process_group()
 
     def _train(self) -> int:
-        if self.world.first and (warning := older_variables.warning(os.environ)):
+        if self.world.is_first and (warning := older_variables.warning(os.environ)):
             logger.warning("%s", warning)
-        device = choose_device(self.config, self.world)
+        device = select_device(self.config, self.world)
         set_determinism(self.config.runtime.deterministic)
-        if self.world.first:
-            self._clear_leftovers()
-        self.world.open(device)
+        if self.world.is_first:
+            self._remove_leftovers()
+        self.world.init_process_group(device)
         # The first rank may have written its first event before another counted the attempts.
-        self.record.log.attempt = int(self.world.from_first(self.record.log.attempt, device))
+        self.recorder.log.attempt = int(self.world.broadcast_from_first(self.recorder.log.attempt, device))
         self.config.train.check_ranks(self.world.size)
-        utilisation, why_none = gpu_utilisation(device)
+        utilisation, why_none = make_gpu_utilization_reader(device)
         heartbeat = Heartbeat(
-            self.record.log,
-            self.record.phases,
+            self.recorder.log,
+            self.recorder.phases,
             every_s=self.config.runtime.heartbeat_s,
-            rule=StallRule(floors_s={**PATIENT_PHASES_S, "data": self.config.data.timeout_s}),
+            rule=StallRule(floors_s={**PHASE_STALL_FLOORS_S, "data": self.config.data.timeout_s}),
             stacks=self.folder / "stacks.txt",
-            gpu_util=utilisation,
+            get_gpu_util=utilisation,
             on_stall=self._on_stall,
-            on_deaf=self._on_deaf,
+            on_unresponsive=self._on_unresponsive,
         )
-        if self.world.first:
+        if self.world.is_first:
             heartbeat.start()
         try:
-            parts = self._build(device)
+            parts = self._build_context(device)
             parts.facts["gpu_util"] = why_none or "on"
-            with self.record.phases("restore"):
+            with self.recorder.phases("restore"):
                 done, losses = self._resume(parts)
             evaluated = any(event["kind"] == "eval" and event["step"] == done for event in self.events)
-            trainer = Trainer(self.folder, parts, self.record, self.signals, done=done, losses=losses, evaluated=evaluated)
+            trainer = Trainer(
+                self.folder,
+                parts,
+                self.recorder,
+                self.signals,
+                completed_steps=done,
+                spike_losses=losses,
+                is_evaluated=evaluated,
+            )
             trainer.run()
         finally:
             heartbeat.stop()
-        return self._end("end", directory.DONE, directory.EXIT_DONE, f"all {self.config.train.steps} steps done")
+        return self._record_end("end", directory.DONE, directory.EXIT_DONE, f"all {self.config.train.steps} steps done")
 
-    def _clear_leftovers(self) -> None:
+    def _remove_leftovers(self) -> None:
         """What a check before the run, or a status being written, left behind when it was killed."""
         for leftover in self.folder.glob(".preflight-*"):
             shutil.rmtree(leftover)
@@ -171,146 +181,160 @@ class _Attempt:
         for leftover in self.folder.glob(f".{directory.STATUS}.*"):
             leftover.unlink()
 
-    def _build(self, device: torch.device) -> Parts:
+    def _build_context(self, device: torch.device) -> TrainContext:
         model, train = self.config.model, self.config.train
-        with self.record.phases("prepare"), self._interruptible():
+        with self.recorder.phases("prepare"), self._allow_interrupt():
             dataset = self.builders.data(
-                self.config.data, model.vocab_size, train.longest.seq_len, self._on_fill, self._data_identity()
+                self.config.data,
+                model.vocab_size,
+                train.longest_stage.seq_len,
+                self._on_fill,
+                self._get_recorded_data_identity(),
             )
-        with self.record.phases("build"), self._interruptible():
-            parts = assemble(self.config, self.world, device, dataset, self.builders)
-        parts.facts.update(self._facts(parts))
+        with self.recorder.phases("build"), self._allow_interrupt():
+            parts = build_context(self.config, self.world, device, dataset, self.builders)
+        parts.facts.update(self._collect_facts(parts))
         return parts
 
-    def _data_identity(self) -> str | None:
+    def _get_recorded_data_identity(self) -> str | None:
         """What the run was begun with, as its record says; None for a run that begins now."""
         begun = [event["data_identity"] for event in self.events if event.get("data_identity")]
         return begun[-1] if begun else None
 
-    def _facts(self, parts: Parts) -> dict[str, Any]:
+    def _collect_facts(self, context: TrainContext) -> dict[str, Any]:
         """What identifies this run and this attempt, for the first event and for every checkpoint."""
-        device = torch.cuda.get_device_name(parts.device) if parts.device.type == "cuda" else "cpu"
+        device = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         return {
             "run": self.folder.name,
             "config_hash": self.config.hash(),
-            "trajectory": snapshot.trajectory(self.config),
-            "data_identity": parts.dataset.identity,
-            **({"source_missing": parts.dataset.source_missing} if parts.dataset.source_missing else {}),
-            "code": code_identity(),
-            "versions": {**versions(), "torch": torch.__version__, "cuda": torch.version.cuda},
+            "trajectory": checkpoint_state.get_trajectory_settings(self.config),
+            "data_identity": context.dataset.identity,
+            **({"source_missing": context.dataset.source_error} if context.dataset.source_error else {}),
+            "code": get_code_identity(),
+            "versions": {**get_versions(), "torch": torch.__version__, "cuda": torch.version.cuda},
             "device": device,
             "ranks": self.world.size,
             "threads": torch.get_num_threads(),
             "backend": {
                 branch: {"backend": choice.backend, "reason": choice.reason}
-                for branch, choice in parts.model.backends.items()
+                for branch, choice in context.model.backends.items()
             },
-            "params": parts.model.parameter_count(),
-            **self._work(parts),
+            "params": context.model.parameter_count(),
+            **self._compute_work_per_token(context),
         }
 
-    def _work(self, parts: Parts) -> dict[str, Any]:
+    def _compute_work_per_token(self, context: TrainContext) -> dict[str, Any]:
         """What a token costs, of documents as long as they are; and how they lie in the rows of a first epoch."""
-        train, data, lengths = self.config.train, self.config.data, parts.batches.lengths()
+        train, data, lengths = self.config.train, self.config.data, context.batches.count_document_lengths()
         reads = [geometry.mean_reads(of_stage, self.config.nsa) for of_stage in lengths]
-        laid_out = {"packing": parts.batches.packing()} if data.documents == "mask" or data.packing == "best_fit" else {}
+        laid_out = (
+            {"packing": context.batches.summarize_packing()}
+            if data.documents == "mask" or data.packing == "best_fit"
+            else {}
+        )
         return {
-            "flops_per_token": flops_per_token(cast(NSATransformer, parts.model), train, lengths),
-            "reads_per_token": over_stages(train, reads),
+            "flops_per_token": compute_flops_per_token(cast(NSATransformer, context.model), train, lengths),
+            "reads_per_token": average_over_stages(train, reads),
             **laid_out,
         }
 
-    def _resume(self, parts: Parts) -> tuple[int, list[float]]:
+    def _resume(self, context: TrainContext) -> tuple[int, list[float]]:
         """Steps done and the losses of the spike window: of the newest valid checkpoint, or of a fresh start."""
         store = CheckpointStore(self.folder / directory.CHECKPOINTS)
-        path = self._newest(store, parts.device)
+        path = self._find_newest_checkpoint(store, context.device)
         if path is None:
             if any(event["kind"] == "checkpoint" for event in self.events):
                 raise NoValidCheckpoint(
                     f"{store.folder}: the record speaks of checkpoints and the folder holds none. "
                     "The run is not started over; restore a step-… folder, or create a new run"
                 )
-            self.record.begin(0, {**parts.facts, "settings": watched.told(self.config)})
-            self.record.reference(compressed(parts))
-            self._preflight(parts)
+            self.recorder.record_start(0, {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config)})
+            self.recorder.record_reference(measure_xz_reference(context))
+            self._run_preflight(context)
             return 0, []
-        state = snapshot.read_state(path)
-        snapshot.check_same_trajectory(state, self.config, parts.dataset.identity)
-        snapshot.restore(path, parts)
-        parts.enter(state["step"])
-        difference = snapshot.replay_probe(
+        state = checkpoint_state.read_state(path)
+        checkpoint_state.check_same_trajectory(state, self.config, context.dataset.identity)
+        checkpoint_state.restore(path, context)
+        context.enter_stage(state["step"])
+        difference = checkpoint_state.check_probe(
             path,
-            probe_logits(parts),
-            exact=self._same_machinery(state, parts.facts),
+            compute_probe_logits(context),
+            require_equal=self._requires_equal_bits(state, context.facts),
             precision=self.config.runtime.precision,
         )
         found = {"checkpoint": path.name, "probe_difference": difference}
-        self.record.begin(state["step"], {**parts.facts, "settings": watched.told(self.config), **found})
+        self.recorder.record_start(
+            state["step"], {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config), **found}
+        )
         return state["step"], state["guard"]["losses"]
 
-    def _same_machinery(self, state: dict[str, Any], facts: dict[str, Any]) -> bool:
+    def _requires_equal_bits(self, state: dict[str, Any], facts: dict[str, Any]) -> bool:
         """Whether equal bits are owed: same code, versions, device, kernels and threads, and exact kernels."""
         exact = facts["device"] == "cpu" or self.config.runtime.deterministic
         same = ("versions", "device", "backend", "threads", "ranks")
         return exact and state["code"]["source"] == facts["code"]["source"] and all(state[k] == facts[k] for k in same)
 
-    def _newest(self, store: CheckpointStore, device: torch.device) -> Path | None:
+    def _find_newest_checkpoint(self, store: CheckpointStore, device: torch.device) -> Path | None:
         """The newest valid checkpoint. The first rank verifies and moves damaged ones aside; the others take its word."""
-        path, moved = store.load_latest() if self.world.first else (None, [])
+        path, moved = store.load_latest() if self.world.is_first else (None, [])
         for found in moved:
-            self.record.quarantined(found)
-        step = self.world.from_first(float(step_of(path)) if path else -1.0, device)
-        return store.path(int(step)) if step >= 0 else None
+            self.recorder.record_quarantine(found)
+        step = self.world.broadcast_from_first(float(parse_step(path)) if path else -1.0, device)
+        return store.get_path(int(step)) if step >= 0 else None
 
-    def _preflight(self, parts: Parts) -> None:
-        with self.record.phases("preflight"), self._interruptible():
+    def _run_preflight(self, context: TrainContext) -> None:
+        with self.recorder.phases("preflight"), self._allow_interrupt():
             failed = []
-            for check in preflight(parts, self.folder):
-                self.record.preflight(check)
+            for check in run_preflight(context, self.folder):
+                self.recorder.record_preflight(check)
                 failed += [] if check.ok else [f"{check.name}: {check.value} (limit: {check.limit})"]
-        if self.world.any(bool(failed), parts.device):
+        if self.world.any_rank(bool(failed), context.device):
             reasons = "; ".join(failed) or "see the other ranks"
             raise Halt(Finding("preflight", 0, len(failed), 0, "halt", f"preflight refuses this run: {reasons}"))
 
-    def _interruptible(self) -> contextlib.AbstractContextManager:
+    def _allow_interrupt(self) -> contextlib.AbstractContextManager:
         """One rank among several must not leave the others waiting in a collective; it stops at its first step."""
-        return self.signals.at_once() if self.world.size == 1 else contextlib.nullcontext()
+        return self.signals.raise_immediately() if self.world.size == 1 else contextlib.nullcontext()
 
-    def _on_fill(self, progress: FillProgress) -> None:
-        self.signals.check()
-        if self._filling.observe(progress):
-            self.record.phases.moved()
-        if told := self._filling.due():
-            self.record.filling(told)
+    def _on_fill(self, progress: BuildProgress) -> None:
+        self.signals.raise_if_requested()
+        if self._fill_pace.observe(progress):
+            self.recorder.phases.report_progress()
+        if told := self._fill_pace.take_report():
+            self.recorder.record_fill(told)
 
     def _on_stall(self, phase: str, seconds: float, limit_s: float) -> bool:
         """In the heartbeat's thread: halt the run, where it is to, by the way that a stop request takes."""
         if self.config.train.stall_action != "halt":
             return False
-        step = self.record.log.step
+        step = self.recorder.log.step
         text = (
             f"step {step}: the phase {phase} has lasted {seconds:.0f} s without a sign, and {limit_s:.0f} s is its limit "
             "(train.stall_action: halt); stacks.txt shows where every thread stood"
         )
-        self._stall = Finding("stall", step, seconds, limit_s, "halt", text)
-        self.record.finding(self._stall)
-        self.signals.ask()
+        self._stall_finding = Finding("stall", step, seconds, limit_s, "halt", text)
+        self.recorder.record_finding(self._stall_finding)
+        self.signals.request_stop()
         return True
 
-    def _on_deaf(self) -> None:
+    def _on_unresponsive(self) -> None:
         """In the heartbeat's thread: the trainer does not come back from where it stalled, so nothing more can be saved."""
-        assert self._stall is not None, "nothing is waited for before a stall"
-        reason = f"{self._stall.text}. The trainer did not answer a request to save, and the newest checkpoint stands"
-        self.record.end("halt", directory.HALTED, directory.EXIT_HALTED, reason)
+        assert self._stall_finding is not None, "nothing is waited for before a stall"
+        reason = (
+            f"{self._stall_finding.text}. The trainer did not answer a request to save, and the newest checkpoint stands"
+        )
+        self.recorder.record_end("halt", directory.HALTED, directory.EXIT_HALTED, reason)
         os._exit(directory.EXIT_HALTED)
 
     def _on_signal(self, name: str) -> None:
-        self.record.log.event("signal", signal=name, phase=self.record.phases.current()[0], action="save and exit")
+        self.recorder.log.append("signal", signal=name, phase=self.recorder.phases.get_current()[0], action="save and exit")
 
     def _on_second_signal(self, name: str) -> None:
-        self.record.log.event("signal", signal=name, phase=self.record.phases.current()[0], action="exit at once")
-        self.record.status(directory.PREEMPTED, exit_code=directory.EXIT_STOPPED, reason=f"stopped at once ({name})")
+        self.recorder.log.append("signal", signal=name, phase=self.recorder.phases.get_current()[0], action="exit at once")
+        self.recorder.write_status(
+            directory.PREEMPTED, exit_code=directory.EXIT_STOPPED, reason=f"stopped at once ({name})"
+        )
 
-    def _end(self, kind: str, status: str, exit_code: int, reason: str) -> int:
-        self.record.end(kind, status, exit_code, reason)
+    def _record_end(self, kind: str, status: str, exit_code: int, reason: str) -> int:
+        self.recorder.record_end(kind, status, exit_code, reason)
         return exit_code

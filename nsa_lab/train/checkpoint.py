@@ -21,12 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.runs.checkpoints import MANIFEST, entry_of, manifest_of, path_of, steps, verify
-from nsa_lab.runs.files import is_full
+from nsa_lab.runs.atomic_io import is_disk_full
+from nsa_lab.runs.checkpoint_files import (
+    MANIFEST,
+    find_problems,
+    format_manifest,
+    get_checkpoint_path,
+    list_steps,
+    make_manifest_entry,
+)
 
 LATEST, QUARANTINE = "latest", "quarantine"
 
-Serialiser = Callable[[], bytes | memoryview]
+Serializer = Callable[[], bytes | memoryview]
 
 
 class NoValidCheckpoint(RuntimeError):
@@ -67,7 +74,7 @@ class Filesystem:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """What a save did. `size_bytes` counts every file."""
 
     path: Path
@@ -77,7 +84,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Quarantined:
+class QuarantinedCheckpoint:
     """A checkpoint that failed verification, where it was moved to, and what was wrong with it."""
 
     step: int
@@ -97,107 +104,109 @@ class CheckpointStore:
         self._fs = fs or Filesystem()
         folder.mkdir(parents=True, exist_ok=True)
 
-    def path(self, step: int) -> Path:
-        return path_of(self.folder, step)
+    def get_path(self, step: int) -> Path:
+        return get_checkpoint_path(self.folder, step)
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Steps of the checkpoints that have not been quarantined, ascending; they need not be valid."""
-        return steps(self.folder)
+        return list_steps(self.folder)
 
-    def was_used(self) -> bool:
+    def has_been_used(self) -> bool:
         """Whether a save was ever completed here."""
-        return bool(self.steps()) or (self.folder / LATEST).exists() or any(self.folder.glob(f"{QUARANTINE}/*"))
+        return bool(self.list_steps()) or (self.folder / LATEST).exists() or any(self.folder.glob(f"{QUARANTINE}/*"))
 
-    def save(self, step: int, files: Mapping[str, Serialiser], facts: Mapping[str, Any]) -> Saved:
+    def save(self, step: int, files: Mapping[str, Serializer], facts: Mapping[str, Any]) -> SavedCheckpoint:
         """Write the files of `step`; `facts` (hashes of config and data) go into the manifest.
 
         A valid checkpoint of the same step is left as it is: it holds the same state. Raises `DiskFull`, or what else the
         filesystem raised, with the unfinished files removed.
         """
         begun = time.monotonic()
-        target = self.path(step)
-        self._clear_leftovers()
+        target = self.get_path(step)
+        self._remove_leftovers()
         if target.exists():
-            if not verify(target):
-                return Saved(target, _size(target), time.monotonic() - begun, [])
+            if not find_problems(target):
+                return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - begun, [])
             self._quarantine(step)
         try:
-            pruned = self._save_as(target, step, files, facts)
+            pruned = self._write_checkpoint(target, step, files, facts)
         except Exception as error:
-            self._remove_unfinished(target, error)
-            if not is_full(error):
+            self._remove_temporary(target, error)
+            if not is_disk_full(error):
                 raise
             needed, free = sum(len(serialise()) for serialise in files.values()), shutil.disk_usage(self.folder).free
             raise DiskFull(f"the disk is full: {needed:,} bytes were needed, {free:,} are free") from error
-        return Saved(target, _size(target), time.monotonic() - begun, pruned)
+        return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - begun, pruned)
 
-    def _save_as(self, target: Path, step: int, files: Mapping[str, Serialiser], facts: Mapping[str, Any]) -> list[str]:
-        temporary = self._unfinished(target)
+    def _write_checkpoint(
+        self, target: Path, step: int, files: Mapping[str, Serializer], facts: Mapping[str, Any]
+    ) -> list[str]:
+        temporary = self._get_temporary_path(target)
         self._fs.make_dir(temporary)
-        entries = {name: self._write(temporary / name, serialise()) for name, serialise in files.items()}
-        self._fs.write(temporary / MANIFEST, manifest_of(step, entries, facts).encode())
+        entries = {name: self._write_file(temporary / name, serialise()) for name, serialise in files.items()}
+        self._fs.write(temporary / MANIFEST, format_manifest(step, entries, facts).encode())
         self._fs.sync_dir(temporary)
         self._fs.rename(temporary, target)
         self._fs.sync_dir(self.folder)
-        self._point_latest_at(target)
+        self._update_latest(target)
         return self._prune()
 
-    def _unfinished(self, target: Path) -> Path:
+    def _get_temporary_path(self, target: Path) -> Path:
         return self.folder / f".saving-{target.name}"
 
-    def _remove_unfinished(self, target: Path, error: Exception) -> None:
-        unfinished = self._unfinished(target)
+    def _remove_temporary(self, target: Path, error: Exception) -> None:
+        unfinished = self._get_temporary_path(target)
         try:
             if unfinished.exists():
                 self._fs.remove_tree(unfinished)
         except OSError as second:
             error.add_note(f"{unfinished} is left behind: {second}")
 
-    def load_latest(self) -> tuple[Path | None, list[Quarantined]]:
+    def load_latest(self) -> tuple[Path | None, list[QuarantinedCheckpoint]]:
         """The newest checkpoint whose every file matches its manifest, and those that had to be moved out of the way.
 
         None if no checkpoint was ever completed. Raises `NoValidCheckpoint` if there were some and none is valid.
         """
-        moved: list[Quarantined] = []
-        for step in reversed(self.steps()):
-            problems = verify(self.path(step))
+        moved: list[QuarantinedCheckpoint] = []
+        for step in reversed(self.list_steps()):
+            problems = find_problems(self.get_path(step))
             if not problems:
-                return self.path(step), moved
-            moved.append(Quarantined(step, self._quarantine(step), problems))
-        if self.was_used():
-            raise NoValidCheckpoint(self._explain_none(moved))
+                return self.get_path(step), moved
+            moved.append(QuarantinedCheckpoint(step, self._quarantine(step), problems))
+        if self.has_been_used():
+            raise NoValidCheckpoint(self._explain_no_valid(moved))
         return None, moved
 
-    def _write(self, path: Path, data: bytes | memoryview) -> dict[str, Any]:
+    def _write_file(self, path: Path, data: bytes | memoryview) -> dict[str, Any]:
         # Hashed from memory, so that what the disk makes of it can be held against it; beside the writing, which waits.
         with ThreadPoolExecutor(1) as beside:
-            entry = beside.submit(entry_of, data)
+            entry = beside.submit(make_manifest_entry, data)
             self._fs.write(path, data)
             return entry.result()
 
-    def _point_latest_at(self, target: Path) -> None:
+    def _update_latest(self, target: Path) -> None:
         temporary = self.folder / f".{LATEST}"
         self._fs.write(temporary, target.name.encode() + b"\n")
         self._fs.rename(temporary, self.folder / LATEST)
         self._fs.sync_dir(self.folder)
 
     def _prune(self) -> list[str]:
-        saved = self.steps()
+        saved = self.list_steps()
         permanent = {step for step in saved if self._keep_every and step % self._keep_every == 0}
         removed = [step for step in saved[: -self._keep_last] if step not in permanent]
         for step in removed:
-            doomed = self.folder / f".removing-{self.path(step).name}"
-            self._fs.rename(self.path(step), doomed)
+            doomed = self.folder / f".removing-{self.get_path(step).name}"
+            self._fs.rename(self.get_path(step), doomed)
             self._fs.unlink(doomed / MANIFEST)
             self._fs.remove_tree(doomed)
-        return [self.path(step).name for step in removed]
+        return [self.get_path(step).name for step in removed]
 
-    def _clear_leftovers(self) -> None:
+    def _remove_leftovers(self) -> None:
         for leftover in [*self.folder.glob(".saving-*"), *self.folder.glob(".removing-*")]:
             self._fs.remove_tree(leftover)
 
     def _quarantine(self, step: int) -> Path:
-        source = self.path(step)
+        source = self.get_path(step)
         folder = self.folder / QUARANTINE
         folder.mkdir(exist_ok=True)
         target = next(path for n in range(10_000) if not (path := folder / f"{source.name}-{n}").exists())
@@ -205,7 +214,7 @@ class CheckpointStore:
         self._fs.sync_dir(self.folder)
         return target
 
-    def _explain_none(self, moved: list[Quarantined]) -> str:
+    def _explain_no_valid(self, moved: list[QuarantinedCheckpoint]) -> str:
         found = "; ".join(f"step {q.step}: {', '.join(q.problems)}" for q in moved) or "the folder holds none"
         return (
             f"{self.folder}: checkpoints were written and none is valid ({found}). The run is not started over. "
@@ -213,5 +222,5 @@ class CheckpointStore:
         )
 
 
-def _size(path: Path) -> int:
+def _get_size_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir())

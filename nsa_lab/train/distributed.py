@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_lab.config import share_of_rank
+from nsa_lab.config import divide_among_ranks
 
 # Filling shards on the first rank can take long; a collective that waits longer than this has lost a partner.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -35,7 +35,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    sharded: bool = False
+    is_sharded: bool = False
 
     @classmethod
     def from_environment(cls) -> World:
@@ -45,27 +45,27 @@ class World:
         return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this rank writes the run's files."""
         return self.rank == 0
 
-    def open(self, device: torch.device) -> None:
+    def init_process_group(self, device: torch.device) -> None:
         if self.size > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
             distributed.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_TIMEOUT)
 
-    def close(self) -> None:
+    def destroy_process_group(self) -> None:
         if self.size > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
 
-    def share(self, sequences: int) -> tuple[int, int]:
+    def get_sequence_share(self, n_sequences: int) -> tuple[int, int]:
         """First sequence and number of sequences of a step that this rank takes."""
-        count = share_of_rank(sequences, self.size)
+        count = divide_among_ranks(n_sequences, self.size)
         return self.rank * count, count
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as it is called: it averages gradients over the ranks in its backward pass. FSDP shards it in place."""
-        if self.sharded:
+        if self.is_sharded:
             from nsa_lab.train import fsdp
 
             return fsdp.shard(model)
@@ -74,49 +74,49 @@ class World:
         # Buffers are tables that every rank computes alike; gradients are averaged where they lie, not in copies.
         return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
-    def whole(self, model: nn.Module) -> AbstractContextManager:
+    def unshard(self, model: nn.Module) -> AbstractContextManager:
         """All weights of a sharded model on every rank, for calls that go around its own `forward`; every rank must ask."""
-        if self.sharded:
+        if self.is_sharded:
             from nsa_lab.train import fsdp
 
-            return fsdp.whole(model)
+            return fsdp.unshard(model)
         return nullcontext()
 
-    def sync(self, forward: Callable[..., Any], *, when: bool) -> AbstractContextManager:
+    def sync_gradients(self, forward: Callable[..., Any], *, enabled: bool) -> AbstractContextManager:
         """Copies exchange gradients in the last micro-batch only; shards in each, or they would have to be kept whole."""
-        if when or not isinstance(forward, DistributedDataParallel):
+        if enabled or not isinstance(forward, DistributedDataParallel):
             return nullcontext()
         return forward.no_sync()
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         if self.size > 1:
             distributed.all_reduce(values)
         return values
 
-    def full(self, value: Tensor) -> Tensor:
+    def full_tensor(self, value: Tensor) -> Tensor:
         """A plain tensor from a sharded one, which every rank must ask for."""
-        if self.sharded:
+        if self.is_sharded:
             from nsa_lab.train import fsdp
 
-            return fsdp.full(value)
+            return fsdp.full_tensor(value)
         return value
 
-    def like(self, value: Tensor, pattern: Tensor) -> Tensor:
+    def distribute_like(self, value: Tensor, reference: Tensor) -> Tensor:
         """A plain tensor sharded as `pattern` is."""
-        if self.sharded:
+        if self.is_sharded:
             from nsa_lab.train import fsdp
 
-            return fsdp.like(value, pattern)
+            return fsdp.distribute_like(value, reference)
         return value
 
-    def any(self, flag: bool, device: torch.device) -> bool:
+    def any_rank(self, flag: bool, device: torch.device) -> bool:
         """Whether any rank says yes; every rank must ask. Waits for the device."""
         if self.size == 1:
             return flag
-        return bool(self.sum(torch.tensor(float(flag), device=device)).item())
+        return bool(self.all_reduce(torch.tensor(float(flag), device=device)).item())
 
-    def from_first(self, value: float, device: torch.device) -> float:
+    def broadcast_from_first(self, value: float, device: torch.device) -> float:
         """The first rank's value, on every rank; every rank must ask. Waits for the device."""
         if self.size == 1:
             return value
-        return self.sum(torch.tensor(value if self.first else 0.0, dtype=torch.float64, device=device)).item()
+        return self.all_reduce(torch.tensor(value if self.is_first else 0.0, dtype=torch.float64, device=device)).item()

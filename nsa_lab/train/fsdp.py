@@ -19,7 +19,7 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def whole(model: nn.Module) -> Iterator[None]:
+def unshard(model: nn.Module) -> Iterator[None]:
     """All weights on every rank, for calls that go around the model's own `forward`; every rank must ask."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
@@ -31,9 +31,11 @@ def whole(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-def full(value: Tensor) -> Tensor:
+def full_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def like(value: Tensor, pattern: Tensor) -> Tensor:
-    return distribute_tensor(value, pattern.device_mesh, pattern.placements) if isinstance(pattern, DTensor) else value
+def distribute_like(value: Tensor, reference: Tensor) -> Tensor:
+    return (
+        distribute_tensor(value, reference.device_mesh, reference.placements) if isinstance(reference, DTensor) else value
+    )

@@ -19,14 +19,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-SPIKE_WINDOW, SPIKE_MINIMUM = 128, 32
+SPIKE_WINDOW, SPIKE_MIN_LOSSES = 128, 32
 # Seconds for which a run must be slow before it is said: another program's burst is not the run's fault, and three log
 # points can be half a second of a small run.
-SLOW_FOR_S = 30.0
+SLOW_DURATION_S = 30.0
 # Of the best pace that the attempt kept: half the speed is below it, and so is, some day, one that creeps down.
 SLOW_FACTOR = 0.6
 # Log points over which a pace must be kept to count; the first judgement is after the fewer.
-PACE_WINDOW, PACE_MINIMUM = 20, 5
+PACE_WINDOW, PACE_MIN_POINTS = 20, 5
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Halt(Exception):
         self.finding = finding
 
 
-def non_finite(step: int, loss: float, grad_norm: float, bad: float) -> Finding | None:
+def check_non_finite(step: int, loss: float, grad_norm: float, is_bad: float) -> Finding | None:
     """Judge the flag that the device raised; once raised it stays, so the first step that shows it is the bad one."""
-    if not bad:
+    if not is_bad:
         return None
     what = "loss" if not math.isfinite(loss) else "gradient norm"
     value = loss if what == "loss" else grad_norm
@@ -82,7 +82,7 @@ class SpikeRule:
     def observe(self, step: int, loss: float) -> Finding | None:
         window = self.losses
         self._losses.append(loss)
-        if not self._sigma or len(window) < SPIKE_MINIMUM:
+        if not self._sigma or len(window) < SPIKE_MIN_LOSSES:
             return None
         # The floor keeps a plateau, whose deviation is rounding, from calling every ripple a spike.
         deviation = max(statistics.pstdev(window), 0.005 * abs(statistics.fmean(window)))
@@ -109,15 +109,15 @@ class ThroughputRule:
 
     def __init__(self, minimum: float, *, patience: int = 10, patience_slow: int = 3) -> None:
         self._minimum, self._patience, self._patience_slow = minimum, patience, patience_slow
-        self._recent: deque[float] = deque(maxlen=PACE_WINDOW)
-        self._best = 0.0
-        self._below = self._slow = 0
-        self._slow_s, self._warned = 0.0, False
+        self._recent_paces: deque[float] = deque(maxlen=PACE_WINDOW)
+        self._best_pace = 0.0
+        self._n_below = self._n_slow = 0
+        self._slow_duration_s, self._has_warned = 0.0, False
 
     def observe(self, step: int, tokens_per_s: float, seconds: float = math.inf) -> Finding | None:
         """The speed at a log point, and the seconds since the one before it."""
-        self._below = self._below + 1 if tokens_per_s < self._minimum else 0
-        if self._minimum and self._below >= self._patience:
+        self._n_below = self._n_below + 1 if tokens_per_s < self._minimum else 0
+        if self._minimum and self._n_below >= self._patience:
             return Finding(
                 "throughput",
                 step,
@@ -125,29 +125,29 @@ class ThroughputRule:
                 self._minimum,
                 "halt",
                 f"step {step}: {tokens_per_s:,.0f} tokens/s, below train.min_tokens_per_s = "
-                f"{self._minimum:,.0f} at {self._below} log points in a row",
+                f"{self._minimum:,.0f} at {self._n_below} log points in a row",
             )
-        return self._against_best(step, tokens_per_s, seconds)
+        return self._check_slowdown(step, tokens_per_s, seconds)
 
-    def _against_best(self, step: int, tokens_per_s: float, seconds: float) -> Finding | None:
-        limit = SLOW_FACTOR * self._best
-        self._recent.append(tokens_per_s)
-        if len(self._recent) >= PACE_MINIMUM:
-            self._best = max(self._best, statistics.median(self._recent))
+    def _check_slowdown(self, step: int, tokens_per_s: float, seconds: float) -> Finding | None:
+        limit = SLOW_FACTOR * self._best_pace
+        self._recent_paces.append(tokens_per_s)
+        if len(self._recent_paces) >= PACE_MIN_POINTS:
+            self._best_pace = max(self._best_pace, statistics.median(self._recent_paces))
         if tokens_per_s >= limit:
-            self._slow, self._slow_s, self._warned = 0, 0.0, False
+            self._n_slow, self._slow_duration_s, self._has_warned = 0, 0.0, False
             return None
-        self._slow, self._slow_s = self._slow + 1, self._slow_s + seconds
-        if self._warned or self._slow < self._patience_slow or self._slow_s < SLOW_FOR_S:
+        self._n_slow, self._slow_duration_s = self._n_slow + 1, self._slow_duration_s + seconds
+        if self._has_warned or self._n_slow < self._patience_slow or self._slow_duration_s < SLOW_DURATION_S:
             return None
-        self._warned = True
+        self._has_warned = True
         return Finding(
             "slowdown",
             step,
             tokens_per_s,
             limit,
             "warn",
-            f"step {step}: {tokens_per_s:,.0f} tokens/s, less than {SLOW_FACTOR:.0%} of the {self._best:,.0f} that this "
+            f"step {step}: {tokens_per_s:,.0f} tokens/s, less than {SLOW_FACTOR:.0%} of the {self._best_pace:,.0f} that this "
             "run kept before",
         )
 
@@ -161,7 +161,7 @@ class GateRule:
 
     def __init__(self, *, saturation_limit: float = 0.95, patience: int = 3) -> None:
         self._limit, self._patience = saturation_limit, patience
-        self._rows: dict[tuple[str, int], int] = {}
+        self._n_consecutive: dict[tuple[str, int], int] = {}
 
     def observe(self, step: int, saturation: Sequence[float], update: Sequence[float]) -> list[Finding]:
         found = [
@@ -174,14 +174,14 @@ class GateRule:
                 f"step {step}: {value:.0%} of layer {layer}'s gate values are within 1 % of 0 or 1",
             )
             for layer, value in enumerate(saturation)
-            if self._persists("saturated", layer, value >= self._limit)
+            if self._has_persisted("saturated", layer, value >= self._limit)
         ]
         return found + [
             Finding("frozen", step, value, 0.0, "warn", f"step {step}: the gate weights of layer {layer} do not move")
             for layer, value in enumerate(update)
-            if self._persists("frozen", layer, value == 0.0)
+            if self._has_persisted("frozen", layer, value == 0.0)
         ]
 
-    def _persists(self, rule: str, layer: int, shows: bool) -> bool:
-        row = self._rows[rule, layer] = self._rows.get((rule, layer), 0) + 1 if shows else 0
+    def _has_persisted(self, rule: str, layer: int, is_present: bool) -> bool:
+        row = self._n_consecutive[rule, layer] = self._n_consecutive.get((rule, layer), 0) + 1 if is_present else 0
         return row == self._patience

@@ -27,37 +27,37 @@ from torch.optim.adamw import adamw
 from nsa_lab.model import MLP, DenseAttention, SparseAttention
 
 MOMENTUM = 0.95
-QUINTIC, STEPS = (3.4445, -4.7750, 2.0315), 5
-SMALLEST = 1e-7  # a norm that is divided by
-RMS = 0.2  # of an update, over the learning rate
+NEWTON_SCHULZ_COEFFICIENTS, NEWTON_SCHULZ_STEPS = (3.4445, -4.7750, 2.0315), 5
+NORM_EPS = 1e-7  # a norm that is divided by
+UPDATE_RMS = 0.2  # of an update, over the learning rate
 
 
-def matrices(model: nn.Module) -> dict[Tensor, list[int]]:
+def find_muon_matrices(model: nn.Module) -> dict[Tensor, list[int]]:
     """The weights [rows, columns] of `model` that Muon takes, and the rows of each matrix that shares one, in order."""
     found: dict[Tensor, list[int]] = {}
     for module in model.modules():
         if isinstance(module, SparseAttention | DenseAttention):
-            c, branches = module.config, module.BRANCHES
+            c, branches = module.config, module.N_BRANCHES
             keys, values = [c.n_kv_groups * c.d_k] * branches, [c.n_kv_groups * c.d_v] * branches
             found[module.qkv.weight] = [c.n_heads * c.d_k, *keys, *values]
             found[module.out.weight] = [c.dim]
         elif isinstance(module, MLP):
-            found[module.up.weight] = [module.down.in_features] * (2 if module.gated else 1)
+            found[module.up.weight] = [module.down.in_features] * (2 if module.is_gated else 1)
             found[module.down.weight] = [module.down.out_features]
     return {weight: rows for weight, rows in found.items() if weight.requires_grad}
 
 
-def newton_schulz(x: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Of matrices U S V^T, [n, rows, columns], nearly U V^T, in `dtype`, which the products are computed in.
 
     Five steps of a x + b (x x^T) x + c (x x^T)^2 x bring singular values from a hundredth of the norm on to between .68 and
     1.14, and leave a zero matrix at zero.
     """
-    a, b, c = QUINTIC
-    x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(SMALLEST)).to(dtype)
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(NORM_EPS)).to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     wide = x.mT if tall else x
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = wide @ wide.mT
         wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.mT if tall else wide
@@ -75,7 +75,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: Mapping[Tensor, Sequence[int]],
+        matrix_rows: Mapping[Tensor, Sequence[int]],
         groups: Iterable[dict[str, Any]],
         *,
         lr: float,
@@ -84,17 +84,17 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__([{"params": list(matrices)}, *groups], defaults)
-        self._rows = matrices
+        super().__init__([{"params": list(matrix_rows)}, *groups], defaults)
+        self._matrix_rows = matrix_rows
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - takes no closure
         ours, *others = self.param_groups
-        self._muon(ours)
+        self._step_muon(ours)
         for group in others:
-            self._adamw(group)
+            self._step_adamw(group)
 
-    def _muon(self, group: dict[str, Any]) -> None:
+    def _step_muon(self, group: dict[str, Any]) -> None:
         alike: dict[torch.Size, list[tuple[Tensor, ...]]] = {}
         for p in group["params"]:
             if p.grad is None:
@@ -103,19 +103,21 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
             together = (p, p.grad, state["momentum_buffer"])
-            for one in zip(*(tensor.split(self._rows[p]) for tensor in together), strict=True):
+            for one in zip(*(tensor.split(self._matrix_rows[p]) for tensor in together), strict=True):
                 alike.setdefault(one[0].shape, []).append(one)
         for of_one_shape in alike.values():
             weights, grads, momenta = (list(tensors) for tensors in zip(*of_one_shape, strict=True))
-            self._move(weights, grads, momenta, group["lr"], group["weight_decay"])
+            self._update_matrices(weights, grads, momenta, group["lr"], group["weight_decay"])
 
-    def _move(self, weights: list[Tensor], grads: list[Tensor], momenta: list[Tensor], lr: float, decay: float) -> None:
+    def _update_matrices(
+        self, weights: list[Tensor], grads: list[Tensor], momenta: list[Tensor], lr: float, decay: float
+    ) -> None:
         """One update of matrices of one shape."""
         weight, grad, before = (torch.stack(tensors) for tensors in (weights, grads, momenta))
         momentum = before.lerp(grad, 1 - MOMENTUM)
         precision = torch.bfloat16 if weight.is_cuda else weight.dtype
-        direction = newton_schulz(grad.lerp(momentum, MOMENTUM), precision)
-        rate = lr * RMS * math.sqrt(max(weight.shape[-2:]))
+        direction = orthogonalize(grad.lerp(momentum, MOMENTUM), precision)
+        rate = lr * UPDATE_RMS * math.sqrt(max(weight.shape[-2:]))
         moved = weight.mul(1 - lr * decay).add_(direction, alpha=-rate)
         if self.found_inf is not None:
             # Chosen, not multiplied: a bad update is not finite.
@@ -123,7 +125,7 @@ class Muon(torch.optim.Optimizer):
             momentum, moved = torch.where(bad, before, momentum), torch.where(bad, weight, moved)
         torch._foreach_copy_([*momenta, *weights], [*momentum, *moved])  # in few launches
 
-    def _adamw(self, group: dict[str, Any]) -> None:
+    def _step_adamw(self, group: dict[str, Any]) -> None:
         updated = [p for p in group["params"] if p.grad is not None]
         for p in updated:
             if not self.state[p]:

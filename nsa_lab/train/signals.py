@@ -37,32 +37,32 @@ class StopSignals:
         self._on_first, self._on_second = on_first, on_second
         self._requested: str | None = None
         self._raise_now = False
-        self._restore: list[Callable[[], Any]] = []
+        self._cleanup: list[Callable[[], Any]] = []
 
     @property
-    def requested(self) -> str | None:
+    def requested_signal(self) -> str | None:
         """Name of the signal that asked for a stop, or None."""
         return self._requested
 
     def should_stop(self) -> bool:
         return self._requested is not None
 
-    def check(self) -> None:
+    def raise_if_requested(self) -> None:
         """Raise `StopRequested` if a stop was asked for."""
         if self._requested is not None:
             raise StopRequested(self._requested)
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Ask for a stop as a SIGTERM from outside would, from any thread; nothing if one was asked for already."""
-        if self._restore and self._requested is None:
+        if self._cleanup and self._requested is None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
+    def raise_immediately(self) -> Iterator[None]:
         """Within this block a request is raised where the main thread stands."""
         self._raise_now = True
         try:
-            self.check()
+            self.raise_if_requested()
             yield
         finally:
             self._raise_now = False
@@ -74,20 +74,20 @@ class StopSignals:
         os.set_blocking(writing, False)
         threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True).start()
         earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        self._restore += [lambda: signal.set_wakeup_fd(earlier), lambda: os.close(writing)]
+        self._cleanup += [lambda: signal.set_wakeup_fd(earlier), lambda: os.close(writing)]
         for number in STOP_SIGNALS:
             previous = signal.signal(number, self._handle)
-            self._restore.insert(0, lambda number=number, previous=previous: signal.signal(number, previous))
+            self._cleanup.insert(0, lambda number=number, previous=previous: signal.signal(number, previous))
         # Blocked since the launcher made this process; a request that came meanwhile arrives now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         stacks = open(self._stacks_path, "a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-        self._restore += [lambda: faulthandler.unregister(signal.SIGUSR2), stacks.close]
+        self._cleanup += [lambda: faulthandler.unregister(signal.SIGUSR2), stacks.close]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        while self._restore:
-            self._restore.pop(0)()
+        while self._cleanup:
+            self._cleanup.pop(0)()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._requested = signal.Signals(number).name

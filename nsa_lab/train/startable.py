@@ -8,13 +8,13 @@ from nsa_lab.attention import resolve_backend
 from nsa_lab.config import RunConfig
 from nsa_lab.data import check
 from nsa_lab.runs.ranks import check_ranks
+from nsa_lab.train.build import select_device
 from nsa_lab.train.distributed import World
-from nsa_lab.train.parts import choose_device
 
 
-def check_startable(config: RunConfig, ranks: int = 1) -> None:
+def check_startable(config: RunConfig, n_ranks: int = 1) -> None:
     """Raise what is wrong with the ranks, the data, the device, the model's size or the backend."""
-    check_ranks(config, ranks)
+    check_ranks(config, n_ranks)
     check(config.data, config.model.vocab_size)
     dtype = torch.bfloat16 if config.runtime.precision == "bf16" else torch.float32
-    resolve_backend(choose_device(config, World(size=ranks)), dtype, config.nsa, config.model, config.runtime.backend)
+    resolve_backend(select_device(config, World(size=n_ranks)), dtype, config.nsa, config.model, config.runtime.backend)

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nsa_lab.data import DataError, FillProgress, prepare
+from nsa_lab.data import BuildProgress, DataError, prepare
 from nsa_lab.runs.history import History
-from nsa_lab.workbook.samples import printable
+from nsa_lab.workbook.samples import make_printable
 
 # Columns that stand beside each other where there is room, and below each other where there is none.
-COLUMN = "display: inline-block; vertical-align: top; width: 31%; min-width: 17em; margin-right: 1.5%"
-TEXT = "white-space: pre-wrap; overflow-wrap: anywhere; font-size: 85%; line-height: 1.35; margin-top: 0.3em"
+COLUMN_STYLE = "display: inline-block; vertical-align: top; width: 31%; min-width: 17em; margin-right: 1.5%"
+TEXT_STYLE = "white-space: pre-wrap; overflow-wrap: anywhere; font-size: 85%; line-height: 1.35; margin-top: 0.3em"
 
 
-class Columns:
+class TextColumns:
     """Texts under their headings; in a terminal below each other."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
@@ -24,7 +24,7 @@ class Columns:
 
     def _repr_html_(self) -> str:
         return "".join(
-            f'<div style="{COLUMN}"><b>{html.escape(name)}</b><pre style="{TEXT}">{html.escape(text)}</pre></div>'
+            f'<div style="{COLUMN_STYLE}"><b>{html.escape(name)}</b><pre style="{TEXT_STYLE}">{html.escape(text)}</pre></div>'
             for name, text in self._texts.items()
         )
 
@@ -32,21 +32,21 @@ class Columns:
         return "\n\n".join(f"{name}\n{'-' * len(name)}\n{text}" for name, text in self._texts.items())
 
 
-def held_out_text(run: str | Path | History, tokens: int) -> str:
+def read_held_out_text(run: str | Path | History, n_tokens: int) -> str:
     """At most `tokens` characters from the middle of the text that a run's validation reads, from the beginning of a line;
     or in a line why there is none to show. Nothing is filled or fetched for it."""
     history = History.read(run)
     config = history.config
-    begun = next(iter(history.of_kind("start", "resume")), {})
+    begun = next(iter(history.events_of_kind("start", "resume")), {})
     try:
-        found = prepare(config.data, config.model.vocab_size, progress=_refuse, identity=begun.get("data_identity"))
+        found = prepare(config.data, config.model.vocab_size, progress=_refuse_to_fill, identity=begun.get("data_identity"))
     except DataError as error:
         return f"not shown: {error}"
     first = len(found.validation) // 2
-    read = found.validation.read(first, min(2 * tokens, len(found.validation) - first))
+    read = found.validation.read(first, min(2 * n_tokens, len(found.validation) - first))
     begun_before, _, from_a_line = found.tokenizer.decode(read.tolist()).partition("\n")
-    return printable(from_a_line or begun_before)[:tokens]
+    return make_printable(from_a_line or begun_before)[:n_tokens]
 
 
-def _refuse(_: FillProgress) -> Any:
+def _refuse_to_fill(_: BuildProgress) -> Any:
     raise DataError("the run's text is not in this machine's cache")

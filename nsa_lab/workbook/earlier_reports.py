@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nsa_lab.health.twins import side_by_side, twins
+from nsa_lab.health.matched_pair import build_side_by_side, find_matched_pair
 from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.events import Event
-from nsa_lab.runs.history import History, facts
-from nsa_lab.runs.summary import backends, size_text, speed_of, time_of
-from nsa_lab.workbook.samples import selected_keys
+from nsa_lab.runs.history import History, collect_facts
+from nsa_lab.runs.summary import format_backends, format_size, format_speed, format_training_time
+from nsa_lab.workbook.samples import count_selected_keys
 
 REPORTS = {
     "S0": "Single A100 Production Run, 2025-08-28",
@@ -56,15 +56,15 @@ def _cell(text: str | None) -> str:
 def _steps_done(run: History, _: History | None) -> str:
     attempts = run.attempts()
     return (
-        f"{run.reached:,} of {run.config.train.steps:,} optimiser steps, {run.status.get('status', 'unknown')}, "
+        f"{run.last_step:,} of {run.config.train.steps:,} optimiser steps, {run.status.get('status', 'unknown')}, "
         f"{len(attempts)} attempt{'s' * (len(attempts) != 1)}"
     )
 
 
 def _speed(run: History, _: History | None) -> str | None:
     speed = run.series("tokens_per_s")[1]
-    device = facts(run).device
-    return f"{speed_of(run)} median, {speed.max():,.0f} peak, on {device}" if len(speed) else None
+    device = collect_facts(run).device
+    return f"{format_speed(run)} median, {speed.max():,.0f} peak, on {device}" if len(speed) else None
 
 
 def _speed_without_checkpointing(run: History, twin: History | None) -> str | None:
@@ -79,15 +79,15 @@ def _step_seconds(run: History, _: History | None) -> str | None:
 
 
 def _time(run: History, _: History | None) -> str | None:
-    known = facts(run)
-    return f"{time_of(known)}: {known.step:,} steps, {known.tokens:,} tokens" if known.wall_s else None
+    known = collect_facts(run)
+    return f"{format_training_time(known)}: {known.step:,} steps, {known.tokens:,} tokens" if known.wall_s else None
 
 
 def _finite(run: History, _: History | None) -> str | None:
-    bad = [event for event in run.current("step", "eval") if event.get("nonfinite")]
+    bad = [event for event in run.current_events("step", "eval") if event.get("nonfinite")]
     if not run.steps:
         return None
-    return f"step {bad[0]['step']:,}: {', '.join(bad[0]['nonfinite'])}" if bad else f"never, in {run.reached:,} steps"
+    return f"step {bad[0]['step']:,}: {', '.join(bad[0]['nonfinite'])}" if bad else f"never, in {run.last_step:,} steps"
 
 
 def _silence(run: History, _: History | None) -> str | None:
@@ -98,12 +98,12 @@ def _silence(run: History, _: History | None) -> str | None:
     ]
     if not gaps:
         return None
-    stalls = len(run.of_kind("stall"))
+    stalls = len(run.events_of_kind("stall"))
     return f"{stalls or 'no'} stall{'s' * (stalls != 1)}; the record was silent for {max(gaps):.1f} s at most"
 
 
 def _gpu_use(run: History, _: History | None) -> str | None:
-    beats = run.of_kind("heartbeat")
+    beats = run.events_of_kind("heartbeat")
     used = [beat["gpu_util"] for beat in beats if beat.get("phase") == "step" and beat.get("gpu_util") is not None]
     return (
         f"{np.median(used):.0f} % median, over the {len(used)} of {len(beats)} heartbeats within a step" if used else None
@@ -111,11 +111,11 @@ def _gpu_use(run: History, _: History | None) -> str | None:
 
 
 def _memory(run: History, _: History | None) -> str | None:
-    peak = facts(run).memory_peak_bytes
+    peak = collect_facts(run).memory_peak_bytes
     if not peak:
         return None
     at_once = run.config.train.micro_batch_size or run.config.train.batch_size
-    return f"{size_text(peak)} at the peak, {at_once} sequences at once"
+    return f"{format_size(peak)} at the peak, {at_once} sequences at once"
 
 
 def _data_wait(run: History, _: History | None) -> str | None:
@@ -124,13 +124,13 @@ def _data_wait(run: History, _: History | None) -> str | None:
 
 
 def _parameters(run: History, _: History | None) -> str | None:
-    counted = facts(run).parameters
+    counted = collect_facts(run).parameters
     return f"{counted:,}" if counted else None
 
 
 def _at(run: History, step: int) -> Event | None:
     """The last reading at or before a step that the run got to."""
-    before = [event for event in run.steps if event["step"] <= step] if run.reached >= step else []
+    before = [event for event in run.steps if event["step"] <= step] if run.last_step >= step else []
     return before[-1] if before else None
 
 
@@ -155,7 +155,7 @@ def _validation(run: History, _: History | None) -> str | None:
 
 
 def _entropy(run: History, _: History | None) -> str | None:
-    steps, values = run.layers("gate_entropy")
+    steps, values = run.layer_series("gate_entropy")
     return (
         f"{values[-1].min():.3f} to {values[-1].max():.3f} by layer at step {steps[-1]:,}; "
         f"{values[0].min():.3f} to {values[0].max():.3f} at step {steps[0]:,}"
@@ -165,7 +165,7 @@ def _entropy(run: History, _: History | None) -> str | None:
 
 
 def _shares(run: History, _: History | None) -> str | None:
-    last = [values[-1] for branch in ("cmp", "sel", "win") if len(values := run.layers(f"gate_share_{branch}")[1])]
+    last = [values[-1] for branch in ("cmp", "sel", "win") if len(values := run.layer_series(f"gate_share_{branch}")[1])]
     mean = ", ".join(f"{share.mean():.3f}" for share in last)
     spread = max((np.ptp(share) for share in last), default=0.0)
     return f"[{mean}] mean over layers; a branch differs by up to {spread:.3f} between layers" if last else None
@@ -175,20 +175,20 @@ def _keys(run: History, _: History | None) -> str | None:
     if run.config.model.attention != "nsa":
         return None
     try:
-        mean, most = selected_keys(run.run_dir)
+        mean, most = count_selected_keys(run.run_dir)
     except NoCheckpoint:
         return None
     return f"{mean:.1f} mean, {most:,} most at {run.config.train.seq_len:,} tokens, counted in the last checkpoint's blocks"
 
 
 def _fallbacks(run: History, _: History | None) -> str | None:
-    named = backends(facts(run).backend)
+    named = format_backends(collect_facts(run).backend)
     return named and f"{named}, chosen once, before the first step"
 
 
 def _against_dense(run: History, twin: History | None) -> str | None:
-    pair = twins([run, twin]) if twin else None
-    ratio = pair and {name: ratio for name, *_, ratio in side_by_side(*pair)}["tokens per second, median"]
+    pair = find_matched_pair([run, twin]) if twin else None
+    ratio = pair and {name: ratio for name, *_, ratio in build_side_by_side(*pair)}["tokens per second, median"]
     return f"{ratio:.2f} of the dense twin's tokens per second at {run.config.train.seq_len:,} tokens" if ratio else None
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig, UsageError, parse_override
 from nsa_lab.health import examine
-from nsa_lab.health.advice import what_to_do
-from nsa_lab.health.answers import answers, unanswered
-from nsa_lab.runs import checkpoints, directory, launch, names
+from nsa_lab.health.headline_questions import answer_questions, list_other_verdicts
+from nsa_lab.health.next_actions import list_next_actions
+from nsa_lab.runs import checkpoint_files, directory, lifecycle, resolve
+from nsa_lab.runs.atomic_io import read_json
 from nsa_lab.runs.directory import RunDirectoryError
-from nsa_lab.runs.environment import code_identity
+from nsa_lab.runs.environment import get_code_identity
 from nsa_lab.runs.events import read_events
-from nsa_lab.runs.files import read_json
 from nsa_lab.runs.history import History
-from nsa_lab.runs.summary import shown_facts
+from nsa_lab.runs.summary import format_facts
 
-LOG_LINES = 12
+N_LOG_LINES = 12
 
 
 class Stop(Exception):
@@ -31,12 +31,12 @@ class Stop(Exception):
         return [str(self)]
 
 
-def configuration(name: str, sections: dict[str, dict[str, Any]], run_dir: str = "") -> RunConfig:
+def load_configuration(name: str, sections: dict[str, dict[str, Any]], run_dir: str = "") -> RunConfig:
     """`params/<name>.yaml` with `sections` laid over it, or what `run_dir` was made with.
 
     Without a file of that name the sections are the whole configuration. Raises `Stop` with a line for each problem.
     """
-    given = {section: _numbers(section, values) for section, values in sections.items() if values}
+    given = {section: _parse_numbers(section, values) for section, values in sections.items() if values}
     try:
         if run_dir:
             if given:
@@ -44,49 +44,49 @@ def configuration(name: str, sections: dict[str, dict[str, Any]], run_dir: str =
                     f"run_dir = {run_dir!r} and values for {', '.join(given)}: a run keeps its "
                     "configuration; leave run_dir empty to change it, or the sections to attach to the run"
                 )
-            return History.read(run_directory(run_dir)).config
-        file = names.root() / "params" / f"{name}.yaml"
+            return History.read(find_run_directory(run_dir)).config
+        file = resolve.get_root() / "params" / f"{name}.yaml"
         if given and not file.is_file():
             return RunConfig.from_dict({"name": name, **given})
-        return RunConfig.from_yaml(names.params_file(name), given)
+        return RunConfig.from_yaml(resolve.find_params_file(name), given)
     except UsageError as error:
         raise Stop(f"{type(error).__name__}: {error}") from None
 
 
-def run_directory(run_dir: str) -> Path:
+def find_run_directory(run_dir: str) -> Path:
     """A run directory by path (from the project's folder), by id, or by the beginning of its id."""
-    here = names.root() / run_dir
-    return names.find_run(str(here) if here.is_dir() else run_dir, names.outputs_folder())
+    here = resolve.get_root() / run_dir
+    return resolve.find_run(str(here) if here.is_dir() else run_dir, resolve.get_outputs_dir())
 
 
-def found(run: str) -> Path:
+def find_run(run: str) -> Path:
     """`run_directory`. Raises `Stop`."""
     try:
-        return run_directory(run)
+        return find_run_directory(run)
     except RunDirectoryError as error:
         raise Stop(f"RunDirectoryError: {error}") from None
 
 
-def start(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: bool = False) -> Path:
+def start_run(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: bool = False) -> Path:
     """The directory of a run that is under way or finished; says what it did to get there. Raises `Stop`.
 
     With `run_dir`, that run: attached to, resumed, or shown. Otherwise the latest run of exactly this configuration that is
     unfinished; else one that this very code finished; else, or with `new_run`, a new run.
     """
-    folder = names.root() / outputs if outputs else names.outputs_folder()
+    folder = resolve.get_root() / outputs if outputs else resolve.get_outputs_dir()
     try:
         if run_dir:
-            found = run_directory(run_dir)
+            found = find_run_directory(run_dir)
         elif new_run:
             found = None
         else:
-            found = launch.find_unfinished(config, folder) or _finished(config, folder)
+            found = lifecycle.find_unfinished(config, folder) or _find_finished(config, folder)
         if found is None:
-            run = launch.ensure(config, folder, new=True)
+            run = lifecycle.ensure(config, folder, new=True)
             print(f"new run: {run}")
             return run
-        before, way = launch.state(found), _way_in(found)
-        run = launch.ensure(found)
+        before, way = lifecycle.get_state(found), _describe_start(found)
+        run = lifecycle.ensure(found)
     except UsageError as error:
         raise Stop(f"{type(error).__name__}: {error}") from None
     did = {
@@ -98,87 +98,87 @@ def start(config: RunConfig, run_dir: str = "", *, outputs: str = "", new_run: b
     return run
 
 
-def _way_in(run: Path) -> str:
+def _describe_start(run: Path) -> str:
     """How a trainer that is started now gets into the run: its record and its checkpoints tell, not its state."""
     if not any(event["kind"] in ("start", "resume") for event in read_events(run)):
         return "started"
-    saved = checkpoints.steps(checkpoints.folder_of(run))
+    saved = checkpoint_files.list_steps(checkpoint_files.get_checkpoint_dir(run))
     return f"resumed from its checkpoint of step {saved[-1]:,}" if saved else "started anew, for it has saved no checkpoint"
 
 
-def print_verdicts(run: str | Path | History, *, besides_answers: bool = False) -> None:
+def print_verdicts(run: str | Path | History, *, without_answers: bool = False) -> None:
     """Every verdict on the run, one line each, and the headline; or those alone that `print_answers` does not tell."""
     health = examine(run)
-    print(*(unanswered(health.verdicts) if besides_answers else health.verdicts), sep="\n")
+    print(*(list_other_verdicts(health.verdicts) if without_answers else health.verdicts), sep="\n")
     print(f"\n{health.headline}\n")
 
 
 def print_answers(run: str | Path | History) -> None:
     """Did it work, how fast, is the gate alive, is selection doing anything: one line each."""
-    for answer in answers(examine(run).verdicts):
+    for answer in answer_questions(examine(run).verdicts):
         print(f"{answer.mark:<4} {answer.name} {answer.text}")
 
 
-def print_columns(head: Sequence[str], rows: Iterable[tuple[str, *tuple[str | float | None, ...]]]) -> None:
+def print_columns(header: Sequence[str], rows: Iterable[tuple[str, *tuple[str | float | None, ...]]]) -> None:
     """What is told of each beside each other, one line per name: texts, numbers to three digits, a dash where it is not
     known. The line between names and values keeps it a table on a page, however narrow."""
-    print(f"{head[0]:<32}│" + "".join(f"{name:>18}" for name in head[1:]))
+    print(f"{header[0]:<32}│" + "".join(f"{name:>18}" for name in header[1:]))
     for name, *values in rows:
         told = ("–" if value is None else value if isinstance(value, str) else f"{value:.3f}" for value in values)
         print(f"{name:<32}│" + "".join(f"{text:>18}" for text in told))
 
 
-def verdict(run: Path) -> None:
+def print_final_verdict(run: Path) -> None:
     """Print the verdicts on the run. Raises `Stop` if it ended badly, so that the notebook says so too."""
     print_verdicts(run)
-    state = launch.state(run)
+    state = lifecycle.get_state(run)
     if state in (directory.HALTED, "DEAD"):
         # Why it ended stands in the verdicts.
-        raise Stop("\n".join([f"the run is {state}.", *what_to_do(History.read(run))[:1]]))
+        raise Stop("\n".join([f"the run is {state}.", *list_next_actions(History.read(run))[:1]]))
 
 
-def log_tail(run: Path) -> str:
+def read_log_tail(run: Path) -> str:
     """The last lines of the trainer's log, for a trainer that died without a word."""
     log = run / directory.LOG
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    return "\n".join(lines[-LOG_LINES:])
+    return "\n".join(lines[-N_LOG_LINES:])
 
 
-def latest_finished(outputs: str = "") -> Path:
+def find_latest_finished(outputs: str = "") -> Path:
     """The newest run directory whose run is DONE. Raises `Stop` if there is none."""
-    folder = names.root() / outputs if outputs else names.outputs_folder()
-    for run in reversed(names.run_directories(folder)):
+    folder = resolve.get_root() / outputs if outputs else resolve.get_outputs_dir()
+    for run in reversed(resolve.list_run_dirs(folder)):
         if directory.read_status(run).get("status") == directory.DONE:
             return run
     raise Stop(f"no finished run in {folder}; make one with: nsa-lab run smoke")
 
 
-def records(run_dir: str = "", other_run: str = "", outputs: str = "") -> list[History]:
+def read_histories(run_dir: str = "", other_run: str = "", outputs: str = "") -> list[History]:
     """The record of the run that is named, by default of the newest finished one, then of the other if one is named.
 
     Raises `Stop`.
     """
-    run = found(run_dir) if run_dir else latest_finished(outputs)
-    return [History.read(each) for each in (run, *([found(other_run)] if other_run else []))]
+    run = find_run(run_dir) if run_dir else find_latest_finished(outputs)
+    return [History.read(each) for each in (run, *([find_run(other_run)] if other_run else []))]
 
 
-def facts_table(history: History) -> str:
+def format_facts_table(history: History) -> str:
     """What a run was and what it came to, as a table in Markdown."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in shown_facts(history))])
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in format_facts(history))])
 
 
-def other_runs(runs: list[History], outputs: str = "") -> list[Path]:
+def list_other_runs(runs: list[History], outputs: str = "") -> list[Path]:
     """Runs in the folder besides these that recorded anything, newest first."""
-    folder = names.root() / outputs if outputs else names.outputs_folder()
+    folder = resolve.get_root() / outputs if outputs else resolve.get_outputs_dir()
     known = {history.run for history in runs}
-    there = reversed(names.run_directories(folder))
+    there = reversed(resolve.list_run_dirs(folder))
     return [run for run in there if run.name not in known and (run / directory.EVENTS).is_file()]
 
 
-def _finished(config: RunConfig, folder: Path) -> Path | None:
+def _find_finished(config: RunConfig, folder: Path) -> Path | None:
     """The latest run that is DONE, of exactly this configuration and made by this very code."""
-    source = code_identity()["source"]
-    for run in reversed(names.run_directories(folder)):
+    source = get_code_identity()["source"]
+    for run in reversed(resolve.list_run_dirs(folder)):
         if directory.read_status(run).get("status") != directory.DONE:
             continue
         known = read_json(run / directory.ENVIRONMENT)
@@ -188,7 +188,7 @@ def _finished(config: RunConfig, folder: Path) -> Path | None:
     return None
 
 
-def _numbers(section: str, values: dict[str, Any]) -> dict[str, Any]:
+def _parse_numbers(section: str, values: dict[str, Any]) -> dict[str, Any]:
     """Papermill reads `lr: 1e-3` from YAML 1.1 as the text "1e-3"; here such a text is the number it means."""
     if not isinstance(values, dict):
         raise Stop(f"{section} = {values!r}: expected a mapping of keys and values")

@@ -14,14 +14,14 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 from nsa_lab.config import ConfigError, NSAConfig
-from nsa_lab.figures import query_reads
-from nsa_lab.figures.query import Reads
-from nsa_lab.figures.style import png, title
+from nsa_lab.figures import plot_query_attention
+from nsa_lab.figures.query_plot import AttentionReads
+from nsa_lab.figures.style import get_title, render_png
+from nsa_lab.workbook.display import has_front_end, make_image, show_folded
 from nsa_lab.workbook.examples import Example
-from nsa_lab.workbook.reads import describe, mark, reads_of
-from nsa_lab.workbook.show import fold, has_front_end, image
+from nsa_lab.workbook.query_attention import compute_reads, describe_selected_blocks, mark_token
 
-CHOICES = {
+SIZE_OPTIONS = {
     "l": (8, 16, 32, 64),
     "d": (4, 8, 16, 32),
     "l_sel": (16, 32, 64, 128),
@@ -30,7 +30,7 @@ CHOICES = {
 }
 
 
-def explore(
+def explore_query(
     layers: Sequence[Example],
     nsa: NSAConfig,
     position: int,
@@ -38,22 +38,22 @@ def explore(
     *,
     layer: int = 0,
     answer: int | None = None,
-    with_widgets: bool | None = None,
+    use_widgets: bool | None = None,
 ) -> None:
     """Show the explorer on the layers of a model (or one example), starting at one query of one of them.
 
     answer: a token that is marked in the picture. `with_widgets`: yes, no, or (None) only where a front end is open.
     """
-    if has_front_end() if with_widgets is None else with_widgets:
-        display(explorer(layers, nsa, position, group, layer=layer, answer=answer))
+    if has_front_end() if use_widgets is None else use_widgets:
+        display(build_query_explorer(layers, nsa, position, group, layer=layer, answer=answer))
         return
-    reads = reads_of(layers[layer], nsa, position, group)
-    figure = _picture(layers[layer], reads, answer)
-    display(image(figure, title(figure)))
-    fold("What the chosen blocks say", describe(reads, layers[layer].text), opened=True)
+    reads = compute_reads(layers[layer], nsa, position, group)
+    figure = _plot_reads(layers[layer], reads, answer)
+    display(make_image(figure, get_title(figure)))
+    show_folded("What the chosen blocks say", describe_selected_blocks(reads, layers[layer].text), is_open=True)
 
 
-def explorer(
+def build_query_explorer(
     layers: Sequence[Example],
     nsa: NSAConfig,
     position: int,
@@ -82,7 +82,7 @@ def explorer(
             style={"description_width": "3em"},
             layout=widgets.Layout(width="8.5em"),
         )
-        for name, choices in CHOICES.items()
+        for name, choices in SIZE_OPTIONS.items()
     }
     picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", height="auto", align_self="flex-start"))
     text = widgets.HTML()
@@ -97,10 +97,10 @@ def explorer(
         at_layer, group = depth.value, which.value
         assert at_layer is not None and group is not None, "the controls were made with values"
         example = layers[at_layer]
-        reads = reads_of(example, geometry, query.value, group)
-        picture.value = png(_picture(example, reads, answer))
+        reads = compute_reads(example, geometry, query.value, group)
+        picture.value = render_png(_plot_reads(example, reads, answer))
         picture.layout.visibility = "visible"
-        text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(describe(reads, example.text))}</pre>"
+        text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(describe_selected_blocks(reads, example.text))}</pre>"
 
     for control in (query, depth, which, *sizes.values()):
         control.observe(redraw, names="value")
@@ -108,8 +108,8 @@ def explorer(
     return widgets.VBox([widgets.HBox([query, depth, which]), widgets.HBox(list(sizes.values())), picture, text])
 
 
-def _picture(example: Example, reads: Reads, answer: int | None) -> Figure:
-    figure = query_reads(reads, example.about)
+def _plot_reads(example: Example, reads: AttentionReads, answer: int | None) -> Figure:
+    figure = plot_query_attention(reads, example.description)
     if answer is not None:
-        mark(figure, answer)
+        mark_token(figure, answer)
     return figure

@@ -13,67 +13,67 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 import nsa_lab.figures as figures
-from nsa_lab.figures.layers import STATISTICS
-from nsa_lab.figures.style import png
+from nsa_lab.figures.layer_comparison import STATISTICS
+from nsa_lab.figures.style import render_png
 from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.history import History
-from nsa_lab.workbook import compare
-from nsa_lab.workbook.show import has_front_end, show
+from nsa_lab.workbook import run_comparison
+from nsa_lab.workbook.display import has_front_end, show_figure
 
 MAP, LOSS, GATES = "blocks selected", "loss", "gate shares"
 VIEWS = (LOSS, GATES, *STATISTICS, MAP)
 
 
 def explore_runs(
-    chosen: Sequence[figures.Run],
+    selected: Sequence[figures.Run],
     others: Sequence[figures.Run] = (),
     *,
     layer: int = 0,
     group: int = 0,
     step: int | None = None,
-    with_widgets: bool | None = None,
+    use_widgets: bool | None = None,
 ) -> None:
     """Show the explorer on the `chosen` runs; `others` can be chosen too. `with_widgets` as in `explore`."""
-    if has_front_end() if with_widgets is None else with_widgets:
-        display(run_explorer(chosen, others, layer=layer, group=group, step=step))
+    if has_front_end() if use_widgets is None else use_widgets:
+        display(build_run_explorer(selected, others, layer=layer, group=group, step=step))
         return
-    histories = list(_named(chosen).values())
-    at = last_step(histories) if step is None else step
-    print(compare.numbers_at(histories, layer, at))
+    histories = list(_index_by_name(selected).values())
+    at = get_last_step(histories) if step is None else step
+    print(run_comparison.format_numbers_at(histories, layer, at))
     for view in (GATES, MAP):
-        drawn, problems = views_of(histories, view, layer, group, at)
+        drawn, problems = plot_view(histories, view, layer, group, at)
         for figure in drawn:
-            show(figure)
+            show_figure(figure)
         print("\n".join(problems), end="\n" if problems else "")
 
 
-def views_of(runs: Sequence[figures.Run], view: str, layer: int, group: int, step: int) -> tuple[list[Figure], list[str]]:
+def plot_view(runs: Sequence[figures.Run], view: str, layer: int, group: int, step: int) -> tuple[list[Figure], list[str]]:
     """The pictures of one of `VIEWS`, and a line for each run that has none."""
     if view == LOSS:
-        return [figures.loss_curves(runs)], []
+        return [figures.plot_loss_curves(runs)], []
     if view == GATES:
-        return [figures.gates_of_layer(runs, layer, step)], []
+        return [figures.plot_layer_gates(runs, layer, step)], []
     if view in STATISTICS:
-        return [figures.statistic_of_layer(runs, view, layer, step)], []
+        return [figures.plot_layer_statistic(runs, view, layer, step)], []
     drawn, problems = [], []
     for run in runs:
         try:
-            drawn.append(compare.selection_map(run, layer, group, step))
+            drawn.append(run_comparison.plot_selection_map(run, layer, group, step))
         except (NoCheckpoint, ValueError) as error:
             problems.append(f"no map: {error}")
     return drawn, problems
 
 
-def last_step(histories: Sequence[History]) -> int:
-    return max((history.reached for history in histories), default=0)
+def get_last_step(histories: Sequence[History]) -> int:
+    return max((history.last_step for history in histories), default=0)
 
 
-def _named(runs: Sequence[figures.Run]) -> dict[str, History]:
+def _index_by_name(runs: Sequence[figures.Run]) -> dict[str, History]:
     return {history.run: history for history in map(History.read, runs)}
 
 
-def run_explorer(
-    chosen: Sequence[figures.Run],
+def build_run_explorer(
+    selected: Sequence[figures.Run],
     others: Sequence[figures.Run] = (),
     *,
     layer: int = 0,
@@ -81,10 +81,10 @@ def run_explorer(
     step: int | None = None,
 ) -> widgets.VBox:
     """The controls and the pictures as one widget."""
-    known = _named([*chosen, *others])
+    known = _index_by_name([*selected, *others])
     which = widgets.SelectMultiple(
         options=list(known),
-        value=list(_named(chosen)),
+        value=list(_index_by_name(selected)),
         description="runs",
         rows=min(len(known), 6),
         layout=widgets.Layout(width="60%"),
@@ -99,24 +99,25 @@ def run_explorer(
         runs = [known[name] for name in which.value]
         name, layer, group = view.value, depth.value, heads.value
         assert name is not None and layer is not None and group is not None, "each control was made with a value"
-        drawn, problems = views_of(runs, name, layer, group, at.value) if runs else ([], ["choose a run"])
+        drawn, problems = plot_view(runs, name, layer, group, at.value) if runs else ([], ["choose a run"])
         pictures.children = [
-            widgets.Image(value=png(figure), format="png", layout=widgets.Layout(max_width="100%")) for figure in drawn
+            widgets.Image(value=render_png(figure), format="png", layout=widgets.Layout(max_width="100%"))
+            for figure in drawn
         ]
-        told = "\n".join([compare.numbers_at(runs, layer, at.value), *problems])
+        told = "\n".join([run_comparison.format_numbers_at(runs, layer, at.value), *problems])
         text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(told)}</pre>"
 
     def choose(_change: object = None) -> None:
         # Three controls change, and one picture follows.
         for control in fitted:
             control.unobserve(redraw, names="value")
-        fit([known[name] for name in which.value], *fitted)
+        fit_controls([known[name] for name in which.value], *fitted)
         for control in fitted:
             control.observe(redraw, names="value")
         redraw()
 
     fitted = depth, heads, at
-    fit([known[name] for name in which.value] or list(known.values()), *fitted, wanted=(layer, group, step))
+    fit_controls([known[name] for name in which.value] or list(known.values()), *fitted, initial=(layer, group, step))
     for control in (view, *fitted):
         control.observe(redraw, names="value")
     which.observe(choose, names="value")
@@ -124,12 +125,12 @@ def run_explorer(
     return widgets.VBox([which, widgets.HBox([view, depth, heads]), at, pictures, text])
 
 
-def fit(
+def fit_controls(
     runs: Sequence[History],
-    depth: widgets.Dropdown,
-    heads: widgets.Dropdown,
-    at: widgets.IntSlider,
-    wanted: tuple[int, int, int | None] | None = None,
+    layer_control: widgets.Dropdown,
+    group_control: widgets.Dropdown,
+    step_slider: widgets.IntSlider,
+    initial: tuple[int, int, int | None] | None = None,
 ) -> None:
     """Have the controls offer what these runs have: their layers, head groups and steps; without runs, what they offered.
 
@@ -138,13 +139,17 @@ def fit(
     """
     if not runs:
         return
-    layer, group, step = wanted or (depth.value, heads.value, None if at.value == at.max else at.value)
-    end = last_step(runs)
+    layer, group, step = initial or (
+        layer_control.value,
+        group_control.value,
+        None if step_slider.value == step_slider.max else step_slider.value,
+    )
+    end = get_last_step(runs)
     for control, value, count in (
-        (depth, layer, max(history.config.model.n_layers for history in runs)),
-        (heads, group, max(history.config.model.n_kv_groups for history in runs)),
+        (layer_control, layer, max(history.config.model.n_layers for history in runs)),
+        (group_control, group, max(history.config.model.n_kv_groups for history in runs)),
     ):
         control.options = list(range(count))
         control.value = min(value or 0, count - 1)
-    at.max = end
-    at.value = end if step is None else min(step, end)
+    step_slider.max = end
+    step_slider.value = end if step is None else min(step, end)

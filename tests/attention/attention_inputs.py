@@ -29,7 +29,7 @@ GEOMETRIES = {
 }
 
 # Names of ways to compute: a backend, and the settings of the torch backend that steer it into each of its paths.
-ARMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "reference": {},
     "torch": {},
     "torch, one query a chunk": {"CHUNK_BYTES": {"cpu": 1}},
@@ -37,27 +37,27 @@ ARMS: dict[str, dict[str, Any]] = {
     "torch, gathering": {"GATHER_PAST_BUDGETS": 0},
     "torch, gathering in small chunks": {"GATHER_PAST_BUDGETS": 0, "CHUNK_BYTES": {"cpu": 4096}},
 }
-TORCH_ARMS = [arm for arm in ARMS if arm != "reference"]
+TORCH_VARIANTS = [arm for arm in VARIANTS if arm != "reference"]
 
 
-def _with_each(names: Iterable[str]) -> pytest.MarkDecorator:
+def _parametrize_variants(names: Iterable[str]) -> pytest.MarkDecorator:
     """Runs a test with each of these arms; those that cut as finely as can be are as slow as it sounds."""
     slow = ("torch, one query a chunk", "torch, gathering in small chunks")
     return pytest.mark.parametrize("arm", [pytest.param(arm, marks=[pytest.mark.slow] * (arm in slow)) for arm in names])
 
 
-arms, torch_arms = _with_each(ARMS), _with_each(TORCH_ARMS)
+every_variant, every_torch_variant = _parametrize_variants(VARIANTS), _parametrize_variants(TORCH_VARIANTS)
 
 
 @contextmanager
-def running(arm: str, batch: int = 1) -> Iterator[str]:
+def use_variant(variant: str, batch: int = 1) -> Iterator[str]:
     """Within, the torch backend runs as `arm` says; gives the backend's name. `batch`: chunks have the queries that they
     have of one sequence, of so many sequences."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ARMS[arm].items():
+        for name, value in VARIANTS[variant].items():
             scaled = {device: size * batch for device, size in value.items()} if isinstance(value, dict) else value
             patch.setattr(torch_backend, name, scaled)
-        yield arm.split(",")[0]
+        yield variant.split(",")[0]
 
 
 class Inputs(NamedTuple):
@@ -104,7 +104,7 @@ class Shape:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, most_tokens: int = 40) -> Shape:
+def random_shapes(draw: st.DrawFn, max_tokens: int = 40) -> Shape:
     """Any shape that the configuration allows, small enough for the brute force."""
     d = draw(st.integers(1, 4))
     nsa = NSAConfig(
@@ -117,7 +117,7 @@ def shapes(draw: st.DrawFn, most_tokens: int = 40) -> Shape:
     width = st.integers(1, 5)
     return Shape(
         nsa,
-        draw(st.integers(1, most_tokens)),
+        draw(st.integers(1, max_tokens)),
         draw(st.integers(1, 2)),
         draw(st.integers(1, 3)),
         draw(st.integers(1, 4)),
@@ -143,14 +143,14 @@ CORNERS = {
 }
 
 
-def plain(nsa: NSAConfig) -> brute_force.Geometry:
+def to_brute_force_geometry(nsa: NSAConfig) -> brute_force.Geometry:
     return brute_force.Geometry(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w)
 
 
-def arrays(inputs: Inputs) -> list[np.ndarray]:
+def to_numpy(inputs: Inputs) -> list[np.ndarray]:
     return [x.numpy() for x in inputs]
 
 
-def as_lists(blocks: Tensor) -> list[list[list[list[int]]]]:
+def to_lists(blocks: Tensor) -> list[list[list[list[int]]]]:
     """Blocks [B, T, G, n_sel] without their padding."""
     return [[[[j for j in row if j >= 0] for row in groups] for groups in tokens] for tokens in blocks.tolist()]

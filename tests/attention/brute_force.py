@@ -163,7 +163,7 @@ def importance(q: Array, k_cmp: Array, geometry: Geometry, first: int = 0) -> Ar
     return out
 
 
-def choose(scores: Array, t: int, geometry: Geometry) -> list[int]:
+def select_by_importance(scores: Array, t: int, geometry: Geometry) -> list[int]:
     """The blocks that the query at t reads: three forced, the rest by importance in float32, ties to the lower index."""
     candidates = [j for j in range(len(scores)) if j * geometry.l_sel <= t]
     own = t // geometry.l_sel
@@ -176,7 +176,9 @@ def select_blocks(q: Array, k_cmp: Array, geometry: Geometry, first: int = 0) ->
     """[sequence][token][group] -> list of blocks, ascending."""
     scores = importance(q, k_cmp, geometry, first)
     B, T, G, _ = scores.shape
-    return [[[choose(scores[b, t, g], first + t, geometry) for g in range(G)] for t in range(T)] for b in range(B)]
+    return [
+        [[select_by_importance(scores[b, t, g], first + t, geometry) for g in range(G)] for t in range(T)] for b in range(B)
+    ]
 
 
 def selected_reads(blocks: list[list[list[list[int]]]], length: int, geometry: Geometry, first: int = 0) -> Reads:
@@ -279,21 +281,21 @@ def attention_layer(x: Array, model: Model, prefix: str) -> Array:
         rows[name] = (x @ weight.T).reshape(B, T, heads, width)
         if name[0] == "k" and f"{prefix}.convolution.weight" in model.weights:
             branch = ["k_cmp", "k_sel", "k_win"].index(name)
-            rows[name] = two_taps(rows[name], model.weights[f"{prefix}.convolution.weight"][:, branch])
+            rows[name] = short_convolution(rows[name], model.weights[f"{prefix}.convolution.weight"][:, branch])
         if name[0] in "qk":
             R = model.turned or d_k
             rows[name] = np.concatenate([rotate(rows[name][..., :R], model.theta), rows[name][..., R:]], axis=-1)
-    k_cmp = compress(rows["k_cmp"], model.geometry, phi_of(model, f"{prefix}.phi_k"))
-    v_cmp = compress(rows["v_cmp"], model.geometry, phi_of(model, f"{prefix}.phi_v"))
+    k_cmp = compress(rows["k_cmp"], model.geometry, get_phi(model, f"{prefix}.phi_k"))
+    v_cmp = compress(rows["v_cmp"], model.geometry, get_phi(model, f"{prefix}.phi_v"))
     logits = (x @ model.weights[f"{prefix}.gate.weight"].T).reshape(B, T, H, 3)
     gates = sigmoid(logits) if model.gate == "sigmoid" else np.apply_along_axis(softmax, -1, logits)
-    chosen_by = index(x, model, f"{prefix}.indexer") if model.indexer else None
+    chosen_by = index_queries_and_keys(x, model, f"{prefix}.indexer") if model.indexer else None
     branches = k_cmp, v_cmp, rows["k_sel"], rows["v_sel"], rows["k_win"], rows["v_win"]
     mixed = nsa_attention(rows["q"], *branches, gates, model.geometry, chosen_by)
     return mixed.reshape(B, T, H * d_v) @ model.weights[f"{prefix}.out.weight"].T
 
 
-def looked_up(tokens: Array, longest: int, rows: int, table: Array) -> Array:
+def compute_ngram_rows(tokens: Array, longest: int, rows: int, table: Array) -> Array:
     """Of each token the rows of the 2 to `longest` tokens that end with it, side by side; in front of the first is none."""
     base, mix, whole = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 2**64
     out = []
@@ -302,14 +304,14 @@ def looked_up(tokens: Array, longest: int, rows: int, table: Array) -> Array:
             row = []
             for n in range(2, longest + 1):
                 value = sum((sequence[t - j] + 1) * base ** (j + 1) for j in range(n) if j <= t) % whole
-                value = folded(folded(value) * mix % whole)
+                value = fold_bits(fold_bits(value) * mix % whole)
                 signed = value - whole if value >= whole // 2 else value
                 row.append(table[(n - 2) * rows + signed % rows])
             out.append(np.concatenate(row))
     return np.stack(out).reshape(*tokens.shape, -1)
 
 
-def folded(value: int) -> int:
+def fold_bits(value: int) -> int:
     """A 64-bit number, its upper half xored into the lower; the sign bit fills what is shifted in."""
     upper = value >> 32
     if value >= 2**63:
@@ -317,7 +319,7 @@ def folded(value: int) -> int:
     return value ^ upper
 
 
-def two_taps(x: Array, weight: Array) -> Array:
+def short_convolution(x: Array, weight: Array) -> Array:
     """x [B, T, G, D] times weight[0], and the row before times weight[1], [G, D] each."""
     out = x * weight[0]
     for t in range(1, x.shape[1]):
@@ -325,14 +327,14 @@ def two_taps(x: Array, weight: Array) -> Array:
     return out
 
 
-def index(x: Array, model: Model, prefix: str) -> tuple[Array, Array, Geometry]:
+def index_queries_and_keys(x: Array, model: Model, prefix: str) -> tuple[Array, Array, Geometry]:
     """The indexer's queries [B, T, G, width] and compressed keys [B, N, G, width], and the geometry of these."""
     B, T, _ = x.shape
     G, width = model.groups, model.indexer_width or model.d_k
     geometry = model.geometry._replace(l=model.indexer, d=model.indexer)
     q, k = (rows.reshape(B, T, G, width) for rows in np.split(x @ model.weights[f"{prefix}.qk.weight"].T, 2, axis=-1))
     if f"{prefix}.convolution.weight" in model.weights:
-        k = two_taps(k, model.weights[f"{prefix}.convolution.weight"][:, 0])
+        k = short_convolution(k, model.weights[f"{prefix}.convolution.weight"][:, 0])
     R = (model.turned or model.d_k) * width // model.d_k
     q, k = (np.concatenate([rotate(rows[..., :R], model.theta), rows[..., R:]], axis=-1) for rows in (q, k))
     weighed = model.indexer > 1  # there is nothing to weigh in one token
@@ -340,7 +342,7 @@ def index(x: Array, model: Model, prefix: str) -> tuple[Array, Array, Geometry]:
     return q, compress(k, geometry, phi), geometry
 
 
-def phi_of(model: Model, prefix: str) -> Callable[[Array], Array]:
+def get_phi(model: Model, prefix: str) -> Callable[[Array], Array]:
     if model.phi == "avg":
         return mean
     if model.phi == "pool":
@@ -356,7 +358,7 @@ def logits(tokens: Array, model: Model, layers: int) -> Array:
     w = model.weights
     x = w["embedding.weight"][tokens]
     if model.ngrams[0]:
-        x = x + looked_up(tokens, *model.ngrams, w["ngrams.table.weight"]) @ w["ngrams.out.weight"].T
+        x = x + compute_ngram_rows(tokens, *model.ngrams, w["ngrams.table.weight"]) @ w["ngrams.out.weight"].T
     if model.embedding_norm:
         x = rms_norm(x, np.ones(x.shape[-1]), model.eps)
     for i in range(layers):

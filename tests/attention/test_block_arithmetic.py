@@ -18,7 +18,7 @@ BLOCK_RATIOS = list(itertools.product([1, 2, 3, 16], [1, 2, 3, 4, 5, 8], [1, 2, 
 
 
 @st.composite
-def geometries(draw: st.DrawFn) -> NSAConfig:
+def random_geometries(draw: st.DrawFn) -> NSAConfig:
     d = draw(st.integers(1, 16))
     return NSAConfig(
         l=d * draw(st.integers(1, 6)),
@@ -29,7 +29,7 @@ def geometries(draw: st.DrawFn) -> NSAConfig:
     )
 
 
-def equation_9(n_compressed: int, n_selection: int, nsa: NSAConfig, first: int) -> torch.Tensor:
+def build_equation_9_weights(n_compressed: int, n_selection: int, nsa: NSAConfig, first: int) -> torch.Tensor:
     """p_slc[j] = sum over m < l'/d, n < l/d of p_cmp[(l'/d) j - m - n], as a matrix; both indices count from `first`."""
     weights = torch.zeros(n_compressed, n_selection)
     for j in range(first, n_selection + first):
@@ -45,7 +45,7 @@ def test_equation_9_with_indices_from_1_is_the_shared_tokens(d: int, l_over_d: i
     nsa = NSAConfig(d=d, l=d * l_over_d, l_sel=d * l_sel_over_d)
     for length in (nsa.l, nsa.l_sel, 3 * nsa.l_sel + nsa.l + d - 1, 7 * nsa.l_sel):
         sizes = geometry.num_compressed(length, nsa), geometry.num_selection(length, nsa)
-        assert torch.equal(geometry.overlap(*sizes, nsa), equation_9(*sizes, nsa, first=1))
+        assert torch.equal(geometry.overlap(*sizes, nsa), build_equation_9_weights(*sizes, nsa, first=1))
 
 
 @pytest.mark.parametrize(("d", "l_over_d", "l_sel_over_d"), BLOCK_RATIOS)
@@ -56,7 +56,7 @@ def test_equation_9_with_indices_from_0_ranks_a_block_of_the_past(d: int, l_over
     nsa = NSAConfig(d=d, l=d * l_over_d, l_sel=d * l_sel_over_d)
     length = 6 * nsa.l_sel + nsa.l
     sizes = geometry.num_compressed(length, nsa), geometry.num_selection(length, nsa)
-    shared, from_0 = geometry.overlap(*sizes, nsa), equation_9(*sizes, nsa, first=0)
+    shared, from_0 = geometry.overlap(*sizes, nsa), build_equation_9_weights(*sizes, nsa, first=0)
     shift = l_sel_over_d - 1
     assert torch.equal(from_0[: sizes[0] - shift], shared[shift:])
     assert torch.equal(from_0, shared) == (l_sel_over_d == 1)
@@ -75,7 +75,7 @@ def test_the_default_weights_are_1_2_2_2_1() -> None:
         assert weights[4 * j - 1 : 4 * j + 4, j].tolist() == [1, 2, 2, 2, 1]
 
 
-@given(nsa=geometries(), length=st.integers(1, 200))
+@given(nsa=random_geometries(), length=st.integers(1, 200))
 def test_overlap_counts_shared_tokens_at_the_cut_end_too(nsa: NSAConfig, length: int) -> None:
     compressed = [set(range(s, s + nsa.l)) for s in range(0, length, nsa.d) if s + nsa.l <= length]
     selection = [set(range(s, s + nsa.l_sel)) for s in range(0, length, nsa.l_sel)]
@@ -84,15 +84,15 @@ def test_overlap_counts_shared_tokens_at_the_cut_end_too(nsa: NSAConfig, length:
     assert torch.equal(geometry.overlap(len(compressed), len(selection), nsa), counted)
 
 
-@given(nsa=geometries(), length=st.integers(1, 200))
+@given(nsa=random_geometries(), length=st.integers(1, 200))
 def test_the_torch_backend_carries_importance_as_the_matrix_does(nsa: NSAConfig, length: int) -> None:
     n, blocks = geometry.num_compressed(length, nsa), geometry.num_selection(length, nsa)
     p = torch.rand(2, n, dtype=torch.float64)
     expected = p @ geometry.overlap(n, blocks, nsa, dtype=torch.float64)
-    torch.testing.assert_close(torch_backend.carry(p, blocks, nsa), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(torch_backend.sum_over_selection_blocks(p, blocks, nsa), expected, rtol=1e-13, atol=1e-13)
 
 
-@given(nsa=geometries(), length=st.integers(1, 150))
+@given(nsa=random_geometries(), length=st.integers(1, 150))
 def test_visible_candidate_and_forced_blocks_are_what_counting_gives(nsa: NSAConfig, length: int) -> None:
     t = torch.arange(length)
     blocks = geometry.num_selection(length, nsa)
@@ -105,7 +105,7 @@ def test_visible_candidate_and_forced_blocks_are_what_counting_gives(nsa: NSACon
         assert forced[i].nonzero().flatten().tolist() == sorted({0, max(own - 1, 0), own})
 
 
-def count_selected(length: int, nsa: NSAConfig) -> list[int]:
+def count_selected_keys(length: int, nsa: NSAConfig) -> list[int]:
     """Keys read at each position, counted from the choice that the library makes on random inputs."""
     generator = torch.Generator().manual_seed(length)
     q = torch.randn(1, length, 1, 2, generator=generator)
@@ -119,7 +119,7 @@ def count_selected(length: int, nsa: NSAConfig) -> list[int]:
 
 def test_mean_selected_keys_at_2048_is_752_and_a_half() -> None:
     nsa = NSAConfig()
-    counted = count_selected(2048, nsa)
+    counted = count_selected_keys(2048, nsa)
     assert sum(counted) / 2048 == 752.5 == geometry.mean_selected_keys(2048, nsa)
     assert max(counted) == 1024 and counted.count(1024) == 17
 
@@ -138,12 +138,12 @@ def test_721_is_a_forced_current_block_that_counts_only_once_it_is_complete() ->
         place_kept.append(min(complete, nsa.n_sel) * nsa.l_sel)
     assert sum(place_lost) / 2048 == 721.0
     assert sum(place_kept) / 2048 == 752.5
-    assert place_kept != count_selected(2048, nsa)
+    assert place_kept != count_selected_keys(2048, nsa)
 
 
-@given(nsa=geometries(), length=st.integers(1, 300))
+@given(nsa=random_geometries(), length=st.integers(1, 300))
 def test_selected_keys_in_closed_form_are_what_counting_gives(nsa: NSAConfig, length: int) -> None:
-    counted = count_selected(length, nsa)
+    counted = count_selected_keys(length, nsa)
     assert counted == [geometry.selected_keys(t, nsa) for t in range(length)]
     assert geometry.mean_selected_keys(length, nsa) == pytest.approx(sum(counted) / length, rel=1e-12)
 
@@ -163,7 +163,7 @@ def test_decode_reads_of_the_paper() -> None:
     assert sum(geometry.decode_reads(65536, NSAConfig()).values()) == 4095 + 1024 + 512
 
 
-@given(nsa=geometries(), length=st.integers(1, 150))
+@given(nsa=random_geometries(), length=st.integers(1, 150))
 def test_reads_are_the_keys_that_change_an_output(nsa: NSAConfig, length: int) -> None:
     """Counted, not predicted: a key is read if the gradient of the last output with respect to its value is not zero."""
     generator = torch.Generator().manual_seed(length)
@@ -181,7 +181,7 @@ def test_reads_are_the_keys_that_change_an_output(nsa: NSAConfig, length: int) -
     assert dict(zip(("cmp", "sel", "win"), counted, strict=True)) == geometry.decode_reads(length, nsa)
 
 
-@given(nsa=geometries(), length=st.integers(1, 200))
+@given(nsa=random_geometries(), length=st.integers(1, 200))
 def test_mean_reads_are_the_mean_of_decode_reads(nsa: NSAConfig, length: int) -> None:
     every = [geometry.decode_reads(t + 1, nsa) for t in range(length)]
     mean = geometry.mean_reads(length, nsa)
@@ -190,7 +190,7 @@ def test_mean_reads_are_the_mean_of_decode_reads(nsa: NSAConfig, length: int) ->
     assert mean["dense"] == (length + 1) / 2
 
 
-@given(nsa=geometries(), lengths=st.dictionaries(st.integers(0, 60), st.integers(0, 3), min_size=1))
+@given(nsa=random_geometries(), lengths=st.dictionaries(st.integers(0, 60), st.integers(0, 3), min_size=1))
 def test_mean_reads_of_documents_are_the_mean_over_all_their_queries(nsa: NSAConfig, lengths: dict[int, int]) -> None:
     ends = [t + 1 for length, count in lengths.items() for _ in range(count) for t in range(length)]
     if not ends:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_inputs import Inputs, Shape, arms, running
+from attention_inputs import Inputs, Shape, every_variant, use_variant
 from torch import Tensor
 
 from nsa_lab import attention
@@ -21,13 +21,13 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 DTYPES = [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 
 
-def cuts(shape: Shape) -> list[int]:
+def get_cuts(shape: Shape) -> list[int]:
     """Last positions that stay: at block edges, one beside them, and the last but one."""
     nsa = shape.nsa
     return sorted({0, nsa.l - 2, nsa.l - 1, nsa.l_sel - 1, nsa.l_sel, nsa.w, 4 * nsa.l_sel - 1, shape.T // 2, shape.T - 2})
 
 
-def everything(inputs: Inputs, shape: Shape, backend: str) -> dict[str, Tensor]:
+def compute_all(inputs: Inputs, shape: Shape, backend: str) -> dict[str, Tensor]:
     nsa = shape.nsa
     k_cmp, v_cmp = attention.compress(inputs.k_sel, nsa), attention.compress(inputs.v_sel, nsa)
     out_cmp, lse_cmp = attention.compressed_attention(inputs.q, k_cmp, v_cmp, nsa, backend=backend)
@@ -47,53 +47,53 @@ def everything(inputs: Inputs, shape: Shape, backend: str) -> dict[str, Tensor]:
     }
 
 
-def another_future(inputs: Inputs, shape: Shape, last: int) -> Inputs:
+def replace_future(inputs: Inputs, shape: Shape, last: int) -> Inputs:
     """Louder, so that a softmax which let it in would hold little else."""
     other = Shape(**{**shape.__dict__, "seed": shape.seed + 1}).inputs(inputs.q.dtype).map(lambda x: 10 * x)
     pairs = zip(inputs, other, strict=True)
     return Inputs(*(torch.cat([mine[:, : last + 1], new[:, last + 1 :]], dim=1) for mine, new in pairs))
 
 
-def now_and_with_other_futures(shape: Shape, arm: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def compute_with_futures(shape: Shape, arm: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Everything of the same sequence once per cut, and of sequences that differ from it after their cut, in one batch."""
-    inputs, ends = shape.inputs(dtype), cuts(shape)
-    others = zip(*(another_future(inputs, shape, last) for last in ends), strict=True)
-    with running(arm, batch=len(ends)) as backend:
-        now = everything(inputs.map(lambda x: x.repeat(len(ends), 1, 1, 1)), shape, backend)
-        return now, everything(Inputs(*map(torch.cat, others)), shape, backend)
+    inputs, ends = shape.inputs(dtype), get_cuts(shape)
+    others = zip(*(replace_future(inputs, shape, last) for last in ends), strict=True)
+    with use_variant(arm, batch=len(ends)) as backend:
+        now = compute_all(inputs.map(lambda x: x.repeat(len(ends), 1, 1, 1)), shape, backend)
+        return now, compute_all(Inputs(*map(torch.cat, others)), shape, backend)
 
 
-@arms
+@every_variant
 @shapes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_future_changes_no_bit_of_the_past(shape: Shape, arm: str, dtype: torch.dtype) -> None:
-    before, after = now_and_with_other_futures(shape, arm, dtype)
-    for row, last in enumerate(cuts(shape)):
+    before, after = compute_with_futures(shape, arm, dtype)
+    for row, last in enumerate(get_cuts(shape)):
         for name, x in before.items():
             assert torch.equal(x[row, : last + 1], after[name][row, : last + 1]), f"{name} at <= {last}"
 
 
-NOT_FINITE = {
+NONFINITE_VALUES = {
     "NaN in v": (torch.nan, ("v_sel", "v_win")),
     "inf in v": (torch.inf, ("v_sel", "v_win")),
     "NaN in everything": (torch.nan, Inputs._fields),
 }
 
 
-@arms
+@every_variant
 @shapes
 def test_a_future_that_is_not_finite_changes_no_bit_of_the_past(shape: Shape, arm: str) -> None:
     """Masked away is not enough: zero times NaN is NaN."""
     inputs = shape.inputs(torch.float32)
-    with running(arm) as backend:
-        before = everything(inputs, shape, backend)
-        for what, (poison, names) in NOT_FINITE.items():
+    with use_variant(arm) as backend:
+        before = compute_all(inputs, shape, backend)
+        for what, (poison, names) in NONFINITE_VALUES.items():
             for last in (shape.nsa.l_sel - 1, shape.T // 2):
                 # `everything` compresses k_sel and v_sel itself.
                 spoilt = {name: getattr(inputs, name).clone() for name in names}
                 for x in spoilt.values():
                     x[:, last + 1 :] = poison
-                after = everything(inputs._replace(**spoilt), shape, backend)
+                after = compute_all(inputs._replace(**spoilt), shape, backend)
                 for name, x in before.items():
                     assert torch.equal(x[:, : last + 1], after[name][:, : last + 1]), f"{name} at <= {last}, {what}"
                 assert not after["mixed"][:, last + 1].isfinite().any(), "who reads it does not hide it"
@@ -110,34 +110,34 @@ def test_dense_attention_is_causal_for_all_that_is_finite(dtype: torch.dtype) ->
         assert torch.equal(before[:, : last + 1], after[:, : last + 1])
 
 
-@arms
+@every_variant
 @shapes
 def test_the_present_does_change(shape: Shape, arm: str) -> None:
     """The test above can fail: a query's own token reaches each branch that may see it."""
-    before, after = now_and_with_other_futures(shape, arm, torch.float64)
-    for row, last in enumerate(cuts(shape)):
+    before, after = compute_with_futures(shape, arm, torch.float64)
+    for row, last in enumerate(get_cuts(shape)):
         for name in ("out_sel", "out_win", "mixed"):
             assert not torch.equal(before[name][row, last + 1], after[name][row, last + 1]), f"{name} at {last + 1}"
 
 
-@arms
+@every_variant
 @shapes
 def test_cutting_the_tail_changes_nothing_before_it(shape: Shape, arm: str) -> None:
     """A prefix alone gives what it gives inside the longer sequence, the choice of blocks included."""
     inputs = shape.inputs()
-    with running(arm) as backend:
-        whole = everything(inputs, shape, backend)
-        for last in cuts(shape):
-            prefix = everything(inputs.map(lambda x, last=last: x[:, : last + 1]), shape, backend)
+    with use_variant(arm) as backend:
+        whole = compute_all(inputs, shape, backend)
+        for last in get_cuts(shape):
+            prefix = compute_all(inputs.map(lambda x, last=last: x[:, : last + 1]), shape, backend)
             for name, x in prefix.items():
                 torch.testing.assert_close(x, whole[name][:, : last + 1], rtol=1e-12, atol=1e-12)
 
 
-@arms
+@every_variant
 def test_a_compressed_block_is_seen_from_its_last_token_on_and_not_before(arm: str) -> None:
     shape = SHAPES["small"]
     nsa, inputs = shape.nsa, shape.inputs()
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         before, _ = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
         for block in range(inputs.v_cmp.shape[1]):
             changed = inputs.v_cmp.clone()
@@ -147,13 +147,13 @@ def test_a_compressed_block_is_seen_from_its_last_token_on_and_not_before(arm: s
             assert moved.nonzero()[0].item() == block * nsa.d + nsa.l - 1
 
 
-@arms
+@every_variant
 @pytest.mark.parametrize("w", [1, 4, 5, 100])
 def test_the_window_holds_exactly_w_keys(arm: str, w: int) -> None:
     shape = Shape(nsa=NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=w), T=23)
     inputs = shape.inputs()
     v = inputs.v_win.requires_grad_()
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         out, _ = attention.window_attention(inputs.q, inputs.k_win, v, shape.nsa, backend=backend)
         for t in range(shape.T):
             (grad,) = torch.autograd.grad(out[:, t].sum(), v, retain_graph=True)

@@ -9,7 +9,17 @@ import brute_force
 import numpy as np
 import pytest
 import torch
-from attention_inputs import CORNERS, SMALL, Shape, arms, arrays, as_lists, plain, running, shapes
+from attention_inputs import (
+    CORNERS,
+    SMALL,
+    Shape,
+    every_variant,
+    random_shapes,
+    to_brute_force_geometry,
+    to_lists,
+    to_numpy,
+    use_variant,
+)
 from hypothesis import given
 
 from nsa_lab import attention
@@ -26,9 +36,9 @@ def assert_equal(actual: torch.Tensor, expected: np.ndarray) -> None:
 
 def check_all(shape: Shape, arm: str) -> None:
     """Each function on its own inputs, so that a fault in one is not hidden behind another."""
-    inputs, nsa, g = shape.inputs(), shape.nsa, plain(shape.nsa)
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = arrays(inputs)
-    with running(arm) as backend:
+    inputs, nsa, g = shape.inputs(), shape.nsa, to_brute_force_geometry(shape.nsa)
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = to_numpy(inputs)
+    with use_variant(arm) as backend:
         out, lse = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
         true_out, true_lse = brute_force.compressed_attention(q, k_cmp, v_cmp, g)
         assert_equal(out, true_out)
@@ -36,7 +46,7 @@ def check_all(shape: Shape, arm: str) -> None:
 
         blocks = attention.select_blocks(inputs.q, inputs.k_cmp, torch.from_numpy(true_lse), nsa, backend=backend)
         true_blocks = brute_force.select_blocks(q, k_cmp, g)
-        assert as_lists(blocks) == true_blocks
+        assert to_lists(blocks) == true_blocks
         assert blocks.dtype == torch.int32 and blocks.shape == (shape.B, shape.T, shape.G, nsa.n_sel)
         assert_padding_is_last(blocks)
 
@@ -50,7 +60,9 @@ def check_all(shape: Shape, arm: str) -> None:
         assert_equal(out, true_out)
         assert_equal(lse, true_lse)
 
-        assert_equal(attention.nsa_attention(*inputs, nsa, backend=backend), brute_force.nsa_attention(*arrays(inputs), g))
+        assert_equal(
+            attention.nsa_attention(*inputs, nsa, backend=backend), brute_force.nsa_attention(*to_numpy(inputs), g)
+        )
 
 
 def assert_padding_is_last(blocks: torch.Tensor) -> None:
@@ -58,29 +70,29 @@ def assert_padding_is_last(blocks: torch.Tensor) -> None:
     assert (padding.diff(dim=-1) >= 0).all()
 
 
-@arms
+@every_variant
 @corners
 def test_every_function_equals_brute_force_in_the_corners(shape: Shape, arm: str) -> None:
     check_all(shape, arm)
 
 
-@arms
-@given(shape=shapes())
+@every_variant
+@given(shape=random_shapes())
 def test_every_function_equals_brute_force_for_any_shape(arm: str, shape: Shape) -> None:
     check_all(shape, arm)
 
 
-@given(shape=shapes())
+@given(shape=random_shapes())
 def test_importance_equals_brute_force(shape: Shape) -> None:
     inputs = shape.inputs()
     _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, shape.nsa)
     importance = reference.block_importance(inputs.q, inputs.k_cmp, lse, shape.nsa)
-    true = brute_force.importance(inputs.q.numpy(), inputs.k_cmp.numpy(), plain(shape.nsa))
+    true = brute_force.importance(inputs.q.numpy(), inputs.k_cmp.numpy(), to_brute_force_geometry(shape.nsa))
     assert importance.dtype == torch.float32
     np.testing.assert_allclose(importance.numpy(), true, rtol=1e-6, atol=1e-12)
 
 
-@given(shape=shapes())
+@given(shape=random_shapes())
 def test_importance_of_a_whole_row_is_the_overlap_it_hands_out(shape: Shape) -> None:
     """Probabilities of a head sum to 1, and a compression block shares l tokens in all with the selection blocks."""
     inputs = shape.inputs()
@@ -93,7 +105,7 @@ def test_importance_of_a_whole_row_is_the_overlap_it_hands_out(shape: Shape) -> 
 
 @pytest.mark.parametrize("implementation", [reference.compress, compress], ids=["reference", "fast"])
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
-@given(shape=shapes(most_tokens=25))
+@given(shape=random_shapes(max_tokens=25))
 def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) -> None:
     nsa = shape.nsa.model_copy(update={"phi": phi})
     x = shape.inputs().k_sel
@@ -112,10 +124,10 @@ def test_compression_equals_brute_force(implementation, phi: str, shape: Shape) 
     }[phi]()
     with torch.no_grad():
         blocks = implementation(x, nsa, module)
-    assert_equal(blocks, brute_force.compress(x.numpy(), plain(nsa), true_phi))
+    assert_equal(blocks, brute_force.compress(x.numpy(), to_brute_force_geometry(nsa), true_phi))
 
 
-@arms
+@every_variant
 @pytest.mark.parametrize("length", [1, 2, 7, 512])
 def test_one_query_reads_every_key_before_it(arm: str, length: int) -> None:
     """The last query over `length` keys is a plain softmax, and the last value matters to it."""
@@ -126,7 +138,7 @@ def test_one_query_reads_every_key_before_it(arm: str, length: int) -> None:
     true = torch.einsum("bgs,bsgd->bgd", scores.softmax(-1), v)
     blocks = torch.full((1, length, shape.G, shape.nsa.n_sel), -1, dtype=torch.int32)
     blocks[..., 0] = 0
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         for call in (
             lambda v: attention.window_attention(q, k, v, shape.nsa, backend=backend)[0],
             lambda v: attention.selected_attention(q, k, v, blocks, shape.nsa, backend=backend)[0],
@@ -137,7 +149,7 @@ def test_one_query_reads_every_key_before_it(arm: str, length: int) -> None:
             assert not torch.allclose(call(changed)[:, -1], true)
 
 
-@arms
+@every_variant
 def test_a_choice_of_blocks_need_not_come_from_select_blocks(arm: str) -> None:
     """Unsorted, holes of -1, no block at all, blocks of the future: each query reads the tokens <= t of what is listed."""
     shape = Shape(T=23)
@@ -147,43 +159,43 @@ def test_a_choice_of_blocks_need_not_come_from_select_blocks(arm: str) -> None:
     hole = torch.rand(order.shape, generator=generator) < 0.3
     blocks = torch.where(hole, -1, order).to(torch.int32)
     blocks[:, 9] = -1
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         out, lse = attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, shape.nsa, backend=backend)
     true_out, true_lse = brute_force.selected_attention(
-        inputs.q.numpy(), inputs.k_sel.numpy(), inputs.v_sel.numpy(), as_lists(blocks), plain(shape.nsa)
+        inputs.q.numpy(), inputs.k_sel.numpy(), inputs.v_sel.numpy(), to_lists(blocks), to_brute_force_geometry(shape.nsa)
     )
     assert_equal(out, true_out)
     assert_equal(lse, true_lse)
     assert (out[:, 9] == 0).all() and torch.isneginf(lse[:, 9]).all()
 
 
-@arms
+@every_variant
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 def test_scores_of_any_size_neither_overflow_nor_vanish(arm: str, scale: float) -> None:
     shape = Shape(T=33)
     inputs = shape.inputs()._replace(q=shape.inputs().q * scale)
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         out = attention.nsa_attention(*inputs, shape.nsa, backend=backend)
-    expected = brute_force.nsa_attention(*arrays(inputs), plain(shape.nsa))
+    expected = brute_force.nsa_attention(*to_numpy(inputs), to_brute_force_geometry(shape.nsa))
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-10, atol=1e-10)
 
 
-@arms
+@every_variant
 def test_blocks_from_outside_are_read_in_place_of_the_chosen_ones(arm: str) -> None:
     """Chosen by queries and keys of another width, one query per group, a key per two tokens: forward and gradients."""
     shape = Shape(SMALL.model_copy(update={"n_sel": 5}), T=45)
-    inputs, nsa, g = shape.inputs(), shape.nsa, plain(shape.nsa)
+    inputs, nsa, g = shape.inputs(), shape.nsa, to_brute_force_geometry(shape.nsa)
     chooser = nsa.model_copy(update={"l": 2, "d": 2})
     generator, (B, _, G, _) = torch.Generator().manual_seed(5), inputs.k_sel.shape
     q, k = (torch.randn(B, n, G, 3, generator=generator).to(inputs.q.dtype) for n in (45, 45 // 2))
     leaves = [x.clone().requires_grad_() for x in inputs]
-    with running(arm) as backend:
-        blocks = attention.choose_blocks(q, k, chooser, backend=backend)
+    with use_variant(arm) as backend:
+        blocks = attention.score_and_select_blocks(q, k, chooser, backend=backend)
         out = attention.nsa_attention(*leaves, nsa, blocks=blocks, backend=backend)
         own = attention.nsa_attention(*inputs, nsa, backend=backend)
-    assert as_lists(blocks) == brute_force.select_blocks(q.numpy(), k.numpy(), plain(chooser))
-    chosen_by = q.numpy(), k.numpy(), plain(chooser)
-    assert_equal(out.detach(), brute_force.nsa_attention(*arrays(inputs), g, chosen_by))
+    assert to_lists(blocks) == brute_force.select_blocks(q.numpy(), k.numpy(), to_brute_force_geometry(chooser))
+    chosen_by = q.numpy(), k.numpy(), to_brute_force_geometry(chooser)
+    assert_equal(out.detach(), brute_force.nsa_attention(*to_numpy(inputs), g, chosen_by))
     assert not torch.allclose(out.detach(), own)
     definition = [x.clone().requires_grad_() for x in inputs]
     expected = attention.reference.nsa_attention(*definition, nsa, blocks=blocks)
@@ -209,6 +221,6 @@ def test_blocks_from_outside_that_do_not_fit_are_refused(
 ) -> None:
     shape = Shape(SMALL.model_copy(update={"n_sel": 5}), T=45)
     inputs = shape.inputs()
-    blocks = change(attention.choose_blocks(inputs.q, inputs.k_cmp, shape.nsa))
+    blocks = change(attention.score_and_select_blocks(inputs.q, inputs.k_cmp, shape.nsa))
     with pytest.raises(ValueError, match=re.escape(words)):
         attention.nsa_attention(*inputs, shape.nsa, blocks=blocks)

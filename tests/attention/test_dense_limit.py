@@ -10,7 +10,7 @@ import brute_force
 import numpy as np
 import pytest
 import torch
-from attention_inputs import Shape, arms, running
+from attention_inputs import Shape, every_variant, use_variant
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def test_the_dense_baseline_equals_brute_force(length: int, G: int, h: int, d_v:
     np.testing.assert_allclose(attention.dense_attention(x.q, x.k_win, x.v_win).numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
-@arms
+@every_variant
 @given(n_sel=st.integers(3, 6), l_sel=st.integers(1, 8), data=st.data())
 def test_selection_is_dense_up_to_its_budget_and_not_one_token_past_it(
     arm: str, n_sel: int, l_sel: int, data: st.DataObject
@@ -37,7 +37,7 @@ def test_selection_is_dense_up_to_its_budget_and_not_one_token_past_it(
     shape = Shape(nsa, T=data.draw(st.integers(1, budget)), h=2)
     x = shape.inputs()
     beyond = Shape(nsa, T=budget + 1, h=2).inputs()
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         assert_dense(x, nsa, backend, up_to=shape.T)
         assert_dense(beyond, nsa, backend, up_to=budget)
 
@@ -51,37 +51,37 @@ def assert_dense(x, nsa: NSAConfig, backend: str, up_to: int) -> None:
     assert not close[:, up_to:].any()
 
 
-@arms
+@every_variant
 def test_a_window_of_the_whole_sequence_is_dense(arm: str) -> None:
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=29)
     x = Shape(nsa, T=30).inputs()
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         out, _ = attention.window_attention(x.q, x.k_win, x.v_win, nsa, backend=backend)
     close = torch.isclose(out, attention.dense_attention(x.q, x.k_win, x.v_win), rtol=1e-12, atol=1e-12)
     close = close.flatten(2).all(-1)[0]
     assert close[:29].all() and not close[29]
 
 
-@arms
+@every_variant
 def test_compression_of_single_tokens_is_dense_and_so_is_all_of_nsa(arm: str) -> None:
     nsa = NSAConfig(l=1, d=1, l_sel=8, n_sel=4, w=32)
     x = Shape(nsa, T=32).inputs()
     k, v = x.k_sel, x.v_sel
     gates = torch.rand(1, 32, 6, 3, dtype=torch.float64).softmax(-1)
     assert geometry.num_compressed(32, nsa) == 32 and torch.equal(attention.compress(k, nsa), k)
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         out = attention.nsa_attention(x.q, k, v, k, v, k, v, gates, nsa, backend=backend)
     torch.testing.assert_close(out, attention.dense_attention(x.q, k, v), rtol=1e-12, atol=1e-12)
 
 
-@arms
+@every_variant
 @pytest.mark.parametrize("branch", [0, 1, 2])
 def test_a_gate_of_one_branch_gives_that_branch_alone(arm: str, branch: int) -> None:
     """Order cmp, sel, win; the others contribute exactly nothing."""
     x, nsa = Shape().inputs(), Shape().nsa
     gates = torch.zeros_like(x.gates)
     gates[..., branch] = 1
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         out_cmp, lse = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, backend=backend)
         blocks = attention.select_blocks(x.q, x.k_cmp, lse, nsa, backend=backend)
         out_sel, _ = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, backend=backend)
@@ -129,10 +129,10 @@ class FlashStub:
 def test_flash_attn_is_asked_for_the_same_window(w: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its window is inclusive on both ends: w keys are a left size of w - 1."""
     stub = FlashStub()
-    monkeypatch.setattr(flash, "_library", lambda: stub)
+    monkeypatch.setattr(flash, "_import_flash_attn", lambda: stub)
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=w)
     x = Shape(nsa, B=2, d_v=6).inputs()
-    out, lse = flash.flash_window(x.q, x.k_win, x.v_win, nsa)
+    out, lse = flash.flash_window_attention(x.q, x.k_win, x.v_win, nsa)
     true_out, true_lse = attention.window_attention(x.q, x.k_win, x.v_win, nsa, backend="reference")
     torch.testing.assert_close(out, true_out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, true_lse, rtol=1e-12, atol=1e-12)
@@ -147,12 +147,12 @@ SPANS = [Span.packed(BOUNDS), Span.packed(BOUNDS, capacity=9), Span.packed(BOUND
 
 
 @pytest.fixture
-def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> FlashStub:
+def hopper_stub(monkeypatch: pytest.MonkeyPatch) -> FlashStub:
     """Documents by the kernel for documents, and those of 8 tokens and more each by itself, laid out to fives."""
     stub = FlashStub()
     monkeypatch.setattr(
         dense,
-        "_varlen",
+        "_get_varlen_attn",
         lambda q, v: lambda *x, window_size: stub.flash_attn_varlen_func(*x, causal=window_size == (-1, 0)),
     )
     for name, value in {"LONG": 8, "LAID_OUT": 5, "_one_text_is_faster": lambda device: True}.items():
@@ -167,14 +167,14 @@ def test_long_documents_are_attended_each_by_itself(
 ) -> None:
     """Outputs against loops, gradients against each document by itself; rows laid out behind a document touch neither."""
     span = Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity=capacity)
-    x = Shape(T=span.queries, G=2, h=3, d_v=6).inputs()
+    x = Shape(T=span.n_queries, G=2, h=3, d_v=6).inputs()
     q, k, v = (t.requires_grad_() for t in (x.q, x.k_win, x.v_win))
     out = attention.dense_attention(q, k, v, span=span)
-    truth = dense_truth(span, q.detach(), k.detach(), v.detach())
+    truth = compute_expected(span, q.detach(), k.detach(), v.detach())
     np.testing.assert_allclose(out.detach().numpy(), truth, rtol=1e-12, atol=1e-12)
     g = torch.randn_like(out)
     found = torch.autograd.grad(out, (q, k, v), g)
-    monkeypatch.setattr(dense, "_varlen", lambda q, v: None)
+    monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: None)
     for a, b in zip(found, torch.autograd.grad(attention.dense_attention(q, k, v, span=span), (q, k, v), g), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     told = [n for n in lengths if n]
@@ -190,25 +190,25 @@ def test_a_captured_graph_never_has_the_lengths_of_its_documents(monkeypatch: py
     for capturing, capability, faster in ((False, (9, 0), True), (True, (9, 0), False), (False, (8, 0), False)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
-        assert dense._one_text_is_faster(device) == faster
-        with dense.replayable(), dense.replayable():
-            assert not dense._one_text_is_faster(device)
-        assert dense._one_text_is_faster(device) == faster
+        assert dense._prefers_sdpa(device) == faster
+        with dense.force_single_call(), dense.force_single_call():
+            assert not dense._prefers_sdpa(device)
+        assert dense._prefers_sdpa(device) == faster
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    assert not dense._one_text_is_faster(device), "cuDNN was switched off"
+    assert not dense._prefers_sdpa(device), "cuDNN was switched off"
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
-    assert dense._one_text_is_faster(device)
+    assert dense._prefers_sdpa(device)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not dense._one_text_is_faster(device)
+    assert not dense._prefers_sdpa(device)
 
 
 def test_a_capture_that_fails_does_not_slow_what_comes_after_it() -> None:
-    with pytest.raises(ZeroDivisionError), dense.replayable():
-        assert dense._for_replay
+    with pytest.raises(ZeroDivisionError), dense.force_single_call():
+        assert dense._single_call_contexts
         raise ZeroDivisionError
-    assert not dense._for_replay
+    assert not dense._single_call_contexts
 
 
 @pytest.mark.parametrize(("longest", "row", "room"), [(16, 40, 16), (17, 40, 32), (33, 40, 40), (40, 40, 40), (1, 3, 1)])
@@ -216,25 +216,25 @@ def test_room_is_made_for_few_lengths_and_never_for_more_than_the_row(
     longest: int, row: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next power of two: every other length would be compiled for by itself."""
-    monkeypatch.setattr(dense, "_varlen_attention", lambda: len)
+    monkeypatch.setattr(dense, "_load_varlen_attn", lambda: len)
     monkeypatch.setattr(Span, "cu_seqlens", lambda span, device: torch.tensor(span.bounds))
     span = Span.packed(torch.tensor([0, 1, row] if longest < row else [0, row], dtype=torch.int32), 4, row)
-    monkeypatch.setattr(Span, "longest_laid_out", longest)
-    found = dense.document_bounds(span, torch.device("cuda"))
-    assert found is not None and found.longest == room
+    monkeypatch.setattr(Span, "longest_allocated", longest)
+    found = dense.get_varlen_inputs(span, torch.device("cuda"))
+    assert found is not None and found.max_seqlen == room
 
 
-def dense_truth(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
+def compute_expected(span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
     """Plain loops over every document's keys; of a chunk, its last rows."""
     rows = [
-        brute_force.dense_attention(*(x[:, d.keys].numpy() for x in (full_q(span, q), k, v)))[0][:, d.first :]
+        brute_force.dense_attention(*(x[:, d.key_rows].numpy() for x in (pad_queries(span, q), k, v)))[0][:, d.start :]
         for d in span.documents
-        if d.last
+        if d.end
     ]
     return np.concatenate(rows, 1)
 
 
-def full_q(span: Span, q: torch.Tensor) -> torch.Tensor:
+def pad_queries(span: Span, q: torch.Tensor) -> torch.Tensor:
     """Queries of all keys, of which a chunk has the last."""
     return torch.cat([q.new_zeros(q.shape[0], span.start, *q.shape[2:]), q], 1)
 
@@ -255,29 +255,29 @@ def test_dense_attention_of_a_span_equals_brute_force(how: str, span: Span, monk
         assert q.shape == k.shape and window_size == (-1, 0)
         return stub.flash_attn_varlen_func(q, k, v, cu_q, cu_k, most_q, most_k, causal=True)
 
-    monkeypatch.setattr(flash, "_library", lambda: stub)
+    monkeypatch.setattr(flash, "_import_flash_attn", lambda: stub)
     if how.startswith("varlen"):
         its = SimpleNamespace(varlen_attn=grouped if how == "varlen" else ungrouped)
         monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", its)
-        found = dense._varlen_attention.__wrapped__()
-        monkeypatch.setattr(dense, "_varlen", lambda q, v: found)
+        found = dense._load_varlen_attn.__wrapped__()
+        monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: found)
     x = Shape(T=40, G=2, h=3, d_v=6).inputs()
-    q, k, v = x.q[:, span.start : span.start + span.queries], x.k_win, x.v_win
+    q, k, v = x.q[:, span.start : span.start + span.n_queries], x.k_win, x.v_win
     out = attention.dense_attention(q, k, v, backend="flash" if how == "flash" else "torch", span=span)
-    np.testing.assert_allclose(out.numpy(), dense_truth(span, q, k, v), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(out.numpy(), compute_expected(span, q, k, v), rtol=1e-12, atol=1e-12)
     packed = span.kind == "packed" and how != "torch"
-    assert stub.rooms == ([span.at_most or (40 if span.capacity else 19)] if packed else []), (
+    assert stub.rooms == ([span.max_document_length or (40 if span.capacity else 19)] if packed else []), (
         "with a capacity, launches have room for the row, or for what was said"
     )
 
 
 @pytest.mark.parametrize("span", SPANS, ids=repr)
 def test_flash_attn_is_asked_for_the_same_window_in_every_document(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_library", FlashStub)
+    monkeypatch.setattr(flash, "_import_flash_attn", FlashStub)
     nsa = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=5)
     x = Shape(nsa, T=40, d_v=6).inputs()
-    q = x.q[:, span.start : span.start + span.queries]
-    found = flash.flash_window(q, x.k_win, x.v_win, nsa, span=span)
+    q = x.q[:, span.start : span.start + span.n_queries]
+    found = flash.flash_window_attention(q, x.k_win, x.v_win, nsa, span=span)
     true = attention.window_attention(q, x.k_win, x.v_win, nsa, backend="reference", span=span)
     for a, b in zip(found, true, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -289,43 +289,45 @@ def test_a_flash_attn_that_pads_its_lse_is_refused(monkeypatch: pytest.MonkeyPat
             out, lse, none = super().flash_attn_varlen_func(*x, **how)
             return out, lse[None], none
 
-    monkeypatch.setattr(flash, "_library", Older)
+    monkeypatch.setattr(flash, "_import_flash_attn", Older)
     x = Shape(T=40, d_v=6).inputs()
     with pytest.raises(NotImplementedError, match=r"as from 2\.6\.2 on; install a later one, or use backend='torch'"):
-        flash.flash_window(x.q, x.k_win, x.v_win, Shape().nsa, span=SPANS[0])
+        flash.flash_window_attention(x.q, x.k_win, x.v_win, Shape().nsa, span=SPANS[0])
 
 
 def test_documents_go_to_the_kernel_of_torch_where_it_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, in half precision, with heads of one width that it has room for."""
-    monkeypatch.setattr(dense, "_varlen_attention", lambda: "kernel")
+    monkeypatch.setattr(dense, "_load_varlen_attn", lambda: "kernel")
 
     class Meant:
         def __init__(self, width: int, dtype: torch.dtype = torch.bfloat16, cuda: bool = True) -> None:
             self.shape, self.dtype, self.is_cuda = (1, 9, 2, width), dtype, cuda
 
-    assert dense._varlen(Meant(64), Meant(64)) == dense._varlen(Meant(256), Meant(256)) == "kernel"
+    assert dense._get_varlen_attn(Meant(64), Meant(64)) == dense._get_varlen_attn(Meant(256), Meant(256)) == "kernel"
     others = [
         (Meant(64), Meant(32)),
         (Meant(264), Meant(264)),
         (Meant(64, torch.float32), Meant(64)),
         (Meant(64, cuda=False), Meant(64)),
     ]
-    assert [dense._varlen(*pair) for pair in others] == [None] * 4
+    assert [dense._get_varlen_attn(*pair) for pair in others] == [None] * 4
 
 
 def test_documents_are_attended_in_one_call_where_none_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    monkeypatch.setattr(dense, "_varlen_attention", lambda: len)
-    monkeypatch.setattr(dense, "_one_text_is_faster", lambda device: True)
+    monkeypatch.setattr(dense, "_load_varlen_attn", lambda: len)
+    monkeypatch.setattr(dense, "_prefers_sdpa", lambda device: True)
     monkeypatch.setattr(Span, "cu_seqlens", lambda span, device: torch.tensor(span.bounds))
-    bounds = [torch.tensor([0, n, n + 5], dtype=torch.int32) for n in (dense.LONG - 1, dense.LONG)]
+    bounds = [torch.tensor([0, n, n + 5], dtype=torch.int32) for n in (dense.LONG_DOCUMENT - 1, dense.LONG_DOCUMENT)]
     short, long = (Span.packed(b, capacity=4, longest=int(b[1])) for b in bounds)
-    found = dense.document_bounds(short, cuda)
+    found = dense.get_varlen_inputs(short, cuda)
     assert (
-        found is not None and found.bounds.tolist() == [0, dense.LONG - 1, dense.LONG + 4] and found.longest == dense.LONG
+        found is not None
+        and found.cu_seqlens.tolist() == [0, dense.LONG_DOCUMENT - 1, dense.LONG_DOCUMENT + 4]
+        and found.max_seqlen == dense.LONG_DOCUMENT
     )
-    assert dense.document_bounds(long, cuda) is None
-    assert dense.document_bounds(short, torch.device("cpu")) is None
-    assert dense.document_bounds(Span.packed(bounds[0]), cuda) is None, "another number of documents is another graph"
-    monkeypatch.setattr(dense, "_one_text_is_faster", lambda device: False)
-    assert dense.document_bounds(long, cuda) is not None
+    assert dense.get_varlen_inputs(long, cuda) is None
+    assert dense.get_varlen_inputs(short, torch.device("cpu")) is None
+    assert dense.get_varlen_inputs(Span.packed(bounds[0]), cuda) is None, "another number of documents is another graph"
+    monkeypatch.setattr(dense, "_prefers_sdpa", lambda device: False)
+    assert dense.get_varlen_inputs(long, cuda) is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_inputs import CORNERS, Inputs, Shape, arms, running
+from attention_inputs import CORNERS, Inputs, Shape, every_variant, use_variant
 
 from nsa_lab import attention
 from nsa_lab.attention import BackendError, dispatch, flash, geometry, kernels, reference, torch_backend
@@ -19,7 +19,7 @@ NSA = Shape().nsa
 CPU = torch.device("cpu")
 
 
-def call_all(x: Inputs, nsa: NSAConfig, backend: str) -> list[torch.Tensor]:
+def call_all_functions(x: Inputs, nsa: NSAConfig, backend: str) -> list[torch.Tensor]:
     out_cmp, lse_cmp = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, nsa, backend=backend)
     blocks = attention.select_blocks(x.q, x.k_cmp, lse_cmp, nsa, backend=backend)
     out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, nsa, backend=backend)
@@ -34,7 +34,7 @@ def test_a_geometry_that_is_none_is_refused(nsa: Any) -> None:
         attention.nsa_attention(*Shape().inputs(), nsa)
 
 
-@arms
+@every_variant
 def test_inputs_are_left_as_they_were(arm: str) -> None:
     """Forward and backward; the caller's blocks too, which need not be sorted."""
     inputs = Shape().inputs().map(lambda x: x.requires_grad_())
@@ -42,8 +42,8 @@ def test_inputs_are_left_as_they_were(arm: str) -> None:
     blocks = torch.tensor([2, -1, 0], dtype=torch.int32).expand(1, Shape().T, Shape().G, 3).contiguous()
     lse = torch.zeros(1, Shape().T, 6, dtype=torch.float64)
     kept = blocks.clone(), lse.clone()
-    with running(arm) as backend:
-        results = call_all(inputs, NSA, backend)
+    with use_variant(arm) as backend:
+        results = call_all_functions(inputs, NSA, backend)
         sum(torch.where(torch.isneginf(x), 0.0, x).sum() for x in results).backward()
         attention.selected_attention(inputs.q, inputs.k_sel, inputs.v_sel, blocks, NSA, backend=backend)
         attention.select_blocks(inputs.q, inputs.k_cmp, lse, NSA, backend=backend)
@@ -51,7 +51,7 @@ def test_inputs_are_left_as_they_were(arm: str) -> None:
     assert torch.equal(blocks, kept[0]) and torch.equal(lse, kept[1])
 
 
-@arms
+@every_variant
 def test_strides_do_not_matter(arm: str) -> None:
     """Transposed, sliced out of one projection, and expanded inputs; gradients too."""
 
@@ -62,37 +62,39 @@ def test_strides_do_not_matter(arm: str) -> None:
     contiguous = Shape(B=2).inputs().map(lambda x: x.requires_grad_())
     strided = contiguous.map(lambda x: scattered(x.detach()))
     assert not any(x.is_contiguous() for x in strided)
-    with running(arm) as backend:
-        results = [call_all(x, NSA, backend) for x in (contiguous, strided)]
+    with use_variant(arm) as backend:
+        results = [call_all_functions(x, NSA, backend) for x in (contiguous, strided)]
         grads = [torch.autograd.grad(x[-1].square().sum(), y) for x, y in zip(results, (contiguous, strided), strict=True)]
     for a, b in zip(results[0] + list(grads[0]), results[1] + list(grads[1]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@arms
+@every_variant
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_outputs_keep_the_dtype_and_lse_is_float32(arm: str, dtype: torch.dtype) -> None:
-    with running(arm) as backend:
-        out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, mixed = call_all(Shape().inputs(dtype), NSA, backend)
+    with use_variant(arm) as backend:
+        out_cmp, lse_cmp, blocks, out_sel, lse_sel, out_win, lse_win, mixed = call_all_functions(
+            Shape().inputs(dtype), NSA, backend
+        )
     assert {x.dtype for x in (out_cmp, out_sel, out_win, mixed)} == {dtype}
     assert {x.dtype for x in (lse_cmp, lse_sel, lse_win)} == {torch.float64 if dtype == torch.float64 else torch.float32}
     assert blocks.dtype == torch.int32
 
 
-@arms
+@every_variant
 @pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
 def test_shapes_follow_the_contract_and_nothing_is_nan(shape: Shape, arm: str) -> None:
     """Every size differs from every other where it can, so that a transposed output cannot pass."""
     B, T, H = shape.B, shape.T, shape.G * shape.h
-    with running(arm) as backend:
-        results = call_all(shape.inputs(torch.float32), shape.nsa, backend)
+    with use_variant(arm) as backend:
+        results = call_all_functions(shape.inputs(torch.float32), shape.nsa, backend)
     out, lse = (B, T, H, shape.d_v), (B, T, H)
     blocks = (B, T, shape.G, shape.nsa.n_sel)
     assert [tuple(x.shape) for x in results] == [out, lse, blocks, out, lse, out, lse, out]
     assert not any(x.isnan().any() for x in results)
 
 
-@arms
+@every_variant
 def test_uninitialised_memory_is_never_read(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every buffer that the backend leaves empty is filled with NaN instead; nothing of it may come out."""
     empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
@@ -109,63 +111,87 @@ def test_uninitialised_memory_is_never_read(arm: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "empty", poisoned(empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
-    with running(arm) as backend:
-        results = call_all(inputs, shape.nsa, backend)
+    with use_variant(arm) as backend:
+        results = call_all_functions(inputs, shape.nsa, backend)
         grads = torch.autograd.grad(results[-1].sum(), inputs)
     assert not any(x.isnan().any() for x in (*results, *grads)) and (results[2] >= -1).all()
 
 
-def wrong(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+def change_inputs(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
     x = Shape().inputs()
     return x._replace(**{name: change(getattr(x, name)) for name, change in changes.items()})
 
 
-def shorter(x: torch.Tensor) -> torch.Tensor:
+def drop_last_token(x: torch.Tensor) -> torch.Tensor:
     return x[:, :-1]
 
 
 MISTAKES = {
-    "three dimensions": (wrong(q=lambda x: x[0]), "3, 4 and 4 dimensions"),
-    "heads that do not divide": (wrong(q=lambda x: x[:, :, :5]), "5 query heads do not divide into 2"),
-    "no groups": (wrong(k_cmp=lambda x: x[:, :, :0]), "6 query heads do not divide into 0"),
-    "a compressed key too few": (wrong(k_cmp=shorter, v_cmp=shorter), "expected shape (1, 9, 2, 6), got (1, 8, 2, 6)"),
-    "raw keys for compressed ones": (wrong(k_cmp=lambda x: Shape().inputs().k_sel), "k_cmp: expected shape (1, 9, 2, 6)"),
-    "selected keys too short": (wrong(k_sel=shorter, v_sel=shorter), "expected shape (1, 21, 2, 6), got (1, 20, 2, 6)"),
-    "window keys too short": (wrong(k_win=shorter, v_win=shorter), "k_win: expected shape"),
-    "keys of another width": (wrong(k_sel=lambda x: x[..., :5]), "k_sel: expected shape (1, 21, 2, 6), got (1, 21, 2, 5)"),
-    "another batch": (wrong(k_win=lambda x: x.expand(2, -1, -1, -1)), "k_win: expected shape"),
-    "values of another length": (wrong(v_sel=shorter), "v_sel: expected shape"),
-    "values of other groups": (wrong(v_win=lambda x: x[:, :, :1]), "v_win: expected shape"),
-    "two dtypes": (wrong(v_cmp=lambda x: x.float()), "differ in dtype: torch.float64, torch.float64, torch.float32"),
-    "two devices": (wrong(v_cmp=lambda x: x.to("meta")), "lie on cpu, cpu and meta"),
-    "gates without branches": (wrong(gates=lambda x: x[..., 0]), "gates: expected shape (1, 21, 6, 3)"),
-    "gates of groups": (wrong(gates=lambda x: x[:, :, :2]), "gates: expected shape (1, 21, 6, 3), got (1, 21, 2, 3)"),
+    "three dimensions": (change_inputs(q=lambda x: x[0]), "3, 4 and 4 dimensions"),
+    "heads that do not divide": (change_inputs(q=lambda x: x[:, :, :5]), "5 query heads do not divide into 2"),
+    "no groups": (change_inputs(k_cmp=lambda x: x[:, :, :0]), "6 query heads do not divide into 0"),
+    "a compressed key too few": (
+        change_inputs(k_cmp=drop_last_token, v_cmp=drop_last_token),
+        "expected shape (1, 9, 2, 6), got (1, 8, 2, 6)",
+    ),
+    "raw keys for compressed ones": (
+        change_inputs(k_cmp=lambda x: Shape().inputs().k_sel),
+        "k_cmp: expected shape (1, 9, 2, 6)",
+    ),
+    "selected keys too short": (
+        change_inputs(k_sel=drop_last_token, v_sel=drop_last_token),
+        "expected shape (1, 21, 2, 6), got (1, 20, 2, 6)",
+    ),
+    "window keys too short": (change_inputs(k_win=drop_last_token, v_win=drop_last_token), "k_win: expected shape"),
+    "keys of another width": (
+        change_inputs(k_sel=lambda x: x[..., :5]),
+        "k_sel: expected shape (1, 21, 2, 6), got (1, 21, 2, 5)",
+    ),
+    "another batch": (change_inputs(k_win=lambda x: x.expand(2, -1, -1, -1)), "k_win: expected shape"),
+    "values of another length": (change_inputs(v_sel=drop_last_token), "v_sel: expected shape"),
+    "values of other groups": (change_inputs(v_win=lambda x: x[:, :, :1]), "v_win: expected shape"),
+    "two dtypes": (
+        change_inputs(v_cmp=lambda x: x.float()),
+        "differ in dtype: torch.float64, torch.float64, torch.float32",
+    ),
+    "two devices": (change_inputs(v_cmp=lambda x: x.to("meta")), "lie on cpu, cpu and meta"),
+    "gates without branches": (change_inputs(gates=lambda x: x[..., 0]), "gates: expected shape (1, 21, 6, 3)"),
+    "gates of groups": (
+        change_inputs(gates=lambda x: x[:, :, :2]),
+        "gates: expected shape (1, 21, 6, 3), got (1, 21, 2, 3)",
+    ),
     "gates of another dtype": (
-        wrong(gates=torch.Tensor.float),
+        change_inputs(gates=torch.Tensor.float),
         "gates: expected torch.float64 as q has it, got torch.float32",
     ),
-    "gates elsewhere": (wrong(gates=lambda x: x.to("meta")), "gates: lies on meta, and q on cpu"),
-    "integers": (wrong().map(torch.Tensor.int), "expected float64, float32, bfloat16 or float16, got torch.int32"),
-    "complex numbers": (wrong().map(lambda x: x.to(torch.complex128)), "got torch.complex128"),
-    "no numbers at all": (wrong().map(lambda x: x.to("meta")), "on the meta device, which holds no numbers"),
+    "gates elsewhere": (change_inputs(gates=lambda x: x.to("meta")), "gates: lies on meta, and q on cpu"),
+    "integers": (change_inputs().map(torch.Tensor.int), "expected float64, float32, bfloat16 or float16, got torch.int32"),
+    "complex numbers": (change_inputs().map(lambda x: x.to(torch.complex128)), "got torch.complex128"),
+    "no numbers at all": (change_inputs().map(lambda x: x.to("meta")), "on the meta device, which holds no numbers"),
     "other groups in one branch": (
-        wrong(k_win=lambda x: x[:, :, :1], v_win=lambda x: x[:, :, :1]),
+        change_inputs(k_win=lambda x: x[:, :, :1], v_win=lambda x: x[:, :, :1]),
         "the branches differ in key/value groups: k_cmp, k_sel, k_win have G = [2, 2, 1]",
     ),
-    "values one wide": (wrong(v_win=lambda x: x[..., :1]), "v_cmp, v_sel, v_win have Dv = [4, 4, 1]"),
-    "values of another width": (wrong(v_cmp=lambda x: x[..., :3]), "v_cmp, v_sel, v_win have Dv = [3, 4, 4]"),
-    "values of no width": (wrong(v_sel=lambda x: x[..., :0]), "v_sel: expected shape (1, 21, 2, 'Dv'), got (1, 21, 2, 0)"),
-    "no sequence": (wrong().map(lambda x: x[:0]), "q: expected [B, T, H, D]: batch, time, query heads, head width"),
-    "no token": (wrong().map(lambda x: x[:, :0]), "each at least 1; got (1, 0, 6, 6)"),
-    "no head": (wrong(q=lambda x: x[:, :, :0]), "each at least 1; got (1, 21, 0, 6)"),
-    "no width": (wrong(q=lambda x: x[..., :0], k_cmp=lambda x: x[..., :0]), "each at least 1; got (1, 21, 6, 0)"),
+    "values one wide": (change_inputs(v_win=lambda x: x[..., :1]), "v_cmp, v_sel, v_win have Dv = [4, 4, 1]"),
+    "values of another width": (change_inputs(v_cmp=lambda x: x[..., :3]), "v_cmp, v_sel, v_win have Dv = [3, 4, 4]"),
+    "values of no width": (
+        change_inputs(v_sel=lambda x: x[..., :0]),
+        "v_sel: expected shape (1, 21, 2, 'Dv'), got (1, 21, 2, 0)",
+    ),
+    "no sequence": (change_inputs().map(lambda x: x[:0]), "q: expected [B, T, H, D]: batch, time, query heads, head width"),
+    "no token": (change_inputs().map(lambda x: x[:, :0]), "each at least 1; got (1, 0, 6, 6)"),
+    "no head": (change_inputs(q=lambda x: x[:, :, :0]), "each at least 1; got (1, 21, 0, 6)"),
+    "no width": (change_inputs(q=lambda x: x[..., :0], k_cmp=lambda x: x[..., :0]), "each at least 1; got (1, 21, 6, 0)"),
     "axes as torch has them": (
-        wrong().map(lambda x: x.transpose(1, 2)),
+        change_inputs().map(lambda x: x.transpose(1, 2)),
         "q and k_cmp look like [B, H, T, D]: use transpose(1, 2)",
     ),
-    "queries as torch has them": (wrong(q=lambda x: x.transpose(1, 2)), "q looks like [B, H, T, D]: use transpose(1, 2)"),
+    "queries as torch has them": (
+        change_inputs(q=lambda x: x.transpose(1, 2)),
+        "q looks like [B, H, T, D]: use transpose(1, 2)",
+    ),
     "keys as torch has them": (
-        wrong(k_sel=lambda x: x.transpose(1, 2), v_sel=lambda x: x.transpose(1, 2)),
+        change_inputs(k_sel=lambda x: x.transpose(1, 2), v_sel=lambda x: x.transpose(1, 2)),
         "k_sel looks like [B, G, T, D]: use transpose(1, 2)",
     ),
 }
@@ -248,7 +274,7 @@ def test_blocks_of_packed_rows_are_those_of_documents(backend: str) -> None:
             attention.selected_attention(q, k, v, blocks, NSA, span=PACKED, backend=backend)
 
 
-MISFITS = {
+SPAN_MISTAKES = {
     "another number of queries": (
         attention.Span.full(20),
         {},
@@ -261,9 +287,9 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("misfit", SPAN_MISTAKES)
 def test_a_span_that_does_not_fit_the_tensors_is_refused(misfit: str) -> None:
-    span, how, message = MISFITS[misfit]
+    span, how, message = SPAN_MISTAKES[misfit]
     x = Shape(B=how.get("B", 1)).inputs()
     if how.get("swap"):
         x = x._replace(q=x.q.transpose(1, 2), k_cmp=x.k_cmp[:, :8], v_cmp=x.v_cmp[:, :8])
@@ -293,12 +319,12 @@ def test_compress_takes_one_row_of_documents() -> None:
 @pytest.mark.parametrize("span", [attention.Span.chunk(0, 21), attention.Span.chunk(4, 17), PACKED], ids=repr)
 def test_the_kernels_take_every_span(span: attention.Span, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is full in disguise as a full one."""
-    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
-    monkeypatch.setattr(kernels, "unsupported", lambda *_: None)
+    monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
+    monkeypatch.setattr(kernels, "find_shape_problem", lambda *_: None)
     ran = []
     monkeypatch.setattr(kernels, "nsa_attention", lambda *x, **where: ran.append((x, where)))
-    x = Shape(T=span.queries).inputs()
-    keys = [y.new_zeros(1, span.keys, *y.shape[2:]) for y in (x.k_win, x.v_win)]
+    x = Shape(T=span.n_queries).inputs()
+    keys = [y.new_zeros(1, span.n_keys, *y.shape[2:]) for y in (x.k_win, x.v_win)]
     cmp = [y.new_zeros(1, span.num_compressed(NSA), *y.shape[2:]) for y in (x.k_cmp, x.v_cmp)]
     attention.nsa_attention(x.q, *cmp, *keys, *keys, x.gates, NSA, backend="triton", span=span)
     ((given, where),) = ran
@@ -306,8 +332,8 @@ def test_the_kernels_take_every_span(span: attention.Span, monkeypatch: pytest.M
 
 
 def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
-    monkeypatch.setattr(kernels, "unsupported", lambda *_: None)
+    monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
+    monkeypatch.setattr(kernels, "find_shape_problem", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a device")
     chunk = attention.Span.chunk(4, 17)
     of = {span: attention.resolve_backend("cuda", torch.float32, NSA, span=span) for span in (None, PACKED, chunk)}
@@ -319,7 +345,7 @@ def test_auto_takes_a_backend_that_takes_the_span_and_says_so(monkeypatch: pytes
 
 def test_flash_attn_names_the_widths_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the backend is resolved for a model, and when a call comes without one."""
-    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
+    monkeypatch.setattr(flash, "get_flash_problem", lambda *_: None)
     for sizes, words in (
         ({"d_k": 288, "d_v": 288}, "head widths up to 256, and it is 288; use 256"),
         ({"d_k": 64, "d_v": 32}, "one head width, and they are 64 and 32; use 64 for both"),
@@ -337,9 +363,9 @@ def test_flash_attn_names_the_widths_that_it_takes(monkeypatch: pytest.MonkeyPat
 
 def test_beside_flash_attn_the_other_parts_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the span and the head widths that were given, which the kernels may not take."""
-    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
-    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
-    monkeypatch.setattr(kernels, "unsupported", lambda nsa, *widths: "too odd" if 24 in widths else None)
+    monkeypatch.setattr(flash, "get_flash_problem", lambda *_: None)
+    monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
+    monkeypatch.setattr(kernels, "find_shape_problem", lambda nsa, *widths: "too odd" if 24 in widths else None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a device")
     chunk, odd = attention.Span.chunk(4, 17), ModelConfig(d_k=24, d_v=24)
     for span, model, rest in (
@@ -401,15 +427,15 @@ def test_a_backend_that_cannot_run_is_an_error_with_its_reason(
 
 
 def test_triton_that_cannot_run_is_an_error_and_auto_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "unusable", lambda *_: "no such device today; buy one")
+    monkeypatch.setattr(kernels, "find_device_problem", lambda *_: "no such device today; buy one")
     with pytest.raises(BackendError, match="backend = 'triton' cannot run: no such device today; buy one"):
         attention.resolve_backend("cpu", torch.float32, NSAConfig(), backend="triton")
     choices = attention.resolve_backend("cpu", torch.float32, NSAConfig())
-    assert choices["selected"] == dispatch.Choice("torch", "no such device today; buy one")
+    assert choices["selected"] == dispatch.ResolvedBackend("torch", "no such device today; buy one")
 
 
 def test_triton_that_can_run_is_taken_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     assert attention.resolve_backend("cpu", torch.float32, NSAConfig(), backend="triton")["window"].backend == "triton"
     # On a CPU the kernels run interpreted, so auto does not take them.
     assert attention.resolve_backend("cpu", torch.float32, NSAConfig())["window"].backend == "torch"
@@ -432,7 +458,7 @@ def test_a_shape_that_triton_does_not_take_is_named_with_the_nearest(
     model: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked for by name it is refused; `auto` says the same reason, and takes torch."""
-    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     config = ModelConfig(**model)
     with pytest.raises(NotImplementedError) as caught:
         attention.resolve_backend("cpu", torch.float32, config.nsa, config, "triton")
@@ -444,7 +470,7 @@ def test_a_shape_that_triton_does_not_take_is_named_with_the_nearest(
 
 def test_a_direct_call_is_refused_a_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no model says the widths, the tensors do."""
-    monkeypatch.setattr(kernels, "unusable", lambda *_: None)
+    monkeypatch.setattr(kernels, "find_device_problem", lambda *_: None)
     x, blocks = Shape().inputs(), torch.full((1, Shape().T, 2, 3), -1, dtype=torch.int32)
     nsa = NSA.model_copy(update={"l_sel": 16})
     q, k, v = (a[..., :2].contiguous() for a in (x.q, x.k_sel, x.v_sel))
@@ -464,23 +490,23 @@ def test_a_direct_call_is_refused_a_shape_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_the_kernels_need_of_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    assert "CUDA device" in kernels.unusable(torch.device("mps"), torch.float32)
+    assert "CUDA device" in kernels.find_device_problem(torch.device("mps"), torch.float32)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "TRITON_INTERPRET=1" in kernels.unusable(CPU, torch.float32)
+    assert "TRITON_INTERPRET=1" in kernels.find_device_problem(CPU, torch.float32)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tiles = importlib.import_module("nsa_lab.attention.kernels.tiles")
-    monkeypatch.setattr(tiles, "INTERPRETED", False)
-    assert "before Python starts" in kernels.unusable(CPU, torch.float32)
-    monkeypatch.setattr(tiles, "INTERPRETED", True)
-    assert kernels.unusable(CPU, torch.float32) is None
-    assert "not torch.float64" in kernels.unusable(CPU, torch.float64)
-    assert "multiplies bfloat16 wrongly" in kernels.unusable(CPU, torch.bfloat16)
+    monkeypatch.setattr(tiles, "IS_INTERPRETED", False)
+    assert "before Python starts" in kernels.find_device_problem(CPU, torch.float32)
+    monkeypatch.setattr(tiles, "IS_INTERPRETED", True)
+    assert kernels.find_device_problem(CPU, torch.float32) is None
+    assert "not torch.float64" in kernels.find_device_problem(CPU, torch.float64)
+    assert "multiplies bfloat16 wrongly" in kernels.find_device_problem(CPU, torch.bfloat16)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install triton" in kernels.unusable(CPU, torch.float32)
+    assert "pip install triton" in kernels.find_device_problem(CPU, torch.float32)
 
 
 def test_flash_takes_the_window_and_dense_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "flash_unusable", lambda *_: None)
+    monkeypatch.setattr(flash, "get_flash_problem", lambda *_: None)
     choices = attention.resolve_backend("cpu", torch.bfloat16, NSAConfig(), backend="flash")
     assert {part: choice.backend for part, choice in choices.items()} == {
         "compressed": "torch",
@@ -508,8 +534,8 @@ def test_flash_says_what_it_lacks(device: str, dtype: torch.dtype, words: str, m
     def missing() -> None:
         raise ImportError("no module named flash_attn")
 
-    monkeypatch.setattr(flash, "_library", missing)
-    assert words in flash.flash_unusable(torch.device(device), dtype)
+    monkeypatch.setattr(flash, "_import_flash_attn", missing)
+    assert words in flash.get_flash_problem(torch.device(device), dtype)
 
 
 def test_the_dense_twin_resolves_to_its_own_part() -> None:
@@ -539,14 +565,14 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(
         attention.nsa_attention(*x, NSA, backend=asked)
         assert ran == [(module, name) for name in names]
     ran.clear()
-    call_all(x, NSA, backend)
+    call_all_functions(x, NSA, backend)
     assert {owner for owner, _ in ran} == {module}
 
 
 def test_mixed_choices_run_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     choices = {
         **attention.resolve_backend(CPU, torch.float64, NSA, backend="torch"),
-        "window": dispatch.Choice("reference", "for this test"),
+        "window": dispatch.ResolvedBackend("reference", "for this test"),
     }
     monkeypatch.setattr(torch_backend, "window_attention", None)
     monkeypatch.setattr(reference, "selected_attention", None)

@@ -7,30 +7,30 @@ from functools import partial
 
 import pytest
 import torch
-from attention_inputs import Inputs, Shape, running
+from attention_inputs import Inputs, Shape, use_variant
 from torch import Tensor
 from torch.autograd import gradcheck
 
 from nsa_lab import attention
 from nsa_lab.attention.compression import compress, make_phi
 from nsa_lab.config import ModelConfig, NSAConfig
-from nsa_lab.model import SparseAttention, rotary_table
+from nsa_lab.model import SparseAttention, get_rotary_table
 
-arms = pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
+every_variant = pytest.mark.parametrize("arm", ["reference", "torch", "torch, gathering"])
 # Tokens 0 and 1 see no compressed block; four selection blocks, of which three are read; the last one is cut.
 TINY = Shape(nsa=NSAConfig(l=3, d=1, l_sel=2, n_sel=3, w=3), T=7, G=2, h=2, d_k=3, d_v=2)
 check = partial(gradcheck, eps=1e-6, atol=1e-7, rtol=1e-6)
 
 
-def finite(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def zero_infinite_lse(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.where(torch.isneginf(lse), 0.0, lse)
 
 
-def leaves() -> Inputs:
+def make_leaves() -> Inputs:
     return TINY.inputs().map(lambda x: x.requires_grad_())
 
 
-def some_blocks() -> Tensor:
+def make_blocks() -> Tensor:
     """A fixed choice with padding, and one query that reads nothing."""
     x = TINY.inputs()
     _, lse = attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, TINY.nsa, backend="reference")
@@ -39,42 +39,43 @@ def some_blocks() -> Tensor:
     return blocks
 
 
-@arms
+@every_variant
 def test_compressed_branch(arm: str) -> None:
-    x = leaves()
-    with running(arm) as backend:
+    x = make_leaves()
+    with use_variant(arm) as backend:
         assert check(
-            lambda q, k, v: finite(*attention.compressed_attention(q, k, v, TINY.nsa, backend=backend)),
+            lambda q, k, v: zero_infinite_lse(*attention.compressed_attention(q, k, v, TINY.nsa, backend=backend)),
             (x.q, x.k_cmp, x.v_cmp),
         )
 
 
-@arms
+@every_variant
 def test_selected_branch(arm: str) -> None:
-    x, blocks = leaves(), some_blocks()
-    with running(arm) as backend:
+    x, blocks = make_leaves(), make_blocks()
+    with use_variant(arm) as backend:
         assert check(
-            lambda q, k, v: finite(*attention.selected_attention(q, k, v, blocks, TINY.nsa, backend=backend)),
+            lambda q, k, v: zero_infinite_lse(*attention.selected_attention(q, k, v, blocks, TINY.nsa, backend=backend)),
             (x.q, x.k_sel, x.v_sel),
         )
 
 
-@arms
+@every_variant
 def test_window_branch(arm: str) -> None:
-    x = leaves()
-    with running(arm) as backend:
+    x = make_leaves()
+    with use_variant(arm) as backend:
         assert check(
-            lambda q, k, v: finite(*attention.window_attention(q, k, v, TINY.nsa, backend=backend)), (x.q, x.k_win, x.v_win)
+            lambda q, k, v: zero_infinite_lse(*attention.window_attention(q, k, v, TINY.nsa, backend=backend)),
+            (x.q, x.k_win, x.v_win),
         )
 
 
-@arms
+@every_variant
 @pytest.mark.parametrize("projected", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_three_branches_and_their_gates(arm: str, projected: bool) -> None:
     """Along random directions, and entry by entry."""
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         attend = lambda *x: attention.nsa_attention(*x, TINY.nsa, backend=backend)  # noqa: E731
-        assert check(attend, tuple(leaves()), fast_mode=projected)
+        assert check(attend, tuple(make_leaves()), fast_mode=projected)
 
 
 @pytest.mark.parametrize("implementation", [attention.reference.compress, compress], ids=["reference", "fast"])
@@ -98,18 +99,18 @@ def test_the_whole_layer(backend: str, phi: str, gate: str) -> None:
     config = ModelConfig(dim=3, n_heads=2, n_kv_groups=1, d_k=2, d_v=1, nsa=nsa)
     torch.manual_seed(0)
     layer = SparseAttention(config, attention.resolve_backend("cpu", torch.float64, nsa, config, backend)).double()
-    rotary = rotary_table(TINY.T, config.d_k, config.rope_theta, torch.device("cpu"))
+    rotary = get_rotary_table(TINY.T, config.d_k, config.rope_theta, torch.device("cpu"))
     x = torch.randn(1, TINY.T, config.dim, dtype=torch.float64, requires_grad=True)
     assert check(lambda x, *_: layer(x, rotary)[0], (x, *layer.parameters()), fast_mode=phi == "mlp")
 
 
-@arms
+@every_variant
 def test_a_row_that_sees_nothing_has_zero_output_and_zero_gradients(arm: str) -> None:
     """Whatever gradient arrives, of its LSE of -inf too."""
     shape = Shape(nsa=NSAConfig(l=8, d=4, l_sel=4, n_sel=3, w=3), T=7)
     x = shape.inputs().map(lambda x: x.requires_grad_())
     blocks = torch.full((1, shape.T, shape.G, 3), -1, dtype=torch.int32)
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         cmp, sel = (x.q, x.k_cmp, x.v_cmp), (x.q, x.k_sel, x.v_sel)
         results = [
             (attention.compressed_attention(*cmp, shape.nsa, backend=backend), cmp),
@@ -121,10 +122,10 @@ def test_a_row_that_sees_nothing_has_zero_output_and_zero_gradients(arm: str) ->
             assert (gradient == 0).all()
 
 
-@arms
+@every_variant
 def test_two_forwards_before_one_backward_do_not_disturb_each_other(arm: str) -> None:
     first, second = (Shape(seed=seed).inputs().map(lambda x: x.requires_grad_()) for seed in (0, 1))
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         alone = torch.autograd.grad(attention.nsa_attention(*first, Shape().nsa, backend=backend).square().sum(), first)
         out = attention.nsa_attention(*first, Shape().nsa, backend=backend)
         attention.nsa_attention(*second, Shape().nsa, backend=backend).sum().backward()

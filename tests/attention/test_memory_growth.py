@@ -21,7 +21,7 @@ PATHS = {"masking": 10**6, "gathering": 0}  # GATHER_PAST_BUDGETS
 
 
 @pytest.fixture(autouse=True)
-def _chunks_far_below_a_score_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+def _use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "CHUNK_BYTES", {"cpu": 2**14})
 
 
@@ -45,7 +45,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def measure(T: int, backend: str) -> Allocations:
+def measure_allocations(T: int, backend: str) -> Allocations:
     """Forward and backward of all three branches."""
     inputs = Shape(NSA, T=T, d_k=4, d_v=4).inputs(torch.float32).map(lambda x: x.requires_grad_())
     gc.collect()
@@ -57,8 +57,8 @@ def measure(T: int, backend: str) -> Allocations:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_twice_the_tokens_take_twice_the_memory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_backend, "GATHER_PAST_BUDGETS", PATHS[path])
-    once, twice = measure(192, "torch"), measure(384, "torch")
+    monkeypatch.setattr(torch_backend, "GATHER_MIN_BUDGETS", PATHS[path])
+    once, twice = measure_allocations(192, "torch"), measure_allocations(384, "torch")
     assert twice.largest <= 2.05 * once.largest
     assert twice.peak_bytes <= 2.2 * once.peak_bytes
     assert twice.largest < 384 * 384 / 8
@@ -66,7 +66,7 @@ def test_twice_the_tokens_take_twice_the_memory(path: str, monkeypatch: pytest.M
 
 def test_the_reference_takes_four_times_as_much() -> None:
     """The measurement can fail: whole score matrices are seen as what they are."""
-    once, twice = measure(128, "reference"), measure(256, "reference")
+    once, twice = measure_allocations(128, "reference"), measure_allocations(256, "reference")
     assert twice.largest >= 3.9 * once.largest
     assert twice.peak_bytes > 3 * once.peak_bytes
 

@@ -16,7 +16,7 @@ LENGTHS = (9, 0, 23, 1)
 NSA = NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=5)
 
 
-def mask_of(side: str) -> Tensor:
+def make_mask(side: str) -> Tensor:
     """[4, 23], padding on one side or anywhere."""
     mask = torch.zeros(4, 23, dtype=torch.bool)
     for row, length in zip(mask, LENGTHS, strict=True):
@@ -33,7 +33,7 @@ def test_a_padded_batch_through_the_layer_is_its_rows_alone(side: str) -> None:
     """Outputs and the gradient of the input; padding has none and changes nothing, whatever it holds."""
     torch.manual_seed(0)
     layer = NSAttention(24, 4, 2, nsa=NSA).double()
-    mask, x = mask_of(side), torch.randn(4, 23, 24, dtype=torch.float64)
+    mask, x = make_mask(side), torch.randn(4, 23, 24, dtype=torch.float64)
     together, alone = x.clone(), x.clone().requires_grad_()
     together[~mask] = float("nan")
     together.requires_grad_()
@@ -53,7 +53,7 @@ def test_a_padded_batch_through_the_layer_is_its_rows_alone(side: str) -> None:
 def test_tokens_and_the_masks_of_tokenizers_go_the_same_way() -> None:
     config = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_groups=1, d_k=4, d_v=4, nsa=NSA)
     model = NSATransformer(config, dtype=torch.float64, seed=0).double()
-    mask = mask_of("right").long()
+    mask = make_mask("right").long()
     tokens = torch.randint(256, (4, 23), generator=torch.Generator().manual_seed(0))
     packed, span = pack_padded(tokens, mask)
     logits = unpack_padded(model(packed, span), mask)
@@ -63,7 +63,7 @@ def test_tokens_and_the_masks_of_tokenizers_go_the_same_way() -> None:
     assert torch.equal(unpack_padded(packed, mask), tokens * mask)
 
 
-X, MASK = torch.zeros(4, 23, 2), mask_of("right")
+X, MASK = torch.zeros(4, 23, 2), make_mask("right")
 
 
 @pytest.mark.parametrize(

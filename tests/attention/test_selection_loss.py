@@ -9,23 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from brute_force import Geometry, choose, importance, selection_blocks, softmax
+from brute_force import Geometry, importance, select_by_importance, selection_blocks, softmax
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_lab.attention import Span, compress, geometry, selection_loss
-from nsa_lab.attention.selection_loss import FLOOR, asked, loss_of, spread
+from nsa_lab.attention.selection_loss import MIN_IMPORTANCE, compute_sampled_loss, get_sampled_queries, sample_rows
 from nsa_lab.config import NSAConfig
 
 GEOMETRIES = [Geometry(4, 2, 4, 3, 5), Geometry(6, 3, 3, 4, 7), Geometry(8, 4, 4, 3, 6), Geometry(3, 1, 5, 5, 4)]
 
 
-def nsa_of(g: Geometry) -> NSAConfig:
+def make_nsa(g: Geometry) -> NSAConfig:
     return NSAConfig(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w)
 
 
-def slowly(q: NDArray, k_cmp: NDArray, k_sel: NDArray, geometry: Geometry, rows: list[int], first: int = 0) -> float:
+def compute_expected_loss(
+    q: NDArray, k_cmp: NDArray, k_sel: NDArray, geometry: Geometry, rows: list[int], first: int = 0
+) -> float:
     """Sum over batch, groups and rows of q, which stands at positions first, first + 1, ..."""
     B, T, H, D = q.shape
     G = k_sel.shape[2]
@@ -42,43 +44,45 @@ def slowly(q: NDArray, k_cmp: NDArray, k_sel: NDArray, geometry: Geometry, rows:
                     p = softmax(k_sel[b, : t + 1, g] @ q[b, row, n] / np.sqrt(D))
                     for j in free:
                         mass[j] += sum(p[s] for s in blocks[j] if s <= t) / (H // G)
-                said = scores[b, row, g] / (H // G) + FLOOR
+                said = scores[b, row, g] / (H // G) + MIN_IMPORTANCE
                 total -= sum(mass[j] * np.log(said[j] / said[free].sum()) for j in free)
     return total
 
 
-def tensors(T: int, nsa: NSAConfig, span: Span | None = None, H: int = 4, G: int = 2, B: int = 2) -> list[torch.Tensor]:
+def draw_tensors(
+    T: int, nsa: NSAConfig, span: Span | None = None, H: int = 4, G: int = 2, B: int = 2
+) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(T)
     span = span or Span.full(T)
-    q = torch.randn(B, span.queries, H, 6, dtype=torch.float64, generator=draw) * 2
-    raw, k_sel = (torch.randn(B, span.keys, G, 6, dtype=torch.float64, generator=draw) * 2 for _ in range(2))
+    q = torch.randn(B, span.n_queries, H, 6, dtype=torch.float64, generator=draw) * 2
+    raw, k_sel = (torch.randn(B, span.n_keys, G, 6, dtype=torch.float64, generator=draw) * 2 for _ in range(2))
     return [q, compress(raw, nsa, span=span), k_sel]
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("T", [1, 5, 29, 40])
 def test_is_the_sum_written_out(T: int, geometry: Geometry) -> None:
-    nsa = nsa_of(geometry)
-    q, k_cmp, k_sel = tensors(T, nsa)
+    nsa = make_nsa(geometry)
+    q, k_cmp, k_sel = draw_tensors(T, nsa)
     for queries in (None, 7):
-        rows = spread(T, queries).tolist()
-        wanted = slowly(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, rows) / (2 * 2 * len(rows))
+        rows = sample_rows(T, queries).tolist()
+        wanted = compute_expected_loss(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, rows) / (2 * 2 * len(rows))
         torch.testing.assert_close(
-            selection_loss(q, k_cmp, k_sel, nsa, queries=queries).item(), wanted, rtol=1e-11, atol=1e-11
+            selection_loss(q, k_cmp, k_sel, nsa, n_queries=queries).item(), wanted, rtol=1e-11, atol=1e-11
         )
 
 
-def packed(lengths: list[int], capacity: int | None = None, longest: int | None = None) -> Span:
+def make_packed_span(lengths: list[int], capacity: int | None = None, longest: int | None = None) -> Span:
     return Span.packed(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32), capacity, longest)
 
 
 # In the last three each query is held against its own document alone.
 PACKED = [
-    packed([17, 0, 2, 26]),
-    packed([17, 0, 2, 26], capacity=5, longest=30),
-    packed([17, 0, 2, 1, 25, 9, 20, 13, 15, 14, 27], longest=31),
-    packed([17, 0, 2, 1, 25, 9, 20, 13, 27], capacity=11, longest=28),
-    packed([2, 1, 0, 3, 2, 3, 1], capacity=7, longest=3),
+    make_packed_span([17, 0, 2, 26]),
+    make_packed_span([17, 0, 2, 26], capacity=5, longest=30),
+    make_packed_span([17, 0, 2, 1, 25, 9, 20, 13, 15, 14, 27], longest=31),
+    make_packed_span([17, 0, 2, 1, 25, 9, 20, 13, 27], capacity=11, longest=28),
+    make_packed_span([2, 1, 0, 3, 2, 3, 1], capacity=7, longest=3),
 ]
 
 
@@ -86,18 +90,18 @@ PACKED = [
 @pytest.mark.parametrize("geometry", [*GEOMETRIES, Geometry(12, 4, 4, 3, 5)])
 @pytest.mark.parametrize("span", PACKED, ids=str)
 def test_documents_are_asked_alone(span: Span, geometry: Geometry) -> None:
-    nsa = nsa_of(geometry)
-    assert (asked(span, nsa, torch.device("cpu")).apart is None) is (len(span.documents) < 7)
-    q, k_cmp, k_sel = tensors(0, nsa, span, B=1)
+    nsa = make_nsa(geometry)
+    assert (get_sampled_queries(span, nsa, torch.device("cpu")).document_rows is None) is (len(span.documents) < 7)
+    q, k_cmp, k_sel = draw_tensors(0, nsa, span, B=1)
     total = 0.0
     for rows, compressed in zip(span.documents, span.compressed_rows(nsa), strict=True):
-        q_own, k_own = q[:, rows.queries], k_sel[:, rows.keys]
+        q_own, k_own = q[:, rows.query_rows], k_sel[:, rows.key_rows]
         if q_own.shape[1]:
-            total += slowly(
+            total += compute_expected_loss(
                 q_own.numpy(), k_cmp[:, compressed].numpy(), k_own.numpy(), geometry, list(range(q_own.shape[1]))
             )
-    found = selection_loss(q, k_cmp, k_sel, nsa, queries=None, span=span)
-    torch.testing.assert_close(found.item(), total / (2 * span.queries), rtol=1e-11, atol=1e-11)
+    found = selection_loss(q, k_cmp, k_sel, nsa, n_queries=None, span=span)
+    torch.testing.assert_close(found.item(), total / (2 * span.n_queries), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -105,15 +109,17 @@ def test_documents_are_asked_alone(span: Span, geometry: Geometry) -> None:
 def test_documents_apart_have_the_loss_and_the_gradients_of_one_row(
     geometry: Geometry, queries: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nsa, span = nsa_of(geometry), PACKED[3]
-    drawn = tensors(0, nsa, span, B=1)
+    nsa, span = make_nsa(geometry), PACKED[3]
+    drawn = draw_tensors(0, nsa, span, B=1)
     found = []
     for apart in (4, 10**6):
-        monkeypatch.setattr(sys.modules[loss_of.__module__], "APART", apart)
+        monkeypatch.setattr(sys.modules[compute_sampled_loss.__module__], "APART", apart)
         q, k_cmp, k_sel = (x.clone().requires_grad_() for x in drawn)
-        rows = asked(packed([17, 0, 2, 1, 25, 9, 20, 13, 27], capacity=11, longest=28), nsa, q.device, queries)
-        assert (rows.apart is None) is (apart > 4)
-        loss = loss_of(q, k_cmp, q.detach().flip(1), k_sel, nsa, rows)
+        rows = get_sampled_queries(
+            make_packed_span([17, 0, 2, 1, 25, 9, 20, 13, 27], capacity=11, longest=28), nsa, q.device, queries
+        )
+        assert (rows.document_rows is None) is (apart > 4)
+        loss = compute_sampled_loss(q, k_cmp, q.detach().flip(1), k_sel, nsa, rows)
         found.append((loss.detach(), *torch.autograd.grad(loss, (q, k_cmp))))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
@@ -122,19 +128,21 @@ def test_documents_apart_have_the_loss_and_the_gradients_of_one_row(
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[:2])
 def test_chunks_are_asked_alone(geometry: Geometry) -> None:
-    nsa, span = nsa_of(geometry), Span.chunk(21, 8)
-    q, k_cmp, k_sel = tensors(1, nsa, span)
-    wanted = slowly(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, list(range(8)), first=21) / (2 * 2 * 8)
-    found = selection_loss(q, k_cmp, k_sel, nsa, queries=None, span=span)
+    nsa, span = make_nsa(geometry), Span.chunk(21, 8)
+    q, k_cmp, k_sel = draw_tensors(1, nsa, span)
+    wanted = compute_expected_loss(q.numpy(), k_cmp.numpy(), k_sel.numpy(), geometry, list(range(8)), first=21) / (
+        2 * 2 * 8
+    )
+    found = selection_loss(q, k_cmp, k_sel, nsa, n_queries=None, span=span)
     torch.testing.assert_close(found.item(), wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_gradients_reach_queries_and_compressed_keys_and_not_the_target() -> None:
-    nsa = nsa_of(GEOMETRIES[0])
-    q, k_cmp, k_sel = (x.requires_grad_() for x in tensors(23, nsa, B=1))
+    nsa = make_nsa(GEOMETRIES[0])
+    q, k_cmp, k_sel = (x.requires_grad_() for x in draw_tensors(23, nsa, B=1))
 
     def of_keys(k: torch.Tensor) -> torch.Tensor:
-        return selection_loss(q.detach(), k, k_sel, nsa, queries=9)
+        return selection_loss(q.detach(), k, k_sel, nsa, n_queries=9)
 
     assert torch.autograd.gradcheck(of_keys, (k_cmp,))
     selection_loss(q, k_cmp, k_sel, nsa).backward()
@@ -150,15 +158,15 @@ def test_gradients_reach_queries_and_compressed_keys_and_not_the_target() -> Non
 def test_falls_to_the_entropy_of_the_mass_when_the_choice_agrees() -> None:
     """Blocks of one token: compressed keys that are the selected branch's keys make importance and mass the same."""
     nsa = NSAConfig(l=1, d=1, l_sel=1, n_sel=3, w=2)
-    q, _, k_sel = tensors(19, nsa, H=2)
-    same = selection_loss(q, k_sel, k_sel, nsa, queries=None)
+    q, _, k_sel = draw_tensors(19, nsa, H=2)
+    same = selection_loss(q, k_sel, k_sel, nsa, n_queries=None)
     for scale in (0.5, 0.9, 1.1, 2.0):
-        assert selection_loss(q, k_sel * scale, k_sel, nsa, queries=None) > same
+        assert selection_loss(q, k_sel * scale, k_sel, nsa, n_queries=None) > same
 
 
 def test_half_precision_is_scored_in_float32_under_autocast_too() -> None:
-    nsa = nsa_of(GEOMETRIES[0])
-    q, k_cmp, k_sel = (x.bfloat16() for x in tensors(37, nsa))
+    nsa = make_nsa(GEOMETRIES[0])
+    q, k_cmp, k_sel = (x.bfloat16() for x in draw_tensors(37, nsa))
     exact = selection_loss(q.double(), k_cmp.double(), k_sel.double(), nsa)
     with torch.autocast("cpu", torch.bfloat16):
         found = selection_loss(q, k_cmp, k_sel, nsa)
@@ -167,49 +175,49 @@ def test_half_precision_is_scored_in_float32_under_autocast_too() -> None:
 
 
 def test_the_future_and_forced_blocks_do_not_enter() -> None:
-    nsa = nsa_of(GEOMETRIES[0])
-    q, k_cmp, k_sel = tensors(31, nsa)
-    (t,) = spread(31, 1).tolist()
-    before = selection_loss(q, k_cmp, k_sel, nsa, queries=1)
+    nsa = make_nsa(GEOMETRIES[0])
+    q, k_cmp, k_sel = draw_tensors(31, nsa)
+    (t,) = sample_rows(31, 1).tolist()
+    before = selection_loss(q, k_cmp, k_sel, nsa, n_queries=1)
     k_sel[:, t + 1 :] = 1e30
     k_cmp[:, max(0, (t + 1 - nsa.l) // nsa.d + 1) :] = 1e30
-    assert torch.equal(selection_loss(q, k_cmp, k_sel, nsa, queries=1), before)
+    assert torch.equal(selection_loss(q, k_cmp, k_sel, nsa, n_queries=1), before)
     # A text that forced blocks cover has nothing to choose.
-    q, k_cmp, k_sel = tensors(2 * nsa.l_sel, nsa)
+    q, k_cmp, k_sel = draw_tensors(2 * nsa.l_sel, nsa)
     assert selection_loss(q, k_cmp, k_sel, nsa).item() == 0.0
 
 
 @pytest.mark.parametrize("length", [65, 100, 2048, 32768])
 def test_queries_are_spread_over_the_text_and_over_places_in_a_block(length: int) -> None:
-    rows = spread(length, 64).tolist()
+    rows = sample_rows(length, 64).tolist()
     assert len(set(rows)) == 64 and rows == sorted(rows) and rows[0] >= 0 and rows[-1] < length
     for piece in range(4):
         assert 15 <= sum(piece * length <= 4 * row < (piece + 1) * length for row in rows) <= 17
     if length >= 2048:
         assert len({row % 64 for row in rows}) >= 24
-    assert spread(length, None).tolist() == list(range(length))
+    assert sample_rows(length, None).tolist() == list(range(length))
 
 
-@pytest.mark.parametrize("span", [None, packed([101, 0, 29, 1])], ids=str)
+@pytest.mark.parametrize("span", [None, make_packed_span([101, 0, 29, 1])], ids=str)
 def test_sixty_four_queries_are_asked_unless_told(span: Span | None) -> None:
-    nsa = nsa_of(GEOMETRIES[0])
-    q, k_cmp, k_sel = tensors(131, nsa, span, B=1)
+    nsa = make_nsa(GEOMETRIES[0])
+    q, k_cmp, k_sel = draw_tensors(131, nsa, span, B=1)
     assert torch.equal(
-        selection_loss(q, k_cmp, k_sel, nsa, span=span), selection_loss(q, k_cmp, k_sel, nsa, queries=64, span=span)
+        selection_loss(q, k_cmp, k_sel, nsa, span=span), selection_loss(q, k_cmp, k_sel, nsa, n_queries=64, span=span)
     )
-    assert asked(span or Span.full(131), nsa, q.device).queries.tolist() == spread(131, 64).tolist()
+    assert get_sampled_queries(span or Span.full(131), nsa, q.device).query_rows.tolist() == sample_rows(131, 64).tolist()
 
 
 def test_queries_are_counted_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As compiled kernels count them: a product past 2**31 does not compile there, or wraps around."""
     lengths = [*range(513, 3000, 97), 32768, 65536, 100_001, 2**20]
-    wide = [spread(length, count) for length in lengths for count in (64, 512)]
-    monkeypatch.setattr(geometry, "positions", lambda *among: torch.arange(*among[:2], dtype=torch.int32))
-    narrow = [spread(length, count) for length in lengths for count in (64, 512)]
+    wide = [sample_rows(length, count) for length in lengths for count in (64, 512)]
+    monkeypatch.setattr(geometry, "get_text_positions", lambda *among: torch.arange(*among[:2], dtype=torch.int32))
+    narrow = [sample_rows(length, count) for length in lengths for count in (64, 512)]
     assert all(rows.dtype == torch.int32 and torch.equal(rows, same) for rows, same in zip(narrow, wide, strict=True))
 
 
-class SeesDevices(TorchDispatchMode):
+class RecordDeviceOps(TorchDispatchMode):
     """The kinds of device that tensors of any operation lie on."""
 
     def __init__(self) -> None:
@@ -227,25 +235,25 @@ class SeesDevices(TorchDispatchMode):
 def test_nothing_of_one_text_is_copied_from_the_host(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph would replay a copy from memory that is no longer there. A tensor of the CPU betrays one."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none on this device
-    nsa = nsa_of(GEOMETRIES[0])
-    q, k_cmp, k_sel = (x.to("meta").requires_grad_() for x in tensors(37, nsa, span))
-    with SeesDevices() as devices:
-        loss_of(q, k_cmp, q, k_sel, nsa, asked(span, nsa, q.device, 5)).backward()
+    nsa = make_nsa(GEOMETRIES[0])
+    q, k_cmp, k_sel = (x.to("meta").requires_grad_() for x in draw_tensors(37, nsa, span))
+    with RecordDeviceOps() as devices:
+        compute_sampled_loss(q, k_cmp, q, k_sel, nsa, get_sampled_queries(span, nsa, q.device, 5)).backward()
     assert devices.seen == {"meta"}
 
 
 def test_refuses_what_does_not_go_together() -> None:
-    nsa = nsa_of(GEOMETRIES[0])
-    q, k_cmp, k_sel = tensors(31, nsa)
+    nsa = make_nsa(GEOMETRIES[0])
+    q, k_cmp, k_sel = draw_tensors(31, nsa)
     with pytest.raises(ValueError, match="k_cmp: expected shape"):
         selection_loss(q, k_cmp[:, 1:], k_sel, nsa)
     with pytest.raises(ValueError, match="k_sel: expected shape"):
         selection_loss(q, k_cmp, k_sel[:, 1:], nsa)
     with pytest.raises(ValueError, match="queries = 0"):
-        selection_loss(q, k_cmp, k_sel, nsa, queries=0)
+        selection_loss(q, k_cmp, k_sel, nsa, n_queries=0)
 
 
 def test_brute_force_and_library_agree_on_what_is_forced() -> None:
     geometry = GEOMETRIES[0]
     flat = np.zeros(12)
-    assert choose(flat, 40, geometry) == [0, 9, 10]
+    assert select_by_importance(flat, 40, geometry) == [0, 9, 10]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attention_inputs import CORNERS, Inputs, Shape, running, shapes, torch_arms
+from attention_inputs import CORNERS, Inputs, Shape, every_torch_variant, random_shapes, use_variant
 from hypothesis import given
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,14 +16,14 @@ from nsa_lab.attention.compression import compress, make_phi
 from nsa_lab.config import NSAConfig
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
-LONG = 1000
+LONG_LENGTH = 1000
 LENGTHS = [1, 15, 31, 32, 33, 63, 64, 65, 200]
 HEADS = [(2, 6), (1, 4), (4, 1)]
 heads = pytest.mark.parametrize(("G", "h"), HEADS)
 dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
 
-def branches(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
+def compute_branches(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
     """Everything that the public functions give, on the same choice of blocks; LSE 0 where it is -inf."""
     out_cmp, lse_cmp = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, nsa, backend=backend)
     blocks = attention.select_blocks(inputs.q, inputs.k_cmp, lse_cmp.detach(), nsa, backend=backend)
@@ -38,27 +38,29 @@ def branches(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
         "out_win": out_win,
         "lse_win": lse_win,
     }
-    if inputs.q.shape[1] < LONG:  # past that, the reference takes seconds, and the sum of the branches tells nothing new
+    if (
+        inputs.q.shape[1] < LONG_LENGTH
+    ):  # past that, the reference takes seconds, and the sum of the branches tells nothing new
         results["mixed"] = attention.nsa_attention(*inputs, nsa, backend=backend)
     return results
 
 
-def gradients(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
+def compute_gradients(inputs: Inputs, nsa: NSAConfig, backend: str) -> dict[str, Tensor]:
     """Of a random combination of every output and every LSE, with respect to every input."""
     leaves = inputs.map(lambda x: x.detach().requires_grad_())
     generator = torch.Generator().manual_seed(1)
     loss = torch.zeros((), dtype=torch.float64)
-    for name, x in branches(leaves, nsa, backend).items():
+    for name, x in compute_branches(leaves, nsa, backend).items():
         if name != "blocks":
             weight = torch.randn(x.shape, generator=generator, dtype=torch.float64)
             loss = loss + (torch.where(torch.isneginf(x), 0.0, x) * weight).sum()
     return dict(zip(Inputs._fields, torch.autograd.grad(loss, leaves), strict=True))
 
 
-def assert_alike(call: Callable[..., dict[str, Tensor]], shape: Shape, dtype: torch.dtype, limit: float, arm: str) -> None:
+def assert_parity(call: Callable[..., dict[str, Tensor]], shape: Shape, dtype: torch.dtype, limit: float, arm: str) -> None:
     inputs = shape.inputs(dtype)
     expected = call(inputs, shape.nsa, "reference")
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         actual = call(inputs, shape.nsa, backend)
     for name, x in expected.items():
         assert actual[name].dtype == x.dtype, name
@@ -74,7 +76,7 @@ def assert_alike(call: Callable[..., dict[str, Tensor]], shape: Shape, dtype: to
 @heads
 @pytest.mark.parametrize("length", LENGTHS)
 def test_values_at_the_default_geometry(length: int, G: int, h: int, dtype: torch.dtype) -> None:
-    assert_alike(branches, Shape(NSAConfig(), length, 1, G, h, 16, 8), dtype, LIMITS[dtype], "torch")
+    assert_parity(compute_branches, Shape(NSAConfig(), length, 1, G, h, 16, 8), dtype, LIMITS[dtype], "torch")
 
 
 @pytest.mark.slow
@@ -82,7 +84,7 @@ def test_values_at_the_default_geometry(length: int, G: int, h: int, dtype: torc
 @pytest.mark.parametrize("length", [1025, 2048])
 def test_values_of_long_sequences(length: int, dtype: torch.dtype) -> None:
     """Few heads: the reference forms whole score matrices for each."""
-    assert_alike(branches, Shape(NSAConfig(), length, 1, 2, 2, 4, 4), dtype, LIMITS[dtype], "torch")
+    assert_parity(compute_branches, Shape(NSAConfig(), length, 1, 2, 2, 4, 4), dtype, LIMITS[dtype], "torch")
 
 
 @pytest.mark.slow
@@ -90,28 +92,28 @@ def test_values_of_long_sequences(length: int, dtype: torch.dtype) -> None:
 @heads
 @pytest.mark.parametrize("length", [1, 31, 33, 65, 200])
 def test_gradients_at_the_default_geometry(length: int, G: int, h: int, dtype: torch.dtype) -> None:
-    assert_alike(gradients, Shape(NSAConfig(), length, 2, G, h, 8, 4), dtype, LIMITS[dtype], "torch")
+    assert_parity(compute_gradients, Shape(NSAConfig(), length, 2, G, h, 8, 4), dtype, LIMITS[dtype], "torch")
 
 
-@torch_arms
+@every_torch_variant
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
 def test_values_and_gradients_in_the_corners(shape: Shape, dtype: torch.dtype, arm: str) -> None:
-    assert_alike(branches, shape, dtype, LIMITS[dtype], arm)
-    assert_alike(gradients, shape, dtype, LIMITS[dtype], arm)
+    assert_parity(compute_branches, shape, dtype, LIMITS[dtype], arm)
+    assert_parity(compute_gradients, shape, dtype, LIMITS[dtype], arm)
 
 
 def test_hundreds_of_blocks_gathered() -> None:
     """Token and block numbers past what small integers hold."""
     shape = Shape(NSAConfig(l=2, d=1, l_sel=1, n_sel=3, w=2), T=400, G=1, h=1, d_k=2, d_v=2)
-    assert_alike(gradients, shape, torch.float64, LIMITS[torch.float64], "torch")
+    assert_parity(compute_gradients, shape, torch.float64, LIMITS[torch.float64], "torch")
 
 
 @pytest.mark.slow
-@torch_arms
-@given(shape=shapes(most_tokens=60))
+@every_torch_variant
+@given(shape=random_shapes(max_tokens=60))
 def test_gradients_for_any_shape(arm: str, shape: Shape) -> None:
-    assert_alike(gradients, shape, torch.float64, LIMITS[torch.float64], arm)
+    assert_parity(compute_gradients, shape, torch.float64, LIMITS[torch.float64], arm)
 
 
 @pytest.mark.parametrize("phi", ["avg", "linear", "mlp", "pool"])
@@ -173,7 +175,7 @@ def test_a_mean_in_half_precision_is_rounded_once(
     torch.testing.assert_close(operator(x, nsa, module).double(), expected, rtol=unit, atol=1e-4)
 
 
-@torch_arms
+@every_torch_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_errs_no_more_than_rounding_the_result(arm: str, dtype: torch.dtype) -> None:
     """Scores and sums are float32 inside: forward at most 2x, backward 3x the error of plain attention in `dtype`."""
@@ -192,11 +194,11 @@ def test_half_precision_errs_no_more_than_rounding_the_result(arm: str, dtype: t
     def selected(backend: str) -> Callable[[Inputs], Tensor]:
         return lambda x: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, shape.nsa, backend=backend)[0]
 
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         actual = run(low, selected(backend))
     true = run(exact, selected("reference"))
-    allowed = selected_tokens(blocks, shape)
-    rough = run(low, lambda x: plain_attention(x.q, x.k_sel, x.v_sel, allowed))
+    allowed = mark_selected_tokens(blocks, shape)
+    rough = run(low, lambda x: naive_attention(x.q, x.k_sel, x.v_sel, allowed))
     for i, (mine, exactly, roughly) in enumerate(zip(actual, true, rough, strict=True)):
         bound = (3 if i else 2) * (roughly - exactly).abs().max() + 1e-6
         assert (mine - exactly).abs().max() <= bound
@@ -211,8 +213,8 @@ def test_gradients_of_half_precision_do_not_depend_on_the_chunks(part: str) -> N
         x = shape.inputs(torch.bfloat16)
         keys = {"compressed": (x.k_cmp, x.v_cmp), "selected": (x.k_sel, x.v_sel), "window": (x.k_win, x.v_win)}[part]
         leaves = [y.detach().requires_grad_() for y in (x.q, *keys)]
-        blocks = attention.choose_blocks(x.q, x.k_cmp, shape.nsa, backend="torch")
-        with running(arm) as backend:
+        blocks = attention.score_and_select_blocks(x.q, x.k_cmp, shape.nsa, backend="torch")
+        with use_variant(arm) as backend:
             attend = getattr(attention, f"{part}_attention")
             out, _ = attend(*leaves, *([blocks] if part == "selected" else []), shape.nsa, backend=backend)
             results.append(torch.autograd.grad(out.float().square().sum(), leaves))
@@ -229,7 +231,7 @@ def test_a_query_that_is_given_no_block_reads_nothing_and_moves_nothing(arm: str
     blocks = torch.full((1, 23, shape.G, shape.nsa.n_sel), -1, dtype=torch.int32)
     blocks[:, ::2, :, 0] = 0
     blocks[:, 1, :, 0] = 23 // shape.nsa.l_sel
-    with running(arm) as backend:
+    with use_variant(arm) as backend:
         out, lse = attention.selected_attention(q, k, v, blocks, shape.nsa, backend=backend)
     assert not out[:, 1::2].any() and torch.isneginf(lse[:, 1::2]).all() and lse[:, ::2].isfinite().all()
     grads = torch.autograd.grad(out.square().sum() + lse[:, ::2].sum(), (q, k, v))
@@ -243,12 +245,12 @@ def test_a_key_that_is_not_finite_reaches_no_gradient_of_who_does_not_read_it(pa
     shape = Shape(T=23)
     x = shape.inputs()
     q, k, v = (y.detach().clone() for y in (x.q, x.k_sel, x.v_sel))
-    blocks = attention.choose_blocks(x.q, x.k_cmp, shape.nsa, backend="reference")
+    blocks = attention.score_and_select_blocks(x.q, x.k_cmp, shape.nsa, backend="reference")
     grads = []
     for spoilt in (1.0, float("inf")):
         k[:, 13] *= spoilt
         leaves = [y.clone().requires_grad_() for y in (q, k, v)]
-        with running(arm) as backend:
+        with use_variant(arm) as backend:
             attend = getattr(attention, f"{part}_attention")
             out, _ = attend(*leaves, *([blocks] if part == "selected" else []), shape.nsa, backend=backend)
         grads.append(torch.autograd.grad(out[:, :13].square().sum(), leaves[0])[0][:, :13])
@@ -265,12 +267,12 @@ def test_a_window_costs_no_more_than_chunks_as_long_as_it(w: int) -> None:
     assert 0 < counter.get_total_flops() <= 2 * 2 * (4 + 4) * T * (chunk + w)
 
 
-def selected_tokens(blocks: Tensor, shape: Shape) -> Tensor:
+def mark_selected_tokens(blocks: Tensor, shape: Shape) -> Tensor:
     t = torch.arange(shape.T)
     return ((t // shape.nsa.l_sel == blocks.unsqueeze(-1)).any(-2) & (t <= t[:, None])[None, :, None]).unsqueeze(3)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     """Unfused, in the dtype of its inputs throughout."""
     scores = torch.einsum("btghd,bsgd->btghs", q.unflatten(2, (k.shape[2], -1)), k) * q.shape[-1] ** -0.5
     p = scores.masked_fill(~allowed, float("-inf")).softmax(-1)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from nsa_lab.bench.attention import Shape
+from nsa_lab.bench.attention_speed import Shape
 from nsa_lab.cli import app
 from nsa_lab.config import RunConfig
-from nsa_lab.runs.names import params_file
+from nsa_lab.runs.resolve import find_params_file
 
-SMOKE = RunConfig.from_yaml(params_file("smoke")).model
+SMOKE = RunConfig.from_yaml(find_params_file("smoke")).model
 WIDE = Shape(64, 1, 8, 2, 48, 16)
 
 

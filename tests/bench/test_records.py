@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_lab.bench import records
-from nsa_lab.bench.attention import Row, _shares
+from nsa_lab.bench.attention_speed import AttentionRow, _compute_shares
 from nsa_lab.cli import app
 from nsa_lab.runs import environment
 
@@ -25,7 +25,7 @@ def test_a_record_names_its_code_and_stands_until_a_source_changes(tmp_path: Pat
     monkeypatch.setattr(records, "PACKAGE", package)
     made = records.origin("a GPU")
     assert set(made) == {"when", "device", "versions", "code"} and made["device"] == "a GPU"
-    assert made["code"]["commit"] == environment.code_identity()["commit"] and made["code"]["source"]
+    assert made["code"]["commit"] == environment.get_code_identity()["commit"] and made["code"]["source"]
     assert records.standing(made) == "as it stands"
     (package / "report.py").write_text("what no speed depends on")
     assert records.standing(made) == "as it stands"
@@ -64,10 +64,10 @@ def test_the_command_line_says_which_records_stand(tmp_path: Path) -> None:
 
 
 def test_shares_are_of_flash_and_of_the_fastest() -> None:
-    row = Row("2048x8", "whole", "triton", forward_ms=1.0, backward_ms=1.0)
-    assert _shares(row, {"SDPA flash": 8.0, "SDPA cuDNN": 4.0}) == (0.25, 0.5)
-    assert _shares(row, {"SDPA math": 4.0}) == (None, 0.5)
-    assert _shares(Row("", "whole", ""), {"SDPA flash": 8.0}) == (None, None)
+    row = AttentionRow("2048x8", "whole", "triton", forward_ms=1.0, backward_ms=1.0)
+    assert _compute_shares(row, {"SDPA flash": 8.0, "SDPA cuDNN": 4.0}) == (0.25, 0.5)
+    assert _compute_shares(row, {"SDPA math": 4.0}) == (None, 0.5)
+    assert _compute_shares(AttentionRow("", "whole", ""), {"SDPA flash": 8.0}) == (None, None)
 
 
 @pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.name)
@@ -97,6 +97,6 @@ def test_one_record_that_does_not_stand_is_exit_code_3(tmp_path, monkeypatch):
         (tmp_path / name).write_text("{}")
     monkeypatch.setattr(records, "read", lambda file: {"name": file.name})
     monkeypatch.setattr(records, "code_text", lambda one: "")
-    monkeypatch.setattr(records, "standing", lambda one: records.STANDS if one["name"] == "a" else "stale")
+    monkeypatch.setattr(records, "get_run_states", lambda one: records.STANDS if one["name"] == "a" else "stale")
     found = CliRunner().invoke(app, ["bench", "stands", str(tmp_path / "a"), str(tmp_path / "b")])
     assert found.exit_code == 3

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from page import PORT, ask, until
+from notebook_page import PORT, query_server, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -68,12 +68,12 @@ def lab(project, tmp_path):
             command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
         )
         try:
-            until(lambda: ask("") is not None, "JupyterLab answers")
+            wait_until(lambda: query_server("") is not None, "JupyterLab answers")
             yield f"http://127.0.0.1:{PORT}"
         finally:
             os.killpg(server.pid, signal.SIGTERM)
             server.wait(30)
-            until(lambda: ask("") is None, "JupyterLab is gone", 30)
+            wait_until(lambda: query_server("") is None, "JupyterLab is gone", 30)
 
 
 @pytest.fixture

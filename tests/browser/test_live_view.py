@@ -4,7 +4,17 @@ import json
 import re
 
 import pytest
-from page import button, every, keep, open_notebook, run_all, shown, until, wait_for_notebook, wait_until_idle
+from notebook_page import (
+    find_button,
+    find_visible,
+    open_notebook,
+    read_property,
+    run_all_cells,
+    save_screenshot,
+    wait_for_notebook,
+    wait_until,
+    wait_until_idle,
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -30,29 +40,31 @@ def runs(project, tmp_path):
 
 def test_watch_stop_resume_finish(runs, browser, lab, screenshots):
     start(browser, lab)
-    curves = until(lambda: shown(browser, ".widget-image"), "the live view has its curves")
+    curves = wait_until(lambda: find_visible(browser, ".widget-image"), "the live view has its curves")
     first, step = curves.get_attribute("src"), step_shown(browser)
-    until(lambda: step_shown(browser) > step, "the steps are counted")
-    until(lambda: curves.get_attribute("src") != first, "the curves are drawn again")
+    wait_until(lambda: step_shown(browser) > step, "the steps are counted")
+    wait_until(lambda: curves.get_attribute("src") != first, "the curves are drawn again")
     for told in ("learning rate", "tokens per second", "time left", "phase", "gates", "start"):
         assert told in told_by(browser)
-    keep(browser, button(browser, "Stop"), screenshots, "live_view.png")
+    save_screenshot(browser, find_button(browser, "Stop"), screenshots, "live_view.png")
 
-    button(browser, "Stop").click()
-    until(lambda: status(runs) == "PREEMPTED", "the trainer saved and left")
-    until(lambda: "PREEMPTED" in told_by(browser) and button(browser, "Resume"), "the view says so")
-    assert button(browser, "Stop") is None and button(browser, "Leave it stopped")
+    find_button(browser, "Stop").click()
+    wait_until(lambda: status(runs) == "PREEMPTED", "the trainer saved and left")
+    wait_until(lambda: "PREEMPTED" in told_by(browser) and find_button(browser, "Resume"), "the view says so")
+    assert find_button(browser, "Stop") is None and find_button(browser, "Leave it stopped")
     stopped = step_shown(browser)
     assert 0 < stopped < STEPS
-    keep(browser, button(browser, "Resume"), screenshots, "live_view_stopped.png")
+    save_screenshot(browser, find_button(browser, "Resume"), screenshots, "live_view_stopped.png")
 
-    button(browser, "Resume").click()
-    until(lambda: step_shown(browser) > stopped, "the run goes on")
-    until(lambda: status(runs) == "DONE", "the run finishes", 240)
-    until(lambda: "none lost, none doubled" in page_text(browser), "the notebook goes on to its verdict")
+    find_button(browser, "Resume").click()
+    wait_until(lambda: step_shown(browser) > stopped, "the run goes on")
+    wait_until(lambda: status(runs) == "DONE", "the run finishes", 240)
+    wait_until(lambda: "none lost, none doubled" in page_text(browser), "the notebook goes on to its verdict")
     wait_until_idle()
-    assert shown(browser, ".widget-image") is None  # replaced by a picture that the saved notebook keeps
-    final = until(lambda: followed_cell(browser).find_elements("css selector", ".jp-RenderedImage img"), "a picture")[0]
+    assert find_visible(browser, ".widget-image") is None  # replaced by a picture that the saved notebook keeps
+    final = wait_until(lambda: followed_cell(browser).find_elements("css selector", ".jp-RenderedImage img"), "a picture")[
+        0
+    ]
     if screenshots:
         final.screenshot(f"{screenshots}/live_view_done.png")
 
@@ -60,24 +72,24 @@ def test_watch_stop_resume_finish(runs, browser, lab, screenshots):
 def test_a_page_that_is_loaded_again_shows_the_run_and_its_buttons_work(runs, project, browser, lab):
     """Nobody presses Save: what a page shows when it is loaded again is what Lab saved by itself."""
     start(browser, lab)
-    until(lambda: shown(browser, ".widget-image"), "the live view has its curves")
+    wait_until(lambda: find_visible(browser, ".widget-image"), "the live view has its curves")
     saved = project / "notebooks" / "03_smoke_training.ipynb"
-    until(lambda: "widget-view" in saved.read_text(), "Lab saved the notebook by itself", 30)
+    wait_until(lambda: "widget-view" in saved.read_text(), "Lab saved the notebook by itself", 30)
     browser.refresh()
     wait_for_notebook(browser)
-    until(lambda: shown(browser, ".widget-image"), "the live view is back")
+    wait_until(lambda: find_visible(browser, ".widget-image"), "the live view is back")
     step = step_shown(browser)
-    until(lambda: step_shown(browser) > step, "and goes on")
-    until(lambda: button(browser, "Stop"), "it can be stopped").click()
-    until(lambda: status(runs) == "PREEMPTED", "the trainer saved and left")
-    until(lambda: button(browser, "Leave it stopped"), "the view says so").click()
+    wait_until(lambda: step_shown(browser) > step, "and goes on")
+    wait_until(lambda: find_button(browser, "Stop"), "it can be stopped").click()
+    wait_until(lambda: status(runs) == "PREEMPTED", "the trainer saved and left")
+    wait_until(lambda: find_button(browser, "Leave it stopped"), "the view says so").click()
     wait_until_idle()
 
 
 def start(browser, lab) -> None:
     open_notebook(browser, lab, "03_smoke_training")
-    run_all(browser)
-    until(lambda: button(browser, "Stop"), "the run is followed")
+    run_all_cells(browser)
+    wait_until(lambda: find_button(browser, "Stop"), "the run is followed")
 
 
 def told_by(browser) -> str:
@@ -95,7 +107,7 @@ def followed_cell(browser):
 
 
 def page_text(browser) -> str:
-    return "\n".join(every(browser, ".jp-OutputArea-output", "innerText"))
+    return "\n".join(read_property(browser, ".jp-OutputArea-output", "innerText"))
 
 
 def status(runs) -> str:

@@ -13,10 +13,10 @@ import pytest
 from fake_run import write_run
 from matplotlib.figure import Figure
 from nbformat.v4 import new_code_cell, new_notebook, new_output
-from page import keep
+from notebook_page import save_screenshot
 
-from nsa_lab.figures.style import png
-from nsa_lab.report import compare, export, write_index, write_report
+from nsa_lab.figures.style import render_png
+from nsa_lab.report import export_notebook, write_comparison, write_index, write_report
 
 pytestmark = pytest.mark.browser
 
@@ -70,12 +70,12 @@ def test_on_a_phone_nothing_overflows_and_panels_stand_below_each_other(browser,
 
 def test_on_a_phone_a_wide_picture_is_read_by_scrolling(browser, tmp_path):
     notebook = tmp_path / "pictures.ipynb"
-    drawn = [png(Figure(figsize=size)) for size in ((10, 5), (8, 4), (2, 1))]
+    drawn = [render_png(Figure(figsize=size)) for size in ((10, 5), (8, 4), (2, 1))]
     outputs = [new_output("display_data", data={"image/png": base64.b64encode(each).decode()}) for each in drawn]
     nbformat.write(new_notebook(cells=[new_code_cell("draw()", outputs=outputs)]), notebook)
     metrics = {"width": 390, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    browser.get(export(notebook).as_uri())
+    browser.get(export_notebook(notebook).as_uri())
     wide, chart, small = browser.find_elements("css selector", "main img")
     assert wide.size["width"] >= 700 and 340 <= chart.size["width"] <= 390 and small.size["width"] < 300
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
@@ -88,7 +88,7 @@ def test_on_a_phone_the_list_of_runs_and_a_comparison_are_seen_whole(browser, tm
     (tmp_path / "runs").mkdir()
     names = ("production_50k-20260101T000000Z-abcd", "production_50k_dense-20260101T000000Z-abcd")
     runs = [write_run(tmp_path / name).rename(tmp_path / "runs" / name) for name in names]
-    pages = write_index(tmp_path / "runs"), compare(runs, tmp_path / "comparison.html")
+    pages = write_index(tmp_path / "runs"), write_comparison(runs, tmp_path / "comparison.html")
     metrics = {"width": 390, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     for page in pages:
@@ -141,7 +141,7 @@ def test_the_first_screen_of_a_failed_run_says_what_to_do(browser, tmp_path, scr
         "Nothing in the notebook",
     ):
         assert words in seen, words
-    keep(browser, browser.find_element("css selector", "h1"), screenshots, "report_of_a_failed_run.png")
+    save_screenshot(browser, browser.find_element("css selector", "h1"), screenshots, "report_of_a_failed_run.png")
     browser.find_element("link text", "Go to the cell that failed").click()
     assert "the run is HALTED" in seen_at_once(browser)
     assert_quiet(browser)

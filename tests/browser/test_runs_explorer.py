@@ -5,24 +5,24 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from page import (
-    choose,
-    chosen,
-    control,
-    keep,
+from notebook_page import (
+    find_control,
+    find_visible,
+    list_image_sources,
+    list_options,
+    list_selected,
     open_notebook,
-    options,
-    run_all,
-    settle,
-    shown,
-    sources,
-    told,
-    until,
+    read_explorer_text,
+    run_all_cells,
+    save_screenshot,
+    select_options,
+    wait_until,
     wait_until_idle,
+    wait_until_stable,
 )
 
 from nsa_lab.config import RunConfig
-from nsa_lab.runs import directory, launch, names
+from nsa_lab.runs import directory, lifecycle, resolve
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,9 +37,9 @@ def runs(project, tmp_path):
     """A run, its dense twin and one of another seed, for real, and a notebook 05 that begins with the first."""
     outputs, made = tmp_path / "runs", []
     for changes in ({}, {"model.attention": "dense", "name": "ci_dense"}, {"train.seed": 7, "name": "ci_seed7"}):
-        config = RunConfig.from_yaml(names.params_file("ci"), {"train.steps": STEPS, **changes})
-        made.append(launch.ensure(config, outputs))
-        assert launch.wait(made[-1], 120) and launch.state(made[-1]) == "DONE"
+        config = RunConfig.from_yaml(resolve.find_params_file("ci"), {"train.steps": STEPS, **changes})
+        made.append(lifecycle.ensure(config, outputs))
+        assert lifecycle.wait(made[-1], 120) and lifecycle.get_state(made[-1]) == "DONE"
     begin_with(project, outputs, made[0])
     return [run.name for run in made]
 
@@ -62,7 +62,7 @@ def made(request, project):
     folder = request.config.getoption("--made")
     if folder is None:
         pytest.skip("--made OUTPUTS names a folder in which `make run` has trained")
-    run_dir = names.run_directories(Path(folder).resolve())[-1]
+    run_dir = resolve.list_run_dirs(Path(folder).resolve())[-1]
     begin_with(project, run_dir.parent, run_dir)
     return run_dir
 
@@ -70,75 +70,75 @@ def made(request, project):
 def test_after_make_run_it_offers_what_that_run_has(browser, made, lab, screenshots):
     config = RunConfig.from_yaml(made / directory.CONFIG)
     open_notebook(browser, lab, "05_health_analysis")
-    run_all(browser)
-    until(lambda: shown(browser, ".widget-image"), "the explorer has its picture", 240)
+    run_all_cells(browser)
+    wait_until(lambda: find_visible(browser, ".widget-image"), "the explorer has its picture", 240)
     wait_until_idle()
-    assert chosen(browser, "runs") == [made.name]
-    assert options(browser, "layer") == [str(layer) for layer in range(config.model.n_layers)]
+    assert list_selected(browser, "runs") == [made.name]
+    assert list_options(browser, "layer") == [str(layer) for layer in range(config.model.n_layers)]
     assert columns(browser, "step") == [str(config.train.steps)]
-    keep(browser, control(browser, "runs"), screenshots, "run_explorer_after_make_run.png")
+    save_screenshot(browser, find_control(browser, "runs"), screenshots, "run_explorer_after_make_run.png")
 
 
 def test_runs_layers_groups_and_steps_are_chosen(browser, runs, lab, screenshots):
     first, dense, other = runs
     open_notebook(browser, lab, "05_health_analysis")
-    run_all(browser)
-    until(lambda: shown(browser, ".widget-image"), "the explorer has its picture", 240)
+    run_all_cells(browser)
+    wait_until(lambda: find_visible(browser, ".widget-image"), "the explorer has its picture", 240)
     wait_until_idle()
-    assert chosen(browser, "runs") == [first] and set(options(browser, "runs")) == set(runs)
+    assert list_selected(browser, "runs") == [first] and set(list_options(browser, "runs")) == set(runs)
     assert columns(browser, "step") == [str(STEPS)]
 
     # Another layer: other gates, in the picture and in the numbers.
     before, gates = pictures(browser), columns(browser, "gate share, compressed")
-    choose(browser, "layer", "1")
+    select_options(browser, "layer", "1")
     assert pictures(browser) != before and columns(browser, "gate share, compressed") != gates
 
     # Another view.
     before = pictures(browser)
-    choose(browser, "view", "blocks shared with the query before")
+    select_options(browser, "view", "blocks shared with the query before")
     assert pictures(browser) != before
 
     # Two runs, then three, beside each other.
     before = pictures(browser)
-    choose(browser, "runs", first, other)
+    select_options(browser, "runs", first, other)
     assert pictures(browser) != before and len(columns(browser, "gate entropy, nats")) == 2
     before = pictures(browser)
-    choose(browser, "view", "loss")
-    choose(browser, "runs", first, dense, other)
+    select_options(browser, "view", "loss")
+    select_options(browser, "runs", first, dense, other)
     assert pictures(browser) != before
     assert "–" in columns(browser, "gate entropy, nats") and len(columns(browser, "validation, bits per byte")) == 3
 
     # Where a head group looks, by the checkpoint nearest to a step.
-    choose(browser, "view", "blocks selected")
-    assert len(pictures(browser)) == 2 and f"no map: {dense}: a dense model selects nothing" in told(browser)
-    choose(browser, "runs", first, other)
+    select_options(browser, "view", "blocks selected")
+    assert len(pictures(browser)) == 2 and f"no map: {dense}: a dense model selects nothing" in read_explorer_text(browser)
+    select_options(browser, "runs", first, other)
     before = pictures(browser)
-    choose(browser, "head group", "1")
+    select_options(browser, "head group", "1")
     assert all(a != b for a, b in zip(pictures(browser), before, strict=True))
     before = pictures(browser)
     move(browser, HOME)
     assert columns(browser, "step") == ["–", "–"]
     assert all(a != b for a, b in zip(pictures(browser), before, strict=True))
 
-    choose(browser, "view", "gate shares")
+    select_options(browser, "view", "gate shares")
     before = pictures(browser)
     move(browser, RIGHT * (STEPS // 2))
     assert columns(browser, "step") == [str(STEPS // 2)] * 2 and pictures(browser) != before
-    keep(browser, control(browser, "runs"), screenshots, "run_explorer.png")
+    save_screenshot(browser, find_control(browser, "runs"), screenshots, "run_explorer.png")
 
 
 def move(browser, keys: str) -> None:
     """Press keys on the slider of the step, and wait until the kernel has answered."""
-    slider = shown(browser, ".widget-slider .noUi-handle")
+    slider = find_visible(browser, ".widget-slider .noUi-handle")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", slider)
     slider.click()
     slider.send_keys(keys)
-    settle(lambda: (told(browser), sources(browser)))
+    wait_until_stable(lambda: (read_explorer_text(browser), list_image_sources(browser)))
 
 
 def columns(browser, row: str) -> list[str]:
     """The numbers of a row, one per run."""
-    line = next(line for line in told(browser).splitlines() if line.startswith(row))
+    line = next(line for line in read_explorer_text(browser).splitlines() if line.startswith(row))
     return line.partition("│")[2].split()
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.utils.tensorboard
 
 from nsa_lab.config import RunConfig
-from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.train import checkpoint
 from nsa_lab.train.attempt import run
 from nsa_lab.train.telemetry import event_log
@@ -71,7 +71,7 @@ def _one_thread() -> None:
 
 def test_an_event_that_fits_in_part_is_cut_off_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(tmp_path, "r", 1)
-    log.event("heartbeat", n=1)
+    log.append("heartbeat", n=1)
     left = [7]
 
     def write(descriptor: int, data: bytes) -> int:
@@ -83,12 +83,12 @@ def test_an_event_that_fits_in_part_is_cut_off_and_counted(tmp_path: Path, monke
 
     with monkeypatch.context() as full:
         full.setattr(event_log, "os", types.SimpleNamespace(**{n: getattr(os, n) for n in dir(os)} | {"write": write}))
-        log.event("heartbeat", n=2)
-        log.event("heartbeat", n=3)
+        log.append("heartbeat", n=2)
+        log.append("heartbeat", n=3)
         whole = (tmp_path / "events.jsonl").read_bytes()
         assert whole.endswith(b"}\n") and whole.count(b"\n") == 1
-    log.event("heartbeat", n=4)
-    log.event("heartbeat", n=5)
+    log.append("heartbeat", n=4)
+    log.append("heartbeat", n=5)
     log.close()
     first, lost, *others = events.read_events(tmp_path)
     assert first["n"] == 1 and [event.get("n") for event in others] == [4, 5], "what is missing is said once"
@@ -99,8 +99,8 @@ def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     log = EventLog(tmp_path, "r", 1)
     pieces = {n: getattr(os, n) for n in dir(os)} | {"write": lambda descriptor, data: os.write(descriptor, data[:5])}
     monkeypatch.setattr(event_log, "os", types.SimpleNamespace(**pieces))
-    log.event("heartbeat", n=1)
-    log.event("heartbeat", n=2)
+    log.append("heartbeat", n=1)
+    log.append("heartbeat", n=2)
     log.close()
     assert [e["n"] for e in events.read_events(tmp_path)] == [1, 2]
 
@@ -110,12 +110,12 @@ def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_whichever_write_finds_the_disk_full_the_run_halts_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    run_dir = launch.create_run(config(), tmp_path)
+    run_dir = lifecycle.create_run(config(), tmp_path)
     disk = FullDisk(room, monkeypatch)
     assert run(run_dir) == directory.EXIT_HALTED
     assert disk.refused > 2
     said = directory.read_status(run_dir)
-    assert said["status"] == launch.state(run_dir) == directory.HALTED and said["exit_code"] == directory.EXIT_HALTED
+    assert said["status"] == lifecycle.get_state(run_dir) == directory.HALTED and said["exit_code"] == directory.EXIT_HALTED
     assert "the disk is full: " in said["reason"] and " bytes were needed, " in said["reason"]
     assert not [*run_dir.glob("checkpoints/.saving-*"), *run_dir.glob(".status*")]
 
@@ -125,7 +125,7 @@ def test_a_run_whose_disk_was_full_for_a_while_ends_well_and_says_what_is_missin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full at one save and the events around it; then somebody makes room, and the same run goes on."""
-    run_dir = launch.create_run(config(), tmp_path)
+    run_dir = lifecycle.create_run(config(), tmp_path)
     disk = FullDisk(10**9, monkeypatch)
     saves = 0
     write = checkpoint.CheckpointStore.save
@@ -154,7 +154,7 @@ def test_a_run_whose_disk_was_full_for_a_while_ends_well_and_says_what_is_missin
 def test_a_folder_of_checkpoints_that_is_removed_meanwhile_is_made_again_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = launch.create_run(config(), tmp_path)
+    run_dir = lifecycle.create_run(config(), tmp_path)
     write = checkpoint.CheckpointStore.save
 
     def save(store: checkpoint.CheckpointStore, step: int, *rest: Any) -> Any:
@@ -187,7 +187,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("spare", [0, 4096])
 def test_a_disk_of_thirty_megabytes_that_fills(small_disk: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
     """Another program takes all that is left, to the byte; the run gets its state down, and goes on when there is room."""
-    run_dir, other = launch.create_run(config(), small_disk), small_disk / "other"
+    run_dir, other = lifecycle.create_run(config(), small_disk), small_disk / "other"
     write = checkpoint.CheckpointStore.save
 
     def save(store: checkpoint.CheckpointStore, step: int, *rest: Any) -> Any:
@@ -202,7 +202,7 @@ def test_a_disk_of_thirty_megabytes_that_fills(small_disk: Path, monkeypatch: py
         filled.setattr(checkpoint.CheckpointStore, "save", save)
         assert run(run_dir) == directory.EXIT_HALTED
     said = directory.read_status(run_dir)
-    assert launch.state(run_dir) == directory.HALTED
+    assert lifecycle.get_state(run_dir) == directory.HALTED
     # The run's own record goes on meanwhile, into what was left.
     free = re.search(r"the disk is full: [\d,]+ bytes were needed, ([\d,]+) are free", said["reason"])
     assert free and int(free[1].replace(",", "")) <= spare, said["reason"]
@@ -211,4 +211,4 @@ def test_a_disk_of_thirty_megabytes_that_fills(small_disk: Path, monkeypatch: py
     assert run(run_dir) == 0
     record = events.read_events(run_dir)
     assert [e["from_step"] for e in record if e["kind"] == "resume"] == [2]
-    assert [e["step"] for e in events.steps(record)] == list(range(1, 9))
+    assert [e["step"] for e in events.get_step_events(record)] == list(range(1, 9))

@@ -16,7 +16,7 @@ import pytest
 from forker import Forker
 
 from nsa_lab.config import RunConfig
-from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs import directory, events, lifecycle
 
 STEPS, KILLS = 100, 20
 
@@ -73,7 +73,7 @@ def config(request: pytest.FixtureRequest) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def uninterrupted(forker: Forker, config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = launch.create_run(config, tmp_path_factory.mktemp("whole"))
+    run_dir = lifecycle.create_run(config, tmp_path_factory.mktemp("whole"))
     with forker.forking():
         assert start(run_dir).wait() == 0
     return run_dir
@@ -87,14 +87,14 @@ def final_files(run_dir: Path) -> dict[str, str]:
 
 def kill_supervisor(run_dir: Path, attempts: int, dice: random.Random) -> None:
     """Two ranks train a few steps more, as launched by a user, and their supervisor alone is killed."""
-    supervisor = launch.start(run_dir, ranks=2)
+    supervisor = lifecycle.start(run_dir, ranks=2)
     wait_for_steps(run_dir, attempts, dice.randint(2, 8))
     ranks = [rank["pid"] for rank in json.loads((run_dir / directory.LOCK).read_text())["ranks"]]
     started = next(e for e in reversed(events.read_events(run_dir)) if e["kind"] in ("start", "resume"))
     os.kill(supervisor, signal.SIGKILL)
     assert len(ranks) == started["ranks"] == 2 and started["attempt"] == attempts + 1
     # The lock is theirs as well, so it is free only when both are gone.
-    assert launch.wait(run_dir, 10)
+    assert lifecycle.wait(run_dir, 10)
 
 
 def wait_for_steps(run_dir: Path, before: int, count: int) -> None:
@@ -112,7 +112,7 @@ def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
     config: RunConfig, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    run_dir, dice = launch.create_run(config, tmp_path), random.Random(20)
+    run_dir, dice = lifecycle.create_run(config, tmp_path), random.Random(20)
     for kill in range(KILLS):
         attempts = max((e["attempt"] for e in events.read_events(run_dir)), default=0)
         if kill in SUPERVISOR_KILLS and config.train.micro_batch_size:
@@ -128,7 +128,7 @@ def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
         trainer.kill()
         if trainer.wait() != -signal.SIGKILL:
             pytest.fail(f"the run ended before kill {kill + 1} of {KILLS}; give it more steps")
-        assert not launch.is_alive(run_dir) and launch.state(run_dir) != directory.RUNNING
+        assert not lifecycle.is_alive(run_dir) and lifecycle.get_state(run_dir) != directory.RUNNING
     assert start(run_dir).wait() == 0
     assert final_files(run_dir) == final_files(uninterrupted)
     assert_one_story(run_dir, uninterrupted)
@@ -136,10 +136,10 @@ def test_a_chain_of_kills_ends_with_the_weights_of_the_uninterrupted_run(
 
 def assert_one_story(run_dir: Path, uninterrupted: Path) -> None:
     """Each step is told once, with the very numbers of the uninterrupted run."""
-    told, whole = (events.steps(events.read_events(d)) for d in (run_dir, uninterrupted))
+    told, whole = (events.get_step_events(events.read_events(d)) for d in (run_dir, uninterrupted))
     keys = ("step", "tokens", "loss", "lr", "grad_norm")
     assert [[e[k] for k in keys] for e in told] == [[e[k] for k in keys] for e in whole]
-    told, whole = (events.evaluations(events.read_events(d)) for d in (run_dir, uninterrupted))
+    told, whole = (events.get_eval_events(events.read_events(d)) for d in (run_dir, uninterrupted))
     assert [(e["step"], e["loss"]) for e in told] == [(e["step"], e["loss"]) for e in whole]
 
 
@@ -147,14 +147,14 @@ def assert_one_story(run_dir: Path, uninterrupted: Path) -> None:
 def test_each_stop_request_saves_and_the_run_goes_on_bit_for_bit(
     config: RunConfig, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    run_dir, names = launch.create_run(config, tmp_path), ["SIGTERM", "SIGINT", "SIGUSR1"]
+    run_dir, names = lifecycle.create_run(config, tmp_path), ["SIGTERM", "SIGINT", "SIGUSR1"]
     for attempt, name in enumerate(names, 1):
         trainer = start(run_dir)
         while not any(e["kind"] == "step" and e["attempt"] == attempt for e in events.read_events(run_dir)):
             time.sleep(0.01)
         trainer.send_signal(getattr(signal, name))
         assert trainer.wait() == directory.EXIT_STOPPED
-        assert launch.state(run_dir) == directory.PREEMPTED
+        assert lifecycle.get_state(run_dir) == directory.PREEMPTED
     assert [e["signal"] for e in events.read_events(run_dir) if e["kind"] == "signal"] == names
     assert start(run_dir).wait() == 0
     assert final_files(run_dir) == final_files(uninterrupted)

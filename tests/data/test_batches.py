@@ -54,7 +54,7 @@ def test_an_epoch_reads_each_window_once(length: int, seq_len: int, seed: int) -
     batches = Batches(store(length), seq_len, 1, seed)
     windows = batches.windows_per_epoch
     for epoch in range(3):
-        starts = sorted(batches.positions(step)[0] for step in range(epoch * windows, (epoch + 1) * windows))
+        starts = sorted(batches.get_text_positions(step)[0] for step in range(epoch * windows, (epoch + 1) * windows))
         assert np.diff(starts).tolist() == [seq_len] * (windows - 1)
         assert starts[0] >= 0 and starts[-1] + seq_len + 1 <= length
         assert starts[0] + windows * seq_len > length - 2 * seq_len - 1
@@ -64,19 +64,19 @@ def test_an_epoch_reads_each_window_once(length: int, seq_len: int, seed: int) -
 def test_epochs_begin_at_every_place_of_a_window_that_the_text_has(length: int) -> None:
     batches = Batches(store(length), 8, 1, seed=7)
     windows = batches.windows_per_epoch
-    begun = {min(batches.positions(epoch * windows + n)[0] for n in range(windows)) for epoch in range(200)}
+    begun = {min(batches.get_text_positions(epoch * windows + n)[0] for n in range(windows)) for epoch in range(200)}
     assert begun == set(range(min(8, length - 8)))
 
 
 def test_epochs_differ_in_order_and_offset() -> None:
     batches = Batches(store(5000), 32, 1, seed=7)
     windows = batches.windows_per_epoch
-    epochs = [[batches.positions(step)[0] for step in range(e * windows, (e + 1) * windows)] for e in range(4)]
+    epochs = [[batches.get_text_positions(step)[0] for step in range(e * windows, (e + 1) * windows)] for e in range(4)]
     assert len({min(starts) for starts in epochs}) > 1
     assert len({tuple(np.argsort(starts)) for starts in epochs}) == 4
-    assert [batches.epoch(step) for step in (0, windows - 1, windows, 3 * windows)] == [0, 0, 1, 3]
+    assert [batches.get_epoch(step) for step in (0, windows - 1, windows, 3 * windows)] == [0, 0, 1, 3]
     fives = Batches(store(5000), 32, 5, seed=7)
-    assert [fives.epoch(step) for step in (0, windows // 5 - 1, windows // 5, windows)] == [0, 0, 1, 5]
+    assert [fives.get_epoch(step) for step in (0, windows // 5 - 1, windows // 5, windows)] == [0, 0, 1, 5]
 
 
 def test_random_access_equals_sequential() -> None:
@@ -106,9 +106,9 @@ def test_ranks_and_micro_batches_share_one_global_batch(world: int, micro: int) 
 
 def test_hash_names_the_batch() -> None:
     batches = Batches(store(3000), 16, 8, seed=3)
-    assert batches.hash(5) == Batches(store(1000, 2000), 16, 8, seed=3).hash(5)
-    assert len({batches.hash(step) for step in range(20)}) == 20
-    assert len(batches.hash(0)) == 16
+    assert batches.compute_hash(5) == Batches(store(1000, 2000), 16, 8, seed=3).compute_hash(5)
+    assert len({batches.compute_hash(step) for step in range(20)}) == 20
+    assert len(batches.compute_hash(0)) == 16
 
 
 def test_wrong_requests_are_refused(refuses) -> None:
@@ -121,7 +121,7 @@ def test_wrong_requests_are_refused(refuses) -> None:
 
 
 def test_evaluation_windows_are_fixed_disjoint_and_spread() -> None:
-    batches = EvalBatches(store(1000), seq_len=9, windows=20, at_once=4)
+    batches = EvalBatches(store(1000), seq_len=9, n_windows=20, batch_size=4)
     assert len(batches) == 5
     starts = torch.cat([inputs[:, 0] for inputs, _ in batches])
     assert len(starts) == 20 and starts.diff().min() >= 9
@@ -133,7 +133,7 @@ def test_evaluation_windows_are_fixed_disjoint_and_spread() -> None:
 def test_what_is_evaluated_does_not_depend_on_how_it_is_grouped(windows: int) -> None:
     def text(at_once: int) -> torch.Tensor:
         batches = EvalBatches(store(300, 700), 9, windows, at_once)
-        assert sum(len(inputs) for inputs, _ in batches) == batches.windows == min(windows, 111)
+        assert sum(len(inputs) for inputs, _ in batches) == batches.n_windows == min(windows, 111)
         return torch.cat([inputs for inputs, _ in batches])
 
     assert all(torch.equal(text(at_once), text(1)) for at_once in (2, 3, 64))
@@ -156,6 +156,6 @@ def test_every_document_has_a_part_of_what_is_evaluated() -> None:
 
 
 def test_evaluation_uses_what_there_is() -> None:
-    batches = Batches(store(100), 9, 1, seed=0).eval_batches(windows=40, at_once=4)
+    batches = Batches(store(100), 9, 1, seed=0).make_eval_batches(n_windows=40, batch_size=4)
     assert [len(inputs) for inputs, _ in batches] == [4, 4, 3]
     assert torch.cat([inputs.flatten() for inputs, _ in batches]).tolist() == list(range(99))

@@ -42,9 +42,9 @@ def collect(config: DataConfig, cursor: dict | None = None, count: int | None = 
 def fill_shards(config: DataConfig, cache: str, shard_bytes: int = 64 << 20) -> tuple[str, list[bytes]]:
     """In the client's process: the identity of the data and the content of the shards."""
     import nsa_lab.data.dataset as module
-    from nsa_lab.data.fill import FillPlan
+    from nsa_lab.data.build_shards import BuildOptions
 
-    module.FillPlan = lambda *values, **named: FillPlan(*values, **named, shard_bytes=shard_bytes)
+    module.BuildOptions = lambda *values, **named: BuildOptions(*values, **named, shard_bytes=shard_bytes)
     dataset = prepare(config, cache=Path(cache))
     return dataset.identity, [path.read_bytes() for path in sorted(dataset.folder.glob("*.bin"))]
 

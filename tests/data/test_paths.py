@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab.config import DataConfig, project_root
-from nsa_lab.data.paths import cache_folder, settled
-from nsa_lab.runs import names
+from nsa_lab.config import DataConfig, find_project_root
+from nsa_lab.data.paths import get_cache_folder, make_paths_absolute
+from nsa_lab.runs import resolve
 
 
 def test_the_project_above_the_working_directory_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,24 +13,24 @@ def test_the_project_above_the_working_directory_comes_first(tmp_path: Path, mon
     inner.mkdir(parents=True)
     (inner / "pyproject.toml").write_text('[project]\nname = "another"\n')
     monkeypatch.chdir(inner)
-    assert project_root() == tmp_path
-    assert names.outputs_folder() == tmp_path / "outputs"
-    assert cache_folder() == tmp_path / ".cache" / "data"
+    assert find_project_root() == tmp_path
+    assert resolve.get_outputs_dir() == tmp_path / "outputs"
+    assert get_cache_folder() == tmp_path / ".cache" / "data"
 
 
 def test_an_installed_package_uses_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("nsa_lab.config.project.__file__", str(tmp_path / "site-packages" / "config.py"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    assert project_root() is None
-    assert names.outputs_folder() == tmp_path / "outputs"
-    assert cache_folder() == tmp_path / "home" / ".cache" / "nsa_lab" / "data"
+    assert find_project_root() is None
+    assert resolve.get_outputs_dir() == tmp_path / "outputs"
+    assert get_cache_folder() == tmp_path / "home" / ".cache" / "nsa_lab" / "data"
 
 
 def test_a_broken_pyproject_of_somebody_else_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pyproject.toml").write_text("not toml [")
     monkeypatch.chdir(tmp_path)
-    assert project_root() != tmp_path
+    assert find_project_root() != tmp_path
 
 
 @pytest.fixture
@@ -49,17 +49,17 @@ def test_a_path_of_the_working_directory_alone_is_kept_as_an_absolute_one(elsewh
     """`nsa-lab run NAME -p data.path=mine.txt` outside of the project looked for it below the project, after it began."""
 
     def kept(path: str) -> str | None:
-        return settled(DataConfig(source="local", path=path, tokenizer="tokens.json")).path
+        return make_paths_absolute(DataConfig(source="local", path=path, tokenizer="tokens.json")).path
 
     _, here = elsewhere
     assert kept("mine.txt") == str(here / "mine.txt") and kept("m*.txt") == str(here / "m*.txt")
     for path in ("theirs.txt", "both.txt", "nowhere.txt", str(here / "mine.txt"), "x" * 300):
         assert kept(path) == path, "what the project has comes first, and what is nowhere is refused by its own name"
     (here / "tokens.json").write_text("{}")
-    data = settled(DataConfig(tokenizer="tokens.json"))
+    data = make_paths_absolute(DataConfig(tokenizer="tokens.json"))
     assert (data.path, data.tokenizer) == (None, str(here / "tokens.json"))
     (here / "byte").write_text("")
-    assert settled(DataConfig()) == DataConfig()
+    assert make_paths_absolute(DataConfig()) == DataConfig()
 
 
 def test_in_the_project_a_path_stays_relative_and_without_one_none_does(
@@ -67,7 +67,7 @@ def test_in_the_project_a_path_stays_relative_and_without_one_none_does(
 ) -> None:
     project, here = elsewhere
     monkeypatch.setattr("nsa_lab.data.paths.project_root", lambda: None)
-    assert settled(DataConfig(source="local", path="mine.txt")).path == str(here / "mine.txt")
+    assert make_paths_absolute(DataConfig(source="local", path="mine.txt")).path == str(here / "mine.txt")
     monkeypatch.setattr("nsa_lab.data.paths.project_root", lambda: project)
     monkeypatch.chdir(project)
-    assert settled(DataConfig(source="local", path="theirs.txt")).path == "theirs.txt"
+    assert make_paths_absolute(DataConfig(source="local", path="theirs.txt")).path == "theirs.txt"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nsa_lab.config import ConfigError, DataConfig, RecallConfig, TrainConfig
 from nsa_lab.data import Batches, StagedBatches, TokenStore, check
-from nsa_lab.data.recall import draw_facts, multi_key, multi_query, needle, planter
+from nsa_lab.data.recall import make_inserter, make_multi_key_task, make_multi_query_task, make_needle_task, sample_facts
 from nsa_lab.data.recall.facts import ADJECTIVES, NOUNS
 
 TEXT = np.random.default_rng(0).integers(0x80, 0xFF, 40_000)  # no byte of it occurs in a fact
@@ -41,7 +41,7 @@ def as_bytes(tokens: np.ndarray) -> bytes:
 @given(recall=recalls, length=st.integers(700, 4001), seed=st.integers(0, 2**64 - 1), sequence=st.integers(0, 10**6))
 def test_every_answer_stands_earlier_exactly_once(recall: RecallConfig, length: int, seed: int, sequence: int) -> None:
     window = TEXT[: length + 1]
-    tokens, weights = planter(recall, length, seed)(window, sequence)
+    tokens, weights = make_inserter(recall, length, seed)(window, sequence)
     assert tokens.shape == weights.shape == (length + 1,) and tokens.dtype == np.int64 and weights.dtype == np.float32
     said = as_bytes(tokens)
     told, asked = list(STATEMENT.finditer(said)), list(QUESTION.finditer(said))
@@ -64,8 +64,8 @@ def test_the_same_sequence_is_the_same_bytes_and_others_differ() -> None:
     window, made = TEXT[:2049], {}
     for seed in (0, 1):
         for sequence in (0, 1):
-            tokens, _ = planter(RecallConfig(), 2048, seed)(window, sequence)
-            again, _ = planter(RecallConfig(), 2048, seed)(window, sequence)
+            tokens, _ = make_inserter(RecallConfig(), 2048, seed)(window, sequence)
+            again, _ = make_inserter(RecallConfig(), 2048, seed)(window, sequence)
             assert np.array_equal(tokens, again)
             made[seed, sequence] = as_bytes(tokens)
     assert len(set(made.values())) == 4
@@ -75,17 +75,17 @@ def test_batches_carry_weights_that_belong_to_their_targets() -> None:
     store = TokenStore([TEXT.astype(np.uint8)])
     data, train = DataConfig(source="recall"), TrainConfig(seq_len=1000, batch_size=3)
     batches = StagedBatches(store, train, data)
-    inputs, targets, weights, _ = batches.weighted(2)
+    inputs, targets, weights, _ = batches.weighted_batch(2)
     assert weights is not None and weights.dtype == torch.float32 and weights.shape == targets.shape == (3, 1000)
     for row, target in zip(weights, targets, strict=True):
         answers = bytes(target[row == 5].tolist())
         assert len(answers) == 7 and answers.isdigit()
     assert torch.equal(inputs[:, 1:], targets[:, :-1]) and torch.equal(batches.batch(2)[1], targets)
-    _, part, part_weights, _ = batches.weighted(2, 1, 2)
+    _, part, part_weights, _ = batches.weighted_batch(2, 1, 2)
     assert torch.equal(part, targets[1:]) and torch.equal(part_weights, weights[1:])
     plain = Batches(store, 1000, 3, train.seed)
-    assert batches.positions(2) == plain.positions(2) and batches.hash(2) != plain.hash(2)
-    assert batches.hash(2) == StagedBatches(store, train, data).hash(2)
+    assert batches.get_text_positions(2) == plain.get_text_positions(2) and batches.compute_hash(2) != plain.compute_hash(2)
+    assert batches.compute_hash(2) == StagedBatches(store, train, data).compute_hash(2)
 
 
 def test_stages_plant_facts_of_their_own() -> None:
@@ -98,7 +98,7 @@ def test_stages_plant_facts_of_their_own() -> None:
 
 def test_the_distance_law() -> None:
     def distances(law: str) -> np.ndarray:
-        plant = planter(RecallConfig(distance=law, bytes_per_fact=10**6), 4000, 3)
+        plant = make_inserter(RecallConfig(distance=law, bytes_per_fact=10**6), 4000, 3)
         found = []
         for sequence in range(400):
             said = as_bytes(plant(TEXT[:4001], sequence)[0])
@@ -109,16 +109,16 @@ def test_the_distance_law() -> None:
     assert near["uniform"] < 0.12 and 0.4 < near["log"] < 0.75, near
 
 
-@pytest.mark.parametrize("make", [needle, multi_key, multi_query])
+@pytest.mark.parametrize("make", [make_needle_task, make_multi_key_task, make_multi_query_task])
 @pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
 def test_a_question_at_the_end_has_its_answer_at_the_depth_asked_for(make, depth: float) -> None:
     recall, length = RecallConfig(values="hex", value_length=5), 3001
     asked = make(length, depth, recall, np.random.default_rng(5), TEXT)
     assert asked.tokens.shape == (length,) and asked.tokens.dtype == np.int64
     said = as_bytes(asked.tokens)
-    assert asked.answers.shape == (4 if make is multi_query else 1, 5) and asked.answers[-1, -1] == length - 1
+    assert asked.answers.shape == (4 if make is make_multi_query_task else 1, 5) and asked.answers[-1, -1] == length - 1
     told = {m[1]: m for m in STATEMENT.finditer(said)}
-    assert len(told) == {needle: 1, multi_key: 1 + length // 512, multi_query: 4}[make]
+    assert len(told) == {make_needle_task: 1, make_multi_key_task: 1 + length // 512, make_multi_query_task: 4}[make]
     for index, (question, places) in enumerate(zip(QUESTION.finditer(said + b"\n"), asked.answers, strict=True)):
         statement = told[question[1]]
         assert question[2] == as_bytes(asked.tokens[places]) == statement[2] and question.start(2) == places[0]
@@ -131,18 +131,18 @@ def test_a_question_at_the_end_has_its_answer_at_the_depth_asked_for(make, depth
 def test_names_are_distinct_and_run_out_with_a_word() -> None:
     assert len(set(ADJECTIVES)) == len(set(NOUNS)) == 24
     rng = np.random.default_rng(0)
-    assert len({fact.question for fact in draw_facts(576, RecallConfig(), rng)}) == 576
+    assert len({fact.question for fact in sample_facts(576, RecallConfig(), rng)}) == 576
 
 
 def test_a_code_is_two_letters_and_a_number_of_three_digits() -> None:
-    facts = draw_facts(300, RecallConfig(names="codes", question="{name}"), np.random.default_rng(0))
+    facts = sample_facts(300, RecallConfig(names="codes", question="{name}"), np.random.default_rng(0))
     codes = [fact.question.decode() for fact in facts]
     assert all(re.fullmatch("[a-z]{2}-[0-9]{3}", code) for code in codes) and any("-0" in code for code in codes)
 
 
 def test_values_are_distinct_where_there_are_as_many() -> None:
     for count, different in ((10, 10), (60, 10)):
-        facts = draw_facts(count, RecallConfig(value_length=1), np.random.default_rng(0))
+        facts = sample_facts(count, RecallConfig(value_length=1), np.random.default_rng(0))
         assert len(facts) == count and len({fact.value for fact in facts}) == different
 
 
@@ -154,11 +154,13 @@ def test_a_fact_tells_its_value_as_it_is(field: str) -> None:
 
 def test_what_does_not_fit_is_refused(refuses) -> None:
     rng = np.random.default_rng(0)
-    refuses(lambda: draw_facts(577, RecallConfig(), rng), "577 facts", "576 names", "data.names: codes")
-    refuses(lambda: planter(RecallConfig(bytes_per_fact=150), 2048, 0), "half has to stay text", "data.bytes_per_fact")
-    refuses(lambda: planter(RecallConfig(), 100, 0), "train.seq_len")
-    refuses(lambda: needle(60, 0.5, RecallConfig(), rng, TEXT), "do not fit")
-    refuses(lambda: needle(3000, 0.5, RecallConfig(), rng, TEXT[:2999]), "2999 bytes", "give more text")
+    refuses(lambda: sample_facts(577, RecallConfig(), rng), "577 facts", "576 names", "data.names: codes")
+    refuses(
+        lambda: make_inserter(RecallConfig(bytes_per_fact=150), 2048, 0), "half has to stay text", "data.bytes_per_fact"
+    )
+    refuses(lambda: make_inserter(RecallConfig(), 100, 0), "train.seq_len")
+    refuses(lambda: make_needle_task(60, 0.5, RecallConfig(), rng, TEXT), "do not fit")
+    refuses(lambda: make_needle_task(3000, 0.5, RecallConfig(), rng, TEXT[:2999]), "2999 bytes", "give more text")
     refuses(lambda: check(DataConfig(source="recall", tokenizer="x.json")), "x.json")
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nsa_lab.config import ModelConfig, NSAConfig
-from nsa_lab.data import BestFitRows, DataError, TokenStore
-from nsa_lab.evaluate import document_loss
-from nsa_lab.evaluate.documents import packed_row, token_losses
+from nsa_lab.data import BestFitPacking, DataError, TokenStore
+from nsa_lab.evaluate import measure_document_loss
+from nsa_lab.evaluate.document_loss import compute_token_losses, get_packed_row
 from nsa_lab.model import NSATransformer
 
 SEPARATOR = 255
@@ -26,7 +26,7 @@ def model() -> NSATransformer:
     return made.double().eval()
 
 
-def store(documents: list[np.ndarray]) -> TokenStore:
+def make_store(documents: list[np.ndarray]) -> TokenStore:
     return TokenStore([np.concatenate([np.append(text, SEPARATOR) for text in documents])])
 
 
@@ -36,24 +36,24 @@ def documents() -> list[np.ndarray]:
     return [dice.integers(0, 250, length) for length in LENGTHS]
 
 
-def losses(model: NSATransformer, text: np.ndarray) -> Tensor:
+def compute_losses(model: NSATransformer, text: np.ndarray) -> Tensor:
     """Of every token of a document and of the separator that ends it, given the separator before it."""
     tokens = torch.from_numpy(np.concatenate([[SEPARATOR], text, [SEPARATOR]]))
     with torch.no_grad():
         return functional.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none").double()
 
 
-def parts(text: np.ndarray) -> list[slice]:
+def split_into_parts(text: np.ndarray) -> list[slice]:
     """A document of n tokens has n + 1 targets; what is longer than a row is read in rows of its own."""
     return [slice(first, first + LENGTH) for first in range(0, len(text) + 1, LENGTH)]
 
 
 def test_every_document_counts_as_if_it_were_alone(model: NSATransformer, documents: list[np.ndarray]) -> None:
-    found = document_loss(model, store(documents), SEPARATOR, LENGTH, rows=100)
+    found = measure_document_loss(model, make_store(documents), SEPARATOR, LENGTH, rows=100)
     wanted = []
     for text in documents:
         tokens = torch.from_numpy(np.concatenate([[SEPARATOR], text, [SEPARATOR]]))
-        for part in parts(text):
+        for part in split_into_parts(text):
             inputs, targets = tokens[:-1][part], tokens[1:][part]
             with torch.no_grad():
                 wanted.append(functional.cross_entropy(model(inputs[None])[0], targets, reduction="none").double())
@@ -75,10 +75,10 @@ def test_across_reads_the_same_tokens_behind_the_others(model: NSATransformer) -
     """One row of three documents: what precedes in the row is read, and what follows in the padding is not."""
     dice = np.random.default_rng(1)
     texts = [dice.integers(0, 250, length) for length in (120, 90, 20)]
-    found = document_loss(model, store(texts), SEPARATOR, LENGTH)
+    found = measure_document_loss(model, make_store(texts), SEPARATOR, LENGTH)
     assert found.rows == 1 and found.documents == 3
-    row = losses(model, np.concatenate([texts[0], [SEPARATOR], texts[1], [SEPARATOR], texts[2]]))
-    alone = [losses(model, text) for text in texts]
+    row = compute_losses(model, np.concatenate([texts[0], [SEPARATOR], texts[1], [SEPARATOR], texts[2]]))
+    alone = [compute_losses(model, text) for text in texts]
     assert found.across == pytest.approx(row.mean().item(), rel=1e-6)
     assert found.alone == pytest.approx(torch.cat(alone).mean().item(), rel=1e-6)
     assert found.first_across == pytest.approx(row[[0, 121, 212]].mean().item(), rel=1e-6)
@@ -88,8 +88,8 @@ def test_across_reads_the_same_tokens_behind_the_others(model: NSATransformer) -
 def test_fewer_rows_are_spread_over_all_lengths(model: NSATransformer) -> None:
     dice = np.random.default_rng(2)
     texts = [dice.integers(0, 250, length) for length in [*range(150, 300, 10), *range(1, 60, 7), 900]]
-    whole = document_loss(model, store(texts), SEPARATOR, LENGTH, rows=1000)
-    some = document_loss(model, store(texts), SEPARATOR, LENGTH, rows=5)
+    whole = measure_document_loss(model, make_store(texts), SEPARATOR, LENGTH, rows=1000)
+    some = measure_document_loss(model, make_store(texts), SEPARATOR, LENGTH, rows=5)
     assert some.rows == 5 < whole.rows and some.error > 0
     assert some.tokens < whole.tokens and len(some.by_length) == len(whole.by_length) == 2
 
@@ -97,29 +97,29 @@ def test_fewer_rows_are_spread_over_all_lengths(model: NSATransformer) -> None:
 def test_the_rows_that_are_read_lie_evenly_among_all(model: NSATransformer) -> None:
     """Rows stand in the order of their longest document: the first ones alone would be the long documents."""
     dice = np.random.default_rng(2)
-    text = store([dice.integers(0, 250, length) for length in range(150, 300, 10)])
-    packed = BestFitRows(text, LENGTH, SEPARATOR)
-    rows = [packed_row(packed, third * packed.per_epoch // 3, SEPARATOR) for third in range(3)]
-    read = torch.cat([token_losses(model, window, span)[:filled] for window, filled, span in rows])
-    found = document_loss(model, text, SEPARATOR, LENGTH, rows=3)
-    assert packed.per_epoch > 5 and found.tokens == len(read)
+    text = make_store([dice.integers(0, 250, length) for length in range(150, 300, 10)])
+    packed = BestFitPacking(text, LENGTH, SEPARATOR)
+    rows = [get_packed_row(packed, third * packed.rows_per_epoch // 3, SEPARATOR) for third in range(3)]
+    read = torch.cat([compute_token_losses(model, window, span)[:filled] for window, filled, span in rows])
+    found = measure_document_loss(model, text, SEPARATOR, LENGTH, rows=3)
+    assert packed.rows_per_epoch > 5 and found.tokens == len(read)
     assert found.alone == pytest.approx(read.mean().item(), rel=1e-9)
 
 
 def test_a_text_without_an_end_is_refused(model: NSATransformer) -> None:
     with pytest.raises(DataError, match="no document ends"):
-        document_loss(model, TokenStore([np.zeros(1000, np.uint8)]), SEPARATOR, LENGTH)
+        measure_document_loss(model, TokenStore([np.zeros(1000, np.uint8)]), SEPARATOR, LENGTH)
 
 
 def test_the_difference_is_a_mean_over_rows_with_its_standard_error(model: NSATransformer) -> None:
     dice = np.random.default_rng(2)
     texts = [dice.integers(0, 250, length) for length in (200, 90, 150, 120, 60)]
-    packed = BestFitRows(store(texts), LENGTH, SEPARATOR)
-    found = document_loss(model, store(texts), SEPARATOR, LENGTH)
+    packed = BestFitPacking(make_store(texts), LENGTH, SEPARATOR)
+    found = measure_document_loss(model, make_store(texts), SEPARATOR, LENGTH)
     apart, every = [], []
-    for row in range(packed.per_epoch):
-        window, filled, span = packed_row(packed, row, SEPARATOR)
-        alone, across = (token_losses(model, window, reading)[:filled] for reading in (span, None))
+    for row in range(packed.rows_per_epoch):
+        window, filled, span = get_packed_row(packed, row, SEPARATOR)
+        alone, across = (compute_token_losses(model, window, reading)[:filled] for reading in (span, None))
         apart.append((across - alone).mean().item())
         every.append(across)
     assert len({len(row) for row in every}) == len(every) > 1, "rows of unlike length"

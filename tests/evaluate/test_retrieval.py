@@ -13,13 +13,22 @@ from torch import Tensor
 
 from nsa_lab.config import ModelConfig, NSAConfig, RecallConfig
 from nsa_lab.data import DataError, TokenStore
-from nsa_lab.data.recall import Asked, multi_query
-from nsa_lab.evaluate import loss_by_position, retrieval
-from nsa_lab.evaluate.answers import generated, stacked, teacher_forced
-from nsa_lab.evaluate.positions import octaves
-from nsa_lab.evaluate.retrieval import DEPTHS, EVERY_TASK, FORMS, TASKS, _sequence, fits, needles, spread_depths
+from nsa_lab.data.recall import RetrievalTask, make_multi_query_task
+from nsa_lab.evaluate import evaluate_retrieval, measure_loss_by_position
+from nsa_lab.evaluate.loss_by_position import split_into_ranges
+from nsa_lab.evaluate.retrieval import (
+    ALL_TASKS,
+    DEPTHS,
+    NEEDLE_FORMS,
+    TASKS,
+    _make_sample,
+    explain_misfit,
+    make_needles,
+    spread_depths,
+)
+from nsa_lab.evaluate.scoring import score_generated, score_teacher_forced, stack_samples
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs.evaluation import found_at_depth
+from nsa_lab.runs.evaluation import get_depth_counts
 
 TEXT = np.random.default_rng(0).integers(0x80, 0xFF, 5000)
 CPU = torch.device("cpu")
@@ -31,18 +40,20 @@ def model() -> NSATransformer:
     return NSATransformer(ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, nsa=nsa), seed=1).eval()
 
 
-def answered(rows: list[Asked], wrong: set[tuple[int, int, int]] = frozenset()) -> tuple[Tensor, Tensor, Tensor]:
+def score_with_errors(
+    rows: list[RetrievalTask], wrong: set[tuple[int, int, int]] = frozenset()
+) -> tuple[Tensor, Tensor, Tensor]:
     """What a model says that knows all tokens but those at (row, answer, place)."""
-    tokens, places = stacked(rows, CPU)
+    tokens, places = stack_samples(rows, CPU)
     said = tokens.clone()
     for row, answer, place in wrong:
         said[row, places[row, answer, place]] += 1
-    return teacher_forced(lambda rows: 10.0 * torch.nn.functional.one_hot(said[:, 1:], 256), tokens, places)
+    return score_teacher_forced(lambda rows: 10.0 * torch.nn.functional.one_hot(said[:, 1:], 256), tokens, places)
 
 
 def test_an_answer_counts_when_all_its_tokens_are_the_likeliest() -> None:
-    rows = [multi_query(901, 0.3, RecallConfig(), np.random.default_rng(n), TEXT) for n in range(3)]
-    right, losses, text = answered(rows, {(1, 2, 0), (2, 3, 6), (2, 3, 5)})
+    rows = [make_multi_query_task(901, 0.3, RecallConfig(), np.random.default_rng(n), TEXT) for n in range(3)]
+    right, losses, text = score_with_errors(rows, {(1, 2, 0), (2, 3, 6), (2, 3, 5)})
     assert right.shape == losses.shape == (3, 4, 7)
     assert right.all(-1).tolist() == [[True] * 4, [True, True, False, True], [True, True, True, False]]
     knows, fails = -torch.tensor([10.0, 0.0]) + np.log(np.exp(10.0) + 255)
@@ -51,30 +62,30 @@ def test_an_answer_counts_when_all_its_tokens_are_the_likeliest() -> None:
 
 
 def test_text_loss_leaves_the_answers_out(model: NSATransformer) -> None:
-    rows = [multi_query(901, 0.3, RecallConfig(), np.random.default_rng(4), TEXT)]
-    tokens, places = stacked(rows, CPU)
-    _, losses, text = teacher_forced(model, tokens, places)
+    rows = [make_multi_query_task(901, 0.3, RecallConfig(), np.random.default_rng(4), TEXT)]
+    tokens, places = stack_samples(rows, CPU)
+    _, losses, text = score_teacher_forced(model, tokens, places)
     every = torch.nn.functional.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
     assert (text * (900 - 28) + losses.sum()).item() == pytest.approx(every.sum().item(), rel=1e-5)
 
 
 def test_what_the_model_writes_is_compared_with_the_whole_answer(model: NSATransformer) -> None:
-    (row,) = needles(300, 1, RecallConfig(), 0, TEXT)
-    assert generated(model, [row]) == [False]
+    (row,) = make_needles(300, 1, RecallConfig(), 0, TEXT)
+    assert score_generated(model, [row]) == [False]
     tokens = row.tokens.copy()
     for place in row.answers[0]:
         tokens[place] = model(torch.from_numpy(tokens[None, :place]))[0, -1].argmax().item()
-    own = Asked(tokens, row.answers)
-    assert generated(model, [own]) == [True]
-    assert teacher_forced(model, *stacked([own], CPU))[0].all()
+    own = RetrievalTask(tokens, row.answers)
+    assert score_generated(model, [own]) == [True]
+    assert score_teacher_forced(model, *stack_samples([own], CPU))[0].all()
     tokens[row.answers[0, -1]] += 1
-    assert generated(model, [own]) == [False]
+    assert score_generated(model, [own]) == [False]
 
 
 @pytest.mark.slow
 def test_everyone_is_asked_the_same(model: NSATransformer) -> None:
     settings = {"per_depth": 3, "recall": RecallConfig(value_length=3), "seed": 5}
-    cells = list(retrieval(model, TEXT, [700, 611], depths=(0.0, 0.5), **settings))
+    cells = list(evaluate_retrieval(model, TEXT, [700, 611], depths=(0.0, 0.5), **settings))
     assert [(c.task, c.length, c.depth) for c in cells] == [
         (task, length, depth)
         for task in ("needle", "multi_key", "multi_query")
@@ -85,19 +96,19 @@ def test_everyone_is_asked_the_same(model: NSATransformer) -> None:
         questions = 4 if cell.task == "multi_query" else 1
         assert (cell.sequences, cell.answers, cell.tokens) == (3, 3 * questions, 9 * questions)
         assert (cell.written, cell.written_right, cell.right) == (questions, 0, 0) and cell.tokens_right < cell.tokens
-    (alone,) = retrieval(model, TEXT, [611], tasks=["multi_key"], depths=(0.5,), tokens_at_once=1, **settings)
+    (alone,) = evaluate_retrieval(model, TEXT, [611], tasks=["multi_key"], depths=(0.5,), max_batch_tokens=1, **settings)
     (same,) = [c for c in cells if (c.task, c.length, c.depth) == ("multi_key", 611, 0.5)]
     assert alone.loss == pytest.approx(same.loss, rel=1e-6) and alone.tokens_right == same.tokens_right
-    (other,) = retrieval(model, TEXT, [611], tasks=["multi_key"], depths=(0.5,), **{**settings, "seed": 6})
+    (other,) = evaluate_retrieval(model, TEXT, [611], tasks=["multi_key"], depths=(0.5,), **{**settings, "seed": 6})
     assert other.loss != alone.loss
 
 
 def test_what_does_not_fit_says_so(model: NSATransformer) -> None:
-    assert fits("needle", 300, RecallConfig(), TEXT) is None
-    assert "do not fit" in (fits("multi_query", 300, RecallConfig(), TEXT) or "")
-    assert "give more text" in (fits("needle", 5001, RecallConfig(), TEXT) or "")
+    assert explain_misfit("needle", 300, RecallConfig(), TEXT) is None
+    assert "do not fit" in (explain_misfit("multi_query", 300, RecallConfig(), TEXT) or "")
+    assert "give more text" in (explain_misfit("needle", 5001, RecallConfig(), TEXT) or "")
     with pytest.raises(DataError, match="do not fit"):
-        list(retrieval(model, TEXT, [300], tasks=["multi_query"]))
+        list(evaluate_retrieval(model, TEXT, [300], tasks=["multi_query"]))
 
 
 @pytest.mark.parametrize(("task", "around"), [("needle", 112), ("twelve_digits", 122), ("multi_query", 456)])
@@ -105,12 +116,12 @@ def test_what_fits_once_fits_whatever_is_drawn(task: str, around: int) -> None:
     """Names differ in length."""
     judged = []
     for length in range(around - 9, around + 9):
-        refused = fits(task, length, RecallConfig(), TEXT)
+        refused = explain_misfit(task, length, RecallConfig(), TEXT)
         judged.append(refused is None)
         for number in range(40):
             draw = np.random.default_rng(number)
             try:
-                EVERY_TASK[task](length, 0.3, RecallConfig(), draw, TEXT)
+                ALL_TASKS[task](length, 0.3, RecallConfig(), draw, TEXT)
             except DataError:
                 assert refused
             else:
@@ -119,7 +130,7 @@ def test_what_fits_once_fits_whatever_is_drawn(task: str, around: int) -> None:
 
 
 def test_needles_stand_at_all_depths() -> None:
-    rows = needles(900, 10, RecallConfig(), 0, TEXT)
+    rows = make_needles(900, 10, RecallConfig(), 0, TEXT)
     begins = [bytes(row.tokens.astype(np.uint8)).index(b"\nThe secret") for row in rows]
     assert begins == sorted(begins) and begins[0] == 0 and begins[-1] > 600
 
@@ -132,7 +143,7 @@ def test_a_depth_is_where_the_first_fact_that_is_asked_for_stands(length: int, b
     for task, bound in zip(TASKS, bounds, strict=True):
         for depth in DEPTHS:
             for number in range(10):
-                asked = _sequence(task, length, depth, number, RecallConfig(), 0, text)
+                asked = _make_sample(task, length, depth, number, RecallConfig(), 0, text)
                 value = bytes(asked.tokens[asked.answers[0]].tolist())
                 stands = bytes(asked.tokens.tolist()).index(b" is " + value + b".") / length
                 assert abs(stands - depth) < bound, (task, depth, number)
@@ -150,22 +161,22 @@ def test_the_fact_at_a_depth_is_counted_apart(monkeypatch: pytest.MonkeyPatch, m
     # By name: in its package that of the module is its function's.
     monkeypatch.setattr(importlib.import_module("nsa_lab.evaluate.retrieval"), "teacher_forced", only_first)
     settings = {"depths": (0.5,), "per_depth": 3, "written_per_depth": 0, "tokens_at_once": 2000}
-    (cell,) = retrieval(model, TEXT, [1000], tasks=["multi_query"], **settings)
+    (cell,) = evaluate_retrieval(model, TEXT, [1000], tasks=["multi_query"], **settings)
     assert (cell.sequences, cell.answers, cell.right, cell.right_at_depth) == (3, 12, 1, 1)
-    assert found_at_depth(asdict(cell)) == (1, 3)
+    assert get_depth_counts(asdict(cell)) == (1, 3)
     earlier = {key: value for key, value in asdict(cell).items() if key != "right_at_depth"}
-    assert found_at_depth(earlier) is None, "nobody counted it apart"
-    assert found_at_depth({**earlier, "answers": 3}) == (1, 3), "one question in each"
+    assert get_depth_counts(earlier) is None, "nobody counted it apart"
+    assert get_depth_counts({**earlier, "answers": 3}) == (1, 3), "one question in each"
 
 
 def test_octaves_cover_every_position_once() -> None:
-    assert octaves(100) == [(0, 100)] and octaves(256) == [(0, 256)]
-    assert octaves(1500) == [(0, 256), (256, 512), (512, 1024), (1024, 1500)]
+    assert split_into_ranges(100) == [(0, 100)] and split_into_ranges(256) == [(0, 256)]
+    assert split_into_ranges(1500) == [(0, 256), (256, 512), (512, 1024), (1024, 1500)]
 
 
 def test_loss_by_position_is_that_of_the_windows(model: NSATransformer) -> None:
     store = TokenStore([TEXT.astype(np.uint8)])
-    found = loss_by_position(model, store, 300, windows=4)
+    found = measure_loss_by_position(model, store, 300, windows=4)
     assert [(o.first, o.last, o.tokens) for o in found] == [(0, 256, 1024), (256, 300, 176)]
     starts = [window * 16 // 4 * 300 for window in range(4)]
     rows = torch.from_numpy(np.stack([TEXT[start : start + 301] for start in starts]))
@@ -178,7 +189,7 @@ def test_loss_by_position_is_that_of_the_windows(model: NSATransformer) -> None:
 
 def test_forms_are_needles_told_and_asked_for_otherwise() -> None:
     """Each in its own alphabet, length, names or words; the text around is that of the task's own seed."""
-    asked = {task: _sequence(task, 700, 0.5, 3, RecallConfig(), 1, TEXT) for task in ("needle", *FORMS)}
+    asked = {task: _make_sample(task, 700, 0.5, 3, RecallConfig(), 1, TEXT) for task in ("needle", *NEEDLE_FORMS)}
     told = {task: bytes(one.tokens.tolist()) for task, one in asked.items()}
     values = {task: bytes(one.tokens[one.answers[0]].tolist()).decode() for task, one in asked.items()}
     for task, value in values.items():
@@ -199,7 +210,7 @@ def test_forms_are_needles_told_and_asked_for_otherwise() -> None:
 def test_what_was_asked_before_there_were_forms_is_asked_the_same() -> None:
     for number, (task, make) in enumerate(TASKS.items()):
         dice = np.random.default_rng([9, number, 700, 300, 2])
-        ours, theirs = _sequence(task, 700, 0.3, 2, RecallConfig(), 9, TEXT), make(700, 0.3, RecallConfig(), dice, TEXT)
+        ours, theirs = _make_sample(task, 700, 0.3, 2, RecallConfig(), 9, TEXT), make(700, 0.3, RecallConfig(), dice, TEXT)
         assert np.array_equal(ours.tokens, theirs.tokens)
 
 
@@ -215,19 +226,19 @@ def test_depths_are_spread_over_the_whole_length() -> None:
 def test_the_first_sequences_of_a_depth_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that they are the same ones, however many are asked."""
     module, seen = importlib.import_module("nsa_lab.evaluate.retrieval"), []
-    monkeypatch.setattr(module, "generated", lambda model, asked: seen.extend(asked) or [True] * len(asked))
+    monkeypatch.setattr(module, "score_generated", lambda model, asked: seen.extend(asked) or [True] * len(asked))
     text = np.random.default_rng(0).integers(97, 122, 5000)
     model, recall = NSATransformer(SMALL), RecallConfig(value_length=4)
     how = {"tasks": ["needle"], "depths": [0.5], "per_depth": 3, "written_per_depth": 1, "recall": recall}
-    list(retrieval(model, text, [330], **how))
-    first = _sequence("needle", 330, 0.5, 0, recall, 0, text)
+    list(evaluate_retrieval(model, text, [330], **how))
+    first = _make_sample("needle", 330, 0.5, 0, recall, 0, text)
     assert [list(one.tokens) for one in seen] == [list(first.tokens)]
 
 
 def test_the_loss_of_a_cell_is_that_of_the_tokens_of_its_answers(model: NSATransformer) -> None:
-    (cell,) = retrieval(model, TEXT, [400], tasks=["needle"], depths=(0.5,), per_depth=3, written_per_depth=0)
-    asked = [_sequence("needle", 400, 0.5, number, RecallConfig(), 0, TEXT) for number in range(3)]
-    right, losses, text = teacher_forced(model, *stacked(asked, CPU))
+    (cell,) = evaluate_retrieval(model, TEXT, [400], tasks=["needle"], depths=(0.5,), per_depth=3, generated_per_depth=0)
+    asked = [_make_sample("needle", 400, 0.5, number, RecallConfig(), 0, TEXT) for number in range(3)]
+    right, losses, text = score_teacher_forced(model, *stack_samples(asked, CPU))
     assert cell.loss == pytest.approx(losses.mean().item(), rel=1e-6) != text.mean().item()
     assert cell.tokens_right == right.sum().item()
 
@@ -239,13 +250,13 @@ def test_tokens_that_are_right_are_counted_at_every_place(monkeypatch: pytest.Mo
         return right, torch.zeros(places.shape), torch.zeros(len(tokens))
 
     monkeypatch.setattr(importlib.import_module("nsa_lab.evaluate.retrieval"), "teacher_forced", but_the_first)
-    (cell,) = retrieval(model, TEXT, [400], tasks=["needle"], depths=(0.5,), per_depth=3, written_per_depth=0)
+    (cell,) = evaluate_retrieval(model, TEXT, [400], tasks=["needle"], depths=(0.5,), per_depth=3, generated_per_depth=0)
     assert (cell.right, cell.tokens, cell.tokens_right) == (0, 21, 18)
 
 
 def test_needles_of_one_depth_have_facts_of_their_own() -> None:
-    rows = needles(900, 20, RecallConfig(), 0, TEXT)
+    rows = make_needles(900, 20, RecallConfig(), 0, TEXT)
     assert len({tuple(row.tokens[row.answers[0]]) for row in rows}) == 20
     assert [tuple(row.tokens) for row in rows[:2]] == [
-        tuple(_sequence("needle", 900, 0.0, number, RecallConfig(), 0, TEXT).tokens) for number in (0, 1)
+        tuple(_make_sample("needle", 900, 0.0, number, RecallConfig(), 0, TEXT).tokens) for number in (0, 1)
     ]

@@ -19,9 +19,9 @@ import pytest
 from nsa_lab.config import RunConfig
 from nsa_lab.health import Health, examine
 from nsa_lab.runs import events as record
-from nsa_lab.runs import names
+from nsa_lab.runs import resolve
 from nsa_lab.runs.history import History
-from nsa_lab.runs.summary import shown_facts
+from nsa_lab.runs.summary import format_facts
 
 Event = dict[str, Any]
 Edit = Callable[[list[Event]], list[Event] | None]
@@ -30,9 +30,9 @@ EVERY = 500  # steps between the readings that are kept
 STEPS = 50_000
 
 
-def thinned() -> History:
+def load_thinned() -> History:
     """An NSA run of 50 000 steps, in two attempts, with the readings that carry statistics."""
-    for run in names.run_directories(names.root() / "outputs"):
+    for run in resolve.list_run_dirs(resolve.get_root() / "outputs"):
         config = RunConfig.from_yaml(run / "config.yaml")
         if (config.model.attention, config.train.steps, config.train.stats_every) == ("nsa", STEPS, EVERY):
             whole = History.read(run)
@@ -45,31 +45,31 @@ def thinned() -> History:
 
 
 def with_events(history: History, edited: list[Event]) -> History:
-    return replace(history, events=edited, steps=record.steps(edited), evaluations=record.evaluations(edited))
+    return replace(history, events=edited, steps=record.get_step_events(edited), evaluations=record.get_eval_events(edited))
 
 
 @pytest.fixture(scope="module")
 def healthy() -> History:
-    return thinned()
+    return load_thinned()
 
 
-def judged(history: History, edit: Edit) -> Health:
+def examine_edited(history: History, edit: Edit) -> Health:
     edited = copy.deepcopy(history.events)
     return examine(with_events(history, edit(edited) or edited))
 
 
-def of(events: list[Event], kind: str, first: float = 0.0, last: float = 1.0) -> Iterator[Event]:
+def select_events(events: list[Event], kind: str, first: float = 0.0, last: float = 1.0) -> Iterator[Event]:
     """Events of a kind between two shares of the run."""
     return (e for e in events if e["kind"] == kind and first * STEPS < e["step"] <= last * STEPS)
 
 
-def readings(events: list[Event], first: float = 0.0, last: float = 1.0) -> Iterator[Event]:
-    return (event for event in of(events, "step", first, last) if "gate_entropy" in event)
+def select_readings(events: list[Event], first: float = 0.0, last: float = 1.0) -> Iterator[Event]:
+    return (event for event in select_events(events, "step", first, last) if "gate_entropy" in event)
 
 
-def slower(factor: float | Callable[[float], float], first: float = 0.5, what: str = "both") -> Edit:
+def slow_down(factor: float | Callable[[float], float], first: float = 0.5, what: str = "both") -> Edit:
     def edit(events: list[Event]) -> None:
-        for event in of(events, "step", first):
+        for event in select_events(events, "step", first):
             by = factor(event["step"] / STEPS) if callable(factor) else factor
             if what != "clock":
                 event["tokens_per_s"] *= by
@@ -79,11 +79,11 @@ def slower(factor: float | Callable[[float], float], first: float = 0.5, what: s
     return edit
 
 
-def put(first: float = 0.0, last: float = 1.0, **values: Any) -> Edit:
+def set_values(first: float = 0.0, last: float = 1.0, **values: Any) -> Edit:
     """These values into every `step` event that has the field."""
 
     def edit(events: list[Event]) -> None:
-        for event in of(events, "step", first, last):
+        for event in select_events(events, "step", first, last):
             for name, value in values.items():
                 if name in event:
                     event[name] = [value] * len(event[name]) if isinstance(event[name], list) else value
@@ -91,20 +91,20 @@ def put(first: float = 0.0, last: float = 1.0, **values: Any) -> Edit:
     return edit
 
 
-def frozen(first: float, jitter: float = 0.0, names: tuple[str, ...] = ("gate_share_", "gate_entropy")) -> Edit:
+def freeze_gates(first: float, jitter: float = 0.0, names: tuple[str, ...] = ("gate_share_", "gate_entropy")) -> Edit:
     def edit(events: list[Event]) -> None:
         dice = random.Random(0)
-        held, *later = readings(events, first)
+        held, *later = select_readings(events, first)
         for event in later:
-            for name in [name for name in event if name.startswith(names)]:
+            for name in [name for name in event if name.startswith(resolve)]:
                 event[name] = [value + dice.uniform(-jitter, jitter) for value in held[name]]
 
     return edit
 
 
-def collapsed(first: float, last: float, layer: int | None = None) -> Edit:
+def collapse_gates(first: float, last: float, layer: int | None = None) -> Edit:
     def edit(events: list[Event]) -> None:
-        for event in readings(events, first, last):
+        for event in select_readings(events, first, last):
             event["gate_entropy"] = [
                 0.05 if layer in (None, index) else value for index, value in enumerate(event["gate_entropy"])
             ]
@@ -112,9 +112,9 @@ def collapsed(first: float, last: float, layer: int | None = None) -> Edit:
     return edit
 
 
-def unused(branch: str, layers: Callable[[int], bool], share: float = 0.0) -> Edit:
+def disable_branch(branch: str, layers: Callable[[int], bool], share: float = 0.0) -> Edit:
     def edit(events: list[Event]) -> None:
-        for event in readings(events):
+        for event in select_readings(events):
             shares = event[f"gate_share_{branch}"]
             event[f"gate_share_{branch}"] = [share if layers(index) else value for index, value in enumerate(shares)]
 
@@ -127,39 +127,39 @@ def drop(kind: str, first: float = -1.0, last: float = 1.0) -> Edit:
 
 def drop_fields(*prefixes: str, first: float = 0.0) -> Edit:
     def edit(events: list[Event]) -> None:
-        for event in of(events, "step", first):
+        for event in select_events(events, "step", first):
             for name in [name for name in event if name.startswith(prefixes)]:
                 del event[name]
 
     return edit
 
 
-def null(kind: str, *names: str, where: Callable[[Event], bool] = lambda event: True, value: Any = None) -> Edit:
+def set_null(kind: str, *names: str, where: Callable[[Event], bool] = lambda event: True, value: Any = None) -> Edit:
     def edit(events: list[Event]) -> None:
-        for event in filter(where, of(events, kind, -1.0)):
-            event.update(dict.fromkeys(names, value))
+        for event in filter(where, select_events(events, kind, -1.0)):
+            event.update(dict.fromkeys(resolve, value))
 
     return edit
 
 
-def flat(*names: str, first: float = -1.0) -> Edit:
+def flatten(*names: str, first: float = -1.0) -> Edit:
     def edit(events: list[Event]) -> None:
-        held, *later = of(events, "step", first)
+        held, *later = select_events(events, "step", first)
         for event in later:
-            event.update({name: held[name] for name in names})
+            event.update({name: held[name] for name in resolve})
 
     return edit
 
 
-def flat_but_noisy(events: list[Event]) -> None:
+def flatten_with_noise(events: list[Event]) -> None:
     dice = random.Random(0)
-    for event in of(events, "step"):
+    for event in select_events(events, "step"):
         event["bpb"] = 1.0 + dice.gauss(0, 0.01)
         event["loss"] = event["bpb"] * math.log(2)
 
 
-def tripled(events: list[Event]) -> None:
-    for event in of(events, "step", 0.9):
+def triple_loss(events: list[Event]) -> None:
+    for event in select_events(events, "step", 0.9):
         event["loss"] *= 3
         event["bpb"] *= 3
 
@@ -172,67 +172,85 @@ def shift_clock(seconds: float) -> Edit:
     return edit
 
 
-def at_half(event: Event) -> bool:
+def is_at_half(event: Event) -> bool:
     return event["step"] == STEPS // 2
 
 
 # Name, edit, the verdict that must fail, a part of what it says, verdicts that may fail besides.
 EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
-    ("half the speed from half on", slower(0.5), "throughput", "50", set()),
-    ("a third of the speed from half on", slower(0.3), "throughput", "", set()),
-    ("a tenth of the speed from half on", slower(0.1), "throughput", "", set()),
-    ("a tenth of the speed from 15 % on", slower(0.1, 0.15), "throughput", "", set()),
-    ("half the speed by tokens_per_s alone", slower(0.5, what="speed"), "throughput", "", set()),
-    ("half the speed by dt_s alone", slower(0.5, what="clock"), "throughput", "", set()),
-    ("a creep down to 5 %", slower(lambda at: 1 - 0.95 * at, 0.0), "throughput", "", set()),
-    ("no gradient from half on", put(0.5, grad_norm=0.0), "gradients", "the first 25,500", set()),
-    ("no gradient in any layer", put(grad_norm_layers=0.0), "gradients", "layer 0 at step 500", set()),
-    ("a gradient norm of a million", put(grad_norm=1e6), "gradients", "1e+06", set()),
-    ("a gradient norm of a million, once", put(0.49, 0.5, grad_norm=1e6), "gradients", "step 25,000", set()),
+    ("half the speed from half on", slow_down(0.5), "throughput", "50", set()),
+    ("a third of the speed from half on", slow_down(0.3), "throughput", "", set()),
+    ("a tenth of the speed from half on", slow_down(0.1), "throughput", "", set()),
+    ("a tenth of the speed from 15 % on", slow_down(0.1, 0.15), "throughput", "", set()),
+    ("half the speed by tokens_per_s alone", slow_down(0.5, what="speed"), "throughput", "", set()),
+    ("half the speed by dt_s alone", slow_down(0.5, what="clock"), "throughput", "", set()),
+    ("a creep down to 5 %", slow_down(lambda at: 1 - 0.95 * at, 0.0), "throughput", "", set()),
+    ("no gradient from half on", set_values(0.5, grad_norm=0.0), "gradients", "the first 25,500", set()),
+    ("no gradient in any layer", set_values(grad_norm_layers=0.0), "gradients", "layer 0 at step 500", set()),
+    ("a gradient norm of a million", set_values(grad_norm=1e6), "gradients", "1e+06", set()),
+    ("a gradient norm of a million, once", set_values(0.49, 0.5, grad_norm=1e6), "gradients", "step 25,000", set()),
     (
         "all branches silent",
-        put(norm_cmp=0.0, norm_sel=0.0, norm_win=0.0),
+        set_values(norm_cmp=0.0, norm_sel=0.0, norm_win=0.0),
         "branch outputs",
         "the compressed branch is 0 in every layer",
         set(),
     ),
-    ("one branch silent from 70 % on", put(0.7, norm_sel=0.0), "branch outputs", "first at step 35,500", set()),
-    ("gates frozen from 10 % on", frozen(0.1), "gates moved", "the same to the last bit", set()),
-    ("gates frozen from 10 % on but for rounding", frozen(0.1, 1e-4), "gates moved", "no longer moved", set()),
-    ("gate weights still from 10 % on", put(0.1, gate_update=0.0), "gates moved", "stand still", set()),
-    ("gates collapsed from 10 % to 90 %", collapsed(0.1, 0.9), "gates alive", "80% of the readings", set()),
-    ("one layer collapsed from 10 % to 90 %", collapsed(0.1, 0.9, layer=3), "gates alive", "in layer 3", set()),
-    ("no selection in all layers but one", unused("sel", lambda n: n != 4), "gates alive", "the selected branch", set()),
-    ("no selection in one layer", unused("sel", lambda n: n == 4, 0.01), "gates alive", "in layer 4", set()),
-    ("gates at 0 or 1 from 10 % to 90 %", put(0.1, 0.9, gate_saturation=0.9), "gates alive", "90% of the gate", set()),
+    ("one branch silent from 70 % on", set_values(0.7, norm_sel=0.0), "branch outputs", "first at step 35,500", set()),
+    ("gates frozen from 10 % on", freeze_gates(0.1), "gates moved", "the same to the last bit", set()),
+    ("gates frozen from 10 % on but for rounding", freeze_gates(0.1, 1e-4), "gates moved", "no longer moved", set()),
+    ("gate weights still from 10 % on", set_values(0.1, gate_update=0.0), "gates moved", "stand still", set()),
+    ("gates collapsed from 10 % to 90 %", collapse_gates(0.1, 0.9), "gates alive", "80% of the readings", set()),
+    ("one layer collapsed from 10 % to 90 %", collapse_gates(0.1, 0.9, layer=3), "gates alive", "in layer 3", set()),
+    (
+        "no selection in all layers but one",
+        disable_branch("sel", lambda n: n != 4),
+        "gates alive",
+        "the selected branch",
+        set(),
+    ),
+    ("no selection in one layer", disable_branch("sel", lambda n: n == 4, 0.01), "gates alive", "in layer 4", set()),
+    (
+        "gates at 0 or 1 from 10 % to 90 %",
+        set_values(0.1, 0.9, gate_saturation=0.9),
+        "gates alive",
+        "90% of the gate",
+        set(),
+    ),
     ("no evaluations", drop("eval"), "evaluations", "51 of 51", set()),
     ("no evaluations in the second half", drop("eval", 0.5), "evaluations", "25 of 51", set()),
     ("one evaluation lost", drop("eval", 0.49, 0.5), "evaluations", "the first at step 25,000", set()),
-    ("statistics of the choice frozen from 10 % on", frozen(0.1, names=("sel_",)), "statistics", "in a row", set()),
-    ("norms of the branches frozen from 90 % on", frozen(0.9, names=("norm_",)), "statistics", "the norms", set()),
+    ("statistics of the choice frozen from 10 % on", freeze_gates(0.1, names=("sel_",)), "statistics", "in a row", set()),
+    ("norms of the branches frozen from 90 % on", freeze_gates(0.9, names=("norm_",)), "statistics", "the norms", set()),
     ("no statistics after 30 %", drop_fields("gate_", "sel_", "norm_", first=0.3), "statistics", "70 of 100", set()),
     ("no gate statistics after 30 %", drop_fields("gate_", first=0.3), "statistics", "70 of 100", set()),
     ("no statistics at all", drop_fields("gate_", "sel_", "norm_", "grad_norm_"), "statistics", "100 of 100", set()),
-    ("a flat training loss", flat("loss", "bpb"), "training loss", "the same to the last bit", {"generalises"}),
-    ("a flat training loss from 90 % on", flat("loss", "bpb", first=0.9), "training loss", "the same", set()),
-    ("a flat training loss, with noise", flat_but_noisy, "training loss", "at least 25.0% below", set()),
-    ("a training loss that is three times itself at the end", tripled, "training loss", "and was", set()),
-    ("no tokens per second", put(tokens_per_s=0.0), "finite numbers", "tokens_per_s is 0 at step 1,", set()),
-    ("steps that take no time", put(dt_s=0.0), "finite numbers", "dt_s is 0 at step 1,", set()),
-    ("a gradient norm below 0", put(grad_norm=-1.0), "finite numbers", "grad_norm is -1 at step 1,", set()),
-    ("a share above 1", put(0.5, gate_share_win=1.5), "finite numbers", "gate_share_win is 1.5 at step 25,500", set()),
+    ("a flat training loss", flatten("loss", "bpb"), "training loss", "the same to the last bit", {"generalises"}),
+    ("a flat training loss from 90 % on", flatten("loss", "bpb", first=0.9), "training loss", "the same", set()),
+    ("a flat training loss, with noise", flatten_with_noise, "training loss", "at least 25.0% below", set()),
+    ("a training loss that is three times itself at the end", triple_loss, "training loss", "and was", set()),
+    ("no tokens per second", set_values(tokens_per_s=0.0), "finite numbers", "tokens_per_s is 0 at step 1,", set()),
+    ("steps that take no time", set_values(dt_s=0.0), "finite numbers", "dt_s is 0 at step 1,", set()),
+    ("a gradient norm below 0", set_values(grad_norm=-1.0), "finite numbers", "grad_norm is -1 at step 1,", set()),
+    (
+        "a share above 1",
+        set_values(0.5, gate_share_win=1.5),
+        "finite numbers",
+        "gate_share_win is 1.5 at step 25,500",
+        set(),
+    ),
     ("a clock that steps back a day", shift_clock(-86400.0), "clock", "steps back by 86,", set()),
     ("no heartbeats", drop("heartbeat"), "heartbeats", "0 in the", set()),
     ("no heartbeats in the second half", drop("heartbeat", 0.5), "heartbeats", "of attempt 2", set()),
     ("no preflight", drop("preflight"), "preflight", "no check was recorded before the first step", set()),
-    ("null losses, none of them listed", null("step", "loss", "bpb"), "finite numbers", "loss is not finite", set()),
-    ("one null loss", null("step", "loss", where=at_half), "finite numbers", "at step 25,000 (1 such", set()),
-    ("a NaN loss", null("step", "loss", where=at_half, value=math.nan), "finite numbers", "at step 25,000", set()),
+    ("null losses, none of them listed", set_null("step", "loss", "bpb"), "finite numbers", "loss is not finite", set()),
+    ("one null loss", set_null("step", "loss", where=is_at_half), "finite numbers", "at step 25,000 (1 such", set()),
+    ("a NaN loss", set_null("step", "loss", where=is_at_half, value=math.nan), "finite numbers", "at step 25,000", set()),
     ("no loss at all", drop_fields("loss", "bpb"), "finite numbers", "loss is not finite at step 1 ", set()),
-    ("all evaluations null", null("eval", "loss", "bpb"), "finite numbers", "loss is not finite at step 0", set()),
+    ("all evaluations null", set_null("eval", "loss", "bpb"), "finite numbers", "loss is not finite at step 0", set()),
     (
         "a null learning rate",
-        null("step", "lr", where=at_half),
+        set_null("step", "lr", where=is_at_half),
         "finite numbers",
         "lr is not finite at step 25,000",
         {"learning rate"},
@@ -242,7 +260,7 @@ EDITS: list[tuple[str, Edit, str, str, set[str]]] = [
 
 
 def test_the_record_without_an_edit_is_healthy(healthy: History) -> None:
-    health = judged(healthy, lambda events: None)
+    health = examine_edited(healthy, lambda events: None)
     # It ran before interventions on the choice were recorded.
     assert [(verdict.name, verdict.ok) for verdict in health.verdicts if verdict.ok is not True] == [
         ("selection finds", None)
@@ -254,7 +272,7 @@ def test_the_record_without_an_edit_is_healthy(healthy: History) -> None:
 def test_an_edited_record_fails_for_its_own_reason(
     healthy: History, edit: Edit, name: str, text: str, besides: set[str]
 ) -> None:
-    health = judged(healthy, edit)
+    health = examine_edited(healthy, edit)
     failed = {verdict.name: verdict for verdict in health.failed}
     assert name in failed, health.headline
     assert text in failed[name].text
@@ -270,12 +288,12 @@ def test_the_status_of_another_run_is_noticed(healthy: History) -> None:
 
 def test_a_record_without_its_beginning_or_end_is_not_vouched_for(healthy: History) -> None:
     for kind, name, text in (("start", "one run", "how attempt 1 began"), ("end", "finished", "does not tell its end")):
-        verdicts = {verdict.name: verdict for verdict in judged(healthy, drop(kind)).verdicts}
+        verdicts = {verdict.name: verdict for verdict in examine_edited(healthy, drop(kind)).verdicts}
         assert verdicts[name].ok is None and text in verdicts[name].text
 
 
 def test_a_null_learning_rate_is_not_told_as_a_success(healthy: History) -> None:
-    health = judged(healthy, null("step", "lr", where=at_half))
+    health = examine_edited(healthy, set_null("step", "lr", where=is_at_half))
     verdict = next(verdict for verdict in health.verdicts if verdict.name == "learning rate")
     assert verdict.ok is False and verdict.text.startswith("nan at step 25,000, where the configuration says 0.000")
 
@@ -293,7 +311,7 @@ def test_what_is_missing_is_never_ok(healthy: History) -> None:
         },
     }
     for kind, silent in needs.items():
-        health = judged(healthy, drop(kind))
+        health = examine_edited(healthy, drop(kind))
         assert not {verdict.name for verdict in health.verdicts if verdict.ok} & silent, kind
 
 
@@ -309,4 +327,4 @@ def test_a_record_in_files_is_judged_alike(healthy: History, tmp_path: Path) -> 
     run_dir = write_run(tmp_path, spoil=edit)
     health = examine(run_dir)
     assert [verdict.name for verdict in health.failed] == ["finite numbers"]
-    assert "validation, bits per byte" not in dict(shown_facts(History.read(run_dir)))
+    assert "validation, bits per byte" not in dict(format_facts(History.read(run_dir)))

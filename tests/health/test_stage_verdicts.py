@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from nsa_lab.config import RunConfig, StageConfig
-from nsa_lab.health.learning import expected_learning_rate, generalises, loss_kept, training_loss
-from nsa_lab.health.pace import throughput
+from nsa_lab.health.loss_checks import check_generalization, check_loss_kept, check_training_loss, compute_expected_lr
+from nsa_lab.health.throughput_checks import check_throughput
 from nsa_lab.health.verdict import LIMITS
 from nsa_lab.runs.history import History
-from nsa_lab.train.schedule import learning_rate
+from nsa_lab.train.lr_schedule import compute_learning_rate
 
 STAGES: list[dict[str, Any]] = [
     {"steps": 24, "seq_len": 64, "batch_size": 8, "lr": 1e-3, "warmup_steps": 5},
@@ -21,7 +21,7 @@ STAGES: list[dict[str, Any]] = [
 ]
 
 
-def history(pace: list[float], train_bpb: list[float], held_out: dict[int, float], **train: Any) -> History:
+def make_history(pace: list[float], train_bpb: list[float], held_out: dict[int, float], **train: Any) -> History:
     """Forty steps that took what `pace` (tokens per second) says, and some evaluations."""
     config = RunConfig.from_dict({"train": train or {"stages": STAGES}})
     steps = [
@@ -38,54 +38,54 @@ FLAT = [2.0] * 40
 
 def test_a_stage_is_as_fast_as_itself() -> None:
     slower = [200.0] * 24 + [60.0] * 16
-    told = throughput(history(slower, FLAT, {}), LIMITS)
+    told = check_throughput(make_history(slower, FLAT, {}), LIMITS)
     assert told.ok and "200, then 60 tokens/s" in told.text
-    assert throughput(history(slower, FLAT, {}, **ONE_STAGE), LIMITS).ok is False
+    assert check_throughput(make_history(slower, FLAT, {}, **ONE_STAGE), LIMITS).ok is False
     stumbling = [*slower[:28], *[20.0] * 6, *slower[34:]]
-    assert throughput(history(stumbling, FLAT, {}), LIMITS).ok is False
+    assert check_throughput(make_history(stumbling, FLAT, {}), LIMITS).ok is False
 
 
 def test_losses_are_compared_at_one_length() -> None:
     # Longer texts are harder for this model: what it kept is judged among evaluations of that length.
     held_out = {0: 8.0, 10: 2.0, 20: 1.5, 30: 2.2, 35: 2.1, 40: 2.0}
     train = [1.5] * 24 + [2.0] * 16
-    assert loss_kept(history(FLAT, train, held_out), LIMITS).ok
-    assert loss_kept(history(FLAT, train, held_out, **ONE_STAGE), LIMITS).ok is False
-    assert loss_kept(history(FLAT, train, {**held_out, 40: 3.0}), LIMITS).ok is False
-    assert loss_kept(history(FLAT, train, {0: 8.0, 20: 1.5, 40: 2.0}), LIMITS).ok is None
-    assert generalises(history(FLAT, train, held_out), LIMITS).ok
-    assert generalises(history(FLAT, train, {**held_out, 40: 3.0}), LIMITS).ok is False
+    assert check_loss_kept(make_history(FLAT, train, held_out), LIMITS).ok
+    assert check_loss_kept(make_history(FLAT, train, held_out, **ONE_STAGE), LIMITS).ok is False
+    assert check_loss_kept(make_history(FLAT, train, {**held_out, 40: 3.0}), LIMITS).ok is False
+    assert check_loss_kept(make_history(FLAT, train, {0: 8.0, 20: 1.5, 40: 2.0}), LIMITS).ok is None
+    assert check_generalization(make_history(FLAT, train, held_out), LIMITS).ok
+    assert check_generalization(make_history(FLAT, train, {**held_out, 40: 3.0}), LIMITS).ok is False
 
 
 def test_a_stage_that_has_no_reading_yet_is_not_judged_by_the_one_before() -> None:
-    begun = history(FLAT[:24], [8.0 - n / 10 for n in range(24)], {26: 2.0})
+    begun = make_history(FLAT[:24], [8.0 - n / 10 for n in range(24)], {26: 2.0})
     begun = replace(begun, steps=[{**step, "loss": step["bpb"]} for step in begun.steps])
-    assert begun.reached == 26
-    told = training_loss(begun, LIMITS)
+    assert begun.last_step == 26
+    told = check_training_loss(begun, LIMITS)
     assert told is not None and told.ok is None and "no reading yet" in told.text
 
 
 # The last stage of a run of two texts of 32 768 bytes per step: what each step happened to read differs by a third.
-READ_BY_CHANCE = [0.83, 0.83, 0.92, 0.87, 0.74, 0.78, 0.76, 0.59, 0.83, 0.79, 0.76, 0.84, 0.79, 0.71, 0.79, 1.0]
+RANDOM_READINGS = [0.83, 0.83, 0.92, 0.87, 0.74, 0.78, 0.76, 0.59, 0.83, 0.79, 0.76, 0.84, 0.79, 0.71, 0.79, 1.0]
 
 
 def test_what_few_texts_differ_by_is_no_rise_of_the_training_loss() -> None:
     def judged(last_stage: list[float]) -> bool | None:
         losses = [5.5 - 0.18 * n for n in range(24)] + last_stage
-        run = history(FLAT, losses, {0: 8.0})
-        verdict = training_loss(replace(run, steps=[{**step, "loss": step["bpb"]} for step in run.steps]), LIMITS)
+        run = make_history(FLAT, losses, {0: 8.0})
+        verdict = check_training_loss(replace(run, steps=[{**step, "loss": step["bpb"]} for step in run.steps]), LIMITS)
         assert verdict is not None
         return verdict.ok
 
-    assert judged(READ_BY_CHANCE)
-    assert judged([*READ_BY_CHANCE[:-2], 2.4, 2.5]) is False
+    assert judged(RANDOM_READINGS)
+    assert judged([*RANDOM_READINGS[:-2], 2.4, 2.5]) is False
     assert judged([0.8 + 0.001 * (n % 2) for n in range(14)] + [1.1, 1.1]) is False
 
 
 def test_the_rate_that_health_expects_is_the_schedules() -> None:
     train = RunConfig.from_dict({"train": {"stages": [*STAGES, {**STAGES[0], "lr_schedule": "constant"}]}}).train
-    assert [expected_learning_rate(step, train) for step in range(1, 61)] == pytest.approx(
-        [learning_rate(step, train) for step in range(1, 61)], rel=1e-12
+    assert [compute_expected_lr(step, train) for step in range(1, 61)] == pytest.approx(
+        [compute_learning_rate(step, train) for step in range(1, 61)], rel=1e-12
     )
     assert isinstance(train.plan[2], StageConfig)
 
@@ -94,11 +94,11 @@ def test_the_rate_that_health_expects_is_the_schedules() -> None:
 def test_the_rate_that_health_expects_of_wsd_is_the_schedules(warmup: int, share: float) -> None:
     train = {"steps": 20, "warmup_steps": warmup, "decay_share": share, "lr_schedule": "wsd", "min_lr": 1e-5}
     config = RunConfig.from_dict({"train": train}).train
-    assert [expected_learning_rate(step, config) for step in range(1, 21)] == pytest.approx(
-        [learning_rate(step, config) for step in range(1, 21)], rel=1e-12
+    assert [compute_expected_lr(step, config) for step in range(1, 21)] == pytest.approx(
+        [compute_learning_rate(step, config) for step in range(1, 21)], rel=1e-12
     )
 
 
 def test_a_run_that_trained_on_since_its_last_evaluation_is_compared_as_it_was_then() -> None:
     train = [2.0] * 20 + [1.0] * 20
-    assert generalises(history(FLAT, train, {0: 8.0, 10: 3.0, 20: 2.0}, **ONE_STAGE), LIMITS).ok is True
+    assert check_generalization(make_history(FLAT, train, {0: 8.0, 10: 3.0, 20: 2.0}, **ONE_STAGE), LIMITS).ok is True

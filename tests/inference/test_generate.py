@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from tiny_models import built, tiny
+from tiny_models import build_model, tiny_config
 from torch import Tensor
 
 from nsa_lab.inference import Decoder, generate
-from nsa_lab.inference.stops import Stops
+from nsa_lab.inference.stop_sequences import StopSequences
 from nsa_lab.model import NSATransformer
 
 # Shorter than a compression block, around the blocks' ends, longer than everything that is selected.
@@ -19,12 +19,12 @@ LENGTHS = (1, 5, 8, 17, 40)
 VARIANTS = [{}, {"attention": "dense"}]
 
 
-def prompts_of(lengths: tuple[int, ...] = LENGTHS, vocab_size: int = 37) -> list[Tensor]:
+def make_prompts(lengths: tuple[int, ...] = LENGTHS, vocab_size: int = 37) -> list[Tensor]:
     draw = torch.Generator().manual_seed(2)
     return [torch.randint(0, vocab_size, (length,), generator=draw) for length in lengths]
 
 
-def by_full_passes(model: NSATransformer, prompt: Tensor, n: int) -> Tensor:
+def generate_by_full_passes(model: NSATransformer, prompt: Tensor, n: int) -> Tensor:
     tokens = prompt
     for _ in range(n):
         tokens = torch.cat([tokens, model(tokens[None])[0, -1].argmax()[None]])
@@ -33,20 +33,20 @@ def by_full_passes(model: NSATransformer, prompt: Tensor, n: int) -> Tensor:
 
 @pytest.fixture(params=VARIANTS, ids=["nsa", "dense"])
 def model(request: pytest.FixtureRequest) -> NSATransformer:
-    return built(tiny(**request.param))
+    return build_model(tiny_config(**request.param))
 
 
 @pytest.fixture
 def bytewise() -> NSATransformer:
-    return built(tiny(vocab_size=256, n_layers=1))
+    return build_model(tiny_config(vocab_size=256, n_layers=1))
 
 
 def test_greedy_is_the_argmax_of_full_forward_passes(model: NSATransformer) -> None:
-    prompts = prompts_of()
+    prompts = make_prompts()
     found = generate(model, prompts, max_new_tokens=12)
     for prompt, new in zip(prompts, found, strict=True):
         assert new.dtype == torch.int64
-        assert torch.equal(new, by_full_passes(model, prompt, 12))
+        assert torch.equal(new, generate_by_full_passes(model, prompt, 12))
     cold = generate(model, prompts, max_new_tokens=12, temperature=3.0, top_k=1, seed=9)
     hot = generate(model, prompts, max_new_tokens=12, temperature=3.0, top_p=1e-9, seed=9)
     frozen = generate(model, prompts, max_new_tokens=12, temperature=1e-42, seed=9)
@@ -56,7 +56,7 @@ def test_greedy_is_the_argmax_of_full_forward_passes(model: NSATransformer) -> N
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_list_is_its_prompts_one_by_one(model: NSATransformer, temperature: float) -> None:
-    prompts = prompts_of((17, 1, 40, 17))
+    prompts = make_prompts((17, 1, 40, 17))
     prompts.append(prompts[0])
     whole = generate(model, prompts, max_new_tokens=9, temperature=temperature, seed=4)
     for prompt, new in zip(prompts, whole, strict=True):
@@ -66,7 +66,7 @@ def test_a_list_is_its_prompts_one_by_one(model: NSATransformer, temperature: fl
 def test_prompts_that_are_too_many_at_once_are_read_in_batches(
     model: NSATransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts, sizes = prompts_of((17, 1, 40, 17, 5, 90)), []
+    prompts, sizes = make_prompts((17, 1, 40, 17, 5, 90)), []
     together = generate(model, prompts, max_new_tokens=9, temperature=1.5, seed=4)
     module = importlib.import_module("nsa_lab.inference.generate")
 
@@ -88,7 +88,7 @@ def test_prompts_that_are_too_many_at_once_are_read_in_batches(
 
 @pytest.mark.slow
 def test_a_result_is_a_function_of_its_seed() -> None:
-    model, prompts = built(tiny()), prompts_of()
+    model, prompts = build_model(tiny_config()), make_prompts()
 
     def drawn(seed: int | None) -> list[list[int]]:
         return [new.tolist() for new in generate(model, prompts, max_new_tokens=12, temperature=1.0, seed=seed)]
@@ -105,9 +105,9 @@ def test_a_result_is_a_function_of_its_seed() -> None:
 
 
 def test_seeds_and_greedy_leave_the_global_generator_alone() -> None:
-    model, before = built(tiny(n_layers=1)), torch.get_rng_state()
-    generate(model, prompts_of((3,)), max_new_tokens=4, temperature=1.0, seed=1)
-    generate(model, prompts_of((3,)), max_new_tokens=4)
+    model, before = build_model(tiny_config(n_layers=1)), torch.get_rng_state()
+    generate(model, make_prompts((3,)), max_new_tokens=4, temperature=1.0, seed=1)
+    generate(model, make_prompts((3,)), max_new_tokens=4)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -119,7 +119,7 @@ def test_text_is_its_bytes(bytewise: NSATransformer) -> None:
 
 def test_every_token_is_streamed_when_it_is_drawn(model: NSATransformer) -> None:
     heard: list[tuple[int, int]] = []
-    prompts = prompts_of((3, 9))
+    prompts = make_prompts((3, 9))
     found = generate(model, prompts, max_new_tokens=5, stream=lambda index, token: heard.append((index, token)))
     assert heard == [
         (index, token) for tokens in zip(*map(Tensor.tolist, found), strict=True) for index, token in enumerate(tokens)
@@ -133,7 +133,7 @@ def test_every_token_is_streamed_when_it_is_drawn(model: NSATransformer) -> None
 
 
 def test_a_stop_is_the_last_token_of_its_own_prompt(model: NSATransformer) -> None:
-    prompts = prompts_of((3, 9, 20))
+    prompts = make_prompts((3, 9, 20))
     free = [new.tolist() for new in generate(model, prompts, max_new_tokens=30, temperature=1.0, seed=2)]
     stop = free[0][4]
     stopped = generate(model, prompts, max_new_tokens=30, temperature=1.0, seed=2, stop=[stop, free[1][7]])
@@ -154,11 +154,11 @@ def test_a_stop_can_be_spelled(bytewise: NSATransformer) -> None:
 
 
 def test_a_spelled_stop_is_reached_by_all_of_it() -> None:
-    stops = Stops([b"ab", 7], vocab_size=256, bytewise=True)
+    stops = StopSequences([b"ab", 7], vocab_size=256, is_byte_model=True)
     drawn = {b"ab": True, b"xab": True, b"b": False, b"bb": False, b"a": False, b"abx": False, b"": False, b"x\7": True}
-    assert {text: stops.reached(list(text)) for text in drawn} == drawn
-    spelled = Stops("\u00e9", vocab_size=256, bytewise=True)
-    assert spelled.reached(list("n\u00e9".encode())) and not spelled.reached([0xE9])
+    assert {text: stops.is_reached(list(text)) for text in drawn} == drawn
+    spelled = StopSequences("\u00e9", vocab_size=256, is_byte_model=True)
+    assert spelled.is_reached(list("n\u00e9".encode())) and not spelled.is_reached([0xE9])
 
 
 @pytest.mark.parametrize(
@@ -209,16 +209,16 @@ def test_what_cannot_be_used_is_explained_before_anything_is_drawn(
 
 
 def test_only_a_model_of_bytes_reads_and_stops_at_text() -> None:
-    model = built(tiny(n_layers=1))
+    model = build_model(tiny_config(n_layers=1))
     with pytest.raises(ValueError, match="this model has 37 tokens, not 256; encode it with the run's tokenizer"):
         generate(model, ["text"], max_new_tokens=1)
     with pytest.raises(ValueError, match="tokens are not bytes"):
-        generate(model, prompts_of((3,)), max_new_tokens=1, stop="\n")
+        generate(model, make_prompts((3,)), max_new_tokens=1, stop="\n")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_said(temperature: float) -> None:
-    model = built(tiny(n_layers=1))
+    model = build_model(tiny_config(n_layers=1))
     torch.nn.init.constant_(model.norm.weight, math.nan)
     with pytest.raises(ArithmeticError, match="the model's logits are not finite"):
-        generate(model, prompts_of((3,)), max_new_tokens=1, temperature=temperature)
+        generate(model, make_prompts((3,)), max_new_tokens=1, temperature=temperature)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fake_run import configuration, write_checkpoint, write_run
+from fake_run import make_config, write_checkpoint, write_run
 from safetensors.torch import save
-from tiny_models import GEOMETRY, tiny
+from tiny_models import TINY_NSA, tiny_config
 from torch import Tensor
 
 from nsa_lab.config import ConfigError, RunConfig
@@ -25,7 +25,7 @@ VARIANTS = [
     {},
     {"attention": "dense"},
     {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.1, "indexer_block": 2},
-    {"nsa": GEOMETRY.model_copy(update={"phi": "mlp", "gate": "softmax"})},
+    {"nsa": TINY_NSA.model_copy(update={"phi": "mlp", "gate": "softmax"})},
     {"ngrams": 4, "ngram_rows": 100, "ngram_width": 5},
 ]
 PROMPTS = ["a", "def generate(model, prompts):\n    ", "h\u00e9llo"]
@@ -34,7 +34,7 @@ PROMPTS = ["a", "def generate(model, prompts):\n    ", "h\u00e9llo"]
 @pytest.fixture(params=VARIANTS)
 def model(request: pytest.FixtureRequest) -> hf.NSALabForCausalLM:
     torch.manual_seed(3)
-    config = hf.NSALabConfig(tiny(vocab_size=256, **request.param).model_dump())
+    config = hf.NSALabConfig(tiny_config(vocab_size=256, **request.param).model_dump())
     return hf.NSALabForCausalLM(config).double().eval()
 
 
@@ -43,13 +43,13 @@ def tokenizer() -> hf.NSALabTokenizer:
     return hf.NSALabTokenizer()
 
 
-def padded(tokenizer: hf.NSALabTokenizer, side: str = "left") -> dict[str, Tensor]:
+def tokenize_padded(tokenizer: hf.NSALabTokenizer, side: str = "left") -> dict[str, Tensor]:
     return tokenizer(PROMPTS, padding=True, padding_side=side, return_tensors="pt")
 
 
 def test_greedy_is_ours(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer) -> None:
     """Prompts padded on the left, and the padding is a token that they begin with."""
-    inputs = padded(tokenizer)
+    inputs = tokenize_padded(tokenizer)
     found = model.generate(**inputs, max_new_tokens=30, do_sample=False, eos_token_id=None)
     rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     ours = generate(model.model, [row[mask] for row, mask in rows], max_new_tokens=30)
@@ -60,7 +60,7 @@ def test_greedy_is_ours(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokeniz
 def test_with_a_cache_generation_is_that_of_full_forward_passes(
     model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, how: dict
 ) -> None:
-    inputs = padded(tokenizer)
+    inputs = tokenize_padded(tokenizer)
     cached, full = (
         model.generate(**inputs, max_new_tokens=16, do_sample=False, use_cache=use_cache, **how)
         for use_cache in (True, False)
@@ -70,7 +70,7 @@ def test_with_a_cache_generation_is_that_of_full_forward_passes(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_row_is_the_row_alone(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, side: str) -> None:
-    inputs = padded(tokenizer, side)
+    inputs = tokenize_padded(tokenizer, side)
     for use_cache in (False, True):
         logits = model(**inputs, use_cache=use_cache).logits
         for row, mask, found in zip(inputs["input_ids"], inputs["attention_mask"].bool(), logits, strict=True):
@@ -88,7 +88,7 @@ def test_labels_give_the_mean_loss_and_its_gradients(model: hf.NSALabForCausalLM
 
 
 def test_a_cache_grows_and_goes_on(model: hf.NSALabForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, "LEAST_ROOM", 4)
+    monkeypatch.setattr(hf, "MIN_CACHE_TOKENS", 4)
     tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
     first = model(tokens[:, :5], use_cache=True)
     rest = [model(tokens[:, at : at + 7], past_key_values=first.past_key_values).logits for at in range(5, 40, 7)]
@@ -100,7 +100,7 @@ def test_a_cache_goes_by_either_name_and_by_no_other(model: hf.NSALabForCausalLM
     tokens = torch.randint(0, 255, (2, 12), generator=torch.Generator().manual_seed(0))
     whole = model(tokens).logits
     for name in ("cache", "past_key_values"):
-        kept = model(tokens[:, :7], use_cache=True)[hf.CACHE]
+        kept = model(tokens[:, :7], use_cache=True)[hf.CACHE_ARGUMENT]
         torch.testing.assert_close(model(tokens[:, 7:], **{name: kept}).logits, whole[:, 7:])
     with pytest.raises(TypeError, match="two names of one thing"):
         model(tokens, cache=kept, past_key_values=kept)
@@ -109,16 +109,18 @@ def test_a_cache_goes_by_either_name_and_by_no_other(model: hf.NSALabForCausalLM
 
 
 # Of `generate`, which before 5.24 knew one name.
-@pytest.mark.parametrize("name", sorted({hf.CACHE, "past_key_values"}))
+@pytest.mark.parametrize("name", sorted({hf.CACHE_ARGUMENT, "past_key_values"}))
 def test_a_generation_goes_on_from_its_cache(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, name: str) -> None:
     """All that was written is handed in again, as that library asks; what the cache has is not read twice."""
-    inputs, how = padded(tokenizer), {"do_sample": False, "eos_token_id": None}
+    inputs, how = tokenize_padded(tokenizer), {"do_sample": False, "eos_token_id": None}
     whole = model.generate(**inputs, max_new_tokens=14, **how)
     begun = model.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, **how)
     mask = torch.cat([inputs["attention_mask"], torch.ones(3, 6, dtype=torch.int64)], dim=1)
-    read = begun[hf.CACHE].get_seq_length()
-    found = model.generate(begun.sequences, attention_mask=mask, max_new_tokens=8, **{name: begun[hf.CACHE]}, **how)
-    assert torch.equal(found, whole) and begun[hf.CACHE].get_seq_length() == read + 8
+    read = begun[hf.CACHE_ARGUMENT].get_seq_length()
+    found = model.generate(
+        begun.sequences, attention_mask=mask, max_new_tokens=8, **{name: begun[hf.CACHE_ARGUMENT]}, **how
+    )
+    assert torch.equal(found, whole) and begun[hf.CACHE_ARGUMENT].get_seq_length() == read + 8
 
 
 def test_what_it_does_not_take_is_named(model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer) -> None:
@@ -191,11 +193,11 @@ def test_no_more_than_logits_and_no_other_vocabulary(model: hf.NSALabForCausalLM
 def test_a_copied_cache_is_another_of_the_same_model(model: hf.NSALabForCausalLM) -> None:
     """Two generations go on from one prompt, neither heard by the other."""
     prompt, *more = (torch.randint(0, 255, (1, n), generator=torch.Generator().manual_seed(n)) for n in (40, 5, 7))
-    kept = model(prompt, use_cache=True)[hf.CACHE]
+    kept = model(prompt, use_cache=True)[hf.CACHE_ARGUMENT]
     for tokens in more:
         copied = copy.deepcopy(kept)
         assert copied._model is model.model and copied.decoder._model is model.model
-        found = model(tokens, **{hf.CACHE: copied}).logits
+        found = model(tokens, **{hf.CACHE_ARGUMENT: copied}).logits
         torch.testing.assert_close(found, model(torch.cat([prompt, tokens], 1)).logits[:, 40:], rtol=1e-4, atol=1e-5)
     assert kept.get_seq_length() == 40
 
@@ -235,7 +237,7 @@ def test_the_tokenizer_is_bytes_behind_a_separator(tokenizer: hf.NSALabTokenizer
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     run_dir = write_run(tmp_path)
-    write_checkpoint(run_dir, 200, save(NSATransformer(configuration().model, seed=1).state_dict()))
+    write_checkpoint(run_dir, 200, save(NSATransformer(make_config().model, seed=1).state_dict()))
     return run_dir
 
 
@@ -244,7 +246,7 @@ def test_an_exported_run_is_the_run_s_model(run_dir: Path, tmp_path: Path) -> No
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    weights = NSATransformer(configuration().model, seed=1).state_dict()
+    weights = NSATransformer(make_config().model, seed=1).state_dict()
     assert all(torch.equal(model.model.state_dict()[name], weights[name]) for name in weights)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 255
     told = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)("def ", max_new_tokens=3)
@@ -273,7 +275,7 @@ def test_a_folder_names_the_code_that_loads_it(run_dir: Path, tmp_path: Path) ->
 def test_the_loss_of_padded_rows_is_that_of_their_tokens(
     model: hf.NSALabForCausalLM, tokenizer: hf.NSALabTokenizer, side: str
 ) -> None:
-    batch = padded(tokenizer, side)
+    batch = tokenize_padded(tokenizer, side)
     # A first token is no target; behind padding it would be one, of logits that mean nothing.
     labels = batch["input_ids"].masked_fill(batch["input_ids"] == 255, -100)
     rows = [tokenizer(text, return_tensors="pt")["input_ids"] for text in PROMPTS]
@@ -284,9 +286,9 @@ def test_the_loss_of_padded_rows_is_that_of_their_tokens(
 def test_a_cache_that_is_reset_has_forgotten(model: hf.NSALabForCausalLM) -> None:
     tokens = torch.randint(0, 255, (1, 20), generator=torch.Generator().manual_seed(0))
     first = model(tokens, use_cache=True)
-    first[hf.CACHE].reset()
-    assert first[hf.CACHE].get_seq_length() == 0
-    assert torch.equal(model(tokens, cache=first[hf.CACHE]).logits, first.logits)
+    first[hf.CACHE_ARGUMENT].reset()
+    assert first[hf.CACHE_ARGUMENT].get_seq_length() == 0
+    assert torch.equal(model(tokens, cache=first[hf.CACHE_ARGUMENT]).logits, first.logits)
 
 
 def test_a_tuple_begins_with_the_loss_and_a_pair_has_two_separators(
@@ -301,7 +303,7 @@ def test_a_tuple_begins_with_the_loss_and_a_pair_has_two_separators(
 def test_the_step_that_is_asked_for_is_exported_as_its_stage_has_it(tmp_path: Path) -> None:
     stage = {"steps": 100, "seq_len": 1024, "batch_size": 4, "lr": 1e-3}
     stages = [stage, {**stage, "rope_theta": 500_000.0}]
-    config = RunConfig.from_dict({**configuration().to_dict(), "train": {"stages": stages}})
+    config = RunConfig.from_dict({**make_config().to_dict(), "train": {"stages": stages}})
     run_dir = write_run(tmp_path, config)
     states = {step: NSATransformer(config.model, seed=step).state_dict() for step in (100, 200)}
     for step, base in ((100, config.model.rope_theta), (200, 500_000.0)):

@@ -8,30 +8,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_run import configuration, write_checkpoint, write_run
+from fake_run import make_config, write_checkpoint, write_run
 from safetensors.torch import save
 
 from nsa_lab.config import ConfigError
 from nsa_lab.data import load_tokenizer
-from nsa_lab.inference import NoCheckpoint, Sampling, complete, find_checkpoint, load_model, write_on
+from nsa_lab.inference import NoCheckpoint, Sampling, complete_prompt, continue_text, find_checkpoint, load_model
 from nsa_lab.model import NSATransformer
 
 
 def test_a_run_goes_on_from_a_prompt(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    model = NSATransformer(configuration().model, seed=1)
+    model = NSATransformer(make_config().model, seed=1)
     folder = write_checkpoint(run_dir, 200, save(model.state_dict()))
     assert find_checkpoint(run_dir) == folder
-    text = "".join(complete(run_dir, "def ", 30, Sampling(0.8), seed=1))
+    text = "".join(complete_prompt(run_dir, "def ", 30, Sampling(0.8), seed=1))
     assert text
-    assert text == "".join(complete(run_dir, "def ", 30, Sampling(0.8), seed=1, step=200))
+    assert text == "".join(complete_prompt(run_dir, "def ", 30, Sampling(0.8), seed=1, step=200))
     for path in (folder, run_dir, str(run_dir)):
         assert torch.equal(load_model(path).head.weight, model.head.weight)
 
 
 def test_a_run_directory_means_its_newest_checkpoint(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    models = {step: NSATransformer(configuration().model, seed=step) for step in (100, 200)}
+    models = {step: NSATransformer(make_config().model, seed=step) for step in (100, 200)}
     for step, model in models.items():
         write_checkpoint(run_dir, step, save(model.state_dict()))
     assert torch.equal(load_model(run_dir).head.weight, models[200].head.weight)
@@ -40,20 +40,20 @@ def test_a_run_directory_means_its_newest_checkpoint(tmp_path: Path) -> None:
 def test_what_follows_a_prompt_is_of_the_seed_and_of_the_step(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     for step in (100, 200):
-        write_checkpoint(run_dir, step, save(NSATransformer(configuration().model, seed=step).state_dict()))
+        write_checkpoint(run_dir, step, save(NSATransformer(make_config().model, seed=step).state_dict()))
 
     def said(seed: int, step: int | None) -> str:
-        return "".join(complete(run_dir, "def ", 30, Sampling(0.8), seed=seed, step=step))
+        return "".join(complete_prompt(run_dir, "def ", 30, Sampling(0.8), seed=seed, step=step))
 
     assert len({said(0, 100), said(1, 100), said(1, 200)}) == 3 and said(1, None) == said(1, 200)
 
 
 def test_what_is_written_on_does_not_hold_ids_that_pad_the_vocabulary() -> None:
     """A model may have more tokens than its tokenizer; those are never drawn, or they could not be decoded."""
-    model = NSATransformer(configuration(model__vocab_size=300, model__n_layers=1).model, seed=1)
+    model = NSATransformer(make_config(model__vocab_size=300, model__n_layers=1).model, seed=1)
     with torch.no_grad():
         model.embedding.weight.normal_(std=4.0)
-    text = "".join(write_on(model, load_tokenizer("byte"), "a", 40, Sampling(50.0), seed=2))
+    text = "".join(continue_text(model, load_tokenizer("byte"), "a", 40, Sampling(50.0), seed=2))
     assert len(text) >= 10
 
 
@@ -85,7 +85,7 @@ def test_a_dtype_and_a_device_that_there_are_not_are_refused(monkeypatch: pytest
 
 def test_weights_of_other_code_are_told_by_their_names(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    weights = NSATransformer(configuration().model, seed=1).state_dict()
+    weights = NSATransformer(make_config().model, seed=1).state_dict()
     weights["blocks.0.attention.former"] = weights.pop("blocks.0.attention.gate.weight")
     folder = write_checkpoint(run_dir, 200, save(weights))
     said = (
@@ -97,10 +97,10 @@ def test_weights_of_other_code_are_told_by_their_names(tmp_path: Path) -> None:
 
 def test_weights_of_another_configuration_are_told_by_their_shapes(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    model = configuration().model
-    wider = NSATransformer(model.model_copy(update={"mlp_hidden": model.hidden + 1}), seed=1).state_dict()
+    model = make_config().model
+    wider = NSATransformer(model.model_copy(update={"mlp_hidden": model.hidden_width + 1}), seed=1).state_dict()
     folder = write_checkpoint(run_dir, 200, save(wider))
-    said = rf"blocks\.0\.mlp\.up\.weight is \[{model.hidden + 1}, {model.dim}\], the model's \[{model.hidden}, "
+    said = rf"blocks\.0\.mlp\.up\.weight is \[{model.hidden_width + 1}, {model.dim}\], the model's \[{model.hidden_width}, "
     with pytest.raises(NoCheckpoint, match=said):
         load_model(folder)
 
@@ -108,8 +108,8 @@ def test_weights_of_another_configuration_are_told_by_their_shapes(tmp_path: Pat
 def test_weights_that_are_broken_are_explained(tmp_path: Path) -> None:
     """The newest checkpoint of a run that was halted may be of the step before everything became nan."""
     run_dir = write_run(tmp_path)
-    model = NSATransformer(configuration().model, seed=1)
+    model = NSATransformer(make_config().model, seed=1)
     write_checkpoint(run_dir, 200, save({name: value * math.nan for name, value in model.state_dict().items()}))
     for temperature in (0.0, 0.8):
         with pytest.raises(NoCheckpoint, match="logits are not finite; use an earlier checkpoint"):
-            "".join(complete(run_dir, "def ", 3, Sampling(temperature)))
+            "".join(complete_prompt(run_dir, "def ", 3, Sampling(temperature)))

@@ -7,10 +7,10 @@ import torch
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import NSATransformer
 
-GEOMETRY = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=12)
+TINY_NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=12)
 
 
-def tiny(**changes: object) -> ModelConfig:
+def tiny_config(**changes: object) -> ModelConfig:
     """Two layers of odd widths, 37 tokens."""
     return ModelConfig(
         **{
@@ -21,11 +21,11 @@ def tiny(**changes: object) -> ModelConfig:
             "d_k": 8,
             "d_v": 6,
             "vocab_size": 37,
-            "nsa": GEOMETRY,
+            "nsa": TINY_NSA,
             **changes,
         }
     )
 
 
-def built(config: ModelConfig) -> NSATransformer:
+def build_model(config: ModelConfig) -> NSATransformer:
     return NSATransformer(config, dtype=torch.float64, seed=5).double()

@@ -29,13 +29,13 @@ from triton.runtime.jit import JITFunction
 
 from nsa_lab.attention import Span, kernels
 from nsa_lab.attention.geometry import num_compressed, num_selection
-from nsa_lab.attention.kernels import launch_table, launching
-from nsa_lab.attention.kernels.ahead import compile_ahead
-from nsa_lab.attention.kernels.documents import raw_bounds
+from nsa_lab.attention.kernels import fast_launch, launch_table
+from nsa_lab.attention.kernels.packed_tiles import make_token_bounds
+from nsa_lab.attention.kernels.parallel_compile import compile_in_parallel
 from nsa_lab.attention.kernels.selected import launch as selected
-from nsa_lab.attention.kernels.selected import pieces
-from nsa_lab.attention.kernels.selected.inverted_index import number_blocks
-from nsa_lab.attention.layer_cache import LayerCache, Places
+from nsa_lab.attention.kernels.selected import workspace_pieces
+from nsa_lab.attention.kernels.selected.inverted_index import globalize_blocks
+from nsa_lab.attention.layer_cache import CacheWriteBuffers, LayerCache
 from nsa_lab.config import NSAConfig
 
 AMD = sys.argv[1].startswith("gfx")
@@ -43,7 +43,7 @@ ARCHITECTURE = 0 if AMD else int(sys.argv[1])
 shared_memory: dict[str, int] = {}
 
 
-class AbsentDevice(DriverBase):
+class FakeDriver(DriverBase):
     def __init__(self) -> None:
         pass  # the parent's looks for CUDA's libraries
 
@@ -112,40 +112,42 @@ def decode(
     dtype: torch.dtype = torch.bfloat16,
     *,
     capacity: int = 2000,
-    indexed: bool = False,
+    has_indexer: bool = False,
 ) -> None:
     """A decoding step of one sequence, through a cache for `capacity` tokens."""
     nsa = nsa or NSAConfig()
     rows = (num_compressed(capacity, nsa), capacity, nsa.w + S)
     cache = [torch.zeros(1, n, G, width, dtype=dtype) for n in rows for width in (D, Dv or D)]
-    index_q, k_index = (torch.zeros(1, n, G, D, dtype=dtype) if indexed else None for n in (S, capacity // nsa.d))
-    choice_nsa = nsa.model_copy(update={"l": nsa.d}) if indexed else None
+    index_q, k_index = (torch.zeros(1, n, G, D, dtype=dtype) if has_indexer else None for n in (S, capacity // nsa.d))
+    choice_nsa = nsa.model_copy(update={"l": nsa.d}) if has_indexer else None
     q, gates = torch.zeros(1, S, H, D, dtype=dtype), torch.zeros(1, S, H, 3, dtype=dtype)
     lengths = torch.zeros(1, dtype=torch.int32)
     kept = LayerCache(*cache, k_index)
-    kernels.cached_attention(q, gates, kept, lengths, nsa, index_q=index_q, choice_nsa=choice_nsa)
+    kernels.cached_attention(q, gates, kept, lengths, nsa, index_q=index_q, selection_nsa=choice_nsa)
     # As a projection gives them: neighbours in one row.
     roped, values = torch.zeros(1, S, (H + 3 * G) * D + 3 * G * (Dv or D), dtype=dtype).split((H + 3 * G) * D, dim=-1)
     rotary = torch.zeros(capacity, D // 2), torch.zeros(capacity, D // 2)
     raw = [torch.zeros(1, nsa.l - 1 + 256, G, width, dtype=dtype) for width in (D, Dv or D)]
     roped, values = roped.unflatten(-1, (-1, D)), values.unflatten(-1, (-1, Dv or D))
     mixed = {}
-    if indexed:
+    if has_indexer:
         mixed = {"past": torch.zeros(1, 257, 3 * G, D, dtype=dtype), "mix": torch.zeros(2, 3 * G, D, dtype=dtype)}
-    kernels.append(roped, values, rotary, lengths, Places(*raw, *cache[2:]), **mixed, settled=True)
-    kernels.complete(*raw, *cache[:2], lengths, S, nsa, settled=True)
+    kernels.rotate_and_append(
+        roped, values, rotary, lengths, CacheWriteBuffers(*raw, *cache[2:]), **mixed, can_prefetch=True
+    )
+    kernels.update_compressed(*raw, *cache[:2], lengths, S, nsa, can_prefetch=True)
     if index_q is not None and k_index is not None and choice_nsa is not None:
         pool = torch.zeros(D, D, dtype=dtype), torch.zeros(D, choice_nsa.l, dtype=dtype)
-        kernels.append(index_q.repeat(1, 1, 2, 1), None, rotary, lengths, Places(k_raw=raw[0]))
-        kernels.complete(raw[0], None, k_index, None, lengths, S, choice_nsa, k_pool=pool)
+        kernels.rotate_and_append(index_q.repeat(1, 1, 2, 1), None, rotary, lengths, CacheWriteBuffers(k_raw=raw[0]))
+        kernels.update_compressed(raw[0], None, k_index, None, lengths, S, choice_nsa, k_pool=pool)
     x, norm = torch.zeros(1, S, 12 * D, dtype=dtype), (torch.zeros(12 * D, dtype=dtype), 1e-5)
     maps = [(torch.zeros(columns, 12 * D, dtype=dtype), then) for columns, then in ((H * D, ""), (3 * H, "sigmoid"))]
-    kernels.linear(x, *maps, norm=norm, settled=True)
-    kernels.linear(x, (maps[0][0], "silu"), norm=norm, gated=True, settled=True)
+    kernels.linear(x, *maps, norm=norm, can_prefetch=True)
+    kernels.linear(x, (maps[0][0], "silu"), norm=norm, is_gated=True, can_prefetch=True)
     kernels.linear(x, maps[0], residual=torch.zeros(1, S, H * D, dtype=dtype))
 
 
-def choose(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
+def select(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """An indexer's choice: one head per group, a key for every d tokens."""
     q, k = torch.zeros(1, T, G, D, dtype=dtype), torch.zeros(1, T // d, G, D, dtype=dtype)
     kernels.select_blocks(q, k, None, NSAConfig(l=d, d=d))
@@ -154,37 +156,37 @@ def choose(T: int, G: int, D: int, d: int, dtype: torch.dtype = torch.bfloat16) 
 # Lengths between which the launchers decide alike: for each, all of its kernels are compiled by three lengths.
 CLASSES = ((1024, 2047), (2112, 4031), (4160, 16000))
 
-driver.set_active(AbsentDevice())
-as_it_is = JITFunction.__getitem__
+driver.set_active(FakeDriver())
+original_getitem = JITFunction.__getitem__
 JITFunction.__getitem__ = compile_only
 launch_table.is_amd = lambda: AMD
 launch_table.is_hopper = lambda device: ARCHITECTURE == 90
-launch_table.is_roomy = lambda device: ARCHITECTURE in (80, 90, 100)
-launch_table.begins_early = lambda device: ARCHITECTURE >= 90
+launch_table.has_large_shared_memory = lambda device: ARCHITECTURE in (80, 90, 100)
+launch_table.supports_pdl = lambda device: ARCHITECTURE >= 90
 launch_table.is_blackwell = lambda device: ARCHITECTURE == 100
 
 
 def narrow() -> None:
     # What documents alone need; the others they share with what has none.
     table = Span.packed(torch.tensor([0, 9, 20], dtype=torch.int32)).row_bounds(NSAConfig(), torch.device("cpu"))
-    number_blocks(torch.zeros(1, 20, 1, 16, dtype=torch.int32), 64, raw_bounds(table, 16, 20))
+    globalize_blocks(torch.zeros(1, 20, 1, 16, dtype=torch.int32), 64, make_token_bounds(table, 16, 20))
     attend(T=300, H=6, G=1, D=64)
     selected.UNION_TOKENS = 0
     attend(T=300, H=6, G=1, D=64)
-    decode(S=1, H=6, G=1, D=64, indexed=True)
+    decode(S=1, H=6, G=1, D=64, has_indexer=True)
     decode(S=1, H=6, G=1, D=64, capacity=1024)  # every block has a place
-    choose(T=300, G=2, D=64, d=2)
+    select(T=300, G=2, D=64, d=2)
 
 
 def wide() -> None:
     selected.UNION_TOKENS = 0
-    pieces.ORDERED_BYTES = 0
+    workspace_pieces.SORT_ABOVE_BYTES = 0
     attend(T=320, H=32, G=2, D=128)  # a length that fills its tiles
-    pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
+    workspace_pieces.WORKSPACE_BYTES = 30 * 2**20  # in pieces
     attend(T=300, H=32, G=2, D=128)
     decode(S=8, H=32, G=2, D=128)
-    decode(S=1, H=32, G=2, D=128, indexed=True)
-    choose(T=300, G=2, D=128, d=8)
+    decode(S=1, H=32, G=2, D=128, has_indexer=True)
+    select(T=300, G=2, D=128, d=8)
 
 
 def wider() -> None:
@@ -195,8 +197,8 @@ def wider() -> None:
     decode(S=1, H=16, G=2, D=192, Dv=128)
     decode(S=8, H=16, G=2, D=256)
     decode(S=8, H=16, G=2, D=256, dtype=torch.float32)
-    choose(T=320, G=2, D=256, d=8)
-    choose(T=320, G=2, D=256, d=1, dtype=torch.float32)
+    select(T=320, G=2, D=256, d=8)
+    select(T=320, G=2, D=256, d=1, dtype=torch.float32)
     for l_sel in (16, 96):  # tiles of 16 keys and of 32
         attend(T=200, H=1, G=1, D=256, nsa=NSAConfig(l=16, d=16, l_sel=l_sel, n_sel=4, w=32))
     for dtype in (torch.bfloat16, torch.float32):  # the most strides of a selection block
@@ -206,8 +208,8 @@ def wider() -> None:
 def corners() -> None:
     """Widths that differ, one no power of two; heads that are none, blocks that are none, and the other dtypes."""
     attend(130, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16)
-    decode(3, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, indexed=True)
-    choose(130, 1, 96, 16, torch.float16)
+    decode(3, 3, 1, 96, 32, NSAConfig(l=16, d=16, l_sel=48, n_sel=5, w=1), torch.float16, has_indexer=True)
+    select(130, 1, 96, 16, torch.float16)
 
 
 def documents() -> None:
@@ -238,14 +240,14 @@ def lengths() -> None:
         for number, T in enumerate([low, low + 1, high, *(draw.randint(low, high) for _ in range(12))]):
             settled = number > 2
             attend(T, H=6, G=2, D=64)
-            choose(T, G=2, D=64, d=8)
+            select(T, G=2, D=64, d=8)
             decode(S=1, H=6, G=2, D=64, capacity=T)
-            decode(S=1, H=6, G=2, D=64, capacity=T, indexed=True)
+            decode(S=1, H=6, G=2, D=64, capacity=T, has_indexer=True)
             table = torch.tensor([0, 3, T // 2, T], dtype=torch.int32)
             attend(T, H=6, G=2, D=64, span=Span.packed(table, capacity=4, longest=high))
 
 
-class Looked(CompiledKernel):
+class RecordingKernel(CompiledKernel):
     """A kernel that is not compiled, to see which one is launched."""
 
     function = packed_metadata = None
@@ -266,18 +268,18 @@ class Looked(CompiledKernel):
 def again() -> None:
     """How many launches there are, how many of a kernel that is kept, and how many of another kernel, or with other
     arguments, than Triton itself would take."""
-    JITFunction.__getitem__ = as_it_is
-    looked = defaultdict[Any, Looked](Looked)
+    JITFunction.__getitem__ = original_getitem
+    looked = defaultdict[Any, RecordingKernel](RecordingKernel)
     JITFunction._do_compile = lambda kernel, key, *args: kernel.device_caches[0][0].setdefault(key, looked[kernel, key])
-    launch, count = launching.Launched._launch, Counter[str]()
+    launch, count = fast_launch.CachedLauncher._launch, Counter[str]()
 
-    def launched_by(act: Callable[[], object]) -> tuple[Looked, tuple[object, ...]]:
+    def launched_by(act: Callable[[], object]) -> tuple[RecordingKernel, tuple[object, ...]]:
         act()
         kernel = next(kernel for kernel in looked.values() if kernel.arguments)
         return kernel, kernel.arguments.pop()
 
     def compared(self, grid, *args, **options) -> None:
-        if not launching.launches():  # compiled together, before the first call of a kind
+        if not fast_launch.is_launch_enabled():  # compiled together, before the first call of a kind
             return
         kept = len(self._compiled)
         kernel, ours = launched_by(lambda: launch(self, grid, *args, **options))
@@ -285,14 +287,14 @@ def again() -> None:
         same = kernel is by_triton and all(a is b or a == b for a, b in zip(ours, theirs, strict=True))
         count.update(launches=1, again=len(self._compiled) == kept, other=not same)
 
-    launching.Launched._launch = compared
+    fast_launch.CachedLauncher._launch = compared
     draw = random.Random(5)
     for T in (1, 2, 15, 16, 64, 127, 300, 300, 1024, 2047, 4160, 4160):
         attend(T, H=6, G=2, D=64)
         attend(
             T, H=draw.choice((2, 4)), G=1, D=draw.choice((32, 48, 96)), dtype=draw.choice((torch.float16, torch.float32))
         )
-        decode(S=draw.choice((1, 3)), H=6, G=2, D=64, capacity=T + 64, indexed=draw.random() < 0.5)
+        decode(S=draw.choice((1, 3)), H=6, G=2, D=64, capacity=T + 64, has_indexer=draw.random() < 0.5)
         table = torch.tensor([0, 0, T // 2, T], dtype=torch.int32)
         attend(T, H=6, G=2, D=64, span=Span.packed(table, capacity=4, longest=T))
     # Of 4 bytes where 16 were: an address that no wide load may take, and rows that are not next to each other.
@@ -315,14 +317,14 @@ def together() -> None:
 
 
 def chosen() -> None:
-    choose(T=300, G=2, D=64, d=8)
-    choose(T=300, G=2, D=32, d=8)
+    select(T=300, G=2, D=64, d=8)
+    select(T=300, G=2, D=32, d=8)
 
 
 def ahead() -> None:
     """How many kernels of `chosen` are compiled in parallel, in place of bytes."""
-    JITFunction.__getitem__ = as_it_is
-    shared_memory["kernels"] = compile_ahead(chosen, threads=2)
+    JITFunction.__getitem__ = original_getitem
+    shared_memory["kernels"] = compile_in_parallel(chosen, n_threads=2)
 
 
 for shapes in sys.argv[2:]:

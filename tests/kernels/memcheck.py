@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from nsa_lab.attention import Span
-from nsa_lab.attention.decoding import cached_attention
+from nsa_lab.attention.cached_attention import cached_attention
 from nsa_lab.attention.geometry import num_compressed
 from nsa_lab.attention.kernels import nsa_attention
 from nsa_lab.attention.kernels.selected import launch as selected
-from nsa_lab.attention.kernels.selected import pieces
+from nsa_lab.attention.kernels.selected import workspace_pieces
 from nsa_lab.attention.layer_cache import LayerCache
 from nsa_lab.config import NSAConfig
 
@@ -28,8 +28,8 @@ class Case(NamedTuple):
 
     sizes: tuple[int, int, int, int, int, int]  # B, T, H, G, Dk, Dv
     dtype: torch.dtype
-    union: bool = False
-    ordered: bool = False  # work items in the order of their queries
+    is_union: bool = False
+    is_sorted: bool = False  # work items in the order of their queries
     in_pieces: bool = False
     nsa: NSAConfig = NSAConfig()
     documents: tuple[int, ...] = ()  # their lengths, if they stand in one row
@@ -40,35 +40,35 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case((1, 1111, 6, 1, 64, 64), torch.bfloat16, union=True),
+    Case((1, 1111, 6, 1, 64, 64), torch.bfloat16, is_union=True),
     Case((1, 1111, 6, 1, 64, 64), torch.bfloat16),
     Case((1, 1111, 32, 2, 128, 128), torch.bfloat16),
-    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, ordered=True),
-    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, ordered=True, in_pieces=True),
+    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, is_sorted=True),
+    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, is_sorted=True, in_pieces=True),
     Case((1, 333, 5, 1, 96, 32), torch.float32),
     Case((2, 257, 6, 2, 32, 96), torch.float16, in_pieces=True, nsa=NSAConfig(l=16, d=8, l_sel=48, n_sel=5, w=100)),
-    Case((2, 1, 4, 2, 64, 128), torch.float16, union=True),  # nothing is compressed yet
-    Case((1, 1111, 6, 1, 64, 64), torch.bfloat16, union=True, documents=(1, 0, 800, 31, 279)),
-    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, ordered=True, in_pieces=True, documents=(279, 31, 800, 0, 1)),
+    Case((2, 1, 4, 2, 64, 128), torch.float16, is_union=True),  # nothing is compressed yet
+    Case((1, 1111, 6, 1, 64, 64), torch.bfloat16, is_union=True, documents=(1, 0, 800, 31, 279)),
+    Case((1, 1111, 32, 2, 128, 128), torch.bfloat16, is_sorted=True, in_pieces=True, documents=(279, 31, 800, 0, 1)),
     Case((1, 60, 3, 1, 32, 32), torch.float16, nsa=NSAConfig(l=64, d=4, l_sel=16, n_sel=3), documents=(29, 31)),
 ]
 
 
-def path(case: Case) -> tuple[bool, bool, bool]:
+def force_path(case: Case) -> tuple[bool, bool, bool]:
     """Have the kernels take the case's path; whether they take the union, order their items, and work in pieces."""
     B, T, H, G, Dk, Dv = case.sizes
     width = case.dtype.itemsize
-    selected.UNION_TOKENS = T if case.union else 0
-    pieces.ORDERED_BYTES = 0 if case.ordered else 2**62
+    selected.UNION_TOKENS = T if case.is_union else 0
+    workspace_pieces.SORT_ABOVE_BYTES = 0 if case.is_sorted else 2**62
     meta = {"dtype": case.dtype, "device": "meta"}
     q, v = torch.empty(B, T, H, Dk, **meta), torch.empty(B, T, G, Dv, **meta)
-    sizes = selected._sizes(q, v, case.nsa.n_sel, case.nsa.l_sel)
-    each = pieces.backward_need(sizes, width)
+    sizes = selected._make_sizes(q, v, case.nsa.n_sel, case.nsa.l_sel)
+    each = workspace_pieces.compute_backward_bytes(sizes, width)
     # Room for half of a group's queries.
-    pieces.WORKSPACE_BYTES = each.group + sizes.heads * each.row * T // 2 if case.in_pieces else 2**62
-    cut = pieces.cut(sizes, width)
-    union = selected.forward_strategy(T, selected.kernel_block(q, v, case.nsa.l_sel)) == "union"
-    return union, all(pieces.is_ordered(sizes, piece.t1 - piece.t0, width) for piece in cut), len(cut) > 1
+    workspace_pieces.WORKSPACE_BYTES = each.per_group + sizes.heads * each.per_row * T // 2 if case.in_pieces else 2**62
+    cut = workspace_pieces.split_into_pieces(sizes, width)
+    union = selected.get_forward_strategy(T, selected.get_kernel_block(q, v, case.nsa.l_sel)) == "union"
+    return union, all(workspace_pieces.should_sort_items(sizes, piece.t1 - piece.t0, width) for piece in cut), len(cut) > 1
 
 
 def run(case: Case) -> None:
@@ -92,7 +92,7 @@ STEPS = [
 ]
 
 
-def decode(before: int, new: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, indexed: bool) -> None:
+def decode(before: int, new: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype, has_indexer: bool) -> None:
     """One step through a cache that has room for no more; AssertionError where an output is not finite."""
     B, H, G, Dk, Dv = sizes
     nsa, choice = NSAConfig(w=77), NSAConfig(l=8, d=8)
@@ -101,8 +101,8 @@ def decode(before: int, new: int, sizes: tuple[int, int, int, int, int], dtype: 
     index = [torch.randn(B, n, G, Dk, dtype=dtype, device="cuda") for n in (new, num_compressed(before + new, choice))]
     q, gates = (torch.randn(B, new, H, width, dtype=dtype, device="cuda") for width in (Dk, 3))
     lengths = torch.full((B,), before, dtype=torch.int32, device="cuda")
-    options = {"index_q": index[0], "choice_nsa": choice} if indexed else {}
-    caches = LayerCache(*cache, index[1] if indexed else None)
+    options = {"index_q": index[0], "choice_nsa": choice} if has_indexer else {}
+    caches = LayerCache(*cache, index[1] if has_indexer else None)
     out = cached_attention(q, gates, caches, lengths, nsa, backend="triton", **options)
     assert torch.isfinite(out).all()
 
@@ -110,13 +110,13 @@ def decode(before: int, new: int, sizes: tuple[int, int, int, int, int], dtype: 
 if __name__ == "__main__":
     torch.manual_seed(0)
     for case in CASES:
-        assert path(case) == (case.union, case.ordered, case.in_pieces)
+        assert force_path(case) == (case.is_union, case.is_sorted, case.in_pieces)
         run(case)
         print(
             *case.sizes,
             str(case.dtype),
-            "union" if case.union else "gather",
-            "ordered" * case.ordered,
+            "union" if case.is_union else "gather",
+            "ordered" * case.is_sorted,
             "in pieces" * case.in_pieces,
             f"{len(case.documents)} documents" * bool(case.documents),
             "ok",
@@ -124,5 +124,5 @@ if __name__ == "__main__":
         )
     for step in STEPS:
         for indexed in (False, True):
-            decode(*step, indexed=indexed)
+            decode(*step, has_indexer=indexed)
             print("decoding", *step, "indexed" * indexed, "ok", flush=True)

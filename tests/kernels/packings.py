@@ -25,11 +25,11 @@ from torch import Tensor
 from nsa_lab import attention
 from nsa_lab.attention import Span, compress
 from nsa_lab.attention.compression import make_phi
-from nsa_lab.bench.attention_parity import GRADIENT_FACTOR, OUTPUT_FACTOR, relative_error
+from nsa_lab.bench.attention_parity import GRADIENT_FACTOR, OUTPUT_FACTOR, compute_relative_error
 from nsa_lab.config import NSAConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MOST_DOCUMENTS, MOST_TOKENS = 64, 4096
+MAX_DOCUMENTS, MAX_TOKENS = 64, 4096
 LARGE = 1e4  # finite in all dtypes, and so are its products
 
 
@@ -43,26 +43,26 @@ class Configuration(NamedTuple):
     nsa: NSAConfig
 
 
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CONFIGURATIONS = (
-    Configuration(6, 2, 64, BRAIN, NSAConfig()),
-    Configuration(16, 1, 128, BRAIN, NSAConfig()),
-    Configuration(8, 2, 128, BRAIN, NSAConfig(phi="mlp")),
-    Configuration(1, 4, 64, BRAIN, NSAConfig(phi="linear")),
-    Configuration(5, 1, 64, HALF, NSAConfig(l=24, d=8, l_sel=32, n_sel=7, w=333)),
-    Configuration(7, 1, 96, BRAIN, NSAConfig(l=48, d=16, l_sel=48, n_sel=5, w=100, phi="mlp")),
-    Configuration(16, 1, 64, HALF, NSAConfig(l=16, d=16, l_sel=128, n_sel=4, phi="linear")),
-    Configuration(1, 3, 96, SINGLE, NSAConfig(l=9, d=3, l_sel=48, n_sel=3, w=1)),
-    Configuration(6, 1, 128, HALF, NSAConfig(l=64, d=16, l_sel=144, n_sel=9, w=700)),
-    Configuration(8, 1, 64, BRAIN, NSAConfig(l=64, d=4, l_sel=16, n_sel=32, w=64)),
-    Configuration(5, 2, 96, BRAIN, NSAConfig(l=32, d=32, l_sel=32, n_sel=16, phi="mlp")),
-    Configuration(7, 1, 64, SINGLE, NSAConfig(l=15, d=5, l_sel=80, n_sel=6, w=17, phi="linear")),
+    Configuration(6, 2, 64, BF16, NSAConfig()),
+    Configuration(16, 1, 128, BF16, NSAConfig()),
+    Configuration(8, 2, 128, BF16, NSAConfig(phi="mlp")),
+    Configuration(1, 4, 64, BF16, NSAConfig(phi="linear")),
+    Configuration(5, 1, 64, FP16, NSAConfig(l=24, d=8, l_sel=32, n_sel=7, w=333)),
+    Configuration(7, 1, 96, BF16, NSAConfig(l=48, d=16, l_sel=48, n_sel=5, w=100, phi="mlp")),
+    Configuration(16, 1, 64, FP16, NSAConfig(l=16, d=16, l_sel=128, n_sel=4, phi="linear")),
+    Configuration(1, 3, 96, FP32, NSAConfig(l=9, d=3, l_sel=48, n_sel=3, w=1)),
+    Configuration(6, 1, 128, FP16, NSAConfig(l=64, d=16, l_sel=144, n_sel=9, w=700)),
+    Configuration(8, 1, 64, BF16, NSAConfig(l=64, d=4, l_sel=16, n_sel=32, w=64)),
+    Configuration(5, 2, 96, BF16, NSAConfig(l=32, d=32, l_sel=32, n_sel=16, phi="mlp")),
+    Configuration(7, 1, 64, FP32, NSAConfig(l=15, d=5, l_sel=80, n_sel=6, w=17, phi="linear")),
 )
 
 
-def interpreted(c: Configuration) -> Configuration:
+def replace_bfloat16(c: Configuration) -> Configuration:
     """Triton's interpreter multiplies bfloat16 wrongly."""
-    return c._replace(dtype=HALF) if c.dtype == BRAIN else c
+    return c._replace(dtype=FP16) if c.dtype == BF16 else c
 
 
 class Packing(NamedTuple):
@@ -77,7 +77,7 @@ class Packing(NamedTuple):
     v_win: Tensor
     gates: Tensor
 
-    def rows(self, rows: slice) -> Packing:
+    def slice_rows(self, rows: slice) -> Packing:
         return Packing(*(x[:, rows] for x in self))
 
 
@@ -99,12 +99,12 @@ def draw_inputs(total: int, c: Configuration, seed: int) -> Packing:
     return Packing(normal(H, c.D), *(normal(c.G, c.D) for _ in range(6)), normal(H, 3))
 
 
-def results(
+def compute_results(
     x: Packing, c: Configuration, span: Span | None, phi: list, d_out: Tensor, backend: str = "triton"
 ) -> dict[str, Tensor]:
     """Outputs, LSEs and blocks of each part, and the gradients of the whole and of each branch's output and LSE."""
     how = {"backend": backend, "span": span}
-    k_cmp, v_cmp = (compressed(y, c.nsa, module, span) for y, module in zip((x.k_raw, x.v_raw), phi, strict=True))
+    k_cmp, v_cmp = (compress_in_float64(y, c.nsa, module, span) for y, module in zip((x.k_raw, x.v_raw), phi, strict=True))
     out_cmp, lse_cmp = attention.compressed_attention(x.q, k_cmp, v_cmp, c.nsa, **how)
     blocks = attention.select_blocks(x.q, k_cmp, lse_cmp, c.nsa, **how)
     out_sel, lse_sel = attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, c.nsa, **how)
@@ -122,7 +122,7 @@ def results(
     return {name: y.detach() for name, y in found.items()}
 
 
-def compressed(y: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None, span: Span | None) -> Tensor:
+def compress_in_float64(y: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None, span: Span | None) -> Tensor:
     """`compress` in float64. How a matrix product of low precision rounds depends on how many rows it has."""
     return compress(y.double(), nsa, phi, span=span).to(y.dtype)
 
@@ -132,24 +132,30 @@ def zero_if_none(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def of_documents(x: Packing, c: Configuration, span: Span, phi: list, d_out: Tensor, **how: str) -> dict[str, Tensor]:
+def compute_per_document(
+    x: Packing, c: Configuration, span: Span, phi: list, d_out: Tensor, **how: str
+) -> dict[str, Tensor]:
     """`results` of each document by itself, one after another."""
-    parts = [results(x.rows(d.queries), c, None, phi, d_out[:, d.queries], **how) for d in span.documents if d.last]
+    parts = [
+        compute_results(x.slice_rows(d.query_rows), c, None, phi, d_out[:, d.query_rows], **how)
+        for d in span.documents
+        if d.end
+    ]
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
 
 
-def plain_errors(x: Packing, c: Configuration, span: Span, phi: list, d_out: Tensor) -> dict[str, float]:
+def compute_plain_errors(x: Packing, c: Configuration, span: Span, phi: list, d_out: Tensor) -> dict[str, float]:
     """Relative errors of plain float32 against float64; none for half precision, where they are a rounding at least."""
-    if c.dtype != SINGLE:
+    if c.dtype != FP32:
         return {}
     exact = Packing(*(y.detach().double().requires_grad_() for y in x))
-    true = of_documents(exact, c, span, phi, d_out.double(), backend="torch")
-    plain = of_documents(x, c, span, phi, d_out, backend="torch")
+    true = compute_per_document(exact, c, span, phi, d_out.double(), backend="torch")
+    plain = compute_per_document(x, c, span, phi, d_out, backend="torch")
     both = {name: (y, true[name], torch.isneginf(true[name])) for name, y in plain.items() if name != "blocks"}
-    return {name: relative_error(y.masked_fill(e, 0), z.masked_fill(e, 0)) for name, (y, z, e) in both.items()}
+    return {name: compute_relative_error(y.masked_fill(e, 0), z.masked_fill(e, 0)) for name, (y, z, e) in both.items()}
 
 
-def errors(together: dict[str, Tensor], alone: dict[str, Tensor], plain: dict[str, float]) -> dict[str, float]:
+def compute_errors(together: dict[str, Tensor], alone: dict[str, Tensor], plain: dict[str, float]) -> dict[str, float]:
     """Of each result: its relative error over what is allowed; infinite where blocks, or what is infinite, differ."""
     found = {}
     for name, expected in alone.items():
@@ -162,7 +168,7 @@ def errors(together: dict[str, Tensor], alone: dict[str, Tensor], plain: dict[st
             found[name] = float("inf")
             continue
         factor = GRADIENT_FACTOR if name.startswith("d") or "_d" in name else OUTPUT_FACTOR
-        error = relative_error(y.masked_fill(empty, 0), expected.masked_fill(empty, 0))
+        error = compute_relative_error(y.masked_fill(empty, 0), expected.masked_fill(empty, 0))
         found[name] = error / (factor * max(torch.finfo(y.dtype).eps, plain.get(name, 0.0)))
     return found
 
@@ -175,28 +181,30 @@ def check(seed: int, c: Configuration, most_documents: int, most_tokens: int) ->
     span = Span.packed(torch.tensor([0, *lengths]).cumsum(0).int(), capacity, longest)
     torch.manual_seed(seed)
     phi = [None if (m := make_phi(c.nsa, c.D)) is None else m.to(DEVICE, torch.float64).requires_grad_(False) for _ in "kv"]
-    x = draw_inputs(span.queries, c, seed)
+    x = draw_inputs(span.n_queries, c, seed)
     d_out = torch.randn(x.q.shape, device=DEVICE).to(c.dtype)
-    together = results(x, c, span, phi, d_out)
-    found = errors(together, of_documents(x, c, span, phi, d_out), plain_errors(x, c, span, phi, d_out))
-    spoilt = draw.choice([d for d in span.documents if d.last]).queries
+    together = compute_results(x, c, span, phi, d_out)
+    found = compute_errors(
+        together, compute_per_document(x, c, span, phi, d_out), compute_plain_errors(x, c, span, phi, d_out)
+    )
+    spoilt = draw.choice([d for d in span.documents if d.end]).query_rows
     poisoned = Packing(*(y.detach().clone() for y in x))
     for name, y in poisoned._asdict().items():
         if name != "gates":
             y[:, spoilt] = LARGE
-    after = results(Packing(*(y.requires_grad_() for y in poisoned)), c, span, phi, d_out)
-    others = torch.ones(span.queries, dtype=torch.bool, device=DEVICE)
+    after = compute_results(Packing(*(y.requires_grad_() for y in poisoned)), c, span, phi, d_out)
+    others = torch.ones(span.n_queries, dtype=torch.bool, device=DEVICE)
     others[spoilt] = False
     same = all(torch.equal(y[:, others], after[name][:, others]) for name, y in together.items())
     return {**found, "leak": 0.0 if same else float("inf")}
 
 
-def main(count: int = 1000, most_tokens: int = MOST_TOKENS, first: int = 0, every: int = 1) -> int:
+def main(count: int = 1000, most_tokens: int = MAX_TOKENS, first: int = 0, every: int = 1) -> int:
     worst: dict[Configuration, dict[str, float]] = {c: {} for c in CONFIGURATIONS}
     for number, seed in enumerate(range(first, first + count * every, every), 1):
         c = CONFIGURATIONS[seed % len(CONFIGURATIONS)]
-        c = interpreted(c) if DEVICE.type == "cpu" else c
-        found = check(seed, c, MOST_DOCUMENTS if most_tokens == MOST_TOKENS else 4, most_tokens)
+        c = replace_bfloat16(c) if DEVICE.type == "cpu" else c
+        found = check(seed, c, MAX_DOCUMENTS if most_tokens == MAX_TOKENS else 4, most_tokens)
         known = worst.setdefault(c, {})
         for name, error in found.items():
             known[name] = max(known.get(name, 0.0), error)

@@ -21,17 +21,17 @@ import torch
 
 from nsa_lab.attention import resolve_backend
 from nsa_lab.attention.kernels import L_SEL_STEP, N_SEL_LIMIT, STRIDES_LIMIT, WIDTH_LIMIT, WIDTH_STEP
-from nsa_lab.bench.attention_parity import check
+from nsa_lab.bench.attention_parity import check_parity
 from nsa_lab.bench.attention_parts import make_parts
 from nsa_lab.config import NSAConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MOST_TOKENS = 999
+MAX_TOKENS = 999
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 33, 48, 64)
 LONGEST_BLOCK = 256
 
 
-class Drawn(NamedTuple):
+class RandomShape(NamedTuple):
     """B sequences of T tokens, G groups of h heads, keys D and values Dv wide."""
 
     T: int
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
         )
 
 
-def drawn(number: int, most_tokens: int = MOST_TOKENS) -> Drawn:
+def draw_shape(number: int, most_tokens: int = MAX_TOKENS) -> RandomShape:
     """The shape of that number: the same on every machine."""
     draw = random.Random(number)
     d = draw.choice((1, 2, 3, 4, 5, 8, 12, 16, 16, 16, 32))
@@ -60,7 +60,7 @@ def drawn(number: int, most_tokens: int = MOST_TOKENS) -> Drawn:
     most = min(LONGEST_BLOCK, STRIDES_LIMIT * d) // step  # blocks that the choice's kernel takes
     l_sel = step * draw.randint(1, max(most, 1))
     D, Dv = (WIDTH_STEP * draw.randint(1, WIDTH_LIMIT // WIDTH_STEP) for _ in "kv")
-    return Drawn(
+    return RandomShape(
         T=2 * draw.randint(0, (most_tokens - 1) // 2) + 1,
         B=draw.choice((1, 1, 2)),
         h=draw.choice(HEADS),
@@ -79,13 +79,13 @@ def drawn(number: int, most_tokens: int = MOST_TOKENS) -> Drawn:
     )
 
 
-def worst_of(shape: Drawn, seed: int) -> dict[str, float]:
+def compute_worst_errors(shape: RandomShape, seed: int) -> dict[str, float]:
     """Of each part's output, gradients and choice: the worst error over what is allowed."""
     choices = resolve_backend(DEVICE, shape.dtype, shape.nsa, backend="triton")
     sizes = shape.h * shape.G, shape.G, shape.D, shape.nsa, choices, DEVICE, shape.dtype
     found = {}
     for part in make_parts(shape.T, shape.B, *sizes, seed=seed, Dv=shape.Dv):
-        told, passed = check(part, part, shape.nsa)
+        told, passed = check_parity(part, part, shape.nsa)
         shares = {what: error / limit for what, (error, limit) in told.items()}
         name = part.name.split(",")[0]
         for what, share in shares.items():
@@ -95,12 +95,12 @@ def worst_of(shape: Drawn, seed: int) -> dict[str, float]:
     return found
 
 
-def main(count: int, most_tokens: int = MOST_TOKENS, first: int = 0, step: int = 1) -> int:
+def main(count: int, most_tokens: int = MAX_TOKENS, first: int = 0, step: int = 1) -> int:
     worst: dict[str, float] = {}
     for number in range(first, first + step * count, step):
-        shape = drawn(number, most_tokens)
+        shape = draw_shape(number, most_tokens)
         try:
-            found = worst_of(shape, number)
+            found = compute_worst_errors(shape, number)
         except Exception as error:  # noqa: BLE001 - the next shape may tell of another fault
             found = {f"{type(error).__name__}: {error}": math.inf}
         at = max(found, key=found.__getitem__)

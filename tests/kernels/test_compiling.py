@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import triton
-from kernel_sources import jitted, launched_names
+from kernel_sources import find_jitted, find_launched_names
 
-from nsa_lab.attention.kernels import ahead, launching
-from nsa_lab.attention.kernels.ahead import compile_ahead
+from nsa_lab.attention.kernels import fast_launch, parallel_compile
+from nsa_lab.attention.kernels.parallel_compile import compile_in_parallel
 
 # KB of shared memory that a block may have: A100 and the smaller GPUs of its kin, Ada, H100 and H200, B200, the smaller
 # GPUs of its kin, and MI300 where this Triton has AMD's compiler.
@@ -24,10 +24,10 @@ if importlib.util.find_spec("triton.backends.amd"):
     SHARED_KB["gfx942"] = 64
 # Triton's own cache, which goes by the source of a kernel and all that it calls, by its options and by the compiler: what
 # none of these changed is not compiled at every run of the tests. What does not compile is in no cache.
-KEPT = Path(__file__).parents[2] / ".cache/triton"
+CACHE = Path(__file__).parents[2] / ".cache/triton"
 
 
-def compiled(architecture, folder, *what):
+def run_compiling(architecture, folder, *what):
     """Bytes of shared memory of each kernel that `compiling.py` compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).with_name("compiling.py")), str(architecture), *what]
@@ -43,8 +43,8 @@ def assert_they_fit(used: dict[str, int], architecture: int | str) -> None:
 @pytest.mark.slow
 def test_every_kernel_compiles_and_fits():
     """Wide heads where memory is short, narrow ones on Hopper; the other pairs are the next test's."""
-    on_a100, on_h100 = compiled(80, KEPT, "wide"), compiled(90, KEPT, "narrow")
-    assert set(on_a100) | set(on_h100) == launched_names()
+    on_a100, on_h100 = run_compiling(80, CACHE, "wide"), run_compiling(90, CACHE, "narrow")
+    assert set(on_a100) | set(on_h100) == find_launched_names()
     assert_they_fit(on_a100, 80)
     assert_they_fit(on_h100, 90)
 
@@ -52,51 +52,51 @@ def test_every_kernel_compiles_and_fits():
 @pytest.mark.slow
 def test_another_length_compiles_nothing_anew(tmp_path):
     """Nor do other documents: lengths that 16 divides or not, tiles that are full or not, one block or many."""
-    new = compiled(90, tmp_path, "lengths")
+    new = run_compiling(90, tmp_path, "lengths")
     assert {name.removeprefix("nsa_") for name, count in new.items() if count} == set() and len(new) > 10
 
 
 @pytest.mark.slow
 def test_what_is_compiled_ahead_is_not_compiled_again(tmp_path):
-    assert compiled(90, tmp_path, "ahead") == {"kernels": 2}
+    assert run_compiling(90, tmp_path, "ahead") == {"kernels": 2}
     files = sorted(tmp_path.rglob("*.cubin"))
-    compiled(90, tmp_path, "chosen")
+    run_compiling(90, tmp_path, "chosen")
     assert sorted(tmp_path.rglob("*.cubin")) == files and len(files) == 2
 
 
 @pytest.mark.slow
 def test_the_kernels_of_a_first_call_are_compiled_side_by_side():
     """All of the operator's; two are the selected branch's on its own, which is called after it."""
-    assert compiled(90, KEPT, "together") == {"together": 16, "alone": 2}
+    assert run_compiling(90, CACHE, "together") == {"together": 16, "alone": 2}
 
 
 def test_a_triton_that_compiles_one_by_one_is_refused(monkeypatch):
-    monkeypatch.setattr(ahead, "IN_PARALLEL", False)
+    monkeypatch.setattr(parallel_compile, "CAN_COMPILE_IN_PARALLEL", False)
     with pytest.raises(NotImplementedError, match=f"this is {re.escape(triton.__version__)}: upgrade triton"):
-        compile_ahead(pytest.fail, threads=1)
+        compile_in_parallel(pytest.fail, n_threads=1)
 
 
 def test_launches_are_launches_again_after_a_failure():
     def work() -> None:
-        assert not launching.launches()
+        assert not fast_launch.is_launch_enabled()
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        compile_ahead(work, threads=1)
-    assert launching.launches()
+        compile_in_parallel(work, n_threads=1)
+    assert fast_launch.is_launch_enabled()
 
 
 def test_what_is_launched_is_what_triton_would_launch():
     """Of several hundred launches, most of a kernel that was kept."""
-    found = compiled(90, KEPT, "again")
+    found = run_compiling(90, CACHE, "again")
     assert found["other"] == 0 and found["again"] > 400
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", SHARED_KB)
 def test_every_kernel_compiles_and_fits_on_every_architecture(architecture, tmp_path):
-    used = compiled(architecture, tmp_path, "narrow", "wide")
-    assert set(used) == launched_names()
+    used = run_compiling(architecture, tmp_path, "narrow", "wide")
+    assert set(used) == find_launched_names()
     assert_they_fit(used, architecture)
 
 
@@ -104,18 +104,18 @@ def test_every_kernel_compiles_and_fits_on_every_architecture(architecture, tmp_
 @pytest.mark.parametrize("architecture", SHARED_KB)
 def test_heads_wider_than_any_that_was_timed_compile_and_fit(architecture, tmp_path):
     """The paper's own 192 and 128 among them."""
-    assert_they_fit(compiled(architecture, tmp_path, "wider"), architecture)
+    assert_they_fit(run_compiling(architecture, tmp_path, "wider"), architecture)
 
 
 @pytest.mark.soak
 def test_shapes_that_no_kernel_is_tuned_for_compile_and_fit(tmp_path):
     """On the GPU with the least memory for a block; the interpreter proves what they compute, and not that they compile."""
-    assert_they_fit(compiled(86, tmp_path, "corners"), 86)
+    assert_they_fit(run_compiling(86, tmp_path, "corners"), 86)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_every_kernel_compiles_for_documents_and_fits(architecture, tmp_path):
-    used = compiled(architecture, tmp_path, "documents")
-    assert set(used) == launched_names() - {"nsa_selected_index_first_query"} - jitted("decoding")
+    used = run_compiling(architecture, tmp_path, "documents")
+    assert set(used) == find_launched_names() - {"nsa_selected_index_first_query"} - find_jitted("decoding")
     assert_they_fit(used, architecture)

@@ -12,7 +12,7 @@ CUDA = torch.cuda.is_available()
 CASES = [(2, 5, 3, 96), (1, 1, 1, 32), (1, 33, 6, 64), (1, 7, 12, 128)] + ([(4, 2048, 12, 64)] if CUDA else [])
 
 
-def inputs(case, dtype, device, gate_dtype=torch.float32):
+def make_inputs(case, dtype, device, gate_dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     outs = [torch.randn(case, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
     gates = torch.rand((*case[:3], 3), generator=generator).to(device, gate_dtype).requires_grad_()
@@ -23,7 +23,7 @@ def inputs(case, dtype, device, gate_dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else []), ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_definition(case, dtype, gate_dtype, device, poisoned, assert_error_within):
-    x = inputs(case, dtype, device, dtype if gate_dtype == "own" else torch.float32)
+    x = make_inputs(case, dtype, device, dtype if gate_dtype == "own" else torch.float32)
     exact_x = [a.detach().double().requires_grad_() for a in x]
     plain_x = [a.detach().clone().requires_grad_() for a in x]
     out, exact, plain = gated_sum(*x), reference.combine(*exact_x), reference.combine(*plain_x)
@@ -39,7 +39,7 @@ def test_matches_the_definition(case, dtype, gate_dtype, device, poisoned, asser
 
 
 def test_strides_do_not_matter(device):
-    x = inputs((2, 9, 4, 32), torch.float32, device)
+    x = make_inputs((2, 9, 4, 32), torch.float32, device)
     strided = [a.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for a in x]
     out, other = gated_sum(*x), gated_sum(*strided)
     d_out = torch.randn_like(out).transpose(1, 2).contiguous().transpose(1, 2)
@@ -49,13 +49,13 @@ def test_strides_do_not_matter(device):
 
 @pytest.mark.slow
 def test_the_operator_is_well_formed_and_compiles(device):
-    x = inputs((1, 5, 2, 32), torch.float32, device)
+    x = make_inputs((1, 5, 2, 32), torch.float32, device)
     torch.library.opcheck(torch.ops.nsa_lab.gated_sum.default, x)
     compiled = torch.compile(gated_sum, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*x), gated_sum(*x))
 
 
 def test_shapes_that_do_not_fit_are_refused(device):
-    a, b, c, gates = inputs((1, 5, 2, 32), torch.float32, device)
+    a, b, c, gates = make_inputs((1, 5, 2, 32), torch.float32, device)
     with pytest.raises(ValueError, match="gates"):
         gated_sum(a, b, c, gates[..., :2])

@@ -10,30 +10,30 @@ import torch
 from kernel_sources import TREES
 
 from nsa_lab.attention.kernels import launch_table
-from nsa_lab.attention.kernels.launch_table import Rows, Tile
+from nsa_lab.attention.kernels.launch_table import RowTile, Tile
 
 CPU = torch.device("cpu")
-SINGLE, HALF = torch.float32, torch.bfloat16
+FP32, BF16 = torch.float32, torch.bfloat16
 # dtype, head width, roomy -> rows, keys, warps, stages, registers, one_loop: compressed and window forward, dq; dk and dv.
 SIMPLE = (32, 32, 4, 1, None, False)
 BAND = {
-    (SINGLE, 64, True): (SIMPLE,) * 5,
-    (SINGLE, 128, False): (SIMPLE,) * 5,
-    (HALF, 64, True): (
+    (FP32, 64, True): (SIMPLE,) * 5,
+    (FP32, 128, False): (SIMPLE,) * 5,
+    (BF16, 64, True): (
         (64, 64, 4, 3, 128, False),
         (64, 32, 4, 3, 96, False),
         (64, 64, 4, 3, 168, False),
         (64, 32, 4, 3, 96, False),
         (64, 64, 4, 3, None, False),
     ),
-    (HALF, 128, True): (
+    (BF16, 128, True): (
         (128, 64, 8, 3, None, False),
         (128, 32, 8, 3, 128, False),
         (64, 64, 4, 2, None, False),
         (64, 32, 4, 2, 168, True),
         (64, 128, 8, 3, None, False),
     ),
-    (HALF, 128, False): (
+    (BF16, 128, False): (
         (64, 32, 4, 3, 168, False),
         (128, 32, 8, 3, 128, False),
         (64, 32, 4, 2, None, False),
@@ -41,8 +41,8 @@ BAND = {
         (32, 64, 4, 3, None, False),
     ),
 }
-BAND[SINGLE, 64, False] = BAND[SINGLE, 128, True] = BAND[SINGLE, 64, True]
-BAND[HALF, 64, False] = BAND[HALF, 64, True]  # 64 columns fit any GPU
+BAND[FP32, 64, False] = BAND[FP32, 128, True] = BAND[FP32, 64, True]
+BAND[BF16, 64, False] = BAND[BF16, 64, True]  # 64 columns fit any GPU
 
 
 BAND_FINDERS = (
@@ -51,22 +51,22 @@ BAND_FINDERS = (
     lambda dtype, width, _, device: launch_table.band_dkv(dtype, width, device),
 )
 WIDER = {
-    (SINGLE, True): [(16, 16, 4, 1)] * 6,
-    (SINGLE, False): [(16, 16, 4, 1)] * 6,
-    (HALF, True): [(64, 32, 8, 2)] * 4 + [(32, 64, 8, 2)] * 2,
-    (HALF, False): [(32, 32, 4, 2)] * 2 + [(32, 32, 4, 1)] * 4,
+    (FP32, True): [(16, 16, 4, 1)] * 6,
+    (FP32, False): [(16, 16, 4, 1)] * 6,
+    (BF16, True): [(64, 32, 8, 2)] * 4 + [(32, 64, 8, 2)] * 2,
+    (BF16, False): [(32, 32, 4, 2)] * 2 + [(32, 32, 4, 1)] * 4,
 }
 
 
 @pytest.mark.parametrize(("dtype", "width", "roomy"), BAND, ids=str)
 def test_the_band(dtype, width, roomy, monkeypatch):
-    monkeypatch.setattr(launch_table, "is_roomy", lambda device: roomy)
+    monkeypatch.setattr(launch_table, "has_large_shared_memory", lambda device: roomy)
     forward, dq = launch_table.band_forward, launch_table.band_dq
     tiles = [find(dtype, width, windowed, CPU) for find in (forward, dq) for windowed in (False, True)]
     assert (*map(tuple, tiles), tuple(launch_table.band_dkv(dtype, width, CPU))) == BAND[dtype, width, roomy]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, HALF], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
 def test_all_widths_up_to_64_and_all_above_are_alike(dtype):
     for find in (launch_table.band_dkv, functools.partial(launch_table.selected_items, block=64)):
         tiles = [find(dtype, width, device=CPU) for width in (32, 64, 96, 128)]
@@ -76,35 +76,35 @@ def test_all_widths_up_to_64_and_all_above_are_alike(dtype):
 @pytest.mark.parametrize(
     ("dtype", "width", "blocks", "tile"),
     [
-        (HALF, 64, 32, Tile(64, 32, 4, 3)),  # 2048 tokens
-        (HALF, 64, 128, Tile(64, 32, 4, 3)),
-        (HALF, 64, 256, Tile(64, 32, 4, 3)),
-        (HALF, 64, 512, Tile(64, 32, 4, 3, 168)),  # 32 768 tokens
-        (HALF, 64, 1024, Tile(64, 32, 4, 3, 168)),
-        (HALF, 128, 512, Tile(64, 32, 4, 3)),
-        (SINGLE, 64, 1024, Tile(32, 16, 4, 1)),
+        (BF16, 64, 32, Tile(64, 32, 4, 3)),  # 2048 tokens
+        (BF16, 64, 128, Tile(64, 32, 4, 3)),
+        (BF16, 64, 256, Tile(64, 32, 4, 3)),
+        (BF16, 64, 512, Tile(64, 32, 4, 3, 168)),  # 32 768 tokens
+        (BF16, 64, 1024, Tile(64, 32, 4, 3, 168)),
+        (BF16, 128, 512, Tile(64, 32, 4, 3)),
+        (FP32, 64, 1024, Tile(32, 16, 4, 1)),
     ],
 )
 def test_the_choice(dtype, width, blocks, tile):
-    assert launch_table.choice(dtype, width, 4, 1, blocks, CPU) == tile
+    assert launch_table.block_topk(dtype, width, 4, 1, blocks, CPU) == tile
 
 
 @pytest.mark.parametrize(("strides", "spill", "keys"), [(1, 0, 128), (3, 1, 32), (16, 1, 16), (2, 7, 64), (4, 20, 64)])
 def test_a_step_of_the_choice_has_room_for_what_spills_into_it(strides, spill, keys):
-    assert launch_table.choice(HALF, 64, strides, spill, 32, CPU).keys == keys
+    assert launch_table.block_topk(BF16, 64, strides, spill, 32, CPU).keys == keys
 
 
 def test_the_selected_branch(monkeypatch):
     for hopper, stages in ((True, 3), (False, 2)):
         monkeypatch.setattr(launch_table, "is_hopper", lambda device, hopper=hopper: hopper)
-        assert launch_table.selected_items(HALF, 64, 64, CPU) == Rows(64, 4, 3)
-        assert launch_table.selected_items(HALF, 128, 64, CPU) == Rows(64, 4, stages)
-        assert launch_table.selected_items(SINGLE, 64, 64, CPU) == Rows(32, 4, 1)
-        assert launch_table.selected_items(SINGLE, 128, 64, CPU) == Rows(16, 4, 1)
-    unions = [launch_table.selected_union(HALF, width) for width in (64, 128)]
-    assert unions == [Rows(64, 4, 3, 128), Rows(64, 4, 2)]
+        assert launch_table.selected_items(BF16, 64, 64, CPU) == RowTile(64, 4, 3)
+        assert launch_table.selected_items(BF16, 128, 64, CPU) == RowTile(64, 4, stages)
+        assert launch_table.selected_items(FP32, 64, 64, CPU) == RowTile(32, 4, 1)
+        assert launch_table.selected_items(FP32, 128, 64, CPU) == RowTile(16, 4, 1)
+    unions = [launch_table.selected_union(BF16, width) for width in (64, 128)]
+    assert unions == [RowTile(64, 4, 3, 128), RowTile(64, 4, 2)]
     assert [launch_table.streaming_rows(width) for width in (64, 128)] == [32, 16]
-    assert [launch_table.selected_columns(dtype, 128) for dtype in (HALF, SINGLE)] == [64, 128]
+    assert [launch_table.selected_columns(dtype, 128) for dtype in (BF16, FP32)] == [64, 128]
     assert [launch_table.gate_rows(width) for width in (64, 96, 128)] == [32, 16, 16]
 
 
@@ -112,23 +112,28 @@ def test_amds_gpus_get_the_small_tiles_and_no_cap_on_registers(monkeypatch):
     """A capability of 9 is MI300's as much as Hopper's."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.version, "hip", "6.3")
-    ways = launch_table.is_roomy, launch_table.is_hopper, launch_table.is_blackwell, launch_table.begins_early
+    ways = (
+        launch_table.has_large_shared_memory,
+        launch_table.is_hopper,
+        launch_table.is_blackwell,
+        launch_table.supports_pdl,
+    )
     assert [way.__wrapped__(torch.device("cuda")) for way in ways] == [False] * 4
-    assert Tile(64, 64, 4, 3, 128).options() == {"num_warps": 4, "num_stages": 3}
+    assert Tile(64, 64, 4, 3, 128).compile_options() == {"num_warps": 4, "num_stages": 3}
     monkeypatch.setattr(torch.version, "hip", None)
     assert launch_table.is_hopper.__wrapped__(torch.device("cuda"))
-    assert Tile(64, 64, 4, 3, 128).options() == {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
+    assert Tile(64, 64, 4, 3, 128).compile_options() == {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
 
 
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("roomy", [True, False])
 def test_heads_wider_than_any_that_was_timed(dtype, roomy, monkeypatch):
-    monkeypatch.setattr(launch_table, "is_roomy", lambda device: roomy)
+    monkeypatch.setattr(launch_table, "has_large_shared_memory", lambda device: roomy)
     for width in (144, 256):
         bands = [find(dtype, width, windowed, CPU) for find in BAND_FINDERS for windowed in (False, True)]
         assert [tile[:4] for tile in bands] == WIDER[dtype, roomy]
         # A kv block of 64 such keys and as many values would fill what the kernels have room for.
-        assert launch_table.selected_keys(dtype, width, CPU) == (64 if dtype == HALF and roomy else 32)
+        assert launch_table.selected_keys(dtype, width, CPU) == (64 if dtype == BF16 and roomy else 32)
         # At least half of the columns of a tile, which is as wide as the next power of two.
         assert launch_table.selected_columns(dtype, width) == 128
     assert launch_table.selected_keys(dtype, 128, CPU) == 64
@@ -136,7 +141,7 @@ def test_heads_wider_than_any_that_was_timed(dtype, roomy, monkeypatch):
 
 def test_a_width_is_one_tile_or_two_side_by_side(monkeypatch):
     def tiles(widths, widest=256):
-        return {width: tuple(launch_table.parts("DK", width, CPU, widest).values()) for width in widths}
+        return {width: tuple(launch_table.split_width("DK", width, CPU, widest).values()) for width in widths}
 
     one = {16: (16, 0), 48: (64, 0), 96: (128, 0), 128: (128, 0)}  # as they were timed
     assert tiles((*one, 144, 192, 256)) == one | {144: (256, 0), 192: (256, 0), 256: (256, 0)}
@@ -145,58 +150,58 @@ def test_a_width_is_one_tile_or_two_side_by_side(monkeypatch):
     monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
     two = {144: (128, 16), 160: (128, 32), 192: (128, 64), 208: (256, 0), 256: (256, 0)}
     assert tiles((*one, *two)) == one | two
-    assert launch_table.parts("DV", 192, CPU) == {"DV_PART": 128, "DV_REST": 64}
+    assert launch_table.split_width("DV", 192, CPU) == {"DV_PART": 128, "DV_REST": 64}
 
 
 def test_heads_wider_than_128_on_hopper(monkeypatch):
     """Timed at 192/128; the same kernels in float32 were not. What is wider has no memory for one more stage."""
     monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
     for width, stages in ((192, 3), (208, 2), (256, 2)):
-        forward, dq, dkv = (find(HALF, width, False, CPU) for find in BAND_FINDERS)
+        forward, dq, dkv = (find(BF16, width, False, CPU) for find in BAND_FINDERS)
         assert (forward, dq, dkv) == (Tile(64, 32, 4, 3), Tile(64, 32, 4, 2), Tile(32, 128, 8, stages))
         for block, rows in (
-            (16, Rows(32, 8, 1)),
-            (32, Rows(32, 8, 1)),
-            (48, Rows(128, 8, stages - 1)),
-            (64, Rows(128, 8, stages - 1)),
+            (16, RowTile(32, 8, 1)),
+            (32, RowTile(32, 8, 1)),
+            (48, RowTile(128, 8, stages - 1)),
+            (64, RowTile(128, 8, stages - 1)),
         ):
-            assert launch_table.selected_items(HALF, width, block, CPU) == rows
+            assert launch_table.selected_items(BF16, width, block, CPU) == rows
         for strides, blocks in ((1, 64), (2, 32), (3, 32), (4, 32), (5, 16), (16, 16)):
-            assert launch_table.choice(HALF, width, strides, 1, 512, CPU) == Tile(64, blocks, 4, 1)
-    assert [find(SINGLE, 192, True, CPU) for find in BAND_FINDERS] == [Tile(16, 16, 4, 1)] * 3
-    assert launch_table.selected_items(SINGLE, 192, 64, CPU) == Rows(16, 4, 1)
-    assert launch_table.choice(SINGLE, 192, 4, 1, 512, CPU) == Tile(16, 16, 4, 1)
+            assert launch_table.block_topk(BF16, width, strides, 1, 512, CPU) == Tile(64, blocks, 4, 1)
+    assert [find(FP32, 192, True, CPU) for find in BAND_FINDERS] == [Tile(16, 16, 4, 1)] * 3
+    assert launch_table.selected_items(FP32, 192, 64, CPU) == RowTile(16, 4, 1)
+    assert launch_table.block_topk(FP32, 192, 4, 1, 512, CPU) == Tile(16, 16, 4, 1)
 
 
 @pytest.mark.parametrize(
     ("dtype", "width", "strides", "tile", "columns"),
     [
-        (HALF, 64, 4, Tile(64, 32, 4, 3), 64),
-        (HALF, 128, 4, Tile(64, 32, 4, 3), 128),
-        (HALF, 128, 16, Tile(64, 16, 4, 3), 64),
-        (HALF, 256, 16, Tile(32, 16, 4, 1), 128),
-        (SINGLE, 256, 16, Tile(16, 16, 4, 1), 64),
-        (SINGLE, 144, 4, Tile(16, 16, 4, 1), 256),
+        (BF16, 64, 4, Tile(64, 32, 4, 3), 64),
+        (BF16, 128, 4, Tile(64, 32, 4, 3), 128),
+        (BF16, 128, 16, Tile(64, 16, 4, 3), 64),
+        (BF16, 256, 16, Tile(32, 16, 4, 1), 128),
+        (FP32, 256, 16, Tile(16, 16, 4, 1), 64),
+        (FP32, 144, 4, Tile(16, 16, 4, 1), 256),
     ],
 )
 def test_how_much_of_a_keys_width_the_choice_scores_at_once(dtype, width, strides, tile, columns):
-    assert launch_table.choice_columns(dtype, width, strides, tile) == columns
+    assert launch_table.block_topk_columns(dtype, width, strides, tile) == columns
 
 
 def test_decoding(monkeypatch):
     """Those of one head width, 128 in half precision, were timed, though against no others."""
     for roomy, stages in ((True, 3), (False, 2)):
-        monkeypatch.setattr(launch_table, "is_roomy", lambda device, roomy=roomy: roomy)
-        assert launch_table.decoding_keys(HALF, 128, 6, CPU) == Tile(16, 64, 4, stages)
-        assert launch_table.decoding_keys(HALF, 64, 512, CPU) == Tile(64, 64, 4, stages)
-        assert launch_table.decoding_keys(HALF, 192, 17, CPU) == Tile(32, 32, 8, stages)
-    tiles = [launch_table.decoding_keys(SINGLE, width, 100, CPU) for width in (64, 128, 256)]
+        monkeypatch.setattr(launch_table, "has_large_shared_memory", lambda device, roomy=roomy: roomy)
+        assert launch_table.decoding_tile(BF16, 128, 6, CPU) == Tile(16, 64, 4, stages)
+        assert launch_table.decoding_tile(BF16, 64, 512, CPU) == Tile(64, 64, 4, stages)
+        assert launch_table.decoding_tile(BF16, 192, 17, CPU) == Tile(32, 32, 8, stages)
+    tiles = [launch_table.decoding_tile(FP32, width, 100, CPU) for width in (64, 128, 256)]
     assert tiles == [Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)]
     # Of 128K tokens: 8,191 compressed keys; one sequence of four groups, and 32 of them.
     assert [launch_table.decoding_parts(programs, 128) for programs in (4, 8, 128, 1000)] == [32, 32, 2, 1]
     assert [launch_table.decoding_parts(4, tiles) for tiles in (0, 1, 5, 8)] == [1, 1, 8, 8]
     assert [launch_table.importance_blocks(scores) for scores in (1, 64, 128, 8192)] == [64, 64, 32, 1]
-    assert [launch_table.best_tile(blocks) for blocks in (0, 300, 1024, 10**5)] == [(32, 1), (512, 2), (1024, 4), (2048, 8)]
+    assert [launch_table.topk_tile(blocks) for blocks in (0, 300, 1024, 10**5)] == [(32, 1), (512, 2), (1024, 4), (2048, 8)]
 
 
 def test_no_launch_has_numbers_of_its_own():

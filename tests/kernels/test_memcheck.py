@@ -6,16 +6,20 @@ import memcheck
 import pytest
 
 from nsa_lab.attention.kernels.selected import launch as selected
-from nsa_lab.attention.kernels.selected import pieces
+from nsa_lab.attention.kernels.selected import workspace_pieces
 
 
 @pytest.mark.parametrize("case", memcheck.CASES, ids=str)
 def test_a_case_takes_the_path_it_names(case, monkeypatch):
-    for module, name in ((selected, "UNION_TOKENS"), (pieces, "ORDERED_BYTES"), (pieces, "WORKSPACE_BYTES")):
+    for module, name in (
+        (selected, "UNION_TOKENS"),
+        (workspace_pieces, "ORDERED_BYTES"),
+        (workspace_pieces, "WORKSPACE_BYTES"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
-    assert memcheck.path(case) == (case.union, case.ordered, case.in_pieces)
+    assert memcheck.force_path(case) == (case.union, case.ordered, case.in_pieces)
 
 
 def test_every_path_is_taken():
-    taken = {(case.union, case.ordered, case.in_pieces) for case in memcheck.CASES}
+    taken = {(case.is_union, case.is_sorted, case.in_pieces) for case in memcheck.CASES}
     assert taken >= {(True, False, False), (False, False, False), (False, True, False), (False, True, True)}

@@ -11,9 +11,9 @@ from nsa_lab.config import NSAConfig
 
 
 def test_what_is_drawn_is_what_the_kernels_take_and_reaches_every_corner() -> None:
-    drawn = [shapes.drawn(number) for number in range(200)]
-    assert drawn == [shapes.drawn(number) for number in range(200)] and len({str(shape) for shape in drawn}) == 200
-    assert not [shape for shape in drawn if kernels.unsupported(shape.nsa, shape.D, shape.Dv)]
+    drawn = [shapes.draw_shape(number) for number in range(200)]
+    assert drawn == [shapes.draw_shape(number) for number in range(200)] and len({str(shape) for shape in drawn}) == 200
+    assert not [shape for shape in drawn if kernels.find_shape_problem(shape.nsa, shape.D, shape.Dv)]
     assert all(shape.T % 2 for shape in drawn)
     assert {shape.h for shape in drawn} == set(shapes.HEADS)
     assert {shape.D for shape in drawn} == set(range(16, 257, 16)) == {shape.Dv for shape in drawn}
@@ -25,8 +25,8 @@ def test_what_is_drawn_is_what_the_kernels_take_and_reaches_every_corner() -> No
 def test_a_shape_is_the_definition_in_every_part() -> None:
     """Small, with blocks to choose from: those drawn at random are too short for that, or too long for an interpreter."""
     nsa = NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=5)
-    shape = shapes.Drawn(T=69, B=1, h=3, G=1, D=16, Dv=48, dtype=torch.float16, nsa=nsa)
+    shape = shapes.RandomShape(T=69, B=1, h=3, G=1, D=16, Dv=48, dtype=torch.float16, nsa=nsa)
     assert geometry.num_selection(shape.T, nsa) > nsa.n_sel
-    found = shapes.worst_of(shape, seed=1)
+    found = shapes.compute_worst_errors(shape, seed=1)
     assert {what.split()[0] for what in found} == {"compressed", "choice", "selected", "window", "gate", "whole"}
     assert max(found.values()) <= 1, found

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.tiles import add_product_exactly
+from nsa_lab.attention.kernels.tiles import add_product_compensated
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _sum_of(a_ptr, b_ptr, total_ptr, tiles, SIZE: tl.constexpr):
     lost = tl.zeros([SIZE, SIZE], tl.float32)
     for tile in range(tiles):
         a, b = tl.load(a_ptr + tile * SIZE * SIZE + place), tl.load(b_ptr + tile * SIZE * SIZE + place)
-        total, lost = add_product_exactly(total, lost, a, b)
+        total, lost = add_product_compensated(total, lost, a, b)
     tl.store(total_ptr + place, total)
 
 

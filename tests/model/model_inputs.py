@@ -21,20 +21,20 @@ VARIANTS = [
 NGRAMS = {"ngrams": 5, "ngram_rows": 37, "ngram_width": 4}
 
 
-def name_of(variant: dict[str, Any]) -> str:
+def format_variant(variant: dict[str, Any]) -> str:
     return "-".join(value if isinstance(value, str) else f"{name}_{value}" for name, value in variant.items())
 
 
-def config_of(*, phi: str = "avg", gate: str = "sigmoid", nsa: dict[str, int] | None = None, **model: Any) -> ModelConfig:
+def make_config(*, phi: str = "avg", gate: str = "sigmoid", nsa: dict[str, int] | None = None, **model: Any) -> ModelConfig:
     """Two layers of width 24, 4 heads in 2 groups; keys 6 wide, values 5."""
     sizes = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 6, "d_v": 5, "vocab_size": 64}
     return ModelConfig(**{**sizes, **model}, nsa=NSAConfig(**{**TINY_NSA, **(nsa or {})}, phi=phi, gate=gate))
 
 
-def tokens_of(config: ModelConfig, length: int, batch: int = 2, seed: int = 0) -> Tensor:
+def make_tokens(config: ModelConfig, length: int, batch: int = 2, seed: int = 0) -> Tensor:
     return torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(model: NSATransformer, tokens: Tensor) -> Tensor:
+def compute_loss(model: NSATransformer, tokens: Tensor) -> Tensor:
     """Mean cross entropy of predicting tokens [B, T + 1] one ahead."""
     return cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())

@@ -9,7 +9,7 @@ import torch
 from nsa_lab.attention import Span, dense
 from nsa_lab.config import ModelConfig, NSAConfig
 from nsa_lab.model import NSATransformer
-from nsa_lab.model import attention as layers
+from nsa_lab.model import attention_layers as layers
 
 CONFIG = ModelConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, nsa=NSAConfig(l=8, d=4, l_sel=8, n_sel=3, w=10)
@@ -36,13 +36,19 @@ def test_compiled_blocks_match_eager_ones(attention: str) -> None:
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-RECIPE = {"rotary_share": 0.5, "matching_heads": 1, "selection_loss": 0.05, "indexer_block": 2, "embedding_norm": True}
-RECIPE |= {"ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
+TRAINING_RECIPE = {
+    "rotary_share": 0.5,
+    "matching_heads": 1,
+    "selection_loss": 0.05,
+    "indexer_block": 2,
+    "embedding_norm": True,
+}
+TRAINING_RECIPE |= {"ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
 DOCUMENTS = Span.packed(torch.tensor([0, 20, 20, 47], dtype=torch.int32))
 SHORT = Span.packed(torch.tensor([0, 9, 9, 20, 30, 40, 47], dtype=torch.int32), capacity=8, longest=11)
 
 
-def graphs_and_outputs(model: NSATransformer, span: Span | None) -> tuple[int, torch.Tensor, torch.Tensor]:
+def compile_and_run(model: NSATransformer, span: Span | None) -> tuple[int, torch.Tensor, torch.Tensor]:
     """How many graphs a layer is traced into, and what the traced model computes, and the eager one."""
     tokens = torch.randint(0, 256, (1, 47), generator=torch.Generator().manual_seed(1))
     model.train()
@@ -55,13 +61,13 @@ def graphs_and_outputs(model: NSATransformer, span: Span | None) -> tuple[int, t
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("more", [{}, RECIPE], ids=["plain", "recipe"])
+@pytest.mark.parametrize("more", [{}, TRAINING_RECIPE], ids=["plain", "recipe"])
 @pytest.mark.parametrize("span", [None, DOCUMENTS, SHORT], ids=["one text", "documents", "short documents"])
 def test_a_layer_by_the_kernels_is_one_graph(more: dict[str, object], span: Span | None) -> None:
     """A second one would write down what lies between them, and add up gradients apart."""
     config = ModelConfig.model_validate({**CONFIG.model_dump(), "d_k": 16, "d_v": 16, "n_layers": 1, **more})
     config = config.model_copy(update={"nsa": NSAConfig(l=8, d=4, l_sel=16, n_sel=3, w=10)})
-    graphs, compiled, eager = graphs_and_outputs(NSATransformer(config, seed=0, backend="triton"), span)
+    graphs, compiled, eager = compile_and_run(NSATransformer(config, seed=0, backend="triton"), span)
     assert graphs == 1
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
@@ -75,16 +81,16 @@ def test_a_dense_layer_with_documents_is_one_graph(more: dict[str, object], monk
     def varlen(q, k, v, bounds, _, most, __, window_size):
         owner = torch.bucketize(torch.arange(len(q)), bounds[1:-1], right=True)
         seen = (owner[:, None] == owner) & (torch.arange(len(q))[:, None] >= torch.arange(len(q)))
-        return dense._attend(q[None], k[None], v[None], seen)[0]
+        return dense._attend_sdpa(q[None], k[None], v[None], seen)[0]
 
     config = ModelConfig.model_validate({**CONFIG.model_dump(), "attention": "dense", "n_layers": 1, **more})
     model = NSATransformer(config, seed=0)
     apart = model(torch.randint(0, 256, (1, 47), generator=torch.Generator().manual_seed(1)), DOCUMENTS)
     # As `_varlen_attention` gives it.
-    found = dense.DocumentBounds(DOCUMENTS.cu_seqlens(torch.device("cpu")), 32, functools.partial(varlen))
-    monkeypatch.setattr(layers, "document_bounds", lambda span, device: found)
-    monkeypatch.setattr(layers, "takes_documents", lambda q, v: True)
-    graphs, compiled, eager = graphs_and_outputs(model, DOCUMENTS)
+    found = dense.VarlenInputs(DOCUMENTS.cu_seqlens(torch.device("cpu")), 32, functools.partial(varlen))
+    monkeypatch.setattr(layers, "get_varlen_inputs", lambda span, device: found)
+    monkeypatch.setattr(layers, "supports_varlen", lambda q, v: True)
+    graphs, compiled, eager = compile_and_run(model, DOCUMENTS)
     assert graphs == 1
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(eager, apart, rtol=1e-5, atol=1e-5)

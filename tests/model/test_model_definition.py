@@ -8,17 +8,17 @@ import brute_force
 import numpy as np
 import pytest
 import torch
-from model_inputs import VARIANTS, config_of, name_of, tokens_of
+from model_inputs import VARIANTS, format_variant, make_config, make_tokens
 
 from nsa_lab.attention import resolve_backend, window_attention
 from nsa_lab.config import ModelConfig
-from nsa_lab.model import NSATransformer, SparseAttention, rotary_table, rotate
-from nsa_lab.model.layers import narrowed
+from nsa_lab.model import NSATransformer, SparseAttention, get_rotary_table, rotate
+from nsa_lab.model.layers import subsample_rotary
 
 CPU = torch.device("cpu")
 
 
-def plain(model: NSATransformer) -> brute_force.Model:
+def to_brute_force_model(model: NSATransformer) -> brute_force.Model:
     c, n = model.config, model.config.nsa
     geometry = brute_force.Geometry(n.l, n.d, n.l_sel, n.n_sel, n.w)
     return brute_force.Model(
@@ -42,7 +42,7 @@ def plain(model: NSATransformer) -> brute_force.Model:
 
 
 INDEXER = {"d_k": 8, "rotary_share": 0.5, "selection_loss": 0.1}
-RECALL = [
+RECALL_OPTIONS = [
     {"d_k": 8, "rotary_share": 0.5},
     {"matching_heads": 2},
     {"d_k": 8, "rotary_share": 0.25, "matching_heads": 1},
@@ -55,7 +55,7 @@ RECALL = [
 
 
 # What training_speed.md found to pay.
-QUICK = [
+FAST_CASES = [
     {"embedding_norm": True},
     {"embedding_norm": True, "matching_heads": 1, "mlp": "gated"},
     {"ngrams": 2, "ngram_rows": 64, "ngram_width": 3},
@@ -64,17 +64,17 @@ QUICK = [
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("variant", [*VARIANTS, *RECALL, *QUICK], ids=name_of)
+@pytest.mark.parametrize("variant", [*VARIANTS, *RECALL_OPTIONS, *FAST_CASES], ids=format_variant)
 def test_logits_equal_brute_force(variant: dict[str, str], backend: str) -> None:
     """The rotary table is float32, and so is the agreement."""
-    config = config_of(**variant)
+    config = make_config(**variant)
     model = NSATransformer(config, backend=backend, dtype=torch.float64, seed=0).double()
     with torch.no_grad():
         for x in model.parameters():  # norms and gates away from what they start at, so that a swap of them shows
             x.add_(0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel()), dtype=x.dtype))
         for length in (3, 29):
-            tokens = tokens_of(config, length)
-            expected = brute_force.logits(tokens.numpy(), plain(model), config.n_layers)
+            tokens = make_tokens(config, length)
+            expected = brute_force.logits(tokens.numpy(), to_brute_force_model(model), config.n_layers)
             np.testing.assert_allclose(model(tokens).numpy(), expected, rtol=1e-4, atol=2e-5 * np.abs(expected).max())
 
 
@@ -82,13 +82,15 @@ def test_logits_equal_brute_force(variant: dict[str, str], backend: str) -> None
 def test_rotation_is_of_every_head_by_itself(width: int) -> None:
     x = torch.randn(2, 11, 3, width, dtype=torch.float64)
     expected = brute_force.rotate(x.numpy(), 10000.0)
-    np.testing.assert_allclose(rotate(x, rotary_table(11, width, 10000.0, CPU)).numpy(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(rotate(x, get_rotary_table(11, width, 10000.0, CPU)).numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_every_nth_angle_is_the_table_of_an_nth_of_the_width(width: int) -> None:
     for found, expected in zip(
-        narrowed(rotary_table(11, 8, 10000.0, CPU), width), rotary_table(11, width, 10000.0, CPU), strict=True
+        subsample_rotary(get_rotary_table(11, 8, 10000.0, CPU), width),
+        get_rotary_table(11, width, 10000.0, CPU),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected)
 
@@ -96,21 +98,21 @@ def test_every_nth_angle_is_the_table_of_an_nth_of_the_width(width: int) -> None
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rotation_keeps_the_dtype_and_the_length(dtype: torch.dtype) -> None:
     x = torch.randn(1, 9, 2, 8).to(dtype)
-    turned = rotate(x, rotary_table(9, 8, 10000.0, CPU))
+    turned = rotate(x, get_rotary_table(9, 8, 10000.0, CPU))
     assert turned.dtype == dtype
     torch.testing.assert_close(turned.float().norm(dim=-1), x.float().norm(dim=-1), rtol=2e-2, atol=1e-2)
 
 
-def layer_of(config: ModelConfig) -> SparseAttention:
+def make_layer(config: ModelConfig) -> SparseAttention:
     return NSATransformer(config, seed=0).blocks[0].attention
 
 
 def test_scores_depend_on_the_distance_alone_for_every_head_and_branch() -> None:
     """The same token everywhere: q at t and k at t - o have one product for all t, and another for another o."""
-    config = config_of(dim=48, n_heads=6, d_k=8, d_v=8)
-    layer, T = layer_of(config), 120
+    config = make_config(dim=48, n_heads=6, d_k=8, d_v=8)
+    layer, T = make_layer(config), 120
     x = torch.randn(1, 1, config.dim, generator=torch.Generator().manual_seed(0)).expand(1, T, -1)
-    q, _, _, k_sel, _, k_win, _, _ = layer.project(x, rotary_table(T, config.d_k, config.rope_theta, CPU))
+    q, _, _, k_sel, _, k_win, _, _ = layer.project(x, get_rotary_table(T, config.d_k, config.rope_theta, CPU))
     for k in (k_sel, k_win):
         means = []
         for offset in (0, 1, 7, 50):
@@ -122,10 +124,10 @@ def test_scores_depend_on_the_distance_alone_for_every_head_and_branch() -> None
 
 def test_compressed_keys_are_rotated_before_they_are_compressed() -> None:
     """A shift of the query and of the compressed block by one stride leaves their product."""
-    config = config_of(d_k=8)
-    layer, T, d = layer_of(config), 80, config.nsa.d
+    config = make_config(d_k=8)
+    layer, T, d = make_layer(config), 80, config.nsa.d
     x = torch.randn(1, 1, config.dim, generator=torch.Generator().manual_seed(0)).expand(1, T, -1)
-    q, k_cmp = layer.project(x, rotary_table(T, config.d_k, config.rope_theta, CPU))[:2]
+    q, k_cmp = layer.project(x, get_rotary_table(T, config.d_k, config.rope_theta, CPU))[:2]
     products = torch.einsum("btghd,bigd->bghti", q.unflatten(2, (2, 2)), k_cmp)[0].flatten(0, 1)
     moved = products[:, d:, 1:] - products[:, :-d, :-1]
     assert moved.abs().max() < 1e-4
@@ -134,46 +136,46 @@ def test_compressed_keys_are_rotated_before_they_are_compressed() -> None:
 
 def test_the_window_branch_does_not_know_where_it_stands() -> None:
     """Shift invariance of a full branch: the same last tokens behind another prefix, 13 positions later."""
-    config = config_of(d_k=8, d_v=8, nsa={"w": 10})
-    layer = layer_of(config)
+    config = make_config(d_k=8, d_v=8, nsa={"w": 10})
+    layer = make_layer(config)
     generator = torch.Generator().manual_seed(0)
     tail = torch.randn(1, 25, config.dim, generator=generator)
     later = torch.cat([torch.randn(1, 13, config.dim, generator=generator), tail], dim=1)
     outs = []
     for x in (tail, later):
-        q, *_, k_win, v_win, _ = layer.project(x, rotary_table(x.shape[1], config.d_k, config.rope_theta, CPU))
+        q, *_, k_win, v_win, _ = layer.project(x, get_rotary_table(x.shape[1], config.d_k, config.rope_theta, CPU))
         outs.append(window_attention(q, k_win, v_win, config.nsa)[0])
     torch.testing.assert_close(outs[1][:, 13 + 9 :], outs[0][:, 9:], rtol=1e-4, atol=1e-5)
 
 
 def test_two_models_do_not_share_a_rotary_table() -> None:
-    one, other = (NSATransformer(config_of(rope_theta=theta), seed=0) for theta in (10000.0, 100.0))
-    tokens = tokens_of(one.config, 30)
+    one, other = (NSATransformer(make_config(rope_theta=theta), seed=0) for theta in (10000.0, 100.0))
+    tokens = make_tokens(one.config, 30)
     before = one(tokens)
     assert not torch.allclose(other(tokens), before)
     assert torch.equal(one(tokens), before)
 
 
 def test_each_branch_has_its_own_keys_and_values() -> None:
-    config = config_of()
-    layer = layer_of(config)
+    config = make_config()
+    layer = make_layer(config)
     assert layer.qkv.out_features == 4 * 6 + 3 * 2 * (6 + 5)
     x = torch.randn(1, 20, config.dim)
-    _, _, _, k_sel, v_sel, k_win, v_win, _ = layer.project(x, rotary_table(20, 6, 10000.0, CPU))
+    _, _, _, k_sel, v_sel, k_win, v_win, _ = layer.project(x, get_rotary_table(20, 6, 10000.0, CPU))
     assert not torch.allclose(k_sel, k_win) and not torch.allclose(v_sel, v_win)
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_gates_are_per_head_and_token(gate: str) -> None:
-    config = config_of(gate=gate)
-    gates = layer_of(config).gates(torch.randn(2, 9, config.dim))
+    config = make_config(gate=gate)
+    gates = make_layer(config).compute_gates(torch.randn(2, 9, config.dim))
     assert gates.shape == (2, 9, 4, 3) and (gates > 0).all() and (gates < 1).all()
     assert gates.std(dim=2).min() > 0 and gates.std(dim=1).min() > 0
     assert torch.allclose(gates.sum(-1), torch.ones(())) == (gate == "softmax")
 
 
 def test_the_backend_is_resolved_once_when_the_model_is_built() -> None:
-    model = NSATransformer(config_of(), backend="reference")
+    model = NSATransformer(make_config(), backend="reference")
     expected = resolve_backend("cpu", torch.float32, model.config.nsa, model.config, "reference")
     assert model.backends == expected
     assert all(block.attention.backends is model.backends for block in model.blocks)

@@ -4,47 +4,47 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_inputs import config_of, loss_of, tokens_of
+from model_inputs import compute_loss, make_config, make_tokens
 
-from nsa_lab.attention import Span, choose_blocks, reference, resolve_backend, selection_loss
+from nsa_lab.attention import Span, reference, resolve_backend, score_and_select_blocks, selection_loss
 from nsa_lab.attention.dispatch import PARTS
 from nsa_lab.config import ConfigError, ModelConfig, NSAConfig
 from nsa_lab.model import NSATransformer, SparseAttention
 
-RECIPE = {"d_k": 8, "rotary_share": 0.5, "matching_heads": 2, "selection_loss": 0.1, "indexer_block": 2}
+TRAINING_RECIPE = {"d_k": 8, "rotary_share": 0.5, "matching_heads": 2, "selection_loss": 0.1, "indexer_block": 2}
 
 
-def built(**changes: object) -> NSATransformer:
-    return NSATransformer(config_of(**{**RECIPE, **changes}), dtype=torch.float64, seed=0).double()
+def make_model(**changes: object) -> NSATransformer:
+    return NSATransformer(make_config(**{**TRAINING_RECIPE, **changes}), dtype=torch.float64, seed=0).double()
 
 
-def is_of_indexer(name: str) -> bool:
+def is_indexer_parameter(name: str) -> bool:
     return ".indexer." in name
 
 
 def test_the_selection_loss_moves_the_indexer_and_nothing_else() -> None:
-    model = built()
-    model(tokens_of(model.config, 61))
+    model = make_model()
+    model(make_tokens(model.config, 61))
     model.auxiliary_loss().backward()
     for name, p in model.named_parameters():
         moved = p.grad is not None and bool(p.grad.abs().sum() > 0)
-        assert moved == is_of_indexer(name), name
+        assert moved == is_indexer_parameter(name), name
 
 
 def test_the_text_moves_everything_but_the_indexer() -> None:
-    model = built()
-    loss_of(model, tokens_of(model.config, 62)).backward()
+    model = make_model()
+    compute_loss(model, make_tokens(model.config, 62)).backward()
     for name, p in model.named_parameters():
-        assert (p.grad is None) == is_of_indexer(name), name
+        assert (p.grad is None) == is_indexer_parameter(name), name
 
 
 @pytest.mark.parametrize("block", [1, 2])
 def test_every_weight_of_it_learns(block: int) -> None:
     """Also where a key is of one token, which has nothing to be weighed against."""
-    model = built(indexer_block=block)
-    model(tokens_of(model.config, 61))
+    model = make_model(indexer_block=block)
+    model(make_tokens(model.config, 61))
     model.auxiliary_loss().backward()
-    for name, p in filter(lambda named: is_of_indexer(named[0]), model.named_parameters()):
+    for name, p in filter(lambda named: is_indexer_parameter(named[0]), model.named_parameters()):
         assert p.grad is not None and p.grad.abs().max() > 0, name
 
 
@@ -54,17 +54,17 @@ def test_a_pool_of_one_token_is_refused() -> None:
 
 
 def test_blocks_are_those_of_its_queries_and_keys() -> None:
-    model = built(nsa={"n_sel": 5})
-    layer, tokens = model.blocks[1].attention, tokens_of(model.config, 61)
+    model = make_model(nsa={"n_sel": 5})
+    layer, tokens = model.blocks[1].attention, make_tokens(model.config, 61)
     assert isinstance(layer, SparseAttention)
-    for _, p in filter(lambda named: is_of_indexer(named[0]), model.named_parameters()):
+    for _, p in filter(lambda named: is_indexer_parameter(named[0]), model.named_parameters()):
         torch.nn.init.normal_(p)
-    x, rotary = model.enter(tokens)
+    x, rotary = model.prepare_inputs(tokens)
     seen = layer.observe(x, rotary)
     inputs = layer.project(x, rotary)
-    q, k, nsa = layer.scoring(x, inputs, rotary)
+    q, k, nsa = layer.project_selection_inputs(x, inputs, rotary)
     assert q.shape == (2, 61, 2, 8) and k.shape == (2, 30, 2, 8)
-    assert torch.equal(seen["blocks"], choose_blocks(q, k, nsa))
+    assert torch.equal(seen["blocks"], score_and_select_blocks(q, k, nsa))
     own = reference.select_blocks(inputs[0], inputs[1], seen["lse_cmp"], model.config.nsa)
     assert not torch.equal(seen["blocks"], own)
     mixed = layer._attend(inputs, (q, k, nsa), None)
@@ -76,20 +76,20 @@ def test_blocks_are_those_of_its_queries_and_keys() -> None:
 def test_it_starts_as_the_first_head_of_its_group_looks(matching: int, width: int, channels: list[int]) -> None:
     """It asks with that head's queries and is found by the selected branch's keys; a narrow one with channels of theirs,
     the first of the two pairs that are turned, (0, 2) and (1, 3), and every second of those that are not."""
-    model = built(matching_heads=matching, indexer_width=width)
-    layer, tokens = model.blocks[0].attention, tokens_of(model.config, 40)
+    model = make_model(matching_heads=matching, indexer_width=width)
+    layer, tokens = model.blocks[0].attention, make_tokens(model.config, 40)
     assert isinstance(layer, SparseAttention) and layer.indexer is not None
-    x, rotary = model.enter(tokens)
-    heads, index = layer.heads(x, rotary), layer.indexer(x, rotary)
+    x, rotary = model.prepare_inputs(tokens)
+    heads, index = layer.project_heads(x, rotary), layer.indexer(x, rotary)
     torch.testing.assert_close(index.q, heads.q[:, :, ::2, channels])
     torch.testing.assert_close(index.k, heads.keys[1][..., channels])
 
 
 def test_it_goes_on_from_the_token_before() -> None:
     """In two parts, of which the second is told the first one's last key, it gives what it gives of all."""
-    model = built(matching_heads=1)
-    layer, tokens = model.blocks[0].attention, tokens_of(model.config, 23)
-    x, rotary = model.enter(tokens)
+    model = make_model(matching_heads=1)
+    layer, tokens = model.blocks[0].attention, make_tokens(model.config, 23)
+    x, rotary = model.prepare_inputs(tokens)
     whole = layer.indexer(x, rotary)
     first, rest = (layer.indexer(x[:, at], tuple(table[at] for table in rotary)) for at in (slice(9), slice(9, 23)))
     told = layer.indexer(x[:, 9:], tuple(table[9:] for table in rotary), before=first.unmixed[:, -1:])
@@ -101,18 +101,18 @@ def test_it_goes_on_from_the_token_before() -> None:
 @pytest.mark.parametrize("matching", [0, 1])
 def test_its_documents_are_alone(matching: int) -> None:
     """More blocks than are chosen, so that what it scores decides."""
-    model = built(matching_heads=matching, nsa={"l_sel": 4, "n_sel": 4})
+    model = make_model(matching_heads=matching, nsa={"l_sel": 4, "n_sel": 4})
     for block in model.blocks:
         torch.nn.init.normal_(block.attention.indexer.qk.weight, generator=torch.Generator().manual_seed(1))
     lengths = (5, 0, 17, 1, 30)
-    tokens = tokens_of(model.config, sum(lengths), batch=1)
+    tokens = make_tokens(model.config, sum(lengths), batch=1)
     packed = model(tokens, Span.packed(torch.tensor([0, *lengths]).cumsum(0).int()))
     alone = [model(document) for document in tokens.split(lengths, dim=1) if document.shape[1]]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=0, atol=1e-12)
     layer, span = model.blocks[0].attention, Span.packed(torch.tensor([0, *lengths]).cumsum(0).int())
-    x, rotary = model.enter(tokens, span)
+    x, rotary = model.prepare_inputs(tokens, span)
     found = layer.scoring(x, layer.project(x, rotary, span), rotary, span)
-    parts = [model.enter(document) for document in tokens.split(lengths, dim=1) if document.shape[1]]
+    parts = [model.prepare_inputs(document) for document in tokens.split(lengths, dim=1) if document.shape[1]]
     each = [layer.scoring(x, layer.project(x, rotary), rotary) for x, rotary in parts]
     for at in (0, 1):
         torch.testing.assert_close(found[at], torch.cat([scoring[at] for scoring in each], 1), rtol=0, atol=1e-12)
@@ -120,8 +120,8 @@ def test_its_documents_are_alone(matching: int) -> None:
 
 def test_the_loss_holds_its_scores_against_the_heads_own_attention() -> None:
     """By brute force: what the heads look at among the free blocks, against the importances of the indexer."""
-    config = config_of(**RECIPE)
-    nsa, generator = config.choice_nsa, torch.Generator().manual_seed(0)
+    config = make_config(**TRAINING_RECIPE)
+    nsa, generator = config.selection_nsa, torch.Generator().manual_seed(0)
     T, G = 37, 2
     looking = torch.randn(1, T, 4, 8, generator=generator, dtype=torch.float64)
     k_sel = torch.randn(1, T, G, 8, generator=generator, dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_the_loss_holds_its_scores_against_the_heads_own_attention() -> None:
                     mass[s // nsa.l_sel] += shares[s] / 2
             total = sum(importance[0, t, g, j] for j in free)
             expected -= sum(mass[j] * (importance[0, t, g, j] / total).log() for j in free)
-    found = selection_loss(q, k, k_sel, nsa, looking=looking, queries=None)
+    found = selection_loss(q, k, k_sel, nsa, attention_q=looking, n_queries=None)
     torch.testing.assert_close(found, torch.as_tensor(expected / (T * G)), rtol=1e-5, atol=0)
 
 
@@ -151,15 +151,15 @@ def test_under_the_interpreter_blocks_from_outside_are_read(T: int) -> None:
     """Forward and every gradient, against the definition."""
     pytest.importorskip("triton")
     sizes = {"dim": 32, "d_k": 16, "d_v": 16, "nsa": {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4}}
-    tokens, found = tokens_of(config_of(**sizes), T + 1), {}
+    tokens, found = make_tokens(make_config(**sizes), T + 1), {}
     for backend in ("triton", "reference"):
-        config = config_of(**{**RECIPE, **sizes})
+        config = make_config(**{**TRAINING_RECIPE, **sizes})
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = NSATransformer(config, backend=backend, seed=0)
         for block in model.blocks:
             torch.nn.init.normal_(block.attention.indexer.qk.weight, generator=torch.Generator().manual_seed(1))
         model.to(device)
-        loss = loss_of(model, tokens.to(device))
+        loss = compute_loss(model, tokens.to(device))
         (loss + model.auxiliary_loss()).backward()
         found[backend] = loss, model.auxiliary_loss(), *(p.grad for p in model.parameters())
     for a, b in zip(found["triton"], found["reference"], strict=True):
@@ -192,21 +192,21 @@ def test_the_production_model_stays_under_80_million_parameters_with_it() -> Non
 
 
 def test_the_model_holds_it_against_the_heads_and_not_against_itself() -> None:
-    model = built()
-    layer, tokens = model.blocks[0].attention, tokens_of(model.config, 61)
+    model = make_model()
+    layer, tokens = model.blocks[0].attention, make_tokens(model.config, 61)
     torch.nn.init.normal_(layer.indexer.qk.weight)
-    x, rotary = model.enter(tokens)
+    x, rotary = model.prepare_inputs(tokens)
     x = 50 * x
     _, taught = layer(x, rotary)
     inputs = layer.project(x, rotary)
     q, k, nsa = layer.scoring(x, inputs, rotary)
-    torch.testing.assert_close(taught, selection_loss(q, k, inputs[3], nsa, looking=inputs[0]))
+    torch.testing.assert_close(taught, selection_loss(q, k, inputs[3], nsa, attention_q=inputs[0]))
     assert (taught - selection_loss(q, k, inputs[3], nsa)).abs() > 1e-3
 
 
 def test_weights_that_are_reset_are_those_of_a_new_model() -> None:
     """The pooling of an indexer's keys starts as the mean, whatever it had become, and the convolution as a shift."""
-    model, new = (NSATransformer(config_of(**RECIPE), seed=0) for _ in range(2))
+    model, new = (NSATransformer(make_config(**TRAINING_RECIPE), seed=0) for _ in range(2))
     assert not any(p.any() for name, p in model.named_parameters() if ".phi." in name)
     with torch.no_grad():
         for p in model.parameters():
@@ -239,10 +239,10 @@ def test_a_preset_whose_indexer_is_taken_away_has_no_width_of_one() -> None:
 @pytest.mark.parametrize("width", [0, 4])
 def test_its_scores_are_counted(width: int) -> None:
     """Of 61 tokens and 61 // 2 keys of two tokens, query t scores (t + 1) // 2, in 2 groups of 2 layers, 8 or 4 wide."""
-    model = built(indexer_width=width)
+    model = make_model(indexer_width=width)
     scores = sum((t + 1) // 2 for t in range(61)) / 61
-    weights = sum(p.numel() for name, p in model.named_parameters() if is_of_indexer(name))
-    without = NSATransformer(config_of(**{**RECIPE, "indexer_block": 0}), seed=0)
+    weights = sum(p.numel() for name, p in model.named_parameters() if is_indexer_parameter(name))
+    without = NSATransformer(make_config(**{**TRAINING_RECIPE, "indexer_block": 0}), seed=0)
     more = model.flops_per_token(61)["nsa"] - without.flops_per_token(61)["nsa"]
     assert more == pytest.approx(3 * 2 * weights + 2 * 2 * 2 * (width or 8) * scores)
     assert model.flops_per_token(61)["dense"] - without.flops_per_token(61)["dense"] == pytest.approx(3 * 2 * weights)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from model_inputs import config_of, tokens_of
+from model_inputs import make_config, make_tokens
 
 from nsa_lab.attention import Span, reference
 from nsa_lab.config import NSAConfig
@@ -17,12 +17,12 @@ T = 70
 
 @pytest.fixture(scope="module")
 def model() -> NSATransformer:
-    return NSATransformer(config_of(), seed=0)
+    return NSATransformer(make_config(), seed=0)
 
 
 def test_what_is_observed_is_what_the_layer_computes(model: NSATransformer) -> None:
     """Gated and projected, the observed branches are the layer's own output."""
-    tokens = tokens_of(model.config, T)
+    tokens = make_tokens(model.config, T)
     inside = []
     handles = [block.attention.register_forward_hook(lambda _, __, out: inside.append(out[0])) for block in model.blocks]
     model(tokens)
@@ -36,7 +36,7 @@ def test_what_is_observed_is_what_the_layer_computes(model: NSATransformer) -> N
 
 
 def test_statistics_are_in_range_and_per_layer(model: NSATransformer) -> None:
-    stats = model.statistics(tokens_of(model.config, T))
+    stats = model.statistics(make_tokens(model.config, T))
     assert all(x.shape == (2,) and x.isfinite().all() for x in stats.values())
     shares = torch.stack([stats[f"gate_share_{b}"] for b in BRANCHES])
     torch.testing.assert_close(shares.sum(0), torch.ones(2))
@@ -48,7 +48,7 @@ def test_statistics_are_in_range_and_per_layer(model: NSATransformer) -> None:
 
 
 def test_statistics_of_the_choice_are_what_counting_gives(model: NSATransformer) -> None:
-    tokens = tokens_of(model.config, T)
+    tokens = make_tokens(model.config, T)
     stats, nsa = model.statistics(tokens), model.config.nsa
     for layer, seen in enumerate(model.observe(tokens)):
         reuse, distance, near, keys, per_query = [], [], 0, 0, []
@@ -76,8 +76,8 @@ def test_statistics_of_the_choice_are_what_counting_gives(model: NSATransformer)
 
 def test_a_query_selects_752_5_keys_of_2048_on_average_and_1024_at_most() -> None:
     """At the default geometry, whatever is chosen."""
-    config = config_of(nsa=NSAConfig().model_dump(exclude={"phi", "gate"}))
-    stats = NSATransformer(config, seed=0).statistics(tokens_of(config, 2048, batch=1))
+    config = make_config(nsa=NSAConfig().model_dump(exclude={"phi", "gate"}))
+    stats = NSATransformer(config, seed=0).statistics(make_tokens(config, 2048, batch=1))
     assert stats["sel_keys"].tolist() == [752.5] * config.n_layers
     assert stats["sel_keys_most"].tolist() == [1024.0] * config.n_layers
 
@@ -88,7 +88,7 @@ def test_the_shares_are_those_of_the_branches_they_are_named_for(
     """Gates in the order of the definition (`reference.combine`), each of another height."""
     gates = torch.tensor([0.1, 0.3, 0.6])
     monkeypatch.setattr(type(model.blocks[0].attention), "gates", lambda self, x: gates.expand(*x.shape[:2], 4, 3))
-    stats = model.statistics(tokens_of(model.config, T))
+    stats = model.statistics(make_tokens(model.config, T))
     for name in ("cmp", "sel", "win"):
         # The mix of outputs of which this branch's alone is 1 is its gate.
         outs = {f"out_{branch}": torch.full((1, 1, 1, 1), float(branch == name)) for branch in ("cmp", "sel", "win")}
@@ -97,8 +97,8 @@ def test_the_shares_are_those_of_the_branches_they_are_named_for(
 
 
 def test_the_share_of_the_sink_is_the_attention_that_the_first_block_holds(model: NSATransformer) -> None:
-    tokens = tokens_of(model.config, T, batch=1)
-    x, rotary = model.enter(tokens)
+    tokens = make_tokens(model.config, T, batch=1)
+    x, rotary = model.prepare_inputs(tokens)
     layer = model.blocks[0]
     q, _, _, k, _, _, _, _ = layer.attention.project(layer.attention_norm(x), rotary)
     seen = model.observe(tokens)[0]
@@ -114,17 +114,17 @@ def test_the_share_of_the_sink_is_the_attention_that_the_first_block_holds(model
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
 def test_short_sequences_have_statistics_too(model: NSATransformer, length: int) -> None:
-    assert all(x.isfinite().all() for x in model.statistics(tokens_of(model.config, length)).values())
+    assert all(x.isfinite().all() for x in model.statistics(make_tokens(model.config, length)).values())
 
 
 @pytest.mark.parametrize("length", [1, 7, 8])
 def test_a_text_within_the_first_block_gives_it_all_attention(model: NSATransformer, length: int) -> None:
     """No query stands past the block, and the last one speaks for them."""
-    assert model.statistics(tokens_of(model.config, length))["sel_sink_share"].tolist() == pytest.approx([1.0, 1.0])
+    assert model.statistics(make_tokens(model.config, length))["sel_sink_share"].tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_observing_changes_nothing(model: NSATransformer) -> None:
-    tokens = tokens_of(model.config, T)
+    tokens = make_tokens(model.config, T)
     before = model(tokens)
     model.statistics(tokens)
     assert torch.equal(model(tokens), before) and all(p.grad is None for p in model.parameters())
@@ -134,10 +134,10 @@ def test_equal_gates_have_an_entropy_of_ln_3(model: NSATransformer, monkeypatch:
     """The value that a gate which never moves is pinned at; a gate that is on or off is saturated."""
     kind = type(model.blocks[0].attention)
     monkeypatch.setattr(kind, "gates", lambda self, x: torch.full((*x.shape[:2], 4, 3), 1 / 3))
-    flat = model.statistics(tokens_of(model.config, T))
+    flat = model.statistics(make_tokens(model.config, T))
     torch.testing.assert_close(flat["gate_entropy"], torch.full((2,), math.log(3)))
     monkeypatch.setattr(kind, "gates", lambda self, x: torch.tensor([1.0, 0.0, 0.0]).expand(*x.shape[:2], 4, 3))
-    pinned = model.statistics(tokens_of(model.config, T))
+    pinned = model.statistics(make_tokens(model.config, T))
     assert (pinned["gate_entropy"].abs() < 1e-6).all() and (pinned["gate_saturation"] == 1).all()
 
 
@@ -147,15 +147,15 @@ def test_a_gate_is_saturated_within_a_hundredth_of_its_ends(model: NSATransforme
         monkeypatch.setattr(
             type(model.blocks[0].attention), "gates", lambda self, x, of=gates: torch.tensor(of).expand(*x.shape[:2], 4, 3)
         )
-        found = model.statistics(tokens_of(model.config, T))["gate_saturation"]
+        found = model.statistics(make_tokens(model.config, T))["gate_saturation"]
         torch.testing.assert_close(found, torch.full((2,), 1 / 3))
 
 
 def test_a_dense_model_has_no_branches_to_observe() -> None:
-    model = NSATransformer(config_of(attention="dense"), seed=0)
-    assert model.statistics(tokens_of(model.config, 9)) == {}
+    model = NSATransformer(make_config(attention="dense"), seed=0)
+    assert model.statistics(make_tokens(model.config, 9)) == {}
     with pytest.raises(ValueError, match=r"model\.attention: nsa"):
-        model.observe(tokens_of(model.config, 9))
+        model.observe(make_tokens(model.config, 9))
 
 
 LENGTHS = (31, 0, 1, 9, 29)
@@ -163,7 +163,7 @@ PACKED = Span.packed(torch.tensor([0, *LENGTHS]).cumsum(0).int(), capacity=7)
 
 
 def test_what_is_observed_of_packed_documents_is_what_each_of_them_shows_alone(model: NSATransformer) -> None:
-    tokens = tokens_of(model.config, T, batch=1)
+    tokens = make_tokens(model.config, T, batch=1)
     together = model.observe(tokens, PACKED)
     alone = [model.observe(part) for part in tokens.split(LENGTHS, 1) if part.numel()]
     for layer, seen in enumerate(together):
@@ -173,7 +173,7 @@ def test_what_is_observed_of_packed_documents_is_what_each_of_them_shows_alone(m
 
 def test_statistics_respect_documents(model: NSATransformer) -> None:
     """Counted from what is observed, by positions that restart: no reuse across a boundary, no distance to a neighbour."""
-    tokens, nsa = tokens_of(model.config, T, batch=1), model.config.nsa
+    tokens, nsa = make_tokens(model.config, T, batch=1), model.config.nsa
     stats = model.statistics(tokens, PACKED)
     places = [t for length in LENGTHS for t in range(length)]
     for layer, seen in enumerate(model.observe(tokens, PACKED)):

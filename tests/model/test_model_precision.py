@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from model_inputs import TINY_NSA, VARIANTS, config_of, loss_of, name_of, tokens_of
+from model_inputs import TINY_NSA, VARIANTS, compute_loss, format_variant, make_config, make_tokens
 
 from nsa_lab.attention import reference, torch_backend
-from nsa_lab.model import NSATransformer, rotary_at, rotate
-from nsa_lab.model.layers import normed
+from nsa_lab.model import NSATransformer, compute_rotary, rotate
+from nsa_lab.model.layers import rms_normalize
 
 EDGES = sorted({1, TINY_NSA["l"] - 1, TINY_NSA["l"], TINY_NSA["l_sel"], TINY_NSA["w"] + 1, 2, 64})
 
@@ -19,10 +19,10 @@ EDGES = sorted({1, TINY_NSA["l"] - 1, TINY_NSA["l"], TINY_NSA["l_sel"], TINY_NSA
 @pytest.mark.parametrize("length", EDGES)
 def test_bf16_autocast_is_finite_at_every_edge(length: int, attention: str) -> None:
     """Values and gradients of the first step; weights and gradients stay float32."""
-    config = config_of(attention=attention)
+    config = make_config(attention=attention)
     model = NSATransformer(config, dtype=torch.bfloat16, seed=0)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model, tokens_of(config, length + 1))
+        loss = compute_loss(model, make_tokens(config, length + 1))
     loss.backward()
     assert loss.isfinite()
     for name, p in model.named_parameters():
@@ -31,18 +31,18 @@ def test_bf16_autocast_is_finite_at_every_edge(length: int, attention: str) -> N
         assert p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all(), name
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@pytest.mark.parametrize("variant", VARIANTS, ids=format_variant)
 def test_bf16_autocast_stays_near_float32(variant: dict[str, str]) -> None:
-    config = config_of(**variant)
+    config = make_config(**variant)
     model = NSATransformer(config, seed=0)
-    tokens = tokens_of(config, 65)
-    exact = loss_of(model, tokens)
+    tokens = make_tokens(config, 65)
+    exact = compute_loss(model, tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        rough = loss_of(model, tokens)
+        rough = compute_loss(model, tokens)
     assert rough.item() == pytest.approx(exact.item(), rel=2e-3)
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(loss_of(model, tokens), rough.detach())
+        assert torch.equal(compute_loss(model, tokens), rough.detach())
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
@@ -50,7 +50,7 @@ def test_what_is_turned_or_normed_in_half_precision_is_rounded_once(dtype: torch
     """Angles, sums of squares and weights keep float32; one rounding errs by `unit` of the result at most."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2, 31, 3, 10, generator=draw).to(dtype)
-    cos, sin = rotary_at(torch.arange(31), 6, 100.0)
+    cos, sin = compute_rotary(torch.arange(31), 6, 100.0)
     first, second, still = x.double().split([3, 3, 4], -1)
     turn, tilt = (table.double()[:, None] for table in (cos, sin))
     turned = torch.cat([first * turn - second * tilt, second * turn + first * tilt, still], -1)
@@ -59,7 +59,7 @@ def test_what_is_turned_or_normed_in_half_precision_is_rounded_once(dtype: torch
     torch.testing.assert_close(found.double(), turned, rtol=unit, atol=1e-6)
     weight = torch.rand(10, generator=draw) + 0.5
     normal = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    found = normed(x, 1e-5, weight)
+    found = rms_normalize(x, 1e-5, weight)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), normal, rtol=unit * 1.001, atol=1e-6)
 
@@ -67,7 +67,7 @@ def test_what_is_turned_or_normed_in_half_precision_is_rounded_once(dtype: torch
 @pytest.mark.parametrize("position", [2049, 4097, 65_535, 131_071])
 def test_angles_of_far_positions_are_those_of_the_position(position: int) -> None:
     """Half precision would turn neighbours alike; float32 is off by its rounding of the largest angle."""
-    cos, sin = rotary_at(torch.tensor([position]), 8, 10000.0)
+    cos, sin = compute_rotary(torch.tensor([position]), 8, 10000.0)
     for i in range(4):
         angle = position * 10000.0 ** (-2 * i / 8)
         assert (cos[0, i].item(), sin[0, i].item()) == pytest.approx((math.cos(angle), math.sin(angle)), abs=0.02)
@@ -82,9 +82,9 @@ def test_autocast_reaches_attention_in_bf16(monkeypatch: pytest.MonkeyPatch) -> 
         return real(q, k, v, *rest)
 
     monkeypatch.setattr(torch_backend, "selected_attention", spy)
-    config = config_of()
+    config = make_config()
     with torch.autocast("cpu", torch.bfloat16):
-        NSATransformer(config, seed=0)(tokens_of(config, 20))
+        NSATransformer(config, seed=0)(make_tokens(config, 20))
     assert seen == {torch.bfloat16}
 
 
@@ -92,12 +92,12 @@ def test_autocast_reaches_attention_in_bf16(monkeypatch: pytest.MonkeyPatch) -> 
 def test_matching_heads_stay_near_float32_under_autocast(attention: str) -> None:
     """The convolution of their keys has weights in float32, and attention takes one dtype."""
     indexer = {"indexer_block": 2, "selection_loss": 0.05} if attention == "nsa" else {}
-    config = config_of(attention=attention, d_k=8, rotary_share=0.5, matching_heads=2, **indexer)
+    config = make_config(attention=attention, d_k=8, rotary_share=0.5, matching_heads=2, **indexer)
     model = NSATransformer(config, seed=0)
-    tokens = tokens_of(config, 46)
-    exact = loss_of(model, tokens)
+    tokens = make_tokens(config, 46)
+    exact = compute_loss(model, tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        rough = loss_of(model, tokens)
+        rough = compute_loss(model, tokens)
     assert rough.item() == pytest.approx(exact.item(), rel=2e-3)
     convolution = model.blocks[0].attention.convolution
     keys = torch.randn(1, 9, convolution.weight.shape[1], 2, 8).bfloat16()
@@ -106,9 +106,9 @@ def test_matching_heads_stay_near_float32_under_autocast(attention: str) -> None
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_a_model_wholly_in_bf16_runs(attention: str) -> None:
-    config = config_of(attention=attention)
+    config = make_config(attention=attention)
     model = NSATransformer(config, dtype=torch.bfloat16, seed=0).bfloat16()
-    loss = loss_of(model, tokens_of(config, 33))
+    loss = compute_loss(model, make_tokens(config, 33))
     loss.backward()
     assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -116,15 +116,15 @@ def test_a_model_wholly_in_bf16_runs(attention: str) -> None:
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradient_checkpointing_changes_no_bit(attention: str, autocast: bool) -> None:
-    config = config_of(attention=attention, phi="mlp")
+    config = make_config(attention=attention, phi="mlp")
     model = NSATransformer(config, seed=0)
-    tokens = tokens_of(config, 50)
+    tokens = make_tokens(config, 50)
     results = []
     for checkpointing in (False, True):
         model.gradient_checkpointing = checkpointing
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = loss_of(model, tokens)
+            loss = compute_loss(model, tokens)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -132,25 +132,25 @@ def test_gradient_checkpointing_changes_no_bit(attention: str, autocast: bool) -
 
 def test_gradient_checkpointing_saves_what_it_promises() -> None:
     """It stores less for the backward pass, and nothing changes in eval mode."""
-    config = config_of(n_layers=4)
+    config = make_config(n_layers=4)
     model = NSATransformer(config, seed=0)
     sizes = []
     for checkpointing in (False, True):
         model.gradient_checkpointing = checkpointing
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
-            loss_of(model, tokens_of(config, 50))
+            compute_loss(model, make_tokens(config, 50))
         sizes.append(sum(saved))
     assert sizes[1] < sizes[0] / 2
 
 
 def test_backends_agree_through_the_whole_model() -> None:
-    config = config_of(phi="linear")
-    tokens = tokens_of(config, 80)
+    config = make_config(phi="linear")
+    tokens = make_tokens(config, 80)
     losses, grads = [], []
     for backend in ("reference", "torch"):
         model = NSATransformer(config, backend=backend, seed=0)
-        loss = loss_of(model, tokens)
+        loss = compute_loss(model, tokens)
         loss.backward()
         losses.append(loss.item())
         grads.append([p.grad for p in model.parameters()])
@@ -160,7 +160,7 @@ def test_backends_agree_through_the_whole_model() -> None:
 
 
 def test_the_dense_twin_shares_all_but_attention() -> None:
-    nsa, dense = (NSATransformer(config_of(attention=kind), seed=0) for kind in ("nsa", "dense"))
+    nsa, dense = (NSATransformer(make_config(attention=kind), seed=0) for kind in ("nsa", "dense"))
     names = {kind: {n for n, _ in model.named_parameters()} for kind, model in (("nsa", nsa), ("dense", dense))}
     assert {n.rsplit(".attention.")[-1] for n in names["nsa"] - names["dense"]} == {"gate.weight"}
     assert dense.blocks[0].attention.qkv.out_features == 4 * 6 + 2 * (6 + 5)
@@ -169,7 +169,7 @@ def test_the_dense_twin_shares_all_but_attention() -> None:
 
 def test_nsa_of_full_coverage_computes_the_dense_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection alone, gate 1, over a budget that holds the sequence, with the twin's weights: the twin's logits."""
-    config = config_of(nsa={"l_sel": 16, "n_sel": 4})
+    config = make_config(nsa={"l_sel": 16, "n_sel": 4})
     nsa, dense = NSATransformer(config, seed=0), NSATransformer(config.model_copy(update={"attention": "dense"}), seed=1)
     H, G, d_k, d_v = 4, 2, 6, 5
     state = {k: v for k, v in dense.state_dict().items() if "qkv" not in k}
@@ -183,9 +183,9 @@ def test_nsa_of_full_coverage_computes_the_dense_twin(monkeypatch: pytest.Monkey
         return torch.tensor([0.0, 1.0, 0.0]).expand(*x.shape[:2], H, 3)
 
     monkeypatch.setattr(type(nsa.blocks[0].attention), "gates", selection_only)
-    tokens = tokens_of(config, 64)
+    tokens = make_tokens(config, 64)
     torch.testing.assert_close(nsa(tokens), dense(tokens), rtol=1e-4, atol=1e-5)
-    longer = tokens_of(config, 80)
+    longer = make_tokens(config, 80)
     close = torch.isclose(nsa(longer), dense(longer), rtol=1e-4, atol=1e-5).all(-1)
     assert close[:, :64].all() and not close[:, 64:].any()
 

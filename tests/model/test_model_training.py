@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from model_inputs import config_of, loss_of
+from model_inputs import compute_loss, make_config
 
 from nsa_lab.attention import torch_backend
 from nsa_lab.config import ModelConfig
@@ -23,7 +23,7 @@ def train(model: NSATransformer, batches: Iterator[torch.Tensor], steps: int, lr
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for _ in range(steps):
-        loss = loss_of(model, next(batches))
+        loss = compute_loss(model, next(batches))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -32,7 +32,7 @@ def train(model: NSATransformer, batches: Iterator[torch.Tensor], steps: int, lr
     return losses
 
 
-def text(length: int = 48, batch: int = 4) -> Iterator[torch.Tensor]:
+def generate_text(length: int = 48, batch: int = 4) -> Iterator[torch.Tensor]:
     """Windows of an essay that comes with every Python."""
     essay = torch.tensor(list("".join(this.d.get(c, c) for c in this.s).encode()))
     generator = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def text(length: int = 48, batch: int = 4) -> Iterator[torch.Tensor]:
         yield torch.stack([essay[s : s + length + 1] for s in starts.tolist()])
 
 
-def noise(length: int = 64, batch: int = 8) -> Iterator[torch.Tensor]:
+def generate_noise(length: int = 64, batch: int = 8) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     while True:
         yield torch.randint(0, 256, (batch, length + 1), generator=generator)
@@ -50,67 +50,67 @@ def noise(length: int = 64, batch: int = 8) -> Iterator[torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("gate", "phi"), [("sigmoid", "avg"), ("softmax", "mlp")])
 def test_after_200_steps_everything_has_moved_and_the_text_is_being_learnt(gate: str, phi: str) -> None:
-    model = NSATransformer(config_of(gate=gate, phi=phi, vocab_size=256), seed=0)
+    model = NSATransformer(make_config(gate=gate, phi=phi, vocab_size=256), seed=0)
     with torch.no_grad():  # gates that start all but flat: entropy ln 3, where a gate that cannot learn stays
         for block in model.blocks:
             block.attention.gate.weight.mul_(0.01)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    probe = next(text())[:, :-1]
+    probe = next(generate_text())[:, :-1]
     entropy = model.statistics(probe)["gate_entropy"]
     assert (entropy - math.log(3)).abs().max() < 1e-3
-    losses = train(model, text(), 200, lr=3e-3)
+    losses = train(model, generate_text(), 200, lr=3e-3)
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert (model.statistics(probe)["gate_entropy"] - entropy).abs().min() > 1e-3
     assert sum(losses[-20:]) / 20 < losses[0] - 2
 
 
-def unmoved(dtype: torch.dtype) -> set[str]:
+def find_unchanged_parameters(dtype: torch.dtype) -> set[str]:
     """Parameters that 200 steps at the production learning rate leave as they were."""
-    model = NSATransformer(config_of(vocab_size=256), dtype=dtype, seed=0).to(dtype)
+    model = NSATransformer(make_config(vocab_size=256), dtype=dtype, seed=0).to(dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train(model, text(length=24, batch=2), 200, LEARNING_RATE)
+    train(model, generate_text(length=24, batch=2), 200, LEARNING_RATE)
     return {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
 
 
 @pytest.mark.slow
 def test_float32_weights_all_move_at_the_production_rate_and_bf16_ones_do_not() -> None:
     """The check can fail: 2e-4 is below half a unit in the last place of a bf16 weight of 1.0, so norms stand still."""
-    assert not unmoved(torch.float32)
-    stuck = unmoved(torch.bfloat16)
+    assert not find_unchanged_parameters(torch.float32)
+    stuck = find_unchanged_parameters(torch.bfloat16)
     assert {name for name in stuck if "norm" in name} == {
         "norm.weight",
         *(f"blocks.{i}.{part}_norm.weight" for i in range(2) for part in ("attention", "mlp")),
     }
 
 
-def noise_config() -> ModelConfig:
-    return config_of(dim=64, n_layers=1, n_heads=2, n_kv_groups=1, d_k=32, d_v=32, vocab_size=256, nsa={"w": 4})
+def make_noise_config() -> ModelConfig:
+    return make_config(dim=64, n_layers=1, n_heads=2, n_kv_groups=1, d_k=32, d_v=32, vocab_size=256, nsa={"w": 4})
 
 
-def assert_nothing_learnt(losses: list[float]) -> None:
+def assert_nothing_learned(losses: list[float]) -> None:
     floor = math.log(256) - NOISE_MARGIN
     assert sum(losses[-50:]) / 50 >= floor, "noise was learnt: the future leaks"
 
 
 @pytest.mark.slow
 def test_noise_stays_at_ln_256() -> None:
-    assert_nothing_learnt(train(NSATransformer(noise_config(), seed=0), noise(), 300, lr=3e-3))
+    assert_nothing_learned(train(NSATransformer(make_noise_config(), seed=0), generate_noise(), 300, lr=3e-3))
 
 
-def window_one_ahead(real: Callable) -> Callable:
+def shift_window_ahead(real: Callable) -> Callable:
     return lambda q, k, v, nsa: real(q, k.roll(-1, 1), v.roll(-1, 1), nsa)
 
 
-def selection_one_ahead(real: Callable) -> Callable:
+def shift_selection_ahead(real: Callable) -> Callable:
     return lambda q, k, v, blocks, nsa: real(q, k.roll(-1, 1), v.roll(-1, 1), blocks, nsa)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("branch", "leak"), [("window_attention", window_one_ahead), ("selected_attention", selection_one_ahead)]
+    ("branch", "leak"), [("window_attention", shift_window_ahead), ("selected_attention", shift_selection_ahead)]
 )
 def test_a_leak_of_one_token_is_caught(branch: str, leak: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, branch, leak(getattr(torch_backend, branch)))
-    losses = train(NSATransformer(noise_config(), seed=0), noise(), 150, lr=3e-3)
+    losses = train(NSATransformer(make_noise_config(), seed=0), generate_noise(), 150, lr=3e-3)
     with pytest.raises(AssertionError, match="the future leaks"):
-        assert_nothing_learnt(losses)
+        assert_nothing_learned(losses)

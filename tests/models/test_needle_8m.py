@@ -20,16 +20,16 @@ from typer.testing import CliRunner
 
 from nsa_lab import NSATransformer, cli, load_model
 from nsa_lab.config import RunConfig
-from nsa_lab.data.recall import Fact, draw_facts
-from nsa_lab.evaluate import INTERVENTIONS, forward, retrieval
+from nsa_lab.data.recall import Fact, sample_facts
+from nsa_lab.evaluate import ABLATIONS, evaluate_retrieval, forward_with_ablation
 from nsa_lab.inference import Decoder
-from nsa_lab.runs import checkpoints, names
+from nsa_lab.runs import checkpoint_files, resolve
 from nsa_lab.runs.evaluation import EVALUATION
 
 NAME = "needle-8m"
-FOLDER = names.MODELS / NAME
+FOLDER = resolve.MODELS_DIR / NAME
 LENGTH, DEPTHS = 8192, 10
-MOST_PARAMETERS, MOST_BYTES = 8_000_000, 16 << 20
+MAX_PARAMETERS, MAX_WEIGHT_BYTES = 8_000_000, 16 << 20
 
 
 @pytest.fixture(scope="module")
@@ -44,35 +44,35 @@ def config() -> RunConfig:
 
 @pytest.fixture(scope="module")
 def facts(config: RunConfig) -> list[Fact]:
-    return draw_facts(DEPTHS, config.data, np.random.default_rng(8))
+    return sample_facts(DEPTHS, config.data, np.random.default_rng(8))
 
 
 @pytest.fixture(scope="module")
 def told(facts: list[Fact]) -> bytes:
     """The manual with fact i after i tenths of it; with all questions and answers it is `LENGTH` bytes long."""
     room = LENGTH - sum(len(fact.statement + fact.question + fact.value) + 1 for fact in facts)
-    text = manual()[:room]
+    text = read_manual()[:room]
     cuts = np.linspace(0, room, DEPTHS + 1).astype(int)
     parts = zip(facts, cuts, cuts[1:], strict=False)
     return b"".join(fact.statement + text[first:last] for fact, first, last in parts)
 
 
-def manual() -> bytes:
+def read_manual() -> bytes:
     return "\n".join(topics[topic] for topic in sorted(topics)).encode()
 
 
-def tokens_of(text: bytes) -> torch.Tensor:
+def make_tokens(text: bytes) -> torch.Tensor:
     return torch.tensor([list(text)])
 
 
-def weights() -> Path:
-    (step,) = checkpoints.steps(checkpoints.folder_of(FOLDER))
-    return checkpoints.path_of(checkpoints.folder_of(FOLDER), step) / "model.safetensors"
+def get_weights_path() -> Path:
+    (step,) = checkpoint_files.list_steps(checkpoint_files.get_checkpoint_dir(FOLDER))
+    return checkpoint_files.get_checkpoint_path(checkpoint_files.get_checkpoint_dir(FOLDER), step) / "model.safetensors"
 
 
 def test_it_is_small_and_its_card_is_its_own(model: NSATransformer) -> None:
-    assert model.parameter_count() <= MOST_PARAMETERS and weights().stat().st_size <= MOST_BYTES
-    assert {value.dtype for value in load_file(weights()).values()} == {torch.bfloat16}
+    assert model.parameter_count() <= MAX_PARAMETERS and get_weights_path().stat().st_size <= MAX_WEIGHT_BYTES
+    assert {value.dtype for value in load_file(get_weights_path()).values()} == {torch.bfloat16}
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert card.startswith(f"# {NAME}\n\n{model.parameter_count():,} parameters")
     assert all(f"\n## {title}\n" in card for title in ("Evaluation", "Data", "Licence", "Limits"))
@@ -105,10 +105,10 @@ def test_it_writes_the_facts_of_ten_depths(model: NSATransformer, told: bytes, f
     decoder, before = Decoder(model, LENGTH), told
     written = []
     for fact in facts:
-        logits, answer = decoder.last(tokens_of(before + fact.question)), b""
+        logits, answer = decoder.last(make_tokens(before + fact.question)), b""
         while len(answer) < len(fact.value):
             answer += bytes([int(logits.argmax())])
-            logits = decoder.last(tokens_of(answer[-1:]))
+            logits = decoder.last(make_tokens(answer[-1:]))
         written.append(answer)
         before = b"\n"
     assert written == [fact.value for fact in facts]
@@ -118,11 +118,11 @@ def test_it_writes_the_facts_of_ten_depths(model: NSATransformer, told: bytes, f
 def test_it_finds_them_by_its_choice(model: NSATransformer, told: bytes, facts: list[Fact]) -> None:
     """With random blocks the facts behind the window, which it writes as it is (above), are not found, teacher-forced."""
     asked = told + b"\n".join(fact.question + fact.value for fact in facts)
-    logits = forward(model, tokens_of(asked), INTERVENTIONS["random"])[0]
-    assert answered(logits, asked, facts) <= DEPTHS // 2
+    logits = forward_with_ablation(model, make_tokens(asked), ABLATIONS["random"])[0]
+    assert count_correct_facts(logits, asked, facts) <= DEPTHS // 2
 
 
-def answered(logits: torch.Tensor, asked: bytes, facts: list[Fact]) -> int:
+def count_correct_facts(logits: torch.Tensor, asked: bytes, facts: list[Fact]) -> int:
     """How many of the facts are right in every character."""
     likeliest = bytes(logits.argmax(-1).tolist())
     ends = [asked.index(fact.question) + len(fact.question) for fact in facts]
@@ -133,6 +133,8 @@ def answered(logits: torch.Tensor, asked: bytes, facts: list[Fact]) -> int:
 @pytest.mark.timeout(1800)
 def test_a_single_fact_is_found_at_every_depth(model: NSATransformer, config: RunConfig) -> None:
     """As `nsa-lab evaluate` asks: a text of its own for each depth."""
-    text = np.frombuffer(manual(), np.uint8).astype(np.int64)
-    cells = list(retrieval(model, text, [LENGTH], tasks=["needle"], per_depth=1, written_per_depth=0, recall=config.data))
+    text = np.frombuffer(read_manual(), np.uint8).astype(np.int64)
+    cells = list(
+        evaluate_retrieval(model, text, [LENGTH], tasks=["needle"], per_depth=1, generated_per_depth=0, recall=config.data)
+    )
     assert [cell.right for cell in cells] == [1] * DEPTHS

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from mutants import attention, bench, cli, config, data, evaluate, health, inference, kernels, model, runs, train, workbook
 
-MUTANTS = [m for area in (attention, bench, cli, config, data, evaluate, health, inference, kernels, model, runs, train, workbook) for m in area.MUTANTS]
+MUTANTS = [
+    m
+    for area in (attention, bench, cli, config, data, evaluate, health, inference, kernels, model, runs, train, workbook)
+    for m in area.MUTANTS
+]

@@ -7,14 +7,14 @@ from mutants.mutant import Mutant
 MUTANTS = [
     Mutant(
         "bench: a model has as many layers as it would have anyway",
-        "cli.benches",
+        "cli.bench_commands",
         "layers=layers, backend=backend",
         "layers=None, backend=backend",
     ),
     Mutant(
         "report: a page of the record is made from the notebook",
-        "cli.reading",
-        "record_alone=record)",
-        "record_alone=False)",
+        "cli.inspect_commands",
+        "record_only=record)",
+        "record_only=False)",
     ),
 ]

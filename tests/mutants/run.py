@@ -45,7 +45,7 @@ def import_slow_packages() -> None:
     if not torch.cuda.is_available():
         # As in tests/conftest.py, which comes too late here: Triton reads this once, and torch's compiler imports Triton.
         os.environ["TRITON_INTERPRET"] = "1"
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

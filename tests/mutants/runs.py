@@ -7,8 +7,8 @@ from mutants.mutant import Mutant
 MUTANTS = [
     Mutant(
         "names: a list that is cut does not say so",
-        "runs.names",
-        "if len(names) > NAMED else",
+        "runs.resolve",
+        "if len(names) > MAX_LISTED else",
         "if len(names) > 99 else",
     ),
     Mutant(
@@ -29,18 +29,18 @@ MUTANTS = [
         'fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)',
         'fatal = any(e["kind"] == "error" for e in own)',
     ),
-    Mutant("checkpoints: weights of any shape will do", "runs.checkpoints", "if written != asked:", "if False:"),
+    Mutant("checkpoints: weights of any shape will do", "runs.checkpoint_files", "if written != asked:", "if False:"),
     Mutant("ranks: GPUs are not counted", "runs.ranks", "if 0 < gpus < ranks:", "if False:"),
     Mutant(
         "checkpoints: called as anybody likes",
-        "runs.checkpoints",
+        "runs.checkpoint_files",
         "if isinstance(step, int) and checkpoint.name !=",
         "if False and checkpoint.name !=",
     ),
     Mutant(
         "health: an attempt is judged by the settings of the latest",
         "runs.history",
-        'return watched.applied(self.config, begin["settings"])',
+        'return monitor_settings.apply_monitor_settings(self.config, begin["settings"])',
         "return self.config",
     ),
     Mutant(
@@ -56,16 +56,18 @@ MUTANTS = [
         "float(np.mean(speeds)) for speeds",
     ),
     Mutant("report: training told by the last batch", "runs.history", "LATEST_READINGS = 50", "LATEST_READINGS = 1"),
-    Mutant("report: training told by three long documents", "runs.history", "LATEST_ERROR = 0.05", "LATEST_ERROR = 9"),
+    Mutant(
+        "report: training told by three long documents", "runs.history", "LATEST_MAX_ERROR = 0.05", "LATEST_MAX_ERROR = 9"
+    ),
     Mutant("report: training told by its beginning", "runs.history", "len(finite) // 2 and", "len(finite) and"),
     Mutant(
         "health: a run is trained anew without its own settings",
-        "runs.anew",
-        "[*first, *(key for key, *_ in unlike_settings(base, changed))]",
+        "runs.rerun_command",
+        "[*first, *(key for key, *_ in diff_settings(base, changed))]",
         "first",
     ),
     Mutant(
-        "compare: Wilson's interval around the share itself", "runs.evaluation", "share + spread / 2, DEV", "share, DEV"
+        "compare: Wilson's interval around the share itself", "runs.evaluation", "share + spread / 2, Z", "share, Z"
     ),
     Mutant(
         "sweep: compiling is the pace of the steps after it",
@@ -73,13 +75,16 @@ MUTANTS = [
         'if not compiles and event.get("dt_s") is not None:',
         'if event.get("dt_s") is not None:',
     ),
-    Mutant("sweep: two runs on one GPU", "runs.sweep", "[gpu for gpu in gpus if gpu not in busy.values()]", "gpus"),
+    Mutant("sweep: two runs on one GPU", "runs.sweep_runner", "[gpu for gpu in gpus if gpu not in busy.values()]", "gpus"),
     Mutant(
-        "sweep: what was halted is trained again", "runs.sweep", "not in (RUNNING, DONE, HALTED)", "not in (RUNNING, DONE)"
+        "sweep: what was halted is trained again",
+        "runs.sweep_runner",
+        "not in (RUNNING, DONE, HALTED)",
+        "not in (RUNNING, DONE)",
     ),
-    Mutant("sweep: a trainer that lives has no GPU", "runs.sweep", 'run.status.get("gpu") or gpus[0]', "gpus[0]"),
-    Mutant("sweep: a name for two configurations", "runs.sweep", "            sweep._check_names()\n", ""),
-    Mutant("sweep: an interrupt leaves its runs alone", "runs.sweep", "            self._stop(say)\n", ""),
+    Mutant("sweep: a trainer that lives has no GPU", "runs.sweep_runner", 'run.status.get("gpu") or gpus[0]', "gpus[0]"),
+    Mutant("sweep: a name for two configurations", "runs.sweep_runner", "            sweep._check_names()\n", ""),
+    Mutant("sweep: an interrupt leaves its runs alone", "runs.sweep_runner", "            self._stop_all(report)\n", ""),
     Mutant(
         "events: a step that was done again counts twice",
         "runs.events",
@@ -94,13 +99,13 @@ MUTANTS = [
     ),
     Mutant(
         "export: a step that was done again",
-        "runs.export",
+        "runs.csv_export",
         "for event in history.steps:",
         'for event in history.of_kind("step")[::-1]:',
     ),
     Mutant(
         "checkpoint: sizes checked, contents not",
-        "runs.checkpoints",
+        "runs.checkpoint_files",
         'return None if found == entry["sha256"] else',
         "return None if found else",
     ),
@@ -115,26 +120,31 @@ MUTANTS = [
     Mutant(
         "damage: an event needs no step",
         "runs.events",
-        '_COUNTS = ("attempt", "step")',
-        '_COUNTS = ("attempt",)',
+        '_REQUIRED_INTS = ("attempt", "step")',
+        '_REQUIRED_INTS = ("attempt",)',
     ),
     Mutant(
         "damage: lines that are no events are passed over in silence",
         "runs.events",
-        '        say_once(f"{path}: {many}, torn',
+        '        warn_once(f"{path}: {many}, torn',
         '        str(f"{path}: {many}, torn',
     ),
     Mutant(
         "damage: a cut file of JSON raises",
-        "runs.files",
+        "runs.atomic_io",
         "except (ValueError, RecursionError) as error:",
         "except RecursionError as error:",
     ),
-    Mutant("damage: a file is taken for a checkpoint", "runs.checkpoints", "if path.is_dir() and _NUMBER", "if _NUMBER"),
-    Mutant("damage: a manifest may name files elsewhere", "runs.checkpoints", "Path(name).name == name and ", ""),
+    Mutant(
+        "damage: a file is taken for a checkpoint",
+        "runs.checkpoint_files",
+        "if path.is_dir() and _STEP_NAME",
+        "if _STEP_NAME",
+    ),
+    Mutant("damage: a manifest may name files elsewhere", "runs.checkpoint_files", "Path(name).name == name and ", ""),
     Mutant(
         "damage: a copied run hides the others",
-        "runs.launch",
+        "runs.lifecycle",
         "        except RunDirectoryError as error:\n            # A copy",
         "        except ZeroDivisionError as error:\n            # A copy",
     ),

@@ -13,7 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from PIL import Image
 
-from nsa_lab.report import external_loads
+from nsa_lab.report import find_external_loads
 
 from .conftest import NOTEBOOKS, ROOT
 
@@ -38,7 +38,7 @@ def test_the_gallery_knows_every_notebook():
 def test_a_page_is_small_opens_without_a_network_and_names_no_folder(path):
     text = path.read_text(encoding="utf-8")
     assert len(text.encode()) < pages.LIMIT_BYTES
-    loads = external_loads(text)
+    loads = find_external_loads(text)
     assert all(load.startswith('src of <img src="0') for load in loads) if path.stem == "index" else not loads
     assert str(ROOT) not in text and "The notebook stopped" not in text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from fake_run import configuration, write_run
+from fake_run import make_config, write_run
 from matplotlib.image import imread
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from rich.console import Console
@@ -19,12 +19,12 @@ from unpainted import unpainted
 
 from nsa_lab import figures
 from nsa_lab.figures.panels import cut, panel_boxes
-from nsa_lab.figures.style import png
-from nsa_lab.health.answers import QUESTIONS
-from nsa_lab.report import compare, export, external_loads, write_index, write_report
-from nsa_lab.report.formulas import Formulas, mathml
-from nsa_lab.report.inert import inert
-from nsa_lab.runs import directory, names
+from nsa_lab.figures.style import render_png
+from nsa_lab.health.headline_questions import QUESTIONS
+from nsa_lab.report import export_notebook, find_external_loads, write_comparison, write_index, write_report
+from nsa_lab.report.formulas import Formulas, to_mathml
+from nsa_lab.report.sanitize import sanitize_html
+from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.history import History
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
@@ -80,7 +80,7 @@ def assert_self_contained(text: str) -> Page:
     page = Page(text)
     assert page.fetched == []
     assert page.scripts == 0
-    assert external_loads(text) == []
+    assert find_external_loads(text) == []
     assert all(picture.get("alt") for picture in page.pictures)
     return page
 
@@ -115,7 +115,7 @@ def test_formulas_are_mathml(reported: str) -> None:
 
 def test_no_folder_of_this_machine_is_left(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    root, home = names.root(), Path.home()
+    root, home = resolve.get_root(), Path.home()
     told = f"new run: {root}/outputs/x\n{home}/data.txt {sys.prefix}/lib/a.py {root}\n/tmp/ipykernel_12/34.py:1: Warning"
     printed = new_output("stream", name="stdout", text=told)
     picture = new_output("display_data", data={"image/png": PIXEL, "text/plain": f"{root}/a"})
@@ -139,7 +139,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     """As the production run records: 2,500 readings, 100 of them with statistics."""
     run_dir = write_run(
         tmp_path,
-        configuration(
+        make_config(
             train__steps=50_000, train__log_every=20, train__stats_every=500, train__eval_every=1000, train__save_every=5000
         ),
     )
@@ -155,12 +155,14 @@ def test_pages_of_a_run_speak_of_each_other_and_of_the_list_of_runs(tmp_path: Pa
     assert 'class="links"' not in write_report(run_dir).read_text(encoding="utf-8")
     write_index(tmp_path)
     nbformat.write(executed(), run_dir / "health.ipynb")
-    health = export(run_dir / "health.ipynb", run_dir=run_dir).read_text(encoding="utf-8")
+    health = export_notebook(run_dir / "health.ipynb", run_dir=run_dir).read_text(encoding="utf-8")
     report = write_report(run_dir).read_text(encoding="utf-8")
     assert _links(report) == ["health.html", "../index.html"] and _links(health) == ["report.html", "../index.html"]
-    elsewhere = export(run_dir / "health.ipynb", tmp_path / "shared.html", run_dir=run_dir).read_text(encoding="utf-8")
+    elsewhere = export_notebook(run_dir / "health.ipynb", tmp_path / "shared.html", run_dir=run_dir).read_text(
+        encoding="utf-8"
+    )
     assert _links(elsewhere) == []
-    shared = write_report(run_dir, run_dir / "report.html", record_alone=True).read_text(encoding="utf-8")
+    shared = write_report(run_dir, run_dir / "report.html", record_only=True).read_text(encoding="utf-8")
     assert _links(shared) == [], "a page that is asked for by its path stands alone"
 
 
@@ -234,7 +236,7 @@ def test_a_halted_run_names_the_reason_the_last_good_step_and_the_remedy(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
 def test_a_run_without_a_notebook_gets_a_report_of_its_record(changes: dict, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, configuration(**changes))
+    run_dir = write_run(tmp_path, make_config(**changes))
     text = write_report(run_dir).read_text(encoding="utf-8")
     page = assert_self_contained(text)
     # The first screen's, the run's and the branches'; those of several columns are cut into their panels.
@@ -251,8 +253,8 @@ def test_a_run_that_recorded_nothing_has_a_report_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 @unpainted()
 def test_several_runs_on_one_page(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / "nsa"), write_run(tmp_path / "dense", configuration(model__attention="dense"))]
-    text = compare(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
+    runs = [write_run(tmp_path / "nsa"), write_run(tmp_path / "dense", make_config(model__attention="dense"))]
+    text = write_comparison(runs, tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert_self_contained(text)
     assert "2 runs compared" in text
     assert text.count('class="banner ok"') == 2 and "model.attention" in text
@@ -292,7 +294,7 @@ def test_the_index_lists_every_run_and_says_which_cannot_be_read(tmp_path: Path)
 
 def test_a_notebook_without_a_run_is_exported_beside_itself(tmp_path: Path) -> None:
     nbformat.write(executed(), tmp_path / "derivations.ipynb")
-    page = export(tmp_path / "derivations.ipynb")
+    page = export_notebook(tmp_path / "derivations.ipynb")
     assert page == tmp_path / "derivations.html"
     assert_self_contained(page.read_text(encoding="utf-8"))
 
@@ -310,7 +312,7 @@ def test_a_drawn_table_keeps_its_lines_and_other_output_wraps(tmp_path: Path) ->
     ]
     cells = [new_code_cell("show()", outputs=[output]) for output in outputs] + [new_code_cell("'│'")]
     nbformat.write(new_notebook(cells=cells), tmp_path / "tables.ipynb")
-    text = export(tmp_path / "tables.ipynb").read_text(encoding="utf-8")
+    text = export_notebook(tmp_path / "tables.ipynb").read_text(encoding="utf-8")
     assert_self_contained(text)
     shown = re.findall(r"<pre\b([^>]*)>(?!<span></span>)(.*?)</pre>", text, re.DOTALL)
     boxed = ' class="boxed"'
@@ -325,16 +327,16 @@ def test_formulas_inside_code_are_left_alone() -> None:
     hidden = formulas.hide(text)
     assert "`$x$`" in hidden
     assert "$$y$$" in hidden
-    assert formulas.show(hidden).count("<math") == 1
-    assert formulas.show(hidden).endswith("and &#36;5 or &#36;6")
+    assert formulas.restore(hidden).count("<math") == 1
+    assert formulas.restore(hidden).endswith("and &#36;5 or &#36;6")
 
 
 def test_a_number_of_thousands_is_one_number() -> None:
-    assert "<mn>1,048,576</mn>" in mathml("T = 1{,}048{,}576") and "<mn>64,</mn>" not in mathml("l = 64, 32, 128")
+    assert "<mn>1,048,576</mn>" in to_mathml("T = 1{,}048{,}576") and "<mn>64,</mn>" not in to_mathml("l = 64, 32, 128")
 
 
 def test_a_formula_that_cannot_be_read_is_shown_as_code() -> None:
-    assert mathml(r"x_1_2 < 3") == '<code class="formula">x_1_2 &lt; 3</code>'
+    assert to_mathml(r"x_1_2 < 3") == '<code class="formula">x_1_2 &lt; 3</code>'
 
 
 def test_external_loads_sees_what_it_should() -> None:
@@ -343,15 +345,15 @@ def test_external_loads_sees_what_it_should() -> None:
         '<style>@import "https://b.org"; p { background: url(c.png) }</style><img src="http://d.org/e.png">'
         '<script>1</script><a href="https://f.org">f</a><img src="data:image/png;base64,AA">'
     )
-    assert len(external_loads(page)) == 5
-    assert external_loads(inert(page)) == []
-    assert '<a href="https://f.org">f</a>' in inert(page)
+    assert len(find_external_loads(page)) == 5
+    assert find_external_loads(sanitize_html(page)) == []
+    assert '<a href="https://f.org">f</a>' in sanitize_html(page)
 
 
 def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -> None:
     """The note on the cut axis once stood where a resumed run has the name of its second attempt."""
-    run_dir = write_run(tmp_path, configuration(train__steps=5_000, train__warmup_steps=100))
-    for draw, axes in ((figures.overview, 1), (figures.loss_curves, 2)):
+    run_dir = write_run(tmp_path, make_config(train__steps=5_000, train__warmup_steps=100))
+    for draw, axes in ((figures.plot_overview, 1), (figures.plot_loss_curves, 2)):
         figure = draw(run_dir)
         figure.draw_without_rendering()
         notes = [(text, panel) for panel in figure.axes for text in panel.texts if "the beginning" in text.get_text()]
@@ -361,13 +363,13 @@ def test_what_is_said_of_a_long_run_lies_outside_of_its_curves(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_figure_of_several_columns_is_cut_between_its_panels(full_and_empty: list[Path]) -> None:
-    drawn = figures.gate_layers(full_and_empty[0])
+    drawn = figures.plot_gates_by_layer(full_and_empty[0])
     (l0, t0, r0, b0), (l1, t1, r1, b1) = panel_boxes(drawn)
     assert 0 <= l0 < r0 <= l1 < r1 <= 1 and all(0 < top < bottom <= 1 for top, bottom in ((t0, b0), (t1, b1)))
-    whole = imread(io.BytesIO(png(drawn)))
-    pieces = [imread(io.BytesIO(piece)) for piece in cut(png(drawn), [(l0, t0, r0, b0), (l1, t1, r1, b1)])]
+    whole = imread(io.BytesIO(render_png(drawn)))
+    pieces = [imread(io.BytesIO(piece)) for piece in cut(render_png(drawn), [(l0, t0, r0, b0), (l1, t1, r1, b1)])]
     assert sum(piece.shape[1] for piece in pieces) <= whole.shape[1] and all((piece < 1).any() for piece in pieces)
-    pace = figures.throughput(full_and_empty[0])
+    pace = figures.plot_throughput(full_and_empty[0])
     assert panel_boxes(pace) == []
     memory = pace.axes[-1]
     assert memory.get_ylim()[1] > 1.1 * max(memory.lines[0].get_ydata()), "a level line lies inside, not on the frame"
@@ -379,12 +381,14 @@ def full_and_empty(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_run(folder / "full"), write_run(folder / "empty", spoil=lambda events: events[:1])]
 
 
-@pytest.mark.parametrize("draw", [figures.overview, *figures.RUN_PICTURES, *figures.BRANCH_PICTURES, figures.loss_curves])
+@pytest.mark.parametrize(
+    "draw", [figures.plot_overview, *figures.RUN_PLOTS, *figures.BRANCH_PLOTS, figures.plot_loss_curves]
+)
 def test_every_picture_has_a_title_axes_with_names_and_takes_a_run_without_statistics(
     draw, full_and_empty: list[Path]
 ) -> None:
     for run_dir in full_and_empty:
         figure = draw(run_dir)
         assert figure.get_suptitle() or figure.axes[0].get_title()
-        assert any(axes.get_ylabel() for axes in figure.axes) or draw is figures.selection_statistics
-        assert any(axes.get_xlabel() for axes in figure.axes) or draw is figures.gate_layers
+        assert any(axes.get_ylabel() for axes in figure.axes) or draw is figures.plot_selection_statistics
+        assert any(axes.get_xlabel() for axes in figure.axes) or draw is figures.plot_gates_by_layer

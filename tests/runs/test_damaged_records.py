@@ -17,16 +17,16 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_lab import cli
-from nsa_lab.runs import checkpoints, directory, events, files, launch
+from nsa_lab.runs import atomic_io, checkpoint_files, directory, events, lifecycle
 from nsa_lab.runs.history import History
-from nsa_lab.runs.live import RunView
+from nsa_lab.runs.live_view import RunView
 from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
 from nsa_lab.train.checkpoint import CheckpointStore
 
 
 @pytest.fixture(autouse=True)
 def _say_again() -> None:
-    files.say_once.cache_clear()
+    atomic_io.warn_once.cache_clear()
 
 
 @pytest.fixture
@@ -34,26 +34,26 @@ def run_dir(tmp_path: Path) -> Path:
     return fake_run.write_run(tmp_path)
 
 
-def ask(*arguments: object) -> str:
+def run_cli(*arguments: object) -> str:
     """What the command line says; a traceback would be an exception here."""
     answer = CliRunner().invoke(cli.app, [str(a) for a in arguments], env={"COLUMNS": "300"})
     assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
     return answer.output
 
 
-def every_reader(run_dir: Path) -> None:
+def run_all_readers(run_dir: Path) -> None:
     history = History.read(run_dir)
     history.attempts()
-    launch.state(run_dir)
+    lifecycle.get_state(run_dir)
     view = RunView(run_dir)
-    view.take(events.Tail(run_dir).read())
-    assert view.numbers() and view.line()
-    assert run_dir.name[:8] in ask("status", run_dir) + ask("status", "--outputs", run_dir.parent)
-    assert ask("health", run_dir)
+    view.update(events.Tail(run_dir).read())
+    assert view.format_numbers() and view.format_line()
+    assert run_dir.name[:8] in run_cli("status", run_dir) + run_cli("status", "--outputs", run_dir.parent)
+    assert run_cli("health", run_dir)
 
 
 ENVELOPE = {"v": 1, "t": 5.0, "run": "x", "attempt": 1, "step": 7, "tokens": 9}
-NO_EVENTS: dict[str, Any] = {
+INVALID_LINES: dict[str, Any] = {
     "a list": [1, 2],
     "no kind": ENVELOPE,
     "a kind that is no text": ENVELOPE | {"kind": {"a": 1}},
@@ -68,14 +68,14 @@ NO_EVENTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("line", [*NO_EVENTS, "no UTF-8", "deep", "cut"])
+@pytest.mark.parametrize("line", [*INVALID_LINES, "no UTF-8", "deep", "cut"])
 def test_a_line_that_is_no_event_is_passed_over_and_said(
     run_dir: Path, caplog: pytest.LogCaptureFixture, line: str
 ) -> None:
     path = run_dir / directory.EVENTS
     whole = path.read_bytes().splitlines(keepends=True)
     bytes_of = {"no UTF-8": b'{"kind":"\xff"}', "deep": b"[" * 100_000, "cut": whole[40][:20]}
-    bad = bytes_of.get(line) or json.dumps(NO_EVENTS[line]).encode()
+    bad = bytes_of.get(line) or json.dumps(INVALID_LINES[line]).encode()
     expected = events.read_events(run_dir)
     path.write_bytes(b"".join([*whole[:30], bad + b"\n", *whole[30:]]))
     with caplog.at_level(logging.WARNING, "nsa_lab.runs"):
@@ -83,7 +83,7 @@ def test_a_line_that_is_no_event_is_passed_over_and_said(
         events.read_events(run_dir)
     (said,) = caplog.messages
     assert "a line is no event" in said and str(path) in said and len(said.splitlines()) == 1
-    every_reader(run_dir)
+    run_all_readers(run_dir)
 
 
 def test_a_line_that_is_being_written_is_nothing_to_speak_of(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,9 +99,9 @@ def test_events_that_lack_what_their_kind_usually_has_stop_no_reader_of_runs(run
         for kind in ("step", "eval", "heartbeat", "start", "resume", "guard", "stall", "error", "signal", "end"):
             file.write(json.dumps(ENVELOPE | {"kind": kind, "attempt": 2}) + "\n")
     history = History.read(run_dir)
-    assert len(history.attempts()) == 3 and launch.state(run_dir) == directory.DONE
-    RunView(run_dir).take(history.events)
-    assert ask("status", run_dir)
+    assert len(history.attempts()) == 3 and lifecycle.get_state(run_dir) == directory.DONE
+    RunView(run_dir).update(history.events)
+    assert run_cli("status", run_dir)
 
 
 def cut(path: Path) -> None:
@@ -128,20 +128,20 @@ def test_a_damaged_file_beside_the_record_is_said_and_read_as_missing(
     (run_dir / "evaluation.json").write_text('{"v": 1, "step": 3}')
     damage(run_dir / name)
     with caplog.at_level(logging.WARNING, "nsa_lab.runs"):
-        every_reader(run_dir)
+        run_all_readers(run_dir)
         from nsa_lab.runs.evaluation import read_evaluation
 
         read_evaluation(run_dir)
     assert any(f"{run_dir / name}: damaged" in message for message in caplog.messages)
-    assert launch.state(run_dir) == directory.DONE, "the record says how the run ended"
+    assert lifecycle.get_state(run_dir) == directory.DONE, "the record says how the run ended"
 
 
 def test_a_status_with_values_of_other_kinds_is_damaged(run_dir: Path) -> None:
     status = directory.read_status(run_dir)
     for wrong in ({"step": "many"}, {"status": 3}, {"tokens": [1]}, {"run": None}):
         (run_dir / directory.STATUS).write_text(json.dumps(status | wrong))
-        assert directory.read_status(run_dir) == {} and launch.state(run_dir) == directory.DONE
-        every_reader(run_dir)
+        assert directory.read_status(run_dir) == {} and lifecycle.get_state(run_dir) == directory.DONE
+        run_all_readers(run_dir)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_a_manifest_whose_files_are_no_list_of_files_is_a_damaged_checkpoint(run
     fake_run.write_checkpoint(run_dir, 100)
     path = fake_run.write_checkpoint(run_dir, 200)
     manifest = {"v": 1, "step": 200, "files": files_said}
-    (path / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": checkpoints.digest(manifest)}))
-    (problem,) = checkpoints.verify(path)
+    (path / "MANIFEST.json").write_text(json.dumps({**manifest, "digest": checkpoint_files.compute_digest(manifest)}))
+    (problem,) = checkpoint_files.find_problems(path)
     assert "MANIFEST.json" in problem
     newest, moved = CheckpointStore(run_dir / directory.CHECKPOINTS).load_latest()
     assert newest.name == "step-00000100" and [m.step for m in moved] == [200]
@@ -167,23 +167,23 @@ def test_what_is_called_like_a_checkpoint_and_is_none_is_left_alone(run_dir: Pat
         (folder / name).mkdir()
     before = sorted(path.name for path in folder.iterdir())
     store = CheckpointStore(folder, keep_last=1)
-    assert store.steps() == [100]
+    assert store.list_steps() == [100]
     assert store.load_latest()[0].name == "step-00000100"
     assert sorted(path.name for path in folder.iterdir()) == before
     store.save(300, {"model.safetensors": lambda: b"12345"}, {})
-    assert store.steps() == [300], "the file in the way is in quarantine"
-    every_reader(run_dir)
+    assert store.list_steps() == [300], "the file in the way is in quarantine"
+    run_all_readers(run_dir)
 
 
 def test_a_copied_run_does_not_keep_the_others_from_being_listed(run_dir: Path) -> None:
     copy = run_dir.with_name("fake-20260101T000000Z-copy")
     shutil.copytree(run_dir, copy)
-    told = ask("status", "--outputs", run_dir.parent)
+    told = run_cli("status", "--outputs", run_dir.parent)
     assert [run_dir.name, "DONE"] in [line.split()[:2] for line in told.splitlines()]
     assert [copy.name, "?"] in [line.split()[:2] for line in told.splitlines()]
     assert copy.name in told and "was the folder renamed or copied?" in told
     directory.write_status(run_dir, run=run_dir.name, status=directory.PREEMPTED)
-    assert launch.find_unfinished(fake_run.configuration(), run_dir.parent) == run_dir
+    assert lifecycle.find_unfinished(fake_run.make_config(), run_dir.parent) == run_dir
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff"])
@@ -219,12 +219,12 @@ def read_only(run_dir: Path) -> Iterator[Path]:
 def test_reading_needs_no_right_to_write(read_only: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(OSError):
         (read_only / "new").write_text("")
-    every_reader(read_only)
-    assert directory.DONE in ask("status", read_only)
+    run_all_readers(read_only)
+    assert directory.DONE in run_cli("status", read_only)
     answer = CliRunner().invoke(cli.app, ["report", str(read_only)])
     assert isinstance(answer.exception, directory.RunDirectoryError) and "--page FILE" in str(answer.exception)
     page = tmp_path_factory.mktemp("elsewhere") / "page.html"
-    assert str(page) in ask("report", read_only, "--page", page) and page.is_file()
+    assert str(page) in run_cli("report", read_only, "--page", page) and page.is_file()
 
 
 def test_a_held_lock_is_seen_with_a_descriptor_that_only_reads(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,9 @@ def test_a_held_lock_is_seen_with_a_descriptor_that_only_reads(run_dir: Path, mo
     sign_lock(lock, os.getpid())
     asked = []
     opened = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, *rest: asked.append(flags) or opened(path, flags, *rest))
-    assert launch.attach(run_dir) == os.getpid()
+    monkeypatch.setattr(
+        os, "init_process_group", lambda path, flags, *rest: asked.append(flags) or opened(path, flags, *rest)
+    )
+    assert lifecycle.attach(run_dir) == os.getpid()
     assert asked and not any(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) for flags in asked)
     os.close(lock)

@@ -12,12 +12,12 @@ import pytest
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import environment as module
-from nsa_lab.runs.environment import environment, gpus, let_threads_sleep
-from nsa_lab.runs.launch import create_run
+from nsa_lab.runs.environment import collect_environment, list_gpus, set_openmp_wait_policy
+from nsa_lab.runs.lifecycle import create_run
 
 
 def test_no_folder_host_or_kernel_build_is_recorded() -> None:
-    told = json.dumps(environment())
+    told = json.dumps(collect_environment())
     for private in (
         sys.executable,
         str(Path.home()),
@@ -26,14 +26,14 @@ def test_no_folder_host_or_kernel_build_is_recorded() -> None:
         platform.release(),
     ):
         assert private not in told
-    assert {"versions", "code", "system", "architecture", "cpus", "gpus"} == set(environment())
+    assert {"versions", "code", "system", "architecture", "cpus", "gpus"} == set(collect_environment())
 
 
 def test_gpus_are_what_the_driver_names(monkeypatch) -> None:
-    monkeypatch.setattr(module, "_output", lambda *command: "NVIDIA H200, 570.1\nNVIDIA A, B, 570.1")
-    assert gpus() == [{"name": "NVIDIA H200", "driver": "570.1"}, {"name": "NVIDIA A, B", "driver": "570.1"}]
-    monkeypatch.setattr(module, "_output", lambda *command: None)
-    assert gpus() == []
+    monkeypatch.setattr(module, "_run_command", lambda *command: "NVIDIA H200, 570.1\nNVIDIA A, B, 570.1")
+    assert list_gpus() == [{"name": "NVIDIA H200", "driver": "570.1"}, {"name": "NVIDIA A, B", "driver": "570.1"}]
+    monkeypatch.setattr(module, "_run_command", lambda *command: None)
+    assert list_gpus() == []
 
 
 def test_a_path_to_data_stays_as_it_was_given(tmp_path: Path, monkeypatch) -> None:
@@ -54,5 +54,5 @@ def test_a_path_to_data_stays_as_it_was_given(tmp_path: Path, monkeypatch) -> No
 )
 def test_how_threads_wait_is_said_unless_somebody_did(given: dict[str, str], expected: dict[str, str]) -> None:
     settings = dict(given)
-    let_threads_sleep(settings)
+    set_openmp_wait_policy(settings)
     assert settings == expected

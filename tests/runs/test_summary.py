@@ -9,8 +9,8 @@ import fake_run
 import pytest
 
 from nsa_lab.config import RunConfig, TrainConfig
-from nsa_lab.runs.history import History, facts, training_seconds
-from nsa_lab.runs.summary import guards_of, settings_of, shown_facts
+from nsa_lab.runs.history import History, collect_facts, compute_cumulative_step_time
+from nsa_lab.runs.summary import format_facts, format_guards, format_settings
 
 HALTS = "halts on a number that is not finite"
 
@@ -30,29 +30,29 @@ HALTS = "halts on a number that is not finite"
     ],
 )
 def test_it_is_said_which_guards_were_on(settings: dict, told: str) -> None:
-    assert guards_of(TrainConfig(**settings)) == told
+    assert format_guards(TrainConfig(**settings)) == told
 
 
 def test_a_report_says_so_and_the_production_run_has_all_of_them_on(tmp_path: Path) -> None:
-    assert dict(shown_facts(History.read(fake_run.write_run(tmp_path))))["guards"].startswith("halts on")
+    assert dict(format_facts(History.read(fake_run.write_run(tmp_path))))["guards"].startswith("halts on")
     production = RunConfig.from_yaml(Path(__file__).parents[2] / "params/production_50k.yaml")
-    assert "off:" not in guards_of(production.train)
+    assert "off:" not in format_guards(production.train)
 
 
 def test_numbers_of_four_digits_have_a_comma(tmp_path: Path) -> None:
-    run = History.read(fake_run.write_run(tmp_path, fake_run.configuration(train__seq_len=2048)))
-    assert "× 2,048 tokens" in settings_of(run.config)
-    assert "2,048 tokens per sequence" in dict(shown_facts(run))["text"]
+    run = History.read(fake_run.write_run(tmp_path, fake_run.make_config(train__seq_len=2048)))
+    assert "× 2,048 tokens" in format_settings(run.config)
+    assert "2,048 tokens per sequence" in dict(format_facts(run))["text"]
 
 
 def test_a_loss_that_was_read_before_the_first_step_alone_has_not_come_from_anywhere(tmp_path: Path) -> None:
     def large(events: list[dict]) -> list[dict]:
         return [event | ({"bpb": 58690.294} if event["kind"] == "step" else {}) for event in events if event["step"] <= 1]
 
-    told = dict(shown_facts(History.read(fake_run.write_run(tmp_path / "begun", spoil=large))))
+    told = dict(format_facts(History.read(fake_run.write_run(tmp_path / "begun", spoil=large))))
     assert told["validation, bits per byte"].endswith(", untrained")
     assert told["training, bits per byte"] == "58,690.294"
-    whole = dict(shown_facts(History.read(fake_run.write_run(tmp_path / "whole"))))
+    whole = dict(format_facts(History.read(fake_run.write_run(tmp_path / "whole"))))
     assert "→" in whole["validation, bits per byte"]
 
 
@@ -62,9 +62,9 @@ STAGES = [
 ]
 
 
-def of_stages(folder: Path, spoil: Any) -> History:
+def make_staged_history(folder: Path, spoil: Any) -> History:
     train = {"stages": STAGES, "log_every": 10, "eval_every": 50, "save_every": 100}
-    config = RunConfig.from_dict({**fake_run.configuration().to_dict(), "train": train})
+    config = RunConfig.from_dict({**fake_run.make_config().to_dict(), "train": train})
     return History.read(fake_run.write_run(folder, config, spoil))
 
 
@@ -75,7 +75,7 @@ def test_the_first_step_of_a_stage_says_nothing_of_the_pace(tmp_path: Path) -> N
         at = next(i for i, event in enumerate(events) if event["kind"] == "step" and event["step"] == 110)
         events.insert(at, {**events[at], "step": 101, "dt_s": 60.0})
 
-    steps, seconds = training_seconds(of_stages(tmp_path, spoil))
+    steps, seconds = compute_cumulative_step_time(make_staged_history(tmp_path, spoil))
     assert 101 not in steps and seconds[-1] == 100.0
 
 
@@ -85,4 +85,4 @@ def test_the_speed_of_a_run_is_that_of_its_last_stage(tmp_path: Path) -> None:
             if event["kind"] == "step":
                 event["tokens_per_s"] = 1000.0 if event["step"] <= 100 else 400.0
 
-    assert facts(of_stages(tmp_path, spoil)).tokens_per_s == 400.0
+    assert collect_facts(make_staged_history(tmp_path, spoil)).tokens_per_s == 400.0

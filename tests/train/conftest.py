@@ -13,9 +13,9 @@ import pytest
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Dataset, prepare
-from nsa_lab.runs import launch
+from nsa_lab.runs import lifecycle
 from nsa_lab.train.attempt import run
-from nsa_lab.train.parts import Builders
+from nsa_lab.train.build import Builders
 
 Make = Callable[..., Path]
 
@@ -82,7 +82,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def new_run(tiny: Callable[..., RunConfig], tmp_path: Path) -> Make:
     """`new_run(**changes)`: the directory of a run that has not started."""
-    return lambda **changes: launch.create_run(tiny(**changes), tmp_path / "outputs")
+    return lambda **changes: lifecycle.create_run(tiny(**changes), tmp_path / "outputs")
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +102,7 @@ def trained_once(
     tiny: Callable[..., RunConfig], train: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The tiny run as it comes, trained to its end. Not for tests to write to."""
-    run_dir = launch.create_run(tiny(), tmp_path_factory.mktemp("trained"))
+    run_dir = lifecycle.create_run(tiny(), tmp_path_factory.mktemp("trained"))
     assert train(run_dir) == 0
     return run_dir
 

@@ -11,7 +11,7 @@ from nsa_lab.data import Batch, Documents
 SEP = 255
 
 
-def batch_of(lengths: list[list[int]], seed: int) -> Batch:
+def make_document_batch(lengths: list[list[int]], seed: int) -> Batch:
     """A row of documents for each list, a separator at the beginning of each; some tokens have no weight."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(SEP, (len(lengths), sum(lengths[0]) + 1), generator=generator)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from document_batches import SEP, batch_of
+from document_batches import SEP, make_document_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from interpreter import keep_what_it_repeats
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_lab.attention import Span, dense
-from nsa_lab.attention.packing import owners
+from nsa_lab.attention.segment_ops import find_documents
 from nsa_lab.config import ConfigError, DataConfig, RunConfig, RuntimeConfig, StageConfig
 from nsa_lab.data import Batch, Documents
 from nsa_lab.train import cuda_graph
+from nsa_lab.train.build import build_model
 from nsa_lab.train.distributed import World
-from nsa_lab.train.documents import other_documents, spans_of
-from nsa_lab.train.parts import build_model
+from nsa_lab.train.packing import make_different_span, make_spans
 from nsa_lab.train.step import Stepper, make_optimizer
 
 Tiny = Callable[..., RunConfig]
@@ -42,12 +42,12 @@ LENGTHS = [
 ]
 
 
-BATCHES = [batch_of(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+BATCHES = [make_document_batch(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
 
 
 def by_tables(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *_: Any, **how: Any) -> Tensor:
     """What a kernel for documents of any lengths computes, and it knows them by their bounds alone, as on a GPU."""
-    document, t = owners(len(q), bounds), torch.arange(len(q))
+    document, t = find_documents(len(q), bounds), torch.arange(len(q))
     seen = (document == document[:, None]) & (t <= t[:, None])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
@@ -56,9 +56,9 @@ def by_tables(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *_: Any, **how: A
 @pytest.fixture
 def stepper(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., tuple[nn.Module, Stepper]]:
     """`stepper(graph, ...)`: the tiny dense model and its stepper; a graph of it is Python run anew."""
-    monkeypatch.setattr(cuda_graph, "WARM_UP", 1)
-    monkeypatch.setattr(cuda_graph, "on_a_side_stream", lambda device: nullcontext())
-    monkeypatch.setattr(dense, "_varlen", lambda q, v: by_tables)
+    monkeypatch.setattr(cuda_graph, "WARM_UP_PASSES", 1)
+    monkeypatch.setattr(cuda_graph, "use_side_stream", lambda device: nullcontext())
+    monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: by_tables)
 
     def make(graph: bool, **changes: Any) -> tuple[nn.Module, Stepper]:
         changes = {"batch_size": 4, "accumulate_grad_batches": 1, "model": {"attention": "dense"}} | changes
@@ -73,7 +73,7 @@ def stepper(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., tuple[
             def replay() -> None:
                 for p in parameters:
                     p.grad = None
-                with dense.replayable():  # a graph goes the way that was captured
+                with dense.force_single_call():  # a graph goes the way that was captured
                     result.copy_(run())
                 for p, grad in zip(parameters, grads, strict=True):
                     grad.copy_(p.grad)
@@ -84,7 +84,7 @@ def stepper(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., tuple[
             monkeypatch.setattr(cuda_graph, "record", run_anew)
         settings: dict[str, Any] = {"device": CPU, "bf16": False, "world": World(), "separator": SEP}
         settings["graphed"] = lambda stage: graph if stage.cuda_graph is None else stage.cuda_graph
-        settings["auxiliary"] = model.auxiliary_loss if config.model.taught else None
+        settings["auxiliary"] = model.auxiliary_loss if config.model.has_selection_loss else None
         return model, Stepper(model, model, make_optimizer(model, config.train), config.train, **settings)
 
     return make
@@ -105,11 +105,11 @@ def trained(model: nn.Module, stepper: Stepper, batches: list[Batch]) -> tuple[T
 
 def test_a_graph_serves_long_documents_of_any_lengths(stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which a step without one attends each by itself, where that is faster."""
-    alone, by_itself = [], dense._attend_laid_out
+    alone, by_itself = [], dense._attend_padded
     monkeypatch.setattr(dense, "LONG", 20)
-    monkeypatch.setattr(dense, "_has_cudnn", lambda device: True)
+    monkeypatch.setattr(dense, "_uses_cudnn_sdpa", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # as a stand-in for a graph has it
-    monkeypatch.setattr(dense, "_attend_laid_out", lambda q, k, v: (alone.append(q.shape[1]), by_itself(q, k, v))[1])
+    monkeypatch.setattr(dense, "_attend_padded", lambda q, k, v: (alone.append(q.shape[1]), by_itself(q, k, v))[1])
     model, graphed = stepper(True)
     found, left = trained(model, graphed, BATCHES)
     assert not alone
@@ -130,7 +130,7 @@ def test_steps_of_graphs_are_those_without(stepper: Callable[..., Any], micro: i
     random = torch.get_rng_state()
     found, left = trained(model, graphed, BATCHES)
     assert torch.equal(torch.get_rng_state(), random)
-    capacities = {tuple(span.capacity for span in spans_of(batch.split(micro))) for batch in BATCHES}
+    capacities = {tuple(span.capacity for span in make_spans(batch.split(micro))) for batch in BATCHES}
     assert len(graphed._graphs._captured) == len(capacities) in (2, 3) and graphed._graphs._pool == len(capacities)
     expected, wanted = trained(*stepper(False, **changes), BATCHES)
     assert torch.equal(found, expected)
@@ -142,7 +142,7 @@ def test_another_stage_has_graphs_of_its_own(stepper: Callable[..., Any], change
     """Of those before it, which replay another shape or rotary base, nothing is left, and its steps are those without."""
     stage = StageConfig(**{"seq_len": 32, **changes})
     lengths = [[[stage.seq_len]] * stage.batch_size, [[1] * (stage.seq_len - 7) + [7]] * stage.batch_size]
-    later = [batch_of(rows, seed) for seed, rows in enumerate(lengths, len(BATCHES))]
+    later = [make_document_batch(rows, seed) for seed, rows in enumerate(lengths, len(BATCHES))]
 
     def run(graph: bool) -> tuple[Stepper, Tensor, list[Tensor]]:
         model, taken = stepper(graph, model={"attention": "dense"})
@@ -153,7 +153,7 @@ def test_another_stage_has_graphs_of_its_own(stepper: Callable[..., Any], change
         return taken, torch.cat([results, more]), left + then
 
     graphed, found, left = run(True)
-    captured = graphed._graphs._captured.values()
+    captured = graphed._graphs._captured_steps.values()
     assert len(captured) == graphed._graphs._pool == 2
     assert {step.batch.inputs.shape for step in captured} == {(stage.batch_size, stage.seq_len)}
     _, expected, wanted = run(False)
@@ -196,7 +196,7 @@ def test_the_kernels_compute_what_the_spans_hold(stepper: Callable[..., Any], re
         "seq_len": 48,
     }
     lengths = [[9, 5, 34], [1, 30, 17], [17, 2, 4, 4, 21]]
-    batches = [batch_of([row], seed) for seed, row in enumerate(lengths)]
+    batches = [make_document_batch([row], seed) for seed, row in enumerate(lengths)]
     model, graphed = stepper(True, **changes)
     found, left = trained(model, graphed, batches)
     assert len(graphed._graphs._captured) == 2
@@ -210,7 +210,7 @@ def test_a_part_that_asks_the_host_where_documents_begin_is_found(
     stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
     """The torch backend goes from document to document. Nothing is applied."""
-    monkeypatch.setattr(dense, "_varlen", lambda q, v: None)
+    monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: None)
     model, graphed = stepper(True, model={"attention": attention})
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(
@@ -251,7 +251,7 @@ def test_positions_from_the_host_are_found(stepper: Callable[..., Any], monkeypa
         return torch.cat([document.positions() for document in span.documents])
 
     _, graphed = stepper(True)
-    monkeypatch.setattr(Span, "positions", counted)
+    monkeypatch.setattr(Span, "get_text_positions", counted)
     with pytest.raises(ConfigError, match="asks the host where documents begin"):
         step(graphed, BATCHES[0])
 
@@ -277,12 +277,12 @@ def test_moments_are_made_before_the_first_capture_alone(
     stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, documents: Documents | None
 ) -> None:
     """And nothing is checked where there are no documents: the torch backend is as good as any."""
-    monkeypatch.setattr(dense, "_varlen", lambda q, v: None if documents is None else by_tables)
+    monkeypatch.setattr(dense, "_get_varlen_attn", lambda q, v: None if documents is None else by_tables)
     told: list[str] = []
-    make, plain = Stepper._make_moments, cuda_graph.GraphedGradients._plain
-    monkeypatch.setattr(Stepper, "_make_moments", lambda self: told.append("moments") or make(self))
+    make, plain = Stepper._allocate_moments, cuda_graph.GradientGraphs._run_without_graph
+    monkeypatch.setattr(Stepper, "_allocate_moments", lambda self: told.append("moments") or make(self))
     monkeypatch.setattr(
-        cuda_graph.GraphedGradients, "_plain", lambda self, *given: told.append("plain") or plain(self, *given)
+        cuda_graph.GradientGraphs, "_plain", lambda self, *given: told.append("plain") or plain(self, *given)
     )
     _, graphed = stepper(True)
     for batch in (BATCHES[0], BATCHES[2]):
@@ -298,10 +298,10 @@ def test_a_configuration_may_ask_for_both() -> None:
 def test_micro_batches_of_a_step_have_one_capacity() -> None:
     parts = BATCHES[2].split(1)
     assert [part.documents.capacity for part in parts] == [16, 4, 4, 4]
-    spans = spans_of(parts)
-    assert [span.capacity for span in spans] == [16] * 4 and len({span.laid_out for span in spans}) == 1
+    spans = make_spans(parts)
+    assert [span.capacity for span in spans] == [16] * 4 and len({span.graph_key for span in spans}) == 1
     assert [span.bounds for span in spans] == [tuple(part.documents.cu_seqlens.tolist()) for part in parts]
-    assert spans_of([part._replace(documents=None) for part in parts]) == [None] * 4
+    assert make_spans([part._replace(documents=None) for part in parts]) == [None] * 4
 
 
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4), room=st.integers(0, 2), more=st.integers(0, 3))
@@ -310,8 +310,8 @@ def test_other_documents_are_others_where_there_can_be_any(lengths: list[int], r
     lengths = [*lengths[1:], lengths[0] + 1]
     total, capacity, longest = sum(lengths), len(lengths) + room, max(lengths) + more
     span = Span.packed(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), capacity, longest)
-    other = other_documents(span)
-    assert other.laid_out == span.laid_out
+    other = make_different_span(span)
+    assert other.graph_key == span.graph_key
 
     def layouts(left: int, documents: int) -> list[list[int]]:
         if not left:
@@ -320,7 +320,7 @@ def test_other_documents_are_others_where_there_can_be_any(lengths: list[int], r
         return [[n, *rest] for n in range(1, longest_next + 1) for rest in layouts(left - n, documents - 1)]
 
     possible = {tuple(layout) for layout in layouts(total, capacity)}
-    mine, its = (tuple(d.last for d in s.documents if d.last) for s in (span, other))
+    mine, its = (tuple(d.end for d in s.documents if d.end) for s in (span, other))
     assert {mine, its} <= possible and (mine == its) == (len(possible) == 1)
 
 
@@ -329,7 +329,7 @@ def test_other_documents_differ_in_much_of_the_text() -> None:
     for lengths, capacity in (([1023, 1025], 2), ([2048] * 4, 8), ([512] * 16, 16), ([9] * 63 + [33], 64)):
         bounds = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32)
         span = Span.packed(bounds, capacity, 2048)
-        moved = span.positions(CPU) != other_documents(span).positions(CPU)
+        moved = span.positions(CPU) != make_different_span(span).positions(CPU)
         assert moved.float().mean() >= 0.4
 
 
@@ -337,10 +337,10 @@ def test_memory_that_does_not_suffice_is_no_wrong_setting(monkeypatch: pytest.Mo
     def full(run: Any, pool: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(cuda_graph, "on_a_side_stream", lambda device: nullcontext())
+    monkeypatch.setattr(cuda_graph, "use_side_stream", lambda device: nullcontext())
     monkeypatch.setattr(cuda_graph, "record", full)
     weight, tokens = torch.zeros(2, requires_grad=True), torch.zeros(1, 4, dtype=torch.int64)
-    graphs = cuda_graph.GraphedGradients(lambda batch, spans: weight.sum()[None].detach(), [weight], torch.device("cpu"))
+    graphs = cuda_graph.GradientGraphs(lambda batch, spans: weight.sum()[None].detach(), [weight], torch.device("cpu"))
     with pytest.raises(torch.OutOfMemoryError):
         graphs(Batch(tokens, tokens), [None], StageConfig())
 
@@ -350,4 +350,4 @@ def test_every_number_that_a_step_tells_is_held_against_a_plain_pass() -> None:
     told = torch.tensor([2.0, 0.5]), grads
     step = cuda_graph.CapturedStep(Batch(tokens, tokens), [None], lambda: None, torch.tensor([2.0, 0.7]), grads)
     with pytest.raises(ConfigError, match=r"a step's loss is 0\.4"):
-        cuda_graph._check(step, told, told)
+        cuda_graph._check_replay(step, told, told)

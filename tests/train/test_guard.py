@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from nsa_lab.train.guard import SPIKE_MINIMUM, GateRule, SpikeRule, ThroughputRule, non_finite
+from nsa_lab.train.guard import SPIKE_MIN_LOSSES, GateRule, SpikeRule, ThroughputRule, check_non_finite
 
 
 def falling_losses(count: int = 200) -> list[float]:
@@ -16,13 +16,13 @@ def falling_losses(count: int = 200) -> list[float]:
 
 
 def test_non_finite_fires_and_names_the_good_step() -> None:
-    verdict = non_finite(7, float("nan"), 1.0, 1.0)
+    verdict = check_non_finite(7, float("nan"), 1.0, 1.0)
     assert verdict.action == "halt" and verdict.step == 7 and "step 6" in verdict.text and "loss" in verdict.text
-    assert "gradient norm" in non_finite(7, 2.0, float("inf"), 1.0).text
+    assert "gradient norm" in check_non_finite(7, 2.0, float("inf"), 1.0).text
 
 
 def test_non_finite_is_silent_on_large_numbers() -> None:
-    assert non_finite(7, 1e30, 1e30, 0.0) is None
+    assert check_non_finite(7, 1e30, 1e30, 0.0) is None
 
 
 def test_spike_fires_on_a_spike() -> None:
@@ -33,7 +33,7 @@ def test_spike_fires_on_a_spike() -> None:
 
 def test_a_spike_does_not_widen_the_window_that_it_is_judged_by() -> None:
     # Among 33 numbers none is six deviations above their own mean, however large it is.
-    assert SpikeRule(6.0, [2.0, 2.1] * (SPIKE_MINIMUM // 2)).observe(SPIKE_MINIMUM + 1, 100.0).rule == "spike"
+    assert SpikeRule(6.0, [2.0, 2.1] * (SPIKE_MIN_LOSSES // 2)).observe(SPIKE_MIN_LOSSES + 1, 100.0).rule == "spike"
 
 
 def test_spike_is_silent_on_a_noisy_falling_curve_and_on_a_plateau() -> None:
@@ -45,7 +45,7 @@ def test_spike_is_silent_on_a_noisy_falling_curve_and_on_a_plateau() -> None:
 
 
 def test_spike_is_silent_while_its_window_fills_and_when_it_is_off() -> None:
-    rule = SpikeRule(6.0, [1.0] * (SPIKE_MINIMUM - 1))
+    rule = SpikeRule(6.0, [1.0] * (SPIKE_MIN_LOSSES - 1))
     assert rule.observe(1, 100.0) is None
     assert SpikeRule(0.0, falling_losses()).observe(201, 1e9) is None
 
@@ -144,14 +144,14 @@ def test_a_short_burst_of_slowness_is_not_called_a_slowdown() -> None:
 
 
 def test_a_norm_that_is_not_finite_is_the_value_that_is_told() -> None:
-    found = non_finite(7, 2.0, math.inf, 1.0)
+    found = check_non_finite(7, 2.0, math.inf, 1.0)
     assert found is not None and found.value == math.inf and "gradient norm is inf" in found.text
 
 
 def test_a_spike_is_judged_from_the_33rd_loss_on() -> None:
-    found = SpikeRule(6.0, [2.0, 2.1] * (SPIKE_MINIMUM // 2)).observe(1, 100.0)
+    found = SpikeRule(6.0, [2.0, 2.1] * (SPIKE_MIN_LOSSES // 2)).observe(1, 100.0)
     assert found is not None and found.rule == "spike"
-    assert SpikeRule(6.0, ([2.0, 2.1] * SPIKE_MINIMUM)[: SPIKE_MINIMUM - 1]).observe(1, 100.0) is None
+    assert SpikeRule(6.0, ([2.0, 2.1] * SPIKE_MIN_LOSSES)[: SPIKE_MIN_LOSSES - 1]).observe(1, 100.0) is None
 
 
 def test_a_second_slowdown_is_told_again_and_counts_its_own_seconds() -> None:

@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_lab.config import ConfigError, RunConfig, known_keys
+from nsa_lab.config import ConfigError, RunConfig, list_keys
 from nsa_lab.data import DataError
-from nsa_lab.runs import directory, events, files, launch, older_variables
+from nsa_lab.runs import atomic_io, directory, events, lifecycle, older_variables
 from nsa_lab.runs.lock import sign_lock, take_lock
 from nsa_lab.runs.ranks import check_ranks
-from nsa_lab.train import ranks
+from nsa_lab.train import launcher
 from nsa_lab.train.attempt import run
+from nsa_lab.train.build import select_device
 from nsa_lab.train.distributed import World
-from nsa_lab.train.parts import choose_device
 from nsa_lab.train.startable import check_startable
 
 Tiny = Callable[..., RunConfig]
@@ -49,11 +49,11 @@ def wait_for_steps(run_dir: Path, count: int = 1) -> None:
 
 
 def test_a_new_run_has_its_three_files_and_a_status(tiny: Tiny, tmp_path: Path) -> None:
-    run_dir = launch.create_run(tiny(), tmp_path)
+    run_dir = lifecycle.create_run(tiny(), tmp_path)
     assert {p.name for p in run_dir.iterdir()} == {"config.yaml", "environment.json", "status.json"}
     assert RunConfig.from_yaml(run_dir / "config.yaml") == tiny()
     assert json.loads((run_dir / "environment.json").read_text())["config_hash"] == tiny().hash()
-    assert launch.state(run_dir) == "PREEMPTED" and not launch.is_alive(run_dir)
+    assert lifecycle.get_state(run_dir) == "PREEMPTED" and not lifecycle.is_alive(run_dir)
     name, stamp, suffix = run_dir.name.rsplit("-", 2)
     assert name == "tiny" and len(suffix) == 4 and stamp.endswith("Z")
 
@@ -61,54 +61,54 @@ def test_a_new_run_has_its_three_files_and_a_status(tiny: Tiny, tmp_path: Path) 
 def test_wrong_data_leaves_nothing_behind(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(data={"source": "local", "path": str(tmp_path / "absent"), "max_tokens": None, "val_fraction": 0.3})
     with pytest.raises(DataError):
-        launch.create_run(config, tmp_path / "outputs")
+        lifecycle.create_run(config, tmp_path / "outputs")
     assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.slow
 def test_ensure_starts_attaches_resumes_and_leaves_a_finished_run_alone(forked: None, tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(**LONG)
-    run_dir = launch.ensure(config, tmp_path)
-    pid = launch.attach(run_dir)
-    assert launch.is_alive(run_dir) and os.getsid(pid) == pid, "it leads a session of its own"
-    assert launch.ensure(config, tmp_path) == run_dir and launch.ensure(run_dir) == run_dir
-    assert launch.attach(run_dir) == launch.start(run_dir) == pid
+    run_dir = lifecycle.ensure(config, tmp_path)
+    pid = lifecycle.attach(run_dir)
+    assert lifecycle.is_alive(run_dir) and os.getsid(pid) == pid, "it leads a session of its own"
+    assert lifecycle.ensure(config, tmp_path) == run_dir and lifecycle.ensure(run_dir) == run_dir
+    assert lifecycle.attach(run_dir) == lifecycle.start(run_dir) == pid
     wait_for_steps(run_dir)
     os.kill(pid, signal.SIGKILL)
-    assert launch.wait(run_dir, 10) and launch.state(run_dir) == "DEAD"
-    assert launch.ensure(config, tmp_path) == run_dir and launch.attach(run_dir) != pid
+    assert lifecycle.wait(run_dir, 10) and lifecycle.get_state(run_dir) == "DEAD"
+    assert lifecycle.ensure(config, tmp_path) == run_dir and lifecycle.attach(run_dir) != pid
     wait_for_steps(run_dir, 30)
-    assert launch.stop(run_dir) == "PREEMPTED" and not launch.is_alive(run_dir)
+    assert lifecycle.stop(run_dir) == "PREEMPTED" and not lifecycle.is_alive(run_dir)
     done = directory.read_status(run_dir)["step"]
-    launch.resume(run_dir)
+    lifecycle.resume(run_dir)
     wait_for_steps(run_dir, done + 10)
-    assert launch.stop(run_dir) == "PREEMPTED"
+    assert lifecycle.stop(run_dir) == "PREEMPTED"
     directory.write_status(run_dir, run=run_dir.name, status=directory.DONE)
-    assert launch.ensure(run_dir) == run_dir and not launch.is_alive(run_dir)
+    assert lifecycle.ensure(run_dir) == run_dir and not lifecycle.is_alive(run_dir)
     with pytest.raises(directory.RunDirectoryError, match="DONE"):
-        launch.resume(run_dir)
-    assert launch.find_unfinished(config, tmp_path) is None
+        lifecycle.resume(run_dir)
+    assert lifecycle.find_unfinished(config, tmp_path) is None
 
 
 def test_the_unfinished_run_that_is_found_has_the_same_configuration(tiny: Tiny, tmp_path: Path) -> None:
-    first = launch.create_run(tiny(), tmp_path)
-    launch.create_run(tiny(lr=1e-3), tmp_path)
-    assert launch.find_unfinished(tiny(), tmp_path) == first
+    first = lifecycle.create_run(tiny(), tmp_path)
+    lifecycle.create_run(tiny(lr=1e-3), tmp_path)
+    assert lifecycle.find_unfinished(tiny(), tmp_path) == first
     directory.write_status(first, run=first.name, status=directory.HALTED)
-    assert launch.find_unfinished(tiny(), tmp_path) is None, "a HALT belongs to its run and stops no other"
+    assert lifecycle.find_unfinished(tiny(), tmp_path) is None, "a HALT belongs to its run and stops no other"
 
 
 def test_a_status_from_another_run_is_not_believed(tiny: Tiny, tmp_path: Path) -> None:
-    run_dir = launch.create_run(tiny(), tmp_path)
+    run_dir = lifecycle.create_run(tiny(), tmp_path)
     directory.write_status(run_dir, run="an-older-run", status=directory.HALTED)
     with pytest.raises(directory.RunDirectoryError, match="an-older-run"):
-        launch.state(run_dir)
+        lifecycle.get_state(run_dir)
 
 
 @pytest.mark.slow
 def test_two_launchers_at_once_start_one_trainer(forked: None, tiny: Tiny, tmp_path: Path) -> None:
-    run_dir, pids = launch.create_run(tiny(**LONG), tmp_path), []
-    threads = [threading.Thread(target=lambda: pids.append(launch.start(run_dir))) for _ in range(4)]
+    run_dir, pids = lifecycle.create_run(tiny(**LONG), tmp_path), []
+    threads = [threading.Thread(target=lambda: pids.append(lifecycle.start(run_dir))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -116,36 +116,36 @@ def test_two_launchers_at_once_start_one_trainer(forked: None, tiny: Tiny, tmp_p
     assert len(pids) == 4 and len(set(pids)) == 1
     # Before it can listen to signals a trainer just ends.
     os.kill(pids[0], signal.SIGKILL)
-    assert launch.wait(run_dir, 10)
+    assert lifecycle.wait(run_dir, 10)
 
 
 def test_ranks_that_a_quick_supervisor_has_named_stay_named(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, pid = launch.create_run(tiny(**LONG), tmp_path), os.getpid()
+    run_dir, pid = lifecycle.create_run(tiny(**LONG), tmp_path), os.getpid()
 
     def signs_at_once(command: list[str], pass_fds: list[int], **rest: object) -> types.SimpleNamespace:
         sign_lock(pass_fds[0], pid, [pid])
         return types.SimpleNamespace(pid=pid, wait=lambda: 0)
 
     monkeypatch.setattr(subprocess, "Popen", signs_at_once)
-    assert launch.start(run_dir, ranks=2) == pid
+    assert lifecycle.start(run_dir, ranks=2) == pid
     assert [rank["pid"] for rank in json.loads((run_dir / directory.LOCK).read_text())["ranks"]] == [pid]
 
 
 @pytest.mark.slow
 def test_a_stop_that_comes_before_the_trainer_is_ready_is_kept_for_it(tiny: Tiny, tmp_path: Path) -> None:
-    run_dir = launch.create_run(tiny(**LONG), tmp_path)
-    launch.start(run_dir)
+    run_dir = lifecycle.create_run(tiny(**LONG), tmp_path)
+    lifecycle.start(run_dir)
     # The process exists and has not imported anything yet.
-    assert launch.stop(run_dir) == "PREEMPTED"
+    assert lifecycle.stop(run_dir) == "PREEMPTED"
     status = directory.read_status(run_dir)
     assert status["exit_code"] == directory.EXIT_STOPPED and "SIGTERM" in status["reason"]
 
 
 @pytest.mark.slow
 def test_the_trainer_outlives_the_process_that_started_it(tiny: Tiny, tmp_path: Path) -> None:
-    run_dir = launch.create_run(tiny(**LONG), tmp_path)
+    run_dir = lifecycle.create_run(tiny(**LONG), tmp_path)
     code = f"import time; from nsa_lab.runs import launch; launch.start({str(run_dir)!r}); print('started', flush=True)"
     kernel = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=subprocess.PIPE, text=True)
     assert kernel.stdout.readline() == "started\n"
@@ -153,20 +153,20 @@ def test_the_trainer_outlives_the_process_that_started_it(tiny: Tiny, tmp_path: 
     kernel.wait()
     kernel.stdout.close()
     wait_for_steps(run_dir)
-    assert launch.stop(run_dir) == "PREEMPTED"
+    assert lifecycle.stop(run_dir) == "PREEMPTED"
 
 
 def test_a_lock_whose_signer_is_gone_counts_as_nobody(tiny: Tiny, tmp_path: Path) -> None:
-    run_dir = launch.create_run(tiny(), tmp_path)
+    run_dir = lifecycle.create_run(tiny(), tmp_path)
     lock = take_lock(run_dir)
     sign_lock(lock, os.getpid())
-    assert launch.attach(run_dir) == os.getpid()
+    assert lifecycle.attach(run_dir) == os.getpid()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     sign_lock(lock, gone.pid)
     owner = json.loads((run_dir / directory.LOCK).read_text()) | {"started": "1"}
     (run_dir / directory.LOCK).write_text(json.dumps(owner))
-    assert not launch.is_alive(run_dir)
+    assert not lifecycle.is_alive(run_dir)
     os.close(lock)
 
 
@@ -174,26 +174,26 @@ def test_ranks_that_cannot_share_a_step_are_refused_before_any_is_started(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand of them would take a machine's memory before the first one says so."""
-    run_dir = launch.create_run(tiny(), tmp_path)
+    run_dir = lifecycle.create_run(tiny(), tmp_path)
     monkeypatch.setattr(subprocess, "Popen", None)
-    for start in (lambda: launch.start(run_dir, ranks=1000), lambda: ranks.train(run_dir, 1000, None)):
+    for start in (lambda: lifecycle.start(run_dir, ranks=1000), lambda: launcher.launch_ranks(run_dir, 1000, None)):
         with pytest.raises(ConfigError, match="1000 ranks cannot share evenly; use a number of ranks that divides"):
             start()
-    assert launch.state(run_dir) == "PREEMPTED"
+    assert lifecycle.get_state(run_dir) == "PREEMPTED"
 
 
 def test_ranks_without_a_gpu_each_are_refused_before_any_is_started(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = [tiny(runtime={"device": device}) for device in ("auto", "cuda")]
-    run_dirs = [launch.create_run(config, tmp_path) for config in configs]
+    run_dirs = [lifecycle.create_run(config, tmp_path) for config in configs]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(subprocess, "Popen", None)
     for config, run_dir in zip(configs, run_dirs, strict=True):
         for start in (
-            lambda run_dir=run_dir: launch.start(run_dir, ranks=4),
-            lambda run_dir=run_dir: launch.resume(run_dir, ranks=4),
-            lambda run_dir=run_dir: ranks.train(run_dir, 4, None),
+            lambda run_dir=run_dir: lifecycle.start(run_dir, ranks=4),
+            lambda run_dir=run_dir: lifecycle.resume(run_dir, ranks=4),
+            lambda run_dir=run_dir: launcher.launch_ranks(run_dir, 4, None),
             lambda config=config: check_startable(config, 4),
         ):
             with pytest.raises(
@@ -210,11 +210,11 @@ def test_a_rank_of_torchrun_without_a_gpu_says_so(tiny: Tiny, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"^local rank 2 has no GPU: torch sees 2 here"):
-        choose_device(tiny(runtime={"device": "auto"}), World(2, 4, 2))
+        select_device(tiny(runtime={"device": "auto"}), World(2, 4, 2))
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
-    for call in (launch.ensure, launch.start, launch.stop, launch.resume, launch.attach):
+    for call in (lifecycle.ensure, lifecycle.start, lifecycle.stop, lifecycle.resume, lifecycle.attach):
         with pytest.raises(directory.RunDirectoryError, match=r"config\.yaml"):
             call(tmp_path)
 
@@ -224,7 +224,7 @@ def test_variables_of_older_trainers_are_named_with_what_replaces_them(
 ) -> None:
     for name in ("NSA_BATCH_SIZE", "NSA_USE_FA2_WIN", "NSA_FA2_MIN_LEN_CMP", "NSA_SEL_RANGES_V2", "NSA_NVTX"):
         monkeypatch.setenv(name, "1")
-    run_dir = launch.create_run(tiny(steps=3), tmp_path)
+    run_dir = lifecycle.create_run(tiny(steps=3), tmp_path)
     with caplog.at_level("WARNING"):
         assert run(run_dir) == 0
     (warning,) = [text for text in caplog.messages if "read by nothing here" in text]
@@ -242,7 +242,7 @@ def test_variables_of_older_trainers_are_named_with_what_replaces_them(
 
 def test_every_replacement_that_is_named_exists() -> None:
     """A setting by its dotted key, a command by its name."""
-    settings = set(known_keys(RunConfig))
+    settings = set(list_keys(RunConfig))
     for instead in older_variables.REPLACED_BY.values():
         for key in re.findall(r"(?:train|data|runtime|nsa|model)\.[a-z_0-9]+", instead):
             assert key in settings, instead
@@ -252,11 +252,11 @@ def test_the_launcher_names_them_too(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("NSA_LR", "1")
-    run_dir = launch.create_run(tiny(**LONG), tmp_path)
+    run_dir = lifecycle.create_run(tiny(**LONG), tmp_path)
     lock = take_lock(run_dir)
     sign_lock(lock, os.getpid())
-    files.say_once.cache_clear()
+    atomic_io.warn_once.cache_clear()
     with caplog.at_level("WARNING"):
-        launch.start(run_dir)
+        lifecycle.start(run_dir)
     assert ["NSA_LR: set train.lr" in text for text in caplog.messages] == [True]
     os.close(lock)

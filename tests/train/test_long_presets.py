@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import Batch
-from nsa_lab.evaluate import reach
-from nsa_lab.runs import events, launch
-from nsa_lab.train import measure
-from nsa_lab.train.plan import plan, shape_of
+from nsa_lab.evaluate import measure_selection_benefit
+from nsa_lab.runs import events, lifecycle
+from nsa_lab.train import validation
+from nsa_lab.train.estimate import build_meta_model, estimate_resources
+from nsa_lab.train.matched_baseline import compute_matched_hidden
 from nsa_lab.train.trainer import Trainer
-from nsa_lab.train.twin import matched_hidden
 
 PARAMS = Path(__file__).parents[2] / "params"
 NSA, DENSE = (RunConfig.from_yaml(PARAMS / f"long_64k{kind}.yaml") for kind in ("", "_dense"))
@@ -30,10 +30,10 @@ SMALL = {"dim": 24, "n_layers": 1, "d_k": 4, "d_v": 4, "mlp_hidden": 32, "ngram_
 
 def test_the_dense_preset_is_the_twin_with_as_many_parameters() -> None:
     """At the next multiple of 8 of the width that `nsa-lab plan --twin` finds."""
-    assert DENSE.model.hidden == 8 * -(-matched_hidden(NSA) // 8) == 2456
-    counts = [shape_of(config.model).parameter_count() for config in (NSA, DENSE)]
+    assert DENSE.model.hidden_width == 8 * -(-compute_matched_hidden(NSA) // 8) == 2456
+    counts = [build_meta_model(config.model).parameter_count() for config in (NSA, DENSE)]
     assert counts == [78_397_184, 78_447_872] and counts[1] / counts[0] - 1 < 0.001
-    model = {"attention": "dense", "mlp_hidden": DENSE.model.hidden}
+    model = {"attention": "dense", "mlp_hidden": DENSE.model.hidden_width}
     assert NSA.model_copy(update={"name": DENSE.name, "model": NSA.model.model_copy(update=model)}) == DENSE
 
 
@@ -42,7 +42,7 @@ def test_they_grow_to_64k_on_documents_told_apart_and_on_long_ones_at_the_end() 
     assert [stage.seq_len for stage in stages] == [2048, 8192, 65536] and NSA.data.documents == "mask"
     assert [stage.min_document_tokens for stage in stages] == [0, 0, 32768]
     assert [stage.planted_share for stage in stages] == [1, 1, 0.5]
-    assert plan(NSA).tokens == plan(DENSE).tokens == (786 + 1046 + 2 * 750) * 32768
+    assert estimate_resources(NSA).tokens == estimate_resources(DENSE).tokens == (786 + 1046 + 2 * 750) * 32768
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,9 @@ def test_a_run_like_theirs_that_is_killed_goes_on_as_the_same_run(
         pass
 
     # Two facts of the sixteen at every evaluation: whether selection finds is not what is asked here, and takes longest.
-    monkeypatch.setattr(measure, "reach", partial(reach, sequences=2))
-    after = Trainer._after
-    whole, parted = (launch.create_run(shrunk(config, texts), tmp_path / name) for name in ("whole", "parted"))
+    monkeypatch.setattr(validation, "measure_selection_benefit", partial(measure_selection_benefit, sequences=2))
+    after = Trainer._finish_step
+    whole, parted = (lifecycle.create_run(shrunk(config, texts), tmp_path / name) for name in ("whole", "parted"))
     assert train(whole) == 0
     for cut in (5, 7):
 
@@ -102,7 +102,9 @@ def test_a_run_like_theirs_that_is_killed_goes_on_as_the_same_run(
     assert train(parted) == 0
     ours, theirs = (load_file(run_dir / "checkpoints/step-00000009/model.safetensors") for run_dir in (parted, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    told = [[_numbers(event) for event in events.steps(events.read_events(run_dir))] for run_dir in (whole, parted)]
+    told = [
+        [_numbers(event) for event in events.get_step_events(events.read_events(run_dir))] for run_dir in (whole, parted)
+    ]
     assert told[0] == told[1]
     # Half of the last stage's sequences have answers, one in every two; all of the others do.
     assert ["marked_loss" in event for event in told[0]] == [True] * 5 + [False, True, False, True]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.config import RunConfig
-from nsa_lab.model import MLP, DenseAttention, SparseAttention, rotary_table
-from nsa_lab.train.muon import Muon, matrices, newton_schulz
-from nsa_lab.train.parts import build_model
+from nsa_lab.model import MLP, DenseAttention, SparseAttention, get_rotary_table
+from nsa_lab.train.build import build_model
+from nsa_lab.train.muon import Muon, find_muon_matrices, orthogonalize
 from nsa_lab.train.step import make_optimizer
 
 Tiny = Callable[..., RunConfig]
@@ -39,15 +39,15 @@ def test_newton_schulz_is_the_polynomial_of_the_singular_values(shape: tuple[int
     """Of each matrix by itself, whatever the size of its neighbours."""
     x = random(*shape) * torch.logspace(-3, 3, shape[0], dtype=torch.float64)[:, None, None]
     truth = torch.stack([orthogonal(one) for one in x])
-    torch.testing.assert_close(newton_schulz(x, torch.float64), truth, rtol=0, atol=1e-10)
-    torch.testing.assert_close(newton_schulz(x.float(), torch.float32).double(), truth, rtol=0, atol=1e-3)
-    low = newton_schulz(x.float(), torch.bfloat16)
+    torch.testing.assert_close(orthogonalize(x, torch.float64), truth, rtol=0, atol=1e-10)
+    torch.testing.assert_close(orthogonalize(x.float(), torch.float32).double(), truth, rtol=0, atol=1e-3)
+    low = orthogonalize(x.float(), torch.bfloat16)
     assert low.dtype == torch.bfloat16
     assert (low.double() - truth).norm() < 0.05 * truth.norm()
 
 
 def test_of_a_matrix_of_zeros_nothing_becomes_of_nan() -> None:
-    assert torch.equal(newton_schulz(torch.zeros(2, 5, 3), torch.float32), torch.zeros(2, 5, 3))
+    assert torch.equal(orthogonalize(torch.zeros(2, 5, 3), torch.float32), torch.zeros(2, 5, 3))
 
 
 def filled(*weights: Tensor) -> list[nn.Parameter]:
@@ -173,16 +173,16 @@ def test_it_takes_the_projections_and_no_gate_norm_embedding_or_indexer(tiny: Ti
 def test_matrices_are_what_a_layer_tells_apart(tiny: Tiny, kind: str) -> None:
     """With all rows of a weight at zero but those of one matrix, that one's output alone is not zero."""
     model = build_model(tiny(**MODELS[kind]), CPU)
-    found, x = matrices(model), random(1, 5, 16, dtype=torch.float32)
+    found, x = find_muon_matrices(model), random(1, 5, 16, dtype=torch.float32)
     layer, mlp = model.blocks[0].attention, model.blocks[0].mlp
     assert isinstance(layer, SparseAttention | DenseAttention) and isinstance(mlp, MLP)
     weight = layer.qkv.weight.detach().clone()
     for number, here in enumerate(torch.arange(len(weight)).split(found[layer.qkv.weight])):
         with torch.no_grad():
             layer.qkv.weight.zero_()[here] = weight[here]
-            q, keys, values, _ = layer.heads(x, rotary_table(5, 4, 1e4, CPU))
-        assert [bool(out.any()) for out in (q, *keys, *values)] == [number == n for n in range(1 + 2 * layer.BRANCHES)]
-    halves = mlp.up(x).chunk(2 if mlp.gated else 1, dim=-1)
+            q, keys, values, _ = layer.project_heads(x, get_rotary_table(5, 4, 1e4, CPU))
+        assert [bool(out.any()) for out in (q, *keys, *values)] == [number == n for n in range(1 + 2 * layer.N_BRANCHES)]
+    halves = mlp.up(x).chunk(2 if mlp.is_gated else 1, dim=-1)
     assert found[mlp.up.weight] == [half.shape[-1] for half in halves]
     assert found[layer.out.weight] == [16] and found[mlp.down.weight] == [16]
 
@@ -195,6 +195,6 @@ def test_an_update_is_about_as_large_as_one_of_adamw(tiny: Tiny) -> None:
     before = {p: p.detach().clone() for p in model.parameters()}
     give_gradients(list(model.parameters()), 0)
     optimizer.step()
-    for p, rows in matrices(model).items():
+    for p, rows in find_muon_matrices(model).items():
         for moved in (p.detach() - before[p]).split(rows):
             assert 0.13 < moved.square().mean().sqrt() / config.train.lr < 0.25

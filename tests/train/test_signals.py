@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs import directory, events, lifecycle
 
 Make = Callable[..., Path]
 
@@ -114,14 +114,14 @@ def test_a_stop_before_the_first_step_saves_nothing_and_the_run_can_start_later(
     new_run: Make, train: Callable[..., int]
 ) -> None:
     run_dir = new_run()
-    from nsa_lab.train.parts import Builders
+    from nsa_lab.train.build import Builders
 
     def data(*arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
     assert train(run_dir, builders=Builders(data=data)) == directory.EXIT_STOPPED
-    assert launch.state(run_dir) == "PREEMPTED" and train(run_dir) == 0
+    assert lifecycle.get_state(run_dir) == "PREEMPTED" and train(run_dir) == 0
 
 
 JUDGED = {"stall_action": "halt", "runtime": {"heartbeat_s": 0.1}}

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from staged import staged as of_stages
+from stage_config import make_staged_config as of_stages
 
 from nsa_lab.config import ConfigError, RunConfig, StageConfig, TrainConfig
-from nsa_lab.data import Batches, StagedBatches, held_out
+from nsa_lab.data import Batches, StagedBatches, make_validation_batches
 from nsa_lab.health import examine
 from nsa_lab.inference import load_model
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import directory, events, launch
-from nsa_lab.runs.history import facts
+from nsa_lab.runs import directory, events, lifecycle
+from nsa_lab.runs.history import collect_facts
+from nsa_lab.train.build import _make_graph_predicate
+from nsa_lab.train.checkpoint_state import make_probe_input
 from nsa_lab.train.distributed import World
-from nsa_lab.train.parts import _graphed
-from nsa_lab.train.plan import flops_per_token, plan, shape_of
-from nsa_lab.train.schedule import learning_rate
-from nsa_lab.train.snapshot import probe_input
+from nsa_lab.train.estimate import build_meta_model, compute_flops_per_token, estimate_resources
+from nsa_lab.train.lr_schedule import compute_learning_rate
 
 Make, Train = Callable[..., Path], Callable[..., int]
 
@@ -51,7 +51,7 @@ def staged(tiny: Callable[..., RunConfig]) -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def new_staged_run(tiny: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], tmp_path: Path) -> Make:
     def make(**changes: Any) -> Path:
-        return launch.create_run(RunConfig.from_dict({**tiny().to_dict(), **staged(**changes)}), tmp_path / "outputs")
+        return lifecycle.create_run(RunConfig.from_dict({**tiny().to_dict(), **staged(**changes)}), tmp_path / "outputs")
 
     return make
 
@@ -60,14 +60,14 @@ def new_staged_run(tiny: Callable[..., RunConfig], staged: Callable[..., dict[st
 def whole(tiny: Callable[..., RunConfig], staged: Callable[..., dict[str, Any]], train: Train, tmp_path_factory) -> Path:
     """The staged run trained to its end, every step saved. Not for tests to write to."""
     config = RunConfig.from_dict({**tiny().to_dict(), **staged(save_every=1, keep_last=12)})
-    run_dir = launch.create_run(config, tmp_path_factory.mktemp("whole"))
+    run_dir = lifecycle.create_run(config, tmp_path_factory.mktemp("whole"))
     assert train(run_dir) == 0
     return run_dir
 
 
 def told(run_dir: Path) -> list[tuple[Any, ...]]:
     record = events.read_events(run_dir)
-    return [(e["step"], e["tokens"], e["loss"], e["lr"], e["grad_norm"]) for e in events.steps(record)]
+    return [(e["step"], e["tokens"], e["loss"], e["lr"], e["grad_norm"]) for e in events.get_step_events(record)]
 
 
 def weights(run_dir: Path, step: int = 12) -> dict[str, torch.Tensor]:
@@ -77,13 +77,23 @@ def weights(run_dir: Path, step: int = 12) -> dict[str, torch.Tensor]:
 def test_steps_tokens_and_rates_are_those_of_the_whole_run() -> None:
     train = TrainConfig(stages=[StageConfig(**stage) for stage in STAGES])
     assert (train.steps, train.tokens, train.first_steps) == (12, sum(TOKENS), [1, 5, 8])
-    assert [train.tokens_by(step) for step in range(13)] == [sum(TOKENS[:step]) for step in range(13)]
-    assert [train.at(step) for step in (0, 1, 4, 5, 7, 8, 12)] == [(0, 0), (0, 1), (0, 4), (1, 1), (1, 3), (2, 1), (2, 5)]
-    assert train.longest.seq_len == 77
+    assert [train.tokens_until(step) for step in range(13)] == [sum(TOKENS[:step]) for step in range(13)]
+    assert [train.locate_step(step) for step in (0, 1, 4, 5, 7, 8, 12)] == [
+        (0, 0),
+        (0, 1),
+        (0, 4),
+        (1, 1),
+        (1, 3),
+        (2, 1),
+        (2, 5),
+    ]
+    assert train.longest_stage.seq_len == 77
     with pytest.raises(ValueError, match=r"outside 0\.\.12"):
-        train.at(13)
-    alone = [learning_rate(n, TrainConfig(stages=[stage])) for stage in STAGES for n in range(1, stage["steps"] + 1)]
-    assert [learning_rate(step, train) for step in range(1, 13)] == alone
+        train.locate_step(13)
+    alone = [
+        compute_learning_rate(n, TrainConfig(stages=[stage])) for stage in STAGES for n in range(1, stage["steps"] + 1)
+    ]
+    assert [compute_learning_rate(step, train) for step in range(1, 13)] == alone
     assert alone[1] == 1e-2 and alone[4:7] == [5e-3] * 3 and alone[7] == 3e-3 and alone[11] == pytest.approx(1e-3)
 
 
@@ -109,9 +119,11 @@ def test_batches_of_a_stage_are_its_own(tiny: Callable[..., RunConfig], builders
     first = Batches(tokens, 32, 4, train.seed)
     for step in range(4):
         assert torch.equal(batches.batch(step)[0], first.batch(step)[0])
-        assert batches.hash(step) == first.hash(step) and batches.positions(step) == first.positions(step)
+        assert batches.compute_hash(step) == first.compute_hash(step) and batches.get_text_positions(
+            step
+        ) == first.get_text_positions(step)
     assert [batches.batch(step)[0].numel() for step in range(14)] == [*TOKENS, TOKENS[-1], TOKENS[-1]]
-    assert batches.weighted(5)[2] is None
+    assert batches.weighted_batch(5)[2] is None
     alike = StagedBatches(tokens, TrainConfig(stages=[StageConfig(**STAGES[0])] * 2), data)
     assert not torch.equal(alike.batch(0)[0], alike.batch(4)[0]), "a stage does not begin with the texts of the one before"
     for step in (-1, -5):
@@ -122,8 +134,10 @@ def test_batches_of_a_stage_are_its_own(tiny: Callable[..., RunConfig], builders
 def test_every_stage_is_evaluated_on_sequences_of_its_own_length(tiny: Callable[..., RunConfig], builders: Any) -> None:
     tokens = builders.data(tiny().data, 256, 77, None).validation
     train = TrainConfig(stages=[StageConfig(**stage) for stage in STAGES])
-    assert [batches[0][0].shape[1] for batches in held_out(tokens, train)] == [stage["seq_len"] for stage in STAGES]
-    assert all(batches.documents(batches[0][0]) is not None for batches in held_out(tokens, train, 255))
+    assert [batches[0][0].shape[1] for batches in make_validation_batches(tokens, train)] == [
+        stage["seq_len"] for stage in STAGES
+    ]
+    assert all(batches.find_documents(batches[0][0]) is not None for batches in make_validation_batches(tokens, train, 255))
 
 
 @pytest.mark.slow
@@ -132,10 +146,14 @@ def test_the_record_speaks_of_the_whole_run(whole: Path) -> None:
     assert directory.read_status(run_dir)["tokens"] == sum(TOKENS)
     config = RunConfig.from_yaml(run_dir / "config.yaml")
     record = events.read_events(run_dir)
-    assert [(e["step"], e["tokens"]) for e in events.steps(record)] == [(n, sum(TOKENS[:n])) for n in range(1, 13)]
-    assert [e["lr"] for e in events.steps(record)] == [learning_rate(n, config.train) for n in range(1, 13)]
-    assert [(e["step"], e["seq_len"]) for e in events.evaluations(record)] == [(0, 32), (6, 48), (12, 77)]
-    assert facts(run_dir).tokens == sum(TOKENS) and facts(run_dir).steps == 12
+    assert [(e["step"], e["tokens"]) for e in events.get_step_events(record)] == [
+        (n, sum(TOKENS[:n])) for n in range(1, 13)
+    ]
+    assert [e["lr"] for e in events.get_step_events(record)] == [
+        compute_learning_rate(n, config.train) for n in range(1, 13)
+    ]
+    assert [(e["step"], e["seq_len"]) for e in events.get_eval_events(record)] == [(0, 32), (6, 48), (12, 77)]
+    assert collect_facts(run_dir).tokens == sum(TOKENS) and collect_facts(run_dir).steps == 12
     named = {verdict.name: verdict for verdict in examine(run_dir).verdicts}
     for name in ("finished", "every step once", "learning rate", "checkpoints", "preflight"):
         assert named[name].ok, named[name].text
@@ -157,7 +175,7 @@ def test_a_run_that_goes_on_inside_or_between_stages_is_the_same_run(
     class Killed(BaseException):
         pass
 
-    after = Trainer._after
+    after = Trainer._finish_step
 
     parted = new_staged_run(save_every=1)
     for cut in (3, 4, 5, 9):
@@ -196,12 +214,12 @@ def test_a_checkpoint_from_before_there_were_stages_is_gone_on_from(finished: Pa
 
 def test_the_plan_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> None:
     config = RunConfig.from_dict(staged())
-    planned = plan(config)
+    planned = estimate_resources(config)
     assert planned.tokens == sum(TOKENS) and planned.stages == ((4, 128), (3, 48), (5, 154))
     assert "4 of 128 tokens, then 3 of 48 tokens, then 5 of 154 tokens" in str(planned)
-    model = shape_of(config.model)
+    model = build_meta_model(config.model)
     mean = sum(model.flops_per_token(s["seq_len"])["nsa"] * n for s, n in zip(STAGES, (512, 144, 770), strict=True)) / 1426
-    assert flops_per_token(model, config.train)["nsa"] == pytest.approx(mean)
+    assert compute_flops_per_token(model, config.train)["nsa"] == pytest.approx(mean)
 
 
 @pytest.mark.parametrize(
@@ -249,21 +267,21 @@ def test_a_checkpoint_computes_with_the_rotary_base_of_its_stage(whole: Path) ->
         plain.load_state_dict(load_file(folder / "model.safetensors"))
         with torch.no_grad():
             assert torch.equal(load_model(folder)(tokens), plain(tokens)), step
-            assert torch.equal(load_file(folder / "probe.safetensors")["logits"], plain(probe_input(256, 77))), step
+            assert torch.equal(load_file(folder / "probe.safetensors")["logits"], plain(make_probe_input(256, 77))), step
 
 
 def test_stages_may_be_replayed_as_graphs() -> None:
     config = RunConfig.from_dict({"train": {"stages": STAGES}, "runtime": {"cuda_graph": True}})
-    assert [config.graphed(stage) for stage in config.train.plan] == [True] * 3
+    assert [config.uses_cuda_graph(stage) for stage in config.train.plan] == [True] * 3
 
 
 def test_a_stage_says_itself_whether_its_steps_are_graphs() -> None:
     stages = [{**STAGES[0], "cuda_graph": True}, STAGES[1], {**STAGES[2], "cuda_graph": False}]
     config = RunConfig.from_dict({"train": {"stages": stages}})
-    assert [config.graphed(stage) for stage in config.train.plan] == [True, False, False]
+    assert [config.uses_cuda_graph(stage) for stage in config.train.plan] == [True, False, False]
     assert RunConfig.from_dict(config.to_dict()) == config
     config = RunConfig.from_dict({"train": {"stages": stages}, "runtime": {"cuda_graph": True}})
-    assert [config.graphed(stage) for stage in config.train.plan] == [True, True, False]
+    assert [config.uses_cuda_graph(stage) for stage in config.train.plan] == [True, True, False]
 
 
 @pytest.mark.parametrize("runtime", [{"device": "cpu"}, {"gradient_checkpointing": True}])
@@ -287,9 +305,9 @@ def test_graphs_are_of_one_cuda_device(device: str, ranks: int, graphs: bool, re
     config, world = RunConfig.from_dict({"train": {"stages": stages}}), World(size=ranks)
     if refused:
         with pytest.raises(ConfigError, match=rf"needs one CUDA device, and this is {ranks} rank\(s\) on {device}"):
-            _graphed(config, world, torch.device(device))
+            _make_graph_predicate(config, world, torch.device(device))
     else:
-        asked = _graphed(config, world, torch.device(device))
+        asked = _make_graph_predicate(config, world, torch.device(device))
         assert [asked(stage) for stage in config.train.plan[:2]] == [False, graphs]
 
 
@@ -300,9 +318,9 @@ def test_a_reading_over_two_stages_counts_the_tokens_of_each(
         {"steps": 4, "seq_len": 16, "batch_size": 2, "lr": 1e-3},
         {"steps": 2, "seq_len": 64, "batch_size": 2, "lr": 1e-3},
     ]
-    run_dir = launch.create_run(of_stages(tiny(), stages, log_every=100, stats_every=100), tmp_path)
+    run_dir = lifecycle.create_run(of_stages(tiny(), stages, log_every=100, stats_every=100), tmp_path)
     assert train(run_dir) == 0
-    one, five, *_ = events.steps(events.read_events(run_dir))
+    one, five, *_ = events.get_step_events(events.read_events(run_dir))
     assert (one["step"], five["step"]) == (1, 5)
     assert five["tokens_per_s"] * five["dt_s"] * 4 == pytest.approx(3 * 32 + 128)
 
@@ -310,6 +328,6 @@ def test_a_reading_over_two_stages_counts_the_tokens_of_each(
 def test_norms_of_layers_are_those_before_clipping(new_run: Callable[..., Path], train: Callable[..., int]) -> None:
     run_dir = new_run(grad_clip=1e-3, stats_every=1, log_every=1, steps=2, warmup_steps=0)
     assert train(run_dir) == 0
-    for step in events.steps(events.read_events(run_dir)):
+    for step in events.get_step_events(events.read_events(run_dir)):
         layers = math.hypot(*step["grad_norm_layers"])
         assert 0.05 * step["grad_norm"] < layers <= 1.001 * step["grad_norm"], "clipped they would be 1e-3"

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from staged import staged
+from stage_config import make_staged_config
 from torch import Tensor, nn
 
 from nsa_lab.config import RunConfig, TrainConfig
 from nsa_lab.data import Batch
+from nsa_lab.train.build import build_model
 from nsa_lab.train.distributed import World
-from nsa_lab.train.parts import build_model
-from nsa_lab.train.step import AUXILIARY, BAD, GRAD_NORM, LOSS, TEXT_LOSS, Readback, Stepper, make_optimizer
+from nsa_lab.train.step import AUXILIARY, GRAD_NORM, LOSS, NON_FINITE, TEXT_LOSS, Readback, Stepper, make_optimizer
 
 Tiny = Callable[..., RunConfig]
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def stepper(config: RunConfig) -> tuple[nn.Module, torch.optim.Optimizer, Stepper]:
     model = build_model(config, CPU)
     optimizer = make_optimizer(model, config.train)
-    auxiliary = model.auxiliary_loss if config.model.taught else None
+    auxiliary = model.auxiliary_loss if config.model.has_selection_loss else None
     settings = {"device": CPU, "bf16": False, "world": World(), "auxiliary": auxiliary}
     return model, optimizer, Stepper(model, model, optimizer, config.train, **settings)
 
@@ -81,7 +81,7 @@ def test_a_step_is_that_of_its_stage_and_not_of_the_last_one(tiny: Tiny) -> None
     """Of another length, batch and grouping: what it says, what it moves by and how it is grouped."""
     stage = {"steps": 2, "seq_len": 32, "batch_size": 4, "micro_batch_size": 2, "lr": 1e-3}
     taught = tiny(model={"matching_heads": 1, "selection_loss": 0.3}, nsa={"l_sel": 4})
-    config = staged(taught, [stage, {**stage, "seq_len": 64, "batch_size": 1, "micro_batch_size": 1}])
+    config = make_staged_config(taught, [stage, {**stage, "seq_len": 64, "batch_size": 1, "micro_batch_size": 1}])
     model, _, step = stepper(config)
     inputs, targets = batch()
     loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -91,7 +91,7 @@ def test_a_step_is_that_of_its_stage_and_not_of_the_last_one(tiny: Tiny) -> None
     result = step.step(inputs, targets, 1e-3, nothing)
     told = torch.stack([result[LOSS], result[AUXILIARY], result[GRAD_NORM]])
     torch.testing.assert_close(told, torch.stack([loss.detach(), added.detach(), norm]), rtol=1e-4, atol=0)
-    assert [len(part.inputs) for part in step.micro_batches(Batch(inputs, targets))] == [2, 2]
+    assert [len(part.inputs) for part in step.split_micro_batches(Batch(inputs, targets))] == [2, 2]
 
 
 def test_the_gradient_that_is_applied_is_clipped_and_the_norm_reported_is_not(tiny: Tiny) -> None:
@@ -136,9 +136,9 @@ def test_a_bad_gradient_changes_neither_weights_nor_moments_and_the_flag_sticks(
     step.step(*batch(0), 1e-3, nothing)
     before = state_of(model, optimizer)
     handle = model.head.register_forward_hook(lambda module, inputs, output: output * value)
-    assert step.step(*batch(1), 1e-3, nothing)[BAD] == 1
+    assert step.step(*batch(1), 1e-3, nothing)[NON_FINITE] == 1
     handle.remove()
-    assert step.step(*batch(2), 1e-3, nothing)[BAD] == 1, "nothing is applied until the host has seen it"
+    assert step.step(*batch(2), 1e-3, nothing)[NON_FINITE] == 1, "nothing is applied until the host has seen it"
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
 
 
@@ -147,7 +147,7 @@ def test_a_good_gradient_changes_every_weight_and_raises_no_flag(tiny: Tiny, kin
     model, optimizer, step = stepper(tiny(optimizer=kind))
     step.step(*batch(0), 1e-3, nothing)
     before = state_of(model, optimizer)
-    assert step.step(*batch(1), 1e-3, nothing)[BAD] == 0
+    assert step.step(*batch(1), 1e-3, nothing)[NON_FINITE] == 0
     assert not any(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
 
 
@@ -181,7 +181,7 @@ def test_a_loss_or_a_gradient_that_is_not_finite_is_enough_by_itself(tiny: Tiny,
     before = state_of(model, optimizer)
     model.head.register_forward_hook(lambda module, inputs, output: spoilt[bad](output))
     result = step.step(*batch(1), 1e-3, nothing)
-    assert [kind for kind in (LOSS, GRAD_NORM) if not result[kind].isfinite()] == [bad] and result[BAD] == 1
+    assert [kind for kind in (LOSS, GRAD_NORM) if not result[kind].isfinite()] == [bad] and result[NON_FINITE] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
 
 
@@ -190,13 +190,15 @@ def test_readback_gives_each_result_once_in_order() -> None:
     for step in (1, 2):
         readback.push(step, torch.tensor([float(step)]))
     assert readback.take() == [(1, [1.0]), (2, [2.0])]
-    assert readback.take(everything=True) == []
+    assert readback.take(include_newest=True) == []
 
 
 def test_bf16_computes_in_bf16_and_keeps_float32_weights(tiny: Tiny) -> None:
     config = tiny(runtime={"device": "cpu", "precision": "bf16"})
     model = build_model(config, CPU)
-    step = Stepper(model, model, make_optimizer(model, config.train), config.train, device=CPU, bf16=True, world=World())
+    step = Stepper(
+        model, model, make_optimizer(model, config.train), config.train, device=CPU, use_bf16=True, world=World()
+    )
     seen = []
     model.blocks[0].mlp.up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     result = step.step(*batch(), 1e-3, nothing)
@@ -205,9 +207,9 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(tiny: Tiny) -> None:
 
 
 def test_a_share_that_does_not_divide_is_refused_with_the_remedy() -> None:
-    assert World(rank=1, size=2).share(6) == (3, 3)
+    assert World(rank=1, size=2).get_sequence_share(6) == (3, 3)
     with pytest.raises(ValueError, match="divides 6"):
-        World(rank=0, size=4).share(TrainConfig(batch_size=6).sequences_per_step)
+        World(rank=0, size=4).get_sequence_share(TrainConfig(batch_size=6).sequences_per_step)
 
 
 def weighed(seed: int = 0) -> Tensor:

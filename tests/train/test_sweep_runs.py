@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from nsa_lab import cli
-from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.runs.history import History
-from nsa_lab.runs.sweep import Sweep
+from nsa_lab.runs.sweep_runner import Sweep
 
 FILE = """
 preset: ci
@@ -36,9 +36,9 @@ def when_it_trains(sweep: Sweep, index: int, number: int, *, trainer: bool) -> t
     def wait() -> None:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            run_dir = sweep.standing()[index].run_dir
+            run_dir = sweep.get_run_states()[index].run_dir
             if run_dir and any(event["kind"] == "checkpoint" for event in events.read_events(run_dir)):
-                os.kill(launch.attach(run_dir) if trainer else os.getpid(), number)
+                os.kill(lifecycle.attach(run_dir) if trainer else os.getpid(), number)
                 return
             time.sleep(0.02)
 
@@ -71,9 +71,9 @@ def test_a_sweep_that_was_killed_and_stopped_goes_on(
         assert command() == directory.EXIT_STOPPED
         for thread in threads:
             thread.join()
-        assert [run.state for run in sweep.standing()] == ["DEAD", directory.DONE, directory.PREEMPTED, None]
+        assert [run.state for run in sweep.get_run_states()] == ["DEAD", directory.DONE, directory.PREEMPTED, None]
         assert f"nsa-lab sweep {arguments[1]} goes on" in capsys.readouterr().err
-        before = [run.run_dir for run in sweep.standing()]
+        before = [run.run_dir for run in sweep.get_run_states()]
         assert command("--json") == directory.EXIT_DONE
     finally:
         for stop, handler in earlier.items():
@@ -81,7 +81,7 @@ def test_a_sweep_that_was_killed_and_stopped_goes_on(
     told = json.loads(capsys.readouterr().out)
     assert told == json.loads((sweep.folder / "sweep.json").read_text())
     assert (sweep.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    after = sweep.standing()
+    after = sweep.get_run_states()
     assert [run.state for run in after] == [directory.DONE] * 4
     assert [run.run_dir for run in after[:3]] == before[:3], "they were resumed, and not started anew"
     assert [len(History.read(run.run_dir).attempts()) for run in after] == [2, 1, 2, 1]

@@ -16,8 +16,8 @@ from nsa_lab.train.telemetry import heartbeat as heartbeats
 from nsa_lab.train.telemetry import phases as phase_clock
 from nsa_lab.train.telemetry.event_log import EventLog
 from nsa_lab.train.telemetry.heartbeat import Heartbeat, StallRule
-from nsa_lab.train.telemetry.machine import bytes_by_dtype, percentile, resident_bytes
 from nsa_lab.train.telemetry.phases import Phases
+from nsa_lab.train.telemetry.system_metrics import compute_percentile, count_bytes_by_dtype, get_resident_bytes
 
 
 def log_of(folder: Path, attempt: int = 1) -> EventLog:
@@ -27,7 +27,7 @@ def log_of(folder: Path, attempt: int = 1) -> EventLog:
 def test_an_event_carries_its_envelope_and_fields(tmp_path: Path) -> None:
     log = log_of(tmp_path)
     log.step, log.tokens = 3, 300
-    log.event("step", loss=2.5, grad_norm_layers=[1.0, 2.0])
+    log.append("step", loss=2.5, grad_norm_layers=[1.0, 2.0])
     (event,) = events.read_events(tmp_path)
     assert {k: event[k] for k in ("v", "run", "attempt", "kind", "step", "tokens", "loss")} == {
         "v": 1,
@@ -42,18 +42,18 @@ def test_an_event_carries_its_envelope_and_fields(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_are_null_and_named(tmp_path: Path) -> None:
-    log_of(tmp_path).event("step", loss=float("nan"), layers=[1.0, float("inf")])
+    log_of(tmp_path).append("step", loss=float("nan"), layers=[1.0, float("inf")])
     text = (tmp_path / "events.jsonl").read_text()
     event = json.loads(text, parse_constant=lambda constant: 1 / 0)
     assert event["loss"] is None and event["layers"] == [1.0, None] and event["nonfinite"] == ["loss", "layers[1]"]
 
 
 def test_a_torn_last_line_costs_that_line_only(tmp_path: Path) -> None:
-    log_of(tmp_path).event("step", step=1)
+    log_of(tmp_path).append("step", step=1)
     path = tmp_path / "events.jsonl"
     path.write_bytes(path.read_bytes() + b'{"v":1,"kind":"step","st')
     assert [e["step"] for e in events.read_events(tmp_path)] == [1]
-    log_of(tmp_path, attempt=2).event("step", step=2)
+    log_of(tmp_path, attempt=2).append("step", step=2)
     assert [e["step"] for e in events.read_events(tmp_path)] == [1, 2]
 
 
@@ -62,7 +62,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
 
     def write() -> None:
         for _ in range(50):
-            log.event("heartbeat", phase="x" * 500)
+            log.append("heartbeat", phase="x" * 500)
 
     threads = [threading.Thread(target=write) for _ in range(4)]
     for thread in threads:
@@ -75,11 +75,11 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
 def test_steps_that_were_done_again_count_once_and_undone_ones_not_at_all(tmp_path: Path) -> None:
     told = [(1, "start", 0), *((1, "step", n) for n in range(1, 9)), (2, "resume", 5), (2, "step", 6), (3, "resume", 5)]
     for attempt, kind, step in told:
-        log_of(tmp_path, attempt).event(kind, step=step, **({"from_step": step} if kind != "step" else {}))
-    found = events.steps(events.read_events(tmp_path))
+        log_of(tmp_path, attempt).append(kind, step=step, **({"from_step": step} if kind != "step" else {}))
+    found = events.get_step_events(events.read_events(tmp_path))
     assert [(e["step"], e["attempt"]) for e in found] == [(n, 1) for n in range(1, 6)], "step 6 has to be done a third time"
-    log_of(tmp_path, 3).event("step", step=6)
-    found = events.steps(events.read_events(tmp_path))
+    log_of(tmp_path, 3).append("step", step=6)
+    found = events.get_step_events(events.read_events(tmp_path))
     assert [(e["step"], e["attempt"]) for e in found][-1] == (6, 3)
 
 
@@ -96,11 +96,11 @@ def test_tail_gives_a_line_once_and_only_when_it_is_whole(tmp_path: Path) -> Non
 
 def test_follow_ends_with_the_trainer(tmp_path: Path) -> None:
     log = log_of(tmp_path)
-    log.event("start", from_step=0)
+    log.append("start", from_step=0)
     lives = iter([True, False])
 
     def alive() -> bool:
-        log.event("step", step=1)
+        log.append("step", step=1)
         return next(lives)
 
     kinds = [e["kind"] for e in events.follow(tmp_path, is_alive=alive, poll_s=0.01)]
@@ -108,7 +108,9 @@ def test_follow_ends_with_the_trainer(tmp_path: Path) -> None:
 
 
 def heartbeat(folder: Path, phases: Phases, rule: StallRule) -> Heartbeat:
-    beat = Heartbeat(log_of(folder), phases, every_s=0.02, rule=rule, stacks=folder / "stacks.txt", gpu_util=lambda: None)
+    beat = Heartbeat(
+        log_of(folder), phases, every_s=0.02, rule=rule, stacks=folder / "stacks.txt", get_gpu_util=lambda: None
+    )
     beat.start()
     return beat
 
@@ -150,43 +152,43 @@ def test_a_phase_that_is_always_slow_is_no_stall(tmp_path: Path) -> None:
 def test_limits_are_the_larger_of_floor_and_own_median() -> None:
     rule = StallRule(factor=20, floor_s=120, floors_s={"compile": 1800})
     cases = [("step", None), ("step", 0.2), ("step", 30.0), ("compile", None)]
-    assert [rule.limit_s(*case) for case in cases] == [120, 120, 600, 1800]
+    assert [rule.get_limit_s(*case) for case in cases] == [120, 120, 600, 1800]
 
 
 def test_phases_nest_and_come_back() -> None:
     phases = Phases()
     with phases("eval"):
         with phases("data"):
-            assert phases.current()[0] == "data"
-        assert phases.current()[0] == "eval"
-    assert phases.current()[0] == "start" and phases.last("eval") >= phases.last("data") > 0
+            assert phases.get_current()[0] == "data"
+        assert phases.get_current()[0] == "eval"
+    assert phases.get_current()[0] == "start" and phases.get_last_duration("eval") >= phases.get_last_duration("data") > 0
 
 
 def test_a_phase_counts_its_latest_occurrences_and_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    told = Phases(remembered=3)
+    monkeypatch.setattr(phase_clock, "show_training_time", SimpleNamespace(monotonic=lambda: now[0]))
+    told = Phases(max_durations=3)
     for seconds, counts in ((50.0, True), (1.0, True), (2.0, True), (90.0, False), (4.0, True)):
         with told("step", counts=counts):
             now[0] += seconds
-    assert (told.last("step"), told.median("step")) == (4.0, 2.0)
+    assert (told.get_last_duration("step"), told.get_median_duration("step")) == (4.0, 2.0)
 
 
 def test_a_phase_that_is_come_back_to_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stall in it is then another one, and counts from there."""
     now = [0.0]
-    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(phase_clock, "show_training_time", SimpleNamespace(monotonic=lambda: now[0]))
     told = Phases()
     with told("eval"):
         with told("data"):
             now[0] += 5.0
         now[0] += 1.0
-        assert told.current() == ("eval", 1.0) and told.quiet_s() == 1.0
+        assert told.get_current() == ("eval", 1.0) and told.get_idle_s() == 1.0
 
 
 def test_percentiles_are_values_that_came() -> None:
     values = [0.5, 0.1, 0.4, 0.2, 0.3]
-    assert [percentile(values, share) for share in (0.0, 0.2, 0.21, 0.5, 0.8, 0.95, 1.0)] == [
+    assert [compute_percentile(values, share) for share in (0.0, 0.2, 0.21, 0.5, 0.8, 0.95, 1.0)] == [
         0.1,
         0.1,
         0.2,
@@ -195,23 +197,23 @@ def test_percentiles_are_values_that_came() -> None:
         0.5,
         0.5,
     ]
-    assert percentile([7.0], 0.5) == 7.0 and percentile([], 0.95) == 0.0
+    assert compute_percentile([7.0], 0.5) == 7.0 and compute_percentile([], 0.95) == 0.0
 
 
 def test_bytes_are_told_by_dtype() -> None:
-    held = bytes_by_dtype([torch.zeros(3, 5), torch.zeros(2), torch.zeros(7, dtype=torch.bfloat16), 1.0, None])
+    held = count_bytes_by_dtype([torch.zeros(3, 5), torch.zeros(2), torch.zeros(7, dtype=torch.bfloat16), 1.0, None])
     assert held == {"float32": 68, "bfloat16": 14}
 
 
 def test_resident_memory_is_in_bytes() -> None:
-    assert 1e7 < resident_bytes() < 1e11
+    assert 1e7 < get_resident_bytes() < 1e11
 
 
 @pytest.mark.slow
 def test_a_trainer_that_does_not_leave_a_stalled_phase_is_called_deaf(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeats, "ANSWER_WITHIN_S", 0.1)
+    monkeypatch.setattr(heartbeats, "STOP_TIMEOUT_S", 0.1)
     for action, leaves in ((True, False), (True, True), (False, False)):
         phases, asked, deaf = Phases(), [], []
 
@@ -225,9 +227,9 @@ def test_a_trainer_that_does_not_leave_a_stalled_phase_is_called_deaf(
             every_s=0.02,
             rule=StallRule(floor_s=0.05, floors_s={"save": 60.0}),
             stacks=tmp_path / "stacks.txt",
-            gpu_util=lambda: None,
+            get_gpu_util=lambda: None,
             on_stall=on_stall,
-            on_deaf=lambda deaf=deaf: deaf.append(1),
+            on_unresponsive=lambda deaf=deaf: deaf.append(1),
         )
         beat.start()
         with phases("data"):
@@ -247,9 +249,9 @@ def test_a_trainer_that_stalls_on_its_way_out_is_deaf(tmp_path: Path) -> None:
         every_s=0.01,
         rule=StallRule(floor_s=0.02),
         stacks=tmp_path / "stacks.txt",
-        gpu_util=lambda: None,
+        get_gpu_util=lambda: None,
         on_stall=lambda *told: asked.append(told[0]) or True,
-        on_deaf=left.set,
+        on_unresponsive=left.set,
     )
     beat.start()
     with phases("data"):
@@ -267,7 +269,7 @@ def test_a_phase_that_gets_somewhere_does_not_stall(tmp_path: Path) -> None:
     with phases("prepare"):
         for _ in range(20):
             time.sleep(0.02)
-            phases.moved()
+            phases.report_progress()
     beat.stop()
     told = events.read_events(tmp_path)
     assert not [e for e in told if e["kind"] == "stall"]

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from staged import staged
+from stage_config import make_staged_config
 from torch import nn
 
 from nsa_lab.config import RunConfig
-from nsa_lab.runs import directory, events, launch
+from nsa_lab.runs import directory, events, lifecycle
 from nsa_lab.train import trainer
+from nsa_lab.train.build import Builders, build_model
 from nsa_lab.train.guard import Finding
-from nsa_lab.train.measure import GateMovement, compressed, layer_of
-from nsa_lab.train.parts import Builders, build_model
 from nsa_lab.train.step import make_optimizer
 from nsa_lab.train.telemetry import phases, recorder
-from nsa_lab.train.telemetry.last_words import leave_last_words
-from nsa_lab.train.telemetry.mirror import TensorBoardMirror
+from nsa_lab.train.telemetry.crash_record import write_crash_record
+from nsa_lab.train.telemetry.tensorboard_writer import TensorBoardWriter
+from nsa_lab.train.validation import GateMovement, get_layer_name, measure_xz_reference
 
 Make, Train = Callable[..., Path], Callable[..., int]
 
@@ -53,7 +53,7 @@ def test_every_stage_is_judged_by_its_own_past_and_no_step_that_compiles_by_its_
     tiny: Callable[..., RunConfig], train: Train, tmp_path: Path, observed: dict[str, Any]
 ) -> None:
     stages = [{"steps": 3, "seq_len": n, "batch_size": 2, "lr": 1e-3} for n in (16, 32)]
-    run_dir = launch.create_run(staged(tiny(), stages, log_every=1, stats_every=100, eval_every=0), tmp_path)
+    run_dir = lifecycle.create_run(make_staged_config(tiny(), stages, log_every=1, stats_every=100, eval_every=0), tmp_path)
     assert train(run_dir) == 0
     steps = {name: [[numbers[0] for numbers in shown] for shown in of_rule] for name, of_rule in observed.items()}
     assert steps == {"SpikeRule": [[1, 2, 3], [4, 5, 6]], "ThroughputRule": [[2, 3], [5, 6]]}
@@ -72,7 +72,7 @@ def test_slowness_is_told_by_the_seconds_between_two_readings(
 ) -> None:
     run_dir = new_run(steps=9, log_every=4, stats_every=100, eval_every=0, save_every=0)
     assert train(run_dir) == 0
-    _, four, eight, nine = events.steps(events.read_events(run_dir))
+    _, four, eight, nine = events.get_step_events(events.read_events(run_dir))
     told = {step: seconds for step, _, seconds in observed["ThroughputRule"][0]}
     assert told == pytest.approx({4: 3 * four["dt_s"], 8: 4 * eight["dt_s"], 9: nine["dt_s"]})
 
@@ -83,8 +83,8 @@ def test_a_step_is_as_long_as_it_trains(
     """By a clock that goes on with every forward pass. Evaluations, saves and statistics between readings do not count."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(trainer, "time", clock)
-    monkeypatch.setattr(phases, "time", clock)
+    monkeypatch.setattr(trainer, "show_training_time", clock)
+    monkeypatch.setattr(phases, "show_training_time", clock)
 
     def build(config: RunConfig, device: torch.device) -> nn.Module:
         model = build_model(config, device)
@@ -95,7 +95,7 @@ def test_a_step_is_as_long_as_it_trains(
 
     run_dir = new_run(steps=12, log_every=4, stats_every=3, eval_every=1, save_every=2)
     assert train(run_dir, builders=Builders(build, builders.data)) == 0
-    assert {e["step"]: e["dt_s"] for e in events.steps(events.read_events(run_dir))} == dict.fromkeys(
+    assert {e["step"]: e["dt_s"] for e in events.get_step_events(events.read_events(run_dir))} == dict.fromkeys(
         (1, 3, 4, 6, 8, 9, 12), 2.0
     ), "two micro-batches"
 
@@ -103,12 +103,12 @@ def test_a_step_is_as_long_as_it_trains(
 def test_norms_of_layers_that_were_not_clipped_are_told_as_they_are(new_run: Make, train: Train) -> None:
     run_dir = new_run(grad_clip=1e3, stats_every=1, steps=2, warmup_steps=0)
     assert train(run_dir) == 0
-    for step in events.steps(events.read_events(run_dir)):
+    for step in events.get_step_events(events.read_events(run_dir)):
         assert 0.05 * step["grad_norm"] < math.hypot(*step["grad_norm_layers"]) <= 1.001 * step["grad_norm"]
 
 
 def test_windows_are_told_of_the_last_evaluation_alone(trained_once: Path) -> None:
-    told = events.evaluations(events.read_events(trained_once))
+    told = events.get_eval_events(events.read_events(trained_once))
     assert [(e["step"], "window_losses" in e) for e in told] == [(0, False), (6, False), (12, True)]
 
 
@@ -124,7 +124,7 @@ def test_a_run_that_halts_stands_at_its_last_good_step(
     def third(step: int, *_: float) -> Finding | None:
         return Finding("non_finite", step, math.nan, 0.0, "halt", "bad") if step == 3 else None
 
-    monkeypatch.setattr(trainer, "non_finite", third)
+    monkeypatch.setattr(trainer, "check_non_finite", third)
     run_dir = new_run()
     assert train(run_dir) == directory.EXIT_HALTED
     status = directory.read_status(run_dir)
@@ -144,13 +144,13 @@ def test_what_xz_makes_of_a_text_is_told_in_bits() -> None:
             return text[start : start + count]
 
     parts = SimpleNamespace(config=RunConfig(), dataset=SimpleNamespace(validation=HeldOut()))
-    found = compressed(parts)
+    found = measure_xz_reference(parts)
     assert found is not None and 8.0 <= found["bpb"] < 8.3, "what is random takes all its bits"
 
 
 def test_layers_are_those_of_the_model() -> None:
     names = ("blocks.3.mlp.up.weight", "blocks.12.attention.convolutions.0.weight", "embedding.weight", "norm.weight")
-    assert [layer_of(name) for name in names] == ["blocks.3", "blocks.12", "embedding", "norm"]
+    assert [get_layer_name(name) for name in names] == ["blocks.3", "blocks.12", "embedding", "norm"]
 
 
 def test_gates_move_since_they_were_last_asked() -> None:
@@ -162,8 +162,8 @@ def test_gates_move_since_they_were_last_asked() -> None:
     movement = GateMovement(model)
     with torch.no_grad():
         block.attention.gate.weight += 1.0
-    assert [float(distance) for distance in movement.take()] == pytest.approx([2.0])
-    assert [float(distance) for distance in movement.take()] == [0.0]
+    assert [float(distance) for distance in movement.measure()] == pytest.approx([2.0])
+    assert [float(distance) for distance in movement.measure()] == [0.0]
 
 
 def test_steps_that_are_done_again_are_hidden_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_steps_that_are_done_again_are_hidden_and_no_other(tmp_path: Path, monke
         torch.utils.tensorboard, "SummaryWriter", lambda folder, purge_step, flush_secs: asked.append(purge_step)
     )
     for step in (0, 5):
-        TensorBoardMirror(tmp_path, step, lambda error: None)
+        TensorBoardWriter(tmp_path, step, lambda error: None)
     assert asked == [None, 6]
 
 
@@ -193,20 +193,20 @@ def test_numbers_are_mirrored_and_those_of_layers_apart(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", Writer)
     trouble: list[Exception] = []
-    mirror = TensorBoardMirror(tmp_path, 0, trouble.append)
+    mirror = TensorBoardWriter(tmp_path, 0, trouble.append)
     mirror.write("train", 3, {"why": None, "ok": True, "loss": 2.0, "gates": [0.1, None, 0.3]})
     layers = [(f"train/gates/layer_0{layer}", value, 3) for layer, value in ((0, 0.1), (2, 0.3))]
-    assert written == [("train/loss", 2.0, 3), *layers] and mirror.why_off is None
+    assert written == [("train/loss", 2.0, 3), *layers] and mirror.disabled_reason is None
     for step in (4, 5):
         mirror.write("train", step, {"loss": 2.0})
-    assert len(trouble) == 1 and mirror.why_off == "the disk is full", "said once, and nothing is written any more"
+    assert len(trouble) == 1 and mirror.disabled_reason == "the disk is full", "said once, and nothing is written any more"
 
 
 def test_last_words_are_said_of_the_latest_attempt(tmp_path: Path) -> None:
     step = {"kind": "step", "t": 1.0}
     lines = [{**step, "attempt": n, "step": at, "tokens": 10 * at} for n, at in ((1, 9), (2, 5), (2, 6))]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    leave_last_words(tmp_path, where="rank 1", kind="SIGKILL", reason="killed", exit_code=1)
+    write_crash_record(tmp_path, where="rank 1", kind="SIGKILL", reason="killed", exit_code=1)
     status = directory.read_status(tmp_path)
     assert (status["attempt"], status["step"], status["tokens"]) == (2, 6, 60)
 
@@ -216,10 +216,10 @@ def test_a_phase_has_a_usual_length_after_it_ended_three_times() -> None:
     for _ in range(2):
         with told("eval"):
             pass
-        assert told.median("eval") is None
+        assert told.get_median_duration("eval") is None
     with told("eval"):
         pass
-    assert told.median("eval") is not None
+    assert told.get_median_duration("eval") is not None
 
 
 def test_the_status_says_where_a_run_is_while_it_trains(
@@ -238,4 +238,4 @@ def test_the_status_says_where_a_run_is_while_it_trains(
 def test_a_run_without_evaluations_has_the_one_before_its_first_step(new_run: Make, train: Train) -> None:
     run_dir = new_run(steps=3, eval_every=0, save_every=0)
     assert train(run_dir) == 0
-    assert [e["step"] for e in events.evaluations(events.read_events(run_dir))] == [0]
+    assert [e["step"] for e in events.get_eval_events(events.read_events(run_dir))] == [0]

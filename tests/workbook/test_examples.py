@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from nsa_lab.workbook.examples import fact_in_library, standard_library_text, text_example
+from nsa_lab.workbook.examples import insert_fact_in_library, make_text_example, read_standard_library
 
 
 def test_a_fact_in_the_library_is_told_once_at_its_depth_and_asked_for_at_the_end() -> None:
-    prompt, answer = fact_in_library(4096, 0.3, "argparse.py", seed=1)
+    prompt, answer = insert_fact_in_library(4096, 0.3, "argparse.py", seed=1)
     assert len(prompt) + len(answer) == 4096 and prompt.count(answer) == 1
     assert prompt.endswith(b"? A: ") and 0.29 < prompt.index(answer) / 4096 < 0.33
-    assert prompt[:1000].decode() in standard_library_text(4 * 4096, "argparse.py")
+    assert prompt[:1000].decode() in read_standard_library(4 * 4096, "argparse.py")
     assert (
-        fact_in_library(4096, 0.3, "argparse.py", seed=1) == (prompt, answer) != fact_in_library(4096, 0.3, "argparse.py")
+        insert_fact_in_library(4096, 0.3, "argparse.py", seed=1)
+        == (prompt, answer)
+        != insert_fact_in_library(4096, 0.3, "argparse.py")
     )
 
 
 def test_a_document_of_an_example_has_its_own_text_and_numbers() -> None:
-    whole = text_example("a text, and another text", width=4)
-    part = whole.document(8, 24)
+    whole = make_text_example("a text, and another text", head_dim=4)
+    part = whole.slice_document(8, 24)
     assert (part.text, part.length) == ("and another text", 16)
     assert torch.equal(part.q, whole.q[:, 8:24]) and torch.equal(part.v_win, whole.v_win[:, 8:24])

@@ -6,12 +6,12 @@ import pytest
 from fake_run import write_run
 
 from nsa_lab.config import RunConfig
-from nsa_lab.config.extras import MissingPackage
+from nsa_lab.config.optional_deps import MissingPackage
 from nsa_lab.health import examine
-from nsa_lab.runs import directory, launch
-from nsa_lab.runs.environment import environment
+from nsa_lab.runs import directory, lifecycle
+from nsa_lab.runs.environment import collect_environment
 from nsa_lab.workbook import notebook
-from nsa_lab.workbook.notebook import Stop, configuration
+from nsa_lab.workbook.notebook import Stop, load_configuration
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,14 @@ from nsa_lab.workbook.notebook import Stop, configuration
 )
 def test_a_mistake_is_explained(name, sections, run_dir, message):
     with pytest.raises(Stop, match=message) as caught:
-        configuration(name, sections, run_dir)
+        load_configuration(name, sections, run_dir)
     assert caught.value._render_traceback_() == [str(caught.value)]
 
 
 def test_sections_lie_over_the_file_and_stand_alone_without_one():
-    laid = configuration("ci", {"train": {"steps": 7}, "model": {}})
+    laid = load_configuration("ci", {"train": {"steps": 7}, "model": {}})
     assert laid.train.steps == 7 and laid.train.seq_len == RunConfig.from_yaml("params/ci.yaml").train.seq_len
-    alone = configuration("of-my-own", {"train": {"steps": 7}})
+    alone = load_configuration("of-my-own", {"train": {"steps": 7}})
     assert alone.name == "of-my-own" and alone.train.seq_len == RunConfig().train.seq_len
 
 
@@ -46,7 +46,7 @@ def test_columns_are_a_table_that_a_page_does_not_break(capsys):
 
 
 def test_numbers_that_yaml_reads_as_text_are_numbers():
-    config = configuration("ci", {"train": {"lr": "1e-3"}, "data": {"tokenizer": "byte"}})
+    config = load_configuration("ci", {"train": {"lr": "1e-3"}, "data": {"tokenizer": "byte"}})
     assert config.train.lr == 1e-3
 
 
@@ -59,15 +59,15 @@ def config():
 def started(monkeypatch):
     """Names of the runs that a trainer would have been started in."""
     names = []
-    monkeypatch.setattr(launch, "start", lambda run, **_: names.append(run.name))
+    monkeypatch.setattr(lifecycle, "start_run", lambda run, **_: names.append(run.name))
     return names
 
 
 def make(config, folder, status, **code):
     """A run directory in that state, without training."""
-    known = environment()
+    known = collect_environment()
     known = {**known, "config_hash": config.hash(), "code": {**known["code"], **code}}
-    run = directory.create(
+    run = directory.create_run_dir(
         folder, config.name, {directory.CONFIG: config.to_yaml(), directory.ENVIRONMENT: json.dumps(known)}
     )
     directory.write_status(run, run=run.name, status=status)
@@ -92,13 +92,13 @@ def test_only_a_run_that_goes_on_is_called_resumed(config, started, tmp_path, ca
     (run / directory.EVENTS).write_text("".join(json.dumps(event) + "\n" for event in events))
     for step in saved:
         (run / directory.CHECKPOINTS / f"step-{step:08d}").mkdir(parents=True)
-    assert notebook.start(config, outputs=str(tmp_path)) == run and started == [run.name]
+    assert notebook.start_run(config, outputs=str(tmp_path)) == run and started == [run.name]
     assert capsys.readouterr().out == f"{told}{run}\n"
 
 
 def test_a_finished_run_is_shown(config, started, tmp_path, capsys):
     run = make(config, tmp_path, directory.DONE)
-    assert notebook.start(config, outputs=str(tmp_path)) == run and not started
+    assert notebook.start_run(config, outputs=str(tmp_path)) == run and not started
     assert "this run is finished" in capsys.readouterr().out
 
 
@@ -112,7 +112,7 @@ def test_a_new_run_is_started_where_none_fits(why, config, started, tmp_path, ca
         directory.HALTED if why == "halted" else directory.DONE,
         **({"source": "0" * 16} if why == "other code" else {}),
     )
-    run = notebook.start(config, outputs=str(tmp_path), new_run=why == "asked")
+    run = notebook.start_run(config, outputs=str(tmp_path), new_run=why == "asked")
     assert run != old and started == [run.name] and "new run" in capsys.readouterr().out
 
 
@@ -120,9 +120,9 @@ def test_what_the_reader_can_put_right_is_one_line(config, tmp_path, monkeypatch
     def refuse(*_, **__):
         raise MissingPackage("pyarrow is not installed; run: pip install 'nsa-lab[data]'", name="pyarrow")
 
-    monkeypatch.setattr(launch, "ensure", refuse)
+    monkeypatch.setattr(lifecycle, "ensure", refuse)
     with pytest.raises(Stop, match=r"^MissingPackage: pyarrow is not installed; run: pip install 'nsa-lab\[data\]'$"):
-        notebook.start(config, outputs=str(tmp_path))
+        notebook.start_run(config, outputs=str(tmp_path))
 
 
 @pytest.mark.parametrize("last", [200, 90], ids=["healthy", "failed"])
@@ -130,7 +130,7 @@ def test_below_the_answers_no_verdict_is_printed_again(last, tmp_path, capsys):
     run = write_run(tmp_path, spoil=lambda events: [event for event in events if event["step"] <= last])
     notebook.print_answers(run)
     top = capsys.readouterr().out
-    notebook.print_verdicts(run, besides_answers=True)
+    notebook.print_verdicts(run, without_answers=True)
     below = capsys.readouterr().out
     for verdict in examine(run).verdicts:
         assert (f"{verdict}\n" in below) != (verdict.text in top and len(verdict.text) > 5), verdict
@@ -138,24 +138,24 @@ def test_below_the_answers_no_verdict_is_printed_again(last, tmp_path, capsys):
 
 def test_a_halted_run_is_shown_when_named_and_ends_the_notebook_badly(config, started, tmp_path, capsys):
     run = make(config, tmp_path, directory.HALTED)
-    assert notebook.start(config, str(run)) == run and not started
+    assert notebook.start_run(config, str(run)) == run and not started
     assert "halted" in capsys.readouterr().out
     with pytest.raises(Stop, match="nsa-lab resume"):
-        notebook.verdict(run)
+        notebook.print_final_verdict(run)
 
 
 def test_the_latest_finished_run(config, tmp_path):
     with pytest.raises(Stop, match="nsa-lab run smoke"):
-        notebook.latest_finished(str(tmp_path))
+        notebook.find_latest_finished(str(tmp_path))
     run = make(config, tmp_path, directory.DONE)
     make(config, tmp_path, directory.PREEMPTED)
-    assert notebook.latest_finished(str(tmp_path)) == run
+    assert notebook.find_latest_finished(str(tmp_path)) == run
 
 
 def test_records_are_of_the_runs_named_or_of_the_latest_finished(config, tmp_path):
     run, other = make(config, tmp_path, directory.DONE), make(config, tmp_path, directory.PREEMPTED)
-    assert [each.run for each in notebook.records(outputs=str(tmp_path))] == [run.name]
-    assert [each.run for each in notebook.records(str(other), str(run))] == [other.name, run.name]
+    assert [each.run for each in notebook.read_histories(outputs=str(tmp_path))] == [run.name]
+    assert [each.run for each in notebook.read_histories(str(other), str(run))] == [other.name, run.name]
     with pytest.raises(Stop, match="no such run"):
-        notebook.records(str(run), "no-such-run")
-    assert "\n| state | DONE |\n" in notebook.facts_table(notebook.records(str(run))[0])
+        notebook.read_histories(str(run), "no-such-run")
+    assert "\n| state | DONE |\n" in notebook.format_facts_table(notebook.read_histories(str(run))[0])

@@ -3,38 +3,38 @@
 import re
 
 import pytest
-from fake_run import configuration, write_run
+from fake_run import make_config, write_run
 
-from nsa_lab.figures.style import title
+from nsa_lab.figures.style import get_title
 from nsa_lab.inference import NoCheckpoint
 from nsa_lab.runs.history import History
-from nsa_lab.workbook import compare, run_explorer
-from nsa_lab.workbook.run_explorer import GATES, LOSS, MAP, VIEWS, views_of
+from nsa_lab.workbook import run_comparison, run_explorer
+from nsa_lab.workbook.run_explorer import GATES, LOSS, MAP, VIEWS, plot_view
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """An NSA run and its dense twin."""
     folder = tmp_path_factory.mktemp("runs")
-    twin = write_run(folder / "dense", configuration(model__attention="dense"))
+    twin = write_run(folder / "dense", make_config(model__attention="dense"))
     return [write_run(folder / "nsa"), twin.rename(twin.with_name("fake-dense"))]
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_takes_runs_of_both_kinds(view, pair):
-    drawn, problems = views_of(pair, view, 1, 0, 100)
-    assert all(title(figure) for figure in drawn)
+    drawn, problems = plot_view(pair, view, 1, 0, 100)
+    assert all(get_title(figure) for figure in drawn)
     assert (len(drawn), len(problems)) == ((0, 2) if view == MAP else (1, 0))
 
 
 def test_numbers_are_those_of_the_last_reading_before_the_step(pair):
-    told = compare.numbers_at(pair, 1, 110)
+    told = run_comparison.format_numbers_at(pair, 1, 110)
     rows = {name.strip(): values.split() for name, _, values in (line.partition("│") for line in told.splitlines())}
     assert rows["step"] == ["110", "110"] and rows["gates and selection: layer 1"] == ["[1]", "[2]"]
     assert max(map(len, told.splitlines())) <= 80, "columns that a page would wrap"
     assert rows["gate share, compressed"] == ["0.350", "–"]
     assert rows["validation, bits per byte"][0] == f"{History.read(pair[0]).evaluations[2]['bpb']:.3f}"
-    assert set(compare.numbers_at(pair, 1, -1).split()) >= {"–"}
+    assert set(run_comparison.format_numbers_at(pair, 1, -1).split()) >= {"–"}
 
 
 def test_numbers_are_those_of_the_layer_and_none_where_a_run_has_no_such_layer(tmp_path):
@@ -47,24 +47,28 @@ def test_numbers_are_those_of_the_layer_and_none_where_a_run_has_no_such_layer(t
 
     run = write_run(tmp_path, spoil=unlike)
     for layer, told in enumerate(["0.500", "0.600", "0.700", "–"]):
-        (line,) = [row for row in compare.numbers_at([run], layer, 110).splitlines() if row.startswith("gate entropy")]
+        (line,) = [
+            row
+            for row in run_comparison.format_numbers_at([run], layer, 110).splitlines()
+            if row.startswith("gate entropy")
+        ]
         assert line.split()[-1].lstrip("│") == told
 
 
 def test_what_cannot_be_drawn_is_explained(pair):
     with pytest.raises(NoCheckpoint, match="no checkpoint here"):
-        compare.selection_map(pair[0], 0, 0)
+        run_comparison.plot_selection_map(pair[0], 0, 0)
     with pytest.raises(ValueError, match="layers 0 to 2"):
-        compare.selection_map(pair[0], 3, 0)
+        run_comparison.plot_selection_map(pair[0], 3, 0)
     with pytest.raises(ValueError, match="a dense model selects nothing"):
-        compare.selection_map(pair[1], 0, 0)
+        run_comparison.plot_selection_map(pair[1], 0, 0)
 
 
 def test_without_a_front_end_no_widget_is_made(pair, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr(run_explorer, "show", shown.append)
-    monkeypatch.setattr(run_explorer, "run_explorer", None)
-    run_explorer.explore_runs(pair, with_widgets=False)
+    monkeypatch.setattr(run_explorer, "build_run_explorer", None)
+    run_explorer.explore_runs(pair, use_widgets=False)
     assert len(shown) == 1
     said = capsys.readouterr().out
     assert re.search(r"validation, bits per byte +│ +2\.\d+ +2\.\d+", said) and "no map" in said
@@ -72,7 +76,7 @@ def test_without_a_front_end_no_widget_is_made(pair, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_controls_redraw(pair):
-    explorer = run_explorer.run_explorer(pair[:1], pair[1:])
+    explorer = run_explorer.build_run_explorer(pair[:1], pair[1:])
     which, (view, depth, heads), step, pictures, text = (
         explorer.children[0],
         explorer.children[1].children,
@@ -94,8 +98,8 @@ def test_controls_redraw(pair):
 
 def test_controls_offer_what_the_chosen_runs_have(pair, tmp_path, monkeypatch):
     """A shipped run of 12 layers and 50 000 steps beside it must not make a small run a speck at step 0."""
-    monkeypatch.setattr(run_explorer, "png", lambda figure: title(figure).encode())
-    long = configuration(
+    monkeypatch.setattr(run_explorer, "render_png", lambda figure: get_title(figure).encode())
+    long = make_config(
         train__steps=5000, train__log_every=500, train__eval_every=5000, train__save_every=0, train__stats_every=500
     )
     config = long.model_copy(
@@ -103,7 +107,7 @@ def test_controls_offer_what_the_chosen_runs_have(pair, tmp_path, monkeypatch):
     )
     large = write_run(tmp_path, config)
     large = large.rename(large.with_name("large"))
-    explorer = run_explorer.run_explorer(pair[:1], [large], layer=7, step=4000)
+    explorer = run_explorer.build_run_explorer(pair[:1], [large], layer=7, step=4000)
     which, (_, depth, heads), step, pictures, text = (
         explorer.children[0],
         explorer.children[1].children,
@@ -126,7 +130,7 @@ def test_controls_offer_what_the_chosen_runs_have(pair, tmp_path, monkeypatch):
 
 def test_no_run_is_left_out_of_a_picture_however_many_there_are(pair):
     many = [pair[0]] * 9
-    (gates,), (reuse,) = views_of(many, GATES, 0, 0, 100)[0], views_of(many, "sel_reuse", 0, 0, 100)[0]
+    (gates,), (reuse,) = plot_view(many, GATES, 0, 0, 100)[0], plot_view(many, "sel_reuse", 0, 0, 100)[0]
     mark = 1  # the line at the chosen step
     assert len(gates.axes[0].lines) == 3 * 9 + mark and len(reuse.axes[0].lines) == 9 + mark
-    assert len(views_of(many, LOSS, 0, 0, 100)[0][0].axes[0].lines) == 2 * 9
+    assert len(plot_view(many, LOSS, 0, 0, 100)[0][0].axes[0].lines) == 2 * 9

@@ -8,39 +8,39 @@ from pathlib import Path
 
 import pytest
 
-from nsa_lab.bench.attention import Row
-from nsa_lab.bench.decode import StepTime
+from nsa_lab.bench.attention_speed import AttentionRow
+from nsa_lab.bench.decode_speed import StepTime
 from nsa_lab.config import ModelConfig
-from nsa_lab.figures.style import title
+from nsa_lab.figures.style import get_title
 from nsa_lab.workbook import speeds
 
 ROWS = [
-    Row("1000x2", "dense", "SDPA flash", 1.0, 3.0, share=None),
-    Row("1000x2", "dense", "SDPA cuDNN", 1.0, 1.0),
-    Row("1000x2", "whole", "triton", 1.0, 2.0, share=0.75),
-    Row("4000x1", "dense", "SDPA flash", 9.0, 11.0),
-    Row("4000x1", "dense", "SDPA cuDNN", 4.0, 6.0),
-    Row("4000x1", "whole", "triton", 2.0, 3.0, 512.25, share=0.25),
-    Row("4000x1", "window", "FlexAttention", note="parity failed"),
+    AttentionRow("1000x2", "dense", "SDPA flash", 1.0, 3.0, share=None),
+    AttentionRow("1000x2", "dense", "SDPA cuDNN", 1.0, 1.0),
+    AttentionRow("1000x2", "whole", "triton", 1.0, 2.0, share=0.75),
+    AttentionRow("4000x1", "dense", "SDPA flash", 9.0, 11.0),
+    AttentionRow("4000x1", "dense", "SDPA cuDNN", 4.0, 6.0),
+    AttentionRow("4000x1", "whole", "triton", 2.0, 3.0, 512.25, share=0.25),
+    AttentionRow("4000x1", "window", "FlexAttention", note="parity failed"),
 ]
 
 
 def test_nsa_is_faster_only_where_it_beats_every_dense_contender() -> None:
-    assert speeds.crossover(ROWS).splitlines() == [
+    assert speeds.describe_crossover(ROWS).splitlines() == [
         "T =  1,000: 0.75 of SDPA flash, 1.50 of SDPA cuDNN",
         "T =  4,000: 0.25 of SDPA flash, 0.50 of SDPA cuDNN",
         "of these lengths, NSA is the faster from T = 4,000 on",
     ]
-    assert speeds.crossover(ROWS[:3]).endswith("dense attention is the faster throughout")
-    assert "was not measured" in speeds.crossover(ROWS[:2])
+    assert speeds.describe_crossover(ROWS[:3]).endswith("dense attention is the faster throughout")
+    assert "was not measured" in speeds.describe_crossover(ROWS[:2])
 
 
 def test_curves_are_nanoseconds_per_token_of_what_was_timed() -> None:
-    curves = speeds.curves_of(ROWS)
+    curves = speeds.build_curves(ROWS)
     assert [length for length, _ in curves["whole", "triton"]] == [1000, 4000]
     assert [ns for _, ns in curves["whole", "triton"]] == pytest.approx([1500.0, 1250.0])
     assert ("window", "FlexAttention") not in curves
-    assert "parity failed" in speeds.table(ROWS) and "537" in speeds.table(ROWS)  # 512.25 MiB in MB
+    assert "parity failed" in speeds.format_table(ROWS) and "537" in speeds.format_table(ROWS)  # 512.25 MiB in MB
 
 
 def test_a_record_is_read_back_whatever_else_it_says(tmp_path: Path) -> None:
@@ -48,18 +48,18 @@ def test_a_record_is_read_back_whatever_else_it_says(tmp_path: Path) -> None:
     rows = [{**asdict(row), "younger": 1} for row in ROWS]
     machine = {"gpu": "NVIDIA H200", "device": "cuda"}
     record.write_text(json.dumps({"when": "2026-11-22T02:49:54+00:00", "machine": machine, "rows": rows}))
-    assert speeds.recorded(record) == (ROWS, "NVIDIA H200, 2026-11-22")
+    assert speeds.read_record(record) == (ROWS, "NVIDIA H200, 2026-11-22")
 
 
 def test_without_a_gpu_the_committed_record_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     shown, folded = [], []
     monkeypatch.setattr(speeds, "show", shown.append)
-    monkeypatch.setattr(speeds, "fold", lambda summary, text: folded.append(text))
-    speeds.show_speeds(measure=False)
-    assert "NVIDIA H200" in title(shown[0]) and "whole" in folded[0]
+    monkeypatch.setattr(speeds, "show_folded", lambda summary, text: folded.append(text))
+    speeds.show_attention_speeds(measure=False)
+    assert "NVIDIA H200" in get_title(shown[0]) and "whole" in folded[0]
     assert "NSA is the faster from T =" in capsys.readouterr().out
-    monkeypatch.setattr(speeds, "RECORD", Path("no", "record.json"))
-    speeds.show_speeds(measure=False)
+    monkeypatch.setattr(speeds, "RECORD_PATH", Path("no", "record.json"))
+    speeds.show_attention_speeds(measure=False)
     assert "there is no record no/record.json" in capsys.readouterr().out and len(shown) == 1
 
 
@@ -70,9 +70,9 @@ def test_decoding_is_told_in_lines_and_drawn_as_tokens_per_second(
     drawn = []
     monkeypatch.setattr(speeds, "time_models", lambda config, lengths: rows)
     monkeypatch.setattr(speeds, "show", drawn.append)
-    speeds.show_decoding(ModelConfig(n_layers=3), [1024, 4096])
+    speeds.show_decoding_speeds(ModelConfig(n_layers=3), [1024, 4096])
     told = capsys.readouterr().out.splitlines()
     assert told[1] == "  1,024 tokens before, dense: 4.0 ms, 250 tokens/s" and len(told) == 4
     nsa, dense = drawn[0].axes[0].lines
     assert list(nsa.get_ydata()) == [500.0, 500.0] and list(dense.get_xdata()) == [1024, 4096]
-    assert "3 layers" in title(drawn[0])
+    assert "3 layers" in get_title(drawn[0])

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_lab.attention.layer_cache import LayerCache, Places, Pool
-from nsa_lab.attention.span import Span
+from nsa_lab.attention.layer_cache import CacheWriteBuffers, LayerCache, PoolWeights
+from nsa_lab.attention.layout import Span
 from nsa_lab.config import NSAConfig
 
 WIDTH_STEP, WIDTH_LIMIT = 16, 256
@@ -36,7 +36,7 @@ N_SEL_LIMIT = 64
 STRIDES_LIMIT = 16  # strides per selection block; a compressed block may reach over four times as many
 
 
-def unusable(device: torch.device, dtype: torch.dtype) -> str | None:
+def find_device_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run on this device at this dtype, with the remedy; None if they can.
 
     On a CPU they run under Triton's interpreter, which its own variable TRITON_INTERPRET=1 turns on.
@@ -47,7 +47,7 @@ def unusable(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the kernels need a CUDA device, and this is {device.type}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"the kernels need compute capability 8.0 or higher, and {torch.cuda.get_device_name(device)} has less"
-    if device.type == "cpu" and (why_not := _not_interpreted()):
+    if device.type == "cpu" and (why_not := _find_interpreter_problem()):
         return why_not
     if device.type == "cpu" and dtype == torch.bfloat16:
         return "Triton's interpreter, which runs the kernels on a cpu, multiplies bfloat16 wrongly; use float32 or float16"
@@ -56,7 +56,7 @@ def unusable(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def undecodable() -> str | None:
+def find_decoding_problem() -> str | None:
     """Why the Triton that is here cannot compile the kernels of decoding, with the remedy; None if it can."""
     import triton
 
@@ -68,27 +68,27 @@ def undecodable() -> str | None:
     return None
 
 
-def _not_interpreted() -> str | None:
+def _find_interpreter_problem() -> str | None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "the device is cpu, where the kernels run only under Triton's interpreter: TRITON_INTERPRET=1"
     from nsa_lab.attention.kernels import tiles
 
-    if not tiles.INTERPRETED:
+    if not tiles.IS_INTERPRETED:
         return "TRITON_INTERPRET=1 came after Triton was imported, which reads it once; set it before Python starts"
     return None
 
 
-def unsupported(
+def find_shape_problem(
     nsa: NSAConfig, d_k: int | None = None, d_v: int | None = None, indexer_width: int | None = None
 ) -> str | None:
     """Why the kernels do not take this geometry or these head widths, and the nearest that they take; None if they do.
 
     A width of None is not known yet and not judged, or that of an indexer that is not there.
     """
-    return width_limit(d_k, d_v, indexer_width) or _selected_limit(nsa) or _choice_limit(nsa)
+    return find_width_problem(d_k, d_v, indexer_width) or _find_l_sel_problem(nsa) or _find_selection_problem(nsa)
 
 
-def width_limit(d_k: int | None, d_v: int | None, indexer_width: int | None = None) -> str | None:
+def find_width_problem(d_k: int | None, d_v: int | None, indexer_width: int | None = None) -> str | None:
     """As `unsupported`, of head widths alone."""
     for name, width in (("d_k", d_k), ("d_v", d_v), ("indexer_width", indexer_width)):
         if width is not None and (width % WIDTH_STEP or width > WIDTH_LIMIT):
@@ -100,7 +100,7 @@ def width_limit(d_k: int | None, d_v: int | None, indexer_width: int | None = No
     return None
 
 
-def _selected_limit(nsa: NSAConfig) -> str | None:
+def _find_l_sel_problem(nsa: NSAConfig) -> str | None:
     if nsa.l_sel % L_SEL_STEP == 0:
         return None
     step = math.lcm(L_SEL_STEP, nsa.d)
@@ -111,7 +111,7 @@ def _selected_limit(nsa: NSAConfig) -> str | None:
     )
 
 
-def _choice_limit(nsa: NSAConfig, *, with_lse: bool = True) -> str | None:
+def _find_selection_problem(nsa: NSAConfig, *, with_lse: bool = True) -> str | None:
     if nsa.n_sel > N_SEL_LIMIT:
         return f"the kernels keep at most nsa.n_sel = {N_SEL_LIMIT} blocks per query, and it is {nsa.n_sel}"
     if not with_lse:  # one head per group, of blocks side by side: any number of them per selection block
@@ -125,16 +125,16 @@ def _choice_limit(nsa: NSAConfig, *, with_lse: bool = True) -> str | None:
     return None
 
 
-def _index_limit(index_q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> str | None:
+def _find_indexer_problem(index_q: Tensor, k_sel: Tensor, nsa: NSAConfig) -> str | None:
     if index_q.shape[2] != k_sel.shape[2] or nsa.l != nsa.d:
         return (
             f"one query per group chooses, by keys of tokens side by side; got {index_q.shape[2]} queries for "
             f"{k_sel.shape[2]} groups, l = {nsa.l}, d = {nsa.d}"
         )
-    return width_limit(None, None, index_q.shape[3])
+    return find_width_problem(None, None, index_q.shape[3])
 
 
-def _refuse(function: str, reason: str | None) -> None:
+def _raise_unsupported(function: str, reason: str | None) -> None:
     if reason:
         raise NotImplementedError(f"{function}, backend = 'triton': {reason}; backend = 'torch' takes it as it is")
 
@@ -143,27 +143,27 @@ class DocumentTable(NamedTuple):
     """All that the kernels ask of packed documents and one geometry. Where a `span` is asked for here it is taken in its
     place: traced, a table is the same whatever documents it holds."""
 
-    rows: Tensor
+    row_bounds: Tensor
     """`Span.row_bounds`"""
     longest: int
     """Tokens that no document exceeds."""
 
 
-def document_table(span: Span, nsa: NSAConfig, device: torch.device) -> DocumentTable:
+def make_document_table(span: Span, nsa: NSAConfig, device: torch.device) -> DocumentTable:
     """Of `Span.packed`."""
     # A power of two, so that few lengths are compiled for.
-    longest = min(1 << (span.longest_laid_out - 1).bit_length(), span.queries)
+    longest = min(1 << (span.longest_allocated - 1).bit_length(), span.n_queries)
     return DocumentTable(span.row_bounds(nsa, device), longest)
 
 
-def _where(span: Span | DocumentTable | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int, int]:
+def _get_layout_args(span: Span | DocumentTable | None, nsa: NSAConfig, q: Tensor) -> tuple[Tensor | None, int, int]:
     """Where a span's documents begin, how long they are at most, and the position of the first query; else None and 0."""
     if isinstance(span, DocumentTable):
-        return span.rows, span.longest, 0
+        return span.row_bounds, span.longest, 0
     if span is None or span.kind != "packed":
         return None, 0, 0 if span is None else span.start
-    table = document_table(span, nsa, q.device)
-    return table.rows, table.longest, 0
+    table = make_document_table(span, nsa, q.device)
+    return table.row_bounds, table.longest, 0
 
 
 # Each raises NotImplementedError past the limits of its own kernels. The caller has checked that shapes fit together.
@@ -173,20 +173,22 @@ def compressed_attention(
     """As `reference.compressed_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
-    _refuse("compressed_attention", width_limit(q.shape[3], v_cmp.shape[3]))
-    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_where(span, nsa, q))
+    _raise_unsupported("compressed_attention", find_width_problem(q.shape[3], v_cmp.shape[3]))
+    return launch.band_attention(q, k_cmp, v_cmp, nsa.l, nsa.d, 0, *_get_layout_args(span, nsa, q))
 
 
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | DocumentTable | None = None
 ) -> Tensor:
     """As `reference.select_blocks`."""
-    from nsa_lab.attention.kernels import choice
+    from nsa_lab.attention.kernels import block_topk
 
     if lse is None and (q.shape[2] != k_cmp.shape[2] or nsa.l != nsa.d):
         _, lse = compressed_attention(q, k_cmp, k_cmp, nsa, span=span)
-    _refuse("select_blocks", width_limit(q.shape[3], None) or _choice_limit(nsa, with_lse=lse is not None))
-    return choice.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_where(span, nsa, q))
+    _raise_unsupported(
+        "select_blocks", find_width_problem(q.shape[3], None) or _find_selection_problem(nsa, with_lse=lse is not None)
+    )
+    return block_topk.select_blocks(q, k_cmp, lse, nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, *_get_layout_args(span, nsa, q))
 
 
 def selected_attention(
@@ -195,8 +197,8 @@ def selected_attention(
     """As `reference.selected_attention`."""
     from nsa_lab.attention.kernels.selected import launch
 
-    _refuse("selected_attention", width_limit(q.shape[3], v.shape[3]) or _selected_limit(nsa))
-    return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_where(span, nsa, q))
+    _raise_unsupported("selected_attention", find_width_problem(q.shape[3], v.shape[3]) or _find_l_sel_problem(nsa))
+    return launch.selected_attention(q, k, v, blocks, nsa.l_sel, *_get_layout_args(span, nsa, q))
 
 
 def window_attention(
@@ -205,8 +207,8 @@ def window_attention(
     """As `reference.window_attention`."""
     from nsa_lab.attention.kernels.band import launch
 
-    _refuse("window_attention", width_limit(q.shape[3], v.shape[3]))
-    return launch.band_attention(q, k, v, 1, 1, nsa.w, *_where(span, nsa, q))
+    _raise_unsupported("window_attention", find_width_problem(q.shape[3], v.shape[3]))
+    return launch.band_attention(q, k, v, 1, 1, nsa.w, *_get_layout_args(span, nsa, q))
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
@@ -222,15 +224,15 @@ def nsa_attention(
     nsa: NSAConfig, *, blocks: Tensor | None = None, span: Span | DocumentTable | None = None,
 ) -> Tensor:
     """As `dispatch.nsa_attention`, every part on Triton."""
-    from nsa_lab.attention.kernels import operator
+    from nsa_lab.attention.kernels import nsa_operator
 
-    _refuse("nsa_attention", unsupported(nsa, q.shape[3], v_cmp.shape[3]))
-    return operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks, *_where(span, nsa, q))
+    _raise_unsupported("nsa_attention", find_shape_problem(nsa, q.shape[3], v_cmp.shape[3]))
+    return nsa_operator.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks, *_get_layout_args(span, nsa, q))
 
 
 def cached_attention(
     q: Tensor, gates: Tensor, cache: LayerCache, lengths: Tensor, nsa: NSAConfig, *,
-    index_q: Tensor | None = None, choice_nsa: NSAConfig | None = None,
+    index_q: Tensor | None = None, selection_nsa: NSAConfig | None = None,
 ) -> Tensor:
     """As `decoding.cached_attention`; carries no gradient.
 
@@ -240,15 +242,15 @@ def cached_attention(
     """
     from nsa_lab.attention.kernels.decoding import launch
 
-    _refuse("cached_attention", undecodable() or unsupported(nsa, q.shape[3], cache.v_cmp.shape[3]))
-    if index_q is not None and choice_nsa is not None:
-        _refuse("cached_attention, the indexer", _index_limit(index_q, cache.k_sel, choice_nsa))
+    _raise_unsupported("cached_attention", find_decoding_problem() or find_shape_problem(nsa, q.shape[3], cache.v_cmp.shape[3]))
+    if index_q is not None and selection_nsa is not None:
+        _raise_unsupported("cached_attention, the indexer", _find_indexer_problem(index_q, cache.k_sel, selection_nsa))
     for name, x in cache._asdict().items():
         if x is not None and x.stride(3) != 1:  # a copy would cost more than the step
             raise ValueError(f"{name}: expected a cache whose last axis is contiguous; got strides {x.stride()}")
     branches = cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win
     sizes = nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w
-    geometry = choice_nsa or nsa
+    geometry = selection_nsa or nsa
     with torch.no_grad():
         return launch.cached_attention(
             q, gates, lengths, *branches, *sizes, index_q, cache.k_index, geometry.l, geometry.d
@@ -259,14 +261,14 @@ def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> 
     """As `decoding.cached_dense_attention`; nothing waits on the host, as in `cached_attention`."""
     from nsa_lab.attention.kernels.decoding import launch
 
-    _refuse("cached_dense_attention", undecodable() or width_limit(q.shape[3], v.shape[3]))
+    _raise_unsupported("cached_dense_attention", find_decoding_problem() or find_width_problem(q.shape[3], v.shape[3]))
     with torch.no_grad():
         return launch.cached_dense_attention(q if q.stride(3) == 1 else q.contiguous(), k, v, lengths)
 
 
-def append(
-    roped: Tensor, values: Tensor | None, rotary: tuple[Tensor, Tensor], lengths: Tensor, places: Places, *,
-    past: Tensor | None = None, mix: Tensor | None = None, settled: bool = False,
+def rotate_and_append(
+    q_and_k: Tensor, values: Tensor | None, rotary: tuple[Tensor, Tensor], lengths: Tensor, places: CacheWriteBuffers, *,
+    k_before_conv: Tensor | None = None, conv_weight: Tensor | None = None, can_prefetch: bool = False,
 ) -> Tensor:
     """Turns S new tokens of each sequence by their angles and keeps them, in one launch: their queries [B, S, H, d_k].
 
@@ -284,14 +286,14 @@ def append(
     """
     from nsa_lab.attention.kernels.decoding import launch
 
-    _refuse("append", width_limit(roped.shape[3], None if values is None else values.shape[3]))
+    _raise_unsupported("append", find_width_problem(q_and_k.shape[3], None if values is None else values.shape[3]))
     with torch.no_grad():
-        return launch.append(roped, values, *rotary, lengths, places, past, mix, settled)
+        return launch.rotate_and_append(q_and_k, values, *rotary, lengths, places, k_before_conv, conv_weight, can_prefetch)
 
 
-def complete(
+def update_compressed(
     k_raw: Tensor, v_raw: Tensor | None, k: Tensor, v: Tensor | None, lengths: Tensor, S: int, nsa: NSAConfig, *,
-    k_pool: Pool | None = None, v_pool: Pool | None = None, settled: bool = False,
+    k_pool: PoolWeights | None = None, v_pool: PoolWeights | None = None, can_prefetch: bool = False,
 ) -> None:
     """Compresses the blocks that S new tokens complete, which are in the rings k_raw and v_raw already, into k and v.
 
@@ -302,19 +304,19 @@ def complete(
     from nsa_lab.attention.kernels.decoding import launch
 
     with torch.no_grad():
-        launch.complete(k_raw, v_raw, k, v, k_pool, v_pool, lengths, S, nsa.l, nsa.d, settled)
+        launch.update_compressed(k_raw, v_raw, k, v, k_pool, v_pool, lengths, S, nsa.l, nsa.d, can_prefetch)
 
 
-def few(x: Tensor) -> bool:
+def has_few_rows(x: Tensor) -> bool:
     """Whether x [..., C] has so few rows that `linear` is better than a library's products."""
     from nsa_lab.attention.kernels import launch_table
 
-    return x.numel() // x.shape[-1] <= launch_table.LINEAR_ROWS
+    return x.numel() // x.shape[-1] <= launch_table.MAX_LINEAR_ROWS
 
 
 def linear(
-    x: Tensor, *maps: tuple[Tensor, str], norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None,
-    gated: bool = False, settled: bool = False,
+    x: Tensor, *projections: tuple[Tensor, str], norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None,
+    is_gated: bool = False, can_prefetch: bool = False,
 ) -> list[Tensor]:
     """[residual + then(n(x) @ weight.T), ...] for each (weight [N, C], then) of up to three `maps`, x [..., C] contiguous.
 
@@ -327,5 +329,5 @@ def linear(
     from nsa_lab.attention.kernels.decoding import launch
 
     with torch.no_grad():
-        return launch.linear(x, maps, norm, residual, gated, settled)
+        return launch.linear(x, projections, norm, residual, is_gated, can_prefetch)
 # fmt: on

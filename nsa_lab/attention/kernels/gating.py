@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
-from nsa_lab.attention.kernels.host import ceil_div, padded_width, register_autograd
-from nsa_lab.attention.kernels.launching import launched
-from nsa_lab.attention.kernels.vocabulary import SIZES
+from nsa_lab.attention.kernels.fast_launch import cache_launches
+from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
+from nsa_lab.attention.kernels.launch_utils import ceil_div, padded_width, register_autograd
 
 
 # fmt: off
 @triton.jit
-def _row_tile(n_rows, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr):
+def _get_row_tile(n_rows, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr):
     """Rows (batch, time, head) of this program, whether they exist, their columns, and the mask of both."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, DV_PAD)
@@ -41,15 +41,15 @@ def _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3
     return cmp, sel, win
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_gate_forward(
     cmp_ptr, sel_ptr, win_ptr, gates_ptr, out_ptr,
     n_rows, T, H,
     stride_gb, stride_gt, stride_gh, stride_g3,
     DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
-    row, inside, columns, mask = _row_tile(n_rows, DV, DV_PAD, ROWS)
+    row, inside, columns, mask = _get_row_tile(n_rows, DV, DV_PAD, ROWS)
     gate_cmp, gate_sel, gate_win = _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3, inside)
     at = row[:, None] * DV + columns[None, :]
     out = tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32) * gate_cmp[:, None]
@@ -66,8 +66,8 @@ def _branch_backward(out_ptr, d_out_ptr, do, gate, at, mask):
     return tl.sum(out * do, 1)
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_gate_backward(
     do_ptr, cmp_ptr, sel_ptr, win_ptr, gates_ptr, d_cmp_ptr, d_sel_ptr, d_win_ptr, dgates_ptr, deltas_ptr,
     n_rows, T, H,
@@ -75,7 +75,7 @@ def nsa_gate_backward(
     HAS_DELTAS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
     """HAS_DELTAS: also the delta of each branch, [3, rows] float32, which the branches' backward passes ask for."""
-    row, inside, columns, mask = _row_tile(n_rows, DV, DV_PAD, ROWS)
+    row, inside, columns, mask = _get_row_tile(n_rows, DV, DV_PAD, ROWS)
     gate_cmp, gate_sel, gate_win = _load_gates(gates_ptr, row, T, H, stride_gb, stride_gt, stride_gh, stride_g3, inside)
     at = row[:, None] * DV + columns[None, :]
     do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -111,7 +111,7 @@ _gated_sum_backward = torch.ops.nsa_lab.gated_sum_backward.default
 def forward(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
     """`gated_sum` itself, past PyTorch's dispatcher."""
     out = out_cmp.new_empty(out_cmp.shape)
-    grid, sizes, constants = _launch(out_cmp, gates)
+    grid, sizes, constants = _get_launch_args(out_cmp, gates)
     # fmt: off
     nsa_gate_forward[grid](
         out_cmp.contiguous(), out_sel.contiguous(), out_win.contiguous(), gates, out,
@@ -134,7 +134,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the outputs and the gates. `deltas` float32 [3, B, T, H] takes sum(out * d_out) of each branch."""
     d_cmp, d_sel, d_win, dgates = (x.new_empty(x.shape) for x in (out_cmp, out_sel, out_win, gates))
-    grid, sizes, constants = _launch(out_cmp, gates)
+    grid, sizes, constants = _get_launch_args(out_cmp, gates)
     # fmt: off
     nsa_gate_backward[grid](
         do.contiguous(), out_cmp.contiguous(), out_sel.contiguous(), out_win.contiguous(), gates,
@@ -145,7 +145,7 @@ def backward(
     return d_cmp, d_sel, d_win, dgates
 
 
-def _launch(out: Tensor, gates: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+def _get_launch_args(out: Tensor, gates: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
     """Grid, sizes and strides, and compile-time sizes of either kernel."""
     B, T, H, Dv = out.shape
     rows, tile_rows = B * T * H, launch_table.gate_rows(Dv)
@@ -164,7 +164,7 @@ def _(
     return d_cmp, d_sel, d_win, dgates
 
 
-def _backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _autograd_backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _gated_sum_backward(do, *ctx.saved_tensors)
 
 
@@ -172,7 +172,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
     ctx.save_for_backward(*inputs)
 
 
-register_autograd("gated_sum", _backward, _setup_context)
+register_autograd("gated_sum", _autograd_backward, _setup_context)
 
 
 def gated_sum(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_lab.attention.kernels.host import ceil_div, padded_width
+from nsa_lab.attention.kernels.launch_utils import ceil_div, padded_width
 
 
 def is_amd() -> bool:
@@ -22,7 +22,7 @@ def is_amd() -> bool:
     return torch.version.hip is not None
 
 
-def _options(warps: int, stages: int, registers: int | None) -> dict[str, int]:
+def _make_compile_options(warps: int, stages: int, registers: int | None) -> dict[str, int]:
     """What Triton's compiler is told; for AMD's GPUs it takes no cap on registers."""
     cap = {} if registers is None or is_amd() else {"maxnreg": registers}
     return {"num_warps": warps, "num_stages": stages, **cap}
@@ -43,12 +43,12 @@ class Tile(NamedTuple):
     registers: int | None = None
     one_loop: bool = False
 
-    def options(self) -> dict[str, int]:
-        return _options(self.warps, self.stages, self.registers)
+    def compile_options(self) -> dict[str, int]:
+        return _make_compile_options(self.warps, self.stages, self.registers)
 
 
 @functools.cache
-def is_roomy(device: torch.device) -> bool:
+def has_large_shared_memory(device: torch.device) -> bool:
     """Whether a block may use 160 KB of shared memory (A100, H100, B200 and their kin), not the 99 KB of smaller GPUs."""
     if device.type != "cuda":
         return True
@@ -61,7 +61,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @functools.cache
-def begins_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel can be launched while the one ahead still runs: Hopper and what came after it."""
     return device.type == "cuda" and not is_amd() and torch.cuda.get_device_capability(device)[0] >= 9
 
@@ -73,18 +73,18 @@ def is_blackwell(device: torch.device) -> bool:
 
 
 FLOAT32_TILE = Tile(32, 32, 4, 1)
-WIDEST = 128
+MAX_TIMED_WIDTH = 128
 """Columns of the widest heads that were timed at several shapes. Of wider ones, in half precision, the tiles for Hopper
 were found at H=64 G=4 192/128 (`nsa-lab bench tune`, one H200); all others by what ptxas says of registers, spills and
 shared memory for sm_80, sm_86 and sm_90, and have not been timed."""
 
-WIDEST_TILE = 256
-WIDEST_OF_TWO = 192
+MAX_TILE_WIDTH = 256
+MAX_TWO_TILE_WIDTH = 192
 """Columns of the widest heads that are two tiles of fewer than 256 columns together (`parts`), and so leave shared memory
 for one more stage."""
 
 
-def parts(name: str, width: int, device: torch.device, widest: int = WIDEST_TILE) -> dict[str, int]:
+def split_width(name: str, width: int, device: torch.device, max_width: int = MAX_TILE_WIDTH) -> dict[str, int]:
     """X_PART and X_REST of the width X: the columns of the two tiles that it is worked on as, side by side; 0: of one.
 
     A tile has a power of two of columns, and 192 in one of 256 are a third more work than there is. Heads up to `WIDEST`
@@ -93,22 +93,22 @@ def parts(name: str, width: int, device: torch.device, widest: int = WIDEST_TILE
     """
     whole = padded_width(width)
     part, rest = whole // 2, max(padded_width(width - whole // 2), 16)
-    two = whole > widest or (whole > WIDEST and part + rest < whole and is_hopper(device))
+    two = whole > max_width or (whole > MAX_TIMED_WIDTH and part + rest < whole and is_hopper(device))
     return {f"{name}_PART": part if two else whole, f"{name}_REST": rest if two else 0}
 
 
-def _float32(width: int) -> Tile:
-    return Tile(16, 16, 4, 1) if width > WIDEST else FLOAT32_TILE
+def _float32_tile(width: int) -> Tile:
+    return Tile(16, 16, 4, 1) if width > MAX_TIMED_WIDTH else FLOAT32_TILE
 
 
-def band_forward(dtype: torch.dtype, width: int, windowed: bool, device: torch.device) -> Tile:
+def band_forward(dtype: torch.dtype, width: int, has_window: bool, device: torch.device) -> Tile:
     if dtype == torch.float32:
-        return _float32(width)
-    if width > WIDEST and is_hopper(device):
+        return _float32_tile(width)
+    if width > MAX_TIMED_WIDTH and is_hopper(device):
         return Tile(64, 32, 4, 3)
-    if width > WIDEST:
-        return Tile(64, 32, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 2)
-    match width > 64, windowed, is_roomy(device):
+    if width > MAX_TIMED_WIDTH:
+        return Tile(64, 32, 8, 2) if has_large_shared_memory(device) else Tile(32, 32, 4, 2)
+    match width > 64, has_window, has_large_shared_memory(device):
         case True, True, _:
             return Tile(128, 32, 8, 3, 128)
         case True, False, True:
@@ -121,14 +121,14 @@ def band_forward(dtype: torch.dtype, width: int, windowed: bool, device: torch.d
             return Tile(64, 64, 4, 3, 128)
 
 
-def band_dq(dtype: torch.dtype, width: int, windowed: bool, device: torch.device) -> Tile:
+def band_dq(dtype: torch.dtype, width: int, has_window: bool, device: torch.device) -> Tile:
     if dtype == torch.float32:
-        return _float32(width)
-    if width > WIDEST and is_hopper(device):
+        return _float32_tile(width)
+    if width > MAX_TIMED_WIDTH and is_hopper(device):
         return Tile(64, 32, 4, 2)
-    if width > WIDEST:
-        return Tile(64, 32, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 1)
-    match width > 64, windowed, is_roomy(device):
+    if width > MAX_TIMED_WIDTH:
+        return Tile(64, 32, 8, 2) if has_large_shared_memory(device) else Tile(32, 32, 4, 1)
+    match width > 64, has_window, has_large_shared_memory(device):
         case True, True, _:
             return Tile(64, 32, 4, 2, 168, one_loop=True)
         case True, False, True:
@@ -143,12 +143,12 @@ def band_dq(dtype: torch.dtype, width: int, windowed: bool, device: torch.device
 
 def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
     if dtype == torch.float32:
-        return _float32(width)
-    if width > WIDEST and is_hopper(device):
-        return Tile(32, 128, 8, 3 if width <= WIDEST_OF_TWO else 2)
-    if width > WIDEST:
-        return Tile(32, 64, 8, 2) if is_roomy(device) else Tile(32, 32, 4, 1)
-    match width > 64, is_roomy(device):
+        return _float32_tile(width)
+    if width > MAX_TIMED_WIDTH and is_hopper(device):
+        return Tile(32, 128, 8, 3 if width <= MAX_TWO_TILE_WIDTH else 2)
+    if width > MAX_TIMED_WIDTH:
+        return Tile(32, 64, 8, 2) if has_large_shared_memory(device) else Tile(32, 32, 4, 1)
+    match width > 64, has_large_shared_memory(device):
         case True, True:
             return Tile(64, 128, 8, 3)
         case True, False:
@@ -157,21 +157,21 @@ def band_dkv(dtype: torch.dtype, width: int, device: torch.device) -> Tile:
             return Tile(64, 64, 4, 3)
 
 
-def choice(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection: int, device: torch.device) -> Tile:
+def block_topk(dtype: torch.dtype, width: int, strides: int, spill: int, n_selection: int, device: torch.device) -> Tile:
     """`keys` are selection blocks, each of `strides` compressed keys; the next step scores `spill` of them again."""
     padded = padded_width(strides)
     least = max(padded_width(2 * spill), 16)  # 16: what a tensor core takes at least
-    if dtype == torch.float32 and width > WIDEST:
+    if dtype == torch.float32 and width > MAX_TIMED_WIDTH:
         return Tile(16, least, 4, 1)
-    if dtype != torch.float32 and width > WIDEST and is_hopper(device):
+    if dtype != torch.float32 and width > MAX_TIMED_WIDTH and is_hopper(device):
         # Timed at four strides to a block; with fewer, as many keys would spill four times what they do there.
         return Tile(64, max(32 if padded == 4 else 64 // padded, least), 4, 1)
-    if dtype == torch.float32 or width > WIDEST:
+    if dtype == torch.float32 or width > MAX_TIMED_WIDTH:
         return Tile(32, max(64 // padded, least), 4, 1)
     return Tile(64, max(128 // padded, least), 4, 3, 168 if n_selection > 256 and width <= 64 else None)
 
 
-def choice_without_lse(tile: Tile, device: torch.device) -> Tile:
+def block_topk_without_lse(tile: Tile, device: torch.device) -> Tile:
     """`tile` of `choice`, where there is no LSE and scores are reshaped as they come out of the product.
 
     On Blackwell, of fewer queries than its tensor memory takes: Triton 3.7.1 does not compile that reshape there. Not
@@ -180,12 +180,12 @@ def choice_without_lse(tile: Tile, device: torch.device) -> Tile:
     return tile._replace(rows=min(tile.rows, 32)) if is_blackwell(device) else tile
 
 
-def choice_strides(dtype: torch.dtype, width: int) -> int:
+def block_topk_strides(dtype: torch.dtype, width: int) -> int:
     """The most strides of every selection block that are scored at once, where blocks are chosen without an LSE."""
-    return 2 if dtype == torch.float32 and width > WIDEST else 8
+    return 2 if dtype == torch.float32 and width > MAX_TIMED_WIDTH else 8
 
 
-def choice_columns(dtype: torch.dtype, width: int, strides_at_once: int, tile: Tile) -> int:
+def block_topk_columns(dtype: torch.dtype, width: int, strides_at_once: int, tile: Tile) -> int:
     """Of a key's width, how much is scored at once, so that the keys of `tile` fit 96 KB in all stages."""
     columns = padded_width(width)
     while columns > 16 and tile.keys * strides_at_once * columns * dtype.itemsize * tile.stages > 96 * 1024:
@@ -193,7 +193,7 @@ def choice_columns(dtype: torch.dtype, width: int, strides_at_once: int, tile: T
     return columns
 
 
-class Rows(NamedTuple):
+class RowTile(NamedTuple):
     """Rows of a tile, where its keys are a kv block or there are none. `registers` as in `Tile`."""
 
     rows: int
@@ -201,43 +201,43 @@ class Rows(NamedTuple):
     stages: int
     registers: int | None = None
 
-    def options(self) -> dict[str, int]:
-        return _options(self.warps, self.stages, self.registers)
+    def compile_options(self) -> dict[str, int]:
+        return _make_compile_options(self.warps, self.stages, self.registers)
 
 
 def selected_keys(dtype: torch.dtype, width: int, device: torch.device) -> int:
     """The most keys of a kv block that a tile of the selected branch holds."""
-    return 32 if width > WIDEST and (dtype == torch.float32 or not is_roomy(device)) else 64
+    return 32 if width > MAX_TIMED_WIDTH and (dtype == torch.float32 or not has_large_shared_memory(device)) else 64
 
 
-def _selected(dtype: torch.dtype, width: int, stages_wide: int) -> Rows:
-    if width > WIDEST:
-        return Rows(16, 4, 1) if dtype == torch.float32 else Rows(32, 8, 1)
+def _selected_tile(dtype: torch.dtype, width: int, stages_wide: int) -> RowTile:
+    if width > MAX_TIMED_WIDTH:
+        return RowTile(16, 4, 1) if dtype == torch.float32 else RowTile(32, 8, 1)
     if dtype == torch.float32:
-        return Rows(16 if width > 64 else 32, 4, 1)
-    return Rows(64, 4, stages_wide if width > 64 else 3)
+        return RowTile(16 if width > 64 else 32, 4, 1)
+    return RowTile(64, 4, stages_wide if width > 64 else 3)
 
 
-def selected_union(dtype: torch.dtype, width: int) -> Rows:
-    tile = _selected(dtype, width, 2)
+def selected_union(dtype: torch.dtype, width: int) -> RowTile:
+    tile = _selected_tile(dtype, width, 2)
     # Four tiles to a multiprocessor, as many as its shared memory holds.
     return tile._replace(registers=128) if dtype != torch.float32 and width <= 64 else tile
 
 
-def selected_items(dtype: torch.dtype, width: int, block: int, device: torch.device) -> Rows:
+def selected_items(dtype: torch.dtype, width: int, block: int, device: torch.device) -> RowTile:
     """Of the kernels that work through the inverted index in blocks of `block` keys, forward and backward.
 
     On Hopper a third stage costs no memory (`_gather_rows` says how); elsewhere it costs a tile. Wide heads' many rows are
     for tiles of 64 keys: with 16 or 32 the backward kernel turns its sums in shared memory, and would take 288 KB of it.
     """
-    if width > WIDEST and dtype != torch.float32 and block > 32 and is_hopper(device):
-        return Rows(128, 8, 2 if width <= WIDEST_OF_TWO else 1)
-    return _selected(dtype, width, 3 if is_hopper(device) else 2)
+    if width > MAX_TIMED_WIDTH and dtype != torch.float32 and block > 32 and is_hopper(device):
+        return RowTile(128, 8, 2 if width <= MAX_TWO_TILE_WIDTH else 1)
+    return _selected_tile(dtype, width, 3 if is_hopper(device) else 2)
 
 
 def selected_columns(dtype: torch.dtype, width: int) -> int:
     """Columns of dk and dv that the backward kernel works on at once: at least half of a tile's."""
-    return 128 if dtype == torch.float32 or width > WIDEST else 64
+    return 128 if dtype == torch.float32 or width > MAX_TIMED_WIDTH else 64
 
 
 def streaming_rows(width: int) -> int:
@@ -279,12 +279,12 @@ DECODING_ROWS = 64
 MERGE_ELEMENTS, MERGE_WARPS = 4096, 2
 """For 32 sequences and 64 heads of 128 on an H200: 4.5 us with two warps, 8.7 with four, 23 with eight."""
 IMPORTANCE_ELEMENTS, IMPORTANCE_BLOCKS = 4096, 64
-BEST_BLOCKS, BEST_EACH = 2048, 8
-LOGS_KEYS = 256
-EARLY_UP_TO = 4
+TOPK_BLOCKS, TOPK_BLOCKS_PER_THREAD = 2048, 8
+LOGSUMEXP_KEYS = 256
+MAX_PDL_TOKENS = 4
 """New tokens up to which kernels begin before the ones ahead have ended: for 32 sequences a step takes longer by it."""
 APPEND_WARPS = 1  # for a row of 256 numbers at most
-LINEAR_ROWS = 64
+MAX_LINEAR_ROWS = 64
 """Rows up to which linear maps of a decoding step are ours. Many rows are a library's business: reading weights is then
 the lesser part."""
 
@@ -306,7 +306,7 @@ def linear_tile(dtype: torch.dtype, rows: int, columns: int, depth: int) -> Line
         chunk = min(padded_width(depth), 4096 // padded)
         return LinearTile(padded, few, chunk, min(max(padded * few * chunk // 2048, 1), 8), 1)
     # A tensor core takes 16 rows. Weights that several programs read come from the cache.
-    tile, columns_at_once = min(max(padded_width(rows), 16), LINEAR_ROWS), 16
+    tile, columns_at_once = min(max(padded_width(rows), 16), MAX_LINEAR_ROWS), 16
     while tile > 16 and ceil_div(columns, columns_at_once) * ceil_div(rows, tile) < DECODING_PROGRAMS // 2:
         tile //= 2
     return LinearTile(tile, columns_at_once, (2048 if dtype == torch.float32 else 4096) // tile, 4, 3)
@@ -323,23 +323,30 @@ def importance_blocks(scores: int) -> int:
     return max(min(IMPORTANCE_ELEMENTS // scores, IMPORTANCE_BLOCKS), 1)
 
 
-def best_tile(blocks: int) -> tuple[int, int]:
+def topk_tile(blocks: int) -> tuple[int, int]:
     """(selection blocks that are ranked at once, warps), where a query has so many blocks at most."""
-    at_once = min(max(padded_width(max(blocks, 1)), 32), BEST_BLOCKS)
-    return at_once, min(max(at_once // (32 * BEST_EACH), 1), 8)
+    at_once = min(max(padded_width(max(blocks, 1)), 32), TOPK_BLOCKS)
+    return at_once, min(max(at_once // (32 * TOPK_BLOCKS_PER_THREAD), 1), 8)
 
 
-def logs_blocks(programs: int, blocks: int, strides_at_once: int) -> int:
+def logsumexp_blocks(programs: int, blocks: int, strides_at_once: int) -> int:
     """Selection blocks that each of so many programs, times their parts, scores: so many of an indexer's keys at once."""
-    each = max(LOGS_KEYS // strides_at_once, 16)
+    each = max(LOGSUMEXP_KEYS // strides_at_once, 16)
     while each > 8 and programs * ceil_div(blocks, each) < DECODING_PROGRAMS:
         each //= 2
     return each
 
 
-def decoding_keys(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:
+def decoding_tile(dtype: torch.dtype, width: int, rows: int, device: torch.device) -> Tile:
     """Of the kernels that read a cache. `rows` are those that there are; a tensor core takes 16 at least."""
     if dtype == torch.float32:
-        return Tile(min(max(padded_width(rows), 16), 16 if width > WIDEST else 32), _float32(width).keys, 4, 1)
+        return Tile(
+            min(max(padded_width(rows), 16), 16 if width > MAX_TIMED_WIDTH else 32), _float32_tile(width).keys, 4, 1
+        )
     padded = min(max(padded_width(rows), 16), DECODING_ROWS)
-    return Tile(padded, 32 if width > WIDEST else 64, 8 if width > WIDEST else 4, 3 if is_roomy(device) else 2)
+    return Tile(
+        padded,
+        32 if width > MAX_TIMED_WIDTH else 64,
+        8 if width > MAX_TIMED_WIDTH else 4,
+        3 if has_large_shared_memory(device) else 2,
+    )

@@ -8,11 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels import vocabulary
+from nsa_lab.attention.kernels import kernel_names
 
-LOG2E = tl.constexpr(vocabulary.LOG2E)
-LN2 = tl.constexpr(1 / vocabulary.LOG2E)
-AS_OTHERS = tl.constexpr("")  # of a store: what it writes leaves the L2 cache when its turn comes
+LOG2E = tl.constexpr(kernel_names.LOG2E)
+LN2 = tl.constexpr(1 / kernel_names.LOG2E)
+DEFAULT_EVICTION = tl.constexpr("")  # of a store: what it writes leaves the L2 cache when its turn comes
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def load_rows(base, offsets, columns, WIDTH: tl.constexpr, STOP: tl.constexpr):
 
 
 @triton.jit
-def load_rows_inside(base, offsets, columns, inside, WIDTH: tl.constexpr, STOP: tl.constexpr):
+def load_rows_masked(base, offsets, columns, inside, WIDTH: tl.constexpr, STOP: tl.constexpr):
     """As `load_rows`; rows that are not `inside` are not read, and come out zero."""
     pointers = base + offsets[:, None] + columns[None, :]
     if STOP <= WIDTH:
@@ -49,17 +49,17 @@ def row_offsets(t, head, stride_t, stride_h, WIDE: tl.constexpr):
 
 
 @triton.jit
-def batch_and_group(B, G):
+def get_batch_and_group(B, G):
     """Sequence and group of this program, of which the fastest axis of the grid has all for every tile."""
     bg = tl.program_id(0) % (B * G)
     return (bg // G).to(tl.int64), (bg % G).to(tl.int64)
 
 
 @triton.jit
-def last_tile_first(B, G):
+def get_reversed_tile(B, G):
     """Tile, sequence and group of this program. The last queries have most to read, so their programs start first."""
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // (B * G)
-    b, g = batch_and_group(B, G)
+    b, g = get_batch_and_group(B, G)
     return tile, b, g
 
 
@@ -79,7 +79,7 @@ def load_consecutive(
     return load_at(pointers, columns, WIDTH, STOP)
 
 
-INTERPRETED = not isinstance(load_at, triton.runtime.JITFunction)
+IS_INTERPRETED = not isinstance(load_at, triton.runtime.JITFunction)
 """True when Triton was imported under TRITON_INTERPRET=1, and so runs kernels on CPU tensors."""
 
 
@@ -111,12 +111,12 @@ def load_parts(base, offsets, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.
 
 
 @triton.jit
-def load_parts_inside(base, offsets, inside, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
+def load_parts_masked(base, offsets, inside, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
     """As `load_parts`; rows that are not `inside` are not read, and come out zero."""
-    first = load_rows_inside(base, offsets, tl.arange(0, PART), inside, WIDTH, PART)
+    first = load_rows_masked(base, offsets, tl.arange(0, PART), inside, WIDTH, PART)
     rest = first
     if REST > 0:
-        rest = load_rows_inside(base, offsets, PART + tl.arange(0, REST), inside, WIDTH, PART + REST)
+        rest = load_rows_masked(base, offsets, PART + tl.arange(0, REST), inside, WIDTH, PART + REST)
     return first, rest
 
 
@@ -150,7 +150,7 @@ def _store_columns(
 @triton.jit
 def store_parts(
     base, offsets, first, rest, inside, WIDTH: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr,
-    EVICTED: tl.constexpr = AS_OTHERS,
+    EVICTED: tl.constexpr = DEFAULT_EVICTION,
 ):  # fmt: skip
     """Rows at `offsets` elements from `base`, of those that are `inside`; None: all."""
     _store_columns(base, offsets, first, inside, WIDTH, 0, PART, EVICTED)
@@ -159,7 +159,7 @@ def store_parts(
 
 
 @triton.jit
-def zeros_in_parts(ROWS: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
+def zero_parts(ROWS: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
     first = tl.zeros([ROWS, PART], tl.float32)
     rest = first
     if REST > 0:
@@ -168,7 +168,7 @@ def zeros_in_parts(ROWS: tl.constexpr, PART: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def product_over_columns(a, a_rest, b, b_rest, REST: tl.constexpr):
+def dot_transposed(a, a_rest, b, b_rest, REST: tl.constexpr):
     """a b^T of tiles given in two parts."""
     product = tl.dot(a, tl.trans(b), input_precision="ieee")
     if REST > 0:
@@ -177,7 +177,7 @@ def product_over_columns(a, a_rest, b, b_rest, REST: tl.constexpr):
 
 
 @triton.jit
-def shrunk_and_added(total, total_rest, shrink, a, b, b_rest, REST: tl.constexpr):
+def rescale_and_add(total, total_rest, shrink, a, b, b_rest, REST: tl.constexpr):
     """total * shrink + a b, where b and the total are in two parts."""
     total = tl.dot(a, b, total * shrink[:, None], input_precision="ieee")
     if REST > 0:
@@ -186,7 +186,7 @@ def shrunk_and_added(total, total_rest, shrink, a, b, b_rest, REST: tl.constexpr
 
 
 @triton.jit
-def add_products(total, total_rest, a, b, b_rest, REST: tl.constexpr):
+def add_product_parts(total, total_rest, a, b, b_rest, REST: tl.constexpr):
     """total + a b, where b and the total are in two parts."""
     total = add_product(total, a, b)
     if REST > 0:
@@ -195,7 +195,7 @@ def add_products(total, total_rest, a, b, b_rest, REST: tl.constexpr):
 
 
 @triton.jit
-def add_product_exactly(total, lost, a, b):
+def add_product_compensated(total, lost, a, b):
     """(total + a b, what rounding that sum lost) of tiles in float32; `lost` is what the sums before have lost.
 
     A sum over thousands of tiles is rounded as one of a few would be (W. Kahan, 1965). In half precision, whose numbers

@@ -4,19 +4,19 @@
 `tasks` makes the sequences that a trained model is asked with.
 """
 
-from nsa_lab.data.recall.facts import Fact, draw_facts, fact_bytes
-from nsa_lab.data.recall.planting import by_document, planter, sparingly
-from nsa_lab.data.recall.tasks import Asked, multi_key, multi_query, needle
+from nsa_lab.data.recall.facts import Fact, compute_max_fact_bytes, sample_facts
+from nsa_lab.data.recall.needle_insertion import insert_in_share, insert_per_document, make_inserter
+from nsa_lab.data.recall.retrieval_tasks import RetrievalTask, make_multi_key_task, make_multi_query_task, make_needle_task
 
 __all__ = [
-    "Asked",
     "Fact",
-    "by_document",
-    "draw_facts",
-    "fact_bytes",
-    "multi_key",
-    "multi_query",
-    "needle",
-    "planter",
-    "sparingly",
+    "RetrievalTask",
+    "compute_max_fact_bytes",
+    "insert_in_share",
+    "insert_per_document",
+    "make_inserter",
+    "make_multi_key_task",
+    "make_multi_query_task",
+    "make_needle_task",
+    "sample_facts",
 ]

@@ -23,7 +23,7 @@ NOUNS = (
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALPHABETS = {"digits": "0123456789", "letters": LETTERS, "hex": "0123456789abcdef"}
 # A code is two letters and a number of three digits.
-CODES = len(LETTERS) ** 2 * 1000
+N_CODES = len(LETTERS) ** 2 * 1000
 # An answer ends with a line, as one that a person types does; the line's end is no part of what has to be known.
 ANSWER_END = b"\n"
 
@@ -37,58 +37,58 @@ class Fact:
     value: bytes
 
 
-def draw_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[Fact]:
+def sample_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[Fact]:
     """`count` facts about different names, with different values where there are as many.
 
     Raises `DataError` if there are not as many names.
     """
-    available = len(ADJECTIVES) * len(NOUNS) if recall.names == "words" else CODES
+    available = len(ADJECTIVES) * len(NOUNS) if recall.names == "words" else N_CODES
     if count > available:
         raise DataError(
             f"{count} facts in one sequence, and data.names = {recall.names} has {available} names; "
             "raise data.bytes_per_fact, or set data.names: codes"
         )
     chosen = rng.choice(available, size=count, replace=False)
-    names = [_name(int(number), recall) for number in chosen]
-    return [_fact(name, value, recall) for name, value in zip(names, _values(count, recall, rng), strict=True)]
+    names = [_make_name(int(number), recall) for number in chosen]
+    return [_make_fact(name, value, recall) for name, value in zip(names, _sample_values(count, recall, rng), strict=True)]
 
 
-def longest_fact(recall: RecallConfig) -> Fact:
+def make_longest_fact(recall: RecallConfig) -> Fact:
     """As long as any that is drawn."""
     longest = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS)) if recall.names == "words" else len("kq-417")
-    return _fact("x" * longest, "x" * recall.value_length, recall)
+    return _make_fact("x" * longest, "x" * recall.value_length, recall)
 
 
-def fact_bytes(recall: RecallConfig) -> int:
+def compute_max_fact_bytes(recall: RecallConfig) -> int:
     """The most that a fact, its question and its answer may take."""
-    fact = longest_fact(recall)
+    fact = make_longest_fact(recall)
     return len(fact.statement) + len(fact.question) + len(fact.value + ANSWER_END)
 
 
-def _fact(name: str, value: str, recall: RecallConfig) -> Fact:
+def _make_fact(name: str, value: str, recall: RecallConfig) -> Fact:
     statement = recall.statement.format(name=name, value=value)
     return Fact(statement.encode(), recall.question.format(name=name).encode(), value.encode())
 
 
-def _name(number: int, recall: RecallConfig) -> str:
+def _make_name(number: int, recall: RecallConfig) -> str:
     if recall.names == "words":
         return f"{ADJECTIVES[number // len(NOUNS)]} {NOUNS[number % len(NOUNS)]}"
     letters, digits = divmod(number, 1000)
     return f"{LETTERS[letters // len(LETTERS)]}{LETTERS[letters % len(LETTERS)]}-{digits:03d}"
 
 
-def _values(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[str]:
+def _sample_values(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[str]:
     enough = len(ALPHABETS[recall.values]) ** recall.value_length >= count
     values: list[str] = []
     drawn: set[str] = set()
     while len(values) < count:
-        value = _value(recall, rng)
+        value = _sample_value(recall, rng)
         if not enough or value not in drawn:
             values.append(value)
             drawn.add(value)
     return values
 
 
-def _value(recall: RecallConfig, rng: np.random.Generator) -> str:
+def _sample_value(recall: RecallConfig, rng: np.random.Generator) -> str:
     alphabet = ALPHABETS[recall.values]
     return "".join(alphabet[place] for place in rng.integers(len(alphabet), size=recall.value_length))

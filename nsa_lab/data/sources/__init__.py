@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nsa_lab.config import DataConfig
-from nsa_lab.data.sources.base import Document, Source
+from nsa_lab.data.sources.source import Document, Source
 
 __all__ = ["Document", "Source", "open_source"]
 

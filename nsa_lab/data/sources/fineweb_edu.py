@@ -15,21 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from nsa_lab.config.extras import MissingPackage, require
+from nsa_lab.config.optional_deps import MissingPackage, require
 from nsa_lab.data.errors import DataError
+from nsa_lab.data.retry import call_with_retry
 from nsa_lab.data.sources import parquet
-from nsa_lab.data.sources.base import Cursor, Document
-from nsa_lab.data.waiting import patiently
+from nsa_lab.data.sources.source import Cursor, Document
 
 T = TypeVar("T")
 SPLIT = "train"
 # A machine without a network should hear so within seconds, not after the whole of data.timeout_s.
-FIRST_ATTEMPTS = 3
-RETRIED_STATUS = {408, 425, 429}
+MAX_FIRST_ATTEMPTS = 3
+RETRIED_STATUS_CODES = {408, 425, 429}
 # The hub client has changed its HTTP library twice; the errors of each of them mean the connection.
 HTTP_LIBRARIES = {"requests", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2"}
-OFFLINE = "check the network, set HF_ENDPOINT to a mirror, or set data.source: local (files of your own) or stdlib"
-STALLED = "start again to continue from here; if it stays slow, raise data.timeout_s or set data.source: local"
+OFFLINE_REMEDY = "check the network, set HF_ENDPOINT to a mirror, or set data.source: local (files of your own) or stdlib"
+STALL_REMEDY = "start again to continue from here; if it stays slow, raise data.timeout_s or set data.source: local"
 
 
 class FinewebEduSource:
@@ -52,7 +52,7 @@ class FinewebEduSource:
 
     def documents(self, cursor: Cursor | None = None) -> Iterator[Document]:
         """Raises `DataError` for a hub out of reach, a stall of `timeout_s`, a wrong name, or a corrupt file."""
-        revision = cursor["revision"] if cursor else self._newest_revision()
+        revision = cursor["revision"] if cursor else self._get_newest_revision()
         files = self._list_files(revision)
         place = (cursor["file"], cursor["row_group"], cursor["row"]) if cursor else (0, 0, 0)
         for file in range(place[0], len(files)):
@@ -63,17 +63,17 @@ class FinewebEduSource:
                     yield Document(text, {"revision": revision, "file": file, "row_group": group, "row": row})
                 group, first_row = group + 1, 0
 
-    def _newest_revision(self) -> str:
-        hub = _hub()
-        return self._ask(
+    def _get_newest_revision(self) -> str:
+        hub = _import_hub()
+        return self._request(
             lambda: hub.HfApi().dataset_info(self._dataset, timeout=10).sha,
             f"fineweb_edu: asking {hub.constants.ENDPOINT} for {self._dataset}",
         )
 
     def _list_files(self, revision: str) -> list[str]:
         """The addresses of the subset's parquet files at `revision`, as `datasets` resolves and orders them."""
-        datasets = _datasets()
-        splits = self._ask(
+        datasets = _import_datasets()
+        splits = self._request(
             lambda: datasets.load_dataset_builder(self._dataset, self._subset, revision=revision).config.data_files,
             f"fineweb_edu: listing the files of {self._dataset} {self._subset}",
         )
@@ -86,21 +86,25 @@ class FinewebEduSource:
             )
         return files
 
-    def _ask(self, function: Callable[[], T], phase: str) -> T:
+    def _request(self, function: Callable[[], T], phase: str) -> T:
         try:
-            return patiently(function, phase, OFFLINE, self._timeout_s, _is_transient, self._tick, FIRST_ATTEMPTS)
+            return call_with_retry(
+                function, phase, OFFLINE_REMEDY, self._timeout_s, _is_transient, self._tick, MAX_FIRST_ATTEMPTS
+            )
         except (OSError, ValueError) as error:
-            raise self._refusal(error, phase) from None
+            raise self._make_error(error, phase) from None
 
     def _read(self, remote: _RemoteParquet, group: int) -> list[str] | None:
         """The texts of a row group; None after the last one."""
         phase = f"fineweb_edu: reading {remote.address} row group {group}"
         try:
-            return patiently(lambda: remote.read(group), phase, STALLED, self._timeout_s, _is_transient, self._tick)
+            return call_with_retry(
+                lambda: remote.read(group), phase, STALL_REMEDY, self._timeout_s, _is_transient, self._tick
+            )
         except OSError as error:
-            raise self._refusal(error, phase) from None
+            raise self._make_error(error, phase) from None
 
-    def _refusal(self, error: Exception, phase: str) -> DataError:
+    def _make_error(self, error: Exception, phase: str) -> DataError:
         if isinstance(error, DataError):
             return error
         reason = " ".join(str(error).split())[:300]
@@ -125,7 +129,7 @@ class _RemoteParquet:
 
     def _open(self) -> Any:
         # Exact ranges: read-ahead would fetch the columns that nobody asked for.
-        system = _hub().HfFileSystem(skip_instance_cache=True)
+        system = _import_hub().HfFileSystem(skip_instance_cache=True)
         return parquet.open_parquet(system.open(self.address, "rb", cache_type="none"), self.address, self._column)
 
 
@@ -133,26 +137,26 @@ def _is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed later: a broken connection or a busy server, not a refusal."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
-        return status >= 500 or status in RETRIED_STATUS
+        return status >= 500 or status in RETRIED_STATUS_CODES
     return isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.split(".")[0] in HTTP_LIBRARIES
 
 
-def _hub() -> Any:
-    _needs("huggingface_hub")
+def _import_hub() -> Any:
+    _require_library("huggingface_hub")
     import huggingface_hub
     import huggingface_hub.constants
 
     return huggingface_hub
 
 
-def _datasets() -> Any:
-    _needs("datasets")
+def _import_datasets() -> Any:
+    _require_library("datasets")
     import datasets
 
     return datasets
 
 
-def _needs(library: str) -> None:
+def _require_library(library: str) -> None:
     try:
         require(library)
     except MissingPackage as error:

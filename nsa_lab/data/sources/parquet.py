@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from nsa_lab.config.extras import MissingPackage, require
+from nsa_lab.config.optional_deps import MissingPackage, require
 from nsa_lab.data.errors import DataError
 
-ROWS_AT_ONCE = 256
+BATCH_ROWS = 256
 
 
 def open_parquet(source: str | BinaryIO, name: str, text_column: str) -> Any:
@@ -20,31 +20,31 @@ def open_parquet(source: str | BinaryIO, name: str, text_column: str) -> Any:
         raise DataError(f"{name}: {error}, or give jsonl or txt") from None
     import pyarrow.parquet
 
-    with _damage_named(name):
+    with _raise_data_errors(name):
         file = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
     _check_text_column(file.schema_arrow, name, text_column)
     return file
 
 
-def rows(file: Any, name: str, text_column: str, first: int = 0) -> Iterator[tuple[int, str]]:
+def iter_rows(file: Any, name: str, text_column: str, first_row: int = 0) -> Iterator[tuple[int, str]]:
     """(row, text) from row `first` on; a null is an empty text."""
-    groups, row = _groups_from(file, first)
-    with _damage_named(name):
-        for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=[text_column]):
+    groups, row = _list_row_groups_from(file, first_row)
+    with _raise_data_errors(name):
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=[text_column]):
             for text in batch.column(0).to_pylist():
-                if row >= first:
+                if row >= first_row:
                     yield row, text or ""
                 row += 1
 
 
 def read_row_group(file: Any, name: str, text_column: str, group: int) -> list[str]:
     """The texts of one row group; a null is an empty text."""
-    with _damage_named(name):
+    with _raise_data_errors(name):
         return [text or "" for text in file.read_row_group(group, columns=[text_column]).column(0).to_pylist()]
 
 
 @contextmanager
-def _damage_named(name: str) -> Iterator[None]:
+def _raise_data_errors(name: str) -> Iterator[None]:
     """Turn Arrow's complaint about damaged content into a `DataError`; errors of disk and network pass through."""
     import pyarrow
 
@@ -63,12 +63,12 @@ def _damage_named(name: str) -> Iterator[None]:
         raise DataError(f"{name}: not a readable parquet file ({reason}); fetch it again or remove it") from None
 
 
-def _groups_from(file: Any, first: int) -> tuple[list[int], int]:
+def _list_row_groups_from(file: Any, first_row: int) -> tuple[list[int], int]:
     """The row groups from the one that holds row `first`, and the row with which they begin."""
     start = 0
     for group in range(file.num_row_groups):
         count = file.metadata.row_group(group).num_rows
-        if first < start + count:
+        if first_row < start + count:
             return list(range(group, file.num_row_groups)), start
         start += count
     return [], start

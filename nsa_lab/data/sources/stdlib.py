@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from nsa_lab.data.errors import DataError
-from nsa_lab.data.sources.base import Cursor, Document
+from nsa_lab.data.sources.source import Cursor, Document
 
 # encodings/ is a megabyte of near-identical character tables.
 SKIPPED_FOLDERS = {
@@ -35,7 +35,7 @@ class StdlibSource:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(sysconfig.get_path("stdlib"))
-        self._files = sorted(self._find(), key=lambda path: path.relative_to(self._folder).as_posix())
+        self._files = sorted(self._find_files(), key=lambda path: path.relative_to(self._folder).as_posix())
         if not self._files:
             raise DataError(
                 f"data.source = stdlib: no .py files in {self._folder}; this Python ships its library compiled or zipped, "
@@ -51,10 +51,10 @@ class StdlibSource:
 
     def documents(self, cursor: Cursor | None = None) -> Iterator[Document]:
         first = cursor["document"] if cursor else 0
-        for index, text in enumerate(islice(self._texts(), first, None), start=first + 1):
+        for index, text in enumerate(islice(self._iter_texts(), first, None), start=first + 1):
             yield Document(text, {"document": index})
 
-    def _texts(self) -> Iterator[str]:
+    def _iter_texts(self) -> Iterator[str]:
         for path in self._files:
             try:
                 yield path.read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ class StdlibSource:
 
         yield from (topics[name] for name in sorted(topics))
 
-    def _find(self) -> Iterator[Path]:
+    def _find_files(self) -> Iterator[Path]:
         for path in self._folder.rglob("*.py"):
             folders = path.relative_to(self._folder).parts[:-1]
             generated = path.name.startswith("_sysconfigdata") or folders == ("pydoc_data",)

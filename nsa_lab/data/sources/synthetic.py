@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nsa_lab.data.sources.base import Cursor, Document
+from nsa_lab.data.sources.source import Cursor, Document
 
 DOCUMENT_BYTES = 4096
 DEFAULT_TOKENS = 1 << 22

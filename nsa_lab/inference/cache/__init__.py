@@ -14,7 +14,7 @@ Invariants
   ones of every whole block and, in rings too, the tokens that the next block needs: phi is computed once for each block.
 """
 
-from nsa_lab.inference.cache.model import Cache
-from nsa_lab.inference.cache.step import Step
+from nsa_lab.inference.cache.cache_step import Step
+from nsa_lab.inference.cache.model_cache import Cache
 
 __all__ = ["Cache", "Step"]

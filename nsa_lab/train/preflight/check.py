@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Check:
+class PreflightCheck:
     """`value` is what was found and `limit` what was asked for, both with their units, as a person reads them.
 
     `numbers` are what was measured on the way, by name with the unit in it.

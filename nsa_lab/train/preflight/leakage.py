@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from nsa_lab.attention import Span
-from nsa_lab.train import snapshot
-from nsa_lab.train.parts import Parts, eager
+from nsa_lab.train import checkpoint_state
+from nsa_lab.train.build import TrainContext, force_eager
 
 # Large, finite, and of either sign: zero times it is zero, so that what moves was read.
 POISON = 1e4
 
 
 @torch.no_grad()
-def leaks(parts: Parts) -> float:
+def measure_leakage(context: TrainContext) -> float:
     """How far the logits of other documents move, at most, when one has other tokens, and what it computes is replaced by
     large finite values.
 
@@ -26,17 +26,21 @@ def leaks(parts: Parts) -> float:
     would show no tokens that are read before any layer. NaN where logits are not finite. Raises NotImplementedError if a
     backend does not take packed documents.
     """
-    length = parts.config.train.longest.seq_len
-    size = parts.config.model.vocab_size
-    tokens = snapshot.probe_input(size, length).to(parts.device).repeat(1, -(-length // snapshot.PROBE_TOKENS))[:, :length]
+    length = context.config.train.longest_stage.seq_len
+    size = context.config.model.vocab_size
+    tokens = (
+        checkpoint_state.make_probe_input(size, length)
+        .to(context.device)
+        .repeat(1, -(-length // checkpoint_state.PROBE_TOKENS))[:, :length]
+    )
     bounds = [0, length // 3 + 1, 2 * length // 3 + 1, length]
     span = Span.packed(torch.tensor(bounds, dtype=torch.int32), capacity=4)
     middle, changed = slice(bounds[1], bounds[2]), tokens.clone()
     changed[:, middle] = (tokens[:, middle] + 1) % size
-    with eager(), parts.stepper.autocast():
-        before = parts.model(tokens, span)
-        with _poisoned(parts.model, middle):
-            after = parts.model(changed, span)
+    with force_eager(), context.stepper.autocast():
+        before = context.model(tokens, span)
+        with _poison_projections(context.model, middle):
+            after = context.model(changed, span)
     others = [slice(bounds[0], bounds[1]), slice(bounds[2], bounds[3])]
     # One maximum, by torch: it is nan where any of them is.
     moved = torch.cat([(before[:, rows] - after[:, rows]).abs().flatten() for rows in others]).max().item()
@@ -44,7 +48,7 @@ def leaks(parts: Parts) -> float:
 
 
 @contextmanager
-def _poisoned(model: nn.Module, rows: slice) -> Iterator[None]:
+def _poison_projections(model: nn.Module, rows: slice) -> Iterator[None]:
     """Within, every layer's projections of these rows are poison."""
 
     def poison(module: nn.Module, inputs: object, output: Tensor) -> Tensor:

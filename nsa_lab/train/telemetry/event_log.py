@@ -33,25 +33,25 @@ class EventLog:
         self.run, self.attempt = run, attempt
         self.step, self.tokens = 0, 0
         self._lock = threading.Lock()
-        self._lost = 0
+        self._n_lost = 0
         self._file = os.open(run_dir / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._end_torn_line()
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def append(self, kind: str, **fields: Any) -> None:
         """Append one event at the current step, or at `step` and `tokens` where they are given."""
-        line = self._line(kind, fields)
+        line = self._encode_event(kind, fields)
         with self._lock:
             try:
-                if self._lost:
+                if self._n_lost:
                     self._end_torn_line()
-                    message = f"{self._lost} events before this one could not be written: {self._why}"
-                    self._append(self._line("error", {"where": "events", "message": message, "fatal": False}))
-                    self._lost = 0
-                self._append(line)
+                    message = f"{self._n_lost} events before this one could not be written: {self._loss_reason}"
+                    self._write_line(self._encode_event("error", {"where": "events", "message": message, "fatal": False}))
+                    self._n_lost = 0
+                self._write_line(line)
             except OSError as error:
-                if not self._lost:
+                if not self._n_lost:
                     logger.error("an event cannot be written, and the run goes on: %s", error)
-                self._lost, self._why = self._lost + 1, str(error)
+                self._n_lost, self._loss_reason = self._n_lost + 1, str(error)
 
     def close(self) -> None:
         with self._lock:
@@ -61,8 +61,8 @@ class EventLog:
                 logger.error("the events may not all be on the disk: %s", error)
             os.close(self._file)
 
-    def _line(self, kind: str, fields: dict[str, Any]) -> bytes:
-        fields, nonfinite = _finite(fields)
+    def _encode_event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        fields, nonfinite = _replace_non_finite(fields)
         envelope = {
             "v": SCHEMA_VERSION,
             "t": round(time.time(), 3),
@@ -76,7 +76,7 @@ class EventLog:
             envelope["nonfinite"] = nonfinite
         return json.dumps({**envelope, **fields}, separators=(",", ":")).encode() + b"\n"
 
-    def _append(self, line: bytes) -> None:
+    def _write_line(self, line: bytes) -> None:
         """Write the whole line or nothing: a disk that fills takes a part of it."""
         written = os.write(self._file, line)
         begun = os.lseek(self._file, 0, os.SEEK_CUR) - written
@@ -95,7 +95,7 @@ class EventLog:
             os.write(self._file, b"\n")
 
 
-def _finite(fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _replace_non_finite(fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     bad: list[str] = []
 
     def clean(name: str, value: Any) -> Any:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nsa_lab.train.telemetry.event_log import EventLog
-from nsa_lab.train.telemetry.machine import resident_bytes
 from nsa_lab.train.telemetry.phases import Phases
+from nsa_lab.train.telemetry.system_metrics import get_resident_bytes
 
 logger = logging.getLogger("nsa_lab.train")
 
@@ -30,12 +30,12 @@ class StallRule:
     floor_s: float = 120.0
     floors_s: dict[str, float] = field(default_factory=dict)
 
-    def limit_s(self, phase: str, median_s: float | None) -> float:
+    def get_limit_s(self, phase: str, median_s: float | None) -> float:
         return max(self.floors_s.get(phase, self.floor_s), self.factor * (median_s or 0.0))
 
 
 # How long a trainer that was asked to leave a stalled phase may stay in it.
-ANSWER_WITHIN_S = 60.0
+STOP_TIMEOUT_S = 60.0
 
 
 class Heartbeat:
@@ -53,15 +53,15 @@ class Heartbeat:
         every_s: float,
         rule: StallRule,
         stacks: Path,
-        gpu_util: Callable[[], float | None],
+        get_gpu_util: Callable[[], float | None],
         on_stall: Callable[[str, float, float], bool] = lambda phase, seconds, limit_s: False,
-        on_deaf: Callable[[], None] = lambda: None,
+        on_unresponsive: Callable[[], None] = lambda: None,
     ) -> None:
         self._log, self._phases, self._every_s, self._rule = log, phases, every_s, rule
-        self._stacks, self._gpu_util = stacks, gpu_util
-        self._on_stall, self._on_deaf = on_stall, on_deaf
-        self._reported: tuple[str, float] | None = None
-        self._asked: float | None = None
+        self._stacks, self._get_gpu_util = stacks, get_gpu_util
+        self._on_stall, self._on_unresponsive = on_stall, on_unresponsive
+        self._reported_occurrence: tuple[str, float] | None = None
+        self._stop_requested_at: float | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -77,22 +77,33 @@ class Heartbeat:
         while not self._stopped.wait(self._every_s):
             occurrence = self._phases.occurrence
             phase, age_s = occurrence[0], time.monotonic() - occurrence[1]
-            self._log.event(
-                "heartbeat", phase=phase, phase_age_s=round(age_s, 3), rss_bytes=resident_bytes(), gpu_util=self._gpu_util()
+            self._log.append(
+                "heartbeat",
+                phase=phase,
+                phase_age_s=round(age_s, 3),
+                rss_bytes=get_resident_bytes(),
+                gpu_util=self._get_gpu_util(),
             )
-            quiet_s, limit_s = self._phases.quiet_s(), self._rule.limit_s(phase, self._phases.median(phase))
-            if quiet_s > limit_s and occurrence != self._reported:
-                self._reported = occurrence
+            quiet_s, limit_s = (
+                self._phases.get_idle_s(),
+                self._rule.get_limit_s(phase, self._phases.get_median_duration(phase)),
+            )
+            if quiet_s > limit_s and occurrence != self._reported_occurrence:
+                self._reported_occurrence = occurrence
                 self._report_stall(phase, age_s, limit_s)
-                if self._asked is not None:
-                    self._on_deaf()
+                if self._stop_requested_at is not None:
+                    self._on_unresponsive()
                 elif self._on_stall(phase, quiet_s, limit_s):
-                    self._asked = time.monotonic()
-            elif self._asked is not None and occurrence == self._reported and self._waited_s() > ANSWER_WITHIN_S:
-                self._on_deaf()
+                    self._stop_requested_at = time.monotonic()
+            elif (
+                self._stop_requested_at is not None
+                and occurrence == self._reported_occurrence
+                and self._get_wait_s() > STOP_TIMEOUT_S
+            ):
+                self._on_unresponsive()
 
-    def _waited_s(self) -> float:
-        return time.monotonic() - self._asked if self._asked is not None else 0.0
+    def _get_wait_s(self) -> float:
+        return time.monotonic() - self._stop_requested_at if self._stop_requested_at is not None else 0.0
 
     def _report_stall(self, phase: str, age_s: float, limit_s: float) -> None:
         try:
@@ -102,6 +113,6 @@ class Heartbeat:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             logger.error("the stacks of a stall cannot be written: %s", error)
-        self._log.event(
+        self._log.append(
             "stall", phase=phase, phase_age_s=round(age_s, 3), limit_s=round(limit_s, 3), stacks=self._stacks.name
         )

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import StageConfig
-from nsa_lab.evaluate.reach import Reach
+from nsa_lab.evaluate.selection_benefit import SelectionBenefit
 from nsa_lab.runs import directory
-from nsa_lab.runs.checkpoints import step_of
-from nsa_lab.runs.summary import filling_text
-from nsa_lab.train.checkpoint import Quarantined, Saved
+from nsa_lab.runs.checkpoint_files import parse_step
+from nsa_lab.runs.summary import format_fill_progress
+from nsa_lab.train.checkpoint import QuarantinedCheckpoint, SavedCheckpoint
 from nsa_lab.train.guard import Finding
-from nsa_lab.train.preflight.check import Check
+from nsa_lab.train.preflight.check import PreflightCheck
 from nsa_lab.train.telemetry.event_log import EventLog
-from nsa_lab.train.telemetry.mirror import TensorBoardMirror
 from nsa_lab.train.telemetry.phases import Phases
+from nsa_lab.train.telemetry.tensorboard_writer import TensorBoardWriter
 
 logger = logging.getLogger("nsa_lab.train")
 
@@ -35,49 +35,53 @@ class Recorder:
     """Writes for one attempt of one run. `first` says whether this is the rank that records progress, `tokens_by` how many
     tokens a number of steps takes."""
 
-    def __init__(self, run_dir: Path, log: EventLog, *, first: bool, steps: int, tokens_by: Callable[[int], int]) -> None:
+    def __init__(
+        self, run_dir: Path, log: EventLog, *, is_first: bool, steps: int, count_tokens: Callable[[int], int]
+    ) -> None:
         self.run_dir, self.log, self.phases = run_dir, log, Phases()
-        self._first, self._steps, self._tokens_by = first, steps, tokens_by
-        self._mirror: TensorBoardMirror | None = None
-        self._status_written = 0.0
+        self._is_first, self._steps, self._count_tokens = is_first, steps, count_tokens
+        self._tensorboard: TensorBoardWriter | None = None
+        self._status_time = 0.0
 
-    def at(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """From here on, events are about this step."""
-        self.log.step, self.log.tokens = step, self._tokens_by(step)
+        self.log.step, self.log.tokens = step, self._count_tokens(step)
 
-    def begin(self, from_step: int, fields: dict[str, Any]) -> None:
+    def record_start(self, from_step: int, fields: dict[str, Any]) -> None:
         """The first event of an attempt: `start` at step 0, else `resume`."""
-        self.at(from_step)
-        if not self._first:
+        self.set_step(from_step)
+        if not self._is_first:
             return
-        self._mirror = TensorBoardMirror(
-            self.run_dir / directory.TENSORBOARD, from_step, lambda error: self.trouble("tensorboard", error)
+        self._tensorboard = TensorBoardWriter(
+            self.run_dir / directory.TENSORBOARD, from_step, lambda error: self.record_nonfatal_error("tensorboard", error)
         )
         kind = "resume" if from_step else "start"
         # What decides where training goes stands in config.yaml for good; a checkpoint repeats it, an event need not.
         told = {name: value for name, value in fields.items() if name not in ("run", "trajectory")}
-        self.log.event(kind, from_step=from_step, steps=self._steps, tensorboard=self._mirror.why_off or "on", **told)
+        self.log.append(
+            kind, from_step=from_step, steps=self._steps, tensorboard=self._tensorboard.disabled_reason or "on", **told
+        )
         logger.info("%s of %s at step %d of %d", kind, self.log.run, from_step, self._steps)
 
-    def filling(self, told: dict[str, Any]) -> None:
+    def record_fill(self, told: dict[str, Any]) -> None:
         """How far the data is, before the run begins."""
-        if self._first:
-            self.log.event("fill", **told)
-            logger.info("%s", filling_text(told))
+        if self._is_first:
+            self.log.append("fill", **told)
+            logger.info("%s", format_fill_progress(told))
 
-    def compiled_ahead(self, stages: Sequence[StageConfig]) -> None:
+    def record_compile(self, stages: Sequence[StageConfig]) -> None:
         """The shapes of these stages, in the phase `compile` that just ended."""
-        if self._first:
-            shapes = list(dict.fromkeys((stage.sequences_at_once, stage.seq_len) for stage in stages))
-            seconds = round(self.phases.last("compile"), 3)
-            self.log.event("compile", shapes=shapes, seconds=seconds)
+        if self._is_first:
+            shapes = list(dict.fromkeys((stage.sequences_per_forward, stage.seq_len) for stage in stages))
+            seconds = round(self.phases.get_last_duration("compile"), 3)
+            self.log.append("compile", shapes=shapes, seconds=seconds)
             logger.info("compiled ahead in %.1f s: %s", seconds, ", ".join(f"{n} x {length}" for n, length in shapes))
 
-    def step(self, step: int, numbers: dict[str, Any]) -> None:
+    def record_step(self, step: int, numbers: dict[str, Any]) -> None:
         """The numbers of a step; it may be the one before the step that the run is at."""
-        if not self._first:
+        if not self._is_first:
             return
-        self._write("step", step, numbers)
+        self._write_numbers("step", step, numbers)
         logger.info(
             "step %d/%d  loss %.4f  lr %.3g  grad norm %.3g  %.0f tokens/s",
             step,
@@ -87,52 +91,54 @@ class Recorder:
             numbers["grad_norm"],
             numbers["tokens_per_s"],
         )
-        if time.monotonic() - self._status_written > STATUS_EVERY_S:
-            self.status(directory.RUNNING)
+        if time.monotonic() - self._status_time > STATUS_EVERY_S:
+            self.write_status(directory.RUNNING)
 
-    def evaluation(self, split: str, numbers: dict[str, Any]) -> None:
+    def record_evaluation(self, split: str, numbers: dict[str, Any]) -> None:
         """Of the step that the run is at; `numbers` hold `loss` and `bpb`, and say of which text."""
-        if self._first:
-            self._write("eval", self.log.step, {"split": split, **numbers, "seconds": self.phases.last("eval")})
+        if self._is_first:
+            self._write_numbers(
+                "eval", self.log.step, {"split": split, **numbers, "seconds": self.phases.get_last_duration("eval")}
+            )
             said = self.log.step, split, numbers["loss"], numbers["bpb"]
             logger.info("step %d  %s loss %.4f  %.4f bits per byte", *said)
 
-    def reference(self, found: dict[str, Any] | None) -> None:
+    def record_reference(self, found: dict[str, Any] | None) -> None:
         """What something other than the model makes of the held-out text: its `name`, `bytes` of text, and `bpb`."""
-        if self._first and found:
-            self.log.event("reference", **found)
+        if self._is_first and found:
+            self.log.append("reference", **found)
             logger.info("%s of the held-out text: %.4f bits per byte", found["name"], found["bpb"])
 
-    def reach(self, length: int, found: Reach | str) -> None:
+    def record_selection_benefit(self, length: int, found: SelectionBenefit | str) -> None:
         """Whether selection finds, at the step that the run is at; a string says why that was not asked."""
-        if not self._first:
+        if not self._is_first:
             return
         told = {"length": length, "why_not": found} if isinstance(found, str) else asdict(found)
-        self.log.event("reach", **told)
+        self.log.append("reach", **told)
         if not isinstance(found, str):
             said = ", ".join(f"{name} {loss:.3f}" for name, loss in found.answer_loss.items())
             logger.info("step %d  answers beyond the window, nats per byte: %s", self.log.step, said)
 
-    def saved(self, saved: Saved) -> None:
-        self.log.event(
+    def record_checkpoint(self, saved: SavedCheckpoint) -> None:
+        self.log.append(
             "checkpoint",
-            step=step_of(saved.path),
+            step=parse_step(saved.path),
             path=f"{directory.CHECKPOINTS}/{saved.path.name}",
             bytes=saved.size_bytes,
             seconds=round(saved.seconds, 3),
             pruned=saved.pruned,
         )
         logger.info("saved %s, %.1f MB in %.2f s", saved.path.name, saved.size_bytes / 1e6, saved.seconds)
-        self.status(directory.RUNNING)
+        self.write_status(directory.RUNNING)
 
-    def trouble(self, where: str, error: Exception) -> None:
+    def record_nonfatal_error(self, where: str, error: Exception) -> None:
         """An `error` event of something that failed and does not end the run."""
-        self.log.event("error", where=where, type=type(error).__name__, message=str(error), fatal=False)
+        self.log.append("error", where=where, type=type(error).__name__, message=str(error), fatal=False)
         logger.error("%s failed: %s", where, error)
 
-    def quarantined(self, found: Quarantined) -> None:
+    def record_quarantine(self, found: QuarantinedCheckpoint) -> None:
         problems = "; ".join(found.problems)
-        self.log.event(
+        self.log.append(
             "guard",
             rule="checkpoint",
             value=problems,
@@ -144,9 +150,9 @@ class Recorder:
         )
         logger.warning("checkpoint of step %d quarantined: %s", found.step, problems)
 
-    def preflight(self, check: Check) -> None:
-        if self._first:
-            self.log.event("preflight", **asdict(check))
+    def record_preflight(self, check: PreflightCheck) -> None:
+        if self._is_first:
+            self.log.append("preflight", **asdict(check))
             logger.info(
                 "preflight %-20s %s  %s (limit: %s)",
                 check.name,
@@ -155,16 +161,16 @@ class Recorder:
                 check.limit,
             )
 
-    def finding(self, finding: Finding) -> None:
-        if self._first:
-            self.log.event("guard", **asdict(finding))
+    def record_finding(self, finding: Finding) -> None:
+        if self._is_first:
+            self.log.append("guard", **asdict(finding))
             logger.warning("%s: %s", finding.rule, finding.text)
 
-    def error(self, error: BaseException, *, expected: bool = False) -> None:
+    def record_error(self, error: BaseException, *, expected: bool = False) -> None:
         """The `error` event of any rank, with the traceback; the log shows that for a bug only."""
-        self.log.event(
+        self.log.append(
             "error",
-            where=self.phases.current()[0],
+            where=self.phases.get_current()[0],
             type=type(error).__name__,
             message=str(error),
             traceback="".join(traceback.format_exception(error)),
@@ -172,16 +178,16 @@ class Recorder:
         )
         logger.error("%s", error, exc_info=None if expected else error)
 
-    def end(self, kind: str, status: str, exit_code: int, reason: str) -> None:
+    def record_end(self, kind: str, status: str, exit_code: int, reason: str) -> None:
         """The last event and the final status of an attempt: `end`, or `halt` with its reason."""
-        if not self._first:
+        if not self._is_first:
             return
-        self.log.event(kind, status=status, exit_code=exit_code, reason=reason)
-        self.status(status, exit_code=exit_code, reason=reason)
+        self.log.append(kind, status=status, exit_code=exit_code, reason=reason)
+        self.write_status(status, exit_code=exit_code, reason=reason)
         logger.info("%s at step %d: %s", status, self.log.step, reason)
 
-    def status(self, status: str, *, exit_code: int | None = None, reason: str | None = None) -> None:
-        if not self._first:
+    def write_status(self, status: str, *, exit_code: int | None = None, reason: str | None = None) -> None:
+        if not self._is_first:
             return
         try:
             directory.write_status(
@@ -197,16 +203,16 @@ class Recorder:
                 reason=reason,
             )
         except OSError as error:
-            self.trouble("status", error)
-        self._status_written = time.monotonic()
+            self.record_nonfatal_error("status", error)
+        self._status_time = time.monotonic()
 
     def close(self) -> None:
-        if self._mirror:
-            self._mirror.close()
+        if self._tensorboard:
+            self._tensorboard.close()
         self.log.close()
 
-    def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
-        self.log.event(kind, step=step, tokens=self._tokens_by(step), **numbers)
-        if self._mirror:
+    def _write_numbers(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
+        self.log.append(kind, step=step, tokens=self._count_tokens(step), **numbers)
+        if self._tensorboard:
             group = f"eval/{numbers['split']}" if kind == "eval" else "train"
-            self._mirror.write(group, step, numbers)
+            self._tensorboard.write(group, step, numbers)

@@ -47,7 +47,9 @@ GPU_CASES = [
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 
 
-def inputs(branch: str, B: int, T: int, H: int, G: int, Dk: int, Dv: int, nsa: NSAConfig, dtype, device, seed: int = 0):
+def make_inputs(
+    branch: str, B: int, T: int, H: int, G: int, Dk: int, Dv: int, nsa: NSAConfig, dtype, device, seed: int = 0
+):
     generator = torch.Generator().manual_seed(seed)
     N = geometry.num_compressed(T, nsa) if branch == "compressed" else T
     shapes = [(B, T, H, Dk), (B, N, G, Dk), (B, N, G, Dv)]
@@ -65,7 +67,7 @@ def plain_attention(branch: str, q, k, v, nsa: NSAConfig):
     return torch.einsum("bthn,bnhd->bthd", p.masked_fill(~seen[None, :, None], 0.0), v)
 
 
-def cotangents(out, lse, seed: int = 1):
+def make_cotangents(out, lse, seed: int = 1):
     generator = torch.Generator().manual_seed(seed)
     d_out = torch.randn(out.shape, generator=generator).to(out)
     d_lse = torch.randn(lse.shape, generator=generator).to(lse)
@@ -80,7 +82,7 @@ def test_matches_the_definition(branch, case, dtype, device, poisoned, assert_er
     *shape, nsa = case
     if device.type == "cpu" and max(case[4:6]) > 128:  # as on Hopper, in two parts
         monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
-    x = inputs(branch, *shape, nsa, dtype, device)
+    x = make_inputs(branch, *shape, nsa, dtype, device)
     exact_x = [a.detach().double().requires_grad_() for a in x]
     plain_x = [a.detach().clone().requires_grad_() for a in x]
     out, lse = kernel(*x, nsa)
@@ -90,7 +92,7 @@ def test_matches_the_definition(branch, case, dtype, device, poisoned, assert_er
     assert out.dtype == dtype and lse.dtype == torch.float32
     assert_error_within("out", out, exact_out, torch.nan_to_num(plain_out), 2)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
-    d_out, _ = cotangents(out, lse)
+    d_out, _ = make_cotangents(out, lse)
     grads = torch.autograd.grad(out, x, d_out)
     exact = torch.autograd.grad(exact_out, exact_x, d_out.double())
     plain = torch.autograd.grad(plain_out, plain_x, d_out)
@@ -101,18 +103,18 @@ def test_matches_the_definition(branch, case, dtype, device, poisoned, assert_er
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_the_gradient_of_lse_is_exact(branch, device):
     kernel, definition = BRANCHES[branch]
-    x = inputs(branch, 1, 45, 4, 2, 32, 32, SMALL, torch.float32, device)
+    x = make_inputs(branch, 1, 45, 4, 2, 32, 32, SMALL, torch.float32, device)
     exact_x = [a.detach().double().requires_grad_() for a in x]
     out, lse = kernel(*x, SMALL)
     exact_out, exact_lse = definition(*exact_x, SMALL)
-    d_out, d_lse = cotangents(out, lse)
+    d_out, d_lse = make_cotangents(out, lse)
     exact = torch.autograd.grad((exact_out, exact_lse), exact_x, (d_out.double(), d_lse.double()))
     for a, b in zip(torch.autograd.grad((out, lse), x, (d_out, d_lse)), exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
 def test_queries_that_see_no_block_are_silent(device, poisoned):
-    q, k, v = inputs("compressed", 1, 40, 4, 2, 32, 32, NSAConfig(l=32, d=16), torch.float32, device)
+    q, k, v = make_inputs("compressed", 1, 40, 4, 2, 32, 32, NSAConfig(l=32, d=16), torch.float32, device)
     out, lse = compressed_attention(q, k, v, NSAConfig(l=32, d=16))
     assert (out[:, :31] == 0).all() and torch.isneginf(lse[:, :31]).all() and torch.isfinite(lse[:, 31:]).all()
     dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
@@ -123,8 +125,8 @@ def test_queries_that_see_no_block_are_silent(device, poisoned):
 def test_nothing_at_or_before_t_sees_what_comes_after(branch, device):
     kernel, _ = BRANCHES[branch]
     T, cut = 83, 50
-    x = inputs(branch, 1, T, 6, 2, 32, 32, SMALL, torch.float32, device)
-    other = inputs(branch, 1, T, 6, 2, 32, 32, SMALL, torch.float32, device, seed=9)
+    x = make_inputs(branch, 1, T, 6, 2, 32, 32, SMALL, torch.float32, device)
+    other = make_inputs(branch, 1, T, 6, 2, 32, 32, SMALL, torch.float32, device, seed=9)
     known = geometry.num_compressed(cut, SMALL) if branch == "compressed" else cut
     mixed = [torch.cat((a[:, :n], b[:, n:]), 1) for a, b, n in zip(x, other, (cut, known, known), strict=True)]
     for a, b in zip(kernel(*x, SMALL), kernel(*mixed, SMALL), strict=True):
@@ -134,7 +136,7 @@ def test_nothing_at_or_before_t_sees_what_comes_after(branch, device):
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_strides_do_not_matter(branch, device):
     kernel, _ = BRANCHES[branch]
-    x = inputs(branch, 2, 50, 4, 2, 32, 64, SMALL, torch.float32, device)
+    x = make_inputs(branch, 2, 50, 4, 2, 32, 64, SMALL, torch.float32, device)
     heads_first = [a.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for a in x]
     width_first = [a.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_() for a in x]
     out, lse = kernel(*x, SMALL)
@@ -150,7 +152,7 @@ def test_strides_do_not_matter(branch, device):
 def test_runs_are_bit_identical(branch, device):
     kernel, _ = BRANCHES[branch]
     shape = (2, 1500, 12, 2, 64, 64, NSAConfig()) if CUDA else (1, 40, 3, 1, 32, 32, SMALL)
-    x = inputs(branch, *shape, torch.bfloat16 if CUDA else torch.float16, device)
+    x = make_inputs(branch, *shape, torch.bfloat16 if CUDA else torch.float16, device)
 
     def run():
         out, lse = kernel(*x, shape[-1])
@@ -163,7 +165,7 @@ def test_runs_are_bit_identical(branch, device):
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_the_operator_is_well_formed(branch, device):
-    x = inputs(branch, 1, 30, 4, 2, 32, 64, SMALL, torch.float32, device)
+    x = make_inputs(branch, 1, 30, 4, 2, 32, 64, SMALL, torch.float32, device)
     geometry_arguments = (SMALL.l, SMALL.d, 0) if branch == "compressed" else (1, 1, SMALL.w)
     torch.library.opcheck(torch.ops.nsa_lab.band_attention.default, (*x, *geometry_arguments))
 
@@ -171,7 +173,7 @@ def test_the_operator_is_well_formed(branch, device):
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_compiles_in_one_graph(branch, device):
     kernel, _ = BRANCHES[branch]
-    x = inputs(branch, 1, 30, 4, 2, 32, 32, SMALL, torch.float32, device)
+    x = make_inputs(branch, 1, 30, 4, 2, 32, 32, SMALL, torch.float32, device)
     compiled = torch.compile(lambda *y: kernel(*y, SMALL)[0], fullgraph=True, backend="aot_eager")
     out, _ = kernel(*x, SMALL)
     grads = torch.autograd.grad(out.sum(), x)
@@ -186,7 +188,7 @@ def test_compiles_in_one_graph(branch, device):
 def test_a_captured_graph_replays_to_the_same_bits(branch, device):
     kernel, _ = BRANCHES[branch]
     nsa = NSAConfig()
-    x = inputs(branch, 1, 1000, 12, 2, 64, 64, nsa, torch.bfloat16, device)
+    x = make_inputs(branch, 1, 1000, 12, 2, 64, 64, nsa, torch.bfloat16, device)
 
     def run():
         out, _ = kernel(*x, nsa)
@@ -214,7 +216,7 @@ def test_long_sequences_and_large_tensors(branch, device):
     kernel, _ = BRANCHES[branch]
     nsa = NSAConfig()
     for B, T, H in ((1, 131072, 12), (2, 131072, 72)):
-        x = inputs(branch, 1, 1024, H, 2, 64, 64, nsa, torch.bfloat16, device)
+        x = make_inputs(branch, 1, 1024, H, 2, 64, 64, nsa, torch.bfloat16, device)
         q = x[0].detach().repeat(B, T // 1024, 1, 1)[..., :64]
         if H == 72:
             q = torch.cat((q, q), -1)
@@ -242,7 +244,7 @@ def test_refusals_name_the_limit(branch, device):
     kernel, _ = BRANCHES[branch]
     public = functools.partial(getattr(attention, f"{branch}_attention"), backend="triton")
     nsa = SMALL.model_copy(update={"l_sel": 16})
-    q, k, v = (x.detach() for x in inputs(branch, 1, 30, 4, 2, 32, 32, nsa, torch.float32, device))
+    q, k, v = (x.detach() for x in make_inputs(branch, 1, 30, 4, 2, 32, 32, nsa, torch.float32, device))
     with pytest.raises(attention.BackendError, match="float64"):
         public(q.double(), k.double(), v.double(), nsa)
     for call in (kernel, public):

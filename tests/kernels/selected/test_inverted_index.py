@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from selected_inputs import choice, config
+from selected_inputs import make_config, make_selection
 
 from nsa_lab.attention.kernels.selected import inverted_index
 
@@ -15,10 +15,10 @@ from nsa_lab.attention.kernels.selected import inverted_index
 )
 def test_the_index_is_the_transpose_of_the_choice(device, bitmap_bytes, monkeypatch, poisoned):
     monkeypatch.setattr(inverted_index, "BITMAP_BYTES_LIMIT", bitmap_bytes)
-    nsa, (B, T, G), chunk = config(5, 16), (2, 600, 2), 40
+    nsa, (B, T, G), chunk = make_config(5, 16), (2, 600, 2), 40
     n_blocks = -(-T // 16)
-    blocks = choice(B, T, G, nsa, device, "empty rows")
-    index = inverted_index.build_inverted_index(blocks.contiguous(), 16, chunk, n_blocks, ordered=True)
+    blocks = make_selection(B, T, G, nsa, device, "empty rows")
+    index = inverted_index.build_inverted_index(blocks.contiguous(), 16, chunk, n_blocks, sort_items=True)
     entries, starts, work, order = (x.tolist() for x in index)
     starts = starts[: B * G * n_blocks + 1]
     rows = []

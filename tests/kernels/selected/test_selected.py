@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-from selected_inputs import choice, config
+from selected_inputs import make_config, make_selection
 
 from nsa_lab import attention
 from nsa_lab.attention import reference
 from nsa_lab.attention.kernels import launch_table, selected_attention
 from nsa_lab.attention.kernels.selected import launch as selected
-from nsa_lab.attention.kernels.selected import pieces
+from nsa_lab.attention.kernels.selected import workspace_pieces
 from nsa_lab.config import NSAConfig
 
 # Interpreted, kernel by kernel: minutes on a CPU.
@@ -48,7 +48,7 @@ STRATEGIES = ["union", "gather"]
 PATTERNS = ["random", "shared", "empty rows"]
 
 
-def runs() -> list[tuple]:
+def list_cases() -> list[tuple]:
     """Case, pattern, dtype and strategy. Under the interpreter the first case meets every dtype with every strategy; the
     others, in turn, one of the two ways to give each dtype one strategy, so that widths and patterns meet both."""
     if CUDA:
@@ -60,7 +60,7 @@ def runs() -> list[tuple]:
     ]
 
 
-def inputs(B, T, H, G, Dk, Dv, dtype, device, seed: int = 0) -> list[torch.Tensor]:
+def make_inputs(B, T, H, G, Dk, Dv, dtype, device, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(B, T, H, Dk), (B, T, G, Dk), (B, T, G, Dv)]
     return [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
@@ -99,7 +99,7 @@ def strategy(request, monkeypatch) -> str:
 
 @pytest.mark.parametrize(
     ("case", "pattern", "dtype", "strategy"),
-    runs(),
+    list_cases(),
     indirect=["strategy"],
     ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else str(x),
 )
@@ -107,9 +107,9 @@ def test_matches_the_definition(case, pattern, dtype, strategy, device, poisoned
     *shape, n_sel, l_sel = case
     if device.type == "cpu" and max(case[4:6]) > 128:  # as on Hopper, in two parts
         monkeypatch.setattr(launch_table, "is_hopper", lambda device: True)
-    nsa = config(n_sel, l_sel)
-    x = inputs(*shape, dtype, device)
-    blocks = choice(shape[0], shape[1], shape[3], nsa, device, pattern)
+    nsa = make_config(n_sel, l_sel)
+    x = make_inputs(*shape, dtype, device)
+    blocks = make_selection(shape[0], shape[1], shape[3], nsa, device, pattern)
     out, lse, *grads = run(lambda q, k, v: selected_attention(q, k, v, blocks, nsa), x)
     exact_x = [a.detach().double().requires_grad_() for a in x]
     exact_out, exact_lse, *exact_grads = run(lambda q, k, v: reference.selected_attention(q, k, v, blocks, nsa), exact_x)
@@ -133,9 +133,9 @@ def test_matches_the_definition(case, pattern, dtype, strategy, device, poisoned
 
 
 def test_one_token_attends_to_itself(strategy, device, poisoned):
-    nsa = config(3, 64)
-    q, k, v = x = inputs(1, 1, 5, 5, 32, 32, torch.float32, device)
-    blocks = choice(1, 1, 5, nsa, device)
+    nsa = make_config(3, 64)
+    q, k, v = x = make_inputs(1, 1, 5, 5, 32, 32, torch.float32, device)
+    blocks = make_selection(1, 1, 5, nsa, device)
     out, lse = selected_attention(*x, blocks, nsa)
     torch.testing.assert_close(out, v)
     torch.testing.assert_close(lse, (q * k).sum(-1) * 32**-0.5)
@@ -146,8 +146,8 @@ def test_one_token_attends_to_itself(strategy, device, poisoned):
 
 
 def test_a_query_without_blocks_gives_zero(strategy, device, poisoned):
-    nsa = config(3, 16)
-    x = inputs(1, 40, 4, 2, 32, 32, torch.float32, device)
+    nsa = make_config(3, 16)
+    x = make_inputs(1, 40, 4, 2, 32, 32, torch.float32, device)
     blocks = torch.full((1, 40, 2, 3), -1, dtype=torch.int32, device=device)
     out, lse, *grads = run(lambda q, k, v: selected_attention(q, k, v, blocks, nsa), x)
     assert (out == 0).all() and torch.isneginf(lse).all()
@@ -155,9 +155,9 @@ def test_a_query_without_blocks_gives_zero(strategy, device, poisoned):
 
 
 def test_a_block_that_has_not_begun_counts_as_none(strategy, device):
-    nsa = config(3, 16)
-    x = inputs(1, 60, 2, 1, 32, 32, torch.float32, device)
-    blocks = choice(1, 60, 1, nsa, device)
+    nsa = make_config(3, 16)
+    x = make_inputs(1, 60, 2, 1, 32, 32, torch.float32, device)
+    blocks = make_selection(1, 60, 1, nsa, device)
     begun = torch.where(blocks * 16 <= torch.arange(60, device=device)[None, :, None, None], blocks, -1)
     early = torch.where(begun < 0, 3, begun)  # block 3 begins at token 48, when three others have begun
     torch.testing.assert_close(
@@ -166,9 +166,9 @@ def test_a_block_that_has_not_begun_counts_as_none(strategy, device):
 
 
 def test_later_tokens_change_nothing(strategy, device):
-    nsa = config(3, 16)
-    q, k, v = (x.detach() for x in inputs(1, 70, 6, 2, 32, 32, torch.float16, device))
-    blocks = choice(1, 70, 2, nsa, device)
+    nsa = make_config(3, 16)
+    q, k, v = (x.detach() for x in make_inputs(1, 70, 6, 2, 32, 32, torch.float16, device))
+    blocks = make_selection(1, 70, 2, nsa, device)
     before = selected_attention(q, k, v, blocks, nsa)[0][:, :41]
     for x in (q, k, v):
         x[:, 41:] = 7.0
@@ -176,10 +176,10 @@ def test_later_tokens_change_nothing(strategy, device):
 
 
 def test_strides_do_not_matter(strategy, device):
-    nsa = config(3, 16)
+    nsa = make_config(3, 16)
     B, T, H, G = 2, 50, 6, 2
-    x = inputs(B, T, H, G, 32, 64, torch.float32, device)
-    blocks = choice(B, T, G, nsa, device)
+    x = make_inputs(B, T, H, G, 32, 64, torch.float32, device)
+    blocks = make_selection(B, T, G, nsa, device)
     packed = torch.cat([a.detach().transpose(1, 2).flatten(0, 1) for a in (x[0], x[1])], 0)  # heads before time
     views = [
         packed[: B * H].view(B, H, T, 32).transpose(1, 2).requires_grad_(),
@@ -199,45 +199,47 @@ def test_strides_do_not_matter(strategy, device):
 
 def test_a_small_workspace_gives_the_same(device, monkeypatch):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
-    nsa = config(3, 16)
-    x = inputs(2, 55, 6, 2, 32, 32, torch.float32, device)
-    blocks = choice(2, 55, 2, nsa, device)
+    nsa = make_config(3, 16)
+    x = make_inputs(2, 55, 6, 2, 32, 32, torch.float32, device)
+    blocks = make_selection(2, 55, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     whole = run(attend, x)
-    sizes = pieces.Sizes(2, 55, 6, 2, 3, 16, 32, 32)
-    need = pieces.backward_need(sizes, 4)
-    group = sizes.T * sizes.heads * need.row + need.group
+    sizes = workspace_pieces.Sizes(2, 55, 6, 2, 3, 16, 32, 32)
+    need = workspace_pieces.compute_backward_bytes(sizes, 4)
+    group = sizes.T * sizes.heads * need.per_row + need.per_group
     for size, number in ((4 * group, 1), (2 * group, 2), (group, 4), (group // 2, 8)):
-        monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
-        assert len(pieces.cut(sizes, 4)) >= number
+        monkeypatch.setattr(workspace_pieces, "WORKSPACE_BYTES", size)
+        assert len(workspace_pieces.split_into_pieces(sizes, 4)) >= number
         for got, want in zip(run(attend, x), whole, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
-def room_for_one_group(monkeypatch) -> pieces.Sizes:
+def room_for_one_group(monkeypatch) -> workspace_pieces.Sizes:
     """Workspace for 256 queries of one of two groups."""
-    sizes = pieces.Sizes(1, 340, 12, 2, 3, 16, 32, 32)
-    row, group = map(max, pieces.forward_need(sizes, 4), pieces.backward_need(sizes, 4))
-    size = 256 * sizes.heads * row + group + sizes.G * sizes.n_blocks * pieces.item_bytes(sizes)
-    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", size)
+    sizes = workspace_pieces.Sizes(1, 340, 12, 2, 3, 16, 32, 32)
+    row, group = map(
+        max, workspace_pieces.compute_forward_bytes(sizes, 4), workspace_pieces.compute_backward_bytes(sizes, 4)
+    )
+    size = 256 * sizes.heads * row + group + sizes.G * sizes.n_blocks * workspace_pieces.compute_item_bytes(sizes)
+    monkeypatch.setattr(workspace_pieces, "WORKSPACE_BYTES", size)
     return sizes
 
 
 def test_what_several_groups_leave_makes_one_piece(room_for_one_group):
-    cut = pieces.cut(room_for_one_group, 4)
+    cut = workspace_pieces.split_into_pieces(room_for_one_group, 4)
     assert [(p.g0, p.g1, p.t0, p.t1) for p in cut] == [(0, 1, 0, 256), (1, 2, 0, 256), (0, 2, 256, 340)]
 
 
 @pytest.mark.soak
 def test_a_piece_of_several_groups_gives_the_same(device, monkeypatch, poisoned, room_for_one_group):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
-    nsa = config(3, 16)
-    x = inputs(1, 340, 12, 2, 32, 32, torch.float32, device)
-    blocks = choice(1, 340, 2, nsa, device)
+    nsa = make_config(3, 16)
+    x = make_inputs(1, 340, 12, 2, 32, 32, torch.float32, device)
+    blocks = make_selection(1, 340, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     got_in_pieces = run(attend, x)
-    monkeypatch.setattr(pieces, "WORKSPACE_BYTES", 2**30)
+    monkeypatch.setattr(workspace_pieces, "WORKSPACE_BYTES", 2**30)
     whole = run(attend, x)
     for got, want in zip(got_in_pieces, whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -245,12 +247,12 @@ def test_a_piece_of_several_groups_gives_the_same(device, monkeypatch, poisoned,
 
 def test_the_order_of_the_work_items_changes_no_bit(device, monkeypatch, poisoned):
     monkeypatch.setattr(selected, "UNION_TOKENS", 0)
-    nsa = config(3, 16)
-    x = inputs(2, 90, 6, 2, 32, 32, torch.float32, device)
-    blocks = choice(2, 90, 2, nsa, device, "empty rows")
+    nsa = make_config(3, 16)
+    x = make_inputs(2, 90, 6, 2, 32, 32, torch.float32, device)
+    blocks = make_selection(2, 90, 2, nsa, device, "empty rows")
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     by_block = run(attend, x)
-    monkeypatch.setattr(selected, "is_ordered", lambda *_: True)
+    monkeypatch.setattr(selected, "should_sort_items", lambda *_: True)
     assert all(torch.equal(a, b) for a, b in zip(run(attend, x), by_block, strict=True))
 
 
@@ -270,7 +272,7 @@ def test_refuses_what_it_cannot_do(change, error, words, device):
         "k": torch.zeros(1, 8, 2, 32),
         "v": torch.zeros(1, 8, 2, 32),
         "blocks": torch.tensor([0, -1, -1], dtype=torch.int32).expand(1, 8, 2, 3),
-        "nsa": config(3, 16),
+        "nsa": make_config(3, 16),
     }
     given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in (given | change).items()}
     with pytest.raises(error, match=words):
@@ -285,9 +287,9 @@ def test_refuses_more_pairs_than_it_can_number():
 
 
 def test_opcheck(strategy, device):
-    nsa = config(3, 16)
-    q, k, v = inputs(1, 40, 4, 2, 32, 32, torch.float32, device)
-    blocks = choice(1, 40, 2, nsa, device)
+    nsa = make_config(3, 16)
+    q, k, v = make_inputs(1, 40, 4, 2, 32, 32, torch.float32, device)
+    blocks = make_selection(1, 40, 2, nsa, device)
     torch.library.opcheck(selected._selected_fwd, (q, k, v, blocks, 16, strategy))
     out, lse = (x.detach() for x in selected_attention(q, k, v, blocks, nsa))
     q, k, v = q.detach(), k.detach(), v.detach()
@@ -296,9 +298,9 @@ def test_opcheck(strategy, device):
 
 
 def test_compiles_in_one_graph(strategy, device):
-    nsa = config(3, 16)
-    x = inputs(1, 50, 4, 2, 32, 32, torch.float32, device)
-    blocks = choice(1, 50, 2, nsa, device)
+    nsa = make_config(3, 16)
+    x = make_inputs(1, 50, 4, 2, 32, 32, torch.float32, device)
+    blocks = make_selection(1, 50, 2, nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     compiled = torch.compile(attend, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
     for got, want in zip(run(compiled, x), run(attend, x), strict=True):
@@ -307,14 +309,14 @@ def test_compiles_in_one_graph(strategy, device):
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_twenty_runs_give_the_same_bits(wide, strategy, device, monkeypatch):
-    monkeypatch.setattr(pieces, "ORDERED_BYTES", 0)
+    monkeypatch.setattr(workspace_pieces, "SORT_ABOVE_BYTES", 0)
     if CUDA:
         shape, n_sel, l_sel = (2, 1500, 32, 2, 128, 128) if wide else (2, 1500, 12, 2, 64, 64), 16, 64
     else:
         shape, n_sel, l_sel = (1, 70, 4, 1, 128, 128) if wide else (1, 70, 3, 1, 32, 32), 3, 16
-    nsa = config(n_sel, l_sel)
-    x = inputs(*shape, torch.bfloat16 if CUDA else torch.float16, device)
-    blocks = choice(shape[0], shape[1], shape[3], nsa, device)
+    nsa = make_config(n_sel, l_sel)
+    x = make_inputs(*shape, torch.bfloat16 if CUDA else torch.float16, device)
+    blocks = make_selection(shape[0], shape[1], shape[3], nsa, device)
     attend = lambda q, k, v: selected_attention(q, k, v, blocks, nsa)  # noqa: E731
     first = run(attend, x)
     for _ in range(19 if CUDA else 1):
@@ -324,10 +326,10 @@ def test_twenty_runs_give_the_same_bits(wide, strategy, device, monkeypatch):
 @needs_cuda
 @pytest.mark.parametrize(("T", "H", "D"), [(700, 12, 64), (5000, 12, 64), (5000, 32, 128)])
 def test_a_cuda_graph_replays_to_the_same_bits(T, H, D, device, monkeypatch):
-    monkeypatch.setattr(pieces, "ORDERED_BYTES", 0)
-    nsa = config(16, 64)
-    x = inputs(1, T, H, 2, D, D, torch.bfloat16, device)
-    blocks = choice(1, T, 2, nsa, device)
+    monkeypatch.setattr(workspace_pieces, "SORT_ABOVE_BYTES", 0)
+    nsa = make_config(16, 64)
+    x = make_inputs(1, T, H, 2, D, D, torch.bfloat16, device)
+    blocks = make_selection(1, T, 2, nsa, device)
     d_out = torch.randn(1, T, H, D, device=device, dtype=torch.bfloat16)
 
     def step():
@@ -344,7 +346,7 @@ def test_a_cuda_graph_replays_to_the_same_bits(T, H, D, device, monkeypatch):
         held = step()
     with torch.no_grad():
         x[0].copy_(torch.randn_like(x[0]))
-        blocks.copy_(choice(1, T, 2, nsa, device, seed=3))
+        blocks.copy_(make_selection(1, T, 2, nsa, device, seed=3))
     for result in held:
         result.detach().fill_(float("nan"))
     graph.replay()
@@ -358,7 +360,7 @@ def test_a_cuda_graph_replays_to_the_same_bits(T, H, D, device, monkeypatch):
 )
 def test_large_inputs(T, H, D, n_sel, device):
     """The second has more than 2^31 elements in q; sampled rows are checked against float64."""
-    G, nsa = 2, config(n_sel, 64)
+    G, nsa = 2, make_config(n_sel, 64)
     torch.manual_seed(0)
     x = [torch.randn(1, T, n, D, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (H, G, G)]
     t = torch.arange(T, device=device)

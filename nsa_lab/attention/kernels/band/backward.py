@@ -8,36 +8,36 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.band.bounds import (
-    in_band,
-    key_range,
-    named_by_branch,
-    query_range,
-    row_tile,
-    step_range,
+from nsa_lab.attention.kernels.band.band_ranges import (
+    get_key_range,
+    get_query_range,
+    get_row_tile,
+    get_step_range,
+    is_in_band,
+    name_by_branch,
 )
-from nsa_lab.attention.kernels.band.forward import scores_of_tile
-from nsa_lab.attention.kernels.documents import document_of_tile
-from nsa_lab.attention.kernels.launching import launched
+from nsa_lab.attention.kernels.band.forward import compute_tile_scores
+from nsa_lab.attention.kernels.fast_launch import cache_launches
+from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
+from nsa_lab.attention.kernels.packed_tiles import find_document_of_tile
 from nsa_lab.attention.kernels.tiles import (
     LOG2E,
-    add_product_exactly,
-    batch_and_group,
-    last_tile_first,
+    add_product_compensated,
+    dot_transposed,
+    get_batch_and_group,
+    get_reversed_tile,
     load_consecutive_parts,
     load_parts,
-    load_parts_inside,
-    product_over_columns,
+    load_parts_masked,
     row_offsets,
     store_parts,
-    zeros_in_parts,
+    zero_parts,
 )
-from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off
 @triton.jit
-def _dq_steps(
+def _accumulate_dq(
     dq, dq_rest, q, q_rest, do, do_rest, lse_log2, delta, k_base, v_base, stride_kn, stride_vn,
     t, start, left, full, stop, N, scale_log2,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
@@ -46,12 +46,12 @@ def _dq_steps(
     KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):
     for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
-        scores, k, k_rest, v, v_rest = scores_of_tile(
+        scores, k, k_rest, v, v_rest = compute_tile_scores(
             q, q_rest, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, MASKED,
         )
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
-        dp = product_over_columns(do, do_rest, v, v_rest, DV_REST)
+        dp = dot_transposed(do, do_rest, v, v_rest, DV_REST)
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision="ieee")
         if DK_REST > 0:
@@ -60,7 +60,7 @@ def _dq_steps(
 
 
 @triton.jit
-def _summed_products(
+def _compute_delta(
     q, q_rest, do, do_rest, lse_log2, k_base, v_base, stride_kn, stride_vn, t, start, stop, N, scale_log2,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
@@ -74,13 +74,13 @@ def _summed_products(
     """
     delta, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for step in range(start, stop, KEYS):
-        scores, _k, _, v, v_rest = scores_of_tile(
+        scores, _k, _, v, v_rest = compute_tile_scores(
             q, q_rest, k_base, v_base, stride_kn, stride_vn, t, step, start, start, N,
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, True,
         )
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         # The products of the dk/dv kernel, in its order: what adds them up may depend on which factor comes first.
-        dp = tl.trans(product_over_columns(v, v_rest, do, do_rest, DV_REST))
+        dp = tl.trans(dot_transposed(v, v_rest, do, do_rest, DV_REST))
         delta += tl.sum(tl.where(p == 0.0, 0.0, p * dp), 1)
         total += tl.sum(p, 1)
     # A row's p add up to 1 but for how its lse is rounded. A row that sees nothing has none.
@@ -88,13 +88,13 @@ def _summed_products(
 
 
 @triton.jit
-def first_stat(first, document, PAST: tl.constexpr):
+def get_first_stat(first, document, PAST: tl.constexpr):
     """Where the stats of a document begin that begins at row `first`: a multiple of 16, PAST beyond those before it."""
     return (first // 16 + document * (PAST // 16 + 1)) * 16
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dq"))
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS, repr=name_by_branch("dq"))
 def nsa_band_dq(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr, stats_ptr,
     q_bounds_ptr, k_bounds_ptr,
@@ -114,9 +114,9 @@ def nsa_band_dq(
     HAS_DELTA: delta is given, and out is not read. In float32 it is worked out here either way. ADD: add to what dq holds.
     ONE_LOOP: see `launch_table.Tile`.
     """
-    tile, b, g = last_tile_first(B, G)
+    tile, b, g = get_reversed_tile(B, G)
     if q_bounds_ptr is not None:
-        document, tile, first, T, first_key, N = document_of_tile(
+        document, tile, first, T, first_key, N = find_document_of_tile(
             q_bounds_ptr, k_bounds_ptr, documents, tile, HEADS, ROWS
         )
         if tile * ROWS >= T * HEADS:
@@ -125,7 +125,7 @@ def nsa_band_dq(
         do_ptr += first * stride_dot
         dq_ptr += first * (G * HEADS * DK)
         lse_ptr += first * (G * HEADS)
-        stats_ptr += first_stat(first, document, PAST)
+        stats_ptr += get_first_stat(first, document, PAST)
         if HAS_DELTA:
             delta_ptr += first * (G * HEADS)
         else:
@@ -134,7 +134,7 @@ def nsa_band_dq(
                 dlse_ptr += first * (G * HEADS)
         k_ptr += first_key * stride_kn
         v_ptr += first_key * stride_vn
-    t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
+    t, head, t_first, t_last = get_row_tile(tile, T, HEADS, ROWS)
     inside = tile * ROWS + tl.arange(0, ROWS) < T * HEADS
     # Where the tile begins, in 64 bits, and where its rows are from there.
     origin = (b * T + t_first) * (G * HEADS) + g * HEADS
@@ -149,9 +149,9 @@ def nsa_band_dq(
     lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
-    start, left, full, stop = key_range(t_first, t_last, L, STRIDE, W, KEYS)
+    start, left, full, stop = get_key_range(t_first, t_last, L, STRIDE, W, KEYS)
     if do.dtype == tl.float32:
-        delta = _summed_products(
+        delta = _compute_delta(
             q, q_rest, do, do_rest, lse_log2, k_base, v_base, stride_kn, stride_vn, t, start, stop, N, scale_log2,
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, ROWS, KEYS,
         )
@@ -175,11 +175,11 @@ def nsa_band_dq(
             tl.store(past + stride_stats, tl.zeros([PAST], tl.float32))
             past += 2 * stride_stats
 
-    dq, dq_rest = zeros_in_parts(ROWS, DK_PART, DK_REST)
+    dq, dq_rest = zero_parts(ROWS, DK_PART, DK_REST)
     if ONE_LOOP:
         left, full = start, start
     for MASKED in tl.static_range(1 if ONE_LOOP else 0, 2):
-        dq, dq_rest = _dq_steps(
+        dq, dq_rest = _accumulate_dq(
             dq, dq_rest, q, q_rest, do, do_rest, lse_log2, delta, k_base, v_base, stride_kn, stride_vn,
             t, start, left, full, stop, N, scale_log2,
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, MASKED == 1,
@@ -188,14 +188,14 @@ def nsa_band_dq(
     dq *= scale
     dq_rest *= scale
     if ADD:
-        before, before_rest = load_parts_inside(dq_base, place * DK, inside, DK, DK_PART, DK_REST)
+        before, before_rest = load_parts_masked(dq_base, place * DK, inside, DK, DK_PART, DK_REST)
         dq += before.to(tl.float32)
         dq_rest += before_rest.to(tl.float32)
     store_parts(dq_base, place * DK, dq, dq_rest, inside, DK, DK_PART, DK_REST)
 
 
 @triton.jit
-def _dkv_steps(
+def _accumulate_dkv(
     dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost, k, k_rest, v, v_rest, i,
     q_base, do_base, stats_base,
     stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
@@ -228,25 +228,25 @@ def _dkv_steps(
         stats = stats_base + head * 2 * stride_stats + tl.multiple_of(tile_t, 16) + tl.arange(0, ROWS)
         lse_log2 = tl.load(stats)
         delta = tl.load(stats + stride_stats)
-        scores = product_over_columns(k, k_rest, q, q_rest, DK_REST)
+        scores = dot_transposed(k, k_rest, q, q_rest, DK_REST)
         # Ahead of the exponentials, which the compiler then places among its tensor-core instructions.
-        dp = product_over_columns(v, v_rest, do, do_rest, DV_REST)
+        dp = dot_transposed(v, v_rest, do, do_rest, DV_REST)
         if MASKED:
             position = tile_t + tl.arange(0, ROWS)
-            scores = tl.where(in_band(i[:, None], position[None, :], N, L, STRIDE, W), scores, float("-inf"))
+            scores = tl.where(is_in_band(i[:, None], position[None, :], N, L, STRIDE, W), scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[None, :])
-        dv, dv_lost = add_product_exactly(dv, dv_lost, p.to(do.dtype), do)
+        dv, dv_lost = add_product_compensated(dv, dv_lost, p.to(do.dtype), do)
         if DV_REST > 0:
-            dv_rest, dv_rest_lost = add_product_exactly(dv_rest, dv_rest_lost, p.to(do.dtype), do_rest)
+            dv_rest, dv_rest_lost = add_product_compensated(dv_rest, dv_rest_lost, p.to(do.dtype), do_rest)
         ds = p * (dp - delta[None, :])
-        dk, dk_lost = add_product_exactly(dk, dk_lost, ds.to(q.dtype), q)
+        dk, dk_lost = add_product_compensated(dk, dk_lost, ds.to(q.dtype), q)
         if DK_REST > 0:
-            dk_rest, dk_rest_lost = add_product_exactly(dk_rest, dk_rest_lost, ds.to(q.dtype), q_rest)
+            dk_rest, dk_rest_lost = add_product_compensated(dk_rest, dk_rest_lost, ds.to(q.dtype), q_rest)
     return dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES, repr=named_by_branch("dkv"))
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS, repr=name_by_branch("dkv"))
 def nsa_band_dkv(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
@@ -265,11 +265,11 @@ def nsa_band_dkv(
     with the one whose number is a multiple of n, goes on to its last, and then takes those before.
     """
     chunk = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries are seen by most keys
-    b, g = batch_and_group(B, G)
+    b, g = get_batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     N_all = N
     if q_bounds_ptr is not None:
-        document, tile, first_key, N, first, T = document_of_tile(k_bounds_ptr, q_bounds_ptr, documents, tile, 1, KEYS)
+        document, tile, first_key, N, first, T = find_document_of_tile(k_bounds_ptr, q_bounds_ptr, documents, tile, 1, KEYS)
         if tile * KEYS >= N:
             return
         k_ptr += first_key * stride_kn
@@ -278,11 +278,11 @@ def nsa_band_dkv(
         dv_ptr += first_key * (G * DV)
         q_ptr += first * stride_qt
         do_ptr += first * stride_dot
-        stats_ptr += first_stat(first, document, ROWS)
+        stats_ptr += get_first_stat(first, document, ROWS)
     i_first = tile * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1
-    t_start, t_full, t_full_stop, t_stop = query_range(i_first, i_last, T, L, STRIDE, W)
-    t_origin, all_start, all_stop = step_range(t_start, t_stop, W, HEADS, ROWS)
+    t_start, t_full, t_full_stop, t_stop = get_query_range(i_first, i_last, T, L, STRIDE, W)
+    t_origin, all_start, all_stop = get_step_range(t_start, t_stop, W, HEADS, ROWS)
     start = tl.maximum(chunk * chunk_steps, all_start)
     stop = tl.minimum((chunk + 1) * chunk_steps, all_stop)
     if start < stop:
@@ -306,8 +306,8 @@ def nsa_band_dkv(
         q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
         do_base = do_ptr + b * stride_dob + g * HEADS * stride_doh
         stats_base = stats_ptr + (b * G + g) * HEADS * 2 * stride_stats
-        dk, dk_rest = zeros_in_parts(KEYS, DK_PART, DK_REST)
-        dv, dv_rest = zeros_in_parts(KEYS, DV_PART, DV_REST)
+        dk, dk_rest = zero_parts(KEYS, DK_PART, DK_REST)
+        dv, dv_rest = zero_parts(KEYS, DV_PART, DV_REST)
         dk_lost, dk_rest_lost, dv_lost, dv_rest_lost = dk, dk_rest, dv, dv_rest
         # With a window: steps [start, inner), then [inner, outer), masked, then [outer, stop). Without one those in the
         # middle need no mask, and come last: one loop before takes the diagonal and the last queries.
@@ -323,7 +323,7 @@ def nsa_band_dkv(
                     left, right = inner, outer
                 if loop == 1:
                     start, left, right, loop_stop = inner, inner, inner, outer
-            dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost = _dkv_steps(
+            dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost = _accumulate_dkv(
                 dk, dk_rest, dk_lost, dk_rest_lost, dv, dv_rest, dv_lost, dv_rest_lost, k, k_rest, v, v_rest, i,
                 q_base, do_base, stats_base,
                 stride_qt, stride_qh, stride_dot, stride_doh, stride_stats,
@@ -355,8 +355,8 @@ def _sum_slice(
     tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=mask)
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES, repr=named_by_branch("sum_chunks"))
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS, repr=name_by_branch("sum_chunks"))
 def nsa_band_sum_chunks(
     chunk_dk_ptr, chunk_dv_ptr, dk_ptr, dv_ptr, q_bounds_ptr, k_bounds_ptr,
     T, N, B, G, documents, chunk_steps,
@@ -365,11 +365,11 @@ def nsa_band_sum_chunks(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLICE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """dk, dv of SLICE keys from their chunks: [chunks, B, N, G, D] float32 -> [B, N, G, D]."""
-    b, g = batch_and_group(B, G)
+    b, g = get_batch_and_group(B, G)
     tile = tl.program_id(0) // (B * G)
     N_all = N
     if q_bounds_ptr is not None:
-        _, tile, first, N, _, T = document_of_tile(k_bounds_ptr, q_bounds_ptr, documents, tile, 1, SLICE)
+        _, tile, first, N, _, T = find_document_of_tile(k_bounds_ptr, q_bounds_ptr, documents, tile, 1, SLICE)
         if tile * SLICE >= N:
             return
         chunk_dk_ptr += first * (G * DK)
@@ -379,8 +379,8 @@ def nsa_band_sum_chunks(
     i_slice = tile * SLICE
     i_first = i_slice // KEYS * KEYS
     i_last = tl.minimum(i_first + KEYS, N) - 1
-    t_start, _, _, t_stop = query_range(i_first, i_last, T, L, STRIDE, W)
-    _, start, stop = step_range(t_start, t_stop, W, HEADS, ROWS)
+    t_start, _, _, t_stop = get_query_range(i_first, i_last, T, L, STRIDE, W)
+    _, start, stop = get_step_range(t_start, t_stop, W, HEADS, ROWS)
     first_chunk = start // chunk_steps
     chunks = tl.cdiv(stop, chunk_steps)
     i = i_slice + tl.arange(0, SLICE)

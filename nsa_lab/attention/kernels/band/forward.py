@@ -8,26 +8,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.band.bounds import in_band, key_range, key_tile, named_by_branch, row_tile
-from nsa_lab.attention.kernels.documents import document_of_tile
-from nsa_lab.attention.kernels.launching import launched
+from nsa_lab.attention.kernels.band.band_ranges import get_key_range, get_key_tile, get_row_tile, is_in_band, name_by_branch
+from nsa_lab.attention.kernels.fast_launch import cache_launches
+from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
+from nsa_lab.attention.kernels.packed_tiles import find_document_of_tile
 from nsa_lab.attention.kernels.tiles import (
     LN2,
-    last_tile_first,
+    dot_transposed,
+    get_reversed_tile,
     load_consecutive_parts,
     load_parts,
-    product_over_columns,
+    rescale_and_add,
     row_offsets,
-    shrunk_and_added,
     store_parts,
-    zeros_in_parts,
+    zero_parts,
 )
-from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off
 @triton.jit
-def scores_of_tile(
+def compute_tile_scores(
     q, q_rest, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
     L: tl.constexpr, STRIDE: tl.constexpr, W: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PART: tl.constexpr, DV_PART: tl.constexpr,
@@ -38,13 +38,13 @@ def scores_of_tile(
 
     Scores are unscaled, and -inf where a query does not see the key.
     """
-    n = key_tile(step, left, full, MASKED)
+    n = get_key_tile(step, left, full, MASKED)
     k, k_rest = load_consecutive_parts(k_base, stride_kn, n, N, DK, DK_PART, DK_REST, KEYS, MASKED)
     v, v_rest = load_consecutive_parts(v_base, stride_vn, n, N, DV, DV_PART, DV_REST, KEYS, MASKED)
-    scores = product_over_columns(q, q_rest, k, k_rest, DK_REST)
+    scores = dot_transposed(q, q_rest, k, k_rest, DK_REST)
     if MASKED:
         i = n + tl.arange(0, KEYS)
-        scores = tl.where(in_band(i[None, :], t[:, None], N, L, STRIDE, W), scores, float("-inf"))
+        scores = tl.where(is_in_band(i[None, :], t[:, None], N, L, STRIDE, W), scores, float("-inf"))
     return scores, k, k_rest, v, v_rest
 
 
@@ -58,7 +58,7 @@ def _attend(
 ):
     """Online softmax over the key tiles of `key_tile`."""
     for step in range(start if MASKED else left, stop - full + left if MASKED else full, KEYS):
-        scores, _, _, v, v_rest = scores_of_tile(
+        scores, _, _, v, v_rest = compute_tile_scores(
             q, q_rest, k_base, v_base, stride_kn, stride_vn, t, step, left, full, N,
             L, STRIDE, W, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, KEYS, MASKED,
         )
@@ -66,13 +66,13 @@ def _attend(
         p = tl.exp2(scores * scale_log2 - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
-        acc, acc_rest = shrunk_and_added(acc, acc_rest, shrink, p.to(v.dtype), v, v_rest, DV_REST)
+        acc, acc_rest = rescale_and_add(acc, acc_rest, shrink, p.to(v.dtype), v, v_rest, DV_REST)
         peak = new_peak
     return acc, acc_rest, peak, total
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES, repr=named_by_branch("forward"))
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS, repr=name_by_branch("forward"))
 def nsa_band_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_bounds_ptr, k_bounds_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kg, stride_vb, stride_vn, stride_vg,
@@ -83,9 +83,9 @@ def nsa_band_forward(
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """out and lse of one row tile, contiguous."""
-    tile, b, g = last_tile_first(B, G)
+    tile, b, g = get_reversed_tile(B, G)
     if q_bounds_ptr is not None:
-        _, tile, first, T, first_key, N = document_of_tile(q_bounds_ptr, k_bounds_ptr, documents, tile, HEADS, ROWS)
+        _, tile, first, T, first_key, N = find_document_of_tile(q_bounds_ptr, k_bounds_ptr, documents, tile, HEADS, ROWS)
         if tile * ROWS >= T * HEADS:
             return
         q_ptr += first * stride_qt
@@ -93,7 +93,7 @@ def nsa_band_forward(
         lse_ptr += first * (G * HEADS)
         k_ptr += first_key * stride_kn
         v_ptr += first_key * stride_vn
-    t, head, t_first, t_last = row_tile(tile, T, HEADS, ROWS)
+    t, head, t_first, t_last = get_row_tile(tile, T, HEADS, ROWS)
     q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
     q, q_rest = load_parts(q_base, row_offsets(t, head, stride_qt, stride_qh, True), DK, DK_PART, DK_REST)
     k_base = k_ptr + b * stride_kb + g * stride_kg
@@ -103,9 +103,9 @@ def nsa_band_forward(
         position += first_query
         t_first += first_query
         t_last += first_query
-    start, left, full, stop = key_range(t_first, t_last, L, STRIDE, W, KEYS)
+    start, left, full, stop = get_key_range(t_first, t_last, L, STRIDE, W, KEYS)
 
-    acc, acc_rest = zeros_in_parts(ROWS, DV_PART, DV_REST)
+    acc, acc_rest = zero_parts(ROWS, DV_PART, DV_REST)
     # Finite, so that a wholly masked tile gives exp2(-inf - peak) = 0 and never inf - inf.
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -12,16 +12,16 @@ from torch import Tensor
 from nsa_lab.attention.kernels import launch_table
 from nsa_lab.attention.kernels.band.backward import nsa_band_dkv, nsa_band_dq, nsa_band_sum_chunks
 from nsa_lab.attention.kernels.band.forward import nsa_band_forward
-from nsa_lab.attention.kernels.documents import Bounds, compressed_bounds, raw_bounds
-from nsa_lab.attention.kernels.host import (
+from nsa_lab.attention.kernels.kernel_names import LOG2E
+from nsa_lab.attention.kernels.launch_utils import (
     ceil_div,
+    check_no_chunk_gradients,
+    get_strides,
+    make_rows_contiguous,
     padded_width,
-    refuse_chunk_gradients,
     register_autograd,
-    strides,
-    with_short_rows,
 )
-from nsa_lab.attention.kernels.vocabulary import LOG2E
+from nsa_lab.attention.kernels.packed_tiles import PackedBounds, make_compressed_bounds, make_token_bounds
 
 # Defined by schema for the host's sake; selected/launch.py has the figures.
 torch.library.define(
@@ -67,16 +67,16 @@ def forward(
     N, G, Dv = k.shape[1:3] + v.shape[3:]
     if N == 0:
         return q.new_zeros(B, T, H, Dv), q.new_full((B, T, H), float("-inf"), dtype=torch.float32)
-    q, k, v = map(with_short_rows, (q, k, v))
+    q, k, v = map(make_rows_contiguous, (q, k, v))
     out = q.new_empty(B, T, H, Dv)
     lse = q.new_empty(B, T, H, dtype=torch.float32)
-    bounds = _bounds(documents, longest, T, w)
+    bounds = _make_bounds(documents, longest, T, w)
     tile = launch_table.band_forward(q.dtype, max(Dk, Dv), w > 0, q.device)
-    nsa_band_forward[(bounds.tiles(T * (H // G), tile.rows) * B * G,)](
+    nsa_band_forward[(bounds.count_tiles(T * (H // G), tile.rows) * B * G,)](
         q, k, v, out, lse, bounds.q, bounds.k,
-        *strides(q, k, v),
-        T, N, B, G, bounds.documents, first or None, Dk**-0.5 * LOG2E,
-        **_constants(q, k, v, l, d, w, tile), **_parts(q, v), **tile.options(),
+        *get_strides(q, k, v),
+        T, N, B, G, bounds.n_documents, first or None, Dk**-0.5 * LOG2E,
+        **_get_constants(q, k, v, l, d, w, tile), **_get_width_parts(q, v), **tile.compile_options(),
     )
     return out, lse
 # fmt: on
@@ -97,13 +97,13 @@ def _(
     l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `band_attention`, contiguous, given the gradients of out and, if it was used, of lse."""
-    do, q, k, v = map(with_short_rows, (do, q, k, v))
+    do, q, k, v = map(make_rows_contiguous, (do, q, k, v))
     dq = q.new_empty(q.shape)
-    stats = backward_queries(do, q, k, v, lse, dq, l, d, w, documents, longest, out=out, dlse=dlse)
-    return dq, *backward_keys(do, q, k, v, stats, l, d, w, documents, longest)
+    stats = compute_dq(do, q, k, v, lse, dq, l, d, w, documents, longest, out=out, dlse=dlse)
+    return dq, *compute_dkv(do, q, k, v, stats, l, d, w, documents, longest)
 
 
-def backward_queries(
+def compute_dq(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dq: Tensor,
     l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0, *,
     out: Tensor | None = None, dlse: Tensor | None = None, delta: Tensor | None = None, add: bool = False,
@@ -115,56 +115,56 @@ def backward_queries(
     """
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
-    bounds = _bounds(documents, longest, T, w)
+    bounds = _make_bounds(documents, longest, T, w)
     past = launch_table.band_dkv(q.dtype, max(Dk, v.shape[3]), q.device).rows
     # As `first_stat` has it for a document that would come after the last.
-    stats = q.new_empty(B, H, 2, (T // 16 + (bounds.documents or 1) * (past // 16 + 1)) * 16, dtype=torch.float32)
+    stats = q.new_empty(B, H, 2, (T // 16 + (bounds.n_documents or 1) * (past // 16 + 1)) * 16, dtype=torch.float32)
     if N == 0:
         if not add:
             dq.zero_()
         return stats
     scale = Dk**-0.5
     tile = launch_table.band_dq(q.dtype, max(Dk, v.shape[3]), w > 0, q.device)
-    nsa_band_dq[(bounds.tiles(T * (H // G), tile.rows) * B * G,)](
+    nsa_band_dq[(bounds.count_tiles(T * (H // G), tile.rows) * B * G,)](
         q, k, v, out, lse, do, None if dlse is None else dlse.contiguous(), delta, dq, stats, bounds.q, bounds.k,
-        *strides(q, k, v, do), stats.stride(2),
-        T, N, B, G, bounds.documents, scale * LOG2E, scale,
-        **_constants(q, k, v, l, d, w, tile), **_parts(q, v),
+        *get_strides(q, k, v, do), stats.stride(2),
+        T, N, B, G, bounds.n_documents, scale * LOG2E, scale,
+        **_get_constants(q, k, v, l, d, w, tile), **_get_width_parts(q, v),
         HAS_DLSE=dlse is not None, HAS_DELTA=delta is not None, ADD=add,
-        PAST=past, ONE_LOOP=tile.one_loop, **tile.options(),
+        PAST=past, ONE_LOOP=tile.one_loop, **tile.compile_options(),
     )
     return stats
 
 
-def backward_keys(
+def compute_dkv(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor,
     l: int, d: int, w: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv, after `backward_queries` and of the same tensors."""
     B, T, H, Dk = q.shape
     N, G = k.shape[1:3]
-    bounds = _bounds(documents, longest, T, w)
+    bounds = _make_bounds(documents, longest, T, w)
     # Compressed keys past the last document's belong to no tile: a gradient of zero.
-    dk, dv = (x.new_zeros(x.shape) if w == 0 and bounds.documents else x.new_empty(x.shape) for x in (k, v))
+    dk, dv = (x.new_zeros(x.shape) if w == 0 and bounds.n_documents else x.new_empty(x.shape) for x in (k, v))
     if N == 0:
         return dk, dv
     scale = Dk**-0.5
     tile = launch_table.band_dkv(q.dtype, max(Dk, v.shape[3]), q.device)
-    constants = _constants(q, k, v, l, d, w, tile)
-    chunks, chunk_steps = _chunks(bounds.longest, N, B * G, H // G, w, tile)
+    constants = _get_constants(q, k, v, l, d, w, tile)
+    chunks, chunk_steps = _plan_chunks(bounds.longest, N, B * G, H // G, w, tile)
     sums = (dk, dv) if chunks == 1 else tuple(x.new_empty(chunks, *x.shape, dtype=torch.float32) for x in (k, v))
-    nsa_band_dkv[(bounds.tiles(N, tile.keys) * B * G, chunks)](
+    nsa_band_dkv[(bounds.count_tiles(N, tile.keys) * B * G, chunks)](
         q, k, v, do, stats, *sums, bounds.q, bounds.k,
-        *strides(q, k, v, do), stats.stride(2),
-        T, N, B, G, bounds.documents, chunk_steps, scale * LOG2E, scale,
-        **constants, **_parts(q, v),
-        TAIL=bounds.documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.options(),
+        *get_strides(q, k, v, do), stats.stride(2),
+        T, N, B, G, bounds.n_documents, chunk_steps, scale * LOG2E, scale,
+        **constants, **_get_width_parts(q, v),
+        TAIL=bounds.n_documents is not None or T % tile.rows > 0 or tile.keys % tile.rows > 0, **tile.compile_options(),
     )
     if chunks > 1:
         slice_keys = launch_table.SUM_CHUNKS_KEYS
-        nsa_band_sum_chunks[(bounds.tiles(N, slice_keys) * B * G,)](
+        nsa_band_sum_chunks[(bounds.count_tiles(N, slice_keys) * B * G,)](
             *sums, dk, dv, bounds.q, bounds.k,
-            T, N, B, G, bounds.documents, chunk_steps,
+            T, N, B, G, bounds.n_documents, chunk_steps,
             **constants, DK_PAD=padded_width(Dk), DV_PAD=padded_width(v.shape[3]),
             SLICE=slice_keys, AT_ONCE=launch_table.SUM_CHUNKS_AT_ONCE, num_warps=launch_table.STREAMING_WARPS,
         )
@@ -177,23 +177,23 @@ def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _bounds(documents: Tensor | None, longest: int, T: int, w: int) -> Bounds:
-    return (raw_bounds if w else compressed_bounds)(documents, longest, T)
+def _make_bounds(documents: Tensor | None, longest: int, T: int, w: int) -> PackedBounds:
+    return (make_token_bounds if w else make_compressed_bounds)(documents, longest, T)
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, tile: launch_table.Tile) -> dict[str, int]:
+def _get_constants(q: Tensor, k: Tensor, v: Tensor, l: int, d: int, w: int, tile: launch_table.Tile) -> dict[str, int]:
     """The compile-time sizes that all kernels of a band share."""
     Dk, Dv = q.shape[3], v.shape[3]
     geometry = {"HEADS": q.shape[2] // k.shape[2], "L": l, "STRIDE": d, "W": w}
     return {**geometry, "DK": Dk, "DV": Dv, "ROWS": tile.rows, "KEYS": tile.keys}
 
 
-def _parts(q: Tensor, v: Tensor) -> dict[str, int]:
+def _get_width_parts(q: Tensor, v: Tensor) -> dict[str, int]:
     """And those of the kernels that multiply tiles."""
-    return {**launch_table.parts("DK", q.shape[3], q.device), **launch_table.parts("DV", v.shape[3], q.device)}
+    return {**launch_table.split_width("DK", q.shape[3], q.device), **launch_table.split_width("DV", v.shape[3], q.device)}
 
 
-def _chunks(T: int, N: int, groups: int, heads: int, w: int, tile: launch_table.Tile) -> tuple[int, int]:
+def _plan_chunks(T: int, N: int, groups: int, heads: int, w: int, tile: launch_table.Tile) -> tuple[int, int]:
     """How many chunks the steps of a key tile are cut into, and the steps per chunk: about equal work for all programs.
 
     `groups` counts those of all sequences. Decided from shapes alone, so that results do not depend on the size of the GPU.
@@ -214,8 +214,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(q, k, v, *output, documents)
 
 
-def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    refuse_chunk_gradients(ctx.first)
+def _autograd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    check_no_chunk_gradients(ctx.first)
     q, k, v, out, lse, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
@@ -223,4 +223,4 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     return dq, dk, dv, *(None,) * 6
 
 
-register_autograd("band_attention", _backward, _setup_context)
+register_autograd("band_attention", _autograd_backward, _setup_context)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.decoding.keys import NO_PEAK, load_sums
-from nsa_lab.attention.kernels.decoding.turn import take_turn
-from nsa_lab.attention.kernels.launching import launched
-from nsa_lab.attention.kernels.vocabulary import SIZES
+from nsa_lab.attention.kernels.decoding.kv_tiles import NO_PEAK, load_sums
+from nsa_lab.attention.kernels.decoding.pdl import pdl_wait
+from nsa_lab.attention.kernels.fast_launch import cache_launches
+from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 
 
 # fmt: off
 @triton.jit
-def branch_weights(part_peak, part_total, own, gate):
+def compute_branch_weights(part_peak, part_total, own, gate):
     """What the partial outputs of a branch weigh in the gated sum: its `own` parts; all others nothing."""
     part_peak = tl.where(own, part_peak, NO_PEAK)
     shrink = tl.where(own, tl.exp2(part_peak - tl.max(part_peak, 0)), 0.0)
@@ -24,8 +24,8 @@ def branch_weights(part_peak, part_total, own, gate):
     return shrink * (gate / tl.where(total == 0.0, 1.0, total))
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_gate_merge(
     part_out_ptr, part_sums_ptr, gates_ptr, out_ptr,
     T, H, stride_gb, stride_gt, stride_gh, stride_g3,
@@ -37,7 +37,7 @@ def nsa_gate_merge(
     gates = gates_ptr + row // (T * H) * stride_gb + row // H % T * stride_gt + row % H * stride_gh
     cmp_gate, sel_gate = tl.load(gates).to(tl.float32), tl.load(gates + stride_g3).to(tl.float32)
     win_gate = tl.load(gates + 2 * stride_g3).to(tl.float32)
-    take_turn(EARLY)
+    pdl_wait(EARLY)
     part = tl.arange(0, PARTS_PAD)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pointers = part_out_ptr + (row * PARTS + part)[:, None] * DV + columns[None, :]
@@ -45,9 +45,9 @@ def nsa_gate_merge(
     part_out = tl.load(pointers, mask=(part < PARTS)[:, None] & (columns < DV)[None, :], other=0.0)
     peak, total = load_sums(part_sums_ptr, row * PARTS + part, part < PARTS)
     windowed = (part >= CMP_PARTS) & (part < CMP_PARTS + WIN_PARTS)
-    weight = branch_weights(peak, total, part < CMP_PARTS, cmp_gate)
-    weight += branch_weights(peak, total, part >= CMP_PARTS + WIN_PARTS, sel_gate)
-    weight += branch_weights(peak, total, windowed, win_gate)
+    weight = compute_branch_weights(peak, total, part < CMP_PARTS, cmp_gate)
+    weight += compute_branch_weights(peak, total, part >= CMP_PARTS + WIN_PARTS, sel_gate)
+    weight += compute_branch_weights(peak, total, windowed, win_gate)
     # Of a part without keys nothing was stored, so that anything may lie there.
     out = tl.sum(tl.where((total != 0.0)[:, None], part_out, 0.0) * weight[:, None], 0)
     tl.store(out_ptr + row * DV + columns, out.to(out_ptr.dtype.element_ty), mask=columns < DV)

@@ -16,34 +16,34 @@ import inspect
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.launching import launched
+from nsa_lab.attention.kernels.fast_launch import cache_launches
+from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
 from nsa_lab.attention.kernels.selected.forward import (
-    diagonal_rows,
-    item_of_program,
-    pair_numbers,
-    row_numbers,
-    row_pairs,
+    count_diagonal_rows,
+    get_pair_indices,
+    get_row_indices,
+    get_row_pairs,
+    get_work_item,
 )
-from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
+from nsa_lab.attention.kernels.selected.inverted_index import get_block_keys, get_first_entry, load_selection
 from nsa_lab.attention.kernels.tiles import (
     LOG2E,
-    add_products,
+    add_product_parts,
+    dot_transposed,
     load_parts,
-    load_parts_inside,
-    load_rows_inside,
-    product_over_columns,
+    load_parts_masked,
+    load_rows_masked,
     row_offsets,
     store_parts,
-    zeros_in_parts,
+    zero_parts,
 )
-from nsa_lab.attention.kernels.vocabulary import SIZES
 
 _CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)  # from Triton 3.5 on
 
 
 # fmt: off
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_delta(
     out_ptr, do_ptr, dlse_ptr, delta_ptr,
     n_rows, T, H,
@@ -58,9 +58,9 @@ def nsa_selected_delta(
     b = row // H // T
     columns = tl.arange(0, DV_PAD)
     at = b * stride_outb + t * stride_outt + head * stride_outh
-    out = load_rows_inside(out_ptr, at, columns, inside, DV, DV_PAD)
+    out = load_rows_masked(out_ptr, at, columns, inside, DV, DV_PAD)
     at = b * stride_dob + t * stride_dot + head * stride_doh
-    do = load_rows_inside(do_ptr, at, columns, inside, DV, DV_PAD)
+    do = load_rows_masked(do_ptr, at, columns, inside, DV, DV_PAD)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + row, mask=inside, other=0.0)
@@ -68,16 +68,16 @@ def nsa_selected_delta(
 
 
 @triton.jit
-def _entry_numbers(row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.constexpr):
+def _get_entry_indices(row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """Which entry of the work item each row is of. Where a tile holds whole entries, they are clamped and not the rows."""
     if ROWS % HEADS == 0:
         entry = row_start // HEADS + tl.arange(0, ROWS) // HEADS
         return tl.maximum(tl.minimum(entry, row_stop // HEADS - 1), 0).to(tl.uint32)
-    return row_numbers(row_start, row_stop, ROWS) // HEADS
+    return get_row_indices(row_start, row_stop, ROWS) // HEADS
 
 
 @triton.jit
-def _pairs_of(
+def _get_pairs(
     entry, row_start, row_stop, HEADS: tl.constexpr, N_SEL: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
 ):
     """(pair, head, query) of ROWS rows."""
@@ -85,7 +85,7 @@ def _pairs_of(
         head = (tl.arange(0, ROWS) % HEADS).to(tl.uint32)
         number = entry.to(tl.int64 if WIDE else tl.uint32)
         return number * HEADS + head, head, number // N_SEL
-    pair, head = pair_numbers(entry, row_start, row_stop, HEADS, ROWS, WIDE)
+    pair, head = get_pair_indices(entry, row_start, row_stop, HEADS, ROWS, WIDE)
     return pair, head, pair // (N_SEL * HEADS)
 
 
@@ -119,36 +119,36 @@ def _backward_tile(
 ):
     """Adds ROWS rows to dk and dv, stores their partial dq, and loads the entries of the next."""
     # The order of loads is that of the forward pass, for the same reason.
-    pair, head, t = _pairs_of(entry, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
+    pair, head, t = _get_pairs(entry, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
     inside = start + tl.arange(0, ROWS) < row_stop
     q, q_rest = load_parts(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), DK, DK_PART, DK_REST)
     do, do_rest = load_parts(do_base, row_offsets(t, head, stride_dot, stride_doh, WIDE), DV, DV_PART, DV_REST)
     lse_offsets = row_offsets(t, head, stride_lset, 1, WIDE)
     lse_log2 = tl.load(lse_base + lse_offsets) * LOG2E
     delta = tl.load(delta_base + lse_offsets)
-    entry = tl.load(entries_base + _entry_numbers(start + ROWS, row_stop, HEADS, ROWS))
+    entry = tl.load(entries_base + _get_entry_indices(start + ROWS, row_stop, HEADS, ROWS))
     # As in the forward pass: stores that never run and leave no machine code, but are a second reader of the tiles.
     if DK_REST > 0 and start >= row_stop:
         store_parts(pair_dq_base, tl.arange(0, ROWS) * DK, q, q_rest, inside, DK, DK_PART, DK_REST)
     if DV_REST > 0 and start >= row_stop:
         store_parts(pair_dq_base, tl.arange(0, ROWS) * DV, do, do_rest, inside, DV, DV_PART, DV_REST)
-    scores = product_over_columns(q, q_rest, k, k_rest, DK_REST)
-    dp = product_over_columns(do, do_rest, v, v_rest, DV_REST)
+    scores = dot_transposed(q, q_rest, k, k_rest, DK_REST)
+    dp = dot_transposed(do, do_rest, v, v_rest, DV_REST)
     # An infinite LSE makes p = 0 in the rows past the end.
     p = tl.exp2(scores * scale_log2 - tl.where(inside, lse_log2, float("inf"))[:, None])
     if DIAGONAL:
         p = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], p, 0.0)
     if not ALL_KEYS:
         p = tl.where(inside_block[None, :], p, 0.0)
-    dv, dv_rest = add_products(dv, dv_rest, tl.trans(p.to(do.dtype)), do, do_rest, DV_REST)
+    dv, dv_rest = add_product_parts(dv, dv_rest, tl.trans(p.to(do.dtype)), do, do_rest, DV_REST)
     if SCALED_V:
         delta *= scale_ds
     ds = (p * (dp - delta[:, None])).to(q.dtype)
     # Read again, from a cache, rather than held in registers since the tile was copied.
     if DK_REST > 0 and ROWS % HEADS == 0:
-        again = tl.load(entries_base + _entry_numbers(start, row_stop, HEADS, ROWS))
-        pair, _, _ = _pairs_of(again, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
-    dk, dk_rest = add_products(dk, dk_rest, tl.trans(ds), q, q_rest, DK_REST)
+        again = tl.load(entries_base + _get_entry_indices(start, row_stop, HEADS, ROWS))
+        pair, _, _ = _get_pairs(again, start, row_stop, HEADS, N_SEL, ROWS, WIDE)
+    dk, dk_rest = add_product_parts(dk, dk_rest, tl.trans(ds), q, q_rest, DK_REST)
     _store_pair_dq(pair_dq_base, pair, ds, k, inside, scale_ds, 0, DK_PART, DK, SCALED_V)
     if DK_REST > 0:
         _store_pair_dq(pair_dq_base, pair, ds, k_rest, inside, scale_ds, DK_PART, DK_REST, DK, SCALED_V)
@@ -166,7 +166,7 @@ def _backward_rows(
     ALL_KEYS: tl.constexpr, WIDE: tl.constexpr, SCALED_V: tl.constexpr,
 ):
     """The rows [row_start, row_stop) of a work item."""
-    entry = tl.load(entries_base + _entry_numbers(row_start, row_stop, HEADS, ROWS))
+    entry = tl.load(entries_base + _get_entry_indices(row_start, row_stop, HEADS, ROWS))
     # Where tiles are worked on in two parts, LLVM would move offsets and addresses of tiles out of the loop, and the
     # registers that hold them there would spill: 19 loads from local memory per tile, in front of the products. It costs
     # less to work them out again. The loops differ in one argument alone, which Triton has from 3.5 on; it must be written
@@ -192,8 +192,8 @@ def _backward_rows(
     return dk, dk_rest, dv, dv_rest
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_backward(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr,
     pair_dq_ptr, item_dkv_ptr, dk_ptr, dv_ptr, bounds_ptr,
@@ -216,27 +216,27 @@ def nsa_selected_backward(
     Wide tiles are worked on in two parts, of narrower heads than elsewhere: with all of a 128-wide dq beside dk and dv a
     thread runs out of registers, and ptxas then makes every tensor-core instruction wait for the one before.
     """
-    item, index_row = item_of_program(work_ptr, order_ptr)
+    item, index_row = get_work_item(work_ptr, order_ptr)
     if index_row < 0:
         return
     start = tl.load(starts_ptr + index_row)
     stop = tl.load(starts_ptr + index_row + 1)
-    first_entry, before = first_entry_of(item, start, index_row, ITEM_ENTRIES)
+    first_entry, before = get_first_entry(item, start, index_row, ITEM_ENTRIES)
     rows = (tl.minimum(stop - first_entry, ITEM_ENTRIES) * HEADS).to(tl.int32)
     b = (index_row // n_blocks // G).to(tl.int64)
     g = index_row // n_blocks % G
     local = tl.arange(0, BLOCK_PAD)
-    first_key, stop_key = block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
+    first_key, stop_key = get_block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
     key = first_key + local
     inside_block = local < BLOCK
     inside = inside_block & (key < stop_key)
     n = key.to(tl.int64)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
-    k, k_rest = load_parts_inside(k_base, n * stride_kn, inside, DK, DK_PART, DK_REST)
-    v, v_rest = load_parts_inside(v_base, n * stride_vn, inside, DV, DV_PART, DV_REST)
-    dk, dk_rest = zeros_in_parts(BLOCK_PAD, DK_PART, DK_REST)
-    dv, dv_rest = zeros_in_parts(BLOCK_PAD, DV_PART, DV_REST)
+    k, k_rest = load_parts_masked(k_base, n * stride_kn, inside, DK, DK_PART, DK_REST)
+    v, v_rest = load_parts_masked(v_base, n * stride_vn, inside, DV, DV_PART, DV_REST)
+    dk, dk_rest = zero_parts(BLOCK_PAD, DK_PART, DK_REST)
+    dv, dv_rest = zero_parts(BLOCK_PAD, DV_PART, DV_REST)
     q_base = q_ptr + b * stride_qb + g * HEADS * stride_qh
     do_base = do_ptr + b * stride_dob + g * HEADS * stride_doh
     lse_base = lse_ptr + b * stride_lseb + g * HEADS
@@ -247,7 +247,7 @@ def nsa_selected_backward(
         v_rest = (v_rest * scale_ds).to(v_rest.dtype)
     diagonal = 0
     if before < BLOCK:
-        diagonal = diagonal_rows(before, rows, BLOCK, HEADS, ROWS)
+        diagonal = count_diagonal_rows(before, rows, BLOCK, HEADS, ROWS)
         dk, dk_rest, dv, dv_rest = _backward_rows(
             q_base, do_base, lse_base, delta_base, entries_ptr + first_entry, pair_dq_ptr + pair_base,
             k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, key, inside_block,
@@ -272,8 +272,8 @@ def nsa_selected_backward(
         store_parts(base + BLOCK * DK, local * DV, dv, dv_rest, inside_block, DV, DV_PART, DV_REST)
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_sum(
     pair_dq_ptr, blocks_ptr, dq_ptr, item_dkv_ptr, starts_ptr, sums_ptr, dk_ptr, dv_ptr, bounds_ptr,
     T, N, G, G_all, n_blocks, first_query, documents,
@@ -328,7 +328,7 @@ def _sum_items(
             total += tl.load(sums_ptr + at_sum, mask=element < ITEM, other=0.0)
         if LAST:
             first_row = (index_row // n_blocks // G).to(tl.int64) * N * G_all + index_row // n_blocks % G
-            first_key, stop_key = block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
+            first_key, stop_key = get_block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
             of_k = element < BLOCK * DK
             key = first_key + element // DK
             at = (first_row + key.to(tl.int64) * G_all) * DK + element % DK
@@ -349,14 +349,14 @@ def _sum_pairs(
     DK: tl.constexpr, DK_PAD: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """dq of ROWS rows: the sum over the blocks that their queries chose, times scale_dq; with ADD to what dq_ptr holds."""
-    b, g, t, head, inside, slots, pair = row_pairs(blocks_ptr, T, G, bg.to(tl.int64), tile, HEADS, N_SEL, ROWS)
+    b, g, t, head, inside, slots, pair = get_row_pairs(blocks_ptr, T, G, bg.to(tl.int64), tile, HEADS, N_SEL, ROWS)
     columns = tl.arange(0, DK_PAD)
     total = tl.zeros([ROWS, DK_PAD], tl.float32)
     for first in range(0, N_SEL, AT_ONCE):
         for ahead in tl.static_range(AT_ONCE):
             slot = first + ahead
-            _, live = load_choice(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
-            total += load_rows_inside(pair_dq_ptr, (pair + slot * HEADS) * DK, columns, live, DK, DK_PAD)
+            _, live = load_selection(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
+            total += load_rows_masked(pair_dq_ptr, (pair + slot * HEADS) * DK, columns, live, DK, DK_PAD)
     at = b * stride_dqb + t.to(tl.int64) * stride_dqt + (g * HEADS + head) * DK
     mask = inside[:, None] & (columns < DK)[None, :]
     pointers = dq_ptr + at[:, None] + columns[None, :]

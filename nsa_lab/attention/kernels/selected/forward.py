@@ -18,27 +18,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_lab.attention.kernels.documents import document_of_tile
-from nsa_lab.attention.kernels.launching import launched
-from nsa_lab.attention.kernels.selected.inverted_index import block_keys, first_entry_of, load_choice
+from nsa_lab.attention.kernels.fast_launch import cache_launches
+from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
+from nsa_lab.attention.kernels.packed_tiles import find_document_of_tile
+from nsa_lab.attention.kernels.selected.inverted_index import get_block_keys, get_first_entry, load_selection
 from nsa_lab.attention.kernels.tiles import (
     LN2,
+    dot_transposed,
     load_consecutive_parts,
     load_parts,
-    load_parts_inside,
-    load_rows_inside,
-    product_over_columns,
+    load_parts_masked,
+    load_rows_masked,
+    rescale_and_add,
     row_offsets,
-    shrunk_and_added,
     store_parts,
-    zeros_in_parts,
+    zero_parts,
 )
-from nsa_lab.attention.kernels.vocabulary import SIZES
 
 
 # fmt: off
 @triton.jit
-def row_numbers(row_start, row_stop, ROWS: tl.constexpr):
+def get_row_indices(row_start, row_stop, ROWS: tl.constexpr):
     """ROWS rows of a work item, a row being one head of one entry; from row_stop on, the last row again.
 
     Repeating a row costs no masks, reads nothing that this item does not own, and stores the same bits twice.
@@ -48,9 +48,9 @@ def row_numbers(row_start, row_stop, ROWS: tl.constexpr):
 
 
 @triton.jit
-def pair_numbers(entry, row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
+def get_pair_indices(entry, row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
     """(pair, head) of ROWS rows, whose entries are known."""
-    head = row_numbers(row_start, row_stop, ROWS) % HEADS
+    head = get_row_indices(row_start, row_stop, ROWS) % HEADS
     if WIDE:
         pair = entry.to(tl.int64) * HEADS + head
     else:
@@ -59,7 +59,7 @@ def pair_numbers(entry, row_start, row_stop, HEADS: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def item_of_program(work_ptr, order_ptr):
+def get_work_item(work_ptr, order_ptr):
     """(item, index_row) of this program: its work item, and the (batch, group, block) that it is of, -1 for none."""
     item = tl.program_id(0)
     if order_ptr is not None:
@@ -68,7 +68,7 @@ def item_of_program(work_ptr, order_ptr):
 
 
 @triton.jit
-def diagonal_rows(before, rows, BLOCK: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+def count_diagonal_rows(before, rows, BLOCK: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """How many of an item's rows, in whole tiles, may need the causal mask.
 
     Entries are in query order, so only the first BLOCK of a kv block's can be queries inside it.
@@ -88,12 +88,12 @@ def _gather_rows(
     # The entries say where a tile of q lies. They are loaded one tile ahead, since the copy of the tile would have to wait
     # for entries loaded in the same step. Everything else follows from the pair numbers, and the next entries are loaded
     # once these are known, so that they can take the registers of the entries before.
-    entry = tl.load(entries_base + row_numbers(row_start, row_stop, ROWS) // HEADS)
+    entry = tl.load(entries_base + get_row_indices(row_start, row_stop, ROWS) // HEADS)
     for start in range(row_start, row_stop, ROWS):
-        pair, head = pair_numbers(entry, start, row_stop, HEADS, ROWS, WIDE)
+        pair, head = get_pair_indices(entry, start, row_stop, HEADS, ROWS, WIDE)
         t = pair // (N_SEL * HEADS)
         q, q_rest = load_parts(q_base, row_offsets(t, head, stride_qt, stride_qh, WIDE), DK, DK_PART, DK_REST)
-        entry = tl.load(entries_base + row_numbers(start + ROWS, row_stop, ROWS) // HEADS)
+        entry = tl.load(entries_base + get_row_indices(start + ROWS, row_stop, ROWS) // HEADS)
         # These stores never run and leave no machine code; they give the tile q a second reader. To a tile that products
         # alone read, Triton gives one buffer more than its stages need, in case the last products still run when the next
         # copy begins; here the stores at the end of the step wait for the products anyway. With a second reader there is no
@@ -101,7 +101,7 @@ def _gather_rows(
         # use.
         if DK > 64 and start >= row_stop:
             store_parts(pair_out_base, tl.arange(0, ROWS) * DK, q, q_rest, None, DK, DK_PART, DK_REST)
-        scores = product_over_columns(q, q_rest, k, k_rest, DK_REST)
+        scores = dot_transposed(q, q_rest, k, k_rest, DK_REST)
         if DIAGONAL:
             scores = tl.where(key[None, :] <= (first_query + t.to(tl.int32))[:, None], scores, float("-inf"))
         if not ALL_KEYS:
@@ -118,8 +118,8 @@ def _gather_rows(
         store_parts(pair_out_base, pair * DV, out, out_rest, None, DV, DV_PART, DV_REST, "evict_first")
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_gather(
     q_ptr, k_ptr, v_ptr, entries_ptr, starts_ptr, work_ptr, order_ptr, pair_out_ptr, pair_lse_ptr, bounds_ptr,
     T, N, G, n_blocks, first_query, documents,
@@ -131,31 +131,31 @@ def nsa_selected_gather(
     DK_REST: tl.constexpr, DV_REST: tl.constexpr,
 ):
     """Partial outputs and LSEs (in units of log2) of one work item."""
-    item, index_row = item_of_program(work_ptr, order_ptr)
+    item, index_row = get_work_item(work_ptr, order_ptr)
     if index_row < 0:
         return
     start = tl.load(starts_ptr + index_row)
     stop = tl.load(starts_ptr + index_row + 1)
-    first_entry, before = first_entry_of(item, start, index_row, ITEM_ENTRIES)
+    first_entry, before = get_first_entry(item, start, index_row, ITEM_ENTRIES)
     rows = (tl.minimum(stop - first_entry, ITEM_ENTRIES) * HEADS).to(tl.int32)
     if rows <= 0:
         return
     b = (index_row // n_blocks // G).to(tl.int64)
     g = index_row // n_blocks % G
-    first_key, stop_key = block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
+    first_key, stop_key = get_block_keys(index_row % n_blocks, N, bounds_ptr, documents, BLOCK)
     key = first_key + tl.arange(0, BLOCK_PAD)
     inside_block = tl.arange(0, BLOCK_PAD) < BLOCK
     inside = inside_block & (key < stop_key)
     n = key.to(tl.int64)
     k_base = k_ptr + b * stride_kb + g * stride_kg
-    k, k_rest = load_parts_inside(k_base, n * stride_kn, inside, DK, DK_PART, DK_REST)
+    k, k_rest = load_parts_masked(k_base, n * stride_kn, inside, DK, DK_PART, DK_REST)
     v_base = v_ptr + b * stride_vb + g * stride_vg
-    v, v_rest = load_parts_inside(v_base, n * stride_vn, inside, DV, DV_PART, DV_REST)
+    v, v_rest = load_parts_masked(v_base, n * stride_vn, inside, DV, DV_PART, DV_REST)
     q_base = q_ptr + b * stride_qb + g.to(tl.int64) * HEADS * stride_qh
     pair_base = (index_row // n_blocks).to(tl.int64) * T * (N_SEL * HEADS)
     diagonal = 0
     if before < BLOCK:
-        diagonal = diagonal_rows(before, rows, BLOCK, HEADS, ROWS)
+        diagonal = count_diagonal_rows(before, rows, BLOCK, HEADS, ROWS)
         _gather_rows(
             q_base, entries_ptr + first_entry, pair_out_ptr + pair_base * DV, pair_lse_ptr + pair_base,
             k, k_rest, v, v_rest, key, inside_block, 0, diagonal, first_query, stride_qt, stride_qh, scale_log2,
@@ -169,7 +169,7 @@ def nsa_selected_gather(
 
 
 @triton.jit
-def row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constexpr, ROWS: tl.constexpr):
+def get_row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constexpr, ROWS: tl.constexpr):
     """For a tile of rows of one (batch, group): (b, g, t, head, inside, where its slots begin, pair of its first slot)."""
     row = tile * ROWS + tl.arange(0, ROWS)
     t = row // HEADS
@@ -182,8 +182,8 @@ def row_pairs(blocks_ptr, T, G, bg, tile, HEADS: tl.constexpr, N_SEL: tl.constex
     return b, g, t, head, inside, slots, pair
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_merge(
     pair_out_ptr, pair_lse_ptr, blocks_ptr, out_ptr, lse_ptr,
     T, G, first_query,
@@ -195,31 +195,31 @@ def nsa_selected_merge(
     """Softmax-weighted mean of each row's partials."""
     bg = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
-    b, g, t, head, inside, slots, pair = row_pairs(blocks_ptr, T, G, bg, tile, HEADS, N_SEL, ROWS)
+    b, g, t, head, inside, slots, pair = get_row_pairs(blocks_ptr, T, G, bg, tile, HEADS, N_SEL, ROWS)
     columns = tl.arange(0, DV_PAD)
     peak = tl.full([ROWS], -1e30, tl.float32)
     for first in range(0, N_SEL, AT_ONCE):
         for ahead in tl.static_range(AT_ONCE):
             slot = first + ahead
-            _, live = load_choice(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
+            _, live = load_selection(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
             peak = tl.maximum(peak, tl.load(pair_lse_ptr + pair + slot * HEADS, mask=live, other=float("-inf")))
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for first in range(0, N_SEL, AT_ONCE):
         for ahead in tl.static_range(AT_ONCE):
             slot = first + ahead
-            _, live = load_choice(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
+            _, live = load_selection(slots + slot, inside & (slot < N_SEL), first_query, t, BLOCK)
             weight = tl.exp2(tl.load(pair_lse_ptr + pair + slot * HEADS, mask=live, other=float("-inf")) - peak)
             total += weight
-            acc += weight[:, None] * load_rows_inside(pair_out_ptr, (pair + slot * HEADS) * DV, columns, live, DV, DV_PAD)
-    _store_rows(
+            acc += weight[:, None] * load_rows_masked(pair_out_ptr, (pair + slot * HEADS) * DV, columns, live, DV, DV_PAD)
+    _normalize_and_store(
         out_ptr, lse_ptr, acc, acc, peak, total, b, t, g * HEADS + head, inside,
         stride_outb, stride_outt, stride_lseb, stride_lset, DV, DV_PAD, 0,
     )
 
 
 @triton.jit
-def _store_rows(
+def _normalize_and_store(
     out_ptr, lse_ptr, acc, acc_rest, peak, total, b, t, query_head, inside,
     stride_outb, stride_outt, stride_lseb, stride_lset, DV: tl.constexpr, DV_PART: tl.constexpr, DV_REST: tl.constexpr,
 ):
@@ -233,7 +233,7 @@ def _store_rows(
 
 
 @triton.jit
-def _without_first(word):
+def _pop_lowest_bit(word):
     """(bit, rest): the lowest bit that is set in an unsigned word, and the word without it. Of 0, any bit and 0."""
     rest = word & (word - 1)
     # A float32 holds a power of two exactly, and its exponent says which.
@@ -241,18 +241,18 @@ def _without_first(word):
 
 
 @triton.jit
-def _next_block(low, high, WORDS: tl.constexpr, BITS: tl.constexpr):
+def _pop_block(low, high, WORDS: tl.constexpr, BITS: tl.constexpr):
     """(block, low, high): the first block of a set, and the set without it."""
-    block, rest = _without_first(low)
+    block, rest = _pop_lowest_bit(low)
     if WORDS == 2:
-        block_high, rest_high = _without_first(high)
+        block_high, rest_high = _pop_lowest_bit(high)
         block = tl.where(low != 0, block, BITS + block_high)
         high = tl.where(low != 0, high, rest_high)
     return block, rest, high
 
 
 @triton.jit
-def _sets(block, live, WORDS: tl.constexpr, BITS: tl.constexpr):
+def _make_block_sets(block, live, WORDS: tl.constexpr, BITS: tl.constexpr):
     """The live blocks of each row of `block`, [rows, slots], as a set (low, high)."""
     bit = tl.full(block.shape, 1, tl.uint32 if BITS == 32 else tl.uint64) << (block & (BITS - 1)).to(tl.uint32)
     low = tl.sum(tl.where(live & (block < BITS), bit, 0), 1)
@@ -263,17 +263,17 @@ def _sets(block, live, WORDS: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _either(a, b):
+def _bitwise_or(a, b):
     return a | b
 
 
 @triton.jit
-def _members(word, BITS: tl.constexpr):
+def _count_members(word, BITS: tl.constexpr):
     return tl.sum(((word >> tl.arange(0, BITS).to(tl.uint32)) & 1).to(tl.int32), 0)
 
 
 @triton.jit
-def _union_blocks(
+def _attend_union(
     acc, acc_rest, peak, total, q, q_rest, k_base, v_base, stride_kn, stride_vn, left_low, left_high, count, low, high,
     position, first_t, N, scale_log2,
     BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
@@ -283,14 +283,14 @@ def _union_blocks(
     """Online softmax over the `count` blocks of the set `left`; (low, high) is each row's own."""
     place = tl.arange(0, BLOCK_PAD)
     for _ in range(count):
-        block, left_low, left_high = _next_block(left_low, left_high, WORDS, BITS)
+        block, left_low, left_high = _pop_block(left_low, left_high, WORDS, BITS)
         start = block * BLOCK
         # A base in 64 bits for the block, and offsets inside it that no step changes.
         k_block = k_base + tl.cast(block, tl.int64) * (BLOCK * stride_kn)
         v_block = v_base + tl.cast(block, tl.int64) * (BLOCK * stride_vn)
         k, k_rest = load_consecutive_parts(k_block, stride_kn, 0, N - start, DK, DK_PART, DK_REST, BLOCK_PAD, True)
         v, v_rest = load_consecutive_parts(v_block, stride_vn, 0, N - start, DV, DV_PART, DV_REST, BLOCK_PAD, True)
-        scores = product_over_columns(q, q_rest, k, k_rest, DK_REST)
+        scores = dot_transposed(q, q_rest, k, k_rest, DK_REST)
         # At run time: only a tile's last blocks need the mask, one or two, and a loop of their own would fill and drain the
         # copies' buffers once more.
         if start + BLOCK > first_t + 1:
@@ -306,13 +306,13 @@ def _union_blocks(
         p = tl.exp2(scores * scale_log2 - tl.where(chosen, new_peak, float("inf"))[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
-        acc, acc_rest = shrunk_and_added(acc, acc_rest, shrink, p.to(v.dtype), v, v_rest, DV_REST)
+        acc, acc_rest = rescale_and_add(acc, acc_rest, shrink, p.to(v.dtype), v, v_rest, DV_REST)
         peak = new_peak
     return acc, acc_rest, peak, total
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_union(
     q_ptr, k_ptr, v_ptr, blocks_ptr, out_ptr, lse_ptr, bounds_ptr,
     T, G, documents, first_query,
@@ -334,7 +334,7 @@ def nsa_selected_union(
     b = bg // G
     g = bg % G
     if bounds_ptr is not None:
-        _, tile, first, T, _, _ = document_of_tile(bounds_ptr, bounds_ptr, documents, tile, HEADS, ROWS)
+        _, tile, first, T, _, _ = find_document_of_tile(bounds_ptr, bounds_ptr, documents, tile, HEADS, ROWS)
         if tile * ROWS >= T * HEADS:
             return
         q_ptr += first * stride_qt
@@ -365,32 +365,32 @@ def nsa_selected_union(
     query = first_t + tl.arange(0, QUERIES_PAD)
     slots_inside = (query <= last_t)[:, None] & (slots < N_SEL)[None, :]
     slot_pointers = slots_base + query.to(tl.int64)[:, None] * G * N_SEL + slots[None, :]
-    chosen, live = load_choice(slot_pointers, slots_inside, 0, query[:, None], BLOCK)
-    query_low, query_high = _sets(chosen, live, WORDS, BITS)
-    union_low = tl.reduce(query_low, 0, _either)
-    count = _members(union_low, BITS)
+    chosen, live = load_selection(slot_pointers, slots_inside, 0, query[:, None], BLOCK)
+    query_low, query_high = _make_block_sets(chosen, live, WORDS, BITS)
+    union_low = tl.reduce(query_low, 0, _bitwise_or)
+    count = _count_members(union_low, BITS)
     # A row's set is that of its query, by a sum with one term: so it can be worked out in the layout of the scores, which a
     # step would else bring it into, through shared memory.
     own = t[:, None] == query[None, :]
     low = tl.sum(tl.where(own, query_low[None, :], 0), 1)
     union_high, high = union_low, low
     if WORDS == 2:
-        union_high = tl.reduce(query_high, 0, _either)
-        count += _members(union_high, BITS)
+        union_high = tl.reduce(query_high, 0, _bitwise_or)
+        count += _count_members(union_high, BITS)
         high = tl.sum(tl.where(own, query_high[None, :], 0), 1)
 
     q_offsets = t.to(tl.int64) * stride_qt + query_head * stride_qh
-    q, q_rest = load_parts_inside(q_ptr + b * stride_qb, q_offsets, inside, DK, DK_PART, DK_REST)
+    q, q_rest = load_parts_masked(q_ptr + b * stride_qb, q_offsets, inside, DK, DK_PART, DK_REST)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
-    acc, acc_rest = zeros_in_parts(ROWS, DV_PART, DV_REST)
+    acc, acc_rest = zero_parts(ROWS, DV_PART, DV_REST)
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc, acc_rest, peak, total = _union_blocks(
+    acc, acc_rest, peak, total = _attend_union(
         acc, acc_rest, peak, total, q, q_rest, k_base, v_base, stride_kn, stride_vn, union_low, union_high, count,
         low, high, t, first_t, N, scale_log2, BLOCK, BLOCK_PAD, DK, DV, DK_PART, DV_PART, DK_REST, DV_REST, WORDS, BITS,
     )
-    _store_rows(
+    _normalize_and_store(
         out_ptr, lse_ptr, acc, acc_rest, peak, total, b, t, query_head, inside,
         stride_outb, stride_outt, stride_lseb, stride_lset, DV, DV_PART, DV_REST,
     )

@@ -28,18 +28,18 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
-from nsa_lab.attention.kernels.documents import (
-    ONE_DOCUMENT,
-    Bounds,
-    document_of_row,
-    document_of_tile,
-    first_tile,
+from nsa_lab.attention.kernels.fast_launch import cache_launches
+from nsa_lab.attention.kernels.kernel_names import UNSPECIALIZED_ARGS
+from nsa_lab.attention.kernels.launch_utils import ceil_div, padded_width
+from nsa_lab.attention.kernels.packed_tiles import (
+    NOT_PACKED,
+    PackedBounds,
+    find_document_of_row,
+    find_document_of_tile,
+    get_first_tile,
 )
-from nsa_lab.attention.kernels.host import ceil_div, padded_width
-from nsa_lab.attention.kernels.launching import launched
-from nsa_lab.attention.kernels.vocabulary import SIZES
 
-QUERIES_PER_SPAN = 256  # a span's bitmap has one bit per query and block; spans are counted independently
+QUERIES_PER_SEGMENT = 256  # a span's bitmap has one bit per query and block; spans are counted independently
 # The bitmap is quadratic in T (T^2 / 256 bytes per group): long inputs take several passes.
 BITMAP_BYTES_LIMIT = 256 * 2**20
 
@@ -75,7 +75,7 @@ def _population_count(word):
 
 # fmt: off
 @triton.jit
-def load_choice(pointers, inside, first_query, t, BLOCK: tl.constexpr):
+def load_selection(pointers, inside, first_query, t, BLOCK: tl.constexpr):
     """(block, live) of slots of query t, which stands at first_query + t: the block that each holds, -1 outside.
 
     BLOCK = 0: blocks have numbers in a row of documents, and what is not live is -1 already.
@@ -85,44 +85,44 @@ def load_choice(pointers, inside, first_query, t, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_entry_of(item, start, index_row, ITEM_ENTRIES: tl.constexpr):
+def get_first_entry(item, start, index_row, ITEM_ENTRIES: tl.constexpr):
     """(first entry of a work item, how many entries of its block are before it)."""
     before = (item - (start // ITEM_ENTRIES + index_row)) * ITEM_ENTRIES
     return start + before, before
 
 
 @triton.jit
-def block_keys(block, N, bounds_ptr, documents, BLOCK: tl.constexpr):
+def get_block_keys(block, N, bounds_ptr, documents, BLOCK: tl.constexpr):
     """(first, stop): kv block number `block` holds keys first .. first+BLOCK-1, as far as they are less than stop."""
     first = block * BLOCK
     if bounds_ptr is not None:
-        _, place, start, tokens, _, _ = document_of_tile(bounds_ptr, bounds_ptr, documents, block, 1, BLOCK)
+        _, place, start, tokens, _, _ = find_document_of_tile(bounds_ptr, bounds_ptr, documents, block, 1, BLOCK)
         first = start.to(tl.int32) + place * BLOCK
         N = start.to(tl.int32) + tokens
     return first, N
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
-def nsa_selected_number_blocks(
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
+def nsa_selected_globalize_blocks(
     blocks_ptr, numbers_ptr, bounds_ptr,
     documents,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
 ):
     """Documents' own block numbers -> numbers in the row of all documents, -1 where not live. A token has SLOTS slots."""
-    document, tile, first, T, _, _ = document_of_tile(
+    document, tile, first, T, _, _ = find_document_of_tile(
         bounds_ptr, bounds_ptr, documents, tl.program_id(0), SLOTS, ENTRIES
     )
     place = tile.to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     inside = place < T.to(tl.int64) * SLOTS
     at = first * SLOTS + place
-    block, live = load_choice(blocks_ptr + at, inside, 0, place // SLOTS, BLOCK)
+    block, live = load_selection(blocks_ptr + at, inside, 0, place // SLOTS, BLOCK)
     number = block + (first // BLOCK).to(tl.int32) + document  # as `first_tile` has it
     tl.store(numbers_ptr + at, tl.where(live, number, -1), mask=inside)
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_index_count(
     blocks_ptr, bitmap_ptr, below_ptr, counts_ptr, bounds_ptr,
     T, G, first_query, n_blocks, n_spans, first_span, pass_spans, documents,
@@ -148,10 +148,10 @@ def nsa_selected_index_count(
         # Queries choose blocks of their own documents; what there is of others in the bitmap is neither written nor read.
         first_t = first_query + span * SPAN
         last_t = first_query + tl.minimum(span * SPAN + SPAN, T) - 1
-        document = document_of_row(bounds_ptr, documents, first_t)
-        first_block = first_tile(bounds_ptr, document, 1, BLOCK).to(tl.int32)
-        document = document_of_row(bounds_ptr, documents, last_t)
-        stop_block = first_tile(bounds_ptr, document + 1, 1, BLOCK).to(tl.int32)
+        document = find_document_of_row(bounds_ptr, documents, first_t)
+        first_block = get_first_tile(bounds_ptr, document, 1, BLOCK).to(tl.int32)
+        document = find_document_of_row(bounds_ptr, documents, last_t)
+        stop_block = get_first_tile(bounds_ptr, document + 1, 1, BLOCK).to(tl.int32)
         for j in range(first_block, stop_block, COLUMNS):
             column = j + tl.arange(0, COLUMNS)[None, :]
             word = tl.arange(0, WORDS)[:, None].to(tl.int64)
@@ -162,7 +162,7 @@ def nsa_selected_index_count(
         t = span * SPAN + local
         inside = (t < T) & (i + offsets < SPAN * N_SEL)
         slots = blocks_ptr + ((b * T + t) * G + g) * N_SEL + (i + offsets) % N_SEL
-        block, live = load_choice(slots, inside, first_query, t, BLOCK if bounds_ptr is None else 0)
+        block, live = load_selection(slots, inside, first_query, t, BLOCK if bounds_ptr is None else 0)
         bit = tl.full([ENTRIES], 1, tl.int32) << (local % 32)
         tl.atomic_or(bitmap_ptr + region + (local // 32).to(tl.int64) * n_blocks + block, bit, mask=live, sem="relaxed")
     tl.debug_barrier()
@@ -177,8 +177,8 @@ def nsa_selected_index_count(
         tl.store(counts_ptr + (bg * n_blocks + column) * n_spans + span, tl.sum(ones, 0), mask=column < stop_block)
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_index_scatter(
     blocks_ptr, bitmap_ptr, below_ptr, ends_ptr, entries_ptr, starts_ptr, work_ptr,
     T, G, first_query, n_blocks, n_spans, first_span, pass_spans, row_programs, rows_total, work_size,
@@ -196,7 +196,7 @@ def nsa_selected_index_scatter(
     t = first_span * SPAN + local
     inside = (t < T) & (local < pass_spans * SPAN) & (offsets < QUERIES * N_SEL)
     slots = blocks_ptr + ((b * T + t) * G + g) * N_SEL + offsets % N_SEL
-    block, live = load_choice(slots, inside, first_query, t, BLOCK)
+    block, live = load_selection(slots, inside, first_query, t, BLOCK)
     word = (bg * pass_spans * WORDS + local // 32) * n_blocks + block
     bits = tl.load(bitmap_ptr + word, mask=live, other=0)
     earlier = (tl.full([ENTRIES], 1, tl.int32) << (local % 32)) - 1
@@ -223,8 +223,8 @@ def nsa_selected_index_scatter(
                 tl.store(work_ptr + number + i + offsets, owner, mask=i + offsets < room)
 
 
-@launched
-@triton.jit(do_not_specialize=SIZES)
+@cache_launches
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def nsa_selected_index_first_query(
     entries_ptr, starts_ptr, work_ptr, keys_ptr,
     n_items, T, n_blocks,
@@ -235,7 +235,7 @@ def nsa_selected_index_first_query(
     index_row = tl.load(work_ptr + item, mask=item < n_items, other=-1)
     start = tl.load(starts_ptr + index_row, mask=index_row >= 0, other=0)
     stop = tl.load(starts_ptr + index_row + 1, mask=index_row >= 0, other=0)
-    first_entry, _ = first_entry_of(item, start, index_row, ITEM_ENTRIES)
+    first_entry, _ = get_first_entry(item, start, index_row, ITEM_ENTRIES)
     query = tl.load(entries_ptr + first_entry, mask=first_entry < stop, other=0) // N_SEL
     last = 2**31 - 1 if keys_ptr.dtype.element_ty == tl.int32 else 2**62
     key = tl.where(first_entry < stop, (index_row // n_blocks).to(tl.int64) * T + query, last)
@@ -252,17 +252,17 @@ class IndexSizes(NamedTuple):
     order: int
 
 
-def index_sizes(rows: int, T: int, n_blocks: int, n_sel: int, item_entries: int, *, ordered: bool) -> IndexSizes:
+def compute_index_sizes(rows: int, T: int, n_blocks: int, n_sel: int, item_entries: int, *, sort_items: bool) -> IndexSizes:
     """Enough for any choice of blocks of `rows` (batch, group) pairs: from shapes alone, so that no size is read back.
 
     Multiples of 4, 16 bytes at least, so that several indices in one tensor are aligned like each on its own.
     """
     entries = rows * T * n_sel + 1  # one more than there can be: kernels may load from where an empty last block starts
     work = rows * T * n_sel // item_entries + rows * n_blocks + 1
-    return IndexSizes(*(ceil_div(n, 4) * 4 for n in (entries, rows * n_blocks + 1, work, work if ordered else 0)))
+    return IndexSizes(*(ceil_div(n, 4) * 4 for n in (entries, rows * n_blocks + 1, work, work if sort_items else 0)))
 
 
-def number_blocks(blocks: Tensor, block_tokens: int, bounds: Bounds) -> Tensor:
+def globalize_blocks(blocks: Tensor, block_tokens: int, bounds: PackedBounds) -> Tensor:
     """A choice [1, T, G, n_sel] in numbers of blocks in the row of all documents, which `bounds` says; -1 where not live.
 
     Block j of a document that begins at row r is number r // block_tokens + document + j.
@@ -270,9 +270,9 @@ def number_blocks(blocks: Tensor, block_tokens: int, bounds: Bounds) -> Tensor:
     numbers = torch.empty_like(blocks)
     slots, entries = blocks.shape[2] * blocks.shape[3], launch_table.SCATTER_ENTRIES
     # fmt: off
-    nsa_selected_number_blocks[(bounds.tiles(blocks.numel(), entries),)](
+    nsa_selected_globalize_blocks[(bounds.count_tiles(blocks.numel(), entries),)](
         blocks, numbers, bounds.q,
-        bounds.documents,
+        bounds.n_documents,
         SLOTS=slots, BLOCK=block_tokens, ENTRIES=entries, num_warps=launch_table.STREAMING_WARPS,
     )
     # fmt: on
@@ -286,8 +286,8 @@ def build_inverted_index(
     n_blocks: int,
     first_query: int = 0,
     *,
-    ordered: bool = False,
-    bounds: Bounds = ONE_DOCUMENT,
+    sort_items: bool = False,
+    bounds: PackedBounds = NOT_PACKED,
 ) -> InvertedIndex:
     """Sorts a block choice by block.
 
@@ -303,27 +303,27 @@ def build_inverted_index(
     """
     B, T, G, n_sel = blocks.shape
     rows = B * G
-    n_spans = ceil_div(T, QUERIES_PER_SPAN)
-    words = QUERIES_PER_SPAN // 32
+    n_spans = ceil_div(T, QUERIES_PER_SEGMENT)
+    words = QUERIES_PER_SEGMENT // 32
     pass_spans = max(1, min(n_spans, BITMAP_BYTES_LIMIT // (rows * words * n_blocks * 8)))
     passes = range(0, n_spans, pass_spans)
     bitmap = blocks.new_empty(rows * pass_spans * words * n_blocks)
     below = torch.empty_like(bitmap)
     # A span of queries counts in the blocks of its own documents.
     counts = (blocks.new_empty if bounds.q is None else blocks.new_zeros)(rows * n_blocks * n_spans)
-    sizes = index_sizes(rows, T, n_blocks, n_sel, item_entries, ordered=ordered)
+    sizes = compute_index_sizes(rows, T, n_blocks, n_sel, item_entries, sort_items=sort_items)
     entries = blocks.new_empty(sizes.entries)
     starts = blocks.new_empty(sizes.starts, dtype=torch.int64)
     work = blocks.new_empty(sizes.work)
     queries = ceil_div(launch_table.SCATTER_ENTRIES, n_sel)
-    row_programs = ceil_div(pass_spans * QUERIES_PER_SPAN, queries)
+    row_programs = ceil_div(pass_spans * QUERIES_PER_SEGMENT, queries)
 
     # fmt: off
     def count(first_span: int) -> None:
         nsa_selected_index_count[(rows * pass_spans,)](
             blocks, bitmap, below, counts, bounds.q,
-            T, G, first_query, n_blocks, n_spans, first_span, pass_spans, bounds.documents,
-            N_SEL=n_sel, BLOCK=block_tokens, SPAN=QUERIES_PER_SPAN,
+            T, G, first_query, n_blocks, n_spans, first_span, pass_spans, bounds.n_documents,
+            N_SEL=n_sel, BLOCK=block_tokens, SPAN=QUERIES_PER_SEGMENT,
             ENTRIES=launch_table.COUNT_ENTRIES, COLUMNS=launch_table.COUNT_COLUMNS, num_warps=launch_table.COUNT_WARPS,
         )
 
@@ -336,15 +336,15 @@ def build_inverted_index(
         nsa_selected_index_scatter[(rows * row_programs,)](
             blocks, bitmap, below, ends, entries, starts, work,
             T, G, first_query, n_blocks, n_spans, first_span, pass_spans, row_programs, rows * n_blocks, work.numel(),
-            N_SEL=n_sel, BLOCK=block_tokens if bounds.q is None else 0, SPAN=QUERIES_PER_SPAN, QUERIES=queries,
+            N_SEL=n_sel, BLOCK=block_tokens if bounds.q is None else 0, SPAN=QUERIES_PER_SEGMENT, QUERIES=queries,
             ENTRIES=padded_width(queries * n_sel), ITEM_ENTRIES=item_entries, num_warps=launch_table.STREAMING_WARPS,
         )
     # fmt: on
-    order = _order(entries, starts, work, rows * T, T, n_blocks, n_sel, item_entries) if ordered else None
+    order = _sort_items_by_query(entries, starts, work, rows * T, T, n_blocks, n_sel, item_entries) if sort_items else None
     return InvertedIndex(entries, starts, work, order)
 
 
-def _order(
+def _sort_items_by_query(
     entries: Tensor, starts: Tensor, work: Tensor, queries: int, T: int, n_blocks: int, n_sel: int, item_entries: int
 ) -> Tensor:
     """Item numbers by their first query, of `queries` in all groups of all sequences."""

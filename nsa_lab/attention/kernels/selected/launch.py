@@ -16,26 +16,32 @@ import torch
 from torch import Tensor
 
 from nsa_lab.attention.kernels import launch_table
-from nsa_lab.attention.kernels.documents import Bounds, raw_bounds
-from nsa_lab.attention.kernels.host import (
+from nsa_lab.attention.kernels.kernel_names import LOG2E
+from nsa_lab.attention.kernels.launch_utils import (
     ceil_div,
+    check_no_chunk_gradients,
+    get_strides,
+    make_rows_contiguous,
     padded_width,
-    refuse_chunk_gradients,
     register_autograd,
-    strides,
-    with_short_rows,
 )
+from nsa_lab.attention.kernels.packed_tiles import PackedBounds, make_token_bounds
 from nsa_lab.attention.kernels.selected.backward import nsa_selected_backward, nsa_selected_delta, nsa_selected_sum
 from nsa_lab.attention.kernels.selected.forward import nsa_selected_gather, nsa_selected_merge, nsa_selected_union
 from nsa_lab.attention.kernels.selected.inverted_index import (
     IndexSizes,
     InvertedIndex,
     build_inverted_index,
-    index_sizes,
-    number_blocks,
+    compute_index_sizes,
+    globalize_blocks,
 )
-from nsa_lab.attention.kernels.selected.pieces import Piece, Sizes, cut, is_ordered, item_entries
-from nsa_lab.attention.kernels.vocabulary import LOG2E
+from nsa_lab.attention.kernels.selected.workspace_pieces import (
+    Piece,
+    Sizes,
+    compute_item_entries,
+    should_sort_items,
+    split_into_pieces,
+)
 
 UNION_BLOCKS = 128  # the union kernel holds a query's choice in two 64-bit words
 UNION_TOKENS = 4096  # up to here the union of a tile's blocks costs less than the traffic of partial outputs
@@ -72,7 +78,7 @@ def selected_attention(
         NotImplementedError: more (query, block, head) triples than the kernels number.
     """
     check_pairs(q, k, v, blocks.shape[3], l_sel)
-    strategy = forward_strategy(longest or k.shape[1], kernel_block(k, v, l_sel))
+    strategy = get_forward_strategy(longest or k.shape[1], get_kernel_block(k, v, l_sel))
     out, lse = _selected_fwd(q, k, v, blocks, l_sel, strategy, documents, longest, first)
     return out, lse
 
@@ -80,7 +86,7 @@ def selected_attention(
 def check_pairs(q: Tensor, k: Tensor, v: Tensor, n_sel: int, l_sel: int) -> None:
     """Raise NotImplementedError for more pairs per group than 31 bits can number."""
     T, heads = q.shape[1], q.shape[2] // k.shape[2]
-    slots = n_sel * (l_sel // kernel_block(k, v, l_sel))
+    slots = n_sel * (l_sel // get_kernel_block(k, v, l_sel))
     if T * slots * heads >= 2**31:
         raise NotImplementedError(
             "selected_attention: the Triton kernels number (query, block, head) triples of a group in 31 bits, and "
@@ -89,12 +95,12 @@ def check_pairs(q: Tensor, k: Tensor, v: Tensor, n_sel: int, l_sel: int) -> None
         )
 
 
-def forward_strategy(T: int, block: int) -> str:
+def get_forward_strategy(T: int, block: int) -> str:
     """`block` as `kernel_block` has it."""
     return "union" if T <= UNION_TOKENS and ceil_div(T, block) <= UNION_BLOCKS else "gather"
 
 
-def kernel_block(k: Tensor, v: Tensor, l_sel: int) -> int:
+def get_kernel_block(k: Tensor, v: Tensor, l_sel: int) -> int:
     """The block that the kernels work in: l_sel where a tile can hold it, else the divisor that wastes least of a
     power-of-two tile. Tiles of 128 keys spill registers in the backward pass; two of 64 do the same work without.
     """
@@ -115,40 +121,40 @@ def _split_blocks(blocks: Tensor, l_sel: int, size: int) -> Tensor:
     return split.flatten(-2).contiguous()
 
 
-def _sizes(q: Tensor, v: Tensor, n_sel: int, block: int, documents: int | None = None, first: int = 0) -> Sizes:
+def _make_sizes(q: Tensor, v: Tensor, n_sel: int, block: int, documents: int | None = None, first: int = 0) -> Sizes:
     B, T, H, dk = q.shape
     return Sizes(B, T, H, v.shape[2], n_sel, block, dk, v.shape[3], documents, first)
 
 
-def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, width: int, bounds: Bounds) -> InvertedIndex:
+def _build_index(blocks: Tensor, sizes: Sizes, piece: Piece, width: int, bounds: PackedBounds) -> InvertedIndex:
     """The index of a piece's part of the choice."""
-    ordered = is_ordered(sizes, blocks.shape[1], width)
-    entries = item_entries(sizes, width)
+    ordered = should_sort_items(sizes, blocks.shape[1], width)
+    entries = compute_item_entries(sizes, width)
     return build_inverted_index(
-        blocks, sizes.block, entries, sizes.n_blocks, sizes.first + piece.t0, ordered=ordered, bounds=bounds
+        blocks, sizes.block, entries, sizes.n_blocks, sizes.first_query + piece.t0, sort_items=ordered, bounds=bounds
     )
 
 
-def kept_sizes(
+def get_saved_index_sizes(
     q: Tensor, v: Tensor, n_sel: int, l_sel: int, strategy: str, documents: Tensor | None = None, first: int = 0
 ) -> list[IndexSizes]:
     """Sizes of the indices that `forward` gives to be kept for `backward`, one per piece; the union needs none."""
     if strategy == "union":
         return []
-    block = kernel_block(q, v, l_sel)
-    number = raw_bounds(documents, 0, 0).documents
-    sizes, width = _sizes(q, v, n_sel * (l_sel // block), block, number, first), q.element_size()
+    block = get_kernel_block(q, v, l_sel)
+    number = make_token_bounds(documents, 0, 0).n_documents
+    sizes, width = _make_sizes(q, v, n_sel * (l_sel // block), block, number, first), q.element_size()
     kept: list[IndexSizes] = []
-    for piece in cut(sizes, width):
+    for piece in split_into_pieces(sizes, width):
         rows, queries = (piece.b1 - piece.b0) * (piece.g1 - piece.g0), piece.t1 - piece.t0
-        ordered, entries = is_ordered(sizes, queries, width), item_entries(sizes, width)
-        kept.append(index_sizes(rows, queries, sizes.n_blocks, sizes.n_sel, entries, ordered=ordered))
+        ordered, entries = should_sort_items(sizes, queries, width), compute_item_entries(sizes, width)
+        kept.append(compute_index_sizes(rows, queries, sizes.n_blocks, sizes.n_sel, entries, sort_items=ordered))
     return kept
 
 
-def is_wide(sizes: Sizes, queries: int, width: int, *tensors: Tensor) -> bool:
+def needs_int64_offsets(sizes: Sizes, queries: int, width: int, *tensors: Tensor) -> bool:
     """Whether offsets inside one sequence of `tensors`, or of one group's pairs of `width` elements, pass 32 bits."""
-    rows = max((sizes.keys - 1) * abs(x.stride(1)) + sizes.H * abs(x.stride(2)) for x in tensors)
+    rows = max((sizes.n_keys - 1) * abs(x.stride(1)) + sizes.H * abs(x.stride(2)) for x in tensors)
     return max(rows, queries * sizes.n_sel * sizes.heads * width) >= 2**31 - 2**10
 
 
@@ -182,23 +188,23 @@ def forward(
     documents: Tensor | None = None, longest: int = 0, first: int = 0,
 ) -> tuple[Tensor, Tensor, list[InvertedIndex]]:
     """`selected_attention` itself, past PyTorch's dispatcher, and the indices that `backward` can use."""
-    q, k, v = map(with_short_rows, (q, k, v))
-    block = kernel_block(k, v, l_sel)
+    q, k, v = map(make_rows_contiguous, (q, k, v))
+    block = get_kernel_block(k, v, l_sel)
     blocks = _split_blocks(blocks, l_sel, block)
-    bounds = raw_bounds(documents, longest, k.shape[1])
-    sizes = _sizes(q, v, blocks.shape[3], block, bounds.documents, first)
+    bounds = make_token_bounds(documents, longest, k.shape[1])
+    sizes = _make_sizes(q, v, blocks.shape[3], block, bounds.n_documents, first)
     out = q.new_empty(sizes.B, sizes.T, sizes.H, sizes.dv)
     lse = q.new_empty(sizes.B, sizes.T, sizes.H, dtype=torch.float32)
     if strategy == "union":
         _forward_union(q, k, v, blocks, out, lse, sizes, bounds)
         return out, lse, []
-    blocks = _numbered(blocks, block, bounds)
+    blocks = _globalize_if_packed(blocks, block, bounds)
     return out, lse, _forward_gather(q, k, v, blocks, out, lse, sizes, bounds)
 
 
-def _numbered(blocks: Tensor, block: int, bounds: Bounds) -> Tensor:
+def _globalize_if_packed(blocks: Tensor, block: int, bounds: PackedBounds) -> Tensor:
     """The choice as the inverted index takes it."""
-    return blocks if bounds.documents is None else number_blocks(blocks, block, bounds)
+    return blocks if bounds.n_documents is None else globalize_blocks(blocks, block, bounds)
 
 
 @torch.library.impl("nsa_lab::selected_fwd", ("cpu", "cuda"))
@@ -217,34 +223,34 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 # fmt: off
 def _forward_union(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: Bounds
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: PackedBounds
 ) -> None:
     tile = launch_table.selected_union(q.dtype, max(sizes.dk, sizes.dv))
-    tiles = bounds.tiles(sizes.T * sizes.heads, tile.rows)
+    tiles = bounds.count_tiles(sizes.T * sizes.heads, tile.rows)
     n_blocks = ceil_div(bounds.longest, sizes.block)  # that a query can choose from
     # A tile of consecutive rows touches one query more than it holds, when it starts inside one.
     queries = (tile.rows + sizes.heads - 2) // sizes.heads + 1
     nsa_selected_union[(tiles * sizes.B * sizes.G,)](
         q, k, v, blocks, out, lse, bounds.q,
-        sizes.T, sizes.G, bounds.documents, sizes.first or None,
-        *strides(q, k, v), *out.stride()[:2], *lse.stride()[:2],
+        sizes.T, sizes.G, bounds.n_documents, sizes.first_query or None,
+        *get_strides(q, k, v), *out.stride()[:2], *lse.stride()[:2],
         sizes.scale * LOG2E, tiles,
         N_SEL_PAD=padded_width(sizes.n_sel), QUERIES_PAD=padded_width(queries),
         WORDS=ceil_div(n_blocks, 64), BITS=32 if n_blocks <= 32 else 64,
-        **sizes.constants(), **sizes.parts(q.device), ROWS=tile.rows, **tile.options(),
+        **sizes.get_constants(), **sizes.get_width_parts(q.device), ROWS=tile.rows, **tile.compile_options(),
     )
 
 
 def _forward_gather(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: Bounds
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, bounds: PackedBounds
 ) -> list[InvertedIndex]:
     """Fills out and lse; the index of every piece. `blocks` are `_numbered`."""
     tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), sizes.block, q.device)
     merge_rows = launch_table.streaming_rows(sizes.dv)
     indices: list[InvertedIndex] = []
-    for piece in cut(sizes, q.element_size()):
-        part_q, part_out, part_lse = (piece.of(x, sizes.heads) for x in (q, out, lse))
-        part_blocks = piece.of(blocks).contiguous()
+    for piece in split_into_pieces(sizes, q.element_size()):
+        part_q, part_out, part_lse = (piece.slice_queries(x, sizes.heads) for x in (q, out, lse))
+        part_blocks = piece.slice_queries(blocks).contiguous()
         B, T, G = part_blocks.shape[:3]
         index = _build_index(part_blocks, sizes, piece, q.element_size(), bounds)
         indices.append(index)
@@ -252,20 +258,20 @@ def _forward_gather(
         pair_out = q.new_empty(pairs * sizes.dv)
         pair_lse = q.new_empty(pairs, dtype=torch.float32)
         nsa_selected_gather[(index.work.numel(),)](
-            part_q, piece.keys(k), piece.keys(v), *index, pair_out, pair_lse, bounds.q,
-            T, sizes.keys, G, sizes.n_blocks, sizes.first + piece.t0, bounds.documents,
-            *strides(q, k, v),
+            part_q, piece.slice_keys(k), piece.slice_keys(v), *index, pair_out, pair_lse, bounds.q,
+            T, sizes.n_keys, G, sizes.n_blocks, sizes.first_query + piece.t0, bounds.n_documents,
+            *get_strides(q, k, v),
             sizes.scale * LOG2E,
-            WIDE=is_wide(sizes, T, sizes.dv, q), ITEM_ENTRIES=item_entries(sizes, q.element_size()),
-            **sizes.constants(), **sizes.parts(q.device), ROWS=tile.rows, **tile.options(),
+            WIDE=needs_int64_offsets(sizes, T, sizes.dv, q), ITEM_ENTRIES=compute_item_entries(sizes, q.element_size()),
+            **sizes.get_constants(), **sizes.get_width_parts(q.device), ROWS=tile.rows, **tile.compile_options(),
         )
         tiles = ceil_div(T * sizes.heads, merge_rows)
         nsa_selected_merge[(tiles * B * G,)](
             pair_out, pair_lse, part_blocks, part_out, part_lse,
-            T, G, sizes.first + piece.t0,
+            T, G, sizes.first_query + piece.t0,
             *out.stride()[:2], *lse.stride()[:2],
             tiles,
-            HEADS=sizes.heads, N_SEL=sizes.n_sel, BLOCK=sizes.block if bounds.documents is None else 0,
+            HEADS=sizes.heads, N_SEL=sizes.n_sel, BLOCK=sizes.block if bounds.n_documents is None else 0,
             DV=sizes.dv, DV_PAD=padded_width(sizes.dv),
             ROWS=merge_rows, AT_ONCE=launch_table.slots_at_once(sizes.n_sel), num_warps=launch_table.STREAMING_WARPS,
         )
@@ -277,9 +283,9 @@ def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor,
     l_sel: int, documents: Tensor | None = None, longest: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    do = with_short_rows(do)
+    do = make_rows_contiguous(do)
     dq = q.new_empty(q.shape)
-    delta = _delta(out, do, dlse)
+    delta = _compute_delta(out, do, dlse)
     return dq, *backward(do, delta, q, k, v, lse, blocks, l_sel, dq, documents, longest, add=False)
 
 
@@ -291,12 +297,12 @@ def backward(
 
     `delta` is sum(out * do) - dlse, float32 [B, T, H]; `indices` what `forward` gave, if at hand.
     """
-    q, k, v, do = map(with_short_rows, (q, k, v, do))
-    bounds = raw_bounds(documents, longest, q.shape[1])
-    block = kernel_block(k, v, l_sel)
-    blocks = _numbered(_split_blocks(blocks, l_sel, block), block, bounds)
+    q, k, v, do = map(make_rows_contiguous, (q, k, v, do))
+    bounds = make_token_bounds(documents, longest, q.shape[1])
+    block = get_kernel_block(k, v, l_sel)
+    blocks = _globalize_if_packed(_split_blocks(blocks, l_sel, block), block, bounds)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    _backward(q, k, v, do, lse.contiguous(), delta, blocks, dq, dk, dv, block, add, indices, bounds)
+    _launch_backward(q, k, v, do, lse.contiguous(), delta, blocks, dq, dk, dv, block, add, indices, bounds)
     return dk, dv
 
 
@@ -305,41 +311,41 @@ def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
-    out = with_short_rows(out)
+def _compute_delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    out = make_rows_contiguous(out)
     B, T, H, dv = out.shape
     n_rows, tile_rows = B * T * H, launch_table.DELTA_ROWS
     delta = out.new_empty(B, T, H, dtype=torch.float32)
     nsa_selected_delta[(ceil_div(n_rows, tile_rows),)](
         out, do, None if dlse is None else dlse.contiguous(), delta,
         n_rows, T, H,
-        *strides(out, do),
+        *get_strides(out, do),
         HAS_DLSE=dlse is not None, DV=dv, DV_PAD=padded_width(dv), ROWS=tile_rows, num_warps=launch_table.STREAMING_WARPS,
     )
     return delta
 
 
-def _backward(
+def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, blocks: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, block: int, add: bool, indices: Sequence[InvertedIndex],
-    bounds: Bounds,
+    bounds: PackedBounds,
 ) -> None:
-    sizes, width = _sizes(q, v, blocks.shape[3], block, bounds.documents), q.element_size()
+    sizes, width = _make_sizes(q, v, blocks.shape[3], block, bounds.n_documents), q.element_size()
     tile = launch_table.selected_items(q.dtype, max(sizes.dk, sizes.dv), sizes.block, q.device)
     sum_rows, sum_elements = launch_table.streaming_rows(sizes.dk), launch_table.SUM_ITEMS_ELEMENTS
     item = sizes.block * (sizes.dk + sizes.dv)
     parts = ceil_div(item, sum_elements)
-    entries = item_entries(sizes, width)
+    entries = compute_item_entries(sizes, width)
     columns = launch_table.selected_columns(q.dtype, max(sizes.dk, sizes.dv))
     # Not in float16: an eighth of a small value may be subnormal there.
     scaled_v = q.dtype != torch.float16
     scale_ds, scale_dk = _split_scale(sizes.scale) if scaled_v else (sizes.scale, sizes.scale)
-    pieces = cut(sizes, width)
-    all_sums = _sums(q, sizes, pieces)
+    pieces = split_into_pieces(sizes, width)
+    all_sums = _allocate_sums(q, sizes, pieces)
     for number, piece in enumerate(pieces):
-        part_q, part_do, part_lse, part_delta, part_dq = (piece.of(x, sizes.heads) for x in (q, do, lse, delta, dq))
-        part_k, part_v, part_dk, part_dv = (piece.keys(x) for x in (k, v, dk, dv))
-        part_blocks = piece.of(blocks).contiguous()
+        part_q, part_do, part_lse, part_delta, part_dq = (piece.slice_queries(x, sizes.heads) for x in (q, do, lse, delta, dq))
+        part_k, part_v, part_dk, part_dv = (piece.slice_keys(x) for x in (k, v, dk, dv))
+        part_blocks = piece.slice_queries(blocks).contiguous()
         B, T, G = part_blocks.shape[:3]
         first, last = piece.t0 == 0, piece.t1 == sizes.T
         sums = None if all_sums is None else all_sums[piece.g0 % all_sums.shape[0] :]
@@ -348,27 +354,27 @@ def _backward(
         item_dkv = q.new_empty(index.work.numel() * item, dtype=torch.float32)
         nsa_selected_backward[(index.work.numel(),)](
             part_q, part_k, part_v, part_do, part_lse, part_delta, *index, pair_dq, item_dkv, part_dk, part_dv, bounds.q,
-            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.documents,
-            *strides(q, k, v, do), *lse.stride()[:2],
+            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.n_documents,
+            *get_strides(q, k, v, do), *lse.stride()[:2],
             scale_ds, scale_dk, sizes.scale * LOG2E,
-            ONE_PIECE=first and last, WIDE=is_wide(sizes, T, sizes.dk, q, do), SCALED_V=scaled_v, ITEM_ENTRIES=entries,
-            **sizes.constants(), **sizes.parts(q.device, columns), ROWS=tile.rows, **tile.options(),
+            ONE_PIECE=first and last, WIDE=needs_int64_offsets(sizes, T, sizes.dk, q, do), SCALED_V=scaled_v, ITEM_ENTRIES=entries,
+            **sizes.get_constants(), **sizes.get_width_parts(q.device, columns), ROWS=tile.rows, **tile.compile_options(),
         )
         tiles = ceil_div(T * sizes.heads, sum_rows)
         reductions = B * G * sizes.n_blocks * parts
         nsa_selected_sum[(reductions + tiles * B * G,)](
             pair_dq, part_blocks, part_dq, item_dkv, index.starts, sums, part_dk, part_dv, bounds.q,
-            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.documents,
+            T, sizes.T, G, sizes.G, sizes.n_blocks, piece.t0, bounds.n_documents,
             *dq.stride()[:2],
             scale_dk if scaled_v else 1.0, tiles, reductions, parts,
             FIRST=first, LAST=last, ADD=add, ITEM_ENTRIES=entries, ROWS=sum_rows, ELEMENTS=sum_elements,
             ITEMS_AT_ONCE=launch_table.SUM_ITEMS_AT_ONCE, SLOTS_AT_ONCE=launch_table.slots_at_once(sizes.n_sel),
-            **sizes.constants(), DK_PAD=padded_width(sizes.dk), num_warps=launch_table.STREAMING_WARPS,
+            **sizes.get_constants(), DK_PAD=padded_width(sizes.dk), num_warps=launch_table.STREAMING_WARPS,
         )
 # fmt: on
 
 
-def _sums(q: Tensor, sizes: Sizes, pieces: list[Piece]) -> Tensor | None:
+def _allocate_sums(q: Tensor, sizes: Sizes, pieces: list[Piece]) -> Tensor | None:
     """Where the float32 sums of dk and dv wait from one part of a group's queries to the next; None if no group is cut.
 
     [groups whose sums are alive at the same time, elements]: all groups, if one piece goes on with the sums of several.
@@ -380,7 +386,7 @@ def _sums(q: Tensor, sizes: Sizes, pieces: list[Piece]) -> Tensor | None:
     return q.new_empty(alive, sizes.n_blocks * sizes.block * (sizes.dk + sizes.dv), dtype=torch.float32)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, blocks, l_sel, _, documents, longest, ctx.first = inputs
     out, lse = output
     ctx.set_materialize_grads(False)
@@ -388,8 +394,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.l_sel, ctx.longest = l_sel, longest
 
 
-def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    refuse_chunk_gradients(ctx.first)
+def _autograd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    check_no_chunk_gradients(ctx.first)
     q, k, v, out, lse, blocks, documents = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(out)
@@ -397,4 +403,4 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     return *grads, *(None,) * 6
 
 
-register_autograd("selected_fwd", _differentiate, _keep)
+register_autograd("selected_fwd", _autograd_backward, _setup_context)

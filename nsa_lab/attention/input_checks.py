@@ -1,0 +1,201 @@
+"""What the public functions take: the one place where shapes, dtypes, devices and spans are checked, once per call.
+
+Every refusal is a ValueError that names the tensor and its axes, what was expected, what came and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nsa_lab.attention import geometry
+from nsa_lab.attention.layout import Span
+from nsa_lab.config import NSAConfig
+
+SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+AXIS_NAMES = {
+    "q": "[B, T, H, D]: batch, time, query heads, head width",
+    "k": "[B, T, G, D]: batch, time, key/value groups, head width",
+    "k_cmp": "[B, N, G, D]: batch, compressed blocks, key/value groups, head width",
+    "lse": "[B, T, H]: batch, time, query heads",
+    "blocks": "[B, T, G, n_sel]: batch, time, key/value groups, blocks",
+    "gates": "[B, T, H, 3]: batch, time, query heads, branches (cmp, sel, win)",
+}
+
+
+def check_keys(name: str, x: Tensor, span: Span | None) -> None:
+    """Raises ValueError unless x [B, T, G, D] are keys or values that attention can take, and all those of `span`."""
+    if x.ndim != 4:
+        raise ValueError(f"{name}: expected {AXIS_NAMES['k']}; got {x.ndim} dimensions, {tuple(x.shape)}")
+    _check_dtype_and_device(name, x)
+    if 0 in x.shape:
+        raise ValueError(f"{name}: expected {AXIS_NAMES['k']}, each at least 1; got {tuple(x.shape)}")
+    if span is None:
+        return
+    _check_batch(name, x, span)
+    if x.shape[1] != span.n_keys:
+        hint = f"; {name} looks like [B, G, T, D]: use transpose(1, 2)" if x.shape[2] == span.n_keys else ""
+        raise ValueError(f"{name}: {span} has {span.n_keys} keys, and {name} {tuple(x.shape)} has {x.shape[1]}{hint}")
+
+
+def check_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, span: Span | None) -> None:
+    """Raises ValueError unless q [B, T, H, D] goes with k_cmp [B, N, G, D] and v_cmp [B, N, G, Dv]; TypeError for
+    a geometry that is none."""
+    if not isinstance(nsa, NSAConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"nsa: expected an NSAConfig, got {type(nsa).__name__}; NSAConfig() is the paper's")
+
+    def keys(queries: int) -> int:
+        return geometry.num_compressed(queries, nsa) if span is None else span.num_compressed(nsa)
+
+    _check_heads(q, k_cmp, v_cmp, keys, ("k_cmp", "v_cmp"), AXIS_NAMES["k_cmp"], span)
+
+
+def check_raw(q: Tensor, k: Tensor, v: Tensor, span: Span | None, suffix: str = "") -> None:
+    """Raises ValueError unless q [B, T, H, D] goes with k [B, T, G, D] and v [B, T, G, Dv]; `suffix` ends their names."""
+
+    def keys(queries: int) -> int:
+        return queries if span is None else span.n_keys
+
+    _check_heads(q, k, v, keys, (f"k{suffix}", f"v{suffix}"), AXIS_NAMES["k"], span)
+
+
+def check_lse(q: Tensor, lse: Tensor) -> None:
+    """Raises ValueError unless lse is [B, T, H] in float32 or float64, beside q."""
+    _check_shape("lse", lse, q.shape[:3], AXIS_NAMES["lse"])
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"lse: expected float32, or float64 for float64 inputs, got {lse.dtype}; use lse.float()")
+    _check_same_device("lse", lse, q)
+
+
+def check_blocks(q: Tensor, k: Tensor, blocks: Tensor, nsa: NSAConfig, span: Span | None = None) -> None:
+    """Raises ValueError unless blocks is int32 [B, T, G, n_sel], beside q; on the CPU, unless its numbers are of
+    blocks, in packed rows of those of the longest document, each once in a row, too. (Elsewhere the host would have to
+    wait for them.)"""
+    _check_shape("blocks", blocks, (q.shape[0], q.shape[1], k.shape[2], nsa.n_sel), AXIS_NAMES["blocks"])
+    if blocks.dtype != torch.int32:
+        raise ValueError(f"blocks: expected int32, got {blocks.dtype}; use blocks.int()")
+    _check_same_device("blocks", blocks, q)
+    if blocks.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    most = geometry.num_selection(k.shape[1] if span is None else span.longest_document, nsa) - 1
+    ordered = blocks.sort(-1).values
+    again = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
+    if again.any() or blocks.min() < -1 or blocks.max() > most:
+        raise ValueError(
+            f"blocks: expected numbers from 0 to {most}, each once in a row [n_sel], or -1 for none; got "
+            f"{int(blocks.min())} to {int(blocks.max())}{', some twice' if again.any() else ''}; keep one of each"
+        )
+
+
+def check_gates(q: Tensor, gates: Tensor) -> None:
+    """Raises ValueError unless gates is [B, T, H, 3] in q's dtype, beside q."""
+    _check_shape("gates", gates, (*q.shape[:3], 3), AXIS_NAMES["gates"])
+    if gates.dtype != q.dtype:
+        raise ValueError(f"gates: expected {q.dtype} as q has it, got {gates.dtype}; use gates.to(q.dtype)")
+    _check_same_device("gates", gates, q)
+
+
+def check_branches(keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+    """Raises ValueError unless all branches have the same groups G and the same value width Dv."""
+    groups, widths = [k.shape[2] for k in keys], [v.shape[3] for v in values]
+    if len(set(groups)) > 1:
+        raise ValueError(f"the branches differ in key/value groups: k_cmp, k_sel, k_win have G = {groups}; use one G")
+    if len(set(widths)) > 1:
+        raise ValueError(f"the branches differ in value width: v_cmp, v_sel, v_win have Dv = {widths}; use one Dv")
+
+
+def _check_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count_keys: Callable[[int], int],
+    names: tuple[str, str],
+    axes: str,
+    span: Span | None,
+) -> None:
+    """q against keys and values, of which there are to be keys(queries)."""
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(
+            f"expected q [B, T, H, D] and keys, values [B, S, G, D], got {q.ndim}, {k.ndim} and {v.ndim} dimensions"
+        )
+    _check_common_dtype_and_device(q, k, v)
+    if 0 in q.shape:
+        raise ValueError(f"q: expected {AXIS_NAMES['q']}, each at least 1; got {tuple(q.shape)}")
+    if span is not None:
+        _check_batch("q", q, span)
+    problem = _find_shape_problem(q, k, v, count_keys, names, axes, span)
+    if problem:
+        raise ValueError(problem + _suggest_transpose(q, k, count_keys, names[0], span))
+
+
+def _find_shape_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count_keys: Callable[[int], int],
+    names: tuple[str, str],
+    axes: str,
+    span: Span | None,
+) -> str | None:
+    B, T, H, D = q.shape
+    G = k.shape[2]
+    if span is not None and span.n_queries != T:
+        return f"q: {span} has {span.n_queries} queries, and q {tuple(q.shape)} has {T}"
+    if G == 0 or H % G:
+        return f"{H} query heads do not divide into {G} key/value groups"
+    if k.shape != (B, count_keys(T), G, D):
+        return f"{names[0]}: expected shape {(B, count_keys(T), G, D)}, got {tuple(k.shape)}; axes are {axes}"
+    if v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
+        return f"{names[1]}: expected shape {(*k.shape[:3], 'Dv')}, got {tuple(v.shape)}; axes are {axes}"
+    return None
+
+
+def _check_common_dtype_and_device(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, keys and values differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, keys and values lie on {q.device}, {k.device} and {v.device}; move them to one device")
+    _check_dtype_and_device("q, keys and values", q)
+
+
+def _check_dtype_and_device(name: str, x: Tensor) -> None:
+    if x.dtype not in SUPPORTED_DTYPES:
+        raise ValueError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}; cast to one of them")
+    if x.device.type == "meta":
+        raise ValueError(
+            f"{name}: on the meta device, which holds no numbers to attend to; move the tensors to cpu or cuda"
+        )
+
+
+def _check_batch(name: str, x: Tensor, span: Span) -> None:
+    if span.kind == "packed" and x.shape[0] != 1:
+        raise ValueError(f"{name}: {span} is one row of documents, B = 1; got B = {x.shape[0]} in {tuple(x.shape)}")
+
+
+def _check_shape(name: str, x: Tensor, shape: tuple[int, ...], axes: str) -> None:
+    if x.shape != torch.Size(shape):
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}; axes are {axes}")
+
+
+def _check_same_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name}: lies on {x.device}, and q on {q.device}; move them to one device")
+
+
+def _suggest_transpose(q: Tensor, k: Tensor, count_keys: Callable[[int], int], name: str, span: Span | None) -> str:
+    """What to say where shapes would fit with axes 1 and 2 of q, of k or of both swapped; else nothing."""
+
+    def fits(queries: int, heads: int, found: int, groups: int) -> bool:
+        expected = queries if span is None else span.n_queries
+        return queries == expected and found == count_keys(queries) and groups > 0 and heads % groups == 0
+
+    (_, T, H, _), (_, S, G, _) = q.shape, k.shape
+    if fits(H, T, G, S):
+        return f"; q and {name} look like [B, H, T, D]: use transpose(1, 2)"
+    if fits(H, T, S, G):
+        return "; q looks like [B, H, T, D]: use transpose(1, 2)"
+    if fits(T, H, G, S):
+        return f"; {name} looks like [B, G, T, D]: use transpose(1, 2)"
+    return ""

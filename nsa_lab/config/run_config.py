@@ -1,0 +1,255 @@
+"""A run: all sections and a name; YAML in and out, overrides, hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from nsa_lab.config.base import Section
+from nsa_lab.config.data_config import DataConfig
+from nsa_lab.config.errors import KNOWN_KEYS, RETIRED_KEYS, VALUE_REPR, ConfigError, list_keys, shorten
+from nsa_lab.config.model_config import ModelConfig, NSAConfig
+from nsa_lab.config.train_config import RuntimeConfig, StageConfig, TrainConfig
+
+
+class RunConfig(Section):
+    """One run: five sections and a name (the stem of its file in params/)."""
+
+    name: str = Field(default="run", max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: ModelConfig = ModelConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+
+    @model_validator(mode="after")
+    def _check_planted_share(self) -> RunConfig:
+        shares = [stage.planted_share for stage in self.train.plan if stage.planted_share != 1]
+        if shares and self.data.source != "recall":
+            raise ValueError(
+                f"train.planted_share = {shares[0]:g}, and data.source = {self.data.source} plants nothing; "
+                "set data.source: recall, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stage_cuda_graphs(self) -> RunConfig:
+        for index, stage in enumerate(self.train.stages):
+            if stage.cuda_graph:
+                self.runtime.check_cuda_graph(f"train.stages.{index}.cuda_graph")
+        return self
+
+    @model_validator(mode="after")
+    def _check_muon(self) -> RunConfig:
+        if self.train.optimizer == "muon" and self.runtime.parallel == "fsdp":
+            raise ValueError(
+                "train.optimizer = muon needs every matrix whole, and runtime.parallel = fsdp shards them; "
+                "set runtime.parallel: ddp, or train.optimizer: adamw"
+            )
+        return self
+
+    def __init__(self, /, **values: Any) -> None:
+        if "nsa" in values:
+            values["model"] = _merge_nsa(values.get("model", {}), values["nsa"])
+            del values["nsa"]
+        super().__init__(**values)
+
+    @property
+    def nsa(self) -> NSAConfig:
+        return self.model.nsa
+
+    def model_at(self, step: int) -> ModelConfig:
+        """`model` as it is trained in the stage of optimiser step `step`: with the rotary base of that stage.
+
+        A checkpoint of that step computes with it, wherever it is loaded. The window is the model's own: layers, kernels
+        and caches are built for one. Raises ValueError as `TrainConfig.at` does.
+        """
+        theta = self.train.stage_at(step).rope_theta
+        return self.model if theta is None else self.model.model_copy(update={"rope_theta": theta})
+
+    def uses_cuda_graph(self, stage: StageConfig) -> bool:
+        """Whether steps of `stage` are replayed as CUDA graphs: as it says itself, or else as `runtime` does."""
+        return self.runtime.cuda_graph if stage.cuda_graph is None else stage.cuda_graph
+
+    @classmethod
+    def from_dict(cls, sections: dict[str, Any]) -> RunConfig:
+        """Sections as they stand in YAML. Raises `ConfigError` naming every key that is wrong."""
+        if not isinstance(sections, dict):
+            raise ConfigError(f"a configuration is a mapping of sections, and this is {type(sections).__name__}")
+        if isinstance(sections.get("model"), dict) and "nsa" in sections["model"]:
+            raise ConfigError("model.nsa: the geometry has a section of its own; move these keys to nsa:")
+        retired = [
+            f"{section}.{key}"
+            for section, keys in sections.items()
+            if isinstance(keys, dict)
+            for key in keys
+            if f"{section}.{key}" in RETIRED_KEYS
+        ]
+        if retired:
+            raise ConfigError("\n".join(f"{key} is not a setting of this project: {RETIRED_KEYS[key]}" for key in retired))
+        return cls(**{key: value for key, value in sections.items() if value is not None})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
+        """The file at `path`, with dotted `overrides` (`{"train.steps": 10}`) laid over it."""
+        path = Path(path)
+        sections = read_mapping(path)
+        sections.setdefault("name", path.stem)
+        return cls.from_dict(apply_overrides(sections, overrides or {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sections as they stand in YAML; `from_dict` gives back an equal configuration."""
+        sections = self._dump_used_keys()
+        for name, later in DEFAULTS_OF_ADDED_KEYS.items():
+            sections[name] = _drop_defaults(sections[name], later)
+        return sections
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting that this run reads, by its dotted key: also those that a file leaves out at their first value."""
+        sections = {name: values for name, values in self._dump_used_keys().items() if isinstance(values, dict)}
+        return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+    def _dump_used_keys(self) -> dict[str, Any]:
+        """The name and the sections, each with what this run reads of it."""
+        sections = self.model_dump(mode="json")
+        nsa = sections["model"].pop("nsa")
+        for name, unread in (("train", self.train.unused_keys), ("data", self.data.unused_keys)):
+            sections[name] = {key: value for key, value in sections[name].items() if key not in unread}
+        if stages := sections["train"].get("stages"):
+            sections["train"]["stages"] = [_drop_defaults(stage, DEFAULTS_OF_ADDED_KEYS["train"]) for stage in stages]
+        return {
+            "name": sections["name"],
+            "model": sections["model"],
+            "nsa": nsa,
+            **{key: sections[key] for key in ("runtime", "train", "data")},
+        }
+
+    def to_yaml(self) -> str:
+        from nsa_lab.config import yaml_text
+
+        return yaml_text.dump(self.to_dict())
+
+    def hash(self) -> str:
+        """Sixteen hex digits over every value: equal configurations, equal hash."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+KNOWN_KEYS += list_keys(RunConfig)
+
+# Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
+# configuration is what it was.
+DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
+    "model": {
+        "rotary_share": 1.0,
+        "matching_heads": 0,
+        "selection_loss": 0.0,
+        "indexer_block": 0,
+        "indexer_width": 0,
+        "embedding_norm": False,
+        "silent": [],
+        "ngrams": 0,
+        "ngram_rows": 32_768,
+        "ngram_width": 128,
+    },
+    "train": {
+        "stall_action": "record",
+        "decay_share": 0.2,
+        "optimizer": "adamw",
+        "token_budget": None,
+        "rope_theta": None,
+        "cuda_graph": None,
+        "min_document_tokens": 0,
+        "planted_share": 1.0,
+    },
+    "data": {"documents": "cross", "packing": "stream", "min_document_bytes": 0},
+}
+
+
+def _drop_defaults(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`section` without its later keys at the value that runs before them ran with."""
+    return {key: value for key, value in section.items() if not (key in defaults and value == defaults[key])}
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What the YAML file at `path` says. Raises `ConfigError` of one line where it cannot be read, or is no mapping."""
+    try:
+        sections = _parse_yaml(path.read_bytes().decode("utf-8-sig"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except UnicodeDecodeError as error:
+        line = 1 + error.object[: error.start].count(b"\n")
+        raise ConfigError(
+            f"{path}: line {line} has a byte {error.object[error.start]:#04x}, which is not UTF-8; save it as UTF-8"
+        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shorten(str(path))!r}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    if sections is None:
+        raise ConfigError(
+            f"{path}: expected a mapping of sections, found nothing; {{}} stands for a configuration at its defaults"
+        )
+    if not isinstance(sections, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
+    return sections
+
+
+def _parse_yaml(text: str) -> Any:
+    # Imported here, because a configuration that is built in Python needs no YAML.
+    from nsa_lab.config import yaml_text
+
+    try:
+        return yaml_text.parse(text)
+    except yaml_text.YAMLTextError as error:
+        raise ConfigError(str(error)) from None
+
+
+def apply_overrides(sections: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `sections` with dotted keys set: `{"nsa.l": 16}`; a value may itself be a mapping, merged in.
+
+    Raises `ConfigError` for a key below what is no section, and for nothing in place of a whole section.
+    """
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in sections.items()}
+    for dotted, value in overrides.items():
+        section, _, key = dotted.partition(".")
+        if key:
+            if not isinstance(merged.setdefault(section, {}), dict):
+                raise ConfigError(f"{dotted}: {section} is a value, not a section")
+            merged[section][key] = value
+        elif isinstance(value, dict):
+            merged[section] = {**(merged.get(section) or {}), **value}
+        elif value is None and isinstance(merged.get(section), dict):
+            raise ConfigError(f"{section}: expected a key of it and its value, as in {section}.key=value; found nothing")
+        else:
+            merged[section] = value
+    return merged
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`"train.lr=1e-3"` -> `("train.lr", 0.001)`; the value is read as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"-p {shorten(text)}: expected section.key=value, for example -p train.steps=100")
+    try:
+        return key.strip(), _parse_yaml(value)
+    except ConfigError as error:
+        raise ConfigError(f"-p {shorten(text)}: {error}") from None
+
+
+def _merge_nsa(model: Any, nsa: Any) -> Any:
+    if isinstance(model, ModelConfig):
+        return model.model_copy(
+            update={"nsa": nsa if isinstance(nsa, NSAConfig) else _build_section("nsa", NSAConfig, nsa)}
+        )
+    if isinstance(model, dict):
+        return {**model, "nsa": nsa}
+    return model
+
+
+def _build_section(name: str, kind: type[Section], values: Any) -> Section:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}: expected a mapping, found {VALUE_REPR.repr(values)}")
+    return kind(**values)

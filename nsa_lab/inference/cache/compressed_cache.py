@@ -1,0 +1,65 @@
+"""Compressed blocks of the tokens seen, and the tokens that the next ones need.
+
+Shape suffixes: B batch, S new tokens, G key/value groups, D head width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nsa_lab.attention import compress, geometry
+from nsa_lab.attention.compression import BlockPool
+from nsa_lab.attention.layer_cache import PoolWeights
+from nsa_lab.config import NSAConfig
+from nsa_lab.inference import kv_cache_size
+from nsa_lab.inference.cache.cache_step import Step
+from nsa_lab.inference.cache.storage import Ring, TokenRows
+
+
+class CompressedCache:
+    """The blocks of the tokens seen, compressed as `nsa` says, and the raw tokens that blocks to come need."""
+
+    KERNEL_PHI = ("avg", "pool")
+    """The phi that `kernels.complete` has."""
+
+    def __init__(
+        self, nsa: NSAConfig, phi: nn.Module | None, capacity: int, groups: int, width: int, batch: int, like: Tensor
+    ) -> None:
+        self.nsa, self._phi = nsa, phi
+        self.blocks = TokenRows(geometry.num_compressed(capacity, nsa), groups, width, batch, like)
+        self.raw_tokens = Ring(kv_cache_size.count_raw_slots(nsa), groups, width, batch, like)
+
+    def put(self, x: Tensor, step: Step) -> None:
+        """New tokens [B, S, G, D], and the blocks that they complete in any sequence."""
+        self.raw_tokens.put(x, step)
+        if step.is_prefill:
+            self._put_blocks(compress(x, self.nsa, self._phi), step)
+        else:
+            self.complete_blocks(step)
+
+    def complete_blocks(self, step: Step) -> None:
+        """The blocks that new tokens, which are in the ring already, complete in any sequence."""
+        if new := self._count_completed_blocks(step):
+            tokens = self.raw_tokens.read(step.get_block_token_indices(self.nsa, new, self.raw_tokens.n_slots))
+            self._put_blocks(compress(tokens, self.nsa, self._phi), step)
+
+    @property
+    def pool_weights(self) -> PoolWeights | None:
+        """The weights of phi, where it is pool."""
+        return (self._phi.score, self._phi.place) if isinstance(self._phi, BlockPool) else None
+
+    def _put_blocks(self, blocks: Tensor, step: Step) -> None:
+        self.blocks.put(blocks, step.get_block_indices(self.nsa, blocks.shape[1], self.blocks.capacity))
+
+    def grow(self, capacity: int) -> None:
+        self.blocks.grow(self._count_blocks(capacity))
+
+    def _count_completed_blocks(self, step: Step) -> int:
+        """The most blocks that a sequence completes. A block that is computed before it is complete lies beyond what any
+        query sees, and is computed anew when it is."""
+        if step.starts is None:
+            return -(-step.width // self.nsa.d)
+        return max(self._count_blocks(start + step.width) - self._count_blocks(start) for start in step.starts)
+
+    def _count_blocks(self, length: int) -> int:
+        return geometry.num_compressed(length, self.nsa)

@@ -1,0 +1,165 @@
+"""The backend that was asked for is the one that computed: Triton's launches are counted, entries of the rest are seen."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attention_inputs import Inputs, Shape
+
+from nsa_lab import attention
+from nsa_lab.attention import dispatch, kernels, reference, torch_backend
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.model import NSATransformer
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The smallest that every kernel takes, and long enough for a compressed block and for a block to be chosen by its score.
+NSA = NSAConfig(l=16, d=16, l_sel=16, n_sel=4, w=20)
+SHAPE = Shape(nsa=NSA, T=69, B=1, G=1, h=1, d_k=32, d_v=32)
+# What each part launches, by the name of its kernel; the compressed branch and the window share one, whose W is 0 or not.
+FORWARD = {
+    "compressed": {"nsa_band_forward, compressed"},
+    "selection": {"nsa_choice"},
+    "selected": {"nsa_selected_union"},
+    "window": {"nsa_band_forward, window"},
+    "combine": {"nsa_gate_forward"},
+}
+ALL_FORWARD = set().union(*FORWARD.values())
+BACKWARD = {
+    *(f"nsa_band_{step}, {branch}" for step in ("dq", "dkv") for branch in ("compressed", "window")),
+    "nsa_selected_backward",
+    "nsa_gate_backward",
+}
+NAMES = {
+    "compressed": "compressed_attention",
+    "selection": "select_blocks",
+    "selected": "selected_attention",
+    "window": "window_attention",
+    "combine": "combine",
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the kernels that Triton launches, compiled or interpreted."""
+    from nsa_lab.attention.kernels import block_topk
+
+    kind, seen = type(block_topk.nsa_block_topk), set()
+    run = kind.run
+
+    def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        name = kernel.fn.__name__
+        seen.add(f"{name}, {'window' if kwargs['W'] else 'compressed'}" if name.startswith("nsa_band_") else name)
+        return run(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "launch", counted)
+    return seen
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """The parts of the backends without kernels that are entered: ("torch", "window"), ..."""
+    seen: set[tuple[str, str]] = set()
+
+    def spied(backend: str, part: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: seen.add((backend, part)) or run(*args, **kwargs)
+
+    for backend, module in (("torch", torch_backend), ("reference", reference)):
+        for part, name in NAMES.items():
+            monkeypatch.setattr(module, name, spied(backend, part, getattr(module, name)))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def x() -> Inputs:
+    return SHAPE.inputs(torch.float32).map(lambda x: x.to(DEVICE))
+
+
+def list_calls(x: Inputs, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each part that the public functions have, with what the others would give it."""
+    _, lse = reference.compressed_attention(x.q, x.k_cmp, x.v_cmp, NSA)
+    blocks = reference.select_blocks(x.q, x.k_cmp, lse, NSA)
+    yield "compressed", lambda: attention.compressed_attention(x.q, x.k_cmp, x.v_cmp, NSA, backend=backend)
+    yield "selection", lambda: attention.select_blocks(x.q, x.k_cmp, lse, NSA, backend=backend)
+    yield "selected", lambda: attention.selected_attention(x.q, x.k_sel, x.v_sel, blocks, NSA, backend=backend)
+    yield "window", lambda: attention.window_attention(x.q, x.k_win, x.v_win, NSA, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton", "auto"])
+def test_every_branch_is_computed_by_the_backend_asked_for(
+    backend: str, x: Inputs, launched: set[str], entered: set[tuple[str, str]]
+) -> None:
+    chosen = attention.resolve_backend(DEVICE, torch.float32, NSA, backend=backend)
+    if backend != "auto":
+        assert {choice.backend for choice in chosen.values()} == {backend}
+    for part, call in list_calls(x, backend):
+        launched.clear(), entered.clear()
+        call()
+        if chosen[part].backend == "triton":
+            assert (launched, entered) == (FORWARD[part], set())
+        else:
+            assert (launched, entered) == (set(), {(chosen[part].backend, part)})
+
+
+def test_the_whole_operator_is_computed_by_the_kernels_forward_and_backward(
+    x: Inputs, launched: set[str], entered: set[tuple[str, str]]
+) -> None:
+    x = x.map(lambda x: x.detach().requires_grad_())
+    out = attention.nsa_attention(*x, NSA, backend="triton")
+    assert (launched, entered) == (ALL_FORWARD, set())
+    launched.clear()
+    torch.autograd.grad(out.sum(), x)
+    assert launched >= BACKWARD and not launched & ALL_FORWARD and not entered
+
+
+def test_a_table_of_choices_is_followed_by_the_whole_operator(
+    x: Inputs, launched: set[str], entered: set[tuple[str, str]]
+) -> None:
+    attention.nsa_attention(*x, NSA, backend=attention.resolve_backend(DEVICE, torch.float32, NSA, backend="triton"))
+    assert (launched, entered) == (ALL_FORWARD, set())
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_the_whole_operator_without_kernels_launches_none(
+    backend: str, x: Inputs, launched: set[str], entered: set[tuple[str, str]]
+) -> None:
+    x = x.map(lambda x: x.detach().requires_grad_())
+    torch.autograd.grad(attention.nsa_attention(*x, NSA, backend=backend).sum(), x)
+    # The gated sum is one line, which the torch backend takes from the definition.
+    assert not launched and {name for name, part in entered if part != "combine"} == {backend}
+    assert {part for _, part in entered} == set(dispatch.PARTS)
+
+
+@pytest.mark.parametrize("part", FORWARD)
+def test_one_part_by_the_kernels_is_that_part_alone(
+    part: str, x: Inputs, launched: set[str], entered: set[tuple[str, str]]
+) -> None:
+    table = attention.resolve_backend(DEVICE, torch.float32, NSA, backend="torch")
+    attention.nsa_attention(*x, NSA, backend={**table, part: dispatch.ResolvedBackend("triton", "for this test")})
+    assert launched == FORWARD[part]
+    assert {entered_part for _, entered_part in entered} == set(dispatch.PARTS) - {part}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_model_computes_with_the_backend_that_it_was_built_for(
+    backend: str, launched: set[str], entered: set[tuple[str, str]]
+) -> None:
+    config = ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_groups=1, d_k=32, d_v=32, nsa=NSA)
+    model = NSATransformer(config, backend=backend, device=DEVICE, seed=0)
+    model(torch.zeros(1, SHAPE.T, dtype=torch.int64, device=DEVICE))
+    assert launched == (ALL_FORWARD if backend == "triton" else set())
+    assert {name for name, part in entered if part != "combine"} == ({"torch"} if backend == "torch" else set())
+
+
+def test_a_function_of_the_kernels_has_no_way_around_them() -> None:
+    """Nothing in the kernels' package imports another backend."""
+    for path in Path(kernels.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            assert not {"torch_backend", "reference", "dispatch"} & {name.split(".")[-1] for name in named}, path

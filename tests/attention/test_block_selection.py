@@ -1,0 +1,172 @@
+"""Which blocks are read: forced ones, ties, distinctness, groups; the same in every dtype and on every path."""
+
+from __future__ import annotations
+
+import brute_force
+import numpy as np
+import pytest
+import torch
+from attention_inputs import Shape, every_variant, random_shapes, to_brute_force_geometry, to_lists, use_variant
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa_lab import attention
+from nsa_lab.attention import geometry, reference
+from nsa_lab.config import NSAConfig
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+FIVE_BLOCKS = NSAConfig(l=2, d=2, l_sel=2, n_sel=5, w=4)
+
+
+def select(q: torch.Tensor, k_cmp: torch.Tensor, nsa: NSAConfig, backend: str) -> torch.Tensor:
+    _, lse = attention.compressed_attention(q, k_cmp, k_cmp, nsa, backend=backend)
+    return attention.select_blocks(q, k_cmp, lse, nsa, backend=backend)
+
+
+@every_variant
+@given(shape=random_shapes(max_tokens=60))
+def test_a_choice_is_distinct_ascending_begun_full_and_holds_the_forced_blocks(arm: str, shape: Shape) -> None:
+    inputs, nsa = shape.inputs(), shape.nsa
+    with use_variant(arm) as backend:
+        blocks = select(inputs.q, inputs.k_cmp, nsa, backend)
+    for sequence in to_lists(blocks):
+        for t, groups in enumerate(sequence):
+            own = t // nsa.l_sel
+            for chosen in groups:
+                assert chosen == sorted(set(chosen))
+                assert chosen[-1] == own and chosen[0] == 0 and {max(own - 1, 0)} <= set(chosen)
+                assert len(chosen) == min(nsa.n_sel, own + 1)
+
+
+@every_variant
+@dtypes
+def test_equal_scores_go_to_the_lower_index(arm: str, dtype: torch.dtype) -> None:
+    """Keys all alike: every compressed block has the same probability, and the lowest indices win."""
+    q = torch.randn(1, 40, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    k_cmp = torch.ones(1, geometry.num_compressed(40, FIVE_BLOCKS), 2, 8, dtype=dtype)
+    with use_variant(arm) as backend:
+        blocks = to_lists(select(q, k_cmp, FIVE_BLOCKS, backend))[0]
+    for t, groups in enumerate(blocks):
+        own = t // 2
+        expected = sorted({0, max(own - 1, 0), own} | set(range(1, min(3, own))))[:5]
+        assert groups == [expected, expected]
+
+
+@given(scores=st.lists(st.sampled_from([0.0, 1e-30, 0.5, 0.5 + 2**-24, 1.0, 1.0 + 2**-23, 3.0]), min_size=12, max_size=12))
+def test_ranking_is_exact_to_the_last_bit_of_float32(scores: list[float]) -> None:
+    """A tie-break that adds a small bias per index reorders scores that differ by one unit in the last place."""
+    nsa = FIVE_BLOCKS
+    importance = torch.tensor(scores).expand(1, 24, 1, 12).contiguous()
+    chosen = to_lists(reference.select_by_importance(importance, nsa))[0]
+    for t, (groups,) in enumerate(chosen):
+        assert groups == brute_force.select_by_importance(np.array(scores), t, to_brute_force_geometry(nsa))
+
+
+def test_one_unit_in_the_last_place_decides() -> None:
+    importance = torch.full((1, 24, 1, 12), 0.25)
+    importance[..., 7] = torch.nextafter(torch.tensor(0.25), torch.tensor(1.0))
+    assert to_lists(reference.select_by_importance(importance, FIVE_BLOCKS))[0][-1] == [[0, 1, 7, 10, 11]]
+
+
+@every_variant
+def test_every_dtype_chooses_alike(arm: str) -> None:
+    """Inputs that every dtype holds exactly: the choice may not depend on the dtype they come in."""
+    generator = torch.Generator().manual_seed(3)
+    nsa = FIVE_BLOCKS
+    q = torch.randint(-3, 4, (2, 60, 6, 4), generator=generator).double()
+    k_cmp = torch.randint(-3, 4, (2, geometry.num_compressed(60, nsa), 2, 4), generator=generator).double() / 4
+    with use_variant(arm) as backend:
+        chosen = [
+            to_lists(select(q.to(d), k_cmp.to(d), nsa, backend))
+            for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        ]
+    assert chosen[0] == brute_force.select_blocks(q.numpy(), k_cmp.numpy(), to_brute_force_geometry(nsa))
+    # Half precision ranks in float32 of a softmax in float32, where an exact tie may break by rounding.
+    assert chosen[0] == chosen[1]
+    for half in chosen[2:]:
+        assert_equal_except_ties(half, chosen[0], q, k_cmp, nsa)
+
+
+def assert_equal_except_ties(actual: list, expected: list, q: torch.Tensor, k_cmp: torch.Tensor, nsa: NSAConfig) -> None:
+    scores = brute_force.importance(q.numpy(), k_cmp.numpy(), to_brute_force_geometry(nsa))
+    for b, t, g in np.ndindex(scores.shape[:3]):
+        mine, true = set(actual[b][t][g]), set(expected[b][t][g])
+        swapped = [scores[b, t, g, j] for j in mine ^ true]
+        assert not swapped or max(swapped) - min(swapped) < 1e-5 * max(swapped)
+
+
+@every_variant
+def test_permuting_the_heads_of_a_group_permutes_outputs_and_leaves_the_choice(arm: str) -> None:
+    shape = Shape(T=37, G=2, h=4)
+    inputs = shape.inputs()
+    order = torch.tensor([2, 0, 3, 1, 5, 4, 7, 6])
+    permuted = inputs._replace(q=inputs.q[:, :, order], gates=inputs.gates[:, :, order])
+    with use_variant(arm) as backend:
+        assert torch.equal(
+            select(inputs.q, inputs.k_cmp, shape.nsa, backend), select(permuted.q, inputs.k_cmp, shape.nsa, backend)
+        )
+        out = attention.nsa_attention(*inputs, shape.nsa, backend=backend)
+        again = attention.nsa_attention(*permuted, shape.nsa, backend=backend)
+    torch.testing.assert_close(again, out[:, :, order], rtol=1e-12, atol=1e-12)
+
+
+@every_variant
+def test_permuting_groups_permutes_everything(arm: str) -> None:
+    shape = Shape(T=37, G=3, h=2)
+    inputs = shape.inputs()
+    groups, heads = torch.tensor([2, 0, 1]), torch.tensor([4, 5, 0, 1, 2, 3])
+    permuted = inputs.map(lambda x: x[:, :, groups if x.shape[2] == 3 else heads])
+    with use_variant(arm) as backend:
+        assert torch.equal(
+            select(permuted.q, permuted.k_cmp, shape.nsa, backend),
+            select(inputs.q, inputs.k_cmp, shape.nsa, backend)[:, :, groups],
+        )
+        out = attention.nsa_attention(*inputs, shape.nsa, backend=backend)
+        torch.testing.assert_close(
+            attention.nsa_attention(*permuted, shape.nsa, backend=backend), out[:, :, heads], rtol=1e-12, atol=1e-12
+        )
+
+
+def test_identical_heads_score_h_times_one_head() -> None:
+    """Eq. 10: the sum over the heads of a group."""
+    shape = Shape(G=1, h=1)
+    inputs = shape.inputs()
+    _, lse = reference.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, shape.nsa)
+    one = reference.block_importance(inputs.q, inputs.k_cmp, lse, shape.nsa)
+    five = reference.block_importance(inputs.q.repeat(1, 1, 5, 1), inputs.k_cmp, lse.repeat(1, 1, 5), shape.nsa)
+    torch.testing.assert_close(five, 5 * one)
+
+
+@every_variant
+def test_the_choice_carries_no_gradient(arm: str) -> None:
+    inputs = Shape().inputs().map(lambda x: x.requires_grad_())
+    with use_variant(arm) as backend:
+        assert not select(inputs.q, inputs.k_cmp, Shape().nsa, backend).requires_grad
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_the_block_of_a_needle_is_chosen(backend: str) -> None:
+    """A key far back that answers one query, found through its compressed block by the default geometry at 4096 tokens."""
+    nsa, T, needle = NSAConfig(), 4096, 1000
+    generator = torch.Generator().manual_seed(0)
+    k = 0.05 * torch.randn(1, T, 1, 8, generator=generator)
+    q = torch.randn(1, T, 1, 8, generator=generator)
+    k[:, needle] = 40 * torch.nn.functional.normalize(q[:, -1], dim=-1)
+    k_cmp = attention.compress(k, nsa)
+    blocks = to_lists(select(q, k_cmp, nsa, backend))
+    assert needle // nsa.l_sel in blocks[0][-1][0]
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_near_ties_fall_as_in_the_definition(arm: str, dtype: torch.dtype) -> None:
+    """Scores are float64, and importances are ranked in float32: keys that differ by less are one, and more are not."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 79, 6, 8, generator=generator)
+    one = torch.randn(1, 1, 2, 8, generator=generator)
+    nudges = torch.randint(-2, 3, (1, 39, 2, 8), generator=generator)
+    unit = 2.0**-23 if dtype == torch.float32 else 2.0**-27
+    k = one.to(dtype) * (1 + nudges.to(dtype) * unit)
+    with use_variant(arm) as backend:
+        found = attention.score_and_select_blocks(q.to(dtype), k, FIVE_BLOCKS, backend=backend)
+    assert torch.equal(found, attention.score_and_select_blocks(q.to(dtype), k, FIVE_BLOCKS, backend="reference"))

@@ -1,0 +1,160 @@
+"""The decode bench: parity before speed, NSA beside dense, bytes by the formula."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn.attention import SDPBackend
+
+from nsa_lab.bench import decode_attention, decode_speed
+from nsa_lab.config import ModelConfig, NSAConfig
+from nsa_lab.inference import kv_cache_size
+
+CONFIG = ModelConfig(dim=24, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, nsa=NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13))
+
+
+def bench(tmp_path, **options):
+    console = Console(file=(tmp_path / "table.txt").open("w"), width=200)
+    small = {"layers": 1, "device": "cpu", "config": CONFIG, "heads": decode_speed.HeadSizes(4, 2, 8)}
+    return decode_speed.run_decode_bench(
+        [300, 97], tmp_path / "bench.json", batches=[1, 2], console=console, **small, **options
+    )
+
+
+def test_both_levels_are_checked_timed_compared_and_recorded(tmp_path):
+    rows = bench(tmp_path, picture=tmp_path / "bench.png")
+    assert len(rows) == 2 * 2 * 2 * 2 and all(row.ms > 0 for row in rows)
+    recorded = json.loads((tmp_path / "bench.json").read_text())
+    assert recorded["parity"]["passed"] and len(recorded["rows"]) == len(rows) and "sources" in recorded["code"]
+    by_place = {(row.level, row.batch, row.tokens, row.by): row for row in rows}
+    for (level, batch, tokens, by), row in by_place.items():
+        assert row.of_dense == row.ms / by_place[level, batch, tokens, "dense"].ms
+        assert row.of_shortest == row.ms / by_place[level, batch, 97, by].ms
+        one = CONFIG.model_copy(update={"n_layers": 1, "attention": by})
+        assert row.read_bytes == batch * kv_cache_size.compute_read_bytes(one, tokens, 4)
+    assert (tmp_path / "bench.png").stat().st_size > 0
+
+
+def test_what_fails_parity_gets_no_speed(tmp_path, monkeypatch):
+    honest = decode_attention.cached_attention
+
+    def one_key_fewer(q, gates, cache, lengths, nsa, **options):
+        return honest(q, gates, cache, lengths, nsa.model_copy(update={"w": nsa.w - 1}), **options)
+
+    monkeypatch.setattr(decode_attention, "cached_attention", one_key_fewer)
+    rows = bench(tmp_path)
+    operator = {row.by: row for row in rows if row.level.startswith("operator") and row.batch == 1}
+    assert operator["nsa"].ms is None and operator["dense"].ms > 0
+    assert "FAILED PARITY" in (tmp_path / "table.txt").read_text()
+
+
+def test_a_fault_at_the_highest_addresses_alone_gets_no_speed(tmp_path, monkeypatch):
+    """Each time is checked at its own size, on the last sequence."""
+    honest = decode_attention.cached_attention
+
+    def wrong_at_the_end(q, *given, **options):
+        out = honest(q, *given, **options)
+        out[-1] += 1e-3 * (len(q) == 2)
+        return out
+
+    monkeypatch.setattr(decode_attention, "cached_attention", wrong_at_the_end)
+    rows = [row for row in bench(tmp_path) if row.level.startswith("operator")]
+    failed = {(row.by, row.batch) for row in rows if row.ms is None}
+    assert failed == {("nsa", 2)} and len(rows) == 8
+
+
+def test_the_fastest_of_those_that_are_right_is_the_dense_one(tmp_path, monkeypatch):
+    plain = decode_attention._compute_plain_dense
+
+    def refused(q, k, v):
+        warnings.warn("unlike numbers of heads", stacklevel=1)
+        raise RuntimeError("No available kernel.")
+
+    def five_ways(step):
+        yield "slower", plain
+        yield "right", plain
+        yield "wrong", lambda q, k, v: q
+        yield "none", lambda q, k, v: q.view(1)
+        yield "refused", refused
+
+    monkeypatch.setattr(decode_attention, "list_dense_attentions", five_ways)
+    monkeypatch.setattr(decode_attention, "time_interleaved_ms", lambda runs, device: {by: len(by) for by in runs})
+    dense = [row for row in bench(tmp_path) if row.level.startswith("operator") and row.by == "dense"]
+    for row in dense:
+        assert (row.kernel, row.ms) == ("right", 5) and row.error <= row.limit and row.others["slower"] == 6
+        assert row.others["wrong"].startswith("FAILED PARITY") and row.others["none"].startswith("does not run")
+        assert row.others["refused"] == "does not run: unlike numbers of heads"
+
+
+@pytest.mark.parametrize("way", ["grouped", "its own", pytest.param("kernels", marks=pytest.mark.slow)])
+def test_every_way_to_dense_attention_is_dense_attention(way):
+    """Those of a GPU, on what this machine has."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    step = decode_attention.QueryStep(decode_speed.HeadSizes(6, 2, 16), CONFIG.nsa, 133, 3, torch.float32, device)
+    if way == "kernels":
+        attend = decode_attention._make_dense_kernel(step)
+    else:
+        attend = decode_attention._make_sdpa(SDPBackend.MATH, grouped=way == "grouped")
+    q, k, v = step.make_dense_inputs()
+    for laid_out in ((k, v), (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))):
+        torch.testing.assert_close(attend(q, *laid_out), decode_attention._compute_plain_dense(q, k, v), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        (torch.float32, "torch"),
+        (torch.bfloat16, "torch"),
+        pytest.param(torch.float16, "triton", marks=pytest.mark.slow),
+    ],
+)
+def test_the_backends_pass(dtype, backend):
+    device = torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+    found = decode_speed.check_decode_parity(decode_speed.HeadSizes(12, 2, 64), NSAConfig(), dtype, device, backend)
+    assert found["passed"], found
+
+
+def a_step(batch=2):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
+    return decode_attention.QueryStep(decode_speed.HeadSizes(4, 2, 8), nsa, 97, batch, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_what_is_not_a_number_gets_no_speed(kind, monkeypatch):
+    honest = decode_attention.cached_attention
+    if kind == "nsa":
+        monkeypatch.setattr(decode_attention, "cached_attention", lambda *a, **k: honest(*a, **k) * float("nan"))
+    else:
+        ways = [("nan", lambda q, k, v: q * float("nan"))]
+        monkeypatch.setattr(decode_attention, "list_dense_attentions", lambda step: iter(ways))
+    (found, *_) = [one for one in decode_attention.time_contenders(a_step(), "torch") if one.kind == kind]
+    assert found.note == decode_attention.PARITY_FAILED and found.ms is None
+
+
+def test_without_parity_nsa_has_no_speed():
+    nsa, *dense = decode_attention.time_contenders(a_step(), "torch", has_passed=False)
+    assert nsa.note == decode_attention.PARITY_FAILED and nsa.ms is None and dense[0].ms > 0
+
+
+def test_what_a_kernel_that_runs_warns_of_is_still_said(monkeypatch):
+    def loud(q, k, v):
+        warnings.warn("slow here", UserWarning, stacklevel=1)
+        return decode_attention._compute_plain_dense(q, k, v)
+
+    monkeypatch.setattr(decode_attention, "list_dense_attentions", lambda step: iter([("loud", loud)]))
+    monkeypatch.setattr(decode_attention, "time_interleaved_ms", lambda runs, device: dict.fromkeys(runs, 1.0))
+    with pytest.warns(UserWarning, match="slow here"):
+        decode_attention.time_contenders(a_step(), "torch")
+
+
+def test_the_error_is_that_of_the_worst_sequence():
+    step = a_step(3)
+    inputs = step.make_sparse_inputs()
+    out = decode_attention.cached_attention(*inputs, step.nsa, backend="torch")
+    out[0] += 1.0
+    error, limit = decode_attention.compute_errors(out, inputs, step.nsa, range(3))
+    assert error > 0.9 > limit

@@ -1,0 +1,132 @@
+"""What each part of attention could take at least, and the command that tells it of a record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nsa_lab.attention import resolve_backend
+from nsa_lab.bench import roofline as limits
+from nsa_lab.bench.attention_parts import make_parts
+from nsa_lab.bench.attention_speed import AttentionRow, Shape, parse_shape_label, run_attention_bench
+from nsa_lab.bench.roofline import Rates, Work, count_work
+from nsa_lab.cli import app
+from nsa_lab.config import ConfigError, NSAConfig
+
+NSA = NSAConfig(l=8, d=4, l_sel=8, n_sel=4, w=13)
+SHAPE = Shape(70, 2, 4, 2, 48, 16)
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+BRANCHES = ("compressed", "selected", "window")
+
+
+@pytest.mark.parametrize("name", ["compressed", "choice", "selected, real", "window", "gate", "whole"])
+def test_the_forward_pass_reads_every_input_and_writes_every_result_once(name):
+    """Counted on the tensors of the bench; its own FLOPs are those of the definition's pairs."""
+    sizes = (
+        SHAPE.H,
+        SHAPE.G,
+        SHAPE.D,
+        NSA,
+        resolve_backend("cpu", torch.float32, NSA, backend="torch"),
+        "cpu",
+        torch.float32,
+    )
+    part = next(p for p in make_parts(SHAPE.T, SHAPE.B, *sizes, Dv=SHAPE.value_width) if p.name == name)
+    out = part.run(*part.inputs)
+    moved = sum(x.numel() * x.element_size() for x in (*part.inputs, out))
+    lse = out.numel() // SHAPE.value_width * 4 if name.split(",")[0] in BRANCHES else 0
+    forward, backward = count_work(name, SHAPE, NSA, 4)
+    flops = part.useful_flops
+    if name == "whole":  # the scores of the compressed branch, which the choice is made by, count once
+        flops -= count_work("choice", SHAPE, NSA, 4)[0].flops
+    assert tuple(forward) == pytest.approx((flops, moved + lse))
+    if name == "choice":
+        assert backward is None
+        return
+    # Inputs of whole numbers have no gradient.
+    grads = sum(x.numel() * 4 for x in part.inputs if x.is_floating_point())
+    assert backward is not None
+    if name in ("compressed", "window"):
+        assert backward == pytest.approx(Work(2.5 * part.useful_flops, forward.bytes + grads + out.numel() * 4))
+    if name == "gate":
+        assert backward.bytes == grads + moved
+
+
+def test_dense_attention_reads_all_keys():
+    forward, _ = count_work("dense", SHAPE, NSA, 2)
+    assert forward.flops == 2 * (48 + 16) * 2 * 4 * sum(range(1, 71))
+    wide, _ = count_work("dense, values of 48", SHAPE, NSA, 2)
+    assert wide.flops == forward.flops * 96 / 64
+    with pytest.raises(ValueError, match="part 'norm': expected dense, compressed"):
+        count_work("norm", SHAPE, NSA, 2)
+
+
+def test_the_slower_of_arithmetic_and_memory_is_the_limit():
+    rates = Rates(flops=1e12, bytes=1e11)
+    assert rates.compute_min_ms(Work(2e9, 1e8)) == (2.0, "arithmetic")
+    assert rates.compute_min_ms(Work(2e9, 3e8)) == (3.0, "memory")
+    assert Rates(1e12, None).compute_min_ms(Work(2e9, 3e8)) == (2.0, "arithmetic")
+
+
+def test_a_share_is_of_what_was_taken():
+    rows = [
+        AttentionRow("70x2 H4 G2 d48/16", "dense", "SDPA", 1.0, 4.0),
+        AttentionRow("70x2 H4 G2 d48/16", "gate", "torch", note="refused"),
+    ]
+    rates = Rates(count_work("dense", SHAPE, NSA, 2)[0].flops * 2e3, None)  # half a millisecond
+    (row,) = limits.add_limits(rows, {rows[0].shape: SHAPE}, NSA, 2, rates)
+    assert row.limits["forward"]["share"] == pytest.approx(0.5)
+    assert row.limits["backward"]["share"] == pytest.approx(0.5 * 2.5 / 4)
+
+
+@pytest.mark.parametrize("factor, told", [(0.99, False), (1.01, True)])
+def test_a_share_above_all_that_there_is_is_told(factor, told):
+    row = AttentionRow("70x2 H4 G2 d48/16", "dense", "SDPA", 1.0, None)
+    rates = Rates(count_work("dense", SHAPE, NSA, 2)[0].flops * 1e3 / factor, None)
+    rows = limits.add_limits([row], {row.shape: SHAPE}, NSA, 2, rates)
+    assert ("above 100 %" in str(limits.make_table(rows, rates).caption)) == told
+
+
+@pytest.mark.parametrize("shape", [SHAPE, Shape(2048, 8), Shape(32768, 1, 64, 4, 128)], ids=str)
+def test_the_name_of_a_shape_is_read_again(shape):
+    assert parse_shape_label(str(shape)) in (shape, Shape(shape.T, shape.B, shape.H, shape.G, shape.D, shape.values))
+    with pytest.raises(ValueError, match="expected 2048x8, or"):
+        parse_shape_label("2048 by 8")
+
+
+def test_a_bench_with_its_parts_says_what_the_device_allows(tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    run_attention_bench((SHAPE,), file, device="cpu", backend="torch", nsa=NSA, parts=True)
+    assert "Share of what the device allows" in capsys.readouterr().out
+    rows, rates = limits.read_rows(json.loads(file.read_text()))
+    assert rates.flops > 1e8 and rates.bytes is None
+    assert all(0 < row.limits["forward"]["share"] < 1 for row in rows if row.part != "gate")
+    with pytest.raises(ConfigError, match="none is known of this device"):
+        limits.plot_roofline(rows, rates, "here", tmp_path / "roof.png")
+
+
+def test_the_command_tells_it_of_a_record(tmp_path):
+    say, record, picture = CliRunner(), str(DOCS / "attention-h200.json"), tmp_path / "roof.png"
+    told = say.invoke(
+        app, ["bench", "limits", record, "--flops", "8e14", "--bandwidth", "4.8e12", "--picture", str(picture)]
+    )
+    assert told.exit_code == 0 and "800 TFLOP/s, 4.8 TB/s" in told.output and picture.stat().st_size > 0
+    own = say.invoke(app, ["bench", "limits", record])
+    assert own.exit_code == 0 and "782.8 TFLOP/s, 4.8 TB/s" in own.output
+    found = json.loads(Path(record).read_text())
+    without = tmp_path / "without.json"
+    without.write_text(json.dumps({key: value for key, value in found.items() if key != "rates"}))
+    silent = say.invoke(app, ["bench", "limits", str(without)])
+    memory_alone = say.invoke(app, ["bench", "limits", str(without), "--bandwidth", "3e12"])
+    assert memory_alone.exit_code != 0
+    found["rates"] = {"flops": 5e14, "bytes": 3e12}
+    assert limits.read_rows(found)[1] == Rates(5e14, 3e12)
+    assert limits.read_rows(found, flops=8e14)[1] == Rates(8e14, 3e12)
+    assert limits.read_rows(found, bandwidth=4e12)[1] == Rates(5e14, 4e12)
+    assert silent.exit_code != 0 and "give --flops and --bandwidth" in str(silent.exception or silent.output)
+    other = say.invoke(app, ["bench", "limits", str(DOCS / "decode-h200.json"), "--flops", "1e12"])
+    assert other.exit_code != 0 and "a record of `nsa-lab bench attention`" in str(other.exception or other.output)

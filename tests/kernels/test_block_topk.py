@@ -1,0 +1,238 @@
+"""Block choice: the same sets as the definition, ties included, and nothing from the future."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_lab import attention
+from nsa_lab.attention import geometry, reference
+from nsa_lab.attention.kernels import block_topk, select_blocks
+from nsa_lab.config import NSAConfig
+
+# Interpreted, kernel by kernel: minutes on a CPU.
+pytestmark = pytest.mark.slow
+
+CUDA = torch.cuda.is_available()
+# B, T, H, G, D, geometry: the default ratios, l = d, l > l_sel + d (compressed blocks reach over several), l_sel/d = 3.
+CASES = [
+    (2, 77, 6, 2, 32, NSAConfig(l=8, d=4, l_sel=8, n_sel=4)),
+    (1, 400, 3, 1, 64, NSAConfig(l=32, d=16, l_sel=16, n_sel=7)),
+    (1, 300, 2, 1, 32, NSAConfig(l=8, d=4, l_sel=16, n_sel=5)),
+    (1, 200, 2, 1, 96, NSAConfig(l=32, d=4, l_sel=8, n_sel=5)),
+    (1, 200, 4, 1, 32, NSAConfig(l=12, d=4, l_sel=12, n_sel=6)),
+    (1, 9, 3, 1, 96, NSAConfig(l=16, d=16)),
+    (1, 130, 3, 3, 32, NSAConfig(l=4, d=4, l_sel=4, n_sel=3)),
+    (2, 1, 2, 1, 32, NSAConfig()),
+    (1, 230, 2, 1, 144, NSAConfig(l=4, d=2, l_sel=32, n_sel=4)),  # keys a part of their width at a time
+]
+GPU_CASES = [
+    (2, 2500, 12, 2, 64, NSAConfig()),
+    (1, 5000, 12, 2, 64, NSAConfig()),
+    (1, 3000, 16, 1, 128, NSAConfig(n_sel=32)),
+    (1, 20000, 3, 1, 64, NSAConfig()),
+    (1, 4000, 5, 1, 128, NSAConfig(l=64, d=16, l_sel=128, n_sel=9)),
+    (1, 4000, 5, 1, 256, NSAConfig(l=16, d=16, l_sel=256, n_sel=9)),
+]
+# More selection blocks than a tile scores at once, and places for some of those that compete.
+SEVERAL_TILES = [
+    (1, 400, 3, 1, 32, NSAConfig(l=4, d=2, l_sel=8, n_sel=7)),
+    (1, 330, 1, 1, 32, NSAConfig(l=10, d=2, l_sel=8, n_sel=5)),
+]
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+# Relative error of a float32 sum of exponentials of float32 scores of unit size.
+ROUNDING = 2e-5
+
+
+def make_inputs(B: int, T: int, H: int, G: int, D: int, nsa: NSAConfig, dtype, device, scale: float = 1.0, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    q = (torch.randn(B, T, H, D, generator=generator) * scale).to(device, dtype)
+    k = torch.randn(B, geometry.num_compressed(T, nsa), G, D, generator=generator).to(device, dtype)
+    lse = reference.compressed_attention(q.double(), k.double(), k.double(), nsa)[1].float()
+    return q, k, lse
+
+
+def assert_same_selection(blocks, q, k, lse, nsa):
+    """Equal to the definition in float64, but for blocks whose scores differ from the threshold by less than rounding."""
+    importance = reference.block_importance(q.double(), k.double(), lse.double(), nsa)
+    expected = reference.select_by_importance(importance, nsa)
+    assert blocks.dtype == torch.int32 and blocks.shape == expected.shape
+    for b, t, g in (blocks != expected).any(-1).nonzero().tolist():
+        ours, theirs = set(blocks[b, t, g].tolist()), set(expected[b, t, g].tolist())
+        assert len(ours - {-1}) == len(theirs - {-1})
+        scores = importance[b, t, g].tolist()
+        out, into = [scores[j] for j in theirs - ours], [scores[j] for j in ours - theirs]
+        assert max(out) - min(into) <= ROUNDING * max(out), f"query {t}: chose {sorted(ours)}, expected {sorted(theirs)}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES + (GPU_CASES if CUDA else []), ids=lambda c: "x".join(map(str, c[:5])))
+def test_matches_the_definition(case, dtype, device, poisoned):
+    *shape, nsa = case
+    q, k, lse = make_inputs(*shape, nsa, dtype, device)
+    blocks = select_blocks(q, k, lse, nsa)
+    assert_same_selection(blocks, q, k, lse, nsa)
+    # Ascending and distinct, then -1; the forced blocks are there.
+    order = torch.where(blocks < 0, 2**30, blocks)
+    assert ((order[..., 1:] > order[..., :-1]) | (blocks[..., 1:] < 0)).all()
+    own = torch.arange(q.shape[1], device=device) // nsa.l_sel
+    for forced in (torch.zeros_like(own), own, (own - 1).clamp_min(0)):
+        assert (blocks == forced[None, :, None, None]).any(-1).all()
+
+
+@pytest.mark.parametrize("case", [*CASES[:4], *(GPU_CASES[:3] if CUDA else [])], ids=lambda c: "x".join(map(str, c[:5])))
+def test_the_choice_is_the_same_without_tf32_products(case, device, poisoned, monkeypatch):
+    """What Triton 3.2 compiles."""
+    *shape, nsa = case
+    x = make_inputs(*shape, nsa, torch.float16, device)
+    blocks = select_blocks(*x, nsa)
+    monkeypatch.setattr(block_topk, "CAN_COMPILE_TF32_SHIFT", False)
+    assert torch.equal(select_blocks(*x, nsa), blocks)
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids=lambda c: "x".join(map(str, c[:5])))
+def test_ties_go_to_the_lower_index(case, device):
+    """With q = 0 every visible block weighs the same, so inner selection blocks tie exactly."""
+    *shape, nsa = case
+    q, k, lse = make_inputs(*shape, nsa, torch.float32, device, scale=0.0)
+    lse = torch.zeros_like(lse)  # p = 1 exactly: no rounding is left to break a tie
+    assert torch.equal(select_blocks(q, k, lse, nsa), reference.select_blocks(q, k, lse, nsa))
+
+
+@pytest.mark.parametrize("case", SEVERAL_TILES, ids=lambda c: "x".join(map(str, c[:5])))
+def test_of_two_equals_the_higher_gives_way_to_a_better_block(case, device):
+    """Every compressed block weighs exactly 0 or 1 for a head, so scores are small whole numbers and ties are everywhere,
+    between blocks that have a place already and better ones that come after them.
+
+    Where all scores are equal, as above, nothing is ever put out of its place."""
+    B, T, H, G, D, nsa = case
+    generator = torch.Generator().manual_seed(3)
+    q = torch.zeros(B, T, H, D)
+    q[..., 0] = torch.rand(B, T, H, generator=generator) < 0.8
+    k = torch.zeros(B, geometry.num_compressed(T, nsa), G, D)
+    k[..., 0] = -6e4 * (torch.rand(k.shape[:3], generator=generator) < 0.6)  # exp of it, scaled, is 0
+    q, k, lse = q.to(device), k.to(device), torch.zeros(B, T, H, device=device)
+    importance = reference.block_importance(q.double(), k.double(), lse.double(), nsa)
+    assert torch.equal(importance * nsa.d, (importance * nsa.d).round())
+    expected = reference.select_by_importance(importance, nsa)
+    # The same choice with ties to the higher index differs for many queries.
+    blocks = torch.arange(importance.shape[-1], device=device)
+    others = reference.select_by_importance(importance + 1e-3 * blocks, nsa)
+    assert (others != expected).any(-1).double().mean() > 0.2
+    assert torch.equal(select_blocks(q, k, lse, nsa), expected)
+
+
+def test_the_choice_is_causal_bit_for_bit(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
+    T, cut = 150, 90
+    q, k, lse = make_inputs(1, T, 6, 2, 32, nsa, torch.float32, device)
+    for future in (37.0, float("inf"), float("nan")):
+        changed = k.clone()
+        changed[:, geometry.num_compressed(cut, nsa) :] = future
+        assert torch.equal(select_blocks(q, k, lse, nsa)[:, :cut], select_blocks(q, changed, lse, nsa)[:, :cut])
+
+
+def test_large_logits_do_not_overflow(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=5)
+    q, k, lse = make_inputs(1, 200, 4, 1, 32, nsa, torch.float32, device, scale=60.0)
+    blocks = select_blocks(q, k, lse, nsa)
+    assert (blocks >= 0).sum(-1).eq(((torch.arange(200, device=device) // 8) + 1).clamp_max(5)[None, :, None]).all()
+
+
+def test_runs_are_bit_identical_and_strides_do_not_matter(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
+    q, k, lse = make_inputs(2, 120, 6, 2, 32, nsa, torch.float16, device)
+    first = select_blocks(q, k, lse, nsa)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, lse)]
+    for arguments in ((q, k, lse), strided):
+        for _ in range(20 if CUDA else 1):
+            assert torch.equal(first, select_blocks(*arguments, nsa))
+
+
+# B, T, G, D, geometry: one head per group and compressed blocks side by side. As many strides as are taken at once, fewer,
+# more, and no whole number of times as many; more selection blocks than a step takes, and as many as there are places.
+ALONE = [
+    (2, 77, 2, 32, NSAConfig(l=4, d=4, l_sel=16, n_sel=4)),
+    (1, 411, 1, 64, NSAConfig(l=1, d=1, l_sel=16, n_sel=5)),
+    (1, 700, 1, 16, NSAConfig(l=2, d=2, l_sel=32, n_sel=6)),
+    (1, 333, 3, 32, NSAConfig(l=4, d=4, l_sel=48, n_sel=5)),
+    (1, 300, 1, 48, NSAConfig(l=16, d=16, l_sel=16, n_sel=7)),
+    (1, 130, 1, 32, NSAConfig(l=8, d=8, l_sel=16, n_sel=3)),
+    (2, 1, 1, 32, NSAConfig(l=8, d=8)),
+]
+GPU_ALONE = [
+    (2, 2500, 2, 64, NSAConfig(l=8, d=8)),
+    (1, 20000, 2, 64, NSAConfig(l=2, d=2)),
+    (1, 9000, 2, 128, NSAConfig(l=1, d=1, n_sel=32)),
+    (1, 5000, 1, 192, NSAConfig(l=4, d=4)),
+]
+
+
+# The interpreter warns of what a GPU computes in silence: log2(0) of a query that sees no block, and what comes of NaN.
+of_no_block = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|All-NaN slice) encountered:RuntimeWarning")
+
+
+@of_no_block
+@pytest.mark.parametrize("scale", [1.0, 30.0], ids=["even", "sharp"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ALONE + (GPU_ALONE if CUDA else []), ids=lambda c: "x".join(map(str, c[:4])))
+def test_one_head_with_blocks_side_by_side_needs_no_lse(case, dtype, scale, device, poisoned):
+    """Sharp: beside the largest importance most are below float32's smallest number, and are told apart all the same."""
+    B, T, G, D, nsa = case
+    q, k, lse = make_inputs(B, T, G, G, D, nsa, dtype, device, scale)
+    blocks = select_blocks(q, k, None, nsa)
+    assert_same_selection(blocks, q, k, lse.double(), nsa)
+    assert torch.equal(blocks, attention.score_and_select_blocks(q, k, nsa, backend="triton"))
+
+
+@of_no_block
+@pytest.mark.parametrize("case", ALONE[:4], ids=lambda c: "x".join(map(str, c[:4])))
+def test_without_an_lse_ties_go_to_the_lower_index(case, device):
+    """All keys of a selection block score -1000, or all -1001: sums of as many equal keys are equal to the bit."""
+    B, T, G, D, nsa = case
+    q, k = torch.zeros(B, T, G, D), torch.zeros(B, geometry.num_compressed(T, nsa), G, D)
+    q[..., 0] = D**0.5
+    generator = torch.Generator().manual_seed(3)
+    per_block = nsa.l_sel // nsa.d
+    few = torch.rand(B, geometry.num_selection(T, nsa), G, generator=generator) < 0.4
+    k[..., 0] = -1000 - few.repeat_interleave(per_block, 1)[:, : k.shape[1]].float()
+    q, k = q.to(device), k.to(device)
+    lse = torch.full(q.shape[:3], -1000.0, dtype=torch.float64, device=device)
+    importance = reference.block_importance(q.double(), k.double(), lse, nsa)
+    assert torch.equal(select_blocks(q, k, None, nsa), reference.select_by_importance(importance, nsa))
+
+
+@of_no_block
+def test_without_an_lse_the_choice_is_causal_bit_for_bit(device):
+    nsa = NSAConfig(l=4, d=4, l_sel=16, n_sel=5)
+    T, cut = 250, 150
+    q, k, _ = make_inputs(1, T, 2, 2, 32, nsa, torch.float32, device)
+    for future in (37.0, -1e30, float("inf"), float("nan")):
+        changed = k.clone()
+        changed[:, geometry.num_compressed(cut, nsa) :] = future
+        assert torch.equal(select_blocks(q, k, None, nsa)[:, :cut], select_blocks(q, changed, None, nsa)[:, :cut])
+
+
+def test_several_heads_or_overlapping_blocks_get_their_lse(device):
+    for heads, nsa in ((4, NSAConfig(l=4, d=4, l_sel=16, n_sel=5)), (2, NSAConfig(l=8, d=4, l_sel=16, n_sel=5))):
+        q, k, lse = make_inputs(1, 200, heads, 2, 32, nsa, torch.float32, device)
+        assert_same_selection(select_blocks(q, k, None, nsa), q, k, lse.double(), nsa)
+
+
+def test_the_operator_is_well_formed_and_compiles(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
+    q, k, lse = make_inputs(1, 60, 2, 1, 32, nsa, torch.float32, device)
+    torch.library.opcheck(torch.ops.nsa_lab.select_blocks.default, (q, k, lse, 8, 4, 8, 4))
+    compiled = torch.compile(lambda *x: select_blocks(*x, nsa), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q.requires_grad_(), k, lse), select_blocks(q, k, lse, nsa))
+    q, k, _ = make_inputs(1, 60, 2, 2, 32, nsa, torch.float32, device)
+    torch.library.opcheck(torch.ops.nsa_lab.select_blocks.default, (q, k, None, 4, 4, 8, 4))
+
+
+def test_refusals_name_the_limit(device):
+    nsa = NSAConfig(l=8, d=4, l_sel=8, n_sel=4)
+    q, k, lse = make_inputs(1, 40, 2, 1, 32, nsa, torch.float32, device)
+    with pytest.raises(NotImplementedError, match="at most"):
+        select_blocks(q, k, lse, nsa.model_copy(update={"n_sel": 65}))
+    with pytest.raises(ValueError, match="lse"):
+        attention.select_blocks(q, k, lse[:, 1:], nsa.model_copy(update={"l_sel": 16}), backend="triton")

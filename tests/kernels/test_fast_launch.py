@@ -1,0 +1,276 @@
+"""Which launches share a kernel, and when kernels are compiled together; test_compiling.py asks Triton itself."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+
+from nsa_lab.attention.kernels import fast_launch, parallel_compile
+
+
+class FakeCompiledKernel(CompiledKernel):
+    def __init__(self, launches: list[tuple[object, ...]]) -> None:
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return lambda *args: self.launches.append((self, grid, args))
+
+
+class FakeKernel:
+    """What triton.jit gives, with two parameters and two constants."""
+
+    __name__ = "kernel"
+    arg_names = ("x", "n", "SIZE", "ADD")
+    params = tuple(SimpleNamespace(is_constexpr=name.isupper()) for name in arg_names)
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[object, ...]] = []
+        self.bound = 0
+
+    def __getitem__(self, grid):
+        def bind(*args, **options):
+            self.bound += 1
+            return FakeCompiledKernel(self.launches)
+
+        return bind
+
+    def run(self, *args, grid, warmup, **options):
+        assert warmup
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(fast_launch, "CAN_CACHE_LAUNCHES", True)
+    monkeypatch.setattr(fast_launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0)))
+    return fast_launch.CachedLauncher(FakeKernel())
+
+
+ROWS = torch.zeros(64, dtype=torch.float16)
+
+
+def launch(kernel, x=ROWS, n=48, size=4, add=True, **options):
+    kernel[(3,)](x, n, ADD=add, SIZE=size, **options)
+
+
+def test_a_second_launch_takes_the_kernel_of_the_first_with_all_arguments_in_their_order(kernel):
+    launch(kernel, n=48)
+    launch(kernel, ROWS[16:], n=160)
+    assert kernel.kernel.bound == 1
+    [(_, grid, (x, *rest))] = kernel.kernel.launches
+    assert grid[:3] == (3, 1, 1) and x.data_ptr() == ROWS[16:].data_ptr() and rest == [160, 4, True]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": ROWS[1:]},  # an address that 16 does not divide
+        {"x": ROWS.float()},
+        {"x": None},
+        {"n": 47},
+        {"n": 1},
+        {"n": 2**31},
+        {"size": 8},
+        {"add": False},
+        {"num_warps": 8},
+    ],
+)
+def test_what_triton_compiles_anew_is_not_launched_as_what_was_compiled(kernel, other):
+    launch(kernel)
+    launch(kernel, **other)
+    assert kernel.kernel.bound == 2 and kernel.kernel.launches == []
+
+
+def test_one_is_another_kind_than_other_odd_numbers(kernel):
+    launch(kernel, n=47)
+    launch(kernel, n=1)
+    launch(kernel, n=49)
+    assert kernel.kernel.bound == 2 and len(kernel.kernel.launches) == 1
+
+
+def test_a_kernel_that_another_gpu_loaded_is_not_launched(kernel, monkeypatch):
+    launch(kernel)
+    monkeypatch.setattr(fast_launch.driver.active, "get_current_device", lambda: 1)
+    launch(kernel)
+    assert kernel.kernel.bound == 2
+
+
+def test_tensors_of_another_gpu_are_launched_there(kernel, monkeypatch):
+    here = [0]
+    monkeypatch.setattr(fast_launch.driver.active, "get_current_device", lambda: here[-1])
+    monkeypatch.setattr(fast_launch, "_device", lambda args: 1)
+
+    class Device:
+        def __init__(self, number):
+            here.append(number)
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            here.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    launch(kernel)
+    assert here == [0] and next(iter(kernel._compiled))[0] == 1
+
+
+def test_an_older_triton_binds_every_launch(kernel, monkeypatch):
+    monkeypatch.setattr(fast_launch, "CAN_CACHE_LAUNCHES", False)
+    launch(kernel)
+    launch(kernel)
+    assert kernel.kernel.bound == 2
+
+
+def test_nothing_is_launched_within(kernel):
+    launch(kernel)
+    with fast_launch.disable_launches():
+        launch(kernel)
+    assert kernel.kernel.bound == 1 and kernel.kernel.launches == []
+    launch(kernel)
+    assert len(kernel.kernel.launches) == 1
+
+
+def test_a_parameter_by_keyword_is_refused(kernel):
+    """It would be part of what was compiled, and kept alive."""
+    with pytest.raises(TypeError, match="kernel: expected all of x, n by position"):
+        kernel[(3,)](ROWS, n=48, SIZE=4, ADD=True)
+
+
+def test_what_is_equal_and_of_another_type_is_another_kind(kernel):
+    for n in (16, True, 1.0):
+        launch(kernel, n=n)
+    assert kernel.kernel.bound == 3
+
+
+def test_a_constant_before_a_parameter_is_refused():
+    class Mixed(FakeKernel):
+        arg_names = ("x", "SIZE", "n")
+        params = tuple(SimpleNamespace(is_constexpr=name.isupper()) for name in arg_names)
+
+    with pytest.raises(TypeError, match=r"kernel: expected all tl\.constexpr behind"):
+        fast_launch.CachedLauncher(Mixed())
+
+
+def test_a_first_call_of_its_kind_is_compiled_together(monkeypatch):
+    done = []
+    monkeypatch.setattr(parallel_compile, "IS_INTERPRETED", False)
+    monkeypatch.setattr(parallel_compile, "CAN_COMPILE_IN_PARALLEL", True)
+    monkeypatch.setattr(parallel_compile, "compile_in_parallel", lambda work, threads: done.append("compiled"))
+
+    @parallel_compile.compile_before_first_call
+    def compute(q, k, v, w, documents):
+        done.append("computed")
+
+    def call(T=300, heads=4, w=8, documents=None):
+        compute(*(torch.zeros(1, T, n, 16) for n in (heads, 2, 2)), w, documents)
+
+    call()
+    call(T=290)
+    assert done == ["compiled", "computed", "computed"]
+    for other in ({"heads": 8}, {"T": 3000}, {"w": 64}, {"documents": torch.zeros(2)}):
+        done.clear()
+        call(**other)
+        call(**other)
+        assert done == ["compiled", "computed", "computed"], other
+    done.clear()
+    with fast_launch.disable_launches():
+        call(heads=2)
+    assert done == ["computed"]
+
+
+@pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
+def test_a_kernel_that_does_not_compile_leaves_no_mode_behind():
+    """Triton would compile nothing more in this thread."""
+
+    def queue() -> None:
+        def fails():
+            raise ZeroDivisionError
+
+        parallel_compile._active_mode.get().submit("key", fails, lambda kernel: None)
+
+    with pytest.raises(ZeroDivisionError):
+        parallel_compile.compile_in_parallel(queue, n_threads=1)
+    assert parallel_compile._active_mode.get() is None and fast_launch.is_launch_enabled()
+    assert parallel_compile.compile_in_parallel(lambda: None, n_threads=1) == 0
+    assert parallel_compile.compile_in_parallel(queue, n_threads=1, ignore_errors=True) == 1
+
+
+class FakeDriver:
+    """A GPU, as Triton sees it, which launches if it has a launcher."""
+
+    get_current_device = staticmethod(lambda: 3)
+
+    def __init__(self, launches: bool) -> None:
+        if launches:
+            self.launcher_cls = object
+
+
+def run_compile_in_parallel(monkeypatch, launches: bool, make, **options) -> int:
+    """`compile_ahead` of three kernels whose launchers are made by `make`."""
+
+    class Compiled(int):
+        run = property(make)
+
+    def queue() -> None:
+        for number in range(3):
+            parallel_compile._active_mode.get().submit(number, lambda number=number: Compiled(number), lambda kernel: None)
+
+    monkeypatch.setattr(parallel_compile, "driver", SimpleNamespace(active=FakeDriver(launches)))
+    return parallel_compile.compile_in_parallel(queue, n_threads=2, **options)
+
+
+@pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
+@pytest.mark.parametrize("launches", [True, False])
+def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch, launches):
+    """Where there is a GPU, and on that which is the current one of the thread that asks."""
+    made, devices = [], []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: devices.append(device) or contextlib.nullcontext())
+    assert run_compile_in_parallel(monkeypatch, launches, made.append) == 3
+    assert (sorted(made), devices) == (([0, 1, 2], [3] * 3) if launches else ([], []))
+
+
+@pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
+def test_a_kernel_without_room_on_the_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+
+    def make(number: int) -> None:
+        if number == 1:
+            raise MemoryError("shared memory")
+
+    with pytest.raises(MemoryError, match="shared memory"):
+        run_compile_in_parallel(monkeypatch, True, make)
+    assert run_compile_in_parallel(monkeypatch, True, make, ignore_errors=True) == 3
+
+
+@pytest.mark.skipif(not parallel_compile.CAN_COMPILE_IN_PARALLEL, reason="a Triton without AsyncCompileMode")
+def test_within_a_mode_of_somebody_else_nothing_is_compiled_together(monkeypatch):
+    monkeypatch.setattr(parallel_compile, "IS_INTERPRETED", False)
+    monkeypatch.setattr(parallel_compile, "compile_in_parallel", pytest.fail)
+    compute = parallel_compile.compile_before_first_call(lambda *args: len(args))
+    token = parallel_compile._active_mode.set(object())
+    try:
+        assert compute(*(torch.zeros(1, 9, 2, 16) for _ in range(3))) == 3
+    finally:
+        parallel_compile._active_mode.reset(token)
+
+
+def test_a_first_call_that_failed_is_compiled_together_again(monkeypatch):
+    monkeypatch.setattr(parallel_compile, "IS_INTERPRETED", False)
+    monkeypatch.setattr(parallel_compile, "CAN_COMPILE_IN_PARALLEL", True)
+    monkeypatch.setattr(parallel_compile, "_is_compiling", lambda: False)
+    tried = []
+
+    def fails(work, threads):
+        tried.append(threads)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parallel_compile, "compile_in_parallel", fails)
+    compute = parallel_compile.compile_before_first_call(lambda *args: None)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            compute(*(torch.zeros(1, 9, 2, 16) for _ in range(3)))
+    assert len(tried) == 2

@@ -1,0 +1,234 @@
+"""Documents one after another in a row: each is computed as if it were alone, and nothing of it reaches another. Chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import packings
+import pytest
+import torch
+import triton
+import triton.language as tl
+from attention_inputs import Inputs, to_lists
+from layout_cases import Case, compute_actual, compute_error, compute_expected, draw_weights
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nsa_lab import attention
+from nsa_lab.attention import Span, kernels, reference
+from nsa_lab.attention.kernels.band.launch import band_attention
+from nsa_lab.attention.kernels.packed_tiles import PackedBounds, find_document_of_row, find_document_of_tile
+from nsa_lab.attention.kernels.selected import launch as selected
+from nsa_lab.attention.kernels.selected import workspace_pieces
+from nsa_lab.config import NSAConfig
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+NSA = NSAConfig(l=8, d=4, l_sel=16, n_sel=4, w=13)
+# None, one token, fewer than a compressed block, and past the edge of a block, where a tile of queries has 32 rows.
+LENGTHS = (1, 17, 0, 5)
+
+
+def make_cu_seqlens(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def make_case(lengths: tuple[int, ...], capacity: int | None, h: int, G: int = 1) -> Case:
+    span = Span.packed(make_cu_seqlens(*lengths), capacity)
+    return Case(NSA, span, (0,) * len(lengths), lengths, 1, G=G, h=h, d_k=32, d_v=32, seed=5)
+
+
+@triton.jit
+def _find(bounds_ptr, others_ptr, found_ptr, row_ptr, documents, EACH: tl.constexpr, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    document, own, first, tokens, other_first, others = find_document_of_tile(
+        bounds_ptr, others_ptr, documents, tile, EACH, TILE
+    )
+    if own * TILE < tokens * EACH:
+        tl.store(found_ptr + tile * 5, document)
+        tl.store(found_ptr + tile * 5 + 1, first * EACH + own * TILE)
+        tl.store(found_ptr + tile * 5 + 2, tokens)
+        tl.store(found_ptr + tile * 5 + 3, other_first)
+        tl.store(found_ptr + tile * 5 + 4, others)
+    if tile < tl.load(bounds_ptr + documents):
+        tl.store(row_ptr + tile, find_document_of_row(bounds_ptr, documents, tile))
+
+
+FEW = (0, 5, 0, 0, 1, 8, 3, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(6,), FEW, FEW * 7, FEW * 8, (0, 0, 1, 0) * 520], ids=lambda lengths: f"{len(lengths)}_documents"
+)
+def test_every_tile_of_every_document_has_one_program(lengths: tuple[int, ...], device: torch.device) -> None:
+    """Of one document, and of as many as take no search, one and two before what is left is loaded; any may have no token.
+
+    With its place, the document's rows, and where it lies among compressed keys.
+    """
+    each, tile = 3, 2
+    span = Span.packed(make_cu_seqlens(*lengths))
+    table = span.row_bounds(NSA, device)
+    rows = PackedBounds(table[0], table[0], table.shape[1] - 1, 0)
+    programs = max(rows.count_tiles(span.n_queries * each, tile), span.n_queries)
+    found = torch.full((programs, 5), -1, dtype=torch.int64, device=device)
+    owners = torch.full((span.n_queries,), -1, dtype=torch.int64, device=device)
+    _find[(programs,)](table[0], table[1], found, owners, rows.n_documents, EACH=each, TILE=tile)
+    expected = [
+        [number, row, document.end, compressed.start, compressed.stop - compressed.start]
+        for number, (document, compressed) in enumerate(zip(span.documents, span.compressed_rows(NSA), strict=True))
+        for row in range(document.query_rows.start * each, document.query_rows.stop * each, tile)
+    ]
+    assert [place for place in found.tolist() if place[0] >= 0] == expected
+    assert owners.tolist() == span.query_document_ids().tolist()
+
+
+def test_what_launches_need_is_counted_on_the_cpu() -> None:
+    """Rows of documents, and of their compressed keys, each row of the table 16 bytes or a multiple."""
+    span = Span.packed(make_cu_seqlens(9, 0, 21), capacity=6)
+    table = span.row_bounds(NSA, torch.device("cpu"))
+    assert table.tolist() == [[0, 9, 9, 30, 30, 30, 30, 30], [0, 1, 1, 5, 5, 5, 5, 5]] and table.dtype == torch.int32
+    assert span.row_bounds(NSA, torch.device("cpu")) is table
+    alone = Span.packed(make_cu_seqlens(9, 0, 21)).row_bounds(NSA, torch.device("cpu"))
+    assert alone.tolist() == [[0, 9, 9, 30], [0, 1, 1, 5]]
+    # What is compiled for follows the total with a capacity, and else the longest document's power of two.
+    q = torch.empty(1)
+    assert [kernels._get_layout_args(s, NSA, q)[1] for s in (span, Span.packed(make_cu_seqlens(9, 0, 21)))] == [30, 30]
+    assert kernels._get_layout_args(Span.packed(make_cu_seqlens(40, 9, 21)), NSA, q)[1] == 64
+
+
+# Interpreted, kernel by kernel.
+
+
+def run_operator(case: Case, x: Inputs, weight: torch.Tensor) -> tuple[torch.Tensor, Inputs]:
+    """The operator, and the gradients of its weighted sum."""
+    x = x.map(lambda y: y.detach().to(DEVICE).requires_grad_())
+    out = attention.nsa_attention(*x, case.nsa, backend="triton", span=case.span)
+    return out.detach().cpu(), Inputs(*torch.autograd.grad((out * weight.to(DEVICE)).sum(), x)).map(torch.Tensor.cpu)
+
+
+def assert_gradients(grads: Inputs, exact: dict[str, np.ndarray]) -> None:
+    """Those of padded rows are zero."""
+    for name, grad in grads._asdict().items():
+        true = exact[name]
+        assert (grad[:, true.shape[1] :] == 0).all(), name
+        assert compute_error(grad[:, : true.shape[1]].double(), true) < 1e-5, name
+
+
+@pytest.mark.slow
+def test_each_part_equals_brute_force(poisoned, monkeypatch) -> None:
+    """Outputs, LSEs and blocks, and the gradients of both."""
+    case = make_case(LENGTHS, None, h=2)
+    exact = case.inputs()
+    x, weights = exact.map(torch.Tensor.float), draw_weights(case, exact)
+    results, blocks, gradients = compute_expected(case, x.map(torch.Tensor.double), weights)
+    # The whole is the next test's; here the definition's, of which the gradients are the truth's, too.
+    monkeypatch.setattr(attention, "nsa_attention", lambda *y, backend, span: reference.nsa_attention(*y, span=span))
+    mine, chosen, grads = compute_actual(case, x, {name: y.float() for name, y in weights.items()}, "triton")
+    assert to_lists(chosen) == blocks
+    for name, y in mine.items():
+        assert compute_error(y.double(), results[name]) < 1e-5, name
+    assert_gradients(grads, gradients)
+
+
+# Scores of the poisoned neighbour overflow, which the interpreter says.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+def test_the_whole_equals_brute_force_and_a_neighbour_changes_no_bit(poisoned, monkeypatch) -> None:
+    """With an inverted index. Large finite values in all rows of a document leave outputs and gradients of those on both
+    sides as they are."""
+    monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    case = make_case(LENGTHS, 4, h=2)
+    exact = case.inputs()
+    x = exact.map(torch.Tensor.float)
+    weights = {name: y * (name == "mixed") for name, y in draw_weights(case, exact).items()}
+    results, _, gradients = compute_expected(case, x.map(torch.Tensor.double), weights)
+    out, grads = run_operator(case, x, weights["mixed"].float())
+    assert compute_error(out.double(), results["mixed"]) < 1e-5
+    assert_gradients(grads, gradients)
+    assert_no_bit_changes(case, x, weights["mixed"].float(), out, grads)
+
+
+def assert_no_bit_changes(case: Case, x: Inputs, weight: torch.Tensor, out: torch.Tensor, grads: Inputs) -> None:
+    rows = {
+        name: (case.span.compressed_rows(NSA)[1] if name.endswith("_cmp") else case.span.documents[1].query_rows)
+        for name in ("mixed", *x._fields)
+    }
+    spoilt = x.map(torch.clone)
+    for name, y in spoilt._asdict().items():
+        y[:, rows[name]] = 0.5 if name == "gates" else 1e18
+    after, new = run_operator(case, spoilt, weight)
+    for name, y, z in [("mixed", out, after), *zip(x._fields, grads, new, strict=True)]:
+        others = torch.ones(y.shape[1], dtype=torch.bool)
+        others[rows[name]] = False
+        assert torch.equal(y[:, others], z[:, others]), name
+        assert not torch.equal(y[:, rows[name]], z[:, rows[name]]), name
+
+
+@pytest.mark.slow
+def test_in_pieces_as_in_one(device, monkeypatch, poisoned) -> None:
+    """A piece ends inside a document, and the next goes on with it."""
+    monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    case = make_case((10, 0, 7), None, h=1)
+    x = case.inputs(torch.float32).map(lambda y: y.to(device).requires_grad_())
+    table, longest, _ = kernels._get_layout_args(case.span, NSA, x.q)
+    blocks = torch.tensor([0, -1, -1, -1], dtype=torch.int32, device=device).expand(1, 17, 1, 4)
+
+    def run():
+        out, lse = selected.selected_attention(x.q, x.k_sel, x.v_sel, blocks, NSA.l_sel, table, longest)
+        return out, lse, *torch.autograd.grad((out, lse), (x.q, x.k_sel, x.v_sel), (out.detach(), lse.detach()))
+
+    whole = run()
+    cut = [workspace_pieces.Piece(0, 1, 0, 1, 0, 6), workspace_pieces.Piece(0, 1, 0, 1, 6, 17)]
+    monkeypatch.setattr(selected, "cut", lambda *_: cut)
+    monkeypatch.setattr(selected, "should_sort_items", lambda *_: True)
+    for a, b in zip(whole, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "start", "length"), [("union", 41, 9), ("gather", 60, 1)])
+def test_a_chunk_is_computed_forward(strategy: str, start: int, length: int, poisoned, monkeypatch) -> None:
+    if strategy == "gather":
+        monkeypatch.setattr(selected, "UNION_TOKENS", 0)
+    case = Case(NSA, Span.chunk(start, length), (start,), (length,), 2, G=1, h=2, d_k=32, d_v=32, seed=5)
+    x = case.inputs(torch.float32)
+    exact = reference.nsa_attention(*x.map(torch.Tensor.double), NSA, span=case.span)
+    x = x.map(lambda y: y.to(DEVICE))
+    out = attention.nsa_attention(*x, NSA, backend="triton", span=case.span)
+    torch.testing.assert_close(out.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+    x.q.requires_grad_()
+    with pytest.raises(NotImplementedError, match=rf"no gradients of Span.chunk\({start}, \.\.\.\); use backend='torch'"):
+        attention.window_attention(x.q, x.k_win, x.v_win, NSA, backend="triton", span=case.span)[0].sum().backward()
+
+
+@pytest.mark.slow
+def test_one_compiled_graph_serves_all_documents(device) -> None:
+    """With a capacity nothing but the table changes, and that is an input: no break, no second compilation."""
+    x = make_case((17,), None, h=1).inputs(torch.float32).map(lambda y: y.to(device))
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(table: torch.Tensor) -> torch.Tensor:
+        return band_attention(x.q, x.k_win, x.v_win, 1, 1, NSA.w, table, 17)[0]
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for lengths in ((12, 5), (2, 0, 15)):
+        table = Span.packed(make_cu_seqlens(*lengths), capacity=3).row_bounds(NSA, device)
+        assert torch.equal(compiled(table), attend(table))
+    assert counter.frame_count == 1
+
+
+# Interpreted, a packing takes from ten seconds to a minute: make test meets the quickest configuration.
+QUICKEST = 7
+NUMBERS = [
+    pytest.param(number, marks=pytest.mark.slow if CUDA or number == QUICKEST else pytest.mark.soak)
+    for number in range(len(packings.CONFIGURATIONS))
+]
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize("number", NUMBERS)
+def test_random_packings_are_documents_alone(number: int) -> None:
+    """On a CPU small ones, one of each configuration. More, on a GPU: python tests/kernels/packings.py 1000."""
+    c = packings.CONFIGURATIONS[number]
+    sizes = (packings.MAX_DOCUMENTS, packings.MAX_TOKENS) if CUDA else (4, 40)
+    for seed in range(2) if CUDA else (number,):
+        found = packings.check(seed, c if CUDA else packings.replace_bfloat16(c), *sizes)
+        assert all(error <= 1 for error in found.values()), found

@@ -1,0 +1,103 @@
+"""Notebooks that train, through papermill with params/ci.yaml: again, killed, with mistakes. The others: `make nbval`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from papermill.exceptions import PapermillExecutionError
+
+from nsa_lab.config import RunConfig
+from nsa_lab.runs import lifecycle
+
+from .conftest import CELL_TIMEOUT_S, CI, ROOT, pictures, printed, status
+
+
+@pytest.mark.slow
+def test_training_again_and_its_health(execute, tmp_path):
+    outputs = tmp_path / "runs"
+    first = execute("04_production_run", **CI, outputs=str(outputs))
+    (run,) = outputs.iterdir()
+    assert status(run) == "DONE" and run.name.startswith("ci-")
+    assert "new run" in printed(first) and "a trial, and no fault in it" in printed(first)
+    assert len(pictures(first)) >= 7
+
+    again = execute("04_production_run", cwd=ROOT / "notebooks", **CI, outputs=str(outputs))
+    assert list(outputs.iterdir()) == [run]
+    assert "this run is finished" in printed(again)
+
+    # As `nsa-lab run` calls it: the run directory alone.
+    shown = execute("03_smoke_training", run_dir=str(run))
+    assert "this run is finished" in printed(shown)
+
+    twin = lifecycle.ensure(RunConfig.from_yaml(ROOT / "params" / "ci.yaml", {"model.attention": "dense"}), outputs)
+    assert lifecycle.wait(twin, CELL_TIMEOUT_S) and status(twin) == "DONE"
+    health = execute("05_health_analysis", run_dir=str(run), other_run=str(twin))
+    for line in (
+        "every step once",
+        "as good as dense",
+        "time as planned: the plan named no speed",
+        "Is the gate alive?",
+        "twins: the same configuration but for attention",
+        "decoding is the model: step-00000020",
+        "their number",
+    ):
+        assert line in printed(health) + str(health.cells), line
+    assert any("Blocks selected" in output["metadata"]["image/png"]["alt"] for output in pictures(health))
+
+
+@pytest.mark.slow
+def test_papermill_alone_and_a_killed_kernel_leave_the_trainer_alone(tmp_path, execute):
+    outputs = tmp_path / "runs"
+    parameters = {**CI, "train": {**CI["train"], "steps": 150, "save_every": 50}}
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        ROOT / "notebooks" / "04_production_run.ipynb",
+        tmp_path / "out.ipynb",
+        "-f",
+        ROOT / "params" / "ci.yaml",
+        "-y",
+        f"{{train: {parameters['train']}}}",
+        "-p",
+        "outputs",
+        outputs,
+    ]
+    notebook = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        run = _first_run(outputs, notebook)
+        (kernel,) = [child for child in psutil.Process(notebook.pid).children() if "ipykernel" in " ".join(child.cmdline())]
+        os.kill(kernel.pid, signal.SIGKILL)
+        assert notebook.wait(60) != 0
+    finally:
+        notebook.kill()
+    again = execute("04_production_run", **parameters, outputs=str(outputs))
+    assert list(outputs.iterdir()) == [run]
+    assert status(run) == "DONE"
+    assert "attached to the run" in printed(again) or "this run is finished" in printed(again)
+    assert "none lost, none doubled; one attempt" in printed(again)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_one_line_in_the_notebook_and_leaves_nothing(execute, tmp_path):
+    outputs = tmp_path / "runs"
+    data = {"source": "local", "path": "no/such/folder"}
+    with pytest.raises(PapermillExecutionError) as caught:
+        execute("03_smoke_training", name="ci", data=data, outputs=str(outputs), sample_tokens=1)
+    assert caught.value.ename == "Stop" and "no/such/folder" in caught.value.evalue
+    assert len(caught.value.traceback) == 1
+    assert not outputs.exists() or not list(outputs.iterdir())
+
+
+def _first_run(outputs, notebook):
+    deadline = time.monotonic() + CELL_TIMEOUT_S
+    while time.monotonic() < deadline and notebook.poll() is None:
+        for run in outputs.glob("ci-*"):
+            if (run / "events.jsonl").is_file() and '"kind":"step"' in (run / "events.jsonl").read_text():
+                return run
+        time.sleep(0.2)
+    raise AssertionError("the notebook started no run")

@@ -1,0 +1,163 @@
+"""A notebook that somebody sent may hold any markup; none of it runs or fetches anything on the page made of it."""
+
+from __future__ import annotations
+
+import base64
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from nsa_lab.report import export_notebook, find_external_loads, write_index
+from nsa_lab.report.sanitize import POLICY, sanitize_html
+
+HOSTILE = {
+    "a script": "<script>go()</script>",
+    "a script in a script": "<scr<script></script>ipt>go()</scr<script></script>ipt>",
+    "a script without an end": "<script>go()",
+    "a script spelt oddly": "<ScRiPt/x>go()</sCrIpT >",
+    "an svg with a handler after a slash": "<svg/onload=go()>",
+    "a script in an svg": "<svg><script>go()</script></svg>",
+    "an animated address": '<svg><a><animate attributeName=href values=javascript:go() /><text y="9">x</text></a></svg>',
+    "a handler after a slash": "<img/src=x/onerror=go()>",
+    "a handler after a line": "<img src=x\nonerror\n=\ngo()>",
+    "a handler behind a quoted bracket": '<b title="x>y" onclick=go()>b</b>',
+    "a handler that fires by itself": "<details open ontoggle=go()>x</details>",
+    "a handler in a tag without an end": '<img src="data:image/png;base64,AA" onerror=go() ',
+    "a javascript link": '<a href="javascript:go()">x</a>',
+    "a javascript link with holes": '<a href="jav&#x09;ascript&colon;go()">x</a>',
+    "a document in a link": '<a href="data:text/html,<script>go()</script>">x</a>',
+    "a frame": '<iframe srcdoc="&lt;script&gt;go()&lt;/script&gt;"></iframe>',
+    "an object": '<object data="https://far.example/x"></object><embed src="https://far.example/x">',
+    "a form": '<form action="https://far.example"><input name=q><button formaction="javascript:go()">x</button></form>',
+    "a base": '<base href="https://far.example/">',
+    "a refresh": '<meta http-equiv="refresh" content="0;url=https://far.example">',
+    "a sheet from afar": '<link rel=stylesheet href="https://far.example/x.css">',
+    "an import": '<style>@import "https://far.example/x.css";</style>',
+    "an escaped address in a style": r'<p style="background:u\72l(https://far.example/x)">x</p>',
+    "a background": '<table background="https://far.example/x"><tr><td>x</td></tr></table>',
+    "a set of pictures": '<img alt=x srcset="https://far.example/x 2x">',
+    "a film": '<video poster="https://far.example/x"><source src="https://far.example/y"></video>',
+    "an svg that changes its kind": '<svg></p><style><a id="</style><img src=1 onerror=go()>">',
+    "a formula that changes its kind": (
+        '<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=1 onerror=go()&gt;">'
+    ),
+    "a comment that ends early": "<!--><img src=x onerror=go()>-->",
+    "a noscript that ends in a title": '<noscript><p title="</noscript><img src=x onerror=go()>">',
+}
+ELEMENTS = (
+    {"html", "head", "meta", "title", "style", "body", "header", "main", "nav", "section", "details", "summary", "div", "p"}
+    | {"h1", "h2", "h3", "span", "a", "img", "pre", "code", "b", "i", "em", "strong", "ol", "ul", "li", "table", "thead"}
+    | {"tbody", "tr", "td", "th", "dl", "dt", "dd", "math", "mtext", "mrow", "mi", "mo", "mn", "msup", "mstyle"}
+)
+
+
+class Elements(HTMLParser):
+    """What of a page may run or fetch, judged by a list of its own."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.wrong: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ELEMENTS:
+            self.wrong.append(tag)
+        for name, value in attrs:
+            said = (value or "").strip()
+            allowed = {
+                "src": said.startswith("data:image/"),
+                "href": bool(re.match(r"https?://|#|mailto:|[\w.]+\.html$", said)),
+                "style": not re.search(r"[\\(@]", said),
+                "http-equiv": said == "Content-Security-Policy",
+            }
+            names = {
+                "id",
+                "class",
+                "alt",
+                "title",
+                "open",
+                "charset",
+                "content",
+                "name",
+                "lang",
+                "xmlns",
+                "display",
+                "role",
+            }
+            if not allowed.get(name, name in names or name.startswith("aria-")):
+                self.wrong.append(f"{tag} {name}={said}")
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_markup_is_taken_out_and_what_stands_around_it_stays(kind: str) -> None:
+    made = sanitize_html(f"<p>before</p>{HOSTILE[kind]}<p>after</p>")
+    assert Elements(made).wrong == [] and find_external_loads(made) == [] and made.startswith("<p>before</p>")
+    assert sanitize_html(made) == made, "nothing is left that would be read in another way the next time"
+
+
+# Broken on purpose, so that only a browser's own way of reading finds what they hold.
+BROKEN = ("script in a script", "changes its kind", "in a title", "tag without an end", "comment that ends early")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if not any(word in kind for word in BROKEN)])
+def test_what_a_page_would_load_is_named(kind: str) -> None:
+    assert find_external_loads(f"<p>before</p>{HOSTILE[kind]}")
+
+
+def test_no_cell_of_a_notebook_brings_anything_hostile_to_its_page(tmp_path: Path) -> None:
+    """As markup that was shown, in text, in a heading and so in the contents, in a formula, and as a drawing."""
+    cells = []
+    for number, hostile in enumerate(HOSTILE.values()):
+        shown = [
+            new_output("display_data", data={"text/html": f"{hostile}</div></main></body></html>{hostile}"}),
+            new_output("display_data", data={"text/markdown": hostile}),
+            new_output("display_data", data={"image/svg+xml": f"<svg>{hostile}</svg>"}),
+            new_output("display_data", data={"application/javascript": "go()"}),
+            new_output("stream", name="stdout", text=hostile),
+        ]
+        titled = f'<h2 id="t{number}"><b title="x>{hostile}">t</b></h2>\n\n## {hostile}\n\n$\\text{{{hostile}}}$'
+        cells += [new_markdown_cell(f"{titled}\n\n{hostile}\n\nkept {number}"), new_code_cell(hostile, outputs=shown)]
+    nbformat.write(new_notebook(cells=cells), tmp_path / "sent.ipynb")
+    page = export_notebook(tmp_path / "sent.ipynb").read_text(encoding="utf-8")
+    assert Elements(page).wrong == [] and find_external_loads(page) == []
+    assert page.count("</main>") == 1 and page.endswith("</main>\n</body>\n</html>\n")
+
+
+def test_what_a_page_must_show_stays(tmp_path: Path) -> None:
+    markup = (
+        '<h2 id="results">Results</h2><table class="dataframe"><thead><tr><th colspan="2" style="text-align:right">loss'
+        '</th></tr></thead><tbody><tr><td>1</td><td>2</td></tr></tbody></table><pre style="color:red">x &lt; y</pre>'
+        '<a href="#results">up</a><a href="https://example.org">far</a><details open=""><summary>more</summary>x</details>'
+        '<img alt="a curve" src="data:image/png;base64,AA==">'
+    )
+    assert sanitize_html(markup) == markup
+    drawing = '<svg xmlns="http://www.w3.org/2000/svg"><circle r="4"/></svg>'
+    shown = new_output("display_data", data={"image/svg+xml": drawing, "text/plain": "<Figure>"})
+    nbformat.write(new_notebook(cells=[new_code_cell("draw()", outputs=[shown])]), tmp_path / "drawn.ipynb")
+    page = export_notebook(tmp_path / "drawn.ipynb").read_text(encoding="utf-8")
+    assert f"data:image/svg+xml;base64,{base64.b64encode(drawing.encode()).decode()}" in page
+
+
+def test_a_picture_from_elsewhere_is_named_whatever_its_address() -> None:
+    far = 'https://far.example/x?a=1&b="<script>go()</script>'
+    made = sanitize_html(f"<img alt='a > b' src='{far}' width=3>")
+    assert Elements(made).wrong == []
+    assert made == (
+        '<span class="missing">[picture not embedded: '
+        "https://far.example/x?a=1&amp;b=&quot;&lt;script&gt;go()&lt;/script&gt;]</span>"
+    )
+
+
+def test_pages_forbid_the_browser_what_the_filter_takes_out(tmp_path: Path) -> None:
+    """The policy stands before everything that it is about."""
+    nbformat.write(new_notebook(cells=[new_markdown_cell("# x")]), tmp_path / "x.ipynb")
+    for page in (export_notebook(tmp_path / "x.ipynb"), write_index(tmp_path)):
+        text = page.read_text(encoding="utf-8")
+        (policy,) = re.findall(r'<meta [^>]*http-equiv="Content-Security-Policy"[^>]*>', text)
+        assert re.search(r'content="([^"]*)"', policy)[1].replace("&#39;", "'") == POLICY
+        assert text.index(policy) < text.index("<style") and "script" not in POLICY and "default-src 'none'" in POLICY

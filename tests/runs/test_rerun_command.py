@@ -1,0 +1,65 @@
+"""The command that trains a run anew: carried out as it stands, it gives the configuration that is meant."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from nsa_lab.config import RunConfig
+from nsa_lab.runs import directory, resolve
+from nsa_lab.runs.rerun_command import build_rerun_command
+
+STAGES = [{"steps": 9, "seq_len": 64, "batch_size": 2, "lr": rate} for rate in (0.5, 1e-4)]
+
+
+def lower_lr(config: RunConfig, rate: float) -> RunConfig:
+    sections = config.to_dict()
+    for stage in sections["train"].get("stages") or [sections["train"]]:
+        stage["lr"] = rate
+    return RunConfig.from_dict(sections)
+
+
+def run_command(command: str) -> RunConfig:
+    """What `nsa-lab run` makes of a line in a shell."""
+    program, run, name, *options = shlex.split(command)
+    assert (program, run) == ("nsa-lab", "run") and set(options[::2]) <= {"-p"}
+    return resolve.load_config(name, options[1::2])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["train.warmup_steps=3", "train.seed=3"],
+        ["train.lr=0.5", "data.documents=mask", "train.token_budget=null"],
+        ["data.source=local", "data.path=my texts/*.txt", 'data.text_column="1e3"', "runtime.gradient_checkpointing=true"],
+        ["train.lr=7", "nsa.phi=mlp", 'model.silent=["win"]'],
+    ],
+    ids=["none", "numbers", "keys that are not written", "texts", "a list"],
+)
+def test_every_setting_that_the_run_was_started_with_is_repeated(given: list[str], tmp_path: Path) -> None:
+    config = resolve.load_config("ci", given)
+    changed = lower_lr(config, 1e-3)
+    command = build_rerun_command(tmp_path / "ci-1", config, changed)
+    assert command.startswith("nsa-lab run ci -p train.lr=0.001")
+    assert run_command(command).hash() == changed.hash()
+    kept = [option for option in given if not option.startswith("train.lr") and not option.endswith("null")]
+    assert set(shlex.split(command)[5:]) - {"-p"} == set(kept)
+
+
+@pytest.mark.parametrize("name", ["no_preset", "smoke"])
+def test_where_the_preset_cannot_say_it_the_run_s_own_file_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options cannot take away the keys that stages have for themselves."""
+    config = RunConfig.from_dict({"name": name, "train": {"stages": STAGES, "seed": 7}})
+    run_dir = tmp_path / "outputs" / f"{name}-1"
+    run_dir.mkdir(parents=True)
+    (run_dir / directory.CONFIG).write_text(config.to_yaml(), encoding="utf-8")
+    changed = lower_lr(config, 1e-3)
+    command = build_rerun_command(run_dir, config, changed)
+    assert command.startswith(f"nsa-lab run outputs/{name}-1/config.yaml -p ")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(command).hash() == changed.hash()

@@ -1,0 +1,52 @@
+"""Which runs there are, and which is the latest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nsa_lab.runs import directory
+from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.resolve import find_run, list_run_dirs
+
+SECOND = 1_700_000_000  # 14 November 2023, 22:13:20 UTC
+
+
+def make_run(outputs: Path, name: str, changed: float) -> None:
+    (outputs / name).mkdir()
+    config = outputs / name / directory.CONFIG
+    config.touch()
+    os.utime(config, (changed, changed))
+
+
+def test_the_latest_run_is_the_one_made_last_whenever_its_files_were_written(tmp_path: Path) -> None:
+    """A clone writes all of them in one moment. Files decide within a second, and for folders of other names."""
+    make_run(tmp_path, "smoke-20240101T000000Z-00aa", SECOND + 1)
+    make_run(tmp_path, "a_sweep.dense.s0-20231231T235959Z-ffff", SECOND + 9)
+    make_run(tmp_path, "smoke-20240101T000000Z-ff00", SECOND)
+    make_run(tmp_path, "by_hand", SECOND)
+    make_run(tmp_path, "from_1700-20231114T221321Z-0000", SECOND + 5)
+    make_run(tmp_path, "by_hand_too", SECOND + 2)
+    assert [run.name for run in list_run_dirs(tmp_path)] == [
+        "by_hand",
+        "from_1700-20231114T221321Z-0000",
+        "by_hand_too",
+        "a_sweep.dense.s0-20231231T235959Z-ffff",
+        "smoke-20240101T000000Z-ff00",
+        "smoke-20240101T000000Z-00aa",
+    ]
+    assert find_run("latest", tmp_path).name == "smoke-20240101T000000Z-00aa"
+
+
+@pytest.mark.parametrize(("runs", "more"), [(6, ""), (9, " and 3 more")])
+def test_a_refusal_names_the_last_runs_and_says_how_many_more_there_are(runs: int, more: str, tmp_path: Path) -> None:
+    names = [f"smoke-20240101T00000{n}Z-00aa" for n in range(runs)]
+    for n, name in enumerate(names):
+        make_run(tmp_path, name, SECOND + n)
+    last = ", ".join(names[-6:]) + more
+    with pytest.raises(RunDirectoryError, match=f"no such run in .*; there is {last}$"):
+        find_run("qqq", tmp_path)
+    with pytest.raises(RunDirectoryError, match=f"begins the names of {runs} runs; say which: {last}$"):
+        find_run("smoke", tmp_path)

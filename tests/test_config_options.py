@@ -1,0 +1,146 @@
+"""No documented option crashes: each value that the configuration offers is trained with, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pydantic
+import pytest
+import torch
+
+from nsa_lab.attention import BackendError, resolve_backend
+from nsa_lab.config import ConfigError, RunConfig, list_keys
+from nsa_lab.data import Dataset, prepare
+from nsa_lab.runs import events, lifecycle
+from nsa_lab.train.attempt import run
+from nsa_lab.train.build import Builders, select_device
+from nsa_lab.train.distributed import World
+
+SECTIONS: dict[str, Any] = {
+    "name": "options",
+    "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_groups": 1, "d_k": 4, "d_v": 4},
+    "nsa": {"l": 8, "d": 4, "l_sel": 8, "n_sel": 3, "w": 16},
+    "runtime": {"device": "cpu", "heartbeat_s": 60.0},
+    "data": {"source": "synthetic", "max_tokens": 20_000, "val_fraction": 0.3},
+    "train": {"steps": 2, "seq_len": 256, "batch_size": 1, "eval_every": 0, "save_every": 0, "log_every": 1},
+}
+# What a CPU alone cannot use says so; and three that a test of their own trains with.
+REJECTED = {
+    ("runtime.device", "cuda"): "runtime.device",
+    ("runtime.backend", "flash"): "flash-attn needs a CUDA device",
+    ("runtime.backend", "triton"): "the kernels take head widths",
+    ("runtime.cuda_graph", True): "runtime.cuda_graph = True needs runtime.device: cuda",
+}
+N_RUNS = 6
+TESTED_ELSEWHERE = {
+    ("data.source", "fineweb_edu"): "tests/data/test_fineweb_edu.py",
+    ("data.source", "local"): "tests/data/test_sources.py",
+    ("data.source", "stdlib"): "tests/data/test_build_shards.py",
+    ("runtime.compile", True): "tests/train/test_train_gpu.py",
+    ("runtime.profile", "production"): "tests/train/test_preflight.py",
+}
+
+
+def list_options() -> dict[str, tuple[Any, ...]]:
+    """The keys that offer a choice, by name or by true and false, and what each offers."""
+    found = {}
+    for key in list_keys(RunConfig):
+        *sections, leaf = key.split(".")
+        kind: type[pydantic.BaseModel] = RunConfig
+        for section in ["model", "nsa"] if sections == ["nsa"] else sections:
+            kind = kind.model_fields[section].annotation  # pyright: ignore[reportAssignmentType]
+        annotation = kind.model_fields[leaf].annotation
+        if annotation is bool:
+            found[key] = (False, True)
+        elif get_origin(annotation) is Literal:
+            found[key] = get_args(annotation)
+    return found
+
+
+VALUES = [(key, value) for key, values in list_options().items() for value in values]
+
+
+def list_usable_values() -> dict[str, list[Any]]:
+    """What a run on a CPU can be trained with here, of each key."""
+    left = {
+        key: [v for v in values if (key, v) not in {*REJECTED, *TESTED_ELSEWHERE}] for key, values in list_options().items()
+    }
+    return {key: values for key, values in left.items() if values}
+
+
+def make_config(number: int) -> tuple[dict[str, Any], RunConfig]:
+    """Run `number` takes that value of every key, in turn, so that as many runs as a key has values take them all.
+
+    The last is dense, since keys of NSA need another; facts are planted in every other run, and their keys turn half as
+    fast. Muon turns against sharding, which it does not go with.
+    """
+    turns = {"model.attention": number // (N_RUNS - 1), "data.names": number // 2, "data.distance": number // 2}
+    turns["train.optimizer"] = number + 1
+    chosen = {key: values[turns.get(key, number) % len(values)] for key, values in list_usable_values().items()}
+    sections = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in SECTIONS.items()}
+    for key, value in chosen.items():
+        section, leaf = key.split(".")
+        if section != "data" or leaf == "source" or chosen["data.source"] == "recall":
+            sections[section][leaf] = value
+    return chosen, RunConfig.from_dict(sections)
+
+
+@pytest.fixture(scope="module")
+def builders(tmp_path_factory: pytest.TempPathFactory) -> Builders:
+    cache = tmp_path_factory.mktemp("shards")
+
+    def data(*arguments: Any) -> Dataset:
+        return prepare(*arguments, cache=cache)
+
+    return Builders(data=data)
+
+
+def test_what_is_refused_or_tested_elsewhere_is_an_option() -> None:
+    assert {*REJECTED, *TESTED_ELSEWHERE} <= set(VALUES)
+    assert all((Path(__file__).parents[1] / file).is_file() for file in TESTED_ELSEWHERE.values())
+    assert {"nsa.phi", "nsa.gate", "model.mlp", "runtime.precision", "train.lr_schedule", "data.distance"} <= set(
+        list_options()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(N_RUNS))
+def test_every_option_trains(number: int, builders: Builders, tmp_path: Path) -> None:
+    chosen, config = make_config(number)
+    run_dir = lifecycle.create_run(config, tmp_path)
+    assert run(run_dir, builders=builders) == 0, chosen
+    losses = [event["loss"] for event in events.read_events(run_dir) if event["kind"] == "step"]
+    assert len(losses) == 2 and all(0 < loss < 20 for loss in losses)
+
+
+def test_every_value_is_in_one_of_the_runs() -> None:
+    configs = [make_config(number)[1] for number in range(N_RUNS)]
+    seen = {one for config in configs for one in _list_used_values(config).items()}
+    sparse = {one for config in configs if config.model.attention == "nsa" for one in _list_used_values(config).items()}
+    assert {one for one in seen if one[0].startswith("nsa.")} <= sparse
+    assert {(key, value) for key, values in list_usable_values().items() for value in values} <= seen
+
+
+def _list_used_values(config: RunConfig) -> dict[str, Any]:
+    """What the run reads of the keys that offer a choice, those included that YAML leaves out at their default."""
+    sections = {name: getattr(config, name) for name in ("model", "runtime", "train", "data")} | {"nsa": config.model.nsa}
+    return {
+        f"{name}.{leaf}": value
+        for name, section in sections.items()
+        for leaf, value in section.model_dump(mode="json").items()
+        if f"{name}.{leaf}" in list_options() and leaf not in getattr(section, "unused_keys", ())
+    }
+
+
+@pytest.mark.parametrize(("key", "value"), REJECTED, ids=str)
+def test_an_option_that_this_machine_cannot_use_is_refused_by_name(
+    key: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    section, leaf = key.split(".")
+    with pytest.raises((ConfigError, BackendError, NotImplementedError)) as caught:
+        config = RunConfig.from_dict({**SECTIONS, section: {**SECTIONS[section], leaf: value}})
+        device = select_device(config, World())
+        resolve_backend(device, torch.float32, config.nsa, config.model, config.runtime.backend)
+    assert REJECTED[key, value] in str(caught.value)

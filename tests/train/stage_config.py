@@ -1,0 +1,14 @@
+"""A run made one of stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_lab.config import RunConfig, StageConfig
+
+
+def make_staged_config(config: RunConfig, stages: list[dict[str, Any]], **train: Any) -> RunConfig:
+    """`config` with these stages in place of its one, and with other settings of `train`."""
+    sections = config.to_dict()
+    kept = {key: value for key, value in sections["train"].items() if key not in StageConfig.model_fields}
+    return RunConfig.from_dict({**sections, "train": {**kept, "stages": stages, **train}})

@@ -1,0 +1,22 @@
+"""What a notebook folds away is all there: escaped on a page, and readable where nothing unfolds."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsa_lab.report.sanitize import sanitize_html
+from nsa_lab.workbook import display
+
+
+def test_a_folded_text_is_closed_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    monkeypatch.setattr(display, "display", lambda data, raw: shown.append(data))
+    display.show_folded("a < b", "T <= 3   yes\nT > 3    no")
+    data = shown[0]
+    assert data["text/plain"] == "a < b\nT <= 3   yes\nT > 3    no"
+    assert "T &lt;= 3   yes\nT &gt; 3    no" in data["text/html"] and "<summary>a &lt; b</summary>" in data["text/html"]
+    # Closed at first, and on a report's page as well, with lines that scroll and do not break.
+    page = sanitize_html(data["text/html"])
+    display.show_folded("a < b", "", is_open=True)
+    assert "<details open" in sanitize_html(shown[1]["text/html"])
+    assert page.startswith("<details><summary>") and "white-space:pre" in page.replace(" ", "") and "overflow-x" in page

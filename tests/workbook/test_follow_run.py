@@ -1,0 +1,146 @@
+"""The live view without a browser: what the buttons do, when following ends, and that headless no widget is made."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from fake_run import make_config, write_run
+
+from nsa_lab.runs import directory, lifecycle
+from nsa_lab.runs.directory import RunDirectoryError
+from nsa_lab.runs.events import Tail
+from nsa_lab.runs.live_view import RunView
+from nsa_lab.workbook import follow_run
+from nsa_lab.workbook.run_panel import RunPanel
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What is displayed, in order; an update replaces what its handle showed."""
+    kept = []
+
+    class Handle:
+        def __init__(self, place):
+            self.place = place
+
+        def update(self, what):
+            kept[self.place] = what
+
+    def display(what, display_id=False):
+        kept.append(what)
+        return Handle(len(kept) - 1) if display_id else None
+
+    monkeypatch.setattr(follow_run, "display", display)
+    monkeypatch.setattr(follow_run, "POLL_INTERVAL_S", 0.01)
+    return kept
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """A trainer's state as the launcher tells it, to be set by a test."""
+    said = {"state": directory.RUNNING}
+    monkeypatch.setattr(lifecycle, "get_state", lambda run: said["state"])
+    monkeypatch.setattr(lifecycle, "is_alive", lambda run: said["state"] == directory.RUNNING)
+    return said
+
+
+def panel_of(run, state):
+    view = RunView(run)
+    view.update(Tail(run).read())
+    panel = RunPanel(run, view.config.train.steps)
+    panel.update(view, state)
+    return panel, view
+
+
+def until(what, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_panel_tells_what_the_run_says(run, trainer):
+    panel, _ = panel_of(run, trainer["state"])
+    assert panel._bar.value == 200 and "200" in panel._state.value
+    for told in ("learning rate", "tokens per second", "time left", "phase", "compressed 40%, selected 35%, window 25%"):
+        assert told in panel._numbers.value
+    assert "saved checkpoints/step-00000200" in panel._notes.value
+    assert not panel._stop.disabled and panel._resume.disabled and panel._leave.disabled
+
+
+def test_stop_does_not_hold_the_kernel_and_resume_follows(run, trainer, monkeypatch):
+    saving = threading.Event()
+    monkeypatch.setattr(lifecycle, "should_stop", lambda run, timeout: saving.wait(10))
+    resumed = []
+    monkeypatch.setattr(lifecycle, "resume_hint", resumed.append)
+    panel, view = panel_of(run, trainer["state"])
+    panel._stop.click()
+    panel._stop.click()
+    assert panel.is_busy and panel._stop.disabled and panel._resume.disabled
+    panel.update(view, trainer["state"])
+    assert "stop was asked for" in panel._state.value
+    saving.set()
+    until(lambda: not panel.is_busy)
+    trainer["state"] = directory.PREEMPTED
+    panel.update(view, directory.PREEMPTED)
+    assert "PREEMPTED" in panel._state.value and panel._stop.disabled and not panel._resume.disabled
+    panel._resume.click()
+    until(lambda: resumed == [run])
+
+
+def test_a_button_that_fails_says_why(run, trainer, monkeypatch):
+    def refuse(run, timeout):
+        raise RunDirectoryError("no trainer is <alive> here")
+
+    monkeypatch.setattr(lifecycle, "should_stop", refuse)
+    panel, view = panel_of(run, trainer["state"])
+    panel._stop.click()
+    until(lambda: not panel.is_busy)
+    panel.update(view, trainer["state"])
+    assert "no trainer is &lt;alive&gt; here" in panel._state.value
+
+
+@pytest.mark.slow
+def test_a_stopped_run_is_waited_for_until_it_is_left(run, trainer, shown):
+    trainer["state"] = directory.PREEMPTED
+    ended = []
+    follower = threading.Thread(target=lambda: ended.append(asyncio.run(follow_run.follow_run(run, use_widgets=True))))
+    follower.start()
+    until(lambda: shown)
+    time.sleep(0.1)
+    assert follower.is_alive()
+    leave = shown[0].children[1].children[2]
+    until(lambda: not leave.disabled)
+    leave.click()
+    follower.join(60)
+    assert ended == [directory.PREEMPTED]
+    assert shown[0].alt.startswith(run.name) and "PREEMPTED: step 200/200" in shown[1]
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__attention": "dense"}])
+def test_a_finished_run_leaves_a_picture_and_no_widget(changes, trainer, shown, tmp_path):
+    run = write_run(tmp_path / "other", make_config(**changes))
+    trainer["state"] = directory.DONE
+    assert asyncio.run(follow_run.follow_run(run, use_widgets=True)) == directory.DONE
+    assert [type(what).__name__ for what in shown] == ["Image", "_Text"]
+
+
+def test_headless_one_line_is_all(run, trainer, shown, monkeypatch):
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    trainer["state"] = directory.DONE
+    assert asyncio.run(follow_run.follow_run(run)) == directory.DONE
+    assert len(shown) == 1 and str(shown[0]).startswith("DONE: step 200/200  bpb")
+
+
+def test_of_a_trainer_that_died_the_end_of_its_log_is_shown(run, trainer, shown, capsys):
+    trainer["state"] = "DEAD"
+    (run / directory.LOG).write_text("\n".join(f"line {number}" for number in range(1, 31)))
+    assert asyncio.run(follow_run.follow_run(run, use_widgets=False)) == "DEAD"
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["the trainer left no word; the end of its log:", *(f"line {number}" for number in range(19, 31))]

@@ -1,0 +1,145 @@
+"""The explorer of notebook 06 says what the model read: by its own choice, with the answer's place as the task has it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from nsa_lab.config import ModelConfig
+from nsa_lab.evaluate.block_selectors import select_model_blocks
+from nsa_lab.evaluate.tiny_recall import EVAL_STREAM, TINY_NSA, TinyRecall, build_tiny_model
+from nsa_lab.model import NSATransformer, get_rotary_table
+from nsa_lab.workbook.examples import make_byte_examples
+from nsa_lab.workbook.query_attention import compute_reads
+from nsa_lab.workbook.recall_explorer import (
+    build_recall_explorer,
+    explore_recall,
+    find_hidden_question,
+    find_readers,
+    format_letters,
+    make_layer_example,
+    plot_question,
+)
+
+TASK = TinyRecall()
+
+
+def model_of(**changes: object):
+    enters = {"embedding_norm": True, "ngrams": 3, "ngram_rows": 50, "ngram_width": 4}
+    return build_tiny_model(TASK, seed=1, rotary_share=0.5, matching_heads=1, **enters, **changes).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("indexer", [{}, {"selection_loss": 0.2, "indexer_block": 2}], ids=["compressed", "indexer"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_reads_what_the_model_chooses(layer: int, indexer: dict[str, float]) -> None:
+    model, (tokens, _) = model_of(**indexer), TASK.make_batch(0, 1)
+    if indexer:
+        torch.nn.init.normal_(model.blocks[layer].attention.indexer.qk.weight)
+    example = make_layer_example(model, TASK, tokens, layer)
+    x, rotary = model.embed(tokens), get_rotary_table(64, 8, model.config.rope_theta, tokens.device)
+    for block in model.blocks[:layer]:
+        x, _ = block(x, rotary)
+    inner = model.blocks[layer].attention
+    normed = model.blocks[layer].attention_norm(x)
+    chosen = select_model_blocks(inner.scoring(normed, inner.project(normed, rotary), rotary), inner)
+    for t in (20, 52, 63):
+        for group in (0, 1):
+            assert compute_reads(example, TINY_NSA, t, group).blocks == [b for b in chosen[0, t, group].tolist() if b >= 0]
+
+
+def test_an_indexer_s_keys_choose_blocks_of_another_length_too() -> None:
+    """What two blocks are worth together is what a block of twice the length is worth."""
+    model = model_of(selection_loss=0.2, indexer_block=2)
+    torch.nn.init.normal_(model.blocks[1].attention.indexer.qk.weight)
+    example = make_layer_example(model, TASK, TASK.make_batch(0, 1)[0], 1)
+    wider = TINY_NSA.model_copy(update={"l_sel": 2 * TINY_NSA.l_sel})
+    short, long = (compute_reads(example, nsa, 63).importance for nsa in (TINY_NSA, wider))
+    torch.testing.assert_close(long, short.view(-1, 2).sum(-1))
+
+
+def test_a_model_of_bytes_reads_a_text_as_it_chooses() -> None:
+    config = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, nsa=TINY_NSA)
+    model, text = NSATransformer(config, seed=0).eval(), "caf\u00e9 ".encode() * 12
+    layers = make_byte_examples(model, text, "a text")
+    chosen = [seen["blocks"][0, -1, 0].tolist() for seen in model.observe(torch.tensor([list(text)]))]
+    assert [compute_reads(one, TINY_NSA, len(text) - 1).blocks for one in layers] == chosen
+    assert [one.description for one in layers] == ["a text, layer 0", "a text, layer 1"] and len(layers[0].text) == len(
+        text
+    )
+
+
+def test_the_first_question_shown_is_out_of_reach_and_its_answer_is_named() -> None:
+    sequence, question = find_hidden_question(TASK, TINY_NSA)
+    figure, words = plot_question(model_of(), "NSA", TASK, sequence, question, layer=1, group=0)
+    text = format_letters(TASK, TASK.make_batch(sequence, 1, 0, EVAL_STREAM)[0][0])
+    key = text[52 + 2 * question]
+    told = text.index(key) + 1
+    assert f"asked for {key!r}, the answer {text[told]!r} stands at token {told} in block {told // 8}" in words
+    assert told <= 52 + 2 * question - 16 and told >= 8
+    assert {told + 0.5} <= {line.get_xdata()[0] for line in figure.axes[0].lines}
+
+
+@pytest.mark.parametrize("w", [1, 15, 17])
+def test_the_question_shown_is_the_first_that_nothing_but_a_choice_reaches(w: int) -> None:
+    """Also where the block before a query's own reaches farther back than its window."""
+    nsa = TINY_NSA.model_copy(update={"w": w})
+    for seed in range(40):
+        for sequence, question in itertools.product(range(100), range(TASK.n_far)):
+            text = format_letters(TASK, TASK.make_batch(sequence, 1, seed, EVAL_STREAM)[0][0])
+            query = 52 + 2 * question
+            told = text.index(text[query]) + 1
+            if 8 <= told < query // 8 * 8 - 8 and told <= query - w:
+                break
+        assert find_hidden_question(TASK, nsa, seed) == (sequence, question)
+
+
+def test_who_read_a_token_is_told_by_every_choice() -> None:
+    """Held against what `reads_of` of each layer and group reads; the token of a block that nobody chose has no reader."""
+    model, query = model_of(), 63
+    tokens = TASK.make_batch(0, 1, 0, EVAL_STREAM)[0]
+    for token in range(0, query, 7):
+        expected = [
+            (layer, group)
+            for layer in range(2)
+            for group in range(2)
+            if token // TINY_NSA.l_sel
+            in compute_reads(make_layer_example(model, TASK, tokens, layer), TINY_NSA, query, group).blocks
+        ]
+        assert find_readers(model, tokens, query, token) == expected
+    assert any(len(find_readers(model, tokens, query, token)) not in (0, 4) for token in range(query)), (
+        "nothing tells them apart"
+    )
+
+
+@pytest.mark.slow
+def test_the_explorer_moves() -> None:
+    box = build_recall_explorer(
+        {"one": model_of(), "two": model_of(nsa=TINY_NSA.__class__(**{**TINY_NSA.model_dump(), "w": 4}))}, TASK
+    )
+    (which, sequence, question), (layer, group), picture, text = (
+        *(row.children for row in box.children[:2]),
+        *box.children[2:],
+    )
+    for control, value in ((which, "two"), (sequence, 9), (question, 4), (layer, 0), (group, 1)):
+        before = text.value, picture.value
+        control.value = value
+        assert (text.value, picture.value) != before, control.description
+    assert "two, tiny recall, layer 0" in text.value and "group 1" in text.value
+
+
+def test_without_a_front_end_one_question_of_each_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    explore_recall({"one": model_of()}, TASK, use_widgets=False)
+    said = capsys.readouterr().out
+    assert ", read here; the model says" in said and "the answer's block is read by layer " in said
+
+
+def test_what_it_cannot_show_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention = dense"):
+        make_layer_example(build_tiny_model(TASK, attention="dense"), TASK, TASK.make_batch(0, 1)[0], 0)
+    with pytest.raises(ValueError, match=r"symbols = 27: .* at most 26"):
+        format_letters(TinyRecall(n_symbols=27), torch.tensor([0]))
+    with pytest.raises(ValueError, match="no question is out of reach"):
+        find_hidden_question(TASK, TINY_NSA.__class__(w=64))
