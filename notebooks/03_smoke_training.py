@@ -24,7 +24,7 @@
 # The trainer is a process of its own. This notebook starts it, or attaches to it, and reads its event file: killing
 # the kernel or closing the page does not hurt the run, and running the notebook again attaches to it, resumes it
 # where it stopped, or shows the finished one. Parameters that belong to `params/smoke.yaml` can be changed below, or
-# from outside: `papermill notebooks/03_smoke_training.ipynb out.ipynb -y '{train: {steps: 50}}'`.
+# from outside: `papermill notebooks/03_smoke_training.ipynb out.ipynb -y '{train: {steps: 100}}'`.
 
 # %% tags=["parameters"]
 name: str = "smoke"  # which params/NAME.yaml is the base

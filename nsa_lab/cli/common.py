@@ -1,4 +1,4 @@
-"""What the commands share: the options, the exit codes, and the line that refuses."""
+"""Options, exit codes and usage errors that the commands share."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ import typer
 from nsa_lab.runs import directory, lifecycle
 
 ConfigName = Annotated[
-    str, typer.Argument(metavar="NAME", help="a file of params/, without .yaml, or the path of a YAML file")
+    str, typer.Argument(metavar="NAME", help="Preset (a file in params/ without .yaml) or path of a YAML file")
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, its id, the beginning of its id, or latest")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, run id, prefix of a run id, or latest")]
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="a model that ships, by its name; or a run, by its folder, id or latest")
+    str, typer.Argument(metavar="MODEL", help="Name of a bundled model; or a run: its directory, id or latest")
 ]
-Overrides = Annotated[list[str] | None, typer.Option("-p", metavar="KEY=VALUE", help="e.g. -p train.steps=50; repeat")]
-Outputs = Annotated[Path | None, typer.Option("--outputs", metavar="DIR", help="where run directories are kept [outputs/]")]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this host, one per device")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("-p", metavar="KEY=VALUE", help="Override a setting, e.g. -p train.steps=100 (repeatable)"),
+]
+Outputs = Annotated[
+    Path | None, typer.Option("--outputs", metavar="DIR", help="Folder of the run directories [default: outputs/]")
+]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Number of processes on this host, one per device")]
 
 
 def get_exit_code(run_dir: Path, problem: str | None = None) -> int:
-    """What a run's state means for a shell: the run first, and the notebook's `problem` only where the run is fine."""
+    """Return the exit code of a run. The notebook's `problem` counts only if the run itself has none."""
     state = lifecycle.get_state(run_dir)
     if state == directory.HALTED:
         return directory.read_status(run_dir).get("exit_code") or directory.EXIT_HALTED

@@ -1,0 +1,223 @@
+"""What the pages show works: snippets print what they say, commands and `-p` examples build a configuration, links lead somewhere.
+
+Pages are README.md, the Markdown files of docs/, the notebooks and the help texts of the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import torch
+import typer
+import yaml
+
+from nsa_lab import cli
+from nsa_lab.config import RunConfig
+from nsa_lab.runs import resolve
+
+ROOT = Path(__file__).parents[1]
+MARKDOWN = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("nsa_lab/models/*/*.md"), *ROOT.glob("outputs/*.md")]
+    if "log" not in path.relative_to(ROOT).parts
+)
+NOTEBOOKS = sorted(ROOT.glob("notebooks/[0-9]*.py"))
+# Commands whose first argument is a preset, and which build its configuration.
+PRESET_COMMANDS = {"run", "train", "plan", "preflight", "warmup"}
+
+
+def read_page(path: Path) -> str:
+    """The Markdown of a page; of a notebook, its Markdown cells."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return text
+    cells = re.findall(r"^# %% \[markdown\]\n((?:#.*\n)*)", text, re.MULTILINE)
+    return "\n".join(re.sub(r"^# ?", "", cell, flags=re.MULTILINE) for cell in cells)
+
+
+def list_blocks(page: str, language: str) -> list[str]:
+    return [body for name, body in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if name == language]
+
+
+def list_commands() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of every command line that a page shows."""
+    for path in [*MARKDOWN, *NOTEBOOKS]:
+        page = read_page(path)
+        lines = [line for language in ("", "bash", "sh") for block in list_blocks(page, language) for line in block.splitlines()]
+        inline = re.findall(r"`((?:nsa-lab|papermill|make) [^`\n]+)`", page)
+        for line in [*lines, *inline]:
+            if line.startswith(("nsa-lab ", "papermill ", "make ")):
+                with contextlib.suppress(ValueError):  # a line that is cut, such as `nsa-lab run NAME ...`
+                    yield path.name, shlex.split(line, comments=True)
+
+
+def list_overrides(words: list[str]) -> list[str]:
+    return [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("-p", "--param")]
+
+
+def is_placeholder(word: str) -> bool:
+    return word.isupper() or word in ("...", "…") or "…" in word
+
+
+def list_snippets() -> Iterator[tuple[str, list[str]]]:
+    """(page, snippets) of the pages with Python code; the snippets of a page share their names."""
+    for path in MARKDOWN:
+        if snippets := list_blocks(read_page(path), "python"):
+            yield str(path.relative_to(ROOT)), snippets
+
+
+def find_requirement(snippet: str) -> str | None:
+    """What a snippet needs that may be missing here."""
+    if re.search(r"\"cuda|\.cuda\(|'cuda", snippet) and not torch.cuda.is_available():
+        return "a CUDA device"
+    return None
+
+
+def run_snippet(snippet: str, names: dict[str, object]) -> None:
+    """Run it and compare what it prints with the comments behind its `print` calls."""
+    expected = re.findall(r"^print\(.*\)\s+# (.*)$", snippet, re.MULTILINE)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(snippet, "snippet", "exec"), names)
+    if expected:
+        assert printed.getvalue().strip().splitlines() == [line.strip() for line in expected]
+
+
+def test_the_pages_have_examples() -> None:
+    commands = [words for page, words in list_commands() if page in ("README.md", "command_line.md")]
+    assert {words[0] for words in commands} >= {"nsa-lab", "make", "papermill"}
+    assert len(list(list_snippets())) >= 1 and len(NOTEBOOKS) >= 9
+
+
+@pytest.mark.slow
+def test_snippets_print_what_the_pages_say() -> None:
+    skipped = []
+    for page, snippets in list_snippets():
+        names: dict[str, object] = {"__name__": "__main__"}
+        for number, snippet in enumerate(snippets, 1):
+            if reason := find_requirement(snippet):
+                skipped.append(f"{page}, snippet {number}: needs {reason}")
+                continue
+            try:
+                run_snippet(snippet, names)
+            except Exception as error:
+                raise AssertionError(f"{page}, snippet {number}:\n{snippet}") from error
+    print("\n".join(skipped))
+
+
+def test_commands_and_overrides_are_valid() -> None:
+    """Every command line of the pages is parsed to its last option, and its configuration is built."""
+    root = typer.main.get_command(cli.app)
+    problems, built = [], 0
+    for page, words in list_commands():
+        shown = f"{page}: {' '.join(words)}"
+        if words[0] == "make":
+            if len(words) > 1 and not re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE):
+                problems.append(f"{shown}: no such target")
+            continue
+        if words[0] == "papermill":
+            try:
+                problems += [f"{shown}: {problem}" for problem in check_papermill(words)]
+            except Exception as error:
+                problems.append(f"{shown}: {error}")
+            continue
+        group, arguments = root, words[1:]
+        while arguments and isinstance(group, click.Group) and arguments[0] in group.commands:
+            group, arguments = group.commands[arguments[0]], arguments[1:]
+        if isinstance(group, click.Group) and arguments and not arguments[0].startswith("-") and not is_placeholder(arguments[0]):
+            problems.append(f"{shown}: no such command")
+            continue
+        if any(is_placeholder(word) and len(word) > 1 and word.startswith(("COMMAND", "...")) for word in words):
+            continue
+        try:
+            if not isinstance(group, click.Group):
+                group.make_context(group.name, list(arguments))
+            if len(words) > 2 and words[1] in PRESET_COMMANDS and not words[2].startswith("-") and not is_placeholder(words[2]):
+                resolve.load_config(words[2], [o for o in list_overrides(words) if not is_placeholder(o.partition("=")[2])])
+                built += 1
+        except click.exceptions.Exit:
+            pass
+        except Exception as error:
+            problems.append(f"{shown}: {error}")
+    assert not problems, "\n".join(problems)
+    assert built >= 5
+
+
+def check_papermill(words: list[str]) -> list[str]:
+    """Problems of a papermill command line: its notebook, its parameter files, its parameters."""
+    notebooks = [word for word in words if word.startswith("notebooks/")]
+    problems = [f"{name}: no such file" for name in notebooks if not (ROOT / name).exists()]
+    for option, value in zip(words, words[1:], strict=False):
+        if option == "-f" and not is_placeholder(value):
+            RunConfig.from_yaml(ROOT / value) if (ROOT / value).exists() else problems.append(f"{value}: no such file")
+        if option == "-y":
+            settings = yaml.safe_load(value)
+            flat = [f"{section}.{key}={yaml.safe_dump(v).splitlines()[0]}" for section, keys in settings.items() for key, v in keys.items()]
+            resolve.load_config("smoke", flat)
+    return problems
+
+
+def test_examples_of_the_help_texts_build_a_configuration() -> None:
+    """`-p section.key=value` in any help text is a valid override of a preset."""
+    root = typer.main.get_command(cli.app)
+    assert isinstance(root, click.Group)
+    texts, waiting = [], list(root.commands.values())
+    while waiting:
+        command = waiting.pop()
+        waiting += list(command.commands.values()) if isinstance(command, click.Group) else []
+        texts += [command.help or "", *(getattr(p, "help", None) or "" for p in command.params)]
+    overrides = {o for text in texts for o in re.findall(r"\b(?:model|nsa|runtime|train|data)\.\w+=[\w.\-/]+", text)}
+    assert overrides
+    for override in sorted(overrides):
+        resolve.load_config("smoke", [override.rstrip(".")])
+
+
+@functools.cache
+def list_anchors(path: Path) -> set[str]:
+    """The anchors of the headings of a Markdown file, as a forge makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", read_page(path), flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    """Files and anchors that the pages link to exist."""
+    broken = []
+    for path in [*MARKDOWN, *NOTEBOOKS]:
+        text = re.sub(r"^```.*?^```", "", read_page(path), flags=re.MULTILINE | re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?:src|href)=\"([^\"]+)\"", text):
+            if "://" in link or link.startswith(("mailto:", "data:", "attachment:")):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            if not target.exists():
+                broken.append(f"{path.relative_to(ROOT)}: {link}")
+            elif anchor and target.suffix == ".md" and anchor not in list_anchors(target):
+                broken.append(f"{path.relative_to(ROOT)}: {link}: no such heading")
+    assert not broken, "\n".join(broken)
+
+
+def test_extras_that_the_pages_name_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    text = "\n".join(path.read_text("utf-8") for path in MARKDOWN)
+    named = {extra for found in re.findall(r"'\.\[([\w,]+)\]'", text) for extra in found.split(",")}
+    assert named and named <= set(extras)
+
+
+def test_paths_that_the_pages_name_exist() -> None:
+    """Paths of the repository, between backquotes."""
+    missing = []
+    for path in MARKDOWN:
+        text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for name in set(re.findall(r"`((?:nsa_lab|tests|docs|params|notebooks|tools|\.github)/[\w./-]+)`", text)):
+            if not (ROOT / name).exists():
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not missing, "\n".join(missing)
