@@ -14,7 +14,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
 import torch
 import typer
@@ -131,21 +130,21 @@ def test_commands_and_overrides_are_valid() -> None:
                 problems.append(f"{shown}: {error}")
             continue
         group, arguments = root, words[1:]
-        while arguments and isinstance(group, click.Group) and arguments[0] in group.commands:
+        while arguments and arguments[0] in getattr(group, "commands", {}):
             group, arguments = group.commands[arguments[0]], arguments[1:]
-        if isinstance(group, click.Group) and arguments and not arguments[0].startswith("-") and not is_placeholder(arguments[0]):
+        if hasattr(group, "commands") and arguments and not arguments[0].startswith("-") and not is_placeholder(arguments[0]):
             problems.append(f"{shown}: no such command")
+            continue
+        if words[1:] == ["--version"]:
             continue
         if any(is_placeholder(word) and len(word) > 1 and word.startswith(("COMMAND", "...")) for word in words):
             continue
         try:
-            if not isinstance(group, click.Group):
+            if not hasattr(group, "commands"):
                 group.make_context(group.name, list(arguments))
             if len(words) > 2 and words[1] in PRESET_COMMANDS and not words[2].startswith("-") and not is_placeholder(words[2]):
-                resolve.load_config(words[2], [o for o in list_overrides(words) if not is_placeholder(o.partition("=")[2])])
+                resolve.load_config(words[2], [o.replace("=FOLDER", "=.") for o in list_overrides(words)])
                 built += 1
-        except click.exceptions.Exit:
-            pass
         except Exception as error:
             problems.append(f"{shown}: {error}")
     assert not problems, "\n".join(problems)
@@ -169,11 +168,10 @@ def check_papermill(words: list[str]) -> list[str]:
 def test_examples_of_the_help_texts_build_a_configuration() -> None:
     """`-p section.key=value` in any help text is a valid override of a preset."""
     root = typer.main.get_command(cli.app)
-    assert isinstance(root, click.Group)
-    texts, waiting = [], list(root.commands.values())
+    texts, waiting = [], [root]
     while waiting:
         command = waiting.pop()
-        waiting += list(command.commands.values()) if isinstance(command, click.Group) else []
+        waiting += getattr(command, "commands", {}).values()
         texts += [command.help or "", *(getattr(p, "help", None) or "" for p in command.params)]
     overrides = {o for text in texts for o in re.findall(r"\b(?:model|nsa|runtime|train|data)\.\w+=[\w.\-/]+", text)}
     assert overrides
