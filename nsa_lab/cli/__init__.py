@@ -1,9 +1,9 @@
-"""The command line. Every command is a few lines around a function of the library.
+"""Command line. Every command is a thin wrapper around a library function.
 
 Invariants
-* Exit codes: 0 done, 3 halted by a guard (or not healthy), 75 stopped on request, 2 wrong usage, 1 a bug.
-* A wrong setting, path or file is one line on stderr with the remedy, found before anything is written.
-* Starting is quick: torch, papermill and matplotlib are imported by the commands that need them.
+* Exit codes: 0 done, 3 halted by a guard (or a failed check), 75 stopped on request, 2 wrong usage, 1 a bug.
+* A wrong setting, path or file gives one line with the remedy on stderr, before anything is written.
+* Startup is fast: torch, papermill and matplotlib are imported inside the commands that need them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Native Sparse Attention: train, follow, judge and report runs.",
+    help="Native Sparse Attention: train, monitor, check and report runs.",
 )
-for commands in (training_commands, sweep_command, inspect_commands, model_commands):  # in the order of the help
+for commands in (training_commands, sweep_command, inspect_commands, model_commands):  # order in --help
     app.add_typer(commands.app)
 app.add_typer(bench_commands.app, name="bench")
 
 
 def main() -> None:
-    """The console script: what a user did wrong is one line and exit code 2."""
-    # For torch, which is loaded after this, and for the processes that we start.
+    """Run the console script. A usage error gives one line on stderr and exit code 2."""
+    # Must be set before torch is imported; child processes inherit it.
     set_openmp_wait_policy(os.environ)
     try:
         app()
-    except (UsageError, NotImplementedError) as error:  # the second: a shape that a backend does not take
+    except (UsageError, NotImplementedError) as error:  # NotImplementedError: a shape that a backend does not support
         exit_with_usage_error(error)
 
 
@@ -57,7 +57,7 @@ def _show_version(is_requested: bool) -> None:
 @app.callback()
 def handle_global_options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="say which version this is, and end")
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit")
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Handle options that precede a command."""

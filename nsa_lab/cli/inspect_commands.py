@@ -1,4 +1,4 @@
-"""Commands that read runs and change none: status, follow, health, compare, report, export."""
+"""Commands that inspect runs without changing them: status, follow, health, compare, report, export."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ app = typer.Typer()
 def status(
     run: Annotated[str | None, typer.Argument(metavar="[RUN]")] = None,
     outputs: Outputs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON: an object, or a list of one for each run")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: one object, or a list with one object per run")
+    ] = False,
 ) -> None:
-    """What one run is doing, or a line for each run there is: how far, loss, speed, verdict."""
+    """Show progress, loss, speed and verdict of one run, or of every run in a table."""
     from nsa_lab.cli import status_table
 
     folder = resolve.get_outputs_dir(outputs)
     if as_json:
-        told = status_table.summarize_run(resolve.find_run(run, folder)) if run else status_table.summarize_runs(folder)
-        typer.echo(json.dumps(told, indent=1, ensure_ascii=False))
+        summary = status_table.summarize_run(resolve.find_run(run, folder)) if run else status_table.summarize_runs(folder)
+        typer.echo(json.dumps(summary, indent=1, ensure_ascii=False))
         return
     console = Console()
     if run:
         table, advice = status_table.build_run_table(resolve.find_run(run, folder))
         console.print(table)
         for line in advice:
-            typer.echo(line)  # as long as it is: a command is to be copied whole
+            typer.echo(line)  # not wrapped, so that commands can be copied
         return
     console.width = max(console.width, status_table.MIN_TABLE_WIDTH)
     console.print(*status_table.render_runs(folder))
@@ -52,7 +54,7 @@ def status(
 
 @app.command()
 def follow(run: Run, outputs: Outputs = None) -> None:
-    """Watch a run until its trainer ends; Ctrl-C leaves it running."""
+    """Follow a run until its trainer exits. Ctrl-C stops following; the run continues."""
     from nsa_lab.health.next_actions import list_next_actions
     from nsa_lab.runs.history import History
     from nsa_lab.runs.live_view import watch
@@ -61,9 +63,9 @@ def follow(run: Run, outputs: Outputs = None) -> None:
     try:
         watch(run_dir, lambda: not lifecycle.is_alive(run_dir), Console())
     except KeyboardInterrupt:
-        typer.echo(f"the trainer goes on; nsa-lab stop {run_dir.name} ends it")
+        typer.echo(f"the trainer continues; nsa-lab stop {run_dir.name} stops it")
         return
-    # A trainer that was killed gave no reason.
+    # A killed trainer records no reason.
     why = directory.read_status(run_dir).get("reason") or " ".join(list_next_actions(History.read(run_dir)))
     typer.echo(f"{run_dir.name} is {lifecycle.get_state(run_dir)}: {why}")
     raise typer.Exit(get_exit_code(run_dir))
@@ -71,33 +73,36 @@ def follow(run: Run, outputs: Outputs = None) -> None:
 
 @app.command()
 def health(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="folders, ids, or latest")], outputs: Outputs = None
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, run ids, or latest")],
+    outputs: Outputs = None,
 ) -> None:
-    """Verdicts on runs; exit code 3 if one is not healthy."""
+    """Check runs and show every verdict; exit code 3 if a run fails a check."""
     from nsa_lab.health import examine
 
     folder, console = resolve.get_outputs_dir(outputs), Console()
-    found = [examine(resolve.find_run(run, folder)) for run in runs]
-    for one in found:
-        console.print(*_render_health(one))
-    raise typer.Exit(directory.EXIT_DONE if all(one.ok for one in found) else directory.EXIT_HALTED)
+    results = [examine(resolve.find_run(run, folder)) for run in runs]
+    for result in results:
+        console.print(*_render_health(result))
+    raise typer.Exit(directory.EXIT_DONE if all(result.ok for result in results) else directory.EXIT_HALTED)
 
 
 @app.command()
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="folders, ids, or patterns like 'smoke-*'; NAME=RUN: a model of that name"),
+        typer.Argument(
+            metavar="RUN...", help="Run directories, ids or patterns such as 'smoke-*'; NAME=RUN names the model"
+        ),
     ],
     against: Annotated[
-        str | None, typer.Option("--against", metavar="NAME", help="the model to compare with [the one dense model]")
+        str | None, typer.Option("--against", metavar="NAME", help="Baseline model [default: the only dense model]")
     ] = None,
     outputs: Outputs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the same numbers as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown")] = False,
 ) -> None:
-    """Tables of evaluated runs, in Markdown: cost, needles, text and interventions, beside one model, seed by seed.
+    """Compare evaluated runs with a baseline, paired by seed: Markdown tables of cost, needles, text loss and ablations.
 
-    Runs that differ in train.seed alone, or in how they were computed, are one model.
+    Runs that differ only in train.seed or in how they were computed count as one model.
     """
     from nsa_lab.health.comparison import compare_models
     from nsa_lab.health.comparison_tables import format_markdown
@@ -107,54 +112,58 @@ def compare(
     named: dict[str | None, list[Path]] = {}
     for name, run in map(_parse_named_run, runs):
         named.setdefault(name, []).extend(resolve.find_runs(run, folder))
-    models = group_runs(named.pop(None, []), {name: own for name, own in named.items() if name}, notes.append)
-    found = compare_models(models, find_baseline(models, against), notes)
-    typer.echo(json.dumps({"v": 1, **asdict(found)}, indent=1, ensure_ascii=False) if as_json else format_markdown(found))
+    models = group_runs(named.pop(None, []), {name: run_dirs for name, run_dirs in named.items() if name}, notes.append)
+    comparison = compare_models(models, find_baseline(models, against), notes)
+    typer.echo(
+        json.dumps({"v": 1, **asdict(comparison)}, indent=1, ensure_ascii=False) if as_json else format_markdown(comparison)
+    )
 
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="one run, or several to compare")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="One run, or several runs to compare")],
     outputs: Outputs = None,
     page: Annotated[
-        Path | None, typer.Option("--page", metavar="FILE", help="write there, and nothing into a run's folder")
+        Path | None, typer.Option("--page", metavar="FILE", help="Write only FILE, and nothing into the run directory")
     ] = None,
-    record: Annotated[bool, typer.Option("--record", help="from the record, not from the executed notebook")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Build the page from the records instead of the executed notebook")
+    ] = False,
 ) -> None:
-    """Write report.html of a run again, or one page that compares several, and the list of runs; prints the page's path.
+    """Rebuild report.html of a run, or a page that compares several runs, and the index of runs. Prints the page's path.
 
-    With --page that file alone is written, with no link to others: a page to share, or of a run that cannot be written to.
+    With --page only that file is written, without links to other pages; use it to share a page or for read-only runs.
     """
     from nsa_lab.report import write_comparison, write_index, write_report
 
     folder = resolve.get_outputs_dir(outputs)
-    found = [resolve.find_run(run, folder) for run in runs]
+    run_dirs = [resolve.find_run(run, folder) for run in runs]
     try:
-        alone = len(found) == 1
-        written = (
-            write_report(found[0], page, record_only=record)
-            if alone
-            else write_comparison(found, page or folder / "comparison.html")
+        is_single = len(run_dirs) == 1
+        page_path = (
+            write_report(run_dirs[0], page, record_only=record)
+            if is_single
+            else write_comparison(run_dirs, page or folder / "comparison.html")
         )
         if folder.is_dir() and page is None:
             write_index(folder)
     except OSError as error:
-        raise RunDirectoryError(
-            f"{error}; name a page that can be written: nsa-lab report {' '.join(runs)} --page FILE"
-        ) from None
-    typer.echo(written)
+        raise RunDirectoryError(f"{error}; write the page elsewhere: nsa-lab report {' '.join(runs)} --page FILE") from None
+    typer.echo(page_path)
 
 
 @app.command()
 def export(
     run: Run,
-    csv: Annotated[bool, typer.Option("--csv", help="as comma-separated values, one row per logged step")] = False,
-    into: Annotated[Path | None, typer.Option("--into", metavar="FILE", help="where to [standard output]")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Write comma-separated values, one row per logged step")] = False,
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="FILE", help="Output file [default: standard output]")
+    ] = None,
     outputs: Outputs = None,
 ) -> None:
-    """The numbers of a run as a table: losses, rates, speeds, statistics of every layer, evaluations."""
+    """Export the metrics of a run as a table: losses, learning rates, speeds, layer statistics, evaluations."""
     if not csv:
-        raise ConfigError("export: say in which form; there is one, --csv")
+        raise ConfigError("export: no format given; use --csv")
     from nsa_lab.runs.csv_export import write_csv
     from nsa_lab.runs.history import History
 
@@ -167,24 +176,24 @@ def export(
             rows = write_csv(history, file)
     except OSError as error:
         raise ConfigError(
-            f"--into {into}: cannot be written ({error.strerror}); name a file in a folder that is there"
+            f"--into {into}: cannot be written ({error.strerror}); give a file in an existing folder"
         ) from None
     typer.echo(f"{into}: {rows:,} rows")
 
 
 def _parse_named_run(text: str) -> tuple[str | None, str]:
-    """`dense=long_64k_dense-*` -> the name and the run; without a name, None. A name is no path."""
+    """Split `dense=long_64k_dense-*` into (name, run). Without `=`, or with a slash before it, the name is None."""
     name, equals, run = text.partition("=")
     if not equals or "/" in name:
         return None, text
     if not (name and run):
-        raise ConfigError(f"{text}: expected a model's name and its runs, for example 'dense=long_64k_dense-*'")
+        raise ConfigError(f"{text}: expected NAME=RUN, for example 'dense=long_64k_dense-*'")
     return name, run
 
 
 def _render_health(result: Health) -> Iterator[Any]:
     yield Text(f"{result.run}: {result.headline}", style="bold red" if result.failed else "bold green", overflow="fold")
-    table = Table("verdict", "", "what was found", box=None, pad_edge=False)
+    table = Table("verdict", "", "measured values", box=None, pad_edge=False)
     styles = {True: "green", False: "bold red", None: "yellow"}
     for verdict in result.verdicts:
         table.add_row(verdict.name, Text(verdict.mark, style=styles[verdict.ok]), Text(verdict.text, overflow="fold"))

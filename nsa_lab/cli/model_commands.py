@@ -1,4 +1,4 @@
-"""Commands that ask a model, of a run or one that ships, or hand it on: generate, export-hf, ship, evaluate."""
+"""Commands that use or export the model of a run or a bundled model: generate, export-hf, ship, evaluate."""
 
 from __future__ import annotations
 
@@ -12,68 +12,73 @@ from nsa_lab.config import ConfigError
 from nsa_lab.runs import resolve
 
 app = typer.Typer()
-MAX_SEED = 2**63 - 1  # that torch takes
+MAX_SEED = 2**63 - 1  # limit of torch.manual_seed
 
 
 @app.command()
 def generate(
     run: Model,
-    prompt: Annotated[str | None, typer.Option(help="the text to go on from [a new line]")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue [default: a newline]")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="a file with that text, its last line's end included")
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the text to continue, used exactly, with its final newline"),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="draw from this many likeliest tokens")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 selects the most likely token")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the K most likely tokens")] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="draw from the likeliest tokens that have this probability together"),
+        typer.Option(min=0.0, max=1.0, help="Sample from the smallest set of tokens with at least this total probability"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="of the draw")] = 0,
-    step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Random seed")] = 0,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Let a model go on from a prompt; how fast it does comes last, on stderr."""
+    """Generate text from a prompt. The speed is printed at the end, on stderr."""
     run_dir = resolve.find_model(run, resolve.get_outputs_dir(outputs))
     text = _read_prompt(prompt, prompt_file)
 
     from nsa_lab.inference import Sampling, SpeedMeter, complete_prompt
 
     try:
-        chosen = Sampling(temperature, top_k, top_p)
+        sampling = Sampling(temperature, top_k, top_p)
     except ValueError as error:
         raise ConfigError(f"nsa-lab generate: {error}") from None
-    pace = SpeedMeter()
-    for piece in complete_prompt(run_dir, text, tokens, chosen, seed=seed, step=step, speed_meter=pace):
+    speed_meter = SpeedMeter()
+    for piece in complete_prompt(run_dir, text, tokens, sampling, seed=seed, step=step, speed_meter=speed_meter):
         typer.echo(piece, nl=False)
     typer.echo()
-    typer.echo(pace, err=True)
+    typer.echo(speed_meter, err=True)
 
 
 @app.command("export-hf")
 def export_hf(
     run: Model,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder")],
-    step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New output folder")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Write a model and its tokenizer as transformers' from_pretrained loads them; needs nsa-lab[hf]."""
+    """Export a model and its tokenizer in the format of transformers' from_pretrained; needs nsa-lab[hf]."""
     run_dir = resolve.find_model(run, resolve.get_outputs_dir(outputs))
 
     from nsa_lab.inference import hf
 
     typer.echo(hf.export(run_dir, folder, step=step))
-    typer.echo("to load it: AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)", err=True)
+    typer.echo("load it with AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)", err=True)
 
 
 @app.command()
 def ship(
     run: Run,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder, called as the model is to be")],
-    about: Annotated[Path, typer.Option(metavar="FILE", help="Markdown: data, licence and limits, for the model card")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New output folder; its name becomes the model name")],
+    about: Annotated[
+        Path, typer.Option(metavar="FILE", help="Markdown file on data, license and limitations, for the model card")
+    ],
     outputs: Outputs = None,
 ) -> None:
-    """Write the model of a run that is done and evaluated as a folder to hand on: weights in bfloat16, and a model card."""
+    """Package the model of a finished, evaluated run: bfloat16 weights, configuration, evaluation and model card."""
     run_dir = resolve.find_run(run, resolve.get_outputs_dir(outputs))
     text = _read_text(about, "--about")
 
@@ -89,30 +94,36 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="BYTES[:N]",
-            help="of a sequence with facts, and N at each depth; repeat [the run's own, and twice that]",
+            help="Sequence length, and N sequences per depth (repeatable) [default: run's lengths, twice the longest]",
         ),
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="needle, multi_key, multi_query, or a form of needles; all: every one [the first three]; repeat"),
+        typer.Option(help="needle, multi_key, multi_query, a needle form, or all (repeatable) [default: the first three]"),
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=PATH", help="documents that losses are measured on: txt, jsonl, parquet; repeat"),
+        typer.Option(metavar="NAME=PATH", help="Named documents to measure the loss on: txt, jsonl, parquet (repeatable)"),
     ] = None,
-    per_depth: Annotated[int, typer.Option(min=1, help="sequences at each length and depth")] = 20,
-    windows: Annotated[int, typer.Option(min=1, help="windows of held-out text, for the loss by position")] = 16,
+    per_depth: Annotated[int, typer.Option(min=1, help="Sequences per length and depth")] = 20,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of held-out text for loss by position")] = 16,
     intervened: Annotated[
         int,
-        typer.Option(min=0, help="sequences at each length whose blocks are changed; most of the time on a CPU; 0: none"),
+        typer.Option(min=0, help="Sequences per length for the ablations; the slowest part on a CPU; 0 skips them"),
     ] = 10,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="of the facts, and of random blocks")] = 0,
-    bf16: Annotated[bool, typer.Option("--bf16", help="weights and attention in bfloat16, for speed [float32]")] = False,
-    step: Annotated[int | None, typer.Option(help="which checkpoint [the newest]")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="where evaluation.json goes [into the run]")] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Random seed of the facts and of random block selection")
+    ] = 0,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Use bfloat16 weights and attention for speed [default: float32]")
+    ] = False,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint [default: newest]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Output folder of evaluation.json [default: the run directory]")
+    ] = None,
     outputs: Outputs = None,
 ) -> None:
-    """Ask a model for facts in long texts, and find out what its selection does; writes evaluation.json."""
+    """Evaluate retrieval, text loss and block selection of a model; writes evaluation.json."""
     run_dir = resolve.find_model(run, resolve.get_outputs_dir(outputs))
     counts, texts = dict(map(_parse_length, length or ())), dict(map(_parse_named_path, text or ()))
 
@@ -141,10 +152,10 @@ def evaluate(
 
 
 def _parse_length(text: str) -> tuple[int, int | None]:
-    """`131072:10` -> (131072, 10)."""
+    """Parse `131072:10` to (131072, 10), and `131072` to (131072, None)."""
     length, _, count = text.partition(":")
     if not length.isdecimal() or int(length) < 64 or (count and not (count.isdecimal() and int(count))):
-        raise ConfigError(f"--length {text}: expected bytes, 64 at least, for example --length 32768 or --length 131072:10")
+        raise ConfigError(f"--length {text}: expected at least 64 bytes, for example --length 32768 or --length 131072:10")
     return int(length), int(count) if count else None
 
 
@@ -158,18 +169,20 @@ def _parse_named_path(text: str) -> tuple[str, str]:
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is None:
         text = "\n" if prompt is None else prompt
-        # The bytes of an argument that are no UTF-8 come as halves of characters.
+        # Python decodes invalid UTF-8 in arguments to lone surrogates.
         if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-            raise ConfigError(f"--prompt {text!r}: expected a UTF-8 text; leave out the bytes that are none")
+            raise ConfigError(f"--prompt {text!r}: expected valid UTF-8; remove the invalid bytes")
         return text
     if prompt is not None:
-        raise typer.BadParameter("one text to go on from: --prompt or --prompt-file, not both", param_hint="--prompt-file")
+        raise typer.BadParameter(
+            "expected one prompt; give --prompt or --prompt-file, not both", param_hint="--prompt-file"
+        )
     return _read_text(file, "--prompt-file")
 
 
 def _read_text(file: Path, option: str) -> str:
     try:
-        # Bytes, not text mode: line ends are part of the text.
+        # Read bytes: text mode would change line ends, which are part of the prompt.
         return file.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {file}: expected a UTF-8 text: {error}") from None
+        raise ConfigError(f"{option} {file}: expected UTF-8 text: {error}") from None
