@@ -1,10 +1,10 @@
-"""Text to batches: sources of documents, tokenizers, verified shards, and batches that are a pure function of the step.
+"""Text to batches: document sources, tokenizers, verified token shards, and batches that are a pure function of the step.
 
     dataset = prepare(run.data, run.model.vocab_size, run.train.seq_len)
     batches = StagedBatches(dataset.train, run.train, run.data)
     inputs, targets = batches.batch(step)
 
-Depends on `nsa_lab.config` alone.
+Depends only on `nsa_lab.config`.
 """
 
 from nsa_lab.data.batches import Batch, Batches, EvalBatches

@@ -1,13 +1,14 @@
-"""Fill a cache folder with shards: once, crash-safe, resumable from the source's own cursor.
+"""Build a cache folder of token shards: once, crash-safe, resumable from the source's own cursor.
 
 Invariants
-* Work happens in `<key>.partial`, renamed to `<key>` when the manifest stands. A reader never sees a half-filled folder.
-* A part is one training and one validation shard, ended at a document. `progress.json` is replaced, with the cursor,
-  after both are on disk; what follows the last recorded part is thrown away and made again.
-* Tokens in = tokens in shards: every document whole, one separator after each, nothing else. What is shorter than
-  `min_document_bytes` is no document. It is left out here, where documents are whole (rows cut them), so that
-  `max_tokens` counts what is trained on and what is held out is of the same kind.
-* A text falls into training or validation by its own sha256, so its duplicates fall on the same side.
+* Work happens in `<key>.partial`, which is renamed to `<key>` after the manifest is written. Readers never see an
+  incomplete folder.
+* A part is one training shard and one validation shard that end at a document end. `progress.json`, with the cursor, is
+  replaced after both are on disk. Anything after the last recorded part is deleted and built again.
+* Tokens in = tokens in shards: every document whole, each followed by one separator, nothing else. Documents shorter than
+  `min_document_bytes` are dropped here, where documents are still whole (rows cut them). `max_tokens` therefore counts only
+  training text, and validation text is selected by the same rule.
+* The sha256 of a text assigns it to training or validation, so its duplicates are in the same split.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ from nsa_lab.data.tokenizer import Tokenizer
 
 SHARD_BYTES = 64 << 20
 PROGRESS_FILE = "progress.json"
-# How many of the documents next in line for validation a manifest remembers, for the remedy of a split too small.
+# Number of training documents closest to the validation threshold that a manifest records, to suggest a `val_fraction`.
 N_VALIDATION_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """How far a filling is. `tokens`, `documents` and `text_bytes` are those of both splits; `train_tokens` are those that
-    the cap `total_tokens` counts, which is None without one."""
+    """Progress of a build. `tokens`, `documents` and `text_bytes` count both splits.
+
+    `train_tokens` counts the training split, which the cap `total_tokens` (None: no cap) applies to.
+    """
 
     phase: str
     tokens: int
@@ -60,7 +63,7 @@ class BuildProgress:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a filling makes, apart from the documents themselves."""
+    """Options of a build, independent of the documents."""
 
     tokenizer: Tokenizer
     val_fraction: float
@@ -71,30 +74,30 @@ class BuildOptions:
 
 
 def compute_split_fraction(text: str | bytes) -> float:
-    """Where a text stands in [0, 1): its sha256 read as a fraction. Below `val_fraction` it is validation."""
+    """Return the sha256 of a text as a fraction in [0, 1). A text below `val_fraction` belongs to validation."""
     return int.from_bytes(hashlib.sha256(_to_bytes(text)).digest()[:8], "big") / 2**64
 
 
 def build_shards(
     source: Source, options: BuildOptions, folder: Path, progress: Callable[[BuildProgress], None] | None = None
 ) -> None:
-    """Write `folder` from `source`, continuing an interrupted filling of the same folder.
+    """Write `folder` from `source`, continuing an interrupted build of the same folder.
 
-    An exception from the source or from `progress` (a signal, say) stops the filling; finished parts are kept.
+    An exception from the source or from `progress` (e.g. on a signal) stops the build; completed parts stay on disk.
     """
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    filling = _ShardBuilder(partial, options)
+    builder = _ShardBuilder(partial, options)
     try:
-        for document in () if filling.is_full else source.documents(filling.state["cursor"]):
-            filling.add_document(document)
+        for document in () if builder.is_full else source.documents(builder.state["cursor"]):
+            builder.add_document(document)
             if progress:
-                progress(filling.get_progress())
-            if filling.is_full:
+                progress(builder.get_progress())
+            if builder.is_full:
                 break
-        filling.finish(source.identity)
+        builder.finish(source.identity)
     except BaseException as error:
-        filling.abort()
+        builder.abort()
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise DataError(
                 f"{partial}: the disk is full; free some space and start again, or lower data.max_tokens"
@@ -106,7 +109,7 @@ def build_shards(
 
 
 class _ShardBuilder:
-    """The state of one filling: what `progress.json` records, and the part being written."""
+    """State of a build: the content of `progress.json`, and the part being written."""
 
     def __init__(self, folder: Path, plan: BuildOptions) -> None:
         self._folder = folder
@@ -149,7 +152,7 @@ class _ShardBuilder:
             self._close_part()
 
     def finish(self, source_identity: dict[str, Any]) -> None:
-        """End the last part and write the manifest."""
+        """Close the last part and write the manifest."""
         if self._part:
             self._close_part()
         tokenizer = self._options.tokenizer
@@ -169,7 +172,7 @@ class _ShardBuilder:
         write_durably(self._folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
     def abort(self) -> None:
-        """Leave what a later filling can continue from, or nothing."""
+        """Keep a resumable partial build; delete the folder if no part is complete."""
         for shard in self._part.values():
             shard.discard()
         if not (self._folder / PROGRESS_FILE).exists():
@@ -190,7 +193,7 @@ class _ShardBuilder:
             self._update_validation_candidates(fraction, len(ids) + 1)
 
     def _update_validation_candidates(self, fraction: float, tokens: int) -> None:
-        # Kept as a heap with the farthest on top: most documents of a long filling fail this one comparison.
+        # A heap with the farthest candidate on top: in a long build, most documents fail this single comparison.
         heap = self.state["next_in_line"]
         entry = [-fraction, tokens]
         if entry in heap:
@@ -210,7 +213,7 @@ class _ShardBuilder:
 
 
 class _ShardWriter:
-    """A shard being written, hashed on the way."""
+    """A shard being written, hashed incrementally."""
 
     def __init__(self, folder: Path, split: str, index: int) -> None:
         self._name = f"{split}-{index:05d}.bin"
@@ -224,7 +227,7 @@ class _ShardWriter:
         self.bytes += len(content)
 
     def close(self, token_bytes: int) -> dict[str, Any]:
-        """Force the content to disk; the manifest's entry."""
+        """Flush the content to disk and return the manifest entry."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
@@ -236,7 +239,7 @@ class _ShardWriter:
         }
 
     def discard(self) -> None:
-        # Unbuffered by now or not, nothing of this shard is recorded; on a full disk even closing flushes and fails.
+        # The shard is not recorded, so lost content does not matter. On a full disk, close() flushes and fails.
         with contextlib.suppress(OSError):
             self._file.close()
         Path(self._file.name).unlink(missing_ok=True)

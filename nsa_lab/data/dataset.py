@@ -1,4 +1,4 @@
-"""From a configuration to tokens: find the cache folder, fill it once, verify it, open it."""
+"""From a configuration to tokens: find the cache folder, build its shards once, verify them, open them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("nsa_lab.data")
 class Dataset:
     """Verified tokens of a training and a held-out part, disjoint by document.
 
-    `identity` is the sha256 of the content (64 hex digits); a run that resumes must find the same one.
+    `identity` is the sha256 of the content (64 hex digits). A resumed run must find the same identity.
     """
 
     train: TokenStore
@@ -41,7 +41,7 @@ class Dataset:
     manifest: dict[str, Any]
     folder: Path
     tokenizer: Tokenizer
-    # Why the source could not be read, where its shards in the cache take its place.
+    # Error of a source that could not be read and was replaced by its cached shards; None: the source was read.
     source_error: str | None = None
 
     @property
@@ -54,7 +54,7 @@ class Dataset:
 
     @property
     def bytes_per_token(self) -> float:
-        """Text bytes a validation token stands for, a separator counted as one: 1.0 for the byte tokenizer.
+        """Mean number of text bytes per validation token. A separator counts as one byte, so the byte tokenizer has 1.0.
 
         Bits per byte = loss in nats / ln 2 / bytes_per_token.
         """
@@ -62,7 +62,7 @@ class Dataset:
         return (held_out["text_bytes"] + held_out["documents"]) / held_out["tokens"]
 
     def verify(self) -> None:
-        """Hash every shard against the manifest, whatever its size. Raises `DataError` naming a changed file."""
+        """Compare the hash of every shard with the manifest. Raises `DataError` with the name of a changed file."""
         shards.verify(self.folder, self.manifest)
 
 
@@ -74,47 +74,49 @@ def prepare(
     identity: str | None = None,
     cache: Path | None = None,
 ) -> Dataset:
-    """Fill the shards that `data` describes unless they are there, verify them, and open them.
+    """Build the shards that `data` describes unless they exist, verify them, and open them.
 
-    `identity` is that of the data set which a run has begun with. Where its source cannot be read any more, the shards of
-    that identity in the cache take its place, once every one of them has been hashed (`Dataset.source_missing` says so).
+    `identity`: the dataset identity with which a run started; None: a new run. If the source can no longer be read, cached
+    shards with this identity replace it after every one of them has been hashed. `Dataset.source_error` then has the
+    reason.
+    `progress`: called for every document and about twice a second while waiting. An exception from it stops the call; a
+    later call continues the build.
 
-    Safe to call from several processes at once: one fills, the others wait. `progress` is called for every document and
-    about twice a second while waiting; what it raises stops the call, and a later call continues the filling.
+    Several processes may call this at once: one builds, the others wait.
 
-    Raises `DataError` if the source cannot be read, a shard has changed since it was written, the vocabulary of the model
-    (`vocab_size`) is smaller than the tokenizer's, or a split is shorter than one sequence of `seq_len` tokens.
+    Raises `DataError` if the source cannot be read, if a shard has changed since it was written, if the model's vocabulary
+    (`vocab_size`) is smaller than the tokenizer's, or if a split is shorter than one sequence of `seq_len` tokens.
     """
-    tokenizer, cache, missing = _load_compatible_tokenizer(data, vocab_size), cache or get_cache_folder(), None
+    tokenizer, cache, source_error = _load_compatible_tokenizer(data, vocab_size), cache or get_cache_folder(), None
     try:
         source = open_source(data, tick=_make_tick(progress, "waiting for the source"))
     except DataError as error:
         folder = _find_cached_folder(cache, data, tokenizer, identity)
         if folder is None:
             raise
-        missing = str(error)
-        logger.warning("the source cannot be read, and its shards in %s take its place: %s", folder, missing)
+        source_error = str(error)
+        logger.warning("the source cannot be read, using its cached shards in %s: %s", folder, source_error)
     else:
         folder = _build_if_missing(source, data, tokenizer, cache, progress)
     manifest = shards.read_manifest(folder)
-    small = shards.sum_shard_bytes(manifest) < shards.MAX_BYTES_HASHED_AT_OPEN
-    shards.verify(folder, manifest, content=small or missing is not None)
+    is_small = shards.sum_shard_bytes(manifest) < shards.MAX_BYTES_HASHED_AT_OPEN
+    shards.verify(folder, manifest, content=is_small or source_error is not None)
     _check_split_lengths(manifest, data, (seq_len or 1) + 1)
     stores = shards.open_stores(folder, manifest)
-    return Dataset(stores["train"], stores["validation"], manifest, folder, tokenizer, missing)
+    return Dataset(stores["train"], stores["validation"], manifest, folder, tokenizer, source_error)
 
 
 def check(data: DataConfig, vocab_size: int | None = None, *, to_train: bool = False) -> dict[str, Any]:
-    """The identity of the source, after every check that needs no filling. Raises `DataError` as `prepare` would.
+    """Return the identity of the source after all checks that need no build. Raises `DataError` as `prepare` would.
 
-    `to_train`: a path that is one .txt is refused, too, since it is one document and whole documents are held out.
+    `to_train`: also reject a path that is a single .txt. It is one document, and validation holds out whole documents.
     """
     _load_compatible_tokenizer(data, vocab_size)
     identity = open_source(data).identity
     if to_train and data.path and data.path.lower().endswith(".txt") and len(identity["files"]) == 1:
         raise DataError(
-            f"data.path = {data.path!r}: one .txt is one document, and whole documents are held out for validation; cut it "
-            "into several, and give their folder. With GNU split: mkdir texts && split -C 64k --additional-suffix=.txt "
+            f"data.path = {data.path!r}: a .txt is one document, and validation holds out whole documents; split it "
+            "into several files and give their folder, e.g.: mkdir texts && split -C 64k --additional-suffix=.txt "
             f"{shlex.quote(identity['files'][0][0])} texts/"
         )
     return identity
@@ -124,12 +126,12 @@ def _load_compatible_tokenizer(data: DataConfig, vocab_size: int | None) -> Toke
     tokenizer = load_tokenizer(data.tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise DataError(
-            f"model.vocab_size = {vocab_size}, and data.tokenizer = {data.tokenizer} has {tokenizer.vocab_size} ids; "
+            f"model.vocab_size = {vocab_size}: data.tokenizer = {data.tokenizer} has {tokenizer.vocab_size} ids; "
             f"set model.vocab_size: {tokenizer.vocab_size}"
         )
     if data.source in ("synthetic", "recall") and data.tokenizer != "byte":
         raise DataError(
-            f"data.tokenizer = {data.tokenizer}: data.source = {data.source} makes bytes, not text; "
+            f"data.tokenizer = {data.tokenizer}: data.source = {data.source} yields bytes, not text; "
             "set data.tokenizer: byte"
         )
     return tokenizer
@@ -137,17 +139,17 @@ def _load_compatible_tokenizer(data: DataConfig, vocab_size: int | None) -> Toke
 
 def _get_cache_settings(data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     settings = {"tokenizer": tokenizer.identity, "val_fraction": data.val_fraction, "max_tokens": data.max_tokens}
-    # A folder that was filled without it is still the one that is meant.
+    # Omitted if 0, so that cache folders from before this setting existed keep their key.
     return settings | ({"min_document_bytes": data.min_document_bytes} if data.min_document_bytes else {})
 
 
 def _find_cached_folder(cache: Path, data: DataConfig, tokenizer: Tokenizer, identity: str | None) -> Path | None:
-    """The folder in the cache that was filled with these settings and holds the content of `identity`, if there is one."""
+    """Return the cache folder that was built with these settings and has this content identity, or None."""
     for path in sorted(cache.glob(f"*/{shards.MANIFEST}")):
         try:
             manifest = shards.read_manifest(path.parent)
         except DataError:
-            # Another's damage: what is looked for would be known by the identity in its manifest.
+            # A damaged manifest cannot belong to the requested dataset: `read_manifest` verifies the identity.
             continue
         if manifest["identity"] == identity and manifest["settings"] == _get_cache_settings(data, tokenizer):
             return path.parent
@@ -163,7 +165,7 @@ def _build_if_missing(
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with _hold_lock(
-        folder.with_name(folder.name + ".lock"), _make_tick(progress, "waiting for another process that fills")
+        folder.with_name(folder.name + ".lock"), _make_tick(progress, "waiting for another process that builds the shards")
     ):
         if not folder.is_dir():
             plan = BuildOptions(
@@ -187,7 +189,7 @@ def _hold_lock(path: Path, tick: Callable[[], None]) -> Iterator[None]:
     require("filelock")
     import filelock
 
-    # The system lets go of the lock of a process that dies; the file itself may stay.
+    # The operating system releases the lock of a process that dies; the lock file may remain.
     lock = filelock.FileLock(path)
     while not lock.is_locked:
         try:
@@ -211,31 +213,31 @@ def _check_split_lengths(manifest: dict[str, Any], data: DataConfig, n_required:
     if documents == 0 and manifest.get("short_documents"):
         raise DataError(
             f"data.source = {data.source}: all {manifest['short_documents']} documents are shorter than "
-            f"data.min_document_bytes = {data.min_document_bytes}; lower it, or give longer documents"
+            f"data.min_document_bytes = {data.min_document_bytes}; lower it or give longer documents"
         )
     if documents == 0:
-        raise DataError(f"data.source = {data.source}: no text in it; give documents that are not empty")
+        raise DataError(f"data.source = {data.source}: all documents are empty; give documents with text")
     if held_out["tokens"] < n_required:
         raise DataError(
-            f"validation holds {held_out['tokens']} tokens of {documents} documents, and one sequence needs {n_required} "
+            f"the validation split has {held_out['tokens']} tokens of {documents} documents, a sequence needs {n_required} "
             f"(data.val_fraction = {data.val_fraction:g}); {_suggest_remedy(manifest, held_out['tokens'], n_required)}"
         )
     if train["tokens"] < n_required:
         raise DataError(
-            f"training holds {train['tokens']} tokens of {documents} documents, and one sequence needs {n_required}; "
+            f"the training split has {train['tokens']} tokens of {documents} documents, a sequence needs {n_required}; "
             "give more text, lower train.seq_len, or lower data.val_fraction"
         )
 
 
-def _suggest_remedy(manifest: dict[str, Any], held_out: int, needed: int) -> str:
-    """The smallest `data.val_fraction` that holds out enough, if one leaves enough to train on."""
+def _suggest_remedy(manifest: dict[str, Any], n_validation_tokens: int, needed: int) -> str:
+    """Suggest the smallest `data.val_fraction` that is large enough, if it leaves enough for training."""
     next_in_line = sorted((-negative, tokens) for negative, tokens in manifest["next_in_line"])
-    left = manifest["splits"]["train"]["tokens"]
+    n_train_tokens = manifest["splits"]["train"]["tokens"]
     for fraction, tokens in next_in_line:
-        held_out, left = held_out + tokens, left - tokens
-        if left < needed:
+        n_validation_tokens, n_train_tokens = n_validation_tokens + tokens, n_train_tokens - tokens
+        if n_train_tokens < needed:
             break
-        if held_out >= needed:
-            # Rounded up, so that the document at `fraction` itself is held out.
+        if n_validation_tokens >= needed:
+            # Round up, so that the document at `fraction` itself is held out.
             return f"give more documents, or set data.val_fraction: {min(fraction + 1e-4, 0.9999):.4f}"
     return "give more documents (a .txt is one, a line of .jsonl is one), or lower train.seq_len"

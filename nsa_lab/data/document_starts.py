@@ -1,12 +1,12 @@
-"""Where documents begin in rows of tokens.
+"""Document starts in rows of tokens.
 
-A separator stands after every document. It is the last target of the one before it and the first input of the next: a
-document's first token is predicted from the separator alone, and its end is predicted from all of it. So a document begins
-at its separator; several separators in a row (padding) are one document that counts for nothing. The losses of documents
-add up to those of their texts.
+A separator follows every document. It is the last target of its document and the first input of the next document: the
+first token of a document is predicted from the separator alone, and its end is predicted from all of it. A document
+therefore starts at the separator before it. Consecutive separators (padding) form one document without loss. The losses of
+the documents in a row add up to the losses of their texts.
 
-Documents are found in the row and not looked up, planted facts and padding included, so that a batch stays a function of
-the step.
+Documents are found in the tokens of the row, after facts are inserted and padding is added, so that a batch stays a pure
+function of the step.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a batch of rows: no row shares one with another."""
+    """Documents of a batch of rows. No document spans two rows."""
 
     row_bounds: tuple[Tensor, ...]
-    """Of each row, where documents begin and, last, where the row ends: int32 [documents + 1], on the CPU."""
+    """Document starts of each row, followed by the end of the row: int32 [documents + 1], on the CPU."""
 
     @property
     def capacity(self) -> int:
-        """Documents to make room for: a power of four, so that few sizes serve all batches: each is compiled for.
+        """Number of documents to allocate for: a power of four, at least two per row.
 
-        Two for each row at least: a batch of long documents, some of which end, has the size of one of which none does. Not
-        the most that the rows of the text can hold, which would be one size for all: that was twenty times as many as
-        there were, and every launch passes over those that are not there.
+        Each capacity is compiled separately, so few sizes should serve all batches. With two per row, a batch of long
+        documents has the same capacity whether or not some of them end in it. The maximum over the whole text would need
+        only one size, but it was twenty times the actual number, and every kernel launch iterates over the unused entries.
         """
         twos = (max(sum(len(row) - 1 for row in self.row_bounds), 2 * len(self.row_bounds)) - 1).bit_length()
         return 1 << twos + twos % 2
 
     @property
     def longest(self) -> int:
-        """Tokens of a row, which no document exceeds."""
+        """Length of a row in tokens, an upper bound on the length of a document."""
         return max(int(row[-1]) for row in self.row_bounds)
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Of all rows, one after another: int32 [documents + 1]."""
+        """Cumulative document lengths over all rows, concatenated: int32 [documents + 1]."""
         ends = [0]
         for row in self.row_bounds:
             ends.extend((row[1:] + ends[-1]).tolist())
         return torch.tensor(ends, dtype=torch.int32)
 
     def split(self, size: int) -> list[Documents]:
-        """`size` rows in each, in order."""
+        """Split into groups of `size` rows, in order."""
         return [Documents(self.row_bounds[first : first + size]) for first in range(0, len(self.row_bounds), size)]
 
 
 def locate_documents(inputs: Iterable[np.ndarray], separator: int) -> Documents:
-    """The documents of rows of inputs, int64 [T] each."""
+    """Return the documents of rows of inputs, int64 [T] each."""
     rows = (np.append(find_document_starts(row, separator), len(row)) for row in inputs)
     return Documents(tuple(torch.from_numpy(bounds.astype(np.int32)) for bounds in rows))
 
 
 def find_document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:
-    """int64 [documents]: where documents, or the rest of one, begin in `tokens` [T]. The first is 0."""
-    separators = tokens == separator
-    begins = separators.copy()
-    begins[1:] &= ~separators[:-1]
-    begins[0] = True
-    return np.flatnonzero(begins)
+    """Return the positions in `tokens` [T] where a document or its remainder starts, int64 [documents]. The first is 0."""
+    is_separator = tokens == separator
+    is_start = is_separator.copy()
+    is_start[1:] &= ~is_separator[:-1]
+    is_start[0] = True
+    return np.flatnonzero(is_start)
 
 
 def count_max_documents(ends: np.ndarray, length: int) -> int:
-    """The most documents that `length` tokens in a row can hold, of a text with separators at `ends`, ascending."""
-    # Of separators in a row the first alone begins a document, and the first token begins one whatever it is.
-    begins = ends[(np.diff(ends, prepend=-2) > 1) & (ends > 0)]
-    inside = np.searchsorted(begins, begins + length - 1) - np.arange(len(begins))
-    return 1 + int(inside.max(initial=0))
+    """Return the maximum number of documents in `length` consecutive tokens, given the ascending separator positions."""
+    # Only the first of consecutive separators starts a document. The first token of a row always starts one.
+    starts = ends[(np.diff(ends, prepend=-2) > 1) & (ends > 0)]
+    n_inside = np.searchsorted(starts, starts + length - 1) - np.arange(len(starts))
+    return 1 + int(n_inside.max(initial=0))

@@ -1,4 +1,4 @@
-"""The one error of the data package."""
+"""The error type of the data package."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from nsa_lab.config import UsageError
 
 
 class DataError(UsageError, ValueError):
-    """The data cannot be used. One line: what was expected, what came, what to do."""
+    """The data cannot be used. One-line message: expected, found, remedy."""

@@ -1,9 +1,9 @@
-"""Batches made ahead of time: one thread makes them, one consumer takes them, and neither can hang the other.
+"""Batch prefetching: one thread loads batches, one consumer takes them, and neither can block the other forever.
 
 Invariants
-* The queue is bounded and belongs to one worker and one consumer; steps come in order, none is lost or repeated.
-* The worker's exception is raised in the consumer, at the step where it happened. There is no other batch to fall back on.
-* Every wait ends: by a batch, by a stop request, or by a `DataError` that names the phase.
+* The queue is bounded and belongs to one worker and one consumer. Steps come in order, without gaps or repeats.
+* An exception of the worker is raised in the consumer at its step. There is no fallback batch.
+* Every wait ends: with a batch, by a stop request, or with a `DataError` that names the phase.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ POLL_S = 0.05
 
 
 class Prefetcher:
-    """`load(step)` for `first`, `first` + 1, ... up to `stop` (exclusive; None: without end), `depth` steps ahead.
+    """Load `load(step)` for `first`, `first` + 1, ... up to `stop` (exclusive; None: unlimited), `depth` steps ahead.
 
-    `load` returns tensors, or tuples and lists of them; `pin_memory` pins them for asynchronous copies to a GPU. Anything
-    else is handed on as it is.
+    `load` returns tensors, or tuples and lists of them. Other values are passed through.
+    `pin_memory`: pin the tensors for asynchronous copies to a GPU.
+
     A context manager: leaving it stops the thread.
     """
 
@@ -49,13 +50,14 @@ class Prefetcher:
         self._thread.start()
 
     def get(self, step: int, should_stop: Callable[[], bool] | None = None) -> Any:
-        """What `load(step)` returned; None as soon as `should_stop()` is true while waiting.
+        """Return the result of `load(step)`, or None as soon as `should_stop()` is true while waiting.
 
-        Raises what `load` raised, `DataError` if nothing comes for `timeout_s`, and `ValueError` for a step out of order.
+        Raises an exception of `load`, `DataError` if no batch arrives within `timeout_s`, and `ValueError` for a step out
+        of order.
         """
         if step != self._next or (self._stop is not None and step >= self._stop):
             raise ValueError(
-                f"get({step}): the next step is {self._next} of {self._stop}; make a new Prefetcher to go elsewhere"
+                f"get({step}): the next step is {self._next} of {self._stop}; create a new Prefetcher for another step"
             )
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -71,14 +73,14 @@ class Prefetcher:
                         "check the disk that holds the shards, or raise data.timeout_s"
                     ) from None
         if error is not None:
-            # Asked again, the consumer hears the same, instead of waiting for a thread that has ended.
+            # A repeated call raises the same error instead of waiting for a thread that has ended.
             self._queue.put((step, None, error))
             raise error
         self._next += 1
         return value
 
     def close(self) -> None:
-        """Stop the thread. A `load` that never returns is left behind; the thread is a daemon."""
+        """Stop the thread. A `load` that never returns is abandoned; the thread is a daemon."""
         self._closing.set()
         self._thread.join(timeout=1.0)
 
@@ -93,7 +95,7 @@ class Prefetcher:
             try:
                 value = self._load(step)
                 item = (step, _pin(value) if self._pin_memory else value, None)
-            except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
+            except BaseException as error:  # noqa: BLE001 - every exception is raised in the consumer
                 item = (step, None, error)
             self._put(item)
             if item[2] is not None:
@@ -113,7 +115,7 @@ def _pin(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.pin_memory()
     if isinstance(value, (tuple, list)):
-        # A named tuple is made of its fields one by one.
+        # A named tuple takes its fields as separate arguments.
         make = getattr(value, "_make", type(value))
         return make(_pin(item) for item in value)
     return value

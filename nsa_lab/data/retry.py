@@ -1,7 +1,7 @@
-"""Waiting for a network that may stall: bounded, interruptible, and by name.
+"""Call a function that may stall on the network: with retries, a time limit, and interruptible.
 
-A blocking read cannot be interrupted from outside, so it runs in a thread of its own while the caller counts the time. A
-thread that never comes back is left behind; it is a daemon and ends with the process.
+A blocking read cannot be interrupted from outside. It therefore runs in its own thread while the caller watches the clock.
+A thread that never returns is abandoned; it is a daemon and ends with the process.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def call_with_retry(
     tick: Callable[[], None] = lambda: None,
     max_attempts: int | None = None,
 ) -> T:
-    """`function()`, and again with growing pauses after a transient error, for at most `timeout_s` or `attempts` calls.
+    """Return `function()`. Retry transient errors with growing pauses, for at most `timeout_s` or `max_attempts` calls.
 
-    `tick` is called about twice a second; what it raises ends the wait. Raises `DataError` with `phase` and `remedy`
-    when the patience ends, and at once what `function` raised if that is not transient.
+    `tick`: called about twice a second; an exception from it ends the wait. Raises `DataError` with `phase` and `remedy`
+    when the time or the attempts run out. Raises a non-transient error of `function` immediately.
     """
     deadline = time.monotonic() + timeout_s
     reason = ""
     for attempt in itertools.count(1):
-        answer = _run_in_thread(function)
-        if not _wait_until_done(answer, deadline, tick):
+        future = _run_in_thread(function)
+        if not _wait_until_done(future, deadline, tick):
             raise DataError(f"{phase}: no answer within {timeout_s:g} s (data.timeout_s){reason}; {remedy}")
-        error = answer.exception()
+        error = future.exception()
         if error is None:
-            return answer.result()
+            return future.result()
         if not is_transient(error):
             raise error
         pause = min(2.0 ** (attempt - 1), MAX_PAUSE_S)
@@ -50,7 +50,7 @@ def call_with_retry(
         if attempt == max_attempts or time.monotonic() + pause >= deadline:
             raise DataError(f"{phase}: tried {attempt} times{reason}; {remedy}") from error
         _wait_until_done(Future(), time.monotonic() + pause, tick)
-    raise AssertionError("unreachable: the loop above has no end of its own")
+    raise AssertionError("unreachable: the loop above is infinite")
 
 
 def _run_in_thread(function: Callable[[], T]) -> Future[T]:
@@ -59,7 +59,7 @@ def _run_in_thread(function: Callable[[], T]) -> Future[T]:
     def work() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - handed over to the thread that waits
+        except BaseException as error:  # noqa: BLE001 - passed to the waiting thread
             future.set_exception(error)
 
     threading.Thread(target=work, name="nsa_lab source", daemon=True).start()
@@ -67,11 +67,11 @@ def _run_in_thread(function: Callable[[], T]) -> Future[T]:
 
 
 def _wait_until_done(future: Future, deadline: float, tick: Callable[[], None]) -> bool:
-    """Whether `future` was done before `deadline`."""
+    """Return whether `future` was done before `deadline`."""
     while not future.done():
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             return False
-        wait([future], timeout=min(left, TICK_INTERVAL_S))
+        wait([future], timeout=min(remaining_s, TICK_INTERVAL_S))
         tick()
     return True

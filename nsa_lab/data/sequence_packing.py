@@ -1,8 +1,8 @@
-"""How a text becomes rows: windows of `seq_len` + 1 tokens, the inputs and the last target.
+"""Sequence packing: cut a text into rows of `seq_len` + 1 tokens, the inputs and the last target.
 
-`StreamRows` takes the text as it comes and cuts documents where a row ends. `BestFitRows` keeps documents whole where they
-fit into a row and fills rows as well as they can be (best fit, decreasing; arXiv 2404.10830), the rest of a row with
-separators that weigh nothing. Both read every document of an epoch once, in an order that is computed and not stored.
+`StreamPacking` takes the text as a stream and cuts documents at row ends. `BestFitPacking` keeps each document that fits
+into a row whole, packs rows by best-fit decreasing (arXiv 2404.10830), and pads them with separators of weight 0. Both read
+every document once per epoch, in a pseudorandom order that is computed and not stored.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ FEISTEL_ROUNDS = 4
 
 
 class RowPacking(Protocol):
-    """The rows of an epoch."""
+    """Rows of an epoch."""
 
     rows_per_epoch: int
 
     def get_row(self, index: int, key: str) -> int:
-        """The row that is number `index` of the epoch named `key`; an argument of the functions below."""
+        """Return the row at `index` in the epoch named `key`, the argument of the methods below."""
         ...
 
     def get_position(self, row: int) -> int:
-        """Where its first token stands in the text."""
+        """Return the position of the row's first token in the text."""
         ...
 
     def read_window(self, row: int) -> np.ndarray:
-        """int64 [seq_len + 1]."""
+        """Return the row's tokens, int64 [seq_len + 1]."""
         ...
 
     def get_weights(self, row: int) -> np.ndarray | None:
-        """float32 [seq_len + 1], 1 for text and 0 for padding; None: all text."""
+        """Return float32 [seq_len + 1], 1 for text and 0 for padding; None: no padding."""
         ...
 
     def count_max_documents(self) -> int:
-        """The most that a row can hold."""
+        """Return the maximum number of documents in a row."""
         ...
 
     def count_document_lengths(self, key: str) -> Mapping[int, int]:
-        """How many documents, or parts of one, of each length the rows of the epoch `key` hold; padding is none."""
+        """Return {length: number of documents or document parts} over the rows of the epoch `key`, without padding."""
         ...
 
     def summarize(self, key: str) -> dict[str, Any]:
-        """Rows and documents of that epoch, documents that lie in several rows, and tokens of padding."""
+        """Return the number of rows, documents, documents cut across rows, and padding tokens of the epoch `key`."""
         ...
 
 
 class StreamPacking:
-    """Disjoint windows of the text as it is; the last token of one is the first input of its neighbour."""
+    """Disjoint windows of the text. The last token of a window is the first input of the next."""
 
     def __init__(self, tokens: TokenStore, seq_len: int, separator: int | None = None) -> None:
         check_length(tokens, seq_len)
         self._tokens, self._seq_len, self._separator = tokens, seq_len, separator
-        # One window fewer than fit, so that every offset has the same number of windows.
+        # One window fewer than the text holds, so that every offset has the same number of windows.
         self.rows_per_epoch = max(1, (len(tokens) - seq_len) // seq_len)
         self._n_offsets = min(seq_len, len(tokens) - self.rows_per_epoch * seq_len)
 
@@ -82,25 +82,27 @@ class StreamPacking:
         return count_max_documents(self._find_document_ends(), self._seq_len)
 
     def count_document_lengths(self, key: str) -> Mapping[int, int]:
-        edges, begins = self._find_row_and_document_starts(key)
-        return _count_values(np.diff(np.union1d(edges, begins)))
+        edges, starts = self._find_row_and_document_starts(key)
+        return _count_values(np.diff(np.union1d(edges, starts)))
 
     def summarize(self, key: str) -> dict[str, Any]:
-        edges, begins = self._find_row_and_document_starts(key)
-        documents = np.searchsorted(begins, edges[1:-1], side="right")
-        inner = ~np.isin(edges[1:-1], begins)
-        cut = len(np.unique(documents[inner]))
-        first = int(edges[0] not in begins)
-        return _make_summary(self.rows_per_epoch, len(begins) + first, cut, 0, self.rows_per_epoch * self._seq_len)
+        edges, starts = self._find_row_and_document_starts(key)
+        documents = np.searchsorted(starts, edges[1:-1], side="right")
+        is_cut = ~np.isin(edges[1:-1], starts)
+        n_cut = len(np.unique(documents[is_cut]))
+        has_partial_start = int(edges[0] not in starts)
+        return _make_summary(
+            self.rows_per_epoch, len(starts) + has_partial_start, n_cut, 0, self.rows_per_epoch * self._seq_len
+        )
 
     def _find_row_and_document_starts(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Where rows of the epoch begin and, last, end; and where documents begin between the first and the last."""
+        """Return the row starts of the epoch and the end of its last row, and the document starts in that range."""
         edges = self._get_epoch_offset(key) + np.arange(self.rows_per_epoch + 1) * self._seq_len
         ends = self._find_document_ends()
         return edges, ends[(ends >= edges[0]) & (ends < edges[-1])]
 
     def _find_document_ends(self) -> np.ndarray:
-        assert self._separator is not None, "asked of texts whose documents are told apart"
+        assert self._separator is not None, "document counts need a separator"
         return self._tokens.find(self._separator)
 
     def _get_epoch_offset(self, key: str) -> int:
@@ -108,19 +110,19 @@ class StreamPacking:
 
 
 class BestFitPacking:
-    """Rows of whole documents. What is longer than a row takes rows of its own, and what is left of it begins another."""
+    """Rows of whole documents. A document longer than a row is split; its remainder opens a row that others may join."""
 
     def __init__(self, tokens: TokenStore, seq_len: int, separator: int) -> None:
         ends = tokens.find(separator)
         if not len(ends):
             raise DataError("data.packing = best_fit: no document ends in these tokens; set data.packing: stream")
         self._tokens, self._seq_len, self._separator = tokens, seq_len, separator
-        # The inputs of a document begin with the separator before it, which the first one has to be given.
+        # The inputs of a document start with the separator before it. The first document has none; one is added.
         lengths = np.diff(ends, prepend=-1)
         self._n_documents, self._n_cut_documents = len(ends), int((lengths > seq_len).sum())
-        firsts, sizes, packed = _split_and_pack(ends - lengths, lengths, seq_len)
+        starts, piece_lengths, packed = _split_and_pack(ends - lengths, lengths, seq_len)
         order = [piece for row in packed for piece in row]
-        self._piece_starts, self._piece_lengths = firsts[order], sizes[order]
+        self._piece_starts, self._piece_lengths = starts[order], piece_lengths[order]
         self._row_bounds = np.cumsum([0, *map(len, packed)])
         self.rows_per_epoch = len(packed)
 
@@ -133,9 +135,9 @@ class BestFitPacking:
     def read_window(self, row: int) -> np.ndarray:
         pieces = range(self._row_bounds[row], self._row_bounds[row + 1])
         texts = [self._read_piece(int(self._piece_starts[piece]), int(self._piece_lengths[piece])) for piece in pieces]
-        last = int(self._piece_starts[pieces[-1]] + self._piece_lengths[pieces[-1]])
+        target_position = int(self._piece_starts[pieces[-1]] + self._piece_lengths[pieces[-1]])
         window = np.full(self._seq_len + 1, self._separator, np.int64)
-        text = np.concatenate([*texts, self._tokens.read(last, 1)])
+        text = np.concatenate([*texts, self._tokens.read(target_position, 1)])
         window[: len(text)] = text
         return window
 
@@ -149,14 +151,14 @@ class BestFitPacking:
         return _count_values(self._piece_lengths)
 
     def summarize(self, key: str) -> dict[str, Any]:
-        padded = self.rows_per_epoch * self._seq_len - int(self._piece_lengths.sum())
+        n_padding = self.rows_per_epoch * self._seq_len - int(self._piece_lengths.sum())
         return _make_summary(
-            self.rows_per_epoch, self._n_documents, self._n_cut_documents, padded, self.rows_per_epoch * self._seq_len
+            self.rows_per_epoch, self._n_documents, self._n_cut_documents, n_padding, self.rows_per_epoch * self._seq_len
         )
 
     @functools.cached_property
     def _text_tokens_per_row(self) -> np.ndarray:
-        """Inputs of every row that are text."""
+        """Number of inputs in each row that are text."""
         return np.add.reduceat(self._piece_lengths, self._row_bounds[:-1])
 
     def _read_piece(self, first: int, size: int) -> np.ndarray:
@@ -166,69 +168,78 @@ class BestFitPacking:
 
 
 def _split_and_pack(
-    begins: np.ndarray, lengths: np.ndarray, capacity: int
+    starts: np.ndarray, lengths: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
-    """Where the pieces of documents begin, how long they are, and which of them each row of `room` tokens holds."""
-    long, whole = np.flatnonzero(lengths > capacity), np.flatnonzero(lengths <= capacity)
-    parts = -(-lengths[long] // capacity)
-    number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-    # The rest of a document does not begin with a separator, and must be the first in its row to be told apart.
-    rest = np.repeat(begins[long], parts) + number * capacity
-    rests = np.minimum(np.repeat(lengths[long], parts) - number * capacity, capacity)
-    whole = whole[np.argsort(-lengths[whole], kind="stable")]
-    firsts, sizes = np.concatenate([rest, begins[whole]]), np.concatenate([rests, lengths[whole]])
-    return firsts, sizes, pack_best_fit(sizes.tolist(), len(rest), capacity)
+    """Split documents into pieces of at most `capacity` tokens and pack them.
+
+    Returns the start and length of each piece, and for each row the indices of its pieces.
+    """
+    long_documents, whole_documents = np.flatnonzero(lengths > capacity), np.flatnonzero(lengths <= capacity)
+    n_parts = -(-lengths[long_documents] // capacity)
+    part_index = np.arange(n_parts.sum()) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
+    # The later parts of a document do not start with a separator. They must come first in a row to count as a document.
+    part_starts = np.repeat(starts[long_documents], n_parts) + part_index * capacity
+    part_lengths = np.minimum(np.repeat(lengths[long_documents], n_parts) - part_index * capacity, capacity)
+    whole_documents = whole_documents[np.argsort(-lengths[whole_documents], kind="stable")]
+    piece_starts, piece_lengths = (
+        np.concatenate([part_starts, starts[whole_documents]]),
+        np.concatenate([part_lengths, lengths[whole_documents]]),
+    )
+    return piece_starts, piece_lengths, pack_best_fit(piece_lengths.tolist(), len(part_starts), capacity)
 
 
 def pack_best_fit(sizes: list[int], n_openers: int, capacity: int) -> list[list[int]]:
-    """Which items each row holds, by their numbers. The first `openers` items begin a row each; every other one goes to the
-    row with the least room that is enough for it, or begins one where there is none. No size is above `room`."""
+    """Return the item indices of each row.
+
+    Each of the first `n_openers` items opens a row. Every other item goes to the row with the least free space that
+    suffices, or opens a row if none does. No size exceeds `capacity`.
+    """
     rows: list[list[int]] = []
-    by_room: dict[int, list[int]] = defaultdict(list)
-    rooms = 0  # bit r: a row has room for r
+    rows_by_space: dict[int, list[int]] = defaultdict(list)
+    available = 0  # bit r is set if a row has exactly r tokens free
     for item, size in enumerate(sizes):
-        fitting = 0 if item < n_openers else rooms >> size << size
-        least = (fitting & -fitting).bit_length() - 1 if fitting else capacity
-        row = by_room[least].pop() if fitting else len(rows)
-        if not fitting:
+        sufficient = 0 if item < n_openers else available >> size << size
+        space = (sufficient & -sufficient).bit_length() - 1 if sufficient else capacity
+        row = rows_by_space[space].pop() if sufficient else len(rows)
+        if not sufficient:
             rows.append([])
-        elif not by_room[least]:
-            rooms ^= 1 << least
+        elif not rows_by_space[space]:
+            available ^= 1 << space
         rows[row].append(item)
-        if size < least:
-            by_room[least - size].append(row)
-            rooms |= 1 << (least - size)
+        if size < space:
+            rows_by_space[space - size].append(row)
+            available |= 1 << (space - size)
     return rows
 
 
 def permute(index: int, size: int, key: str) -> int:
-    """Where a random permutation of `range(size)`, named by `key`, sends `index`; in constant time and memory.
+    """Apply the pseudorandom permutation of `range(size)` keyed by `key` to `index`, in constant time and memory.
 
-    A Feistel network permutes the least 4^k >= size numbers whatever its round function is; walking on from a result that
-    is not below `size` until one is (fewer than four walks on average) leaves a permutation of `range(size)`.
+    A Feistel network permutes the smallest 4^k >= size numbers, for any round function. Cycle walking (apply it again until
+    the result is below `size`, fewer than four times on average) restricts it to a permutation of `range(size)`.
     """
     half = max(1, -(-(size - 1).bit_length() // 2))
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for turn in range(FEISTEL_ROUNDS):
-            left, right = right, left ^ (hash_to_uint64(key, f"{turn}:{right}") & mask)
+        for round_index in range(FEISTEL_ROUNDS):
+            left, right = right, left ^ (hash_to_uint64(key, f"{round_index}:{right}") & mask)
         index = left << half | right
         if index < size:
             return index
 
 
 def hash_to_uint64(key: str, label: str) -> int:
-    """64 bits that look random and depend on the arguments alone."""
+    """Return 64 pseudorandom bits that depend only on the arguments."""
     return int.from_bytes(hashlib.blake2b(f"{key}:{label}".encode(), digest_size=8).digest(), "little")
 
 
 def check_length(tokens: TokenStore, seq_len: int) -> None:
-    """Raises `DataError` unless the tokens hold a sequence and its last target."""
+    """Raise `DataError` unless the tokens hold one sequence and its last target."""
     if len(tokens) < seq_len + 1:
         raise DataError(
-            f"{len(tokens)} tokens do not hold one sequence of {seq_len} and its last target; "
-            "give more text, or lower train.seq_len"
+            f"{len(tokens)} tokens are fewer than one sequence of {seq_len} and its last target; "
+            "give more text or lower train.seq_len"
         )
 
 

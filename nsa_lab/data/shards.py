@@ -1,7 +1,7 @@
-"""Token shards on disk: what a manifest says, how it is verified, how tokens are read.
+"""Token shards on disk: manifest, verification, and reading.
 
 A cache folder holds `train-00000.bin`, `validation-00000.bin`, ... (raw little-endian uint8, uint16 or uint32, by
-vocabulary size) and `manifest.json`, which was written last. Shards end at document ends and are read memory-mapped.
+vocabulary size) and `manifest.json`, which is written last. Shards end at document ends and are memory-mapped.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from nsa_lab.data.errors import DataError
 FORMAT = 1
 SPLITS = ("train", "validation")
 MANIFEST = "manifest.json"
-# Hashing two gigabytes takes seconds; beyond that sizes are checked at every start, and content on request.
+# Hashing two gigabytes takes seconds. Above this size, only file sizes are checked at startup, and hashes on request.
 MAX_BYTES_HASHED_AT_OPEN = 2 << 30
 
 
 class TokenStore:
-    """The tokens of one split, in the order in which the documents came. Read-only, memory-mapped."""
+    """Tokens of one split, in document order. Read-only, memory-mapped."""
 
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
         self._shards = [shard for shard in shards if len(shard)]
@@ -37,9 +37,9 @@ class TokenStore:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """int64 `[count]`, the tokens from `start` on, across shard boundaries."""
+        """Return `count` tokens from `start`, int64 `[count]`, across shard boundaries."""
         if start < 0 or count < 0 or start + count > len(self):
-            raise IndexError(f"tokens {start}..{start + count} of a store that holds {len(self)}")
+            raise IndexError(f"tokens {start}..{start + count}: out of range for a store of {len(self)} tokens")
         out = np.empty(count, dtype=np.int64)
         filled = 0
         index = bisect.bisect_right(self._ends, start)
@@ -53,64 +53,69 @@ class TokenStore:
         return out
 
     def find(self, token: int) -> np.ndarray:
-        """int64, ascending: where `token` stands. All tokens are read once, and what was found is kept."""
+        """Return the ascending positions of `token`, int64. The first call reads all tokens; the result is cached."""
         if token not in self._positions_by_token:
-            begins = [end - len(shard) for end, shard in zip(self._ends, self._shards, strict=True)]
-            places = [begin + np.flatnonzero(shard == token) for begin, shard in zip(begins, self._shards, strict=True)]
-            self._positions_by_token[token] = np.concatenate([np.zeros(0, np.int64), *places])
+            starts = [end - len(shard) for end, shard in zip(self._ends, self._shards, strict=True)]
+            positions = [start + np.flatnonzero(shard == token) for start, shard in zip(starts, self._shards, strict=True)]
+            self._positions_by_token[token] = np.concatenate([np.zeros(0, np.int64), *positions])
         return self._positions_by_token[token]
 
     def drop_short_documents(self, separator: int, min_tokens: int) -> TokenStore:
-        """The documents of at least `least` tokens, each with the separator that ends it; nothing is copied.
+        """Return the documents of at least `min_tokens` tokens, each with the separator that ends it. Nothing is copied.
 
-        Raises `DataError` if there is none.
+        Raises `DataError` if there are none.
         """
         ends = self.find(separator) + 1
         lengths = np.diff(ends, prepend=0)
-        kept = lengths > min_tokens
-        if not kept.any():
+        is_long = lengths > min_tokens
+        if not is_long.any():
             longest = max(lengths.tolist(), default=1) - 1
             raise DataError(
-                f"train.min_document_tokens = {min_tokens}: the longest of {len(ends)} documents has {longest} tokens; lower it"
+                f"train.min_document_tokens = {min_tokens}: the longest of {len(ends)} documents has {longest} tokens; "
+                "lower it"
             )
-        # Neighbours that are kept are one stretch.
-        edges = np.flatnonzero(np.diff(kept, prepend=False, append=False))
+        # Consecutive long documents form one range.
+        edges = np.flatnonzero(np.diff(is_long, prepend=False, append=False))
         firsts, lasts = edges[::2], edges[1::2] - 1
         return self._select_ranges((ends[firsts] - lengths[firsts]).tolist(), ends[lasts].tolist())
 
-    def _select_ranges(self, begins: list[int], ends: list[int]) -> TokenStore:
-        """The tokens from each of `begins` up to the one of `ends` that belongs to it."""
+    def _select_ranges(self, starts: list[int], ends: list[int]) -> TokenStore:
+        """Return the tokens of the ranges from `starts[i]` to `ends[i]`, as views."""
         parts = []
         for shard, last in zip(self._shards, self._ends, strict=True):
             first = last - len(shard)
-            inside = slice(bisect.bisect_right(ends, first), bisect.bisect_left(begins, last))
+            overlapping = slice(bisect.bisect_right(ends, first), bisect.bisect_left(starts, last))
             parts += [
-                shard[max(begin - first, 0) : end - first] for begin, end in zip(begins[inside], ends[inside], strict=True)
+                shard[max(start - first, 0) : end - first]
+                for start, end in zip(starts[overlapping], ends[overlapping], strict=True)
             ]
         return TokenStore(parts)
 
 
 def get_token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned type that holds every id, little-endian."""
+    """Return the smallest unsigned little-endian dtype that holds every id."""
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished folder. Raises `DataError` if it is damaged."""
+    """Return the manifest of a complete folder. Raises `DataError` if it is damaged."""
     path = folder / MANIFEST
     manifest: dict[str, Any] = {}
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        intact = manifest["format"] == FORMAT and manifest["identity"] == compute_content_identity(manifest)
+        is_intact = manifest["format"] == FORMAT and manifest["identity"] == compute_content_identity(manifest)
     except (OSError, ValueError, KeyError, TypeError):
-        intact = False
-    if not intact:
-        raise DataError(f"{path}: damaged, or of another version; delete the folder {folder} to fill it again")
+        is_intact = False
+    if not is_intact:
+        raise DataError(f"{path}: damaged or of another format version; delete the folder {folder} to build it again")
     return manifest
 
 
 def compute_content_identity(manifest: dict[str, Any]) -> str:
-    """sha256 over what a model can see: tokenizer and shards. The same content elsewhere has the same identity."""
+    """Return the sha256 of the content that a model sees: tokenizer and shards.
+
+    Equal content has the same identity everywhere.
+    """
     visible = {
         "tokenizer": manifest["tokenizer"]["identity"],
         "dtype": manifest["dtype"],
@@ -122,18 +127,19 @@ def compute_content_identity(manifest: dict[str, Any]) -> str:
 
 
 def verify(folder: Path, manifest: dict[str, Any], content: bool = True) -> None:
-    """Compare every shard with the manifest: sizes always, sha256 if `content`. Raises `DataError` naming the file."""
-    remedy = f"it has changed since it was written; delete the folder {folder} to fill it again"
+    """Compare every shard with the manifest: always the size, and the sha256 if `content`.
+
+    Raises `DataError` naming the file.
+    """
+    remedy = f"it has changed since it was written; delete the folder {folder} to build it again"
     for shard in _list_shards(manifest):
         path = folder / shard["file"]
         size = path.stat().st_size if path.is_file() else None
         if size != shard["bytes"]:
-            came = "is missing" if size is None else f"has {size} bytes"
-            raise DataError(f"{path}: {came}, and the manifest says {shard['bytes']} bytes; {remedy}")
+            finding = "is missing" if size is None else f"has {size} bytes"
+            raise DataError(f"{path}: {finding}, the manifest records {shard['bytes']} bytes; {remedy}")
         if content and (digest := hash_file(path)) != shard["sha256"]:
-            raise DataError(
-                f"{path}: sha256 is {digest[:16]}..., and the manifest says {shard['sha256'][:16]}...; {remedy}"
-            )
+            raise DataError(f"{path}: sha256 is {digest[:16]}..., the manifest records {shard['sha256'][:16]}...; {remedy}")
 
 
 def open_stores(folder: Path, manifest: dict[str, Any]) -> dict[str, TokenStore]:
@@ -161,7 +167,7 @@ def hash_file(path: Path) -> str:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace `path` so that a crash leaves the old content or the new, never a part."""
+    """Replace `path` so that a crash leaves either the old or the new content, never a part of it."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -172,7 +178,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut."""
+    """Make renames inside `folder` survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,11 +1,11 @@
-"""The batches of a whole run, stage after stage.
+"""Batches of a whole run, stage by stage.
 
 Invariants
-* `batch(step)` is a pure function of the step, counted from 0 over the whole run; a stage is a `Batches` of its own.
-* The first stage reads what a run without stages reads. Later ones have seeds of their own, so that a stage does not begin
-  with the texts that the one before it began with.
-* How text becomes rows, and whether their documents are told apart, is that of the section `data`, in every stage. Which
-  documents are read, and how many sequences are planted into, a stage says itself.
+* `batch(step)` is a pure function of the step, counted from 0 over the whole run. Each stage has its own `Batches`.
+* The first stage reads the same batches as a run without stages. Each later stage has its own seed, so that it does not
+  start with the same texts as the stage before it.
+* The section `data` sets packing and document masking for all stages. Each stage sets which documents are read
+  (`min_document_tokens`) and in which share of the sequences facts are inserted (`planted_share`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from nsa_lab.data.shards import TokenStore
 
 
 class StagedBatches:
-    """Training batches of `train.plan`. Raises `DataError` if the tokens do not hold one sequence of every stage.
+    """Training batches of `train.plan`. Raises `DataError` if the tokens are shorter than one sequence of any stage.
 
-    `separator` is the tokenizer's; it is needed where `data` tells documents apart or keeps them whole, and where a stage
-    leaves out short ones.
+    `separator`: the tokenizer's. It is required if documents are masked, packed by best fit, or dropped for their length.
     """
 
     def __init__(self, tokens: TokenStore, train: TrainConfig, data: DataConfig, separator: int | None = None) -> None:
@@ -41,40 +40,40 @@ class StagedBatches:
         ]
 
     def count_document_lengths(self) -> list[Mapping[int, int]]:
-        """Of each stage, `Batches.lengths`."""
+        """Return `Batches.count_document_lengths` of each stage."""
         return [stage.count_document_lengths() for stage in self._stages]
 
     def summarize_packing(self) -> list[dict[str, Any]]:
-        """Of each stage, `Batches.packing`, and the most documents of a row."""
+        """Return `Batches.summarize_packing` of each stage, with the maximum number of documents in a row."""
         return [{**stage.summarize_packing(), "most_documents": stage.max_documents_per_row} for stage in self._stages]
 
     def batch(self, step: int, start: int = 0, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of step `step`, int64 `[count, seq_len]` of its stage; see `Batches.batch`."""
+        """Return inputs and targets of `step`, int64 `[count, seq_len]` of its stage; see `Batches.batch`."""
         batches, within = self._locate_step(step)
         return batches.batch(within, start, count)
 
     def weighted_batch(self, step: int, start: int = 0, count: int | None = None) -> Batch:
-        """`batch`, what each target weighs in the loss, and where documents begin; see `Batches.weighted`."""
+        """Return `batch` with loss weights and document starts; see `Batches.weighted_batch`."""
         batches, within = self._locate_step(step)
         return batches.weighted_batch(within, start, count)
 
     def find_documents(self, step: int) -> Documents | None:
-        """Where documents begin in all rows of the step; see `Batches.documents`."""
+        """Return the document starts of all rows of the step; see `Batches.find_documents`."""
         batches, within = self._locate_step(step)
         return batches.find_documents(within)
 
     def get_text_positions(self, step: int, start: int = 0, count: int | None = None) -> list[int]:
-        """The first token of each of those sequences, as an index into the tokens."""
+        """Return the index of the first token of each of these sequences in the text."""
         batches, within = self._locate_step(step)
         return batches.get_text_positions(within, start, count)
 
     def compute_hash(self, step: int) -> str:
-        """Sixteen hex digits over the tokens of the global batch, for a diagnosis."""
+        """Return sixteen hex digits of a hash over the tokens of the global batch, for diagnosis."""
         batches, within = self._locate_step(step)
         return batches.compute_hash(within)
 
     def _locate_step(self, step: int) -> tuple[Batches, int]:
-        """The stage of a step, and the step's number in it, from 0. Past the run's end the last stage goes on."""
+        """Return the stage of a step and the step's index in it, from 0. Steps past the end belong to the last stage."""
         index = max(bisect.bisect_right(self._start_steps, step) - 1, 0)
         return self._stages[index], step - self._start_steps[index]
 
@@ -88,10 +87,10 @@ class StagedBatches:
 def make_validation_batches(
     tokens: TokenStore, train: TrainConfig, separator: int | None = None
 ) -> tuple[EvalBatches, ...]:
-    """For every stage, held-out text in sequences of its length; raises `DataError` as `EvalBatches` does.
+    """Return held-out text in sequences of each stage's length. Raises `DataError` as `EvalBatches` does.
 
-    As many as `eval_batches` batches of `batch_size` hold; how many a forward pass takes changes nothing of that. With a
-    `separator` their documents are told apart.
+    The number of windows is that of `eval_batches` batches of `batch_size`; it does not depend on how many sequences a
+    forward pass takes. With a `separator`, document starts are recorded.
     """
     return tuple(
         EvalBatches(tokens, stage.seq_len, train.eval_batches * stage.batch_size, stage.sequences_per_forward, separator)
@@ -100,9 +99,9 @@ def make_validation_batches(
 
 
 def _make_batches(tokens: TokenStore, stage: StageConfig, seed: int, data: DataConfig, separator: int | None) -> Batches:
-    masked, packed = data.documents == "mask", data.packing == "best_fit"
-    if separator is None and (masked or packed or stage.min_document_tokens):
-        raise ValueError("StagedBatches: documents are told apart by their separator; give the tokenizer's")
+    is_masked, is_packed = data.documents == "mask", data.packing == "best_fit"
+    if separator is None and (is_masked or is_packed or stage.min_document_tokens):
+        raise ValueError("StagedBatches: documents are separated by a token; pass the tokenizer's separator")
     if separator is not None and stage.min_document_tokens:
         tokens = tokens.drop_short_documents(separator, stage.min_document_tokens)
     return Batches(
@@ -111,12 +110,14 @@ def _make_batches(tokens: TokenStore, stage: StageConfig, seed: int, data: DataC
         stage.sequences_per_step,
         seed,
         _make_inserter(stage, seed, data, separator) if data.source == "recall" else None,
-        packing=BestFitPacking(tokens, stage.seq_len, separator) if packed and separator is not None else None,
-        separator=separator if masked else None,
+        packing=BestFitPacking(tokens, stage.seq_len, separator) if is_packed and separator is not None else None,
+        separator=separator if is_masked else None,
     )
 
 
 def _make_inserter(stage: StageConfig, seed: int, data: DataConfig, separator: int | None) -> Inserter:
-    plant = make_inserter(data, stage.seq_len, seed)
-    whole = insert_per_document(plant, separator) if data.documents == "mask" and separator is not None else plant
-    return insert_in_share(whole, stage.planted_share)
+    inserter = make_inserter(data, stage.seq_len, seed)
+    document_inserter = (
+        insert_per_document(inserter, separator) if data.documents == "mask" and separator is not None else inserter
+    )
+    return insert_in_share(document_inserter, stage.planted_share)

@@ -1,7 +1,7 @@
-"""Recall: facts planted into real text, and questions whose answers stand earlier in the same sequence.
+"""Recall: facts inserted into real text, and questions whose answers occur earlier in the same sequence.
 
-`facts` says what a fact, its question and its answer look like; `planting` puts them into windows of text for training;
-`tasks` makes the sequences that a trained model is asked with.
+`facts` defines the text of a fact, its question and its answer. `needle_insertion` inserts them into windows of training
+text. `retrieval_tasks` builds the sequences that evaluate a trained model.
 """
 
 from nsa_lab.data.recall.facts import Fact, compute_max_fact_bytes, sample_facts

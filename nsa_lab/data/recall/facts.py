@@ -1,4 +1,4 @@
-"""Facts: a name, a value, and the words in which they are told and asked for. Everything is bytes."""
+"""Facts: a name, a value, and the sentences that state and ask for them. All texts are bytes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ NOUNS = (
 # fmt: on
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALPHABETS = {"digits": "0123456789", "letters": LETTERS, "hex": "0123456789abcdef"}
-# A code is two letters and a number of three digits.
+# A code is two letters and a three-digit number.
 N_CODES = len(LETTERS) ** 2 * 1000
-# An answer ends with a line, as one that a person types does; the line's end is no part of what has to be known.
+# A newline ends an answer, as in typed text. It is not part of the value that the model must recall.
 ANSWER_END = b"\n"
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What is told (`statement`), asked for (`question`) and to be answered (`value`)."""
+    """Texts of a fact: `statement` states it, `question` asks for it, and `value` is the expected answer."""
 
     statement: bytes
     question: bytes
@@ -38,29 +38,29 @@ class Fact:
 
 
 def sample_facts(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[Fact]:
-    """`count` facts about different names, with different values where there are as many.
+    """Return `count` facts with different names, and with different values if there are at least `count` values.
 
-    Raises `DataError` if there are not as many names.
+    Raises `DataError` if there are fewer than `count` names.
     """
     available = len(ADJECTIVES) * len(NOUNS) if recall.names == "words" else N_CODES
     if count > available:
         raise DataError(
-            f"{count} facts in one sequence, and data.names = {recall.names} has {available} names; "
-            "raise data.bytes_per_fact, or set data.names: codes"
+            f"{count} facts in one sequence: data.names = {recall.names} has only {available} names; "
+            "raise data.bytes_per_fact or set data.names: codes"
         )
-    chosen = rng.choice(available, size=count, replace=False)
-    names = [_make_name(int(number), recall) for number in chosen]
+    indices = rng.choice(available, size=count, replace=False)
+    names = [_make_name(int(number), recall) for number in indices]
     return [_make_fact(name, value, recall) for name, value in zip(names, _sample_values(count, recall, rng), strict=True)]
 
 
 def make_longest_fact(recall: RecallConfig) -> Fact:
-    """As long as any that is drawn."""
+    """Return a fact with the maximum length of any sampled fact."""
     longest = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS)) if recall.names == "words" else len("kq-417")
     return _make_fact("x" * longest, "x" * recall.value_length, recall)
 
 
 def compute_max_fact_bytes(recall: RecallConfig) -> int:
-    """The most that a fact, its question and its answer may take."""
+    """Return the maximum number of bytes of a fact, its question and its answer."""
     fact = make_longest_fact(recall)
     return len(fact.statement) + len(fact.question) + len(fact.value + ANSWER_END)
 
@@ -78,14 +78,14 @@ def _make_name(number: int, recall: RecallConfig) -> str:
 
 
 def _sample_values(count: int, recall: RecallConfig, rng: np.random.Generator) -> list[str]:
-    enough = len(ALPHABETS[recall.values]) ** recall.value_length >= count
+    can_differ = len(ALPHABETS[recall.values]) ** recall.value_length >= count
     values: list[str] = []
-    drawn: set[str] = set()
+    used: set[str] = set()
     while len(values) < count:
         value = _sample_value(recall, rng)
-        if not enough or value not in drawn:
+        if not can_differ or value not in used:
             values.append(value)
-            drawn.add(value)
+            used.add(value)
     return values
 
 

@@ -1,12 +1,12 @@
-"""Facts planted into windows of text, for training: each told once, and asked for once, later.
+"""Insertion of facts into windows of training text: each fact is stated once and asked for once, later.
 
 Invariants
-* What is planted is a function of the seed, of the sequence's number and, where documents are told apart, of the document's
-  place in it; the text around it is the beginning of what it is planted into, byte for byte and in order; the length stays.
-* A question's answer stands earlier in the same sequence, in its statement and in that of no other fact (unless there are
-  more facts than values). Where the text around happens to hold it too, it stays.
-* Which sequences are planted into is a function of their number and of the share of them (`sparingly`).
-* The bytes of answers weigh `data.answer_weight`, the end of an answer's line and everything else 1.
+* The insertions are a function of the seed, the sequence number and, with document masking, the index of the document in
+  the sequence. The surrounding text is a prefix of the original text, unchanged and in order. The length stays the same.
+* The answer to a question occurs earlier in the same sequence, in its own statement and in no other fact's statement
+  (unless there are more facts than values). A coincidental occurrence in the surrounding text is not removed.
+* Which sequences get insertions is a function of the sequence number and the share (`insert_in_share`).
+* Answer bytes have the loss weight `data.answer_weight`. The newline after an answer and all other text have weight 1.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from nsa_lab.data.recall.facts import ANSWER_END, Fact, compute_max_fact_bytes, 
 
 
 class Insertion(NamedTuple):
-    """`said`, then `answer` and the end of its line if there is one, at `place`, a share of the text from 0 to 1."""
+    """`text`, then `answer` and a newline (if there is an answer), at `depth`, a fraction of the text from 0 to 1."""
 
     depth: float
     text: bytes
     answer: bytes = b""
 
 
-# A text, int64 [T], the number of its sequence and that of its part of it -> as a `Planter`.
+# (text int64 [T], sequence number, part number within the sequence) -> the outputs of an `Inserter`.
 PartInserter = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
 def make_inserter(recall: RecallConfig, seq_len: int, seed: int) -> PartInserter:
-    """Plants into windows of `seq_len` + 1 bytes, or into parts of them: one fact for every `bytes_per_fact` bytes.
+    """Return a function that inserts facts into windows of `seq_len` + 1 bytes or parts of them.
 
-    A whole window has one at least. Raises `DataError` if text would not fill half of one.
+    There is one fact per `bytes_per_fact` bytes, and at least one in a whole window. Raises `DataError` if less than half
+    of a window would remain text.
     """
-    facts, largest = max(1, seq_len // recall.bytes_per_fact), compute_max_fact_bytes(recall)
-    if 2 * facts * largest > seq_len + 1:
+    n_facts, max_fact_bytes = max(1, seq_len // recall.bytes_per_fact), compute_max_fact_bytes(recall)
+    if 2 * n_facts * max_fact_bytes > seq_len + 1:
         raise DataError(
-            f"{facts} facts and their questions take up to {facts * largest} of {seq_len + 1} bytes, and half has to stay "
-            "text; raise data.bytes_per_fact or train.seq_len, or shorten data.statement, data.question or "
+            f"{n_facts} facts and their questions take up to {n_facts * max_fact_bytes} of {seq_len + 1} bytes, more than "
+            "half; raise data.bytes_per_fact or train.seq_len, or shorten data.statement, data.question or "
             "data.value_length"
         )
 
-    def plant(window: np.ndarray, sequence: int, part: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def insert(window: np.ndarray, sequence: int, part: int = 0) -> tuple[np.ndarray, np.ndarray]:
         length = len(window) - 1
-        count = facts if length == seq_len else min(length // recall.bytes_per_fact, len(window) // (2 * largest))
+        count = n_facts if length == seq_len else min(length // recall.bytes_per_fact, len(window) // (2 * max_fact_bytes))
         if not count:
             return window, np.ones(len(window), np.float32)
         rng = np.random.Generator(np.random.Philox(key=np.array([seed, sequence], np.uint64), counter=[0, 0, 0, part]))
@@ -59,91 +60,96 @@ def make_inserter(recall: RecallConfig, seq_len: int, seed: int) -> PartInserter
             window, _make_insertions(sample_facts(count, recall, rng), recall, rng, length), recall.answer_weight
         )
 
-    return plant
+    return insert
 
 
 def insert_per_document(inserter: PartInserter, separator: int) -> Inserter:
-    """`plant` in every document of a window by itself, so that a question never stands in another one than its answer."""
+    """Return an inserter that applies `inserter` to each document of a window.
 
-    def plant_each(window: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        begins = find_document_starts(window, separator)
+    A question and its answer then share a document.
+    """
+
+    def insert_each(window: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        starts = find_document_starts(window, separator)
         parts = [
             _insert_after_separators(separator, text, lambda text, part=part: inserter(text, sequence, part))
-            for part, text in enumerate(np.split(window, begins[1:]))
+            for part, text in enumerate(np.split(window, starts[1:]))
         ]
         tokens, weights = zip(*parts, strict=True)
         return np.concatenate(tokens), np.concatenate(weights)
 
-    return plant_each
+    return insert_each
 
 
 def insert_in_share(inserter: Inserter, share: float) -> Inserter:
-    """`plant` in that share of the sequences, spread evenly over their numbers."""
+    """Return an inserter that applies `inserter` to a fraction `share` of the sequences, evenly spaced by number."""
 
-    def plant_some(window: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    def insert_some(window: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         if int((sequence + 1) * share) > int(sequence * share):
             return inserter(window, sequence)
         return window, np.ones(len(window), np.float32)
 
-    return plant_some
+    return insert_some
 
 
 def _insert_after_separators(
-    separator: int, text: np.ndarray, plant: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    separator: int, text: np.ndarray, insert: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What `plant` makes of a document, behind the separators that it begins with."""
-    head = int((text == separator).sum())
-    if head == len(text):
+    """Apply `insert` to a document after its leading separators."""
+    n_separators = int((text == separator).sum())
+    if n_separators == len(text):
         return text, np.ones(len(text), np.float32)
-    tokens, weights = plant(text[head:])
-    return np.concatenate([text[:head], tokens]), np.concatenate([np.ones(head, np.float32), weights])
+    tokens, weights = insert(text[n_separators:])
+    return np.concatenate([text[:n_separators], tokens]), np.concatenate([np.ones(n_separators, np.float32), weights])
 
 
 def insert_texts(window: np.ndarray, insertions: list[Insertion], answer_weight: float) -> tuple[np.ndarray, np.ndarray]:
-    """The inserts in a window of text int64 [T], in the order of their places -> tokens int64 [T], weights float32 [T].
+    """Insert texts into a window int64 [T] in the order of their depths.
 
-    The end of the window gives way. Equal places keep the order of the list.
+    Returns tokens int64 [T] and loss weights float32 [T].
+
+    The end of the window is dropped to keep the length. Insertions at equal depths keep the order of the list.
     """
-    rest = len(window) - sum(len(_to_bytes(insert)) for insert in insertions)
+    n_text = len(window) - sum(len(_to_bytes(insertion)) for insertion in insertions)
     tokens, weights, last = [], [], 0
-    for insert in sorted(insertions, key=lambda insert: insert.depth):
-        cut = int(insert.depth * rest)
-        tokens += [window[last:cut], np.frombuffer(_to_bytes(insert), np.uint8)]
+    for insertion in sorted(insertions, key=lambda insertion: insertion.depth):
+        cut = int(insertion.depth * n_text)
+        tokens += [window[last:cut], np.frombuffer(_to_bytes(insertion), np.uint8)]
         weights += [
-            (1.0, cut - last + len(insert.text)),
-            (answer_weight, len(insert.answer)),
-            (1.0, len(_get_line_end(insert))),
+            (1.0, cut - last + len(insertion.text)),
+            (answer_weight, len(insertion.answer)),
+            (1.0, len(_get_line_end(insertion))),
         ]
         last = cut
-    tokens.append(window[last:rest])
-    weights.append((1.0, rest - last))
+    tokens.append(window[last:n_text])
+    weights.append((1.0, n_text - last))
     values, counts = zip(*weights, strict=True)
     return np.concatenate(tokens).astype(np.int64), np.repeat(np.array(values, np.float32), counts)
 
 
-def _to_bytes(insert: Insertion) -> bytes:
-    return insert.text + insert.answer + _get_line_end(insert)
+def _to_bytes(insertion: Insertion) -> bytes:
+    return insertion.text + insertion.answer + _get_line_end(insertion)
 
 
-def _get_line_end(insert: Insertion) -> bytes:
-    return ANSWER_END if insert.answer else b""
+def _get_line_end(insertion: Insertion) -> bytes:
+    return ANSWER_END if insertion.answer else b""
 
 
 def _make_insertions(facts: list[Fact], recall: RecallConfig, rng: np.random.Generator, length: int) -> list[Insertion]:
-    """Statements, and questions in groups of `questions_together`, each group behind all its statements."""
-    asked = facts[: max(1, round(len(facts) * (1 - recall.distractors)))]
-    inserts = [Insertion(rng.random(), fact.statement) for fact in facts[len(asked) :]]
-    for first in range(0, len(asked), recall.questions_together):
-        group = asked[first : first + recall.questions_together]
-        told = [_sample_depths(recall, rng, length) for _ in group]
-        inserts += [Insertion(place, fact.statement) for (place, _), fact in zip(told, group, strict=True)]
-        # The list's order holds among equal places, so a question never comes before its statement.
-        inserts += [Insertion(max(place for _, place in told), fact.question, fact.value) for fact in group]
-    return inserts
+    """Return statements, and questions in groups of `questions_together`. Each group follows all its statements."""
+    queried = facts[: max(1, round(len(facts) * (1 - recall.distractors)))]
+    insertions = [Insertion(rng.random(), fact.statement) for fact in facts[len(queried) :]]
+    for first in range(0, len(queried), recall.questions_together):
+        group = queried[first : first + recall.questions_together]
+        depths = [_sample_depths(recall, rng, length) for _ in group]
+        insertions += [Insertion(depth, fact.statement) for (depth, _), fact in zip(depths, group, strict=True)]
+        # Equal depths keep the list order, so a question never comes before its statement.
+        insertions += [Insertion(max(depth for _, depth in depths), fact.question, fact.value) for fact in group]
+    return insertions
 
 
 def _sample_depths(recall: RecallConfig, rng: np.random.Generator, length: int) -> tuple[float, float]:
-    """Where a fact is told and where it is asked for, as shares of the text."""
+    """Return the depths of a fact's statement and of its question, as fractions of the text."""
     if recall.distance == "uniform":
         first, second = sorted(rng.random(2))
         return first, second

@@ -1,7 +1,7 @@
-"""Sequences that a model is asked with: text, one or several facts in it, and questions at the end.
+"""Sequences that test retrieval: text, one or several facts in it, and questions at the end.
 
-Needle: one fact at a given depth. Multi-key: the same among many facts that nobody asks for. Multi-query: several facts,
-all asked for. Seeded by the generator that is handed in; the text is handed in, too.
+Needle: one fact at a given depth. Multi-key: the same, among many facts that are not asked for. Multi-query: several facts,
+all asked for. The caller provides the random generator and the text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nsa_lab.data.recall.needle_insertion import Insertion, insert_texts
 
 
 class RetrievalTask(NamedTuple):
-    """`tokens` int64 [T], and where its answers stand: `answers` int64 [n, value_length], positions in `tokens`."""
+    """`tokens` int64 [T], and the positions of its answers in `tokens`, `answers` int64 [n, value_length]."""
 
     tokens: np.ndarray
     answers: np.ndarray
@@ -26,10 +26,10 @@ class RetrievalTask(NamedTuple):
 def make_needle_task(
     length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray
 ) -> RetrievalTask:
-    """One fact at `depth` (0: the beginning, 1: just before the question) of `length` bytes that end with its answer.
+    """Return one fact at `depth` (0: start, 1: just before the question) in `length` bytes that end with its answer.
 
-    `text` is int64, at least as long. Raises `DataError` where it or `length` is too short, for the longest names there
-    are: whether a task fits into a length does not depend on what is drawn.
+    `text`: int64, at least `length` bytes. Raises `DataError` if it or `length` is too short for the longest possible
+    names; whether a task fits therefore does not depend on the sampled facts.
     """
     (fact,) = sample_facts(1, recall, rng)
     return _make_task(length, [Insertion(depth, fact.statement)], [fact], recall, rng, text)
@@ -38,20 +38,20 @@ def make_needle_task(
 def make_multi_key_task(
     length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray
 ) -> RetrievalTask:
-    """`needle` among one fact for every `bytes_per_fact` bytes, at random places, that nobody asks for."""
+    """Return `make_needle_task` with one additional fact per `bytes_per_fact` bytes at a random depth, never asked for."""
     fact, *others = sample_facts(1 + max(1, length // recall.bytes_per_fact), recall, rng)
-    inserts = [Insertion(depth, fact.statement), *(Insertion(rng.random(), other.statement) for other in others)]
-    return _make_task(length, inserts, [fact], recall, rng, text)
+    insertions = [Insertion(depth, fact.statement), *(Insertion(rng.random(), other.statement) for other in others)]
+    return _make_task(length, insertions, [fact], recall, rng, text)
 
 
 def make_multi_query_task(
     length: int, depth: float, recall: RecallConfig, rng: np.random.Generator, text: np.ndarray, n_queries: int = 4
 ) -> RetrievalTask:
-    """`queries` facts, the first at `depth` and the others at random places, asked for one after the other at the end."""
+    """Return a task with `n_queries` facts, the first at `depth`, the others at random depths, all asked for at the end."""
     facts = sample_facts(n_queries, recall, rng)
-    places = [depth, *rng.random(n_queries - 1)]
-    inserts = [Insertion(place, fact.statement) for place, fact in zip(places, facts, strict=True)]
-    return _make_task(length, inserts, facts, recall, rng, text)
+    depths = [depth, *rng.random(n_queries - 1)]
+    insertions = [Insertion(fact_depth, fact.statement) for fact_depth, fact in zip(depths, facts, strict=True)]
+    return _make_task(length, insertions, facts, recall, rng, text)
 
 
 def _make_task(
@@ -63,21 +63,21 @@ def _make_task(
     text: np.ndarray,
 ) -> RetrievalTask:
     pieces = [piece for fact in queried_facts for piece in (fact.question, fact.value, ANSWER_END)][:-1]
-    body, longest = length - sum(map(len, pieces)), make_longest_fact(recall)
-    most = (
-        len(insertions) * len(longest.statement)
-        + len(queried_facts) * len(longest.question + longest.value + ANSWER_END)
+    n_text, longest_fact = length - sum(map(len, pieces)), make_longest_fact(recall)
+    max_bytes = (
+        len(insertions) * len(longest_fact.statement)
+        + len(queried_facts) * len(longest_fact.question + longest_fact.value + ANSWER_END)
         - 1
     )
-    if most > length:
+    if max_bytes > length:
         raise DataError(
-            f"{len(insertions)} facts and {len(queried_facts)} questions take up to {most} bytes and do not fit into {length}; ask at "
-            "greater lengths"
+            f"{len(insertions)} facts and {len(queried_facts)} questions take up to {max_bytes} bytes "
+            f"and do not fit into {length}; use a greater length"
         )
     if len(text) < length:
-        raise DataError(f"the text has {len(text)} bytes, and {length} are asked for; give more text, or ask at less")
-    start = int(rng.integers(len(text) - body + 1))
-    tokens, _ = insert_texts(text[start : start + body], insertions, 1.0)
-    ends = body + np.cumsum([len(piece) for piece in pieces])
+        raise DataError(f"the text has {len(text)} bytes, {length} are required; give more text or use a smaller length")
+    start = int(rng.integers(len(text) - n_text + 1))
+    tokens, _ = insert_texts(text[start : start + n_text], insertions, 1.0)
+    ends = n_text + np.cumsum([len(piece) for piece in pieces])
     answers = np.stack([np.arange(end - len(fact.value), end) for fact, end in zip(queried_facts, ends[1::3], strict=True)])
     return RetrievalTask(np.concatenate([tokens, np.frombuffer(b"".join(pieces), np.uint8)]).astype(np.int64), answers)

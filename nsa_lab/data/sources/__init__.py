@@ -1,4 +1,4 @@
-"""Where documents come from. A source yields whole documents in a fixed order and says where to continue."""
+"""Sources of documents. A source yields whole documents in a fixed order, each with a cursor to resume from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Document", "Source", "open_source"]
 
 
 def open_source(data: DataConfig, tick: Callable[[], None] | None = None) -> Source:
-    """The source that `data` names; for recall, the text that its facts are planted into.
+    """Return the source that `data` names; for recall, the source of the text into which facts are inserted.
 
     `tick` is called about twice a second while a source waits for the network.
 
@@ -24,7 +24,7 @@ def open_source(data: DataConfig, tick: Callable[[], None] | None = None) -> Sou
     if data.source in ("local", "recall"):
         from nsa_lab.data.sources.local import LocalSource
 
-        assert data.path, "DataConfig refuses source local without a path, and recall without one reads stdlib"
+        assert data.path, "DataConfig rejects source local without a path, and recall without a path reads stdlib"
         return LocalSource(data.path, data.text_column)
     if data.source == "fineweb_edu":
         from nsa_lab.data.sources.fineweb_edu import FinewebEduSource

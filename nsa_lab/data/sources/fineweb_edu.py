@@ -1,13 +1,13 @@
-"""FineWeb-Edu, or a data set of the same form, from the Hugging Face hub.
+"""FineWeb-Edu, or a dataset of the same format, from the Hugging Face hub.
 
-`datasets` resolves which files a configuration has; their row groups are then read over HTTP ranges through the hub's own
-file system, which honours HF_ENDPOINT.
+`datasets` resolves the files of a configuration. Their row groups are then read by HTTP range requests through the hub's
+file system, which respects HF_ENDPOINT.
 
 Invariants
-* The cursor is ours: revision, file, row group, row. The streaming state of `datasets` has lost rows on resume in several
-  releases (its issues 8145, 8308, 8360).
-* A filling stays at the revision at which it began, however often it is interrupted.
-* A failing network is retried, then named; nothing takes the place of text that did not come.
+* The cursor is our own: revision, file, row group, row. The streaming state of `datasets` has lost rows on resume in
+  several releases (its issues 8145, 8308, 8360).
+* A build keeps the revision with which it started, however often it is interrupted.
+* Network errors are retried and then reported; missing text is never replaced by other text.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from nsa_lab.data.sources.source import Cursor, Document
 
 T = TypeVar("T")
 SPLIT = "train"
-# A machine without a network should hear so within seconds, not after the whole of data.timeout_s.
+# A machine without a network should fail within seconds, not after data.timeout_s.
 MAX_FIRST_ATTEMPTS = 3
 RETRIED_STATUS_CODES = {408, 425, 429}
-# The hub client has changed its HTTP library twice; the errors of each of them mean the connection.
+# The hub client has changed its HTTP library twice. Errors from any of these packages are connection errors.
 HTTP_LIBRARIES = {"requests", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2"}
 OFFLINE_REMEDY = "check the network, set HF_ENDPOINT to a mirror, or set data.source: local (files of your own) or stdlib"
 STALL_REMEDY = "start again to continue from here; if it stays slow, raise data.timeout_s or set data.source: local"
 
 
 class FinewebEduSource:
-    """The documents of `subset` of the hub repository `dataset`. The network is first used by `documents`."""
+    """Documents of `subset` of the hub repository `dataset`. The network is first used by `documents`."""
 
     def __init__(
         self,
@@ -51,13 +51,16 @@ class FinewebEduSource:
         self.identity = {"source": "fineweb_edu", "dataset": dataset, "subset": subset, "text_column": text_column}
 
     def documents(self, cursor: Cursor | None = None) -> Iterator[Document]:
-        """Raises `DataError` for a hub out of reach, a stall of `timeout_s`, a wrong name, or a corrupt file."""
+        """Yield the documents after `cursor`.
+
+        Raises `DataError` for an unreachable hub, a stall of `timeout_s`, an unknown name, or a corrupt file.
+        """
         revision = cursor["revision"] if cursor else self._get_newest_revision()
         files = self._list_files(revision)
-        place = (cursor["file"], cursor["row_group"], cursor["row"]) if cursor else (0, 0, 0)
-        for file in range(place[0], len(files)):
+        position = (cursor["file"], cursor["row_group"], cursor["row"]) if cursor else (0, 0, 0)
+        for file in range(position[0], len(files)):
             remote = _RemoteParquet(files[file], self._column)
-            group, first_row = place[1:] if file == place[0] else (0, 0)
+            group, first_row = position[1:] if file == position[0] else (0, 0)
             while (texts := self._read(remote, group)) is not None:
                 for row, text in enumerate(texts[first_row:], start=first_row + 1):
                     yield Document(text, {"revision": revision, "file": file, "row_group": group, "row": row})
@@ -67,11 +70,11 @@ class FinewebEduSource:
         hub = _import_hub()
         return self._request(
             lambda: hub.HfApi().dataset_info(self._dataset, timeout=10).sha,
-            f"fineweb_edu: asking {hub.constants.ENDPOINT} for {self._dataset}",
+            f"fineweb_edu: requesting {self._dataset} from {hub.constants.ENDPOINT}",
         )
 
     def _list_files(self, revision: str) -> list[str]:
-        """The addresses of the subset's parquet files at `revision`, as `datasets` resolves and orders them."""
+        """Return the addresses of the subset's parquet files at `revision`, in the order of `datasets`."""
         datasets = _import_datasets()
         splits = self._request(
             lambda: datasets.load_dataset_builder(self._dataset, self._subset, revision=revision).config.data_files,
@@ -79,10 +82,10 @@ class FinewebEduSource:
         )
         files = [str(file) for file in (splits or {}).get(SPLIT, []) if str(file).endswith(".parquet")]
         if not files:
-            found = ", ".join(splits or {}) or "none"
+            split_names = ", ".join(splits or {}) or "none"
             raise DataError(
                 f"data.subset = {self._subset!r} of {self._dataset}: no parquet files in a split {SPLIT!r} "
-                f"(splits: {found}); choose another data.subset or data.dataset"
+                f"(splits: {split_names}); set another data.subset or data.dataset"
             )
         return files
 
@@ -95,7 +98,7 @@ class FinewebEduSource:
             raise self._make_error(error, phase) from None
 
     def _read(self, remote: _RemoteParquet, group: int) -> list[str] | None:
-        """The texts of a row group; None after the last one."""
+        """Return the texts of a row group, or None after the last row group."""
         phase = f"fineweb_edu: reading {remote.address} row group {group}"
         try:
             return call_with_retry(
@@ -112,7 +115,7 @@ class FinewebEduSource:
 
 
 class _RemoteParquet:
-    """One file on the hub: opened when first read, and afresh after a failure, so that no broken state is kept."""
+    """A file on the hub. It is opened at the first read and reopened after a failure, which discards broken state."""
 
     def __init__(self, address: str, text_column: str) -> None:
         self.address = address
@@ -120,21 +123,21 @@ class _RemoteParquet:
         self._file: Any = None
 
     def read(self, group: int) -> list[str] | None:
-        """The texts of a row group; None after the last one."""
+        """Return the texts of a row group, or None after the last row group."""
         file, self._file = self._file or self._open(), None
-        inside = group < file.num_row_groups
-        texts = parquet.read_row_group(file, self.address, self._column, group) if inside else None
+        exists = group < file.num_row_groups
+        texts = parquet.read_row_group(file, self.address, self._column, group) if exists else None
         self._file = file
         return texts
 
     def _open(self) -> Any:
-        # Exact ranges: read-ahead would fetch the columns that nobody asked for.
-        system = _import_hub().HfFileSystem(skip_instance_cache=True)
-        return parquet.open_parquet(system.open(self.address, "rb", cache_type="none"), self.address, self._column)
+        # Exact ranges: read-ahead would also fetch other columns.
+        file_system = _import_hub().HfFileSystem(skip_instance_cache=True)
+        return parquet.open_parquet(file_system.open(self.address, "rb", cache_type="none"), self.address, self._column)
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later: a broken connection or a busy server, not a refusal."""
+    """Return whether the same request may succeed later: a broken connection or a busy server, not a rejected request."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status >= 500 or status in RETRIED_STATUS_CODES

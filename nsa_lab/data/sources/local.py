@@ -1,8 +1,8 @@
-"""Files of the user's own: a .txt is a document, a .jsonl has one per line, a .parquet one per row.
+"""Local files: a .txt is one document, a .jsonl has one document per line, a .parquet one per row.
 
 Invariants
-* Files are read in the order of their paths; nothing is shortened, and no line or row is passed over in silence.
-* What can be wrong is found when the source is opened where that is cheap: paths, sizes, columns, first lines.
+* Files are read in path order. Nothing is truncated, and no line or row is skipped silently.
+* Cheap checks run when the source is opened: paths, sizes, columns, first lines.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nsa_lab.data.paths import list_candidate_paths
 from nsa_lab.data.sources import parquet
 from nsa_lab.data.sources.source import Cursor, Document
 
-# (row, text) from a first row on, given the file and the name of its text column.
+# (file, text column, first row) -> (row, text) pairs.
 Reader = Callable[[Path, str, int], Iterator[tuple[int, str]]]
 
 
 class LocalSource:
-    """`path` is a file, a folder (searched through), or a glob; `called` is what a message calls it.
+    """`path` is a file, a folder (searched recursively) or a glob. `label` names it in error messages.
 
-    Raises `DataError` as the module says.
+    Raises `DataError` for unreadable or empty files.
     """
 
     def __init__(self, path: str, text_column: str = "text", label: str = "data.path =") -> None:
@@ -44,55 +44,53 @@ class LocalSource:
         first_file, first_row = (cursor["file"], cursor["row"]) if cursor else (0, 0)
         for index in range(first_file, len(self._files)):
             file = self._files[index]
-            empty = first_row == 0
+            is_empty = first_row == 0
             for row, text in READERS[file.suffix.lower()](file, self._column, first_row):
-                empty = empty and not text.strip()
+                is_empty = is_empty and not text.strip()
                 yield Document(text, {"file": index, "row": row + 1})
-            if empty:
-                raise DataError(f"{file}: no text in it; remove the file or fill it")
+            if is_empty:
+                raise DataError(f"{file}: the file contains no text; remove it or fill it")
             first_row = 0
 
 
 def find_files(path: str, label: str = "data.path =") -> list[Path]:
-    """The .txt, .jsonl and .parquet files that `path` means, sorted. Raises `DataError` if there are none."""
-    places = list_candidate_paths(path)
-    for place in places:
-        found = _list_matches(place)
-        if found is None:
+    """Return the .txt, .jsonl and .parquet files at `path`, sorted. Raises `DataError` if there are none."""
+    candidates = list_candidate_paths(path)
+    for candidate in candidates:
+        matches = _list_matches(candidate)
+        if matches is None:
             continue
-        files = sorted(file for file in found if file.suffix.lower() in READERS and file.is_file())
+        files = sorted(file for file in matches if file.suffix.lower() in READERS and file.is_file())
         if files:
             return files
-        kinds = sorted({file.suffix or file.name for file in found if file.is_file()})[:5]
+        suffixes = sorted({file.suffix or file.name for file in matches if file.is_file()})[:5]
         raise DataError(
-            f"{label} {path!r}: no {', '.join(READERS)} file in {place} (found {', '.join(kinds) or 'nothing'}); "
+            f"{label} {path!r}: no {', '.join(READERS)} file in {candidate} (found {', '.join(suffixes) or 'nothing'}); "
             "convert the text to one of these, or give another path"
         )
-    looked = " or ".join(str(place) for place in places)
-    raise DataError(f"{label} {path!r}: nothing at {looked}; give a file, a folder or a glob of {', '.join(READERS)}")
+    locations = " or ".join(str(candidate) for candidate in candidates)
+    raise DataError(f"{label} {path!r}: nothing at {locations}; give a file, a folder or a glob of {', '.join(READERS)}")
 
 
-def _list_matches(place: Path) -> list[Path] | None:
-    """The files that a place stands for; None if it stands for nothing."""
-    # Unlike Path's own tests, these are False for what can be no path, such as a name that is too long.
-    if os.path.isfile(place):
-        return [place]
-    if os.path.isdir(place):
-        # What a hidden folder holds (.git, .cache, .ipynb_checkpoints) is not text that anyone meant to train on.
-        return [
-            file for file in place.rglob("*") if not any(part.startswith(".") for part in file.relative_to(place).parts)
-        ]
-    return [Path(match) for match in glob.glob(str(place), recursive=True)] or None
+def _list_matches(path: Path) -> list[Path] | None:
+    """Return the files at a path; None if the path matches nothing."""
+    # Unlike the methods of Path, these return False for an invalid path, such as a name that is too long.
+    if os.path.isfile(path):
+        return [path]
+    if os.path.isdir(path):
+        # Hidden folders (.git, .cache, .ipynb_checkpoints) are not training text.
+        return [file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    return [Path(match) for match in glob.glob(str(path), recursive=True)] or None
 
 
 def _check_file(file: Path, text_column: str) -> None:
     if file.stat().st_size == 0:
         raise DataError(f"{file}: the file is empty; remove it or fill it")
     if file.suffix.lower() == ".parquet":
-        found = parquet.open_parquet(str(file), str(file), text_column)
-        if found.metadata.num_rows == 0:
+        parquet_file = parquet.open_parquet(str(file), str(file), text_column)
+        if parquet_file.metadata.num_rows == 0:
             raise DataError(f"{file}: the file has no rows; remove it or fill it")
-        found.close()
+        parquet_file.close()
     elif file.suffix.lower() == ".jsonl":
         next(_read_jsonl(file, text_column, 0), None)
 
@@ -101,7 +99,7 @@ def _read_txt(file: Path, text_column: str, first_row: int) -> Iterator[tuple[in
     if first_row > 0:
         return
     try:
-        # Bytes, not text mode: line ends are part of the document. A mark of the encoding before the first letter is not.
+        # Binary mode keeps line endings, which are part of the document. utf-8-sig drops a byte order mark.
         yield 0, file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 at byte {error.start}; convert it, for example with: iconv -t utf-8") from None
@@ -122,14 +120,15 @@ def _parse_line(line: bytes, location: str, text_column: str) -> str:
             f"{location}: not UTF-8 at byte {error.start} of the line; convert the file, for example with: iconv -t utf-8"
         ) from None
     except RecursionError:
-        raise DataError(f"{location}: lists or objects nested too deep to be read; remove the line") from None
+        raise DataError(f"{location}: lists or objects are nested too deeply; remove the line") from None
     except json.JSONDecodeError as error:
         raise DataError(
             f"{location}: not JSON ({error.msg} at column {error.colno}); write one object per line, or remove the line"
         ) from None
     if not isinstance(record, dict):
         raise DataError(
-            f"{location}: expected an object with the key {text_column!r}, found {_describe_type(record)}; write one object per line"
+            f"{location}: expected an object with the key {text_column!r}, got {_describe_type(record)}; "
+            "write one object per line"
         )
     if text_column not in record:
         raise DataError(
@@ -139,18 +138,19 @@ def _parse_line(line: bytes, location: str, text_column: str) -> str:
     text = record[text_column]
     if text is not None and not isinstance(text, str):
         raise DataError(
-            f"{location}: {text_column!r} holds {_describe_type(text)}, and text is wanted; set data.text_column to a key with text"
+            f"{location}: {text_column!r}: expected text, got {_describe_type(text)}; "
+            "set data.text_column to a key with text"
         )
-    # JSON can spell half a surrogate pair, which no UTF-8 has.
+    # JSON can encode half a surrogate pair, which UTF-8 cannot.
     return (text or "").encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def _read_parquet(file: Path, text_column: str, first_row: int) -> Iterator[tuple[int, str]]:
-    opened = parquet.open_parquet(str(file), str(file), text_column)
+    parquet_file = parquet.open_parquet(str(file), str(file), text_column)
     try:
-        yield from parquet.iter_rows(opened, str(file), text_column, first_row)
+        yield from parquet.iter_rows(parquet_file, str(file), text_column, first_row)
     finally:
-        opened.close()
+        parquet_file.close()
 
 
 def _describe_type(value: Any) -> str:

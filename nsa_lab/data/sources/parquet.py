@@ -1,4 +1,4 @@
-"""Parquet files: the one file that imports pyarrow. Every failure names the file."""
+"""Parquet files: the only file that imports pyarrow. Every error names the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCH_ROWS = 256
 
 
 def open_parquet(source: str | BinaryIO, name: str, text_column: str) -> Any:
-    """A `pyarrow.parquet.ParquetFile` with a text column of strings, or `DataError` naming `name`."""
+    """Return a `pyarrow.parquet.ParquetFile` with a text column of strings. Raises `DataError` naming `name`."""
     try:
         require("pyarrow")
     except MissingPackage as error:
@@ -27,7 +27,7 @@ def open_parquet(source: str | BinaryIO, name: str, text_column: str) -> Any:
 
 
 def iter_rows(file: Any, name: str, text_column: str, first_row: int = 0) -> Iterator[tuple[int, str]]:
-    """(row, text) from row `first` on; a null is an empty text."""
+    """Yield (row, text) starting at `first_row`. Null is an empty text."""
     groups, row = _list_row_groups_from(file, first_row)
     with _raise_data_errors(name):
         for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=[text_column]):
@@ -38,33 +38,31 @@ def iter_rows(file: Any, name: str, text_column: str, first_row: int = 0) -> Ite
 
 
 def read_row_group(file: Any, name: str, text_column: str, group: int) -> list[str]:
-    """The texts of one row group; a null is an empty text."""
+    """Return the texts of a row group. Null is an empty text."""
     with _raise_data_errors(name):
         return [text or "" for text in file.read_row_group(group, columns=[text_column]).column(0).to_pylist()]
 
 
 @contextmanager
 def _raise_data_errors(name: str) -> Iterator[None]:
-    """Turn Arrow's complaint about damaged content into a `DataError`; errors of disk and network pass through."""
+    """Convert Arrow's errors about damaged content to `DataError`. Errors of the disk and the network pass through."""
     import pyarrow
 
     try:
         yield
     except UnicodeDecodeError as error:
-        # Arrow takes a writer's word that strings are UTF-8.
-        raise DataError(
-            f"{name}: a text in it is not UTF-8 ({error.reason}); write the file again from text that is decoded"
-        ) from None
+        # Arrow does not verify that the strings of a file are UTF-8.
+        raise DataError(f"{name}: a text is not UTF-8 ({error.reason}); decode the text and write the file again") from None
     except (pyarrow.ArrowException, OSError) as error:
-        # Arrow uses its own errors or a bare OSError; the system's have a number, the network's a subclass.
+        # Arrow raises its own errors or a plain OSError. System errors have an errno, network errors are subclasses.
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{name}: not a readable parquet file ({reason}); fetch it again or remove it") from None
+        raise DataError(f"{name}: not a readable parquet file ({reason}); download it again or remove it") from None
 
 
 def _list_row_groups_from(file: Any, first_row: int) -> tuple[list[int], int]:
-    """The row groups from the one that holds row `first`, and the row with which they begin."""
+    """Return the row groups starting with the one that holds `first_row`, and the first row of that group."""
     start = 0
     for group in range(file.num_row_groups):
         count = file.metadata.row_group(group).num_rows
@@ -92,5 +90,5 @@ def _check_text_column(schema: Any, name: str, text_column: str) -> None:
         kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise DataError(
-            f"{name}: column {text_column!r} holds {kind}, and text is wanted; set data.text_column to a column of strings"
+            f"{name}: column {text_column!r}: expected strings, got {kind}; set data.text_column to a column of strings"
         )

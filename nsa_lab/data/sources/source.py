@@ -1,8 +1,8 @@
-"""What a source is.
+"""Interface of a document source.
 
 Invariants
 * The documents and their order are a function of `identity`, a JSON mapping.
-* A document carries the cursor of its successor: `documents(cursor)` yields exactly what would have followed.
+* A document carries the cursor of its successor: `documents(cursor)` yields exactly the documents that follow it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-# JSON, and opaque to everyone but the source that made it.
+# JSON; only the source that created it interprets it.
 Cursor = dict[str, Any]
 
 
 class Document(NamedTuple):
-    """One document and the position after it. `text` is bytes for noise only."""
+    """A document and the position after it. `text` is bytes only for noise."""
 
     text: str | bytes
     cursor: Cursor
 
 
 class Source(Protocol):
-    """Documents in a fixed order. Opening one checks what can be checked without reading everything."""
+    """Documents in a fixed order. The constructor checks everything that can be checked without reading all text."""
 
     identity: dict[str, Any]
 

@@ -1,6 +1,6 @@
-"""Noise: uniform random bytes. Nothing can be learnt from it, so a loss below its entropy means a leak.
+"""Noise: uniform random bytes. It contains nothing to learn, so a loss below its entropy indicates a leak.
 
-The bytes are 0..254, because 255 is the separator: the floor of the loss is ln 255 = 5.541, next to ln 256 = 5.545.
+The bytes are 0..254, because 255 is the separator. The minimum loss is ln 255 = 5.541; ln 256 is 5.545.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DEFAULT_TOKENS = 1 << 22
 
 
 class SyntheticSource:
-    """Documents of 4096 uniform bytes, without end below `max_tokens`, else about four million tokens in all."""
+    """Documents of 4096 uniform bytes: unlimited if `max_tokens` is set, otherwise about four million tokens in total."""
 
     def __init__(self, max_tokens: int | None = None) -> None:
         self._documents = None if max_tokens else DEFAULT_TOKENS // (DOCUMENT_BYTES + 1)
