@@ -11,7 +11,7 @@ Invariants
 
 from nsa_lab.config.base import MAX_COUNT, MAX_SIZE
 from nsa_lab.config.data_config import DataConfig, RecallConfig
-from nsa_lab.config.errors import RETIRED_KEYS, ConfigError, UsageError, list_keys
+from nsa_lab.config.errors import ConfigError, UsageError, list_keys
 from nsa_lab.config.model_config import BRANCHES, BYTE_VOCAB_SIZE, ModelConfig, NSAConfig
 from nsa_lab.config.project import find_project_root
 from nsa_lab.config.run_config import RunConfig, apply_overrides, parse_override
@@ -23,7 +23,6 @@ __all__ = [
     "BYTE_VOCAB_SIZE",
     "MAX_COUNT",
     "MAX_SIZE",
-    "RETIRED_KEYS",
     "Backend",
     "ConfigError",
     "DataConfig",

@@ -11,17 +11,6 @@ from typing import Any
 
 import pydantic
 
-# Keys of older NSA configurations that did nothing, or no longer exist, and what takes their place.
-RETIRED_KEYS = {
-    "runtime.use_flash": "remove it; runtime.backend chooses the kernels (auto, reference, torch, triton, flash)",
-    "runtime.use_triton_sel": "remove it; runtime.backend: triton asks for the Triton kernels by name",
-    "runtime.sel_triton_min_L": "remove it; the kernels choose their own strategy by length",
-    "runtime.compile_cmp_win": "remove it; runtime.compile compiles the whole block",
-    "train.max_grad_norm": "use train.grad_clip",
-    "train.out_dir": "remove it; every run gets a directory of its own under outputs/",
-}
-
-
 # Every key there is, for hints; a run, which is made of all sections, writes them here once it is defined.
 KNOWN_KEYS: list[str] = []
 

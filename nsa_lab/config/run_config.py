@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from nsa_lab.config.base import Section
 from nsa_lab.config.data_config import DataConfig
-from nsa_lab.config.errors import KNOWN_KEYS, RETIRED_KEYS, VALUE_REPR, ConfigError, list_keys, shorten
+from nsa_lab.config.errors import KNOWN_KEYS, VALUE_REPR, ConfigError, list_keys, shorten
 from nsa_lab.config.model_config import ModelConfig, NSAConfig
 from nsa_lab.config.train_config import RuntimeConfig, StageConfig, TrainConfig
 
@@ -81,15 +81,6 @@ class RunConfig(Section):
             raise ConfigError(f"a configuration is a mapping of sections, and this is {type(sections).__name__}")
         if isinstance(sections.get("model"), dict) and "nsa" in sections["model"]:
             raise ConfigError("model.nsa: the geometry has a section of its own; move these keys to nsa:")
-        retired = [
-            f"{section}.{key}"
-            for section, keys in sections.items()
-            if isinstance(keys, dict)
-            for key in keys
-            if f"{section}.{key}" in RETIRED_KEYS
-        ]
-        if retired:
-            raise ConfigError("\n".join(f"{key} is not a setting of this project: {RETIRED_KEYS[key]}" for key in retired))
         return cls(**{key: value for key, value in sections.items() if value is not None})
 
     @classmethod

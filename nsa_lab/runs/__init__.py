@@ -1,4 +1,4 @@
-"""What a run is, for all who make, follow or read one: its directory, record, status, checkpoints and names.
+"""Run directories for code that writes, follows or reads them: records, status, checkpoints, names.
 
-Nothing here imports torch when it is loaded, so that launching and reading are quick.
+Importing this package does not import torch, so that launching and reading a run are quick.
 """

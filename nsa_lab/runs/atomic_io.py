@@ -1,6 +1,6 @@
-"""Files that another process may be reading while they are written: it sees the old file or the new one, never a part.
+"""Read and atomically replace files that other processes may read meanwhile: they see the old or the new content.
 
-What is found damaged all the same (a copy that broke off, a byte that fell over) is passed over with a sentence.
+Readers skip files that are damaged all the same (an interrupted copy, a flipped bit), with a warning.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ logger = logging.getLogger("nsa_lab.runs")
 
 @functools.lru_cache(maxsize=1024)
 def warn_once(text: str) -> None:
-    """A warning for whoever reads runs; those who look again every second are told once."""
+    """Log a warning, once per text, so that a reader that polls every second does not repeat it."""
     logger.warning("%s", text)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file; empty where there is no file. A damaged one is said and counts as none."""
+    """Return the JSON object in a file; empty if the file is missing, or damaged, which is logged."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        warn_once(f"{path}: damaged, and read as if it were not there ({' '.join(str(error).split())[:120]})")
+        warn_once(f"{path}: damaged and ignored ({' '.join(str(error).split())[:120]})")
         return {}
-    if not isinstance(found, dict):
-        warn_once(f"{path}: damaged, and read as if it were not there (an object is wanted, and this is {found!r:.40})")
+    if not isinstance(value, dict):
+        warn_once(f"{path}: damaged and ignored (expected a JSON object, got {value!r:.40})")
         return {}
-    return found
+    return value
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace the file by one that holds `data`, flushed to the disk before it gets the name."""
-    # Two threads of one process may write at once: the trainer's, and the one that hears a second signal.
+    """Write `data` to a temporary file, flush it to the disk, and rename it to `path`."""
+    # Two threads of one process may write at once: the trainer's and the one that handles a second signal.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(temporary, "wb") as file:
@@ -54,24 +54,24 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """As `write_bytes`, in UTF-8."""
+    """Write `text` in UTF-8, atomically as `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file by `value` as JSON; what JSON cannot hold raises before anything is written."""
+    """Write `value` as JSON, atomically. Raises before anything is written if `value` cannot be serialized."""
     write_text(path, json.dumps(value, indent=1))
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether this is what a disk, or a quota on one, says when it has no room left."""
+    """Return True for the errors of a full disk or an exceeded quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def overwrite_json(path: Path, value: Any) -> None:
-    """Write `value` over what the file holds, in the blocks that it has already: the last resort on a full disk.
+    """Overwrite the file in place, in the blocks that are allocated to it already. A last resort on a full disk.
 
-    A reader may see a part of it, and so does everyone if the process is killed right now.
+    Not atomic: a reader may see a part of the new content, which also remains if the process is killed meanwhile.
     """
     data = json.dumps(value, indent=1).encode()
     with open(path, "r+b", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""A run's record as one table, for a spreadsheet or a data frame. Only the standard library; files are left alone."""
+"""Convert the record of a run to one table, for a spreadsheet or a data frame. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, TextIO
 
 from nsa_lab.runs.history import History
 
-# Of an evaluation, in columns of its own beside those of the step: `validation_bpb`, ...
+# Fields of evaluations. Their columns have the prefix `validation_`, next to the columns of the step.
 EVAL_COLUMNS = ("seq_len", "windows", "text", "loss", "bpb", "seconds")
-# In every event, and of no use in a table of one run.
+# Fields of every event that are useless in a table of one run.
 EXCLUDED_FIELDS = frozenset({"v", "run", "kind", "nonfinite"})
 FIRST_COLUMNS = ("step", "tokens", "attempt", "t")
 
 
 def build_table(history: History) -> list[dict[str, Any]]:
-    """One row per step that was logged or evaluated, ascending; each step once, in its latest attempt.
+    """Return one row per logged or evaluated step, ascending. Each step occurs once, as its latest attempt recorded it.
 
-    A statistic per layer becomes a column per layer (`gate_entropy.0`), and one by name a column per name
-    (`weight_bytes.float32`). What a step does not say is absent; a number that was not finite is None.
+    Lists become one column per layer (`gate_entropy.0`), mappings one column per name (`weight_bytes.float32`). Fields that
+    a step did not record are absent; numbers that were not finite are None.
     """
     rows: dict[int, dict[str, Any]] = {}
     for event in history.steps:
@@ -32,7 +32,7 @@ def build_table(history: History) -> list[dict[str, Any]]:
 
 
 def write_csv(history: History, file: TextIO) -> int:
-    """Write `table` as CSV with a header; the number of rows. An empty cell is what a step does not say."""
+    """Write `build_table` as CSV with a header. Return the number of rows. Missing fields are empty cells."""
     rows = build_table(history)
     columns = dict.fromkeys([*FIRST_COLUMNS, *(name for row in rows for name in row)])
     writer = csv.DictWriter(file, list(columns), restval="", lineterminator="\n")

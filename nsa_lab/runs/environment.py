@@ -1,6 +1,6 @@
-"""What a run was made with: versions, code and machine. Only the standard library, and nothing is guessed.
+"""Record the environment of a run: package versions, code and hardware. Standard library only.
 
-Records are shared: nothing here names a folder, a host or a kernel build of the machine.
+Records are shared, so this module never records a folder, host name or kernel build of the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def collect_environment() -> dict[str, Any]:
-    """Versions, code identity and machine, for `environment.json`."""
+    """Return the content of `environment.json`: versions, code identity and hardware."""
     return {
         "versions": get_versions(),
         "code": get_code_identity(),
@@ -41,25 +41,25 @@ def collect_environment() -> dict[str, Any]:
 
 
 def list_gpus() -> list[dict[str, str]]:
-    """Name and driver of every NVIDIA GPU; empty where the driver's own tool does not name any."""
-    told = _run_command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
-    rows = [[value.strip() for value in line.rsplit(",", 1)] for line in told.splitlines()]
+    """Return name and driver version of every NVIDIA GPU; empty if `nvidia-smi` is missing or lists none."""
+    output = _run_command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
+    rows = [[value.strip() for value in line.rsplit(",", 1)] for line in output.splitlines()]
     return [{"name": row[0], "driver": row[1]} for row in rows if len(row) == 2]
 
 
 def get_versions() -> dict[str, str | None]:
-    """Installed version of every package that can change a run's numbers; None where it is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Return the version of every package that can change a run's results; None if it is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def get_code_identity() -> dict[str, str | bool | None]:
-    """`source`: a digest of this package's files. `commit` and `dirty`: git's word, None outside a checkout."""
+    """Return `source` (digest of this package's files), `commit` and `dirty` (from git; None outside a checkout)."""
     package = Path(__file__).resolve().parents[1]
     commit = _run_git(package, "rev-parse", "HEAD")
     changes = _run_git(package, "status", "--porcelain", "--", str(package))
@@ -67,7 +67,7 @@ def get_code_identity() -> dict[str, str | bool | None]:
 
 
 def compute_source_digest(package: Path) -> str:
-    """Sixteen hex digits over the names and contents of the package's Python files."""
+    """Return a digest of the names and contents of the package's Python files, 16 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -79,22 +79,22 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
 
 
 def _run_command(*command: str) -> str | None:
-    """What the command prints; None where it is missing, fails or hangs."""
+    """Return the standard output of a command; None if it is missing, fails or times out."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def set_openmp_wait_policy(settings: MutableMapping[str, str]) -> None:
-    """Say in a process's variables how OpenMP's threads wait for each other, unless somebody did.
+    """Set in a process's environment how OpenMP threads wait for each other, unless it is set already.
 
-    Threads that spin as long as they like make a step up to sixteen times slower where the cores are shared with others;
-    threads that sleep at once have to be woken for every operation, which takes half as long again where they are not. So
-    they spin for some microseconds, about as long as it is from one operation to the next, and then sleep
-    (docs/kernel_log.md has the times). OpenMP reads this when torch is loaded.
+    With unlimited spinning, a step is up to 16 times slower if other processes use the same cores. Without spinning,
+    threads must be woken for every operation, which takes 1.5 times as long on an idle machine. Threads therefore spin for
+    a few microseconds, about the time from one operation to the next, and then sleep (timings: docs/kernel_log.md).
+    OpenMP reads these variables when torch is loaded.
     """
     if "OMP_WAIT_POLICY" not in settings:
         settings["OMP_WAIT_POLICY"] = "PASSIVE"
-        settings.setdefault("GOMP_SPINCOUNT", "2000")  # GNU's OpenMP alone, which torch brings on Linux
+        settings.setdefault("GOMP_SPINCOUNT", "2000")  # read only by GNU OpenMP, which torch ships on Linux

@@ -1,11 +1,11 @@
-"""Reading a run's record. Only the standard library, and nothing here writes.
+"""Read the event log of a run. Standard library only; this module never writes.
 
 Invariants
-* `events.jsonl` is append-only, one JSON object per line. A process that was killed may leave one torn line. That, and any
-  other line that is no event, is passed over, and it is said that there are such lines.
-* Every event that is given to a reader has a kind, a time, an attempt and a step.
-* Attempts are numbered. An attempt that resumed at step s did every step after s again, so what earlier attempts said
-  about those steps no longer counts (`timeline`).
+* `events.jsonl` is append-only, one JSON object per line. A killed process may leave one incomplete line. Readers skip it
+  and any other line that is not an event, with a warning.
+* Every event returned to a reader has a kind, a time, an attempt and a step.
+* Attempts are numbered. An attempt that resumed at step s repeated every step after s, so events of earlier attempts about
+  those steps are superseded (`drop_superseded`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ __all__ = [
 
 Event = dict[str, Any]
 
+# Kinds of events about one step. They are superseded if a later attempt repeats the step.
 SUPERSEDED_KINDS = frozenset({"step", "eval", "reach", "checkpoint", "guard"})
 
 
 def read_events(run_dir: str | Path) -> list[Event]:
-    """Every whole event of the run in the order of writing; empty if nothing was written yet.
+    """Return all complete events of the run in the order of writing; empty if nothing has been written yet.
 
     `run_dir` may also be the path of an `events.jsonl` file.
     """
@@ -47,18 +48,18 @@ def read_events(run_dir: str | Path) -> list[Event]:
 
 
 def infer_status(events: list[Event]) -> dict[str, Any]:
-    """What the record says of how the run stands, for one whose status.json is lost; empty where nothing was recorded."""
+    """Reconstruct the status of a run whose status.json is lost from its events; empty without events."""
     if not events:
         return {}
     last = max(events, key=lambda event: event["attempt"])["attempt"]
     own = [event for event in events if event["attempt"] == last]
     ending = next((e for e in reversed(own) if e["kind"] in ("end", "halt") and isinstance(e.get("status"), str)), {})
-    told = {name: ending[name] for name in ("status", "exit_code", "reason") if name in ending}
-    return {"status": RUNNING, "attempt": last, "step": own[-1]["step"], "tokens": own[-1].get("tokens", 0), **told}
+    outcome = {name: ending[name] for name in ("status", "exit_code", "reason") if name in ending}
+    return {"status": RUNNING, "attempt": last, "step": own[-1]["step"], "tokens": own[-1].get("tokens", 0), **outcome}
 
 
 def drop_superseded(events: list[Event]) -> list[Event]:
-    """The events without those that a later attempt did again: each step counts once."""
+    """Return the events without those about steps that a later attempt repeated, so that each step counts once."""
     resumed_at: dict[int, int] = {}
     for event in events:
         if event["kind"] in ("start", "resume"):
@@ -76,38 +77,38 @@ def drop_superseded(events: list[Event]) -> list[Event]:
 
 
 def get_step_events(events: list[Event]) -> list[Event]:
-    """The `step` events, one for each logged step, in the order of steps."""
+    """Return one `step` event per logged step, ascending."""
     by_step = {event["step"]: event for event in drop_superseded(events) if event["kind"] == "step"}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def get_eval_events(events: list[Event], split: str = "validation") -> list[Event]:
-    """The `eval` events of a split, one for each step that was evaluated, in the order of steps."""
+    """Return one `eval` event of a split per evaluated step, ascending."""
     by_step = {e["step"]: e for e in drop_superseded(events) if e["kind"] == "eval" and e.get("split") == split}
     return [by_step[step] for step in sorted(by_step)]
 
 
 class Tail:
-    """Reads a growing event file piece by piece; a line is given once it is whole."""
+    """Incremental reader of a growing event file. Returns a line once it is complete."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self._path = Path(run_dir) / EVENTS
         self._offset = 0
 
     def read(self) -> list[Event]:
-        """The events that were completed since the last call."""
+        """Return the events completed since the last call."""
         if not self._path.exists():
             return []
         with open(self._path, "rb") as file:
             file.seek(self._offset)
             block = file.read()
-        whole = block[: block.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return _parse_events(self._path, whole)
+        complete = block[: block.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return _parse_events(self._path, complete)
 
 
 def follow(run_dir: str | Path, *, is_alive: Callable[[], bool], poll_s: float = 0.5) -> Iterator[Event]:
-    """Every event so far, then the new ones as they come, until the trainer is gone and the file is read to its end."""
+    """Yield all events so far, then new ones as they are written, until the trainer has exited and all are read."""
     tail = Tail(run_dir)
     while True:
         alive = is_alive()
@@ -118,19 +119,22 @@ def follow(run_dir: str | Path, *, is_alive: Callable[[], bool], poll_s: float =
 
 
 def _parse_events(path: Path, block: bytes) -> list[Event]:
-    """The events among the lines of a block. What follows the last line end is being written, or was torn by a kill."""
+    """Return the events in the lines of a block.
+
+    Text after the last line end is still being written, or was left incomplete by a killed process: no warning.
+    """
     lines = [line for line in block.split(b"\n") if line.strip()]
     parsed = [_parse_event(line) for line in lines]
-    wrong = [line for line, event in zip(lines, parsed, strict=True) if event is None]
-    if wrong and not block.endswith(b"\n"):
-        wrong = wrong[:-1] if parsed[-1] is None else wrong
-    if wrong:
-        many = f"{len(wrong)} lines are no events" if len(wrong) > 1 else "a line is no event"
-        warn_once(f"{path}: {many}, torn by a kill or damaged, and passed over: {wrong[0][:60]!r}")
+    invalid = [line for line, event in zip(lines, parsed, strict=True) if event is None]
+    if invalid and not block.endswith(b"\n"):
+        invalid = invalid[:-1] if parsed[-1] is None else invalid
+    if invalid:
+        subject = f"{len(invalid)} lines are not events" if len(invalid) > 1 else "a line is not an event"
+        warn_once(f"{path}: {subject} (incomplete or damaged) and skipped: {invalid[0][:60]!r}")
     return [event for event in parsed if event is not None]
 
 
-# What readers reckon with, by the kind of value; a number that was not finite is null.
+# Fields that readers rely on, by type of value. Numbers that were not finite are null.
 _REQUIRED_INTS = ("attempt", "step")
 _OPTIONAL_INTS = ("tokens", "from_step", "steps")
 _OPTIONAL_NUMBERS = (

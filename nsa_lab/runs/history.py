@@ -1,7 +1,7 @@
-"""A run directory as tables: what pictures, verdicts and reports are made from.
+"""The record of a run as tables, the input of figures, health checks and reports.
 
-Reads files and nothing else: no torch, nothing of the trainer, so a run that was copied here without its checkpoints
-reads the same. Every step counts once, in its latest attempt.
+Only files are read; neither torch nor the trainer is imported. A copy of a run without its checkpoints therefore gives the
+same tables. Each step counts once, as its latest attempt recorded it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from nsa_lab.runs.lock import lock_owner
 
 @dataclass(frozen=True)
 class Attempt:
-    """One process that trained: steps it did, when (seconds since 1970), and how it ended.
+    """One training process: its steps, its times (seconds since 1970) and its outcome.
 
-    `ending`: done, halted, stopped (on request), failed (an error), running, or killed (it left no word).
+    `outcome`: done, halted, stopped (on request), failed (an error), running, or killed (no final event).
     """
 
     number: int
@@ -38,9 +38,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class StepRange:
-    """The steps from `first` to `last` that count as those of one attempt: no later attempt did them again.
+    """Steps `first` to `last` of one attempt that no later attempt repeated.
 
-    `config` is what it ran with, or None where that is not known.
+    `config`: the configuration of the attempt; None if unknown.
     """
 
     attempt: int
@@ -49,13 +49,13 @@ class StepRange:
     config: RunConfig | None
 
     def list_multiples(self, every: int) -> set[int]:
-        """Those of its steps that `every` divides; none for 0, which is never."""
+        """Return the steps in this range that are multiples of `every`; empty if `every` is 0 (never)."""
         return set(range(-(-self.first // every) * every, self.last + 1, every)) if every else set()
 
 
 @dataclass(frozen=True)
 class History:
-    """What a run recorded. `events` are all of them; `steps` and `evaluations` hold each step once, ascending."""
+    """The record of a run. `events`: all events. `steps`, `evaluations`: one event per step, ascending."""
 
     run_dir: Path
     config: RunConfig
@@ -67,7 +67,10 @@ class History:
 
     @classmethod
     def read(cls, run: str | Path | History) -> History:
-        """The record in a run directory. Raises `RunDirectoryError` if it is none, `ConfigError` for a foreign config."""
+        """Read the record in a run directory.
+
+        Raises `RunDirectoryError` if it is not a run directory, `ConfigError` if its configuration is not valid here.
+        """
         if isinstance(run, History):
             return run
         run_dir = directory.check_run_dir(run)
@@ -88,12 +91,12 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """The last step that is known to be done."""
+        """The last step that is recorded as completed."""
         return max((event["step"] for event in self.current_events("step", "eval", "checkpoint")), default=0)
 
     @property
     def last_attempt(self) -> int:
-        """The number of the newest attempt; 0 before the first."""
+        """Number of the newest attempt; 0 before the first."""
         return max((event["attempt"] for event in self.events), default=0)
 
     @property
@@ -102,66 +105,67 @@ class History:
 
     @property
     def state(self) -> str | None:
-        """What the run's status says; DEAD where it says RUNNING and no trainer is alive, None where it says nothing."""
-        said = self.status.get("status")
-        return "DEAD" if said == directory.RUNNING and not self.is_alive else said
+        """The recorded status; DEAD if it is RUNNING but no trainer is alive; None if none is recorded."""
+        status = self.status.get("status")
+        return "DEAD" if status == directory.RUNNING and not self.is_alive else status
 
     @property
     def is_alive(self) -> bool:
-        """Whether a trainer holds this directory now."""
+        """True while a trainer holds the lock of this directory."""
         return lock_owner(self.run_dir) is not None
 
     def events_of_kind(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event["kind"] in kinds]
 
     def current_events(self, *kinds: str) -> list[Event]:
-        """Events of these kinds, without those about steps that a later attempt did again."""
+        """Return events of these kinds, without those about steps that a later attempt repeated."""
         return [event for event in events.drop_superseded(self.events) if event["kind"] in kinds]
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a number of the `step` events; a value that was not finite is NaN."""
-        seen = [(event["step"], event[name]) for event in self.steps if name in event]
+        """Return the steps and values of a numeric field of the `step` events. Values that were not finite are NaN."""
+        readings = [(event["step"], event[name]) for event in self.steps if name in event]
         return (
-            np.array([step for step, _ in seen], dtype=np.int64),
-            np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64),
+            np.array([step for step, _ in readings], dtype=np.int64),
+            np.array([np.nan if value is None else value for _, value in readings], dtype=np.float64),
         )
 
     def layer_series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values `[readings, layers]` of a per-layer statistic; empty where the run has none.
+        """Return steps [readings] and values [readings, layers] of a per-layer statistic; empty if none was recorded.
 
-        What is no list of numbers, or of another number of layers than the first that is, is no reading.
+        Values that are not a list of numbers, or do not have the first reading's number of layers, are ignored.
         """
-        seen = [(event["step"], event[name]) for event in self.steps if _is_number_list(event.get(name))]
-        seen = [(step, value) for step, value in seen if len(value) == len(seen[0][1])]
-        values = np.array([value for _, value in seen], dtype=np.float64)
-        return np.array([step for step, _ in seen], dtype=np.int64), values if seen else values.reshape(0, 0)
+        readings = [(event["step"], event[name]) for event in self.steps if _is_number_list(event.get(name))]
+        readings = [(step, value) for step, value in readings if len(value) == len(readings[0][1])]
+        values = np.array([value for _, value in readings], dtype=np.float64)
+        return np.array([step for step, _ in readings], dtype=np.int64), values if readings else values.reshape(0, 0)
 
     def validation(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and bits per byte on held-out text."""
-        seen = [(event["step"], event.get("bpb")) for event in self.evaluations]
+        """Return the steps and bits per byte of the evaluations on held-out text."""
+        readings = [(event["step"], event.get("bpb")) for event in self.evaluations]
         return (
-            np.array([step for step, _ in seen], dtype=np.int64),
-            np.array([np.nan if value is None else value for _, value in seen], dtype=np.float64),
+            np.array([step for step, _ in readings], dtype=np.int64),
+            np.array([np.nan if value is None else value for _, value in readings], dtype=np.float64),
         )
 
     def truncate_at(self, step: int) -> History:
-        """The record as it was when `step` was done."""
+        """Return the record up to and including `step`."""
         events, steps, evaluations = (
             [event for event in record if event["step"] <= step] for record in (self.events, self.steps, self.evaluations)
         )
         return replace(self, events=events, steps=steps, evaluations=evaluations)
 
     def select_current_length(self, steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The readings of stages that are as long as the one the run is in."""
+        """Return the readings from stages with the sequence length of the run's current stage."""
         train = self.config.train
         length = train.stage_at(self.last_step).seq_len
-        same = np.array([train.stage_at(int(step)).seq_len == length for step in steps], dtype=bool)
-        return steps[same], values[same]
+        has_length = np.array([train.stage_at(int(step)).seq_len == length for step in steps], dtype=bool)
+        return steps[has_length], values[has_length]
 
     def describe_eval_text(self, evaluation: Event) -> str:
-        """Names the text that an evaluation read; two of one name may be compared.
+        """Return an identifier of the evaluated text. Evaluations with equal identifiers are comparable.
 
-        Runs from before it was recorded read what their data, and the sequences of a forward pass, made of it.
+        Older runs did not record it. For them it is derived from the data and the sequences per forward pass, which
+        determined the text.
         """
         if "text" in evaluation:
             return evaluation["text"]
@@ -172,47 +176,49 @@ class History:
         return f"{windows} × {stage.seq_len} of {', '.join(sorted(map(str, data)))}"
 
     def attempts(self) -> list[Attempt]:
-        """The attempts in order of their numbers."""
-        begun = self.events_of_kind("start", "resume")
-        return [self._build_attempt(event, is_last=index == len(begun) - 1) for index, event in enumerate(begun)]
+        """Return the attempts in the order of their numbers."""
+        first_events = self.events_of_kind("start", "resume")
+        return [
+            self._build_attempt(event, is_last=index == len(first_events) - 1) for index, event in enumerate(first_events)
+        ]
 
     def config_of_attempt(self, attempt: int) -> RunConfig | None:
-        """What an attempt ran with. A run's settings may change between attempts, and config.yaml holds the latest.
+        """Return the configuration of an attempt; None if unknown.
 
-        Its first event tells those that its record is judged by. Where it does not, as in runs from before that, they are
-        those of config.yaml if the hash is; else they are not known.
+        Settings may change between attempts, and config.yaml holds the latest. The first event of an attempt records its
+        monitor settings. Older runs did not record them: if the recorded hash is that of config.yaml, its settings hold.
         """
-        begin = next((e for e in reversed(self.events_of_kind("start", "resume")) if e["attempt"] == attempt), {})
-        if "settings" in begin:
-            return monitor_settings.apply_monitor_settings(self.config, begin["settings"])
-        return self.config if begin.get("config_hash", self.config.hash()) == self.config.hash() else None
+        first_event = next((e for e in reversed(self.events_of_kind("start", "resume")) if e["attempt"] == attempt), {})
+        if "settings" in first_event:
+            return monitor_settings.apply_monitor_settings(self.config, first_event["settings"])
+        return self.config if first_event.get("config_hash", self.config.hash()) == self.config.hash() else None
 
     def step_ranges(self) -> list[StepRange]:
-        """The steps that were done, by the attempt whose record of them counts, in order."""
-        begun = {event["attempt"]: event.get("from_step") or 0 for event in self.events_of_kind("start", "resume")}
-        found, end = [], self.last_step
-        for attempt, from_step in sorted(begun.items(), reverse=True):
+        """Return the completed steps in order, split by the attempt whose record of them counts."""
+        first_steps = {event["attempt"]: event.get("from_step") or 0 for event in self.events_of_kind("start", "resume")}
+        ranges, end = [], self.last_step
+        for attempt, from_step in sorted(first_steps.items(), reverse=True):
             if from_step < end:
-                found.append(StepRange(attempt, from_step + 1, end, self.config_of_attempt(attempt)))
+                ranges.append(StepRange(attempt, from_step + 1, end, self.config_of_attempt(attempt)))
                 end = from_step
-        # What nobody says to have begun is judged by what is known.
-        return [*([StepRange(0, 1, end, self.config)] if end > 0 else []), *reversed(found)]
+        # Steps before the first recorded start: use the configuration that is known.
+        return [*([StepRange(0, 1, end, self.config)] if end > 0 else []), *reversed(ranges)]
 
-    def _build_attempt(self, begin: Event, *, is_last: bool) -> Attempt:
-        own = [event for event in self.events if event["attempt"] == begin["attempt"]]
-        said = next(
+    def _build_attempt(self, first_event: Event, *, is_last: bool) -> Attempt:
+        own = [event for event in self.events if event["attempt"] == first_event["attempt"]]
+        recorded = next(
             (_OUTCOMES[e["kind"], e.get("status")] for e in reversed(own) if (e["kind"], e.get("status")) in _OUTCOMES),
             None,
         )
-        silent = "running" if is_last and self.is_alive else "killed"
-        fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)
+        unrecorded = "running" if is_last and self.is_alive else "killed"
+        is_fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)
         return Attempt(
-            number=begin["attempt"],
-            from_step=begin["step"] if begin.get("from_step") is None else begin["from_step"],
+            number=first_event["attempt"],
+            from_step=first_event["step"] if first_event.get("from_step") is None else first_event["from_step"],
             last_step=max(event["step"] for event in own),
-            started_at=begin["t"],
+            started_at=first_event["t"],
             ended_at=own[-1]["t"],
-            outcome="failed" if fatal else said or silent,
+            outcome="failed" if is_fatal else recorded or unrecorded,
         )
 
 
@@ -230,14 +236,15 @@ _OUTCOMES = {
 }
 
 
-# One reading is one batch, and noise: training loss is told as the mean of the latest, of a tenth of the run at most. Where
-# batches differ so much that this mean is not known to a twentieth (steps of one long document each), of up to half of it.
+# One reading is the loss of one batch, which is noisy. The training loss is therefore reported as the mean of the latest
+# readings, at most a tenth of all. If batches differ so much that the relative standard error of this mean is above
+# LATEST_MAX_ERROR (for example steps of one long document each), up to half of all readings are used.
 LATEST_READINGS = 50
 LATEST_MAX_ERROR = 0.05
 
 
 def select_latest(values: np.ndarray) -> np.ndarray:
-    """Of readings of training, those whose mean says where it stands. What is no number is no reading."""
+    """Return the latest readings, whose mean is the current value of a training metric. Non-finite readings are dropped."""
     finite = values[np.isfinite(values)]
     count = max(1, min(LATEST_READINGS, len(finite) // 10))
     while count < len(finite) // 2 and _compute_relative_error(finite[-count:]) > LATEST_MAX_ERROR:
@@ -246,22 +253,22 @@ def select_latest(values: np.ndarray) -> np.ndarray:
 
 
 def _compute_relative_error(readings: np.ndarray) -> float:
-    """The standard error of their mean as a share of it; of one reading nobody knows."""
+    """Return the standard error of the mean divided by the mean; infinity for a single reading."""
     if len(readings) < 2:
         return math.inf
     return float(readings.std(ddof=1) / len(readings) ** 0.5 / max(abs(readings.mean()), 1e-9))
 
 
 def get_latest_training_losses(history: History, name: str = "bpb") -> np.ndarray:
-    """The readings of `loss` or `bpb` whose mean says where training stands: the one place that chooses them.
+    """Return the readings of `loss` or `bpb` whose mean is the current training loss. Every report uses these readings.
 
-    Of the stage lengths, the last alone: a longer past makes text easier to predict.
+    Only stages with the current sequence length count, because a longer context makes text easier to predict.
     """
     return select_latest(history.select_current_length(*history.series(name))[1])
 
 
 def compute_median_speeds(history: History) -> list[float]:
-    """Tokens per second, the median of the readings, of each stage that has any: the one place that works it out."""
+    """Return the median tokens per second of each stage that has readings. Every report uses these values."""
     by_stage: dict[int, list[float]] = {}
     for step, speed in zip(*history.series("tokens_per_s"), strict=True):
         by_stage.setdefault(history.config.train.locate_step(int(step))[0], []).append(float(speed))
@@ -270,42 +277,41 @@ def compute_median_speeds(history: History) -> list[float]:
 
 
 def compute_cumulative_step_time(history: History) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, from 0, and the seconds that all steps up to each took: without evaluations, saves, and what is done once.
+    """Return steps, starting at 0, and the cumulative step time in seconds: without evaluation, saving and one-time work.
 
-    A step that compiles (the first reading of an attempt, and the first step of a stage) says nothing of the others: it
-    counts as long as those of the reading after it.
+    The first reading of an attempt and the first step of a stage include compilation. They are replaced by the step time of
+    the next reading.
     """
-    firsts, attempts, readings = set(history.config.train.first_steps), set[int](), [(0, 0.0)]
+    stage_starts, attempts, readings = set(history.config.train.first_steps), set[int](), [(0, 0.0)]
     for event in history.steps:
-        compiles = event["step"] in firsts or event["attempt"] not in attempts
+        has_compilation = event["step"] in stage_starts or event["attempt"] not in attempts
         attempts.add(event["attempt"])
-        if not compiles and event.get("dt_s") is not None:
-            before, seconds = readings[-1]
-            readings.append((event["step"], seconds + event["dt_s"] * (event["step"] - before)))
+        if not has_compilation and event.get("dt_s") is not None:
+            previous_step, seconds = readings[-1]
+            readings.append((event["step"], seconds + event["dt_s"] * (event["step"] - previous_step)))
     steps, seconds = zip(*readings, strict=True)
     return np.array(steps, dtype=np.int64), np.array(seconds, dtype=np.float64)
 
 
 def compute_step_time(history: History) -> float | None:
-    """`training_seconds` of all steps; None where too few were logged to tell."""
+    """Return the step time of all steps in seconds (`compute_cumulative_step_time`); None if too few were logged."""
     steps, seconds = compute_cumulative_step_time(history)
     return float(seconds[-1]) if len(steps) > 1 else None
 
 
 def have_different_eval_texts(runs: Sequence[History]) -> bool:
-    """Whether the last evaluations of these runs read different texts, so that their losses say nothing of each other."""
+    """Return True if the last evaluations of these runs used different texts, so that their losses are not comparable."""
     return len({run.describe_eval_text(run.evaluations[-1]) for run in runs if run.evaluations}) > 1
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The numbers a reader asks for first; None where the run does not say.
+    """Key numbers of a run. None if the run did not record a number.
 
-    `tokens` are those of the steps done; `wall_s` are the seconds of all attempts together, in which the trainer ran, and
-    `elapsed_s` those from the first event to the last, pauses between attempts included. `tokens_per_s` is the median of
-    the readings of the last stage (`median_speeds`); validation is on held-out text; `last_train_bpb` is the mean of the
-    last `last_train_readings` readings. `backend` says of each part of attention what computes it and why. `seq_len` is
-    the longest of the run.
+    `tokens`: of the completed steps. `wall_s`: duration of all attempts, in seconds. `elapsed_s`: from the first to the
+    last event, with pauses between attempts. `tokens_per_s`: median of the readings of the last stage. Validation is on
+    held-out text. `last_train_bpb`: mean of the last `last_train_readings` readings. `backend`: backend of each part of
+    attention, and the reason for it. `seq_len`: the longest of all stages.
     """
 
     run: str
@@ -333,9 +339,9 @@ class RunFacts:
 
 
 def collect_facts(run: str | Path | History) -> RunFacts:
-    """The numbers a reader asks for first, from its record."""
+    """Compute the key numbers of a run from its record."""
     history = History.read(run)
-    begin = next(iter(reversed(history.events_of_kind("start", "resume"))), {})
+    first_event = next(iter(reversed(history.events_of_kind("start", "resume"))), {})
     attempts = history.attempts()
     _, validation = history.validation()
     speeds = compute_median_speeds(history)
@@ -352,9 +358,9 @@ def collect_facts(run: str | Path | History) -> RunFacts:
         elapsed_s=attempts[-1].ended_at - attempts[0].started_at if attempts else None,
         attempts=len(attempts),
         attention=history.config.model.attention,
-        parameters=begin.get("params"),
-        device=begin.get("device"),
-        backend=begin.get("backend"),
+        parameters=first_event.get("params"),
+        device=first_event.get("device"),
+        backend=first_event.get("backend"),
         tokens_per_s=speeds[-1] if speeds else None,
         memory_peak_bytes=float(np.nanmax(memory)) if np.isfinite(memory).any() else None,
         first_validation_bpb=float(validation[0]) if len(validation) else None,

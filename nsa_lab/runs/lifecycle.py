@@ -1,11 +1,11 @@
-"""Start a detached trainer, find it again, attach to it, stop it.
+"""Create a run, start a detached trainer in it, attach to the trainer, stop it.
 
-A notebook is the supervisor, never the trainer: the trainer runs in a session of its own, writes to files, and does
-not notice when the kernel that started it is killed.
+The trainer never runs in the process of a notebook. It runs in a separate session and writes to files, so it survives the
+notebook kernel that started it.
 
 Invariants
-* The launcher takes the run's lock and the trainer inherits it: of two launchers at once exactly one starts a trainer.
-* Nothing here imports torch, but to count the GPUs that several ranks want.
+* The launcher acquires the run's lock and the trainer inherits it. If two launchers compete, exactly one starts a trainer.
+* torch is imported only to count the GPUs if there are several ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig
-from nsa_lab.runs import directory, older_variables, resolve
+from nsa_lab.runs import directory, resolve
 from nsa_lab.runs.atomic_io import warn_once
 from nsa_lab.runs.directory import RunDirectoryError
 from nsa_lab.runs.environment import collect_environment, set_openmp_wait_policy
 from nsa_lab.runs.events import infer_status, read_events
 from nsa_lab.runs.lock import lock_owner, sign_lock, take_lock
-from nsa_lab.runs.ranks import check_ranks
 
 
 def create_run(config: RunConfig, outputs: Path | None = None) -> Path:
-    """A run directory for `config` under `outputs` (default: the project's); nothing trains in it yet.
+    """Create a run directory for `config` under `outputs` (default: the project's) without starting a trainer.
 
-    The directory appears whole, with config.yaml, environment.json and status.json, or not at all. Raises `DataError` if
+    The directory appears complete, with config.yaml, environment.json and status.json, or not at all. Raises `DataError` if
     the configured data cannot be read.
     """
     from nsa_lab.data import check
@@ -49,11 +48,11 @@ def create_run(config: RunConfig, outputs: Path | None = None) -> Path:
 
 
 def ensure(run: RunConfig | str | Path, outputs: Path | None = None, *, new: bool = False, ranks: int = 1) -> Path:
-    """The directory of a run that is under way or finished, whatever it takes.
+    """Return the directory of a run that is in progress or finished, starting or resuming a trainer if necessary.
 
-    A directory: attach if its trainer is alive, resume it if it is incomplete, leave it alone if it is DONE or HALTED.
-    A configuration: the same with the latest run of that name and exactly that configuration which is neither DONE nor
-    HALTED; if there is none, or with `new`, a new run is started. Running a notebook again is therefore always safe.
+    `run` is a directory: attach if its trainer is alive, resume it if it is incomplete, do nothing if it is DONE or HALTED.
+    `run` is a configuration: do the same with the latest run of the same name and configuration that is neither DONE nor
+    HALTED. If there is none, or with `new`, start a new run. Executing a notebook again is therefore always safe.
     """
     if not isinstance(run, RunConfig):
         run_dir = directory.check_run_dir(run)
@@ -65,41 +64,42 @@ def ensure(run: RunConfig | str | Path, outputs: Path | None = None, *, new: boo
 
 
 def find_unfinished(config: RunConfig, outputs: Path | None = None) -> Path | None:
-    """The latest run of this name and exactly this configuration that is neither DONE nor HALTED, or None."""
+    """Return the latest run of this name and configuration that is neither DONE nor HALTED; None if there is none."""
     runs = find_runs_of_config(config, outputs)
-    return next((run_dir for run_dir, found in runs if found not in (directory.DONE, directory.HALTED)), None)
+    return next((run_dir for run_dir, state in runs if state not in (directory.DONE, directory.HALTED)), None)
 
 
 def find_runs_of_config(config: RunConfig, outputs: Path | None = None) -> Iterator[tuple[Path, str]]:
-    """The runs of this name and exactly this configuration, the latest first, and the state of each."""
+    """Yield the runs of this name and configuration with their states, latest first."""
     for run_dir in list_runs_named(config.name, outputs):
         try:
-            found = get_state(run_dir)
+            state = get_state(run_dir)
         except RunDirectoryError as error:
-            # A copy of another run is not the one that was asked for, and stands in nobody's way.
+            # A renamed copy of another run: not the requested run, and it must not hide the others.
             warn_once(str(error))
             continue
         if _read_config_hash(run_dir) == config.hash():
-            yield run_dir, found
+            yield run_dir, state
 
 
 def list_runs_named(name: str, outputs: Path | None = None) -> list[Path]:
-    """The directories of runs of this name, the latest first; those of a longer name that begins with it are among them."""
+    """Return the directories of runs whose name starts with `name` and a hyphen, latest first.
+
+    They include runs with a longer name, such as `name-2`.
+    """
     root = outputs or resolve.get_outputs_dir()
     return sorted((p for p in root.glob(f"{name}-*") if (p / directory.CONFIG).is_file()), reverse=True)
 
 
 def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int:
-    """Start a detached trainer in the directory and return its pid; attach instead if one is alive.
+    """Start a detached trainer in the directory and return its pid. If a trainer is alive, return its pid instead.
 
-    It goes on from the newest checkpoint. With `ranks` above 1 the process is a supervisor of that many trainers. `gpu` is
-    the only one that it is to see, as CUDA_VISIBLE_DEVICES names it; by default it sees those that this process does.
-    Raises `ConfigError` for ranks that cannot share a step, or lack a GPU.
+    Training resumes from the newest checkpoint. If `ranks` > 1, the process is a supervisor of that many trainers. `gpu`: the
+    trainer's value of CUDA_VISIBLE_DEVICES; None: as in this process. Raises `ConfigError` if the ranks cannot share a step
+    or there are fewer GPUs than ranks.
     """
     folder = directory.check_run_dir(run_dir)
     check_ranks(RunConfig.from_yaml(folder / directory.CONFIG), ranks)
-    if warning := older_variables.warning(os.environ):
-        warn_once(warning)
     lock = take_lock(folder)
     if lock is None:
         return attach(folder)
@@ -116,10 +116,10 @@ def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int
                 pass_fds=[lock],
                 env=_make_environment(gpu),
             )
-        # A process that was quick has signed, and a supervisor has named its ranks, which must not be lost.
+        # A fast process may have signed already, and a supervisor with its ranks: do not overwrite that.
         if not os.fstat(lock).st_size:
             sign_lock(lock, trainer.pid)
-        # Collects the exit status if the trainer ends before we do; it does not depend on us otherwise.
+        # Collect the exit status if the trainer ends before this process. It does not depend on this process otherwise.
         threading.Thread(target=trainer.wait, name="trainer exit", daemon=True).start()
     finally:
         os.close(lock)
@@ -127,7 +127,7 @@ def start(run_dir: str | Path, *, ranks: int = 1, gpu: str | None = None) -> int
 
 
 def resume(run_dir: str | Path, *, ranks: int = 1) -> int:
-    """Go on with a run that stopped, HALTED ones included; the trainer's pid. A run that is DONE is refused."""
+    """Resume a stopped or HALTED run and return the trainer's pid. Raises `RunDirectoryError` if the run is DONE."""
     folder = directory.check_run_dir(run_dir)
     if get_state(folder) == directory.DONE:
         raise RunDirectoryError(f"{folder}: this run is DONE; there is nothing to resume. Create a new run to train again")
@@ -135,48 +135,48 @@ def resume(run_dir: str | Path, *, ranks: int = 1) -> int:
 
 
 def attach(run_dir: str | Path, timeout_s: float = 10.0) -> int:
-    """The pid of the trainer that is alive in the directory. Raises `RunDirectoryError` if there is none."""
+    """Return the pid of the live trainer of the directory. Raises `RunDirectoryError` if there is none."""
     folder, deadline = directory.check_run_dir(run_dir), time.monotonic() + timeout_s
     while (owner := lock_owner(folder)) is not None:
         if "orphan" in owner:
             raise RunDirectoryError(
-                f"{folder}: its supervisor is gone, and rank {owner['orphan']} of it, process {owner['pid']}, still lives. "
-                f"It should end by itself within seconds; if it does not, end it (kill -9 {owner['pid']}), then resume"
+                f"{folder}: the supervisor has exited, but its rank {owner['orphan']} (process {owner['pid']}) is alive. It "
+                f"should exit within seconds; if it does not, kill it (kill -9 {owner['pid']}), then resume"
             )
         if owner:
             return owner["pid"]
         # Another launcher holds the lock and has not signed it yet.
         if time.monotonic() > deadline:
             raise RunDirectoryError(
-                f"{folder}: its lock is held and nobody signed it; look for a process that uses {directory.LOCK}"
+                f"{folder}: its lock is held by an unknown process; find the process that uses {directory.LOCK}"
             )
         time.sleep(0.05)
-    raise RunDirectoryError(f"{folder}: no trainer is alive here; resume the run")
+    raise RunDirectoryError(f"{folder}: no trainer is alive; resume the run")
 
 
 def is_alive(run_dir: str | Path) -> bool:
-    """Whether a trainer works in the directory: its lock is held, by the very process that signed it."""
+    """Return True if a trainer is alive in the directory: its lock is held by the process that signed it."""
     return lock_owner(run_dir) is not None
 
 
 def get_state(run_dir: str | Path) -> str:
-    """RUNNING, DONE, HALTED, PREEMPTED, or DEAD: said to be running, and no trainer is alive."""
+    """Return RUNNING, DONE, HALTED, PREEMPTED, or DEAD (recorded as RUNNING, but no trainer is alive)."""
     status = directory.read_status(run_dir)
     if status and status.get("run") != Path(run_dir).resolve().name:
         raise RunDirectoryError(
-            f"{run_dir}: its {directory.STATUS} belongs to run {status.get('run')!r}; was the folder "
-            "renamed or copied? Rename it back, or remove the file"
+            f"{run_dir}: its {directory.STATUS} belongs to run {status.get('run')!r}; if the folder was renamed or copied, "
+            "rename it back or remove the file"
         )
-    said = (status or infer_status(read_events(run_dir))).get("status", directory.PREEMPTED)
+    recorded = (status or infer_status(read_events(run_dir))).get("status", directory.PREEMPTED)
     if is_alive(run_dir):
         return directory.RUNNING
-    return "DEAD" if said == directory.RUNNING else said
+    return "DEAD" if recorded == directory.RUNNING else recorded
 
 
 def stop(run_dir: str | Path, timeout_s: float = 120.0) -> str:
-    """Ask the trainer to save and exit, wait for it, and return the state it leaves. Without a trainer, just the state.
+    """Make the trainer save and exit, wait for it, and return the final state. Without a trainer, return the state.
 
-    Raises `TimeoutError` if it is still alive after `timeout_s`; ask again to make it exit at once.
+    Raises `TimeoutError` if it is still alive after `timeout_s`. A second request makes it exit at once.
     """
     folder = directory.check_run_dir(run_dir)
     if not is_alive(folder):
@@ -184,19 +184,19 @@ def stop(run_dir: str | Path, timeout_s: float = 120.0) -> str:
     request_stop(folder)
     if not wait(folder, timeout_s):
         raise TimeoutError(
-            f"{folder}: the trainer was asked to stop and is alive after {timeout_s:g} s; a second request "
-            "makes it exit at once, without saving"
+            f"{folder}: trainer still alive {timeout_s:g} s after the stop request; stop again to make it exit at once, "
+            "without saving"
         )
     return get_state(folder)
 
 
 def request_stop(run_dir: str | Path) -> None:
-    """Ask the trainer to save and exit, and wait for nothing. Raises `RunDirectoryError` if there is none."""
+    """Send the trainer the signal to save and exit, without waiting. Raises `RunDirectoryError` if there is none."""
     os.kill(attach(run_dir), signal.SIGTERM)
 
 
 def wait(run_dir: str | Path, timeout_s: float | None = None, poll_s: float = 0.05) -> bool:
-    """Wait until no trainer is alive in the directory; False if one still is after `timeout_s`."""
+    """Wait until no trainer is alive in the directory. Return False if one is still alive after `timeout_s`."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while is_alive(run_dir):
         if deadline is not None and time.monotonic() > deadline:
@@ -207,36 +207,53 @@ def wait(run_dir: str | Path, timeout_s: float | None = None, poll_s: float = 0.
 
 @contextlib.contextmanager
 def _block_stop_signals() -> Iterator[None]:
-    """A process started inside this block holds stop requests back until its handlers stand, and then gets them.
+    """Block the stop signals of a process started in this context until it has installed its handlers.
 
-    Importing torch takes seconds, and a request in that time would otherwise end the trainer without a word.
+    Importing torch takes seconds. A stop request in that time would otherwise end the trainer without a record.
     """
-    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, directory.STOP_SIGNALS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, directory.STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _read_config_hash(run_dir: Path) -> str | None:
     try:
         return RunConfig.from_yaml(run_dir / directory.CONFIG).hash()
     except ConfigError:
-        # Written by another version of this project: not the run that was asked for.
+        # Written by another version of this project: not the requested run.
         return None
 
 
 def _record_gpu(folder: Path, gpu: str | None) -> None:
-    """Into the run's status, where whoever comes later finds which GPU its trainer has to itself."""
+    """Record in the run's status which GPU its trainer uses, for later readers."""
     status = directory.read_status(folder)
     if status.get("gpu") != gpu:
         directory.write_status(folder, run=folder.name, status=status.get("status", directory.PREEMPTED), gpu=gpu)
 
 
 def _make_environment(gpu: str | None) -> dict[str, Any]:
-    """Variables with which the trainer finds this very package, also where it is not installed."""
+    """Return environment variables with which the trainer imports this package even if it is not installed."""
     package_parent = str(Path(__file__).resolve().parents[2])
     paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     set_openmp_wait_policy(settings)
     return settings if gpu is None else {**settings, "CUDA_VISIBLE_DEVICES": gpu}
+
+
+def check_ranks(config: RunConfig, n_ranks: int) -> None:
+    """Raise `ConfigError` if `n_ranks` ranks on this host cannot share every step evenly, or would not have a GPU each."""
+    config.train.check_ranks(n_ranks)
+    if n_ranks == 1 or config.runtime.device == "cpu":
+        return
+    # Importing torch is slow. Only several ranks must be counted against the GPUs.
+    import torch
+
+    n_gpus = torch.cuda.device_count()
+    # Without a GPU, ranks of device `auto` share the CPU; a device requested by name is refused elsewhere.
+    if 0 < n_gpus < n_ranks:
+        raise ConfigError(
+            f"{n_ranks} ranks need a GPU each, and torch finds {n_gpus}; use at most {n_gpus}, or runtime.device: cpu. "
+            "On several hosts, start them with torchrun"
+        )

@@ -1,7 +1,7 @@
-"""Who trains in a run directory.
+"""The lock that allows one trainer per run directory. Standard library only.
 
-One process does, or one with its ranks: each holds an exclusive lock on `trainer.lock`, by one open file that they share,
-for as long as it lives. The kernel drops that lock when the last of them dies, however it dies. Only the standard library.
+The trainer, and each of its ranks if there are several, holds an exclusive lock on `trainer.lock` through one shared open
+file for as long as it lives. The kernel releases the lock when the last of these processes exits, however it exits.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import Any
 
 from nsa_lab.runs.directory import LOCK
 
-ANOTHER_TRAINER = "{folder}: another trainer works in this run ({owner}); attach to it, or stop it first"
+ANOTHER_TRAINER = "{folder}: another trainer is using this run ({owner}); attach to it or stop it first"
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this host started, in a form that only equality is asked of; None if there is no such process."""
+    """Return the start time of a process on this host, in a form to test for equality; None if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] == "Z" else fields[19]
     except (FileNotFoundError, ProcessLookupError):
         if Path("/proc/self/stat").exists():
             return None
-    found = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
+    process = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return process.stdout.strip() or None
 
 
 def take_lock(run_dir: Path) -> int | None:
-    """The run's lock as an open descriptor, or None while another process holds it."""
+    """Acquire the run's lock. Return its open descriptor; None if another process holds it."""
     descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     for _ in range(20):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # A reader that asks who holds the lock holds it itself for an instant.
+            # `lock_owner` briefly takes a shared lock; retry.
             time.sleep(0.01)
             continue
         os.ftruncate(descriptor, 0)
@@ -50,20 +50,20 @@ def take_lock(run_dir: Path) -> int | None:
 
 
 def sign_lock(descriptor: int, pid: int, ranks: Sequence[int] = ()) -> None:
-    """Write into a held lock which process it is held for, and which ranks of that one hold it too."""
+    """Write the owner into a lock that this process holds: the process `pid` and its `ranks` (process ids)."""
     owner = _identify_process(pid) | {"host": socket.gethostname(), "ranks": [_identify_process(rank) for rank in ranks]}
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(owner).encode(), 0)
 
 
 def lock_owner(run_dir: str | Path) -> dict[str, Any] | None:
-    """Who holds the run's lock: pid, started, host; `{}` if held but not signed yet; None if nobody alive does.
+    """Return the owner of the run's lock: pid, started, host. `{}` if it has not signed yet; None if no process holds it.
 
-    Where the process that signed is gone and a rank of it lives, this is the rank, and `orphan` is its number.
+    If the owner has exited and one of its ranks lives, return that rank, with its number as `orphan`.
     """
     path = Path(run_dir) / LOCK
     try:
-        # A reader needs no right to write: a run may lie on a medium that nothing can be written to.
+        # Read-only, so that readers need no write permission: a run may be on read-only storage.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
@@ -80,7 +80,7 @@ def lock_owner(run_dir: str | Path) -> dict[str, Any] | None:
             return owner
         orphans = [{**rank, "host": owner["host"], "orphan": n} for n, rank in enumerate(owner["ranks"]) if _is_alive(rank)]
     except (ValueError, KeyError, TypeError):
-        # Held, and being signed at this very moment, or not by a trainer.
+        # Held by a trainer that is signing it right now, or by another program.
         return {}
     return orphans[0] if orphans else None
 

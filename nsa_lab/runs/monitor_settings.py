@@ -1,4 +1,7 @@
-"""What a run's record is judged by: settings that may change between its attempts, told by the first event of each."""
+"""Settings that health checks need to judge a record. They may change when a run is resumed.
+
+The first event of each attempt records them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 from nsa_lab.config import ConfigError, RunConfig, apply_overrides
 
-# How often things are written, and the rules that may halt the run.
+# Intervals of logging, evaluation and saving, and the rules that may halt the run.
 MONITOR_SETTINGS = (
     *("train.log_every", "train.stats_every", "train.eval_every", "train.save_every"),
     *("train.spike_sigma", "train.min_tokens_per_s", "train.stall_action"),
@@ -15,12 +18,15 @@ MONITOR_SETTINGS = (
 
 
 def get_monitor_settings(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value."""
+    """Return the monitor settings of a configuration, dotted key -> value."""
     return {key: getattr(getattr(config, section), name) for key in MONITOR_SETTINGS for section, name in [key.split(".")]}
 
 
 def apply_monitor_settings(config: RunConfig, settings: Any) -> RunConfig | None:
-    """`config` with what `told` gave then; None if `settings`, read from a file, are not that."""
+    """Return `config` with the recorded `settings` of `get_monitor_settings`; None if `settings` are invalid.
+
+    Unknown keys are ignored, because a newer version may record more settings.
+    """
     if not isinstance(settings, dict):
         return None
     try:

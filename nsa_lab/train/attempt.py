@@ -1,10 +1,10 @@
 """One attempt at a run, from taking its lock to its last event and exit code.
 
 Invariants
-* One trainer per run directory. A new attempt goes on from the newest valid checkpoint; where checkpoints were written and
-  none is valid it stops and says so, and never starts over.
-* Statuses: RUNNING, then DONE (exit 0), HALTED by a rule (3), PREEMPTED on request (75). Wrong settings or data exit 2,
-  a bug exits 1; both leave HALTED with the reason, and the traceback in an `error` event.
+* One trainer per run directory. A new attempt resumes from the newest valid checkpoint. If checkpoints were written and
+  none is valid, it stops with an error; it never starts over.
+* Status: RUNNING, then DONE (exit 0), HALTED by a rule (3), or PREEMPTED on request (75). Invalid settings or data exit
+  with 2, a bug with 1. Both leave HALTED with the reason, and the traceback in an `error` event.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nsa_lab.attention import BackendError, geometry
 from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import BuildProgress, DataError, ProgressMeter
 from nsa_lab.model import NSATransformer
-from nsa_lab.runs import directory, monitor_settings, older_variables
+from nsa_lab.runs import directory, monitor_settings
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.environment import get_code_identity, get_versions
 from nsa_lab.runs.events import read_events
@@ -46,7 +46,7 @@ logger = logging.getLogger("nsa_lab.train")
 
 USAGE_ERRORS = (ConfigError, DataError, BackendError, NotImplementedError, checkpoint_state.ResumeRefused)
 
-# Phases in which a long silence is normal; everything else is judged against its own median.
+# Minimum duration of a stall for phases that may run long without progress; other phases use StallRule.floor_s.
 PHASE_STALL_FLOORS_S = {
     "prepare": 1800.0,
     "build": 600.0,
@@ -59,14 +59,14 @@ PHASE_STALL_FLOORS_S = {
 
 
 def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | None = None, supervised: bool = False) -> int:
-    """Train the run in `run_dir` to its end, or to a stop; the exit code.
+    """Train the run in `run_dir` until it is done or stopped. Return the exit code.
 
-    `lock` is the run's lock if the caller took it already (see `take_lock`); `supervised` says that the process
-    which started this rank took it and signed it. Raises `RunDirectoryError` if the directory is not a run's or another
-    trainer works in it.
+    `lock`: descriptor of the run's lock if the caller has taken it already (see `take_lock`). `supervised`: this process
+    is a rank, and the supervisor that started it has taken and signed the lock. Raises `RunDirectoryError` if `run_dir`
+    is not a run directory or another trainer is using it.
     """
     folder, world = directory.check_run_dir(run_dir), World.from_environment()
-    held = _take_run_lock(folder, lock) if world.is_first and not supervised else lock
+    lock_fd = _take_run_lock(folder, lock) if world.is_first and not supervised else lock
     try:
         config = RunConfig.from_yaml(folder / directory.CONFIG)
         return _Attempt(folder, config, world, builders or Builders()).run()
@@ -77,8 +77,8 @@ def run(run_dir: str | Path, *, builders: Builders | None = None, lock: int | No
         )
         return directory.EXIT_USAGE
     finally:
-        if held is not None:
-            os.close(held)
+        if lock_fd is not None:
+            os.close(lock_fd)
 
 
 def _take_run_lock(folder: Path, lock: int | None) -> int:
@@ -91,7 +91,7 @@ def _take_run_lock(folder: Path, lock: int | None) -> int:
 
 
 class _Attempt:
-    """Builds the parts, restores them, trains, and turns every way of ending into an event, a status and an exit code."""
+    """Build the training context, restore it, train, and turn every outcome into an event, a status and an exit code."""
 
     def __init__(self, folder: Path, config: RunConfig, world: World, builders: Builders) -> None:
         self.folder, self.config, self.world, self.builders = folder, config, world, builders
@@ -122,7 +122,7 @@ class _Attempt:
             except USAGE_ERRORS as error:
                 self.recorder.record_error(error, expected=True)
                 return self._record_end("halt", directory.HALTED, directory.EXIT_USAGE, str(error))
-            except Exception as error:  # noqa: BLE001 - nothing above this records it
+            except Exception as error:  # noqa: BLE001 - any other error is a bug; record it
                 self.recorder.record_error(error)
                 return self._record_end("halt", directory.HALTED, directory.EXIT_BUG, f"{type(error).__name__}: {error}")
             finally:
@@ -130,43 +130,41 @@ class _Attempt:
                 self.world.destroy_process_group()
 
     def _train(self) -> int:
-        if self.world.is_first and (warning := older_variables.warning(os.environ)):
-            logger.warning("%s", warning)
         device = select_device(self.config, self.world)
         set_determinism(self.config.runtime.deterministic)
         if self.world.is_first:
             self._remove_leftovers()
         self.world.init_process_group(device)
-        # The first rank may have written its first event before another counted the attempts.
+        # Rank 0 may have written its first event before another rank counted the attempts.
         self.recorder.log.attempt = int(self.world.broadcast_from_first(self.recorder.log.attempt, device))
         self.config.train.check_ranks(self.world.size)
-        utilisation, why_none = make_gpu_utilization_reader(device)
+        get_gpu_util, unavailable_reason = make_gpu_utilization_reader(device)
         heartbeat = Heartbeat(
             self.recorder.log,
             self.recorder.phases,
             every_s=self.config.runtime.heartbeat_s,
             rule=StallRule(floors_s={**PHASE_STALL_FLOORS_S, "data": self.config.data.timeout_s}),
             stacks=self.folder / "stacks.txt",
-            get_gpu_util=utilisation,
+            get_gpu_util=get_gpu_util,
             on_stall=self._on_stall,
             on_unresponsive=self._on_unresponsive,
         )
         if self.world.is_first:
             heartbeat.start()
         try:
-            parts = self._build_context(device)
-            parts.facts["gpu_util"] = why_none or "on"
+            context = self._build_context(device)
+            context.facts["gpu_util"] = unavailable_reason or "on"
             with self.recorder.phases("restore"):
-                done, losses = self._resume(parts)
-            evaluated = any(event["kind"] == "eval" and event["step"] == done for event in self.events)
+                completed_steps, spike_losses = self._resume(context)
+            is_evaluated = any(event["kind"] == "eval" and event["step"] == completed_steps for event in self.events)
             trainer = Trainer(
                 self.folder,
-                parts,
+                context,
                 self.recorder,
                 self.signals,
-                completed_steps=done,
-                spike_losses=losses,
-                is_evaluated=evaluated,
+                completed_steps=completed_steps,
+                spike_losses=spike_losses,
+                is_evaluated=is_evaluated,
             )
             trainer.run()
         finally:
@@ -174,10 +172,10 @@ class _Attempt:
         return self._record_end("end", directory.DONE, directory.EXIT_DONE, f"all {self.config.train.steps} steps done")
 
     def _remove_leftovers(self) -> None:
-        """What a check before the run, or a status being written, left behind when it was killed."""
+        """Remove the files that a killed process left: folders of a preflight, and a half-written status."""
         for leftover in self.folder.glob(".preflight-*"):
             shutil.rmtree(leftover)
-        # Nobody else writes these: this process holds the lock, and has written its first status.
+        # No other process writes these: this process holds the lock and has written its first status.
         for leftover in self.folder.glob(f".{directory.STATUS}.*"):
             leftover.unlink()
 
@@ -192,17 +190,17 @@ class _Attempt:
                 self._get_recorded_data_identity(),
             )
         with self.recorder.phases("build"), self._allow_interrupt():
-            parts = build_context(self.config, self.world, device, dataset, self.builders)
-        parts.facts.update(self._collect_facts(parts))
-        return parts
+            context = build_context(self.config, self.world, device, dataset, self.builders)
+        context.facts.update(self._collect_facts(context))
+        return context
 
     def _get_recorded_data_identity(self) -> str | None:
-        """What the run was begun with, as its record says; None for a run that begins now."""
-        begun = [event["data_identity"] for event in self.events if event.get("data_identity")]
-        return begun[-1] if begun else None
+        """Return the data identity that earlier events of this run recorded; None for a new run."""
+        identities = [event["data_identity"] for event in self.events if event.get("data_identity")]
+        return identities[-1] if identities else None
 
     def _collect_facts(self, context: TrainContext) -> dict[str, Any]:
-        """What identifies this run and this attempt, for the first event and for every checkpoint."""
+        """Return what identifies this run and this attempt, for the first event and for every checkpoint."""
         device = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         return {
             "run": self.folder.name,
@@ -216,36 +214,39 @@ class _Attempt:
             "ranks": self.world.size,
             "threads": torch.get_num_threads(),
             "backend": {
-                branch: {"backend": choice.backend, "reason": choice.reason}
-                for branch, choice in context.model.backends.items()
+                branch: {"backend": resolved.backend, "reason": resolved.reason}
+                for branch, resolved in context.model.backends.items()
             },
             "params": context.model.parameter_count(),
             **self._compute_work_per_token(context),
         }
 
     def _compute_work_per_token(self, context: TrainContext) -> dict[str, Any]:
-        """What a token costs, of documents as long as they are; and how they lie in the rows of a first epoch."""
+        """Return FLOPs and attention reads per token for the actual document lengths, and packing statistics of epoch 1."""
         train, data, lengths = self.config.train, self.config.data, context.batches.count_document_lengths()
-        reads = [geometry.mean_reads(of_stage, self.config.nsa) for of_stage in lengths]
-        laid_out = (
+        reads_per_token = [geometry.mean_reads(stage_lengths, self.config.nsa) for stage_lengths in lengths]
+        packing = (
             {"packing": context.batches.summarize_packing()}
             if data.documents == "mask" or data.packing == "best_fit"
             else {}
         )
         return {
             "flops_per_token": compute_flops_per_token(cast(NSATransformer, context.model), train, lengths),
-            "reads_per_token": average_over_stages(train, reads),
-            **laid_out,
+            "reads_per_token": average_over_stages(train, reads_per_token),
+            **packing,
         }
 
     def _resume(self, context: TrainContext) -> tuple[int, list[float]]:
-        """Steps done and the losses of the spike window: of the newest valid checkpoint, or of a fresh start."""
+        """Restore the newest valid checkpoint, or start a new run.
+
+        Return the number of completed steps and the losses in the window of the spike rule.
+        """
         store = CheckpointStore(self.folder / directory.CHECKPOINTS)
         path = self._find_newest_checkpoint(store, context.device)
         if path is None:
             if any(event["kind"] == "checkpoint" for event in self.events):
                 raise NoValidCheckpoint(
-                    f"{store.folder}: the record speaks of checkpoints and the folder holds none. "
+                    f"{store.folder}: the events record checkpoints, but the folder has none. "
                     "The run is not started over; restore a step-… folder, or create a new run"
                 )
             self.recorder.record_start(0, {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config)})
@@ -262,23 +263,30 @@ class _Attempt:
             require_equal=self._requires_equal_bits(state, context.facts),
             precision=self.config.runtime.precision,
         )
-        found = {"checkpoint": path.name, "probe_difference": difference}
+        restored = {"checkpoint": path.name, "probe_difference": difference}
         self.recorder.record_start(
-            state["step"], {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config), **found}
+            state["step"], {**context.facts, "settings": monitor_settings.get_monitor_settings(self.config), **restored}
         )
         return state["step"], state["guard"]["losses"]
 
     def _requires_equal_bits(self, state: dict[str, Any], facts: dict[str, Any]) -> bool:
-        """Whether equal bits are owed: same code, versions, device, kernels and threads, and exact kernels."""
-        exact = facts["device"] == "cpu" or self.config.runtime.deterministic
-        same = ("versions", "device", "backend", "threads", "ranks")
-        return exact and state["code"]["source"] == facts["code"]["source"] and all(state[k] == facts[k] for k in same)
+        """Return whether the restored model must reproduce the probe bit for bit.
+
+        True if code, versions, device, backends, threads and ranks are the same, and the kernels are deterministic.
+        """
+        is_deterministic = facts["device"] == "cpu" or self.config.runtime.deterministic
+        keys = ("versions", "device", "backend", "threads", "ranks")
+        return (
+            is_deterministic
+            and state["code"]["source"] == facts["code"]["source"]
+            and all(state[key] == facts[key] for key in keys)
+        )
 
     def _find_newest_checkpoint(self, store: CheckpointStore, device: torch.device) -> Path | None:
-        """The newest valid checkpoint. The first rank verifies and moves damaged ones aside; the others take its word."""
-        path, moved = store.load_latest() if self.world.is_first else (None, [])
-        for found in moved:
-            self.recorder.record_quarantine(found)
+        """Return the newest valid checkpoint. Rank 0 verifies and quarantines damaged ones; other ranks get its result."""
+        path, quarantined = store.load_latest() if self.world.is_first else (None, [])
+        for checkpoint in quarantined:
+            self.recorder.record_quarantine(checkpoint)
         step = self.world.broadcast_from_first(float(parse_step(path)) if path else -1.0, device)
         return store.get_path(int(step)) if step >= 0 else None
 
@@ -290,27 +298,31 @@ class _Attempt:
                 failed += [] if check.ok else [f"{check.name}: {check.value} (limit: {check.limit})"]
         if self.world.any_rank(bool(failed), context.device):
             reasons = "; ".join(failed) or "see the other ranks"
-            raise Halt(Finding("preflight", 0, len(failed), 0, "halt", f"preflight refuses this run: {reasons}"))
+            raise Halt(Finding("preflight", 0, len(failed), 0, "halt", f"preflight failed: {reasons}"))
 
     def _allow_interrupt(self) -> contextlib.AbstractContextManager:
-        """One rank among several must not leave the others waiting in a collective; it stops at its first step."""
+        """Let a stop request interrupt this block if there is one rank.
+
+        With several ranks, an interrupted rank would leave the others waiting in a collective; they stop at the next
+        step.
+        """
         return self.signals.raise_immediately() if self.world.size == 1 else contextlib.nullcontext()
 
     def _on_fill(self, progress: BuildProgress) -> None:
         self.signals.raise_if_requested()
         if self._fill_pace.observe(progress):
             self.recorder.phases.report_progress()
-        if told := self._fill_pace.take_report():
-            self.recorder.record_fill(told)
+        if report := self._fill_pace.take_report():
+            self.recorder.record_fill(report)
 
     def _on_stall(self, phase: str, seconds: float, limit_s: float) -> bool:
-        """In the heartbeat's thread: halt the run, where it is to, by the way that a stop request takes."""
+        """Stop the run, as a stop request does, if `train.stall_action` is halt. Runs in the heartbeat thread."""
         if self.config.train.stall_action != "halt":
             return False
         step = self.recorder.log.step
         text = (
-            f"step {step}: the phase {phase} has lasted {seconds:.0f} s without a sign, and {limit_s:.0f} s is its limit "
-            "(train.stall_action: halt); stacks.txt shows where every thread stood"
+            f"step {step}: the phase {phase} has made no progress for {seconds:.0f} s, limit {limit_s:.0f} s "
+            "(train.stall_action: halt); stacks.txt has the stack of every thread"
         )
         self._stall_finding = Finding("stall", step, seconds, limit_s, "halt", text)
         self.recorder.record_finding(self._stall_finding)
@@ -318,10 +330,13 @@ class _Attempt:
         return True
 
     def _on_unresponsive(self) -> None:
-        """In the heartbeat's thread: the trainer does not come back from where it stalled, so nothing more can be saved."""
-        assert self._stall_finding is not None, "nothing is waited for before a stall"
+        """End the process: the trainer did not return from the stalled phase, so it cannot save. Runs in the heartbeat
+        thread.
+        """
+        assert self._stall_finding is not None, "only called after a stall"
         reason = (
-            f"{self._stall_finding.text}. The trainer did not answer a request to save, and the newest checkpoint stands"
+            f"{self._stall_finding.text}. The trainer did not respond to the request to save; "
+            "the newest checkpoint is unchanged"
         )
         self.recorder.record_end("halt", directory.HALTED, directory.EXIT_HALTED, reason)
         os._exit(directory.EXIT_HALTED)

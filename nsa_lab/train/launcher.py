@@ -1,14 +1,14 @@
-"""Several ranks on this host without torchrun: one process each, one lock, one exit code.
+"""Launch several ranks on this host without torchrun: one process each, one lock, one exit code.
 
-The supervisor forwards stop requests, ends the other ranks when one fails, and returns what the first one to fail returned.
-On several hosts, or with elastic restarts, use torchrun: `torchrun --nproc-per-node 8 -m nsa_lab.train <run directory>`.
+The supervisor forwards stop requests, ends the other ranks if one fails, and returns the exit code of the first that
+failed. For several hosts, or for elastic restarts, use torchrun: `torchrun --nproc-per-node 8 -m nsa_lab.train RUN_DIR`.
 
 Invariants
-* Every rank holds the run's lock, by a descriptor that it inherits: no other trainer starts while one of them lives.
-* A rank ends when its supervisor does, however that ends. The kernel sees to it on Linux; a pipe that only the supervisor
-  holds open does everywhere, once a thread of the rank reads it. It is killed rather than asked to save: what is left is
-  what a killed trainer leaves, from which every run can go on (tests/crash).
-* Nothing here imports torch, but to count GPUs where a person starts it.
+* Every rank holds the run's lock through an inherited descriptor, so no other trainer starts while a rank lives.
+* A rank ends when its supervisor ends, for any reason. On Linux the kernel ensures it (PR_SET_PDEATHSIG). On any system,
+  a thread of the rank reads a pipe that only the supervisor holds open. The rank is killed without a save; the run can
+  resume as after any kill (tests/crash).
+* This module does not import torch, except to count GPUs when a user launches a run.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from pathlib import Path
 
 from nsa_lab.config import RunConfig
 from nsa_lab.runs import directory
+from nsa_lab.runs.lifecycle import check_ranks
 from nsa_lab.runs.lock import ANOTHER_TRAINER, lock_owner, sign_lock, take_lock
-from nsa_lab.runs.ranks import check_ranks
 from nsa_lab.train.telemetry.crash_record import write_crash_record
 
-# How long the others may take to leave on their own after one rank has ended.
+# Seconds that the other ranks have to exit after one rank has ended.
 EXIT_GRACE_S = 20.0
 
 PR_SET_PDEATHSIG = 1
 
 
 def launch_ranks(run_dir: str | Path, n_ranks: int, lock: int | None) -> int:
-    """Train a run with that many ranks. Raises `RunDirectoryError` as `nsa_lab.train.run` does.
+    """Train a run with `n_ranks` ranks. Raises `RunDirectoryError` as `nsa_lab.train.run` does.
 
-    `ConfigError`, before one is started, for ranks that cannot share a step or lack a GPU.
+    Raises `ConfigError`, before any rank is started, if the ranks cannot share a step or a GPU is missing for one.
     """
     folder = directory.check_run_dir(run_dir)
     if lock is None:
-        # A launcher has asked before it took the lock, and a supervisor that never loads torch stays small.
+        # With a lock, the launcher has checked already; the supervisor then never imports torch and stays small.
         check_ranks(RunConfig.from_yaml(folder / directory.CONFIG), n_ranks)
         lock = take_lock(folder)
     if lock is None:
@@ -54,60 +54,61 @@ def launch_ranks(run_dir: str | Path, n_ranks: int, lock: int | None) -> int:
 
 
 def supervise(command: Sequence[str], folder: Path, n_ranks: int, lock: int) -> int:
-    """Run `command` once per rank of the run in `folder`, whose lock is held; the exit code of the run.
+    """Run `command` once per rank of the run in `folder`, whose lock is held. Return the exit code of the run.
 
-    Each rank has the environment that torchrun would give it, and an option `--supervised` for `live_and_die_with`.
-    0 if all ranks end with 0, else the code of the first that did not. A rank that was killed is named, with its signal,
-    in the record and in the status of the run.
+    Each rank gets the environment variables that torchrun would set, and an option `--supervised` for
+    `bind_to_supervisor`. The exit code is 0 if all ranks exit with 0, else that of the first that failed. If a rank was
+    killed, its number and signal are recorded in the events and in the status of the run.
     """
-    reading, writing = os.pipe()
-    # A rank holds requests back until its handlers stand, and so does this process; importing torch takes seconds.
+    read_end, write_end = os.pipe()
+    # Stop signals stay blocked here and in the ranks until handlers are installed; importing torch takes seconds.
     signal.pthread_sigmask(signal.SIG_BLOCK, directory.STOP_SIGNALS)
     try:
-        bond, port = f"{lock}:{os.getpid()}:{reading}", _find_free_port()
+        handle, port = f"{lock}:{os.getpid()}:{read_end}", _find_free_port()
         processes = [
             subprocess.Popen(
-                [*command, "--supervised", bond],
+                [*command, "--supervised", handle],
                 env=_make_environment(rank, n_ranks, port),
-                pass_fds=[lock, reading],
-                # A terminal's Ctrl-C reaches this process alone, which forwards it: a second request would not save.
+                pass_fds=[lock, read_end],
+                # Ctrl-C in a terminal then reaches only this process, which forwards it. A second signal would end a rank
+                # without a save.
                 process_group=0,
             )
             for rank in range(n_ranks)
         ]
         sign_lock(lock, os.getpid(), [process.pid for process in processes])
 
-        def forward(number: int, frame: object) -> None:
+        def forward(signal_number: int, frame: object) -> None:
             for process in processes:
                 if process.poll() is None:
-                    process.send_signal(number)
+                    process.send_signal(signal_number)
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, forward)
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signal_number, forward)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, directory.STOP_SIGNALS)
-        failed = _wait_for_ranks(processes)
+        failure = _wait_for_ranks(processes)
     finally:
-        os.close(reading)
-        os.close(writing)
-    if failed is None:
+        os.close(read_end)
+        os.close(write_end)
+    if failure is None:
         return directory.EXIT_DONE
-    rank, code = failed
+    rank, code = failure
     if code >= 0:
         return code
     write_crash_record(
         folder,
         where=f"rank {rank}",
         kind=signal.Signals(-code).name,
-        reason=f"rank {rank} was killed (signal {-code}); the other ranks ended with it, and the newest checkpoint stands",
+        reason=f"rank {rank} was killed (signal {-code}); the other ranks ended too; the newest checkpoint is unchanged",
         exit_code=directory.EXIT_BUG,
     )
     return directory.EXIT_BUG
 
 
 def bind_to_supervisor(handle: str) -> int:
-    """Bind this process, a rank, to the supervisor whose option `bond` is; the descriptor of the lock that it holds now.
+    """Bind this rank to the supervisor of `handle`, the value of `--supervised`. Return the descriptor of the run's lock.
 
-    From here on it is killed when its supervisor ends.
+    From now on this process is killed when its supervisor ends.
     """
     lock, supervisor, pipe = map(int, handle.split(":"))
     for descriptor in (lock, pipe):
@@ -118,13 +119,13 @@ def bind_to_supervisor(handle: str) -> int:
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
         if os.getppid() != supervisor:
-            # It ended before the kernel was told, and will not end again.
+            # The supervisor ended before prctl was called, so no signal will arrive.
             _kill_self()
     return lock
 
 
 def _kill_when_supervisor_ends(pipe: int) -> None:
-    # Nothing is ever written: this returns when the last writer, the supervisor, is gone.
+    # Nothing is ever written. The read returns when the supervisor, the last writer, is gone.
     os.read(pipe, 1)
     _kill_self()
 
@@ -134,27 +135,29 @@ def _kill_self() -> None:
 
 
 def _wait_for_ranks(processes: list[subprocess.Popen]) -> tuple[int, int] | None:
-    """Wait for all; rank and return code of the first that failed, None if none did.
+    """Wait for all ranks. Return rank and return code of the first that failed, None if none did.
 
-    The other ranks of one that dies fail as well, by an error of the library that they talk through. A rank that a signal
-    ended is named before those, and an abort, which that library may end by, after a kill.
+    If one rank dies, the others fail too, with an error of the communication library. A rank that was ended by a signal
+    is therefore reported before those; SIGABRT, which that library may raise, comes after other signals.
     """
-    first, deadline = None, None
+    first_failure, deadline = None, None
     while True:
         alive = [process for process in processes if process.poll() is None]
-        failed = [(rank, p.returncode) for rank, p in enumerate(processes) if p.returncode not in (None, 0)]
-        if failed and first is None:
-            first, deadline = min(failed, key=_get_failure_priority), time.monotonic() + EXIT_GRACE_S
+        failures = [
+            (rank, process.returncode) for rank, process in enumerate(processes) if process.returncode not in (None, 0)
+        ]
+        if failures and first_failure is None:
+            first_failure, deadline = min(failures, key=_get_failure_priority), time.monotonic() + EXIT_GRACE_S
         if not alive:
-            return first
+            return first_failure
         if deadline is not None and time.monotonic() > deadline:
             for process in alive:
                 process.kill()
         time.sleep(0.05)
 
 
-def _get_failure_priority(failed: tuple[int, int]) -> tuple[int, int]:
-    rank, code = failed
+def _get_failure_priority(failure: tuple[int, int]) -> tuple[int, int]:
+    rank, code = failure
     return (0 if code < 0 and code != -signal.SIGABRT else 1 if code < 0 else 2), rank
 
 

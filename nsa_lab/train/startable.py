@@ -7,7 +7,7 @@ import torch
 from nsa_lab.attention import resolve_backend
 from nsa_lab.config import RunConfig
 from nsa_lab.data import check
-from nsa_lab.runs.ranks import check_ranks
+from nsa_lab.runs.lifecycle import check_ranks
 from nsa_lab.train.build import select_device
 from nsa_lab.train.distributed import World
 

@@ -26,11 +26,11 @@ MUTANTS = [
     Mutant(
         "history: trouble that ended nothing is a failure",
         "runs.history",
-        'fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)',
-        'fatal = any(e["kind"] == "error" for e in own)',
+        'is_fatal = any(e["kind"] == "error" and e.get("fatal") for e in own)',
+        'is_fatal = any(e["kind"] == "error" for e in own)',
     ),
-    Mutant("checkpoints: weights of any shape will do", "runs.checkpoint_files", "if written != asked:", "if False:"),
-    Mutant("ranks: GPUs are not counted", "runs.ranks", "if 0 < gpus < ranks:", "if False:"),
+    Mutant("checkpoints: weights of any shape will do", "runs.checkpoint_files", "if saved_shape != expected_shape:", "if False:"),
+    Mutant("ranks: GPUs are not counted", "runs.lifecycle", "if 0 < n_gpus < n_ranks:", "if False:"),
     Mutant(
         "checkpoints: called as anybody likes",
         "runs.checkpoint_files",
@@ -40,13 +40,13 @@ MUTANTS = [
     Mutant(
         "health: an attempt is judged by the settings of the latest",
         "runs.history",
-        'return monitor_settings.apply_monitor_settings(self.config, begin["settings"])',
+        'return monitor_settings.apply_monitor_settings(self.config, first_event["settings"])',
         "return self.config",
     ),
     Mutant(
         "health: settings that nobody tells are those of config.yaml",
         "runs.history",
-        'begin.get("config_hash", self.config.hash()) == self.config.hash()',
+        'first_event.get("config_hash", self.config.hash()) == self.config.hash()',
         "True",
     ),
     Mutant(
@@ -63,16 +63,16 @@ MUTANTS = [
     Mutant(
         "health: a run is trained anew without its own settings",
         "runs.rerun_command",
-        "[*first, *(key for key, *_ in diff_settings(base, changed))]",
-        "first",
+        "[*changed_keys, *(key for key, *_ in diff_settings(base, new_config))]",
+        "changed_keys",
     ),
     Mutant(
-        "compare: Wilson's interval around the share itself", "runs.evaluation", "share + spread / 2, Z", "share, Z"
+        "compare: Wilson's interval around the share itself", "runs.evaluation", "proportion + spread / 2, Z", "proportion, Z"
     ),
     Mutant(
         "sweep: compiling is the pace of the steps after it",
         "runs.history",
-        'if not compiles and event.get("dt_s") is not None:',
+        'if not has_compilation and event.get("dt_s") is not None:',
         'if event.get("dt_s") is not None:',
     ),
     Mutant("sweep: two runs on one GPU", "runs.sweep_runner", "[gpu for gpu in gpus if gpu not in busy.values()]", "gpus"),
@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "checkpoint: sizes checked, contents not",
         "runs.checkpoint_files",
-        'return None if found == entry["sha256"] else',
-        "return None if found else",
+        'return None if sha256 == entry["sha256"] else',
+        "return None if sha256 else",
     ),
     # Nothing lost and nothing silent: ranks, a full disk, damage, stalls.
     Mutant(
@@ -126,8 +126,8 @@ MUTANTS = [
     Mutant(
         "damage: lines that are no events are passed over in silence",
         "runs.events",
-        '        warn_once(f"{path}: {many}, torn',
-        '        str(f"{path}: {many}, torn',
+        '        warn_once(f"{path}: {subject} (incomplete',
+        '        str(f"{path}: {subject} (incomplete',
     ),
     Mutant(
         "damage: a cut file of JSON raises",
@@ -149,5 +149,5 @@ MUTANTS = [
         "        except ZeroDivisionError as error:\n            # A copy",
     ),
     Mutant("report: the speed of the first stage", "runs.history", "tokens_per_s=speeds[-1]", "tokens_per_s=speeds[0]"),
-    Mutant("report: a stage's first step is its pace", "runs.history", 'event["step"] in firsts or event', "event"),
+    Mutant("report: a stage's first step is its pace", "runs.history", 'event["step"] in stage_starts or event', "event"),
 ]

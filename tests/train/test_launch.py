@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,13 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_lab.config import ConfigError, RunConfig, list_keys
+from nsa_lab.config import ConfigError, RunConfig
 from nsa_lab.data import DataError
-from nsa_lab.runs import atomic_io, directory, events, lifecycle, older_variables
+from nsa_lab.runs import directory, events, lifecycle
+from nsa_lab.runs.lifecycle import check_ranks
 from nsa_lab.runs.lock import sign_lock, take_lock
-from nsa_lab.runs.ranks import check_ranks
 from nsa_lab.train import launcher
-from nsa_lab.train.attempt import run
 from nsa_lab.train.build import select_device
 from nsa_lab.train.distributed import World
 from nsa_lab.train.startable import check_startable
@@ -197,7 +195,7 @@ def test_ranks_without_a_gpu_each_are_refused_before_any_is_started(
             lambda config=config: check_startable(config, 4),
         ):
             with pytest.raises(
-                ConfigError, match=r"^4 ranks want a GPU each, and torch sees 2 here; use at most 2, or runtime"
+                ConfigError, match=r"^4 ranks need a GPU each, and torch finds 2; use at most 2, or runtime"
             ):
                 start()
         check_ranks(config, 2)
@@ -217,46 +215,3 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     for call in (lifecycle.ensure, lifecycle.start, lifecycle.stop, lifecycle.resume, lifecycle.attach):
         with pytest.raises(directory.RunDirectoryError, match=r"config\.yaml"):
             call(tmp_path)
-
-
-def test_variables_of_older_trainers_are_named_with_what_replaces_them(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("NSA_BATCH_SIZE", "NSA_USE_FA2_WIN", "NSA_FA2_MIN_LEN_CMP", "NSA_SEL_RANGES_V2", "NSA_NVTX"):
-        monkeypatch.setenv(name, "1")
-    run_dir = lifecycle.create_run(tiny(steps=3), tmp_path)
-    with caplog.at_level("WARNING"):
-        assert run(run_dir) == 0
-    (warning,) = [text for text in caplog.messages if "read by nothing here" in text]
-    for told in (
-        "NSA_BATCH_SIZE: set train.batch_size",
-        "NSA_USE_FA2_WIN: set runtime.backend: flash",
-        "NSA_FA2_MIN_LEN_CMP: set runtime.backend: flash",
-        "NSA_SEL_RANGES_V2: set runtime.backend;",
-        "NSA_NVTX: nothing takes its place",
-    ):
-        assert told in warning
-    assert len(warning.splitlines()) == 1
-    assert older_variables.warning({"PATH": "x", "CUDA_VISIBLE_DEVICES": "0"}) is None
-
-
-def test_every_replacement_that_is_named_exists() -> None:
-    """A setting by its dotted key, a command by its name."""
-    settings = set(list_keys(RunConfig))
-    for instead in older_variables.REPLACED_BY.values():
-        for key in re.findall(r"(?:train|data|runtime|nsa|model)\.[a-z_0-9]+", instead):
-            assert key in settings, instead
-
-
-def test_the_launcher_names_them_too(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("NSA_LR", "1")
-    run_dir = lifecycle.create_run(tiny(**LONG), tmp_path)
-    lock = take_lock(run_dir)
-    sign_lock(lock, os.getpid())
-    atomic_io.warn_once.cache_clear()
-    with caplog.at_level("WARNING"):
-        lifecycle.start(run_dir)
-    assert ["NSA_LR: set train.lr" in text for text in caplog.messages] == [True]
-    os.close(lock)
