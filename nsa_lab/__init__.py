@@ -1,16 +1,16 @@
-"""Native Sparse Attention (NSA, arXiv 2502.11089): the operator, a layer, a model, and what trains and judges them.
+"""Native Sparse Attention (NSA, arXiv 2502.11089): operator, layer, language model, training and evaluation.
 
-    NSAttention         a layer to put into a model of one's own, x [B, T, C] -> [B, T, C]
-    nsa_attention       the operator itself, on queries, keys, values and gates
-    NSAConfig           its geometry: block lengths, strides, budget, window
-    Span                where queries stand: a whole document, a chunk of one, or several documents packed into one row
-    NSATransformer      a language model of such layers, tokens [B, T] -> logits [B, T, V]
-    load_model          the trained model of a run or of a checkpoint
-    generate            the tokens that follow prompts
+    NSAttention         attention layer for your own model, x [B, T, C] -> [B, T, C]
+    nsa_attention       the operator: queries, keys, values and gates -> output
+    NSAConfig           block lengths, stride, number of selected blocks, window
+    Span                sequence layout: one document, a chunk of one, or documents packed into one row
+    NSATransformer      decoder-only language model, tokens [B, T] -> logits [B, T, V]
+    load_model          load the trained model of a run or checkpoint
+    generate            generate the tokens that follow given prompts
 
-Importing this package loads nothing; a name is loaded when it is first used, so that `nsa_lab.runs.lifecycle` and the command
-line start without torch. The operator and the model need torch, numpy and pydantic; training, notebooks and data sources
-are extras (`nsa_lab.config.optional_deps`).
+`import nsa_lab` loads no submodule. Each name is imported on first use, so the command line and `nsa_lab.runs.lifecycle`
+start without torch. The operator and the model need torch, numpy and pydantic. Training, notebooks and data sources are
+optional extras (`nsa_lab.config.optional_deps`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m nsa_lab` and the console script `nsa-lab`: the command line, or a line on what it misses."""
+"""Entry point of `python -m nsa_lab` and of the console script `nsa-lab`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from nsa_lab.config.optional_deps import MissingPackage
 
 
 def main() -> None:
-    """Exits with 2, as for any wrong usage, where an optional package of the command line is not installed.
+    """Run the command line. Exit with status 2 if one of its optional packages is not installed.
 
-    Any other import that fails is a bug, and keeps its traceback.
+    Any other failing import is a bug and keeps its traceback.
     """
     try:
-        from nsa_lab.cli import main as command_line
+        from nsa_lab.cli import main as run_command_line
     except MissingPackage as error:
         print(f"nsa-lab: {error}", file=sys.stderr)
         sys.exit(2)
-    command_line()
+    run_command_line()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Native Sparse Attention: the definition (`reference`), its fast backends, and the functions that dispatch to them."""
+"""Native Sparse Attention: definition (`reference`), fast backends, and the public functions that dispatch to them."""
 
 from nsa_lab.attention import reference
 from nsa_lab.attention.compression import compress

@@ -1,8 +1,8 @@
-"""Attention of new tokens over what a layer has kept of the tokens before them: decoding, and prefill in chunks.
+"""Attention of new tokens over a layer's key/value cache: decoding, and prefill in chunks.
 
-In plain torch here, or by the kernels of kernels/decoding/. In torch, rows of one length are computed together, over views
-that end where those sequences do. So what a step costs follows what it reads, whatever room the cache has and however long
-the neighbours are, and what was never written is never touched.
+The backends are plain torch (this file) and the kernels in kernels/decoding/. In torch, sequences of equal length are
+computed together, over views of the cache that end at that length. The cost of a step therefore depends on the tokens that
+it attends to, not on the capacity of the cache or the length of other sequences, and unwritten cache rows are never read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nsa_lab.attention.torch_backend import (
 from nsa_lab.config import NSAConfig
 
 CACHED_BACKENDS = ("torch", "triton")
-# So many queries at once gather their own blocks; more read the past together, as a prompt does.
+# Up to this many queries gather their own blocks. More queries, as in prefill, attend to the past together under a mask.
 MAX_GATHER_QUERIES = 8
 
 
@@ -44,20 +44,21 @@ def cached_attention(
     selection_nsa: NSAConfig | None = None,
     backend: str = "torch",
 ) -> Tensor:
-    """The gated sum of the three branches (eq. 5) for S >= 1 new tokens of each sequence -> [B, S, H, d_v].
+    """Return the gated sum of the three branches (eq. 5) for S >= 1 new tokens of each sequence, [B, S, H, d_v].
 
-    q [B, S, H, d_k] and gates [B, S, H, 3] (cmp, sel, win) are of tokens whose keys are in the cache already. `lengths`,
-    int32 [B] on q's device, are the tokens of each sequence before these: query s of row b stands at lengths[b] + s.
-    `index_q` [B, S, G, .] and `choice_nsa` are an indexer's queries, and the geometry of `cache.k_index`; without them
-    the compressed branch's own scores choose (eq. 8, 9). What a query gets that stands past the cache's last row, and so is
-    padding, means nothing. No gradients. What is not finite in a chunk may reach all
-    queries of its sequence in it.
+    q [B, S, H, d_k] and gates [B, S, H, 3] (cmp, sel, win) belong to tokens whose keys are in the cache already.
+    `lengths`, int32 [B] on q's device: the number of tokens of each sequence before the new ones, so query s of row b is at
+    position lengths[b] + s. `index_q` [B, S, G, .] and `selection_nsa`: the queries of an indexer and the geometry of
+    `cache.k_index`. Without them, the scores of the compressed branch select the blocks (eq. 8, 9).
 
-    `backend`: torch, on every device, waits on the host for the lengths; triton does not, and can be captured in a CUDA
-    graph.
+    Queries at positions past the last row of the cache are padding; their output is undefined. There are no gradients. A
+    non-finite value in a chunk can affect all queries of its sequence in that chunk.
 
-    Raises ValueError for a ring that is too small and for an indexer's queries without its keys, NotImplementedError for
-    another backend and for a shape that the kernels do not take, BackendError where they cannot run.
+    `backend`: "torch" runs on every device and synchronizes with the host to read `lengths`; "triton" does not synchronize
+    and can be captured in a CUDA graph.
+
+    Raise ValueError if the window ring is too small or an indexer's queries come without its keys, NotImplementedError for
+    another backend or a shape that the kernels do not support, and BackendError if the kernels cannot run.
     """
     _check_cache(q, cache, nsa, index_q, selection_nsa)
     _check_backend("cached_attention", backend)
@@ -66,19 +67,21 @@ def cached_attention(
         return kernels.cached_attention(q, gates, cache, lengths, nsa, index_q=index_q, selection_nsa=selection_nsa)
 
     def attend(rows: slice, queries: slice, start: int) -> Tensor:
-        at = rows, queries
-        index = None if index_q is None else index_q[at]
-        return _attend_branches(q[at], gates[at], cache.slice_batch(rows), start, nsa, index, selection_nsa or nsa)
+        index = rows, queries
+        indexer_queries = None if index_q is None else index_q[index]
+        return _attend_branches(
+            q[index], gates[index], cache.slice_batch(rows), start, nsa, indexer_queries, selection_nsa or nsa
+        )
 
     return _attend_equal_lengths(attend, q, cache.k_sel, cache.v_sel, lengths)
 
 
 def cached_dense_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, backend: str = "torch") -> Tensor:
-    """Causal attention for S >= 1 new tokens of each sequence, for the dense twin -> [B, S, H, d_v].
+    """Return causal attention of the dense baseline for S >= 1 new tokens of each sequence, [B, S, H, d_v].
 
-    q [B, S, H, d_k]; k [B, capacity, G, d_k] and v [B, capacity, G, d_v] hold those of the new tokens already; `lengths`
-    and `backend` as in `cached_attention`. Rows beyond a sequence's length are never read. Raises NotImplementedError for
-    another backend and for a shape that the kernels do not take.
+    q [B, S, H, d_k]; k [B, capacity, G, d_k] and v [B, capacity, G, d_v] contain the new tokens already. `lengths` and
+    `backend` as in `cached_attention`. Rows beyond a sequence's length are never read. Raise NotImplementedError for
+    another backend or a shape that the kernels do not support.
     """
     _check_backend("cached_dense_attention", backend)
     if backend == "triton":
@@ -99,36 +102,42 @@ def _check_backend(function: str, backend: str) -> None:
 def _attend_equal_lengths(
     attend: Callable[[slice, slice, int], Tensor], q: Tensor, k: Tensor, v: Tensor, lengths: Tensor
 ) -> Tensor:
-    """[B, S, H, d_v], put together of what `attend` gives for neighbouring rows of one length and their queries that stand
-    within the cache; those past its end can only be padding."""
-    found: list[Tensor] = []
+    """Apply `attend` to each run of rows with equal length and concatenate the outputs to [B, S, H, d_v].
+
+    Queries at positions past the end of the cache are padding and get zeros.
+    """
+    outputs: list[Tensor] = []
     for rows, start in _group_equal_lengths(lengths):
-        queries = max(min(q.shape[1], k.shape[1] - start), 0)
-        inside = [attend(rows, slice(queries), start).to(q.dtype)] if queries else []
-        if queries < q.shape[1]:
-            inside.append(q.new_zeros(rows.stop - rows.start, q.shape[1] - queries, q.shape[2], v.shape[3]))
-        found.append(_concatenate(inside))
-    return _concatenate(found, dim=0)
+        n_valid = max(min(q.shape[1], k.shape[1] - start), 0)
+        parts = [attend(rows, slice(n_valid), start).to(q.dtype)] if n_valid else []
+        if n_valid < q.shape[1]:
+            parts.append(q.new_zeros(rows.stop - rows.start, q.shape[1] - n_valid, q.shape[2], v.shape[3]))
+        outputs.append(_concatenate(parts))
+    return _concatenate(outputs, dim=0)
 
 
 def _attend_dense(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """`cached_dense_attention` of sequences that all have `start` tokens before these, some queries at a time."""
+    """Compute `cached_dense_attention` for sequences that all have `start` earlier tokens, in chunks of queries."""
     B, S, H, _ = q.shape
     size = max(CHUNK_BYTES[q.device.type] // (B * H * (start + S) * q.itemsize), 1)
-    parts: list[Tensor] = []
-    for first in range(start, start + S, size):
-        last = min(first + size, start + S)
-        seen = None
-        if last - first > 1:
-            seen = geometry.positions(0, last, q.device) <= geometry.positions(first, last, q.device)[:, None]
-        past_k, past_v = (x[:, :last].transpose(1, 2) for x in (k, v))
-        parts.append(_attend_grouped(q[:, first - start : last - start], past_k, past_v, seen))
-    return _concatenate(parts)
+    outputs: list[Tensor] = []
+    for chunk_start in range(start, start + S, size):
+        chunk_end = min(chunk_start + size, start + S)
+        mask = None
+        if chunk_end - chunk_start > 1:
+            mask = (
+                geometry.positions(0, chunk_end, q.device) <= geometry.positions(chunk_start, chunk_end, q.device)[:, None]
+            )
+        past_k, past_v = (x[:, :chunk_end].transpose(1, 2) for x in (k, v))
+        outputs.append(_attend_grouped(q[:, chunk_start - start : chunk_end - start], past_k, past_v, mask))
+    return _concatenate(outputs)
 
 
 def _attend_grouped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
-    """Attention [B, C, H, d_v] of q [B, C, H, D] over keys k [B, G, n, D] and values v that `seen`, bool [C, n], lets each
-    query see; None: all."""
+    """Return attention [B, C, H, d_v] of q [B, C, H, D] over keys k [B, G, n, D] and values v [B, G, n, d_v].
+
+    `visible`, bool [C, n]: the keys that each query attends to; None: all.
+    """
     mask = None if visible is None else visible.repeat_interleave(q.shape[2] // k.shape[1], dim=0)
     return _from_group_rows(scaled_dot_product_attention(_to_group_rows(q, k.shape[1]), k, v, attn_mask=mask), q)
 
@@ -140,23 +149,25 @@ def _concatenate(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 def _check_cache(
     q: Tensor, cache: LayerCache, nsa: NSAConfig, index_q: Tensor | None, selection_nsa: NSAConfig | None
 ) -> None:
-    least, ring = geometry.ring_slots(q.shape[1], nsa), cache.k_win.shape[1]
-    if ring < least:
+    required, ring = geometry.ring_slots(q.shape[1], nsa), cache.k_win.shape[1]
+    if ring < required:
         raise ValueError(
-            f"cached_attention: k_win is a ring of {ring} slots, and {q.shape[1]} queries with w = {nsa.w} read {least}; "
-            "make the ring larger, or give fewer queries at once"
+            f"cached_attention: k_win is a ring of {ring} slots, {q.shape[1]} queries with w = {nsa.w} need {required}; "
+            "use a larger ring or fewer queries per call"
         )
     if len({index_q is None, selection_nsa is None, cache.k_index is None}) > 1:
-        raise ValueError("cached_attention: index_q, choice_nsa and cache.k_index belong together; give all three or none")
+        raise ValueError(
+            "cached_attention: index_q, selection_nsa and cache.k_index belong together; give all three or none"
+        )
 
 
 def _group_equal_lengths(lengths: Tensor) -> Iterator[tuple[slice, int]]:
-    """Neighbouring rows of one length, and that length. On a GPU the host waits for the lengths, which kernels need not."""
-    begin = 0
+    """Yield runs of adjacent rows with equal length, and that length. On a GPU this synchronizes with the host."""
+    start = 0
     for length, run in groupby(cast("list[int]", lengths.tolist())):  # pyright: ignore[reportUnknownMemberType]
-        end = begin + len(list(run))
-        yield slice(begin, end), length
-        begin = end
+        end = start + len(list(run))
+        yield slice(start, end), length
+        start = end
 
 
 def _attend_branches(
@@ -168,34 +179,35 @@ def _attend_branches(
     index_q: Tensor | None,
     selection_nsa: NSAConfig,
 ) -> Tensor:
-    """`cached_attention` of sequences that all have `start` tokens before these, some queries at a time."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    """Compute `cached_attention` for sequences that all have `start` earlier tokens, in chunks of queries."""
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
     for rows in _split_queries(q, start, nsa, selection_nsa):
-        some, first = q[:, rows], start + rows.start
-        p, out_cmp = _attend_compressed(some, cache.k_cmp, cache.v_cmp, first, nsa)
-        chooser = some, cache.k_cmp
+        chunk_q, chunk_start = q[:, rows], start + rows.start
+        p, out_cmp = _attend_compressed(chunk_q, cache.k_cmp, cache.v_cmp, chunk_start, nsa)
+        scoring = chunk_q, cache.k_cmp
         if index_q is not None and cache.k_index is not None:
-            chooser = index_q[:, rows], cache.k_index
-            p = _compute_probabilities(*chooser, first, selection_nsa)
-        out_win = _attend_window(some, cache.k_win, cache.v_win, first, nsa)
-        found.append((out_cmp, _select_blocks(p, *chooser, first, nsa, selection_nsa), out_win))
-    out_cmp, blocks, out_win = map(_concatenate, zip(*found, strict=True))
-    select = _attend_selected_by_gather if q.shape[1] <= MAX_GATHER_QUERIES else _attend_selected_by_chunk
-    return reference.combine(out_cmp, select(q, cache.k_sel, cache.v_sel, blocks, start, nsa), out_win, gates)
+            scoring = index_q[:, rows], cache.k_index
+            p = _compute_probabilities(*scoring, chunk_start, selection_nsa)
+        out_win = _attend_window(chunk_q, cache.k_win, cache.v_win, chunk_start, nsa)
+        results.append((out_cmp, _select_blocks(p, *scoring, chunk_start, nsa, selection_nsa), out_win))
+    out_cmp, blocks, out_win = map(_concatenate, zip(*results, strict=True))
+    attend_selected = _attend_selected_by_gather if q.shape[1] <= MAX_GATHER_QUERIES else _attend_selected_by_chunk
+    return reference.combine(out_cmp, attend_selected(q, cache.k_sel, cache.v_sel, blocks, start, nsa), out_win, gates)
 
 
 def _split_queries(q: Tensor, start: int, nsa: NSAConfig, selection_nsa: NSAConfig) -> Iterator[slice]:
-    """Queries whose scores take a bounded number of bytes, one after another."""
+    """Return slices of queries; the scores of each slice take at most `CHUNK_BYTES`."""
     B, S, H, _ = q.shape
-    compressed = max(geometry.num_compressed(start + S, of) for of in (nsa, selection_nsa))
-    size = max(CHUNK_BYTES[q.device.type] // (8 * B * H * (compressed + nsa.w)), 1)
+    n_compressed = max(geometry.num_compressed(start + S, config) for config in (nsa, selection_nsa))
+    size = max(CHUNK_BYTES[q.device.type] // (8 * B * H * (n_compressed + nsa.w)), 1)
     return (slice(first, min(first + size, S)) for first in range(0, S, size))
 
 
 def _get_score_dtype(q: Tensor, first: int, nsa: NSAConfig) -> torch.dtype:
-    """In which `_shares` multiplies queries and keys: the choice's dtype, or float32 where that is tried before.
+    """Return the dtype in which `_compute_probabilities` multiplies queries and keys.
 
-    Of many queries in one call, some would be in doubt nearly always.
+    It is the dtype of the definition's selection, or float32 if the selection is first tried in float32. With many queries
+    in one call, at least one selection would nearly always be uncertain, so float32 is not tried.
     """
     n = geometry.num_compressed(first + q.shape[1], nsa)
     return (
@@ -206,7 +218,7 @@ def _get_score_dtype(q: Tensor, first: int, nsa: NSAConfig) -> torch.dtype:
 
 
 def _attend_compressed(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> tuple[Tensor, Tensor]:
-    """`_shares`, and the compressed branch's output [B, C, H, d_v]."""
+    """Return the probabilities of `_compute_probabilities` and the output of the compressed branch, [B, C, H, d_v]."""
     p = _compute_probabilities(q, k, first, nsa)
     out = p.to(get_accumulation_dtype(q.dtype)).flatten(2, 3) @ v[:, : p.shape[-1]].transpose(1, 2).to(
         get_accumulation_dtype(q.dtype)
@@ -217,129 +229,132 @@ def _attend_compressed(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConf
 def _compute_probabilities(
     q: Tensor, k: Tensor, first: int, nsa: NSAConfig, score_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What queries [B, C, H, D] at `first`, ... give each compressed block that one of them sees: [B, G, C, h, N].
+    """Return the softmax of queries [B, C, H, D] at `first`, ... over the visible compressed blocks, [B, G, C, h, N].
 
-    In the dtype of the definition's choice, of scores computed in `products`, or `_products`; 0 for a query that sees
-    nothing.
+    Scores are computed in `score_dtype` (None: `_get_score_dtype`), the softmax in the dtype of the definition's selection.
+    A query that sees no block gets zeros.
     """
     n = geometry.num_compressed(first + q.shape[1], nsa)
     scores = _compute_scores(q, k[:, :n], score_dtype or _get_score_dtype(q, first, nsa))
-    # What the first query sees, all of them see: one query has nothing to hide.
-    seen_by_all = geometry.num_compressed(first + 1, nsa)
-    if seen_by_all == n:
+    # Blocks visible to the first query are visible to all. With one query, nothing has to be masked.
+    visible_to_all = geometry.num_compressed(first + 1, nsa)
+    if visible_to_all == n:
         return scores.softmax(-1, dtype=get_selection_dtype(q.dtype))
     hidden = ~geometry.sees_compressed(geometry.positions(first, first + q.shape[1], q.device), n, nsa)
-    hidden = hidden[:, None, seen_by_all:]  # [C, 1, rest]
-    scores[..., seen_by_all:].masked_fill_(hidden, float("-inf"))
+    hidden = hidden[:, None, visible_to_all:]  # [C, 1, rest]
+    scores[..., visible_to_all:].masked_fill_(hidden, float("-inf"))
     p = scores.softmax(-1, dtype=get_selection_dtype(q.dtype))
-    p[..., seen_by_all:].masked_fill_(hidden, 0.0)
+    p[..., visible_to_all:].masked_fill_(hidden, 0.0)
     return p
 
 
 def _select_blocks(p: Tensor, q: Tensor, k: Tensor, first: int, nsa: NSAConfig, selection_nsa: NSAConfig) -> Tensor:
-    """The blocks int32 [B, C, G, n_sel] of queries at `first`, ..., by their shares p [B, G, C, ., N] (eq. 9 to 11).
+    """Return the selected blocks, int32 [B, C, G, n_sel], of queries at positions `first`, ... (eq. 9 to 11).
 
-    q and k are those that the shares are of: a near-tie falls the way of the definition's dtype, whatever theirs was.
+    p [B, G, C, ., N] are the probabilities of q over k. If an importance is too close to decide in the dtype of p, the
+    row is computed again in the dtype of the definition, so that the result is the definition's.
     """
     importance = _compute_importance(p, first, nsa, selection_nsa)
     if q.shape[1] > MAX_GATHER_QUERIES:
         return reference.select_by_importance(importance.float(), nsa, first=first)
-    tried = _get_score_dtype(q, first, selection_nsa) != get_selection_dtype(q.dtype)
-    doubt = fp32_selection.compute_error_factor(q, k[:, : p.shape[-1]]) if tried else fp32_selection.FP64_ERROR_FACTOR
-    blocks, clear = fp32_selection.select_certain_blocks(importance, doubt, nsa, first)
-    if clear.all():
+    is_fp32 = _get_score_dtype(q, first, selection_nsa) != get_selection_dtype(q.dtype)
+    error_factor = (
+        fp32_selection.compute_error_factor(q, k[:, : p.shape[-1]]) if is_fp32 else fp32_selection.FP64_ERROR_FACTOR
+    )
+    blocks, is_certain = fp32_selection.select_certain_blocks(importance, error_factor, nsa, first)
+    if is_certain.all():
         return blocks
-    in_doubt = (~clear).flatten(1).any(1).nonzero().flatten()
-    for row in cast("list[int]", in_doubt.tolist()):  # pyright: ignore[reportUnknownMemberType]
-        one = slice(row, row + 1)
-        if tried:
-            p = _compute_probabilities(q[one], k[one], first, selection_nsa, get_selection_dtype(q.dtype))
-            importance[one] = _compute_importance(p, first, nsa, selection_nsa)
-        blocks[one] = reference.select_by_importance(importance[one].float(), nsa, first=first)
+    uncertain_rows = (~is_certain).flatten(1).any(1).nonzero().flatten()
+    for row in cast("list[int]", uncertain_rows.tolist()):  # pyright: ignore[reportUnknownMemberType]
+        sample = slice(row, row + 1)
+        if is_fp32:
+            p = _compute_probabilities(q[sample], k[sample], first, selection_nsa, get_selection_dtype(q.dtype))
+            importance[sample] = _compute_importance(p, first, nsa, selection_nsa)
+        blocks[sample] = reference.select_by_importance(importance[sample].float(), nsa, first=first)
     return blocks
 
 
 def _compute_importance(p: Tensor, first: int, nsa: NSAConfig, selection_nsa: NSAConfig) -> Tensor:
-    """Of every selection block [B, C, G, blocks], by the shares p [B, G, C, ., N] of queries at `first`, ..."""
+    """Return the importance of every selection block, [B, C, G, blocks], from probabilities p [B, G, C, ., N]."""
     return sum_over_selection_blocks(p.sum(3), geometry.num_selection(first + p.shape[2], nsa), selection_nsa).transpose(
         1, 2
     )
 
 
 def _attend_selected_by_gather(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
-    """The selected branch's output [B, C, H, d_v]: every query gathers the tokens of its own blocks."""
+    """Return the output of the selected branch, [B, C, H, d_v]; each query gathers the tokens of its own blocks."""
     B, N, G, _ = k.shape
-    wide, parts = get_accumulation_dtype(q.dtype), list[Tensor]()
-    # Rows of k and v as matrices: whole rows are copied several times as fast as by an index into each dimension.
+    acc_dtype, parts = get_accumulation_dtype(q.dtype), list[Tensor]()
+    # k and v as matrices: copying whole rows is several times faster than indexing each dimension.
     tables = k.flatten(0, 2), v.flatten(0, 2)
     block_0 = _index_first_block(B, N, G, nsa.l_sel, q.device)
     tokens = torch.add(block_0, blocks.unsqueeze(-1), alpha=nsa.l_sel * G).flatten(3)
-    for at in range(q.shape[1]):
-        # Blocks ascend and the query's own is the last of them, and alone is cut short.
-        read = tokens[:, at, :, : geometry.selected_keys(first + at, nsa)].contiguous()
-        own_k, own_v = (embedding(read, table).to(wide) for table in tables)
-        parts.append(_attend_grouped(q[:, at : at + 1].to(wide), own_k, own_v))
+    for query in range(q.shape[1]):
+        # Blocks ascend, and the last one is the query's own, the only one that can be incomplete.
+        rows = tokens[:, query, :, : geometry.selected_keys(first + query, nsa)].contiguous()
+        selected_k, selected_v = (embedding(rows, table).to(acc_dtype) for table in tables)
+        parts.append(_attend_grouped(q[:, query : query + 1].to(acc_dtype), selected_k, selected_v))
     return _concatenate(parts).to(q.dtype)
 
 
 @lru_cache(maxsize=16)
 def _index_first_block(B: int, N: int, G: int, l_sel: int, device: torch.device) -> Tensor:
-    """Where the tokens of block 0 lie in x.flatten(0, 2), x [B, N, G, D]: int64 [B, 1, G, 1, l_sel].
+    """Return the rows of block 0's tokens in x.flatten(0, 2), x [B, N, G, D]: int64 [B, 1, G, 1, l_sel].
 
-    The same in all layers and steps: kept for these, and not to be written to.
+    The same in all layers and steps, so it is cached. Do not write to it.
     """
-    with torch.inference_mode(False):  # what is kept has to serve every caller
+    with torch.inference_mode(False):  # the cached tensor serves callers in and outside of inference mode
         rows = torch.arange(B)[:, None, None] * (N * G) + torch.arange(G)[:, None] + torch.arange(l_sel) * G
         return rows[:, None, :, None].to(device)
 
 
 def _attend_selected_by_chunk(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
-    """As `_selected`, of queries that have much of what they read in common."""
+    """Return the output of the selected branch for many queries, which share most of the keys that they attend to."""
     span = Span.chunk(first, q.shape[1])
     return torch_backend.selected_attention(q, k[:, : span.n_keys], v[:, : span.n_keys], blocks, nsa, span=span)[0]
 
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, first: int, nsa: NSAConfig) -> Tensor:
-    """The window branch's output [B, C, H, d_v], of rings k, v."""
-    last, wide = first + q.shape[1], get_accumulation_dtype(q.dtype)
-    begin = max(first - nsa.w + 1, 0)
-    seen = None
+    """Return the output of the window branch, [B, C, H, d_v]; k and v are rings."""
+    end, acc_dtype = first + q.shape[1], get_accumulation_dtype(q.dtype)
+    start = max(first - nsa.w + 1, 0)
+    mask = None
     if q.shape[1] > 1:
-        near, t = geometry.positions(begin, last, q.device), geometry.positions(first, last, q.device)[:, None]
-        seen = (near <= t) & (near > t - nsa.w)
-    near_k, near_v = (_unroll_ring(ring, begin, last).transpose(1, 2).to(wide) for ring in (k, v))
-    return _attend_grouped(q.to(wide), near_k, near_v, seen).to(q.dtype)
+        positions, t = geometry.positions(start, end, q.device), geometry.positions(first, end, q.device)[:, None]
+        mask = (positions <= t) & (positions > t - nsa.w)
+    near_k, near_v = (_unroll_ring(ring, start, end).transpose(1, 2).to(acc_dtype) for ring in (k, v))
+    return _attend_grouped(q.to(acc_dtype), near_k, near_v, mask).to(q.dtype)
 
 
 def _unroll_ring(ring: Tensor, begin: int, end: int) -> Tensor:
-    """Tokens `begin` .. `end`-1 of a ring [B, R, G, D], in their order."""
-    slots = ring.shape[1]
-    at = begin % slots
-    if at + end - begin <= slots:
-        return ring[:, at : at + end - begin]
-    return torch.cat([ring[:, at:], ring[:, : at + end - begin - slots]], dim=1)
+    """Return tokens `begin` .. `end`-1 of a ring [B, R, G, D], in order of position."""
+    n_slots = ring.shape[1]
+    first_slot = begin % n_slots
+    if first_slot + end - begin <= n_slots:
+        return ring[:, first_slot : first_slot + end - begin]
+    return torch.cat([ring[:, first_slot:], ring[:, : first_slot + end - begin - n_slots]], dim=1)
 
 
-def _compute_scores(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
-    """Scaled products of q [B, C, H, D] and k [B, n, G, D]: [B, G, C, h, n]."""
-    rows = _to_group_rows(q.to(wide), k.shape[2]) * q.shape[-1] ** -0.5
-    if k.dtype == wide:
+def _compute_scores(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scaled dot products of q [B, C, H, D] and k [B, n, G, D], [B, G, C, h, n], in `dtype`."""
+    rows = _to_group_rows(q.to(dtype), k.shape[2]) * q.shape[-1] ** -0.5
+    if k.dtype == dtype:
         return torch.unflatten(rows @ k.permute(0, 2, 3, 1), 2, (q.shape[1], -1))
-    # Keys that have to be converted stay in the cache meanwhile.
-    some = max(CHUNK_BYTES[q.device.type] // (2 * k.shape[0] * k.shape[2] * k.shape[3] * wide.itemsize), 1)
-    parts = [rows @ part.to(wide).permute(0, 2, 3, 1) for part in torch.split(k, some, dim=1)]
+    # Convert keys in chunks that stay in the CPU cache.
+    chunk_size = max(CHUNK_BYTES[q.device.type] // (2 * k.shape[0] * k.shape[2] * k.shape[3] * dtype.itemsize), 1)
+    parts = [rows @ part.to(dtype).permute(0, 2, 3, 1) for part in torch.split(k, chunk_size, dim=1)]
     return torch.unflatten(_concatenate(parts, dim=-1), 2, (q.shape[1], -1))
 
 
 def _to_group_rows(x: Tensor, groups: int) -> Tensor:
-    """[B, C, H, D] -> [B, G, C*h, D]: the heads of a group are rows of one matrix, which reads its keys and values once."""
-    if x.shape[1] == 1:  # lies so already
+    """Reshape [B, C, H, D] to [B, G, C*h, D]; the heads of a group are rows of one matrix and share its keys and values."""
+    if x.shape[1] == 1:  # no transpose needed
         return x.reshape(len(x), groups, -1, x.shape[3])
     return torch.unflatten(x, 2, (groups, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def _from_group_rows(out: Tensor, q: Tensor) -> Tensor:
-    """[B, G, C*h, D] -> [B, C, H, D], as q [B, C, H, .] has it."""
+    """Reshape [B, G, C*h, D] to [B, C, H, D], the layout of q, and cast to q's dtype."""
     if q.shape[1] == 1:
         return out.reshape(len(out), 1, -1, out.shape[3]).to(q.dtype)
     return torch.unflatten(out, 2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3).to(q.dtype)

@@ -1,4 +1,4 @@
-"""What torch.compile is not to look into."""
+"""Exclude functions from torch.compile."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ R = TypeVar("R")
 
 
 def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which torch.compile steps around: as torch.compiler.disable, which loads the compiler at once."""
+    """Return `function` excluded from tracing, like torch.compiler.disable, but without importing the compiler now."""
     return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]

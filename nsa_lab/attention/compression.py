@@ -1,8 +1,8 @@
-"""The compression operator phi (eq. 7): overlapping blocks of l tokens, every d tokens, to one key or value each.
+"""Compression operator phi (eq. 7): map overlapping blocks of l tokens, one every d tokens, to one key or value each.
 
 `avg` has no weights. `linear` and `mlp` add a learned intra-block position encoding to each token and map the flattened
-block; `pool` is a mean that is weighted by channel, by what a token is and where it stands in the block. They are modules,
-one for keys and one for values, shared by the groups.
+block. `pool` is a weighted mean; the weights depend on the channel, the token and its position in the block. The last three
+are modules, one for keys and one for values, shared by all groups.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from nsa_lab.attention.layout import Span
 from nsa_lab.attention.segment_ops import gather_rows, map_rows, zero_absent_rows
 from nsa_lab.config import NSAConfig
 
-# Hidden width of phi = mlp, in head widths. As wide as the flattened block (2048), it would put 100 M weights into the phi
-# of a model of 78 M.
+# Hidden width of phi = mlp, in head widths. A hidden layer as wide as the flattened block (2048) would give phi 100 M
+# weights, more than the 78 M of the default model.
 MLP_PHI_EXPANSION = 4
 
 
 def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: Span | None = None) -> Tensor:
-    """x [B, T, G, D] -> [B, N, G, D], N = 0 if T < l else (T - l)//d + 1; block i is phi of tokens [i*d, i*d + l).
+    """Return phi of every block: x [B, T, G, D] -> [B, N, G, D]; block i covers tokens [i*d, i*d + l).
 
-    Floating point, B, T, G and D of at least 1; the result has x's dtype. `phi` is the module of `make_phi` for `nsa.phi`
-    linear, mlp and pool, and None for avg. With a span, x holds all its keys: positions 0 .. start+length-1 of a chunk,
-    so that N follows from start + length; or packed documents, B = 1, whose N_i blocks lie one after another, followed
-    by rows of zeros up to total // d if the span has a capacity. Raises ValueError.
+    N = 0 if T < l else (T - l)//d + 1. x is floating point, with B, T, G and D of at least 1; the result has x's dtype.
+    `phi` is the module that `make_phi` returns for `nsa.phi` (linear, mlp, pool), and None for avg.
+
+    With a `span`, x holds all its keys. Chunk: positions 0 .. start+length-1, so N follows from start + length. Packed:
+    B = 1, and the N_i blocks of document i follow those of document i-1; with a capacity, rows of zeros are appended up to
+    total // d. Raise ValueError for inputs that are not consistent.
     """
     input_checks.check_keys("x", x, span)
     check_phi(nsa, phi)
@@ -39,46 +41,46 @@ def compress(x: Tensor, nsa: NSAConfig, phi: nn.Module | None = None, *, span: S
 
 
 class PackedBlockIndices(NamedTuple):
-    """How packed documents are compressed as one text, of `Span.packed`; int64 on the device, as `packing.take` has them.
+    """Gather indices that compress packed documents as one text; int64 on the device, see `segment_ops.gather_rows`.
 
-    In that text every document begins with a stride of d tokens and ends with its last whole one, and l/d strides of zeros
-    stand at the end: S strides in all.
+    The text has S strides of d tokens. Each document starts at a stride and is cut to whole strides; l/d strides of zeros
+    are appended at the end.
     """
 
     token_indices: Tensor
-    """[S * d], the rows of x that make the text."""
+    """[S * d], the row of x for each row of the text."""
     token_inverse: Tensor
-    """[T]"""
+    """[T], the inverse of `token_indices`."""
     block_indices: Tensor
-    """[N], those of the text's blocks that lie within one document."""
+    """[N], the blocks of the text that are within one document."""
     block_inverse: Tensor
-    """[S - l/d + 1]"""
+    """[S - l/d + 1], the inverse of `block_indices`."""
 
 
 def get_packed_indices(span: Span, nsa: NSAConfig, device: torch.device) -> PackedBlockIndices:
-    """Made once per span, device, l and d; shapes as in `Span.packed`."""
+    """Return the gather indices of `span`, built once per span, device, l and d."""
     return span.get_or_build(("block_rows", device, nsa.l, nsa.d), lambda span: _build_packed_indices(span, nsa, device))
 
 
 def _build_packed_indices(span: Span, nsa: NSAConfig, device: torch.device) -> PackedBlockIndices:
     # A document of L >= l tokens has L // d whole strides, and all of them lie in its blocks, since d divides l.
     strides = tuple(accumulate((document.end // nsa.d for document in span.documents), initial=0))
-    most = strides[-1] if span.capacity is None else span.n_queries // nsa.d
+    n_strides = strides[-1] if span.capacity is None else span.n_queries // nsa.d
     tokens, text, blocks = span.copy_bounds([span.bounds, strides, span.compressed_bounds(nsa)], device)
     return PackedBlockIndices(
-        token_indices=map_rows((most + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens),
+        token_indices=map_rows((n_strides + nsa.l // nsa.d) * nsa.d, text * nsa.d, tokens),
         token_inverse=map_rows(span.n_queries, tokens, text * nsa.d),
         block_indices=map_rows(span.num_compressed(nsa), blocks, text),
-        block_inverse=map_rows(most + 1, text, blocks),
+        block_inverse=map_rows(n_strides + 1, text, blocks),
     )
 
 
 def compress_packed(x: Tensor, nsa: NSAConfig, phi: nn.Module | None, packed_indices: PackedBlockIndices) -> Tensor:
-    """As `compress`, for documents packed as `rows` say. What it launches does not depend on the documents."""
+    """Compress packed documents as `compress` does. The number of kernel launches does not depend on the documents."""
     text = gather_rows(x, packed_indices.token_indices, packed_indices.token_inverse)
     if phi is None:
         return gather_rows(_average_blocks(text, nsa), packed_indices.block_indices, packed_indices.block_inverse)
-    # Only whole blocks of one document meet phi's weights: what is not finite elsewhere stays where it is.
+    # phi is applied only to whole blocks of one document, so a non-finite value stays within its document.
     return zero_absent_rows(
         phi(gather_rows(_unfold_blocks(text, nsa), packed_indices.block_indices, packed_indices.block_inverse)),
         packed_indices.block_indices,
@@ -86,7 +88,7 @@ def compress_packed(x: Tensor, nsa: NSAConfig, phi: nn.Module | None, packed_ind
 
 
 def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
-    """Raises ValueError unless `phi` is what `nsa.phi` needs."""
+    """Raise ValueError unless `phi` is the kind of module that `nsa.phi` needs."""
     if (phi is None) != (nsa.phi == "avg"):
         raise ValueError(
             f"nsa.phi = {nsa.phi!r} and phi = {type(phi).__name__}: avg takes phi=None, "
@@ -95,7 +97,7 @@ def check_phi(nsa: NSAConfig, phi: nn.Module | None) -> None:
 
 
 def make_phi(nsa: NSAConfig, width: int) -> nn.Module | None:
-    """The module for `nsa.phi` and heads of `width`; None for avg, which has no weights."""
+    """Return the module for `nsa.phi` and heads of `width`; None for avg, which has no weights."""
     if nsa.phi == "avg":
         return None
     if nsa.phi == "pool":
@@ -104,18 +106,21 @@ def make_phi(nsa: NSAConfig, width: int) -> nn.Module | None:
 
 
 def _unfold_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
-    """[B, T, G, D] -> [B, N, G, D, l], the tokens of every block."""
+    """Return the tokens of every block, [B, T, G, D] -> [B, N, G, D, l]."""
     if geometry.num_compressed(x.shape[1], nsa):
         return x.unfold(1, nsa.l, nsa.d)
     return x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l)
 
 
 def _average_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
-    """[B, T, G, D] -> [B, N, G, D]. Strides of d tokens are summed once and shared by the l/d blocks that overlap them."""
+    """Return the mean of every block, [B, T, G, D] -> [B, N, G, D].
+
+    Each stride of d tokens is summed once; the l/d blocks that contain it share the sum.
+    """
     n = geometry.num_compressed(x.shape[1], nsa)
-    strides = n + nsa.l // nsa.d - 1 if n else 0
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32  # bf16 sums in float32
-    sums = torch.unflatten(x[:, : strides * nsa.d], 1, (strides, nsa.d)).sum(2, dtype=wide)
+    n_strides = n + nsa.l // nsa.d - 1 if n else 0
+    acc_dtype = x.dtype if x.dtype == torch.float64 else torch.float32  # bf16 sums in float32
+    sums = torch.unflatten(x[:, : n_strides * nsa.d], 1, (n_strides, nsa.d)).sum(2, dtype=acc_dtype)
     blocks = sums[:, :n]
     for shift in range(1, nsa.l // nsa.d):
         blocks = blocks + sums[:, shift : shift + n]
@@ -123,7 +128,7 @@ def _average_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
 
 
 class BlockMap(nn.Module):
-    """[B, N, G, D, l] -> [B, N, G, D]: position encoding, then one linear map or an MLP over the flattened block."""
+    """Add position encodings, then apply a linear layer or MLP to the flattened block: [B, N, G, D, l] -> [B, N, G, D]."""
 
     def __init__(self, block: int, width: int, hidden: int | None) -> None:
         super().__init__()
@@ -148,11 +153,11 @@ class BlockMap(nn.Module):
 
 
 class BlockPool(nn.Module):
-    """[B, N, G, D, l] -> [B, N, G, D]: a mean over the block's tokens, weighted by channel.
+    """Return the weighted mean of each block's tokens, with weights per channel: [B, N, G, D, l] -> [B, N, G, D].
 
-    The weights of a channel are a softmax over the block, in float32, of a linear map of each token and a bias of its
-    place, as DeepSeek-V4 compresses keys and values; both start at zero, and phi as `avg`. A token that tells much can so
-    outweigh the others of its block, where a mean of many keys drowns it.
+    The weights of a channel are a softmax over the block, in float32, of a linear map of each token plus a bias per
+    position in the block, as in the key/value compression of DeepSeek-V4. Both start at zero, where the module is `avg`.
+    Unlike a plain mean, it can give one distinctive token more weight than the others of its block.
     """
 
     def __init__(self, block: int, width: int) -> None:
@@ -166,6 +171,6 @@ class BlockPool(nn.Module):
         nn.init.zeros_(self.place)
 
     def forward(self, blocks: Tensor) -> Tensor:
-        wide = torch.promote_types(blocks.dtype, torch.float32)
-        score = (self.score.to(blocks.dtype) @ blocks).to(wide) + self.place.to(wide)  # [B, N, G, D, l]
-        return (score.softmax(-1) * blocks.to(wide)).sum(-1).to(blocks.dtype)
+        acc_dtype = torch.promote_types(blocks.dtype, torch.float32)
+        score = (self.score.to(blocks.dtype) @ blocks).to(acc_dtype) + self.place.to(acc_dtype)  # [B, N, G, D, l]
+        return (score.softmax(-1) * blocks.to(acc_dtype)).sum(-1).to(blocks.dtype)

@@ -1,13 +1,13 @@
-"""The public functions of NSA attention, and which implementation each of them runs on.
+"""Public functions of NSA attention, and the selection of their backend.
 
-A backend is a choice per part: `resolve_backend` makes it once and says why. Asked for by name, a backend runs or raises;
-`auto` takes the best one usable. Nothing falls back silently, and no environment variable is read. Inputs are checked
-here, once (`checks`); what runs below may rely on it.
+`resolve_backend` selects a backend for each part once and gives the reason. A backend that is requested by name runs or
+raises; `auto` takes the fastest one that can run. There is no silent fallback and no environment variable. Inputs are
+checked here, once (`input_checks`), and the backends rely on it.
 
-`span` says where queries stand (`Span`; None: they are all the keys of one document). With `Span.chunk`, q, gates, outputs,
-LSE and blocks have its `length` rows, and keys, values and compressed keys cover positions 0 .. start+length-1. With
-`Span.packed`, B is 1, T the total, compressed rows of all documents lie one after another (padded to total // d if the span
-has a capacity), and block numbers are each document's own.
+`span` is the sequence layout (`Span`); None: one document whose tokens are all queries. With `Span.chunk`, q, gates,
+outputs, LSE and blocks have its `length` rows, and keys, values and compressed keys cover positions 0 .. start+length-1.
+With `Span.packed`, B is 1 and T is the total number of tokens. The compressed rows of the documents are concatenated, and
+padded to total // d if the layout has a capacity. Block indices are local to each document.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ BACKENDS = ("auto", "reference", "torch", "triton", "flash")
 
 
 class BackendError(UsageError, RuntimeError):
-    """A backend asked for by name cannot run here. The message says why and what to do."""
+    """A backend that was requested by name cannot run here. The message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class ResolvedBackend:
-    """The implementation of one part, and why it was taken."""
+    """Backend of one part, and the reason for it."""
 
     backend: str
     reason: str
@@ -48,11 +48,11 @@ def resolve_backend(
     *,
     span: Span | None = None,
 ) -> dict[str, ResolvedBackend]:
-    """Which backend each part runs on: compressed, selection, selected, window, combine (dense for a dense model).
+    """Return the backend of each part: compressed, selection, selected, window, combine (only "dense" for a dense model).
 
-    `model` gives the head widths, which bound what the kernels take; `span` what the choice is to serve beside full spans.
-    Raises ValueError for an unknown name, BackendError for a backend that cannot run on `device` at `dtype`,
-    NotImplementedError for a shape that it does not take.
+    `model`: its head widths are checked against the limits of the kernels. `span`: a layout that the backend must support
+    in addition to full sequences. Raise ValueError for an unknown name, BackendError if a backend cannot run on `device`
+    in `dtype`, and NotImplementedError for shapes that it does not support.
     """
     device = torch.device(device)
     if backend not in BACKENDS:
@@ -62,82 +62,84 @@ def resolve_backend(
     if model is not None and model.attention == "dense":
         return {"dense": _resolve_dense(device, dtype, backend)}
     if backend == "auto" and span is not None and span.kind == "chunk" and not span.is_full:
-        return dict.fromkeys(PARTS, ResolvedBackend("torch", f"the one fast backend that has gradients of {span}"))
+        return dict.fromkeys(PARTS, ResolvedBackend("torch", f"the only fast backend with gradients for {span}"))
     if backend in ("reference", "torch"):
-        return dict.fromkeys(PARTS, ResolvedBackend(backend, "asked for by name"))
-    unusable = kernels.find_device_problem(device, dtype)
-    # Without a model the widths are not known yet; the kernels judge them when they are called.
+        return dict.fromkeys(PARTS, ResolvedBackend(backend, "requested by name"))
+    device_problem = kernels.find_device_problem(device, dtype)
+    # Without `model`, head widths are unknown here; the kernels check them when they are called.
     widths = () if model is None else (model.d_k, model.d_v, model.index_width if model.has_indexer else None)
-    unsupported = kernels.find_shape_problem(nsa, *widths)
+    shape_problem = kernels.find_shape_problem(nsa, *widths)
     if backend == "triton":
-        if unusable:
-            raise BackendError(f"backend = 'triton' cannot run: {unusable}")
-        if unsupported:
-            raise NotImplementedError(f"backend = 'triton' does not take this shape: {unsupported}")
-        return dict.fromkeys(PARTS, ResolvedBackend("triton", "asked for by name"))
+        if device_problem:
+            raise BackendError(f"backend = 'triton' cannot run: {device_problem}")
+        if shape_problem:
+            raise NotImplementedError(f"backend = 'triton' does not support this shape: {shape_problem}")
+        return dict.fromkeys(PARTS, ResolvedBackend("triton", "requested by name"))
     if backend == "flash":
-        reason = flash.get_flash_problem(device, dtype)
+        reason = flash.find_flash_problem(device, dtype)
         if reason:
             raise BackendError(f"backend = 'flash' cannot run: {reason}")
         rest = resolve_backend(device, dtype, nsa, model, "auto", span=span)
-        return {**rest, "window": ResolvedBackend("flash", "asked for by name; flash-attn has the window branch only")}
-    # The interpreter proves kernel logic; it is never the best way to compute.
-    why_not_triton = unusable or unsupported
-    if why_not_triton is None and device.type == "cuda":
+        return {**rest, "window": ResolvedBackend("flash", "requested by name; flash-attn has only the window branch")}
+    # Under the interpreter the kernels run for tests only, so `auto` takes them only on a CUDA device.
+    triton_problem = device_problem or shape_problem
+    if triton_problem is None and device.type == "cuda":
         return dict.fromkeys(PARTS, ResolvedBackend("triton", f"CUDA device {torch.cuda.get_device_name(device)}"))
-    return dict.fromkeys(PARTS, ResolvedBackend("torch", why_not_triton or f"the device is {device.type}, not cuda"))
+    return dict.fromkeys(PARTS, ResolvedBackend("torch", triton_problem or f"the device is {device.type}, not cuda"))
 
 
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, backend: str = "auto", span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over visible compressed blocks (eq. 7, 8): q [B, T, H, D], k_cmp [B, N, G, D], v_cmp [B, N, G, Dv]
+    """Return attention over the visible compressed blocks (eq. 7, 8): out [B, T, H, Dv], lse [B, T, H].
 
-    -> out [B, T, H, Dv], lse float32 [B, T, H] (float64 for float64 inputs). A query that sees no block gets 0 and -inf.
-    Raises ValueError for inputs that do not belong together, NotImplementedError for a span that the backend does not take.
+    q [B, T, H, D], k_cmp [B, N, G, D], v_cmp [B, N, G, Dv]. The LSE is float32, or float64 for float64 inputs. A query
+    that sees no block gets output 0 and LSE -inf. Raise ValueError for inconsistent inputs, NotImplementedError for a
+    layout that the backend does not support.
     """
     input_checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
-    run = _get_implementation("compressed", q, nsa, backend, span)
-    return run.compressed_attention(q, k_cmp, v_cmp, nsa, **_get_span_kwargs(span))
+    implementation = _get_implementation("compressed", q, nsa, backend, span)
+    return implementation.compressed_attention(q, k_cmp, v_cmp, nsa, **_get_span_kwargs(span))
 
 
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, backend: str = "auto", span: Span | None = None
 ) -> Tensor:
-    """The blocks each query and group reads (eq. 9 to 11): q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H]
+    """Return the selected blocks of each query and group (eq. 9 to 11): int32 [B, T, G, n_sel].
 
-    -> int32 [B, T, G, n_sel], distinct, ascending, padded with -1. No gradient. Raises as `compressed_attention`.
+    q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H]. Indices are distinct and ascending, padded with -1 at the end. There
+    is no gradient. Raise the errors of `compressed_attention`.
     """
     input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
     input_checks.check_lse(q, lse)
-    run = _get_implementation("selection", q, nsa, backend, span)
-    return run.select_blocks(q, k_cmp, lse, nsa, **_get_span_kwargs(span))
+    implementation = _get_implementation("selection", q, nsa, backend, span)
+    return implementation.select_blocks(q, k_cmp, lse, nsa, **_get_span_kwargs(span))
 
 
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, backend: str = "auto", span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens <= t of the chosen blocks (eq. 12): q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv],
+    """Return attention over the tokens <= t of the selected blocks (eq. 12): out [B, T, H, Dv], lse [B, T, H].
 
-    blocks int32 [B, T, G, n_sel] as `select_blocks` gives them, or in any order, each once in a row -> out [B, T, H, Dv],
-    lse float32 [B, T, H]. Raises as `compressed_attention`.
+    q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv]; blocks int32 [B, T, G, n_sel] from `select_blocks`, or in any order,
+    with no block twice for one query. Raise the errors of `compressed_attention`.
     """
     input_checks.check_raw(q, k, v, span)
     input_checks.check_blocks(q, k, blocks, nsa, span)
-    run = _get_implementation("selected", q, nsa, backend, span)
-    return run.selected_attention(q, k, v, blocks, nsa, **_get_span_kwargs(span))
+    implementation = _get_implementation("selected", q, nsa, backend, span)
+    return implementation.selected_attention(q, k, v, blocks, nsa, **_get_span_kwargs(span))
 
 
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, backend: str = "auto", span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the w latest tokens, t included: q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv]
+    """Return attention over the w latest tokens, t included: out [B, T, H, Dv], lse [B, T, H].
 
-    -> out [B, T, H, Dv], lse float32 [B, T, H]. Raises as `compressed_attention`.
+    q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv]. Raise the errors of `compressed_attention`.
     """
     input_checks.check_raw(q, k, v, span)
-    run = _get_implementation("window", q, nsa, backend, span)
-    return run.window_attention(q, k, v, nsa, **_get_span_kwargs(span))
+    implementation = _get_implementation("window", q, nsa, backend, span)
+    return implementation.window_attention(q, k, v, nsa, **_get_span_kwargs(span))
 
 
 def nsa_attention(
@@ -155,13 +157,16 @@ def nsa_attention(
     backend: str | Mapping[str, ResolvedBackend] = "auto",
     span: Span | None = None,
 ) -> Tensor:
-    """The whole of NSA after projection, compression and gating (eq. 5) -> [B, T, H, Dv].
+    """Return the gated sum of the three branches (eq. 5), [B, T, H, Dv].
 
     q [B, T, H, D]; k_cmp, v_cmp [B, N, G, .]; k_sel, v_sel, k_win, v_win [B, T, G, .]; gates [B, T, H, 3] in the order
-    cmp, sel, win. All branches have one G and one Dv, and all tensors one dtype. `blocks`, int32 [B, T, G, n_sel] as
-    `select_blocks` gives them, are read by the selected branch; None: those of eq. 9 to 11, by the compressed branch's own
-    scores. `backend` is a name, or what `resolve_backend` gave. Raises as the four functions above, and TypeError for a
-    geometry that is none. `torch.func` (vmap, grad, jvp) goes through `reference` alone; torch refuses it of the others.
+    cmp, sel, win. All branches have the same G and Dv, and all tensors the same dtype.
+
+    `blocks`: int32 [B, T, G, n_sel] as returned by `select_blocks`; None: select by the scores of the compressed branch
+    (eq. 9 to 11). `backend`: a name, or the result of `resolve_backend`.
+
+    Raise the errors of the four functions above, and TypeError if `nsa` is not an NSAConfig. Only `reference` supports
+    `torch.func` (vmap, grad, jvp).
     """
     input_checks.check_compressed(q, k_cmp, v_cmp, nsa, span)
     input_checks.check_raw(q, k_sel, v_sel, span, "_sel")
@@ -170,15 +175,15 @@ def nsa_attention(
     input_checks.check_gates(q, gates)
     if blocks is not None:
         input_checks.check_blocks(q, k_sel, blocks, nsa, span)
-    run, where = _get_modules(backend, q, nsa, span), _get_span_kwargs(span)
-    if all(module is kernels for module in run.values()):
-        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, **where)
-    out_cmp, lse = run["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **where)
+    modules, span_kwargs = _get_modules(backend, q, nsa, span), _get_span_kwargs(span)
+    if all(module is kernels for module in modules.values()):
+        return kernels.nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, nsa, blocks=blocks, **span_kwargs)
+    out_cmp, lse = modules["compressed"].compressed_attention(q, k_cmp, v_cmp, nsa, **span_kwargs)
     if blocks is None:
-        blocks = run["selection"].select_blocks(q, k_cmp, lse, nsa, **where)
-    out_sel, _ = run["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **where)
-    out_win, _ = run["window"].window_attention(q, k_win, v_win, nsa, **where)
-    return run["combine"].combine(out_cmp, out_sel, out_win, gates)
+        blocks = modules["selection"].select_blocks(q, k_cmp, lse, nsa, **span_kwargs)
+    out_sel, _ = modules["selected"].selected_attention(q, k_sel, v_sel, blocks, nsa, **span_kwargs)
+    out_win, _ = modules["window"].window_attention(q, k_win, v_win, nsa, **span_kwargs)
+    return modules["combine"].combine(out_cmp, out_sel, out_win, gates)
 
 
 @torch.no_grad()
@@ -190,37 +195,37 @@ def score_and_select_blocks(
     backend: str | Mapping[str, ResolvedBackend] = "auto",
     span: Span | None = None,
 ) -> Tensor:
-    """`select_blocks` for scores whose LSE is not known yet: q [B, T, H, D], k_cmp [B, N, G, D] -> int32 [B, T, G, n_sel].
+    """Select blocks without a given LSE: q [B, T, H, D], k_cmp [B, N, G, D] -> int32 [B, T, G, n_sel].
 
-    For queries and compressed keys that serve the choice alone (an indexer, arXiv 2512.02556); D is any width, H any
-    multiple of G. No gradient. Raises as `compressed_attention`.
+    For queries and compressed keys that are used only for selection (an indexer, arXiv 2512.02556). D can be any width, H
+    any multiple of G. There is no gradient. Raise the errors of `compressed_attention`.
     """
     input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
-    judged = nsa
-    # A choice of backends is not judged again; a copy of the configuration would break what is traced in two.
+    resolve_nsa = nsa
+    # Backends that are already resolved are not checked again, because a copied configuration would break the traced graph.
     if isinstance(backend, str) and q.shape[2] == k_cmp.shape[2] and nsa.l == nsa.d:
-        # The kernels' limit on strides per selection block is not one for a single head with blocks side by side.
-        judged = nsa.model_copy(update={"l": nsa.l_sel, "d": nsa.l_sel})
-    run = _get_modules(backend, q, judged, span)["selection"]
-    return run.select_blocks(q, k_cmp, None, nsa, **_get_span_kwargs(span))
+        # The kernels' limit on strides per selection block does not apply to one head with blocks that do not overlap.
+        resolve_nsa = nsa.model_copy(update={"l": nsa.l_sel, "d": nsa.l_sel})
+    module = _get_modules(backend, q, resolve_nsa, span)["selection"]
+    return module.select_blocks(q, k_cmp, None, nsa, **_get_span_kwargs(span))
 
 
 def _get_modules(
     backend: str | Mapping[str, ResolvedBackend], q: Tensor, nsa: NSAConfig, span: Span | None
 ) -> dict[str, Any]:
-    """What computes each part."""
-    named = isinstance(backend, str)
-    choices = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if named else backend
-    return {part: _MODULES[choices[part].backend] for part in PARTS}
+    """Return the module that computes each part."""
+    is_name = isinstance(backend, str)
+    resolved = resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span) if is_name else backend
+    return {part: _MODULES[resolved[part].backend] for part in PARTS}
 
 
 class _FlashBackend:
-    """flash-attn as a backend of one part."""
+    """flash-attn as a backend of the window branch only."""
 
     window_attention = staticmethod(flash.flash_window_attention)
 
 
-# A module, or a class, with a function per part that it has.
+# Each value is a module or class with one function per supported part.
 _MODULES: Mapping[str, Any] = {
     "reference": reference,
     "torch": torch_backend,
@@ -232,13 +237,13 @@ _MODULES: Mapping[str, Any] = {
 def _get_implementation(part: str, q: Tensor, nsa: NSAConfig, backend: str, span: Span | None) -> Any:
     if backend == "flash" and part != "window":
         raise NotImplementedError(
-            f"backend = 'flash' has the window branch and dense attention only, not {part}; use auto, triton or torch"
+            f"backend = 'flash' supports only the window branch and dense attention, not {part}; use auto, triton or torch"
         )
     return _MODULES[resolve_backend(q.device, q.dtype, nsa, backend=backend, span=span)[part].backend]
 
 
 def _get_span_kwargs(span: Span | None) -> dict[str, Span]:
-    """A full span, however it was written, is what every backend computes without one."""
+    """Return {"span": span}, or {} for a full layout, which backends compute without one."""
     return {} if span is None or span.is_full else {"span": span}
 
 
@@ -246,8 +251,8 @@ def _resolve_dense(device: torch.device, dtype: torch.dtype, backend: str) -> Re
     if backend == "triton":
         raise NotImplementedError("backend = 'triton' has no dense attention; use auto, torch or flash")
     if backend == "flash":
-        reason = flash.get_flash_problem(device, dtype)
+        reason = flash.find_flash_problem(device, dtype)
         if reason:
             raise BackendError(f"backend = 'flash' cannot run: {reason}")
-        return ResolvedBackend("flash", "asked for by name")
-    return ResolvedBackend("torch", "scaled_dot_product_attention picks the best kernel of the device")
+        return ResolvedBackend("flash", "requested by name")
+    return ResolvedBackend("torch", "scaled_dot_product_attention selects the kernel for the device")

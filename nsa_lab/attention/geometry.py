@@ -1,8 +1,8 @@
-"""Block arithmetic of NSA: which blocks exist, which a query sees, how they overlap, how much is read.
+"""Block arithmetic of NSA: number, visibility and overlap of blocks, and the number of keys that each branch attends to.
 
-Integers and small tables only. Everything here is exact, and every backend takes it from here. Positions are those of one
-document, from 0; which rows of a tensor belong to it is `span`'s part.
-Source: arXiv 2502.11089, section 3.3; letters as in `NSAConfig`.
+Integers and small tables only. Everything here is exact, and all backends use it. Positions are those of one document,
+from 0; `layout` maps documents to rows of tensors.
+Source: arXiv 2502.11089, section 3.3. Letters as in `NSAConfig`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from nsa_lab.config import NSAConfig
 
 
 def positions(first: int, last: int, device: torch.device | None = None) -> torch.Tensor:
-    """first .. last-1, int64 [last - first]."""
+    """Return the positions first .. last-1, int64 [last - first]."""
     return torch.arange(first, last, device=device)
 
 
 def num_compressed(length: int, nsa: NSAConfig) -> int:
-    """Compression blocks of a sequence of `length` tokens: block i covers [i*d, i*d + l), whole blocks only."""
+    """Return the number of compression blocks in `length` tokens: block i covers [i*d, i*d + l), complete blocks only."""
     return 0 if length < nsa.l else (length - nsa.l) // nsa.d + 1
 
 
 def num_selection(length: int, nsa: NSAConfig) -> int:
-    """Selection blocks of a sequence of `length` tokens, the last one possibly cut short."""
+    """Return the number of selection blocks in `length` tokens; the last one can be incomplete."""
     return -(-length // nsa.l_sel)
 
 
 def visible_compressed(position: torch.Tensor, nsa: NSAConfig) -> torch.Tensor:
-    """How many compression blocks the query at `position` (0-based, any integer shape) sees.
+    """Return the number of compression blocks visible to the query at `position` (0-based, any integer shape).
 
     Block i is visible once its last token is: i*d + l - 1 <= t. The visible blocks are a prefix, 0 .. count-1.
     """
@@ -38,7 +38,7 @@ def visible_compressed(position: torch.Tensor, nsa: NSAConfig) -> torch.Tensor:
 
 
 def sees_compressed(position: torch.Tensor, n_compressed: int, nsa: NSAConfig) -> torch.Tensor:
-    """Bool [..., n_compressed]: the compression blocks that the query at `position` sees."""
+    """Return the compression blocks visible to the query at `position`, bool [..., n_compressed]."""
     return torch.arange(n_compressed, device=position.device) < visible_compressed(position, nsa).unsqueeze(-1)
 
 
@@ -50,12 +50,13 @@ def overlap(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Weights [n_compressed, n_selection] that carry block probabilities to selection blocks (eq. 9).
+    """Return the weights [n_compressed, n_selection] that map probabilities of compression to selection blocks (eq. 9).
 
-    Entry (i, j) is the number of tokens that compression block i and selection block j share, over d. For
-    l, d, l_sel = 32, 16, 64, block j collects compressed blocks 4j-1 .. 4j+3 with weights 1, 2, 2, 2, 1. An erratum: the
-    paper counts i and j from 0 (eq. 7, 12), and then its double sum of p[(l_sel/d) j - m - n] is l_sel/d - 1 strides too
-    early. The sum of p[(l_sel/d) j + m - n] is the count of this table.
+    Entry (i, j) is the number of tokens that compression block i and selection block j share, divided by d. For
+    l, d, l_sel = 32, 16, 64, block j sums compressed blocks 4j-1 .. 4j+3 with weights 1, 2, 2, 2, 1.
+
+    Erratum: the paper counts i and j from 0 (eq. 7, 12). Its double sum of p[(l_sel/d) j - m - n] is then l_sel/d - 1
+    strides too early. The sum of p[(l_sel/d) j + m - n] gives the weights of this table.
     """
     return overlap_at(torch.arange(n_compressed, device=device) * nsa.d, n_selection, nsa, dtype=dtype)
 
@@ -63,7 +64,7 @@ def overlap(
 def overlap_at(
     starts: torch.Tensor, n_selection: int, nsa: NSAConfig, *, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """As `overlap`, of compression blocks that begin at the positions `starts`, integers [n_compressed]."""
+    """Return `overlap` for compression blocks that start at the positions `starts`, integers [n_compressed]."""
     start_i = starts.unsqueeze(1)
     start_j = torch.arange(n_selection, device=starts.device).unsqueeze(0) * nsa.l_sel
     shared = torch.minimum(start_i + nsa.l, start_j + nsa.l_sel) - torch.maximum(start_i, start_j)
@@ -71,52 +72,53 @@ def overlap_at(
 
 
 def own_block(position: torch.Tensor, nsa: NSAConfig) -> torch.Tensor:
-    """The selection block that holds `position` (any integer shape)."""
+    """Return the selection block that contains `position` (any integer shape)."""
     return position // nsa.l_sel
 
 
 def forced_blocks(position: torch.Tensor, n_selection: int, nsa: NSAConfig) -> torch.Tensor:
-    """Bool [..., n_selection]: the first block, the one that holds the query, and the one before it."""
+    """Return the always-selected blocks, bool [..., n_selection]: the first, the query's own and the one before it."""
     block = torch.arange(n_selection, device=position.device)
     own = own_block(position, nsa).unsqueeze(-1)
     return (block == 0) | (block == own) | (block == own - 1)
 
 
 def candidate_blocks(position: torch.Tensor, n_selection: int, nsa: NSAConfig) -> torch.Tensor:
-    """Bool [..., n_selection]: blocks that have begun by the query's position, j*l_sel <= t."""
+    """Return the blocks that start at or before the query's position, j*l_sel <= t: bool [..., n_selection]."""
     return torch.arange(n_selection, device=position.device) * nsa.l_sel <= position.unsqueeze(-1)
 
 
 def keys_of_blocks(blocks: torch.Tensor, position: torch.Tensor, nsa: NSAConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys that a query at `position` reads of each of its `blocks` (int, -1: none), and how many its window reads too.
+    """Return, for a query at `position`, the keys in each of its `blocks` and how many of them are in its window too.
 
-    `position` broadcasts against `blocks`.
+    `blocks`: int, -1 for none; `position` broadcasts against it. Only keys up to `position` count.
     """
     first = blocks * nsa.l_sel
     last = torch.minimum(first + nsa.l_sel - 1, position)
     keys = torch.where(blocks >= 0, last - first + 1, 0)
-    near = (last - torch.maximum(first, position - nsa.w + 1) + 1).clamp_min(0)
-    return keys, torch.where(blocks >= 0, near, 0)
+    in_window = (last - torch.maximum(first, position - nsa.w + 1) + 1).clamp_min(0)
+    return keys, torch.where(blocks >= 0, in_window, 0)
 
 
 def after_first_block(length: int, nsa: NSAConfig) -> int:
-    """The first position past selection block 0 of a sequence of `length` tokens, or its last one if there is none."""
+    """Return the first position after selection block 0, or the last position if `length` tokens do not reach that far."""
     return min(nsa.l_sel, length - 1)
 
 
 def selected_keys(position: int, nsa: NSAConfig) -> int:
-    """Keys the selected branch reads at `position`: whole past blocks and the begun part of the current one.
+    """Return the number of keys that the selected branch attends to at `position`.
 
-    Exact, whatever was chosen, because the current block is always among the chosen.
+    It is exact for any selection, because the query's own block, the only incomplete one, is always selected.
     """
     own, within = divmod(position, nsa.l_sel)
     return min(own, nsa.n_sel - 1) * nsa.l_sel + within + 1
 
 
 def mean_selected_keys(length: int, nsa: NSAConfig) -> float:
-    """Mean of `selected_keys` over a sequence, in closed form; 752.5 for 2048 tokens and the defaults.
+    """Return the mean of `selected_keys` over a sequence, in closed form; 752.5 for 2048 tokens and the defaults.
 
-    Whole blocks b = 0, 1, ... contribute l_sel * (min(b, n_sel-1) * l_sel + (l_sel+1)/2); a cut last one its share.
+    Complete block b = 0, 1, ... contributes l_sel * (min(b, n_sel-1) * l_sel + (l_sel+1)/2); an incomplete last block
+    contributes the sum over its tokens.
     """
     whole, rest = divmod(length, nsa.l_sel)
     growing = min(whole, nsa.n_sel - 1)
@@ -127,12 +129,12 @@ def mean_selected_keys(length: int, nsa: NSAConfig) -> float:
 
 
 def ring_slots(queries: int, nsa: NSAConfig) -> int:
-    """Latest tokens that so many neighbouring queries see through the window, their own included."""
+    """Return the number of slots of a window ring for `queries` adjacent queries: the tokens that any of them sees."""
     return nsa.w + queries - 1
 
 
 def decode_reads(length: int, nsa: NSAConfig) -> dict[str, int]:
-    """Keys read by the last query of `length` = S tokens: N(S), those of the chosen blocks up to its own, min(w, S)."""
+    """Return the keys that the last of `length` = S queries attends to: N(S), keys of selected blocks, and min(w, S)."""
     return {
         "cmp": num_compressed(length, nsa),
         "sel": selected_keys(length - 1, nsa) if length else 0,
@@ -141,9 +143,9 @@ def decode_reads(length: int, nsa: NSAConfig) -> dict[str, int]:
 
 
 def mean_reads(lengths: int | Mapping[int, int], nsa: NSAConfig) -> dict[str, float]:
-    """Mean keys that a query reads in documents of `lengths` tokens, by branch; `dense` beside them.
+    """Return the mean number of keys per query in each branch, and for dense attention under "dense".
 
-    One length, or how many documents there are of each. The mean is over all their queries.
+    `lengths`: the length of a document, or a mapping from length to number of documents. The mean is over all queries.
     """
     if isinstance(lengths, int):
         return _compute_mean_reads(lengths, nsa)
@@ -157,7 +159,7 @@ def mean_reads(lengths: int | Mapping[int, int], nsa: NSAConfig) -> dict[str, fl
 
 def _compute_mean_reads(length: int, nsa: NSAConfig) -> dict[str, float]:
     n = num_compressed(length, nsa)
-    # Block i is seen by the length - (i*d + l - 1) queries from its last token on.
+    # Block i is visible to the length - (i*d + l - 1) queries from its last token on.
     cmp = n * (length - nsa.l + 1) - nsa.d * n * (n - 1) / 2
     full = max(length - nsa.w, 0)
     ramp = length - full

@@ -1,6 +1,6 @@
-"""What the public functions take: the one place where shapes, dtypes, devices and spans are checked, once per call.
+"""Input checks of the public attention functions: shapes, dtypes, devices and sequence layouts, once per call.
 
-Every refusal is a ValueError that names the tensor and its axes, what was expected, what came and what to do.
+Each check raises a ValueError that names the tensor, its axes, what was expected, what was passed and how to fix it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AXIS_NAMES = {
 
 
 def check_keys(name: str, x: Tensor, span: Span | None) -> None:
-    """Raises ValueError unless x [B, T, G, D] are keys or values that attention can take, and all those of `span`."""
+    """Raise ValueError unless x [B, T, G, D] is a valid key or value tensor that covers all keys of `span`."""
     if x.ndim != 4:
         raise ValueError(f"{name}: expected {AXIS_NAMES['k']}; got {x.ndim} dimensions, {tuple(x.shape)}")
     _check_dtype_and_device(name, x)
@@ -41,28 +41,33 @@ def check_keys(name: str, x: Tensor, span: Span | None) -> None:
 
 
 def check_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, span: Span | None) -> None:
-    """Raises ValueError unless q [B, T, H, D] goes with k_cmp [B, N, G, D] and v_cmp [B, N, G, Dv]; TypeError for
-    a geometry that is none."""
+    """Raise ValueError unless q [B, T, H, D], k_cmp [B, N, G, D] and v_cmp [B, N, G, Dv] are consistent.
+
+    Raise TypeError if `nsa` is not an NSAConfig.
+    """
     if not isinstance(nsa, NSAConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"nsa: expected an NSAConfig, got {type(nsa).__name__}; NSAConfig() is the paper's")
 
-    def keys(queries: int) -> int:
-        return geometry.num_compressed(queries, nsa) if span is None else span.num_compressed(nsa)
+    def count_keys(n_queries: int) -> int:
+        return geometry.num_compressed(n_queries, nsa) if span is None else span.num_compressed(nsa)
 
-    _check_heads(q, k_cmp, v_cmp, keys, ("k_cmp", "v_cmp"), AXIS_NAMES["k_cmp"], span)
+    _check_heads(q, k_cmp, v_cmp, count_keys, ("k_cmp", "v_cmp"), AXIS_NAMES["k_cmp"], span)
 
 
 def check_raw(q: Tensor, k: Tensor, v: Tensor, span: Span | None, suffix: str = "") -> None:
-    """Raises ValueError unless q [B, T, H, D] goes with k [B, T, G, D] and v [B, T, G, Dv]; `suffix` ends their names."""
+    """Raise ValueError unless q [B, T, H, D], k [B, T, G, D] and v [B, T, G, Dv] are consistent.
 
-    def keys(queries: int) -> int:
-        return queries if span is None else span.n_keys
+    Messages call the tensors q, k and v, with `suffix` appended to k and v.
+    """
 
-    _check_heads(q, k, v, keys, (f"k{suffix}", f"v{suffix}"), AXIS_NAMES["k"], span)
+    def count_keys(n_queries: int) -> int:
+        return n_queries if span is None else span.n_keys
+
+    _check_heads(q, k, v, count_keys, (f"k{suffix}", f"v{suffix}"), AXIS_NAMES["k"], span)
 
 
 def check_lse(q: Tensor, lse: Tensor) -> None:
-    """Raises ValueError unless lse is [B, T, H] in float32 or float64, beside q."""
+    """Raise ValueError unless lse is [B, T, H] in float32 or float64, on q's device."""
     _check_shape("lse", lse, q.shape[:3], AXIS_NAMES["lse"])
     if lse.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"lse: expected float32, or float64 for float64 inputs, got {lse.dtype}; use lse.float()")
@@ -70,35 +75,37 @@ def check_lse(q: Tensor, lse: Tensor) -> None:
 
 
 def check_blocks(q: Tensor, k: Tensor, blocks: Tensor, nsa: NSAConfig, span: Span | None = None) -> None:
-    """Raises ValueError unless blocks is int32 [B, T, G, n_sel], beside q; on the CPU, unless its numbers are of
-    blocks, in packed rows of those of the longest document, each once in a row, too. (Elsewhere the host would have to
-    wait for them.)"""
+    """Raise ValueError unless blocks is int32 [B, T, G, n_sel] on q's device.
+
+    On the CPU, also check the values: each is -1 or the index of an existing block (packed: of the longest document), and
+    no block occurs twice for one query. On other devices this check would synchronize with the host, so it is skipped.
+    """
     _check_shape("blocks", blocks, (q.shape[0], q.shape[1], k.shape[2], nsa.n_sel), AXIS_NAMES["blocks"])
     if blocks.dtype != torch.int32:
         raise ValueError(f"blocks: expected int32, got {blocks.dtype}; use blocks.int()")
     _check_same_device("blocks", blocks, q)
     if blocks.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    most = geometry.num_selection(k.shape[1] if span is None else span.longest_document, nsa) - 1
-    ordered = blocks.sort(-1).values
-    again = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
-    if again.any() or blocks.min() < -1 or blocks.max() > most:
+    last_block = geometry.num_selection(k.shape[1] if span is None else span.longest_document, nsa) - 1
+    sorted_blocks = blocks.sort(-1).values
+    is_repeated = (sorted_blocks[..., 1:] == sorted_blocks[..., :-1]) & (sorted_blocks[..., 1:] != -1)
+    if is_repeated.any() or blocks.min() < -1 or blocks.max() > last_block:
         raise ValueError(
-            f"blocks: expected numbers from 0 to {most}, each once in a row [n_sel], or -1 for none; got "
-            f"{int(blocks.min())} to {int(blocks.max())}{', some twice' if again.any() else ''}; keep one of each"
+            f"blocks: expected indices from 0 to {last_block}, each once in a row [n_sel], or -1 for none; got "
+            f"{int(blocks.min())} to {int(blocks.max())}{', some twice' if is_repeated.any() else ''}; remove duplicates"
         )
 
 
 def check_gates(q: Tensor, gates: Tensor) -> None:
-    """Raises ValueError unless gates is [B, T, H, 3] in q's dtype, beside q."""
+    """Raise ValueError unless gates is [B, T, H, 3] in q's dtype, on q's device."""
     _check_shape("gates", gates, (*q.shape[:3], 3), AXIS_NAMES["gates"])
     if gates.dtype != q.dtype:
-        raise ValueError(f"gates: expected {q.dtype} as q has it, got {gates.dtype}; use gates.to(q.dtype)")
+        raise ValueError(f"gates: expected {q.dtype}, the dtype of q, got {gates.dtype}; use gates.to(q.dtype)")
     _check_same_device("gates", gates, q)
 
 
 def check_branches(keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-    """Raises ValueError unless all branches have the same groups G and the same value width Dv."""
+    """Raise ValueError unless all branches have the same number of groups G and the same value width Dv."""
     groups, widths = [k.shape[2] for k in keys], [v.shape[3] for v in values]
     if len(set(groups)) > 1:
         raise ValueError(f"the branches differ in key/value groups: k_cmp, k_sel, k_win have G = {groups}; use one G")
@@ -115,7 +122,7 @@ def _check_heads(
     axes: str,
     span: Span | None,
 ) -> None:
-    """q against keys and values, of which there are to be keys(queries)."""
+    """Check q against keys and values; `count_keys` returns the required number of keys for a number of queries."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"expected q [B, T, H, D] and keys, values [B, S, G, D], got {q.ndim}, {k.ndim} and {v.ndim} dimensions"
@@ -156,7 +163,7 @@ def _check_common_dtype_and_device(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, keys and values differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}; cast them to one")
     if not q.device == k.device == v.device:
-        raise ValueError(f"q, keys and values lie on {q.device}, {k.device} and {v.device}; move them to one device")
+        raise ValueError(f"q, keys and values are on {q.device}, {k.device} and {v.device}; move them to one device")
     _check_dtype_and_device("q, keys and values", q)
 
 
@@ -164,9 +171,7 @@ def _check_dtype_and_device(name: str, x: Tensor) -> None:
     if x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}; cast to one of them")
     if x.device.type == "meta":
-        raise ValueError(
-            f"{name}: on the meta device, which holds no numbers to attend to; move the tensors to cpu or cuda"
-        )
+        raise ValueError(f"{name}: on the meta device, which has no data; move the tensors to cpu or cuda")
 
 
 def _check_batch(name: str, x: Tensor, span: Span) -> None:
@@ -181,15 +186,15 @@ def _check_shape(name: str, x: Tensor, shape: tuple[int, ...], axes: str) -> Non
 
 def _check_same_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
-        raise ValueError(f"{name}: lies on {x.device}, and q on {q.device}; move them to one device")
+        raise ValueError(f"{name}: on {x.device}, but q is on {q.device}; move them to one device")
 
 
 def _suggest_transpose(q: Tensor, k: Tensor, count_keys: Callable[[int], int], name: str, span: Span | None) -> str:
-    """What to say where shapes would fit with axes 1 and 2 of q, of k or of both swapped; else nothing."""
+    """Return a hint if the shapes would fit with axes 1 and 2 of q, of k or of both swapped; otherwise an empty string."""
 
-    def fits(queries: int, heads: int, found: int, groups: int) -> bool:
-        expected = queries if span is None else span.n_queries
-        return queries == expected and found == count_keys(queries) and groups > 0 and heads % groups == 0
+    def fits(n_queries: int, n_heads: int, n_keys: int, n_groups: int) -> bool:
+        expected = n_queries if span is None else span.n_queries
+        return n_queries == expected and n_keys == count_keys(n_queries) and n_groups > 0 and n_heads % n_groups == 0
 
     (_, T, H, _), (_, S, G, _) = q.shape, k.shape
     if fits(H, T, G, S):

@@ -1,15 +1,14 @@
-"""Where queries stand: which positions they have, which keys belong to them, and which document each row is part of.
+"""Sequence layouts: the position of each query, the keys that it can attend to, and the document of each row.
 
-Three kinds. Full: queries are all keys of one document. Chunk: queries are the last positions of one document, as in
-decoding. Packed: documents one after another in one row, each computed as if it were alone.
+There are three kinds. Full: queries are all tokens of one document. Chunk: queries are the last positions of one document,
+as in decoding. Packed: documents one after another in one row, each computed separately.
 
 Invariants
-* Immutable, hashable and equal by value; what is malformed raises ValueError when it is built, never later.
-* Everything is counted on the CPU. A device sees copies of the documents' bounds alone, made once per device; what is
-  computed from them there is kept with the span, so that all layers share it. `take_over` fills that with another layout
-  in place, for a CUDA graph that reads it; the host's side never changes.
-* With a `capacity`, every tensor shape depends on the total number of tokens alone, whatever the documents are: CUDA graphs
-  and torch.compile need that.
+* A layout is immutable, hashable and equal by value. Malformed arguments raise ValueError when it is built, never later.
+* All counts are computed on the CPU. A device holds only copies of the document bounds, made once per device, and tensors
+  computed from them, cached in the layout and shared by all layers. `replace_documents` overwrites these tensors in place
+  with those of another layout, for a CUDA graph that reads them; the values on the CPU never change.
+* With a `capacity`, all tensor shapes depend only on the total number of tokens, as CUDA graphs and torch.compile need.
 """
 
 from __future__ import annotations
@@ -32,38 +31,38 @@ Cached = TypeVar("Cached")
 
 
 class DocumentRows(NamedTuple):
-    """Rows that are computed as if no others were there: queries at positions first .. last-1, keys at 0 .. last-1."""
+    """Rows of one document in a layout: queries at positions start .. end-1, keys at positions 0 .. end-1."""
 
     query_rows: slice
-    """Its rows of q, gates, outputs and block lists."""
+    """Rows of q, gates, outputs and blocks."""
     key_rows: slice
-    """Its rows of keys and values."""
+    """Rows of keys and values."""
     start: int
     end: int
 
     def positions(self, device: torch.device | None = None) -> Tensor:
-        """Of its queries, int64 [last - first]."""
+        """Return the positions of the queries, int64 [end - start]."""
         return geometry.positions(self.start, self.end, device)
 
 
 class Span:
-    """Made by `Span.full`, `Span.chunk` or `Span.packed`; every function of the operator takes one as `span`."""
+    """Sequence layout, the argument `span` of all attention functions. See `Span.full`, `Span.chunk` and `Span.packed`."""
 
-    # No dataclass: of a frozen one, torch.compile (2.11) guards every field and all that is in it, the documents' bounds
-    # and what is kept of them, so that what it compiled for one batch of documents served no other.
+    # Not a dataclass: for a frozen one, torch.compile (2.11) guards every field including the document bounds and the
+    # cache, and would compile again for each batch of documents.
     __slots__ = ("_cache", "bounds", "capacity", "kind", "max_document_length", "start")
 
     kind: Literal["full", "chunk", "packed"]
     bounds: tuple[int, ...]
-    """Rows of q where documents begin and, last, end."""
+    """First row of q of each document, then the end of the last."""
     start: int
-    """Position of the first query in its document; not 0 for a chunk alone."""
+    """Position of the first query in its document; non-zero only for a chunk."""
     capacity: int | None
-    """Documents that shapes are laid out for; None: shapes follow the documents."""
+    """Number of documents that tensors are allocated for; None: shapes depend on the documents."""
     max_document_length: int | None
-    """Tokens that no document exceeds, of all that launches are laid out for; None: see `longest_laid_out`."""
+    """Upper bound of a document's length, for which kernels are launched; None: see `longest_allocated`."""
     _cache: dict[Hashable, tuple[Callable[[Span], Any], Any]]
-    """How it is made of a span, and what that was for this one."""
+    """key -> (function that builds a value from a layout, its value for this layout)."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Span:
         capacity: int | None = None,
         max_document_length: int | None = None,
     ) -> None:
-        given: dict[str, object] = {
+        fields: dict[str, object] = {
             "kind": kind,
             "bounds": bounds,
             "start": start,
@@ -81,12 +80,12 @@ class Span:
             "max_document_length": max_document_length,
             "_cache": {},
         }
-        for name, value in given.items():
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise FrozenInstanceError(
-            f"Span.{name}: a span does not change; make another with Span.full, Span.chunk or Span.packed"
+            f"Span.{name}: a span is immutable; build another with Span.full, Span.chunk or Span.packed"
         )
 
     def __delattr__(self, name: str) -> NoReturn:
@@ -103,24 +102,28 @@ class Span:
 
     @classmethod
     def full(cls, length: int) -> Span:
-        """Queries are all `length` >= 1 keys of one document, from position 0."""
+        """Return the layout of one document of `length` >= 1 tokens, all of them queries, from position 0."""
         return cls("full", (0, _check_integer("length", length, 1)))
 
     @classmethod
     def chunk(cls, start: int, length: int) -> Span:
-        """Queries are positions start .. start+length-1, keys positions 0 .. start+length-1; start >= 0, length >= 1."""
+        """Return the layout with queries at positions start .. start+length-1 and keys at 0 .. start+length-1.
+
+        start >= 0, length >= 1.
+        """
         return cls("chunk", (0, _check_integer("length", length, 1)), _check_integer("start", start, 0))
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, capacity: int | None = None, longest: int | None = None) -> Span:
-        """Documents one after another in one row [1, total, ...]: document i holds rows cu_seqlens[i] .. cu_seqlens[i+1]-1.
+        """Return the layout of documents in one row [1, total, ...]: document i has rows cu_seqlens[i] ..
+        cu_seqlens[i+1]-1.
 
-        cu_seqlens int32 [documents + 1] on the CPU, from 0, never falling, as flash-attn has it; documents of length zero
-        are allowed. With `capacity`, a number of documents, shapes depend on the total alone: compressed rows are padded to
-        total // d. `longest`: tokens that no document of any batch exceeds, as flash-attn's max_seqlen; launches are laid
-        out for documents of that length. Without it they are for the longest of these or, with a capacity, for one as long
-        as the row, which is slower where there is none. The values are copied: changing the tensor later changes nothing
-        here. Raises ValueError.
+        `cu_seqlens`: int32 [documents + 1] on the CPU, non-decreasing from 0, as in flash-attn. Empty documents are
+        allowed. The values are copied, so later changes of the tensor have no effect. `capacity`: a number of documents.
+        With it, shapes depend only on the total, and compressed rows are padded to total // d. `longest`: upper bound of a
+        document's length in any batch, like flash-attn's max_seqlen; kernels are launched for this length. Default: the
+        longest of these documents or, with a capacity, the entire row, which is slower. Raise ValueError for malformed
+        arguments.
         """
         bounds = _check_cu_seqlens(cu_seqlens)
         capacity = None if capacity is None else _check_integer("capacity", capacity, 1)
@@ -128,29 +131,29 @@ class Span:
         if capacity is not None and capacity < len(bounds) - 1:
             raise ValueError(
                 f"Span.packed: {len(bounds) - 1} documents in cu_seqlens, and capacity = {capacity}; "
-                "make the capacity larger, or pack fewer documents"
+                "use a larger capacity, or pack fewer documents"
             )
         span = cls("packed", bounds, capacity=capacity, max_document_length=longest)
         if longest is not None and longest < span.longest_document:
             raise ValueError(
-                f"Span.packed: a document of {span.longest_document} tokens, and longest = {longest}; "
-                "give the most tokens that a document may have"
+                f"Span.packed: a document has {span.longest_document} tokens, more than longest = {longest}; "
+                "set longest to an upper bound of all document lengths"
             )
         return span
 
     @property
     def n_queries(self) -> int:
-        """Rows of q, gates, outputs and block lists."""
+        """Number of rows of q, gates, outputs and blocks."""
         return self.bounds[-1]
 
     @property
     def n_keys(self) -> int:
-        """Rows of keys and values."""
+        """Number of rows of keys and values."""
         return self.start + self.bounds[-1]
 
     @property
     def documents(self) -> tuple[DocumentRows, ...]:
-        """All of them in order, empty ones included."""
+        """All documents in order, including empty ones."""
         return self.get_or_build("documents", Span._build_documents)
 
     def _build_documents(self) -> tuple[DocumentRows, ...]:
@@ -161,153 +164,155 @@ class Span:
 
     @property
     def longest_document(self) -> int:
-        """Keys of the longest document."""
+        """Number of keys of the longest document."""
         return self.get_or_build("longest", lambda span: max(document.end for document in span.documents))
 
     @property
     def longest_allocated(self) -> int:
-        """The longest document that its launches have room for: unless it was said, with a capacity, all of the row."""
+        """Document length that kernels are launched for. With a capacity and without `longest`, it is the entire row."""
         if self.max_document_length is not None:
             return min(self.max_document_length, self.n_queries)
         return self.longest_document if self.capacity is None else self.n_queries
 
     @property
     def is_full(self) -> bool:
-        """Whether it computes what `Span.full` does, at the same shapes, however it was written."""
+        """True if the layout is equivalent to `Span.full`, with the same shapes."""
         return self.capacity is None and 0 < self.n_queries == self.longest_document
 
     def selection_bounds(self, nsa: NSAConfig) -> tuple[int, ...]:
-        """As `compressed_bounds`, of selection blocks where all documents' blocks are numbered one after another."""
+        """Return the first selection block of each document, then the total; blocks of all documents concatenated."""
         return tuple(accumulate((geometry.num_selection(document.end, nsa) for document in self.documents), initial=0))
 
     def num_selection_allocated(self, nsa: NSAConfig) -> int:
-        """Selection blocks of all documents together; with a capacity, the most that there can be of any documents."""
-        # A document has one block more than its whole ones at most.
+        """Return the number of selection blocks of all documents; with a capacity, the maximum for any documents."""
+        # Each document has at most one incomplete block.
         return self.selection_bounds(nsa)[-1] if self.capacity is None else self.n_queries // nsa.l_sel + self.capacity
 
     def positions(self, device: torch.device | None = None) -> Tensor:
-        """Of every query in its own document, int64 [queries]."""
+        """Return the position of every query in its document, int64 [queries]."""
         if self.kind != "packed":
             return self.documents[0].positions(device)
         return _compute_document_positions(self, device or torch.get_default_device())
 
     def query_document_ids(self, device: torch.device | None = None) -> Tensor:
-        """The document that every query is in, int64 [queries]."""
+        """Return the document of every query, int64 [queries]."""
         return geometry.positions(0, len(self.documents)).repeat_interleave(self._compute_lengths()).to(device)
 
     def key_document_ids(self, device: torch.device | None = None) -> Tensor:
-        """The document that every key is in, int64 [keys]."""
+        """Return the document of every key, int64 [keys]."""
         keys = torch.tensor([document.end for document in self.documents])
         return geometry.positions(0, len(self.documents)).repeat_interleave(keys).to(device)
 
     def compressed_bounds(self, nsa: NSAConfig) -> tuple[int, ...]:
-        """Rows of compressed keys where documents begin and, last, end; rows past the end are padding (eq. 7)."""
+        """Return the first compressed row of each document, then the end of the last; later rows are padding (eq. 7)."""
 
-        def count(span: Span) -> tuple[int, ...]:
+        def build_bounds(span: Span) -> tuple[int, ...]:
             counts = (geometry.num_compressed(document.end, nsa) for document in span.documents)
             return tuple(accumulate(counts, initial=0))
 
-        return self.get_or_build(("compressed_bounds", nsa.l, nsa.d), count)
+        return self.get_or_build(("compressed_bounds", nsa.l, nsa.d), build_bounds)
 
     def compressed_rows(self, nsa: NSAConfig) -> tuple[slice, ...]:
-        """Every document's rows of compressed keys and values."""
+        """Return the rows of compressed keys and values of every document."""
         return tuple(slice(begin, end) for begin, end in pairwise(self.compressed_bounds(nsa)))
 
     def num_compressed(self, nsa: NSAConfig) -> int:
-        """Rows of compressed keys and values, the padding of a `capacity` included."""
-        # d divides l, so that a document of L tokens has at most L // d blocks, and all of them at most total // d.
+        """Return the number of rows of compressed keys and values, including the padding of a `capacity`."""
+        # d divides l, so a document of L tokens has at most L // d blocks, and all documents have at most total // d.
         return self.n_queries // nsa.d if self.capacity is not None else self.compressed_bounds(nsa)[-1]
 
     def num_padding(self, nsa: NSAConfig) -> int:
-        """Rows of compressed keys and values, at the end, that belong to no document."""
+        """Return the number of padding rows at the end of compressed keys and values."""
         return self.num_compressed(nsa) - self.compressed_bounds(nsa)[-1]
 
     def num_selection(self, nsa: NSAConfig) -> int:
-        """Selection blocks of the longest document; block numbers are its own document's."""
+        """Return the number of selection blocks of the longest document; block indices are local to each document."""
         return geometry.num_selection(self.longest_document, nsa)
 
     def is_document_start(self, device: torch.device) -> Tensor:
-        """Whether a query is the first of its document, bool [queries], made once per device."""
+        """Return whether each query is the first token of its document, bool [queries], built once per device."""
         return self.get_or_build(("begins", device), lambda span: span.positions(device) == span.start)
 
     def get_or_build(self, key: Hashable, build: Callable[[Span], Cached]) -> Cached:
-        """What `make` gives of this span, called once for each `key`; the key names the device, if it lies on one.
+        """Return `build(self)`, called once for each `key`. The key includes the device if the value is on one.
 
-        All that `make` knows of documents it has from the span that it is called with: `take_over` calls it with another.
+        `build` must take all information on documents from its argument: `replace_documents` calls it with another layout.
         """
         if key not in self._cache:
-            # A tensor of inference mode could not take part in a backward pass, and the span may come to serve one.
+            # Inference tensors cannot take part in a backward pass, and the layout may be used for training later.
             with torch.inference_mode(False):
                 self._cache[key] = build, build(self)
         return self._cache[key][1]
 
     @property
     def graph_key(self) -> tuple[Any, ...]:
-        """Of packed documents with a capacity, all that shapes and launches follow from: equal for spans that can take over
-        each other's documents, and that one CUDA graph serves."""
+        """Everything that shapes and launches depend on. Layouts with equal keys and a capacity can share a CUDA graph."""
         return self.kind, self.n_queries, self.capacity, self.max_document_length
 
     def replace_documents(self, other: Span) -> None:
-        """Fill every tensor that is kept here, in place, with what it is for `other`: a CUDA graph that was captured with
-        this span computes the documents of `other` when it is replayed next.
+        """Overwrite every cached tensor in place with its value for `other`.
 
-        It is made for `other` and copied on the device's current stream; the host does not wait. What the host counts
-        (`bounds`, `documents`, `longest` and all that follows from them) goes on describing the documents that this span
-        was built with, and so does what is kept for the first time after this. Raises ValueError, before anything is
-        copied, unless both are packed documents with as many tokens, one capacity and one `longest`, and where what is kept
-        has another shape for `other`.
+        A captured CUDA graph reads the new values at its next replay. The tensors are built for `other` and copied on the
+        current stream; the host does not wait. Values on the CPU (`bounds`, `documents`, `longest_document` and values
+        derived from them) still describe the original documents, and so do tensors that are cached after this call.
+
+        Raise ValueError before anything is copied unless both are packed layouts with the same number of tokens, capacity
+        and `longest`, and if a cached tensor has another shape for `other`.
         """
         if self.capacity is None or self.graph_key != other.graph_key:
             raise ValueError(
-                f"Span.take_over: {self} cannot hold the documents of {other}: both need as many tokens, one capacity and "
-                "one longest; give Span.packed the same capacity= and longest= for both"
+                f"Span.replace_documents: {self} cannot hold the documents of {other}: both need the same number of "
+                "tokens, capacity and longest; give Span.packed the same capacity= and longest= for both"
             )
         pairs: list[tuple[Tensor, Tensor]] = []
-        for key, (make, held) in self._cache.items():
-            here, there = list(_iterate_tensors(held)), list(_iterate_tensors(other.get_or_build(key, make)))
-            mine, its = ([tuple(tensor.shape) for tensor in tensors] for tensors in (here, there))
-            if mine != its:
+        for key, (build, cached) in self._cache.items():
+            own_tensors, other_tensors = (
+                list(_iterate_tensors(cached)),
+                list(_iterate_tensors(other.get_or_build(key, build))),
+            )
+            own_shapes, other_shapes = ([tuple(t.shape) for t in tensors] for tensors in (own_tensors, other_tensors))
+            if own_shapes != other_shapes:
                 raise ValueError(
-                    f"Span.take_over: what is kept as {key!r} has shapes {mine} for {self}, and {its} for {other}; "
-                    "lay it out for the capacity, not for the documents"
+                    f"Span.replace_documents: the value cached as {key!r} has shapes {own_shapes} for {self}, but "
+                    f"{other_shapes} for {other}; its shapes must follow from the capacity, not from the documents"
                 )
-            pairs += zip(here, there, strict=True)
+            pairs += zip(own_tensors, other_tensors, strict=True)
         for tensor, value in pairs:
             tensor.copy_(value, non_blocking=True)
 
     def copy_bounds(self, bounds: list[tuple[int, ...]], device: torch.device) -> Tensor:
-        """Bounds of several layouts as int32 [len(bounds), documents + 1], padded as those of `cu_seqlens`.
+        """Return the bounds of several layouts as int32 [len(bounds), documents + 1], padded like `cu_seqlens`.
 
-        Those of packed documents are copied there; those of one text are worked out there, and a CUDA graph may hold that.
+        Bounds of packed documents are copied to the device. For one document they are computed on the device, so that a
+        CUDA graph can capture it.
         """
         if self.kind != "packed":
             return torch.stack([geometry.positions(0, 2, device) * end for _, end in bounds]).int()
         return _copy_to_device([self._pad_bounds(rows, 1) for rows in bounds], device)
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        """`bounds` as int32 [documents + 1] on `device`, copied there once.
+        """Return `bounds` as int32 [documents + 1] on `device`, copied once.
 
-        With a capacity, [capacity + 1]: documents that are missing are empty and stand at the end.
+        With a capacity, [capacity + 1]: empty documents are appended.
         """
         return self.get_or_build(device, lambda span: span.copy_bounds([span.bounds], device)[0])
 
     def row_bounds(self, nsa: NSAConfig, device: torch.device) -> Tensor:
-        """`bounds` above `compressed_bounds`: int32 [2, documents + 1] on `device`, copied there once per l and d.
+        """Return `bounds` and `compressed_bounds`, int32 [2, documents + 1], on `device`, copied once per l and d.
 
-        With a capacity, documents that are missing are empty and stand at the end; so do those that, with or without one,
-        make rows a multiple of four, 16 bytes, long.
+        Empty documents are appended up to the capacity, and to make each row a multiple of 4 integers (16 bytes) long.
         """
 
-        def copied(span: Span) -> Tensor:
+        def build_bounds(span: Span) -> Tensor:
             return _copy_to_device(
                 [span._pad_bounds(bounds, 4) for bounds in (span.bounds, span.compressed_bounds(nsa))], device
             )
 
-        return self.get_or_build(("row_bounds", device, nsa.l, nsa.d), copied)
+        return self.get_or_build(("row_bounds", device, nsa.l, nsa.d), build_bounds)
 
     def _pad_bounds(self, bounds: tuple[int, ...], multiple: int) -> tuple[int, ...]:
-        documents = len(self.bounds) - 1 if self.capacity is None else self.capacity
-        return bounds + bounds[-1:] * (-(-(documents + 1) // multiple) * multiple - len(bounds))
+        n_documents = len(self.bounds) - 1 if self.capacity is None else self.capacity
+        return bounds + bounds[-1:] * (-(-(n_documents + 1) // multiple) * multiple - len(bounds))
 
     def _compute_lengths(self) -> Tensor:
         return torch.tensor(self.bounds).diff()
@@ -317,12 +322,12 @@ class Span:
             return f"Span.full({self.n_queries})"
         if self.kind == "chunk":
             return f"Span.chunk({self.start}, {self.n_queries})"
-        given = {"capacity": self.capacity, "longest": self.max_document_length}
-        more = "".join(f", {name}={value}" for name, value in given.items() if value is not None)
-        return f"Span.packed({len(self.bounds) - 1} documents, {self.n_queries} tokens{more})"
+        options = {"capacity": self.capacity, "longest": self.max_document_length}
+        suffix = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
+        return f"Span.packed({len(self.bounds) - 1} documents, {self.n_queries} tokens{suffix})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the device copies: another process may not have the device.
+        # Without the cache, which may hold tensors of a device that another process does not have.
         return Span, self._get_fields()
 
 
@@ -332,18 +337,20 @@ def _compute_document_positions(span: Span, device: torch.device) -> Tensor:
     return geometry.positions(0, span.n_queries, device) - bounds[find_documents(span.n_queries, bounds)]
 
 
-def _iterate_tensors(kept: object) -> Iterator[Tensor]:
-    """Those in what is kept: a tensor, or tuples of them, one in another."""
-    if isinstance(kept, Tensor):
-        yield kept
-    elif isinstance(kept, tuple):
-        for part in cast("tuple[object, ...]", kept):
+def _iterate_tensors(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in a cached value: a tensor, or nested tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in cast("tuple[object, ...]", value):
             yield from _iterate_tensors(part)
 
 
 def _copy_to_device(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    """int32 on `device`. The host does not wait for what the device has to do before; it may not be captured in a graph,
-    which would copy again from memory that is gone."""
+    """Copy to an int32 tensor on `device` without waiting for it.
+
+    A CUDA graph must not capture this copy: a replay would read host memory that has been freed.
+    """
     return torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
 
 
@@ -351,28 +358,28 @@ def _check_integer(name: str, value: int, minimum: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"Span: {name} = {value!r}: expected a whole number of at least {minimum}") from None
+        raise ValueError(f"Span: {name} = {value!r}: expected an integer of at least {minimum}") from None
     if isinstance(value, bool) or number < minimum:
-        raise ValueError(f"Span: {name} = {value}: expected a whole number of at least {minimum}")
+        raise ValueError(f"Span: {name} = {value}: expected an integer of at least {minimum}")
     return number
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor) -> tuple[int, ...]:
-    wanted = "Span.packed: cu_seqlens: expected an int32 tensor [documents + 1] on the CPU that starts at 0 and never falls"
+    expected = "Span.packed: cu_seqlens: expected a non-decreasing int32 tensor [documents + 1] on the CPU that starts at 0"
     if not torch.is_tensor(cu_seqlens):
-        raise ValueError(f"{wanted}, got a {type(cu_seqlens).__name__}; use torch.tensor(..., dtype=torch.int32)")
+        raise ValueError(f"{expected}, got a {type(cu_seqlens).__name__}; use torch.tensor(..., dtype=torch.int32)")
     if cu_seqlens.device.type != "cpu":
         raise ValueError(
-            f"{wanted}, got one on {cu_seqlens.device}; keep it on the CPU, the span copies it once per device"
+            f"{expected}, got one on {cu_seqlens.device}; keep it on the CPU, the span copies it once per device"
         )
     if cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"{wanted}, got {cu_seqlens.dtype}; use cu_seqlens.int()")
+        raise ValueError(f"{expected}, got {cu_seqlens.dtype}; use cu_seqlens.int()")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"{wanted}, got shape {tuple(cu_seqlens.shape)}; one document of T tokens is [0, T]")
+        raise ValueError(f"{expected}, got shape {tuple(cu_seqlens.shape)}; one document of T tokens is [0, T]")
     bounds = tuple(cast("list[int]", cu_seqlens.tolist()))  # pyright: ignore[reportUnknownMemberType]
     if bounds[0] != 0:
-        raise ValueError(f"{wanted}, and it starts at {bounds[0]}; put a 0 in front, or subtract its first value")
+        raise ValueError(f"{expected}, and it starts at {bounds[0]}; prepend a 0, or subtract the first value")
     for number, (begin, end) in enumerate(pairwise(bounds)):
         if end < begin:
-            raise ValueError(f"{wanted}, and document {number} goes from {begin} to {end}; give cumulated lengths")
+            raise ValueError(f"{expected}, and document {number} goes from {begin} to {end}; pass cumulative lengths")
     return bounds

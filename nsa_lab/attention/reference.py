@@ -1,16 +1,17 @@
-"""The definition of NSA, in plain torch, any floating dtype. Everything else in this project is measured against it.
+"""Definition of NSA in plain PyTorch, for any floating dtype. All other implementations are compared with it.
 
-One function per formula, written to be read beside the paper (arXiv 2502.11089, section 3.3), not to be fast: whole score
-matrices are formed, in float32 for half precision and in float64 otherwise. Layout as in flash-attention: q [B, T, H, D],
-k and v [B, T, G, D]; head n of the H query heads belongs to group n // (H/G). The softmax scale is d_k**-0.5. LSE is the
-natural logarithm, float32 (float64 for float64 inputs), and -inf where a query sees nothing; such a query's output is 0
-and its gradients are 0, never NaN. What is not finite is causal too: it reaches the queries that read it and no others,
-and their outputs are NaN.
+Each function implements one formula of the paper (arXiv 2502.11089, section 3.3) and is written for reading, not for speed:
+it builds the full score matrix, in float32 for half precision and in float64 otherwise.
 
-`span` says where queries stand (`Span`; None: they are all the keys of one document). With a chunk, q, gates, outputs and
-blocks have its `length` rows, and keys, values and what is compressed cover positions 0 .. start+length-1. Packed, B is 1,
-every document is computed as if it were alone, and block numbers are its own. Shapes are checked by the public functions of
-`nsa_lab.attention`, not here.
+Shapes as in flash-attention: q [B, T, H, D], k and v [B, T, G, D]; query head n belongs to group n // (H/G). The softmax
+scale is d_k**-0.5. LSE is the natural logarithm, float32 (float64 for float64 inputs). A query that sees no key has LSE
+-inf, output 0 and zero gradients, never NaN. Non-finite values are causal too: they turn the outputs of the queries that
+attend to them into NaN, and change no other output.
+
+`span` is the sequence layout (`Span`); None: one document whose tokens are all queries. Chunk: q, gates, outputs and blocks
+have its `length` rows, and keys, values and compressed tensors cover positions 0 .. start+length-1. Packed: B is 1, each
+document is computed separately, and block indices are local to it. The public functions of `nsa_lab.attention` check the
+shapes; the functions here do not.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from nsa_lab.config import NSAConfig
 
 
 def compress(x: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None = None, *, span: Span | None = None) -> Tensor:
-    """phi over every block of l tokens, d apart (eq. 7): x [B, T, G, D] -> [B, N, G, D].
+    """Return phi of every block of l tokens, one every d tokens (eq. 7): x [B, T, G, D] -> [B, N, G, D].
 
     N = 0 if T < l else (T - l)//d + 1, and block i covers tokens [i*d, i*d + l). `avg` is the mean. With a span, x holds
-    all its keys, and the blocks of all documents lie one after another; rows of padding are 0.
+    all its keys, and the blocks of its documents are concatenated; rows of padding are 0.
     """
     check_phi(nsa, phi)
     span = span or Span.full(x.shape[1])
@@ -42,44 +43,43 @@ def compress(x: Tensor, nsa: NSAConfig, phi: torch.nn.Module | None = None, *, s
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, nsa: NSAConfig, *, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the visible compressed blocks: query t sees block i iff i*d + l - 1 <= t (eq. 7 and 8).
+    """Return attention over the visible compressed blocks: query t sees block i iff i*d + l - 1 <= t (eq. 7 and 8).
 
     q [B, T, H, D], k_cmp [B, N, G, D], v_cmp [B, N, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
     """
 
-    def alone(document: DocumentRows, rows: slice) -> tuple[Tensor, Tensor]:
+    def attend_document(document: DocumentRows, rows: slice) -> tuple[Tensor, Tensor]:
         k, v = k_cmp[:, rows], v_cmp[:, rows]
         visible = geometry.sees_compressed(document.positions(q.device), k.shape[1], nsa)
         return _attend_masked(q[:, document.query_rows], k, v, visible[None, :, None])
 
     span = span or Span.full(q.shape[1])
-    return _concatenate(list(map(alone, span.documents, span.compressed_rows(nsa))))
+    return _concatenate(list(map(attend_document, span.documents, span.compressed_rows(nsa))))
 
 
 def block_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
-    """Importance of every selection block to every query and group, summed over the group's heads (eq. 8, 9, 10).
+    """Return the importance of every selection block for each query, summed over each group's heads (eq. 8, 9, 10).
 
-    q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H] from `compressed_attention` -> float32
-    [B, T, G, blocks]. The softmax runs over the visible compressed blocks alone. Block numbers are each document's own, and
-    blocks that it does not have are 0.
+    q [B, T, H, D], k_cmp [B, N, G, D], lse [B, T, H] from `compressed_attention` -> float32 [B, T, G, blocks]. The softmax
+    is over the visible compressed blocks. Block indices are local to each document; blocks past its end get 0.
     """
     span = span or Span.full(q.shape[1])
-    widest = span.num_selection(nsa)
+    n_blocks = span.num_selection(nsa)
     parts: list[Tensor] = []
     for document, rows in zip(span.documents, span.compressed_rows(nsa), strict=True):
         part = _compute_document_importance(
             q[:, document.query_rows], k_cmp[:, rows], lse[:, document.query_rows], document, nsa
         )
-        parts.append(torch.nn.functional.pad(part, (0, widest - part.shape[-1])))
+        parts.append(torch.nn.functional.pad(part, (0, n_blocks - part.shape[-1])))
     return torch.cat(parts, dim=1)
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, *, span: Span | None = None) -> Tensor:
-    """The n_sel blocks that each query and group reads (eq. 11), int32 [B, T, G, n_sel], ascending, then -1.
+    """Return the n_sel blocks that each query and group attends to (eq. 11), int32 [B, T, G, n_sel], ascending, then -1.
 
-    `lse` is that of `compressed_attention` for q and k_cmp; None: it is computed. Candidates have begun (j*l_sel <= t).
-    Block 0, the query's own and the one before it are always in and count towards n_sel; the rest go by importance, ties to
-    the lower index. Carries no gradient.
+    `lse` is the LSE of `compressed_attention` for q and k_cmp; None: compute it. Candidates are the blocks that start at or
+    before t (j*l_sel <= t). Block 0, the query's own block and the one before it are always selected and count towards
+    n_sel. The others are selected by importance, ties to the lower index. There is no gradient.
     """
     span = span or Span.full(q.shape[1])
     with torch.no_grad():
@@ -89,58 +89,60 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, nsa: NSAConfig, 
 
 
 def select_by_importance(importance: Tensor, nsa: NSAConfig, first: int = 0) -> Tensor:
-    """`select_blocks` once the importances [B, T, G, blocks] are known; `first` is the position of the first query."""
-    T, blocks = importance.shape[1], importance.shape[3]
+    """Select blocks by importance [B, T, G, blocks] as in `select_blocks`; `first` is the position of the first query."""
+    T, n_blocks = importance.shape[1], importance.shape[3]
     t = geometry.positions(first, first + T, importance.device)
-    forced = geometry.forced_blocks(t, blocks, nsa)[:, None]  # [T, 1, blocks]
-    candidate = geometry.candidate_blocks(t, blocks, nsa)[:, None]
+    forced = geometry.forced_blocks(t, n_blocks, nsa)[:, None]  # [T, 1, n_blocks]
+    candidate = geometry.candidate_blocks(t, n_blocks, nsa)[:, None]
     rank = torch.where(candidate, torch.where(forced, float("inf"), importance), float("-inf"))
-    # A stable descending sort keeps equal scores in index order: ties go to the lower index, exactly.
+    # A stable descending sort keeps equal scores in index order, so ties go to the lower index.
     order = rank.sort(dim=-1, descending=True, stable=True).indices[..., : nsa.n_sel]
-    order = torch.where(candidate.expand_as(rank).gather(-1, order), order, blocks)  # not begun: sorts to the end
+    order = torch.where(candidate.expand_as(rank).gather(-1, order), order, n_blocks)  # not a candidate: sorted to the end
     order = order.sort(dim=-1).values
-    chosen = torch.where(order < blocks, order, -1).to(torch.int32)
-    return torch.nn.functional.pad(chosen, (0, nsa.n_sel - chosen.shape[-1]), value=-1)
+    selected = torch.where(order < n_blocks, order, -1).to(torch.int32)
+    return torch.nn.functional.pad(selected, (0, nsa.n_sel - selected.shape[-1]), value=-1)
 
 
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, nsa: NSAConfig, *, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens <= t of the chosen blocks (eq. 11, 12).
+    """Return attention over the tokens <= t of the selected blocks (eq. 11, 12).
 
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv], blocks int32 [B, T, G, n_sel] -> out [B, T, H, Dv], lse [B, T, H].
     """
 
-    def alone(document: DocumentRows) -> tuple[Tensor, Tensor]:
-        own = blocks[:, document.query_rows]
+    def attend_document(document: DocumentRows) -> tuple[Tensor, Tensor]:
+        document_blocks = blocks[:, document.query_rows]
         S, n = document.end, geometry.num_selection(document.end, nsa)
-        none = torch.zeros(*own.shape[:3], n + 1, dtype=torch.bool, device=q.device)
-        chosen = none.scatter(-1, torch.where(own < 0, n, own).long(), True)  # padding lands in a spare column
+        none_selected = torch.zeros(*document_blocks.shape[:3], n + 1, dtype=torch.bool, device=q.device)
+        is_selected = none_selected.scatter(
+            -1, torch.where(document_blocks < 0, n, document_blocks).long(), True
+        )  # -1: column n
         t, s = document.positions(q.device), geometry.positions(0, S, q.device)
-        tokens = chosen[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :S] & (s <= t[:, None])[None, :, None]
+        tokens = is_selected[..., :n].repeat_interleave(nsa.l_sel, dim=-1)[..., :S] & (s <= t[:, None])[None, :, None]
         return _attend_masked(q[:, document.query_rows], k[:, document.key_rows], v[:, document.key_rows], tokens)
 
-    return _concatenate(list(map(alone, (span or Span.full(q.shape[1])).documents)))
+    return _concatenate(list(map(attend_document, (span or Span.full(q.shape[1])).documents)))
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, *, span: Span | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over the w latest tokens, the query's own included: exactly min(w, t+1) keys (section 3.3.3).
+    """Return attention over the w latest tokens, the query's own included: exactly min(w, t+1) keys (section 3.3.3).
 
     q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv] -> out [B, T, H, Dv], lse [B, T, H].
     """
 
-    def alone(document: DocumentRows) -> tuple[Tensor, Tensor]:
+    def attend_document(document: DocumentRows) -> tuple[Tensor, Tensor]:
         t, s = document.positions(q.device), geometry.positions(0, document.end, q.device)
-        near = (s <= t[:, None]) & (s > t[:, None] - nsa.w)
+        is_visible = (s <= t[:, None]) & (s > t[:, None] - nsa.w)
         return _attend_masked(
-            q[:, document.query_rows], k[:, document.key_rows], v[:, document.key_rows], near[None, :, None]
+            q[:, document.query_rows], k[:, document.key_rows], v[:, document.key_rows], is_visible[None, :, None]
         )
 
-    return _concatenate(list(map(alone, (span or Span.full(q.shape[1])).documents)))
+    return _concatenate(list(map(attend_document, (span or Span.full(q.shape[1])).documents)))
 
 
 def combine(out_cmp: Tensor, out_sel: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """The gated sum of the branches (eq. 5); gates [B, T, H, 3] in the order compressed, selected, window."""
+    """Return the gated sum of the branches (eq. 5); gates [B, T, H, 3] in the order compressed, selected, window."""
     g_cmp, g_sel, g_win = gates.unsqueeze(-1).unbind(-2)
     return g_cmp * out_cmp + g_sel * out_sel + g_win * out_win
 
@@ -159,9 +161,9 @@ def nsa_attention(
     blocks: Tensor | None = None,
     span: Span | None = None,
 ) -> Tensor:
-    """The three branches and their gated sum -> [B, T, H, Dv]. k_cmp and v_cmp are already compressed.
+    """Return the gated sum of the three branches, [B, T, H, Dv]. k_cmp and v_cmp are already compressed.
 
-    `blocks` [B, T, G, n_sel] are read in place of those that the compressed scores choose.
+    `blocks` [B, T, G, n_sel]: the selected blocks; None: select by the compressed scores.
     """
     out_cmp, lse = compressed_attention(q, k_cmp, v_cmp, nsa, span=span)
     if blocks is None:
@@ -172,29 +174,29 @@ def nsa_attention(
 
 
 def _concatenate(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Outputs and LSE of all documents, one after another."""
+    """Concatenate the outputs and LSE of all documents."""
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
 def _unfold_blocks(x: Tensor, nsa: NSAConfig) -> Tensor:
-    """The whole compression blocks of one document, [B, N, G, D, l]."""
+    """Return the tokens of every complete compression block of one document, [B, N, G, D, l]."""
     if x.shape[1] < nsa.l:
         return x.new_empty(x.shape[0], 0, *x.shape[2:], nsa.l)
     return x.unfold(1, nsa.l, nsa.d)
 
 
 def _compute_document_importance(q: Tensor, k_cmp: Tensor, lse: Tensor, document: DocumentRows, nsa: NSAConfig) -> Tensor:
-    """`block_importance` of one document."""
-    N, wide = k_cmp.shape[1], _get_accumulation_dtype(q.dtype)
+    """Return `block_importance` of one document."""
+    N, acc_dtype = k_cmp.shape[1], _get_accumulation_dtype(q.dtype)
     scores = _compute_scores(q, k_cmp)  # [B, T, G, h, N]
-    visible = geometry.sees_compressed(document.positions(q.device), N, nsa)
-    lse = _split_heads(lse.to(wide).unsqueeze(-1), k_cmp.shape[2])  # [B, T, G, h, 1]
-    seen = visible[None, :, None, None]
-    # Masked before exp: a row that sees nothing has lse = -inf, and exp(s + inf) must not be formed.
-    p = torch.where(seen, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()
-    carry = geometry.overlap(N, geometry.num_selection(document.end, nsa), nsa, dtype=wide, device=q.device)
-    return (p.sum(dim=3) @ carry).float()
+    sees_block = geometry.sees_compressed(document.positions(q.device), N, nsa)
+    lse = _split_heads(lse.to(acc_dtype).unsqueeze(-1), k_cmp.shape[2])  # [B, T, G, h, 1]
+    visible = sees_block[None, :, None, None]
+    # Mask before exp: a query that sees no block has lse = -inf, and exp(s + inf) would be NaN or inf.
+    p = torch.where(visible, scores - torch.where(torch.isneginf(lse), 0.0, lse), float("-inf")).exp()
+    overlap_weights = geometry.overlap(N, geometry.num_selection(document.end, nsa), nsa, dtype=acc_dtype, device=q.device)
+    return (p.sum(dim=3) @ overlap_weights).float()
 
 
 def _get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -202,29 +204,31 @@ def _get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _split_heads(x: Tensor, groups: int) -> Tensor:
-    """[B, T, H, D] -> [B, T, G, h, D]."""
+    """Reshape [B, T, H, D] to [B, T, G, h, D]."""
     return torch.unflatten(x, 2, (groups, x.shape[2] // groups))
 
 
 def _compute_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Scaled dot products [B, T, G, h, S], in the wide dtype."""
-    wide = _get_accumulation_dtype(q.dtype)
-    return torch.einsum("btghd,bsgd->btghs", _split_heads(q.to(wide), k.shape[2]), k.to(wide)) * q.shape[-1] ** -0.5
+    """Return scaled dot products [B, T, G, h, S] in the accumulation dtype."""
+    acc_dtype = _get_accumulation_dtype(q.dtype)
+    return (
+        torch.einsum("btghd,bsgd->btghs", _split_heads(q.to(acc_dtype), k.shape[2]), k.to(acc_dtype)) * q.shape[-1] ** -0.5
+    )
 
 
 def _attend_masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the keys that `allowed` (bool, broadcast over [B, T, G, S]) lets each query see."""
-    # Zero times NaN is NaN: a key or value that is not finite is taken out, and marks the scores of those who see it.
-    sound = k.isfinite().all(-1) & v.isfinite().all(-1)  # [B, S, G]
-    k, v = k.where(sound.unsqueeze(-1), 0.0), v.where(sound.unsqueeze(-1), 0.0)
-    scores = _compute_scores(q, k).masked_fill(~sound.mT[:, None, :, None], float("nan"))
+    """Return the softmax attention over the keys where `allowed` (bool, broadcast over [B, T, G, S]) is True."""
+    # Zero times NaN is NaN. Non-finite keys and values are therefore replaced by 0, and their scores by NaN.
+    is_finite = k.isfinite().all(-1) & v.isfinite().all(-1)  # [B, S, G]
+    k, v = k.where(is_finite.unsqueeze(-1), 0.0), v.where(is_finite.unsqueeze(-1), 0.0)
+    scores = _compute_scores(q, k).masked_fill(~is_finite.mT[:, None, :, None], float("nan"))
     scores = scores.masked_fill(~allowed.unsqueeze(3), float("-inf"))  # [B, T, G, h, S]
     if k.shape[1] == 0:
-        lse = scores.sum(-1) - float("inf")  # keeps its place in the graph, as every other LSE does
+        lse = scores.sum(-1) - float("inf")  # part of the autograd graph, like every other LSE
     else:
-        # logsumexp of a row of -inf is -inf with a NaN gradient; such rows are given one finite score, then undone.
-        empty = ~allowed.any(-1).unsqueeze(-1).expand(scores.shape[:-1])
-        lse = torch.where(empty, float("-inf"), scores.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1))
+        # logsumexp of a row of -inf has a NaN gradient: give such rows finite scores, then set their LSE to -inf.
+        sees_none = ~allowed.any(-1).unsqueeze(-1).expand(scores.shape[:-1])
+        lse = torch.where(sees_none, float("-inf"), scores.masked_fill(sees_none.unsqueeze(-1), 0.0).logsumexp(-1))
     p = torch.where(allowed.unsqueeze(3), scores - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1), float("-inf"))
     out = torch.einsum("btghs,bsgd->btghd", p.exp(), v.to(p.dtype)).flatten(2, 3).to(q.dtype)
     return out, lse.flatten(2, 3).to(q.dtype if q.dtype == torch.float64 else torch.float32)

@@ -1,9 +1,9 @@
-"""A loss that teaches the compressed branch to choose the blocks that the selected branch would look at.
+"""Loss that trains block selection to predict where the selected branch would attend.
 
-The choice of blocks carries no gradient (eq. 11), and what trains the compressed keys, the compressed branch's own output,
-need not care where the selected branch finds things. This loss says it directly: the importances of the choice (eq. 9, 10)
-are held against the selected branch's attention as it would be over the whole past. DeepSeek-V3.2 trains its indexer by a
-loss of this kind (arXiv 2512.02556, section 2.1); docs/science/retrieval.md shows what it does here.
+Block selection has no gradient (eq. 11). The compressed keys get a gradient only from the output of the compressed branch,
+which does not depend on which blocks are useful to the selected branch. This loss compares the block importances (eq. 9,
+10) with the attention that the selected branch would have over all past tokens. DeepSeek-V3.2 trains its indexer with a
+similar loss (arXiv 2512.02556, section 2.1). docs/science/retrieval.md reports the effect.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nsa_lab.attention.layout import Span
 from nsa_lab.attention.segment_ops import ABSENT, find_documents, map_rows
 from nsa_lab.config import NSAConfig
 
-# Added to every importance: a block that no visible compressed block overlaps has none, and log 0 has no gradient.
+# Added to every importance: it is 0 for a block that overlaps no visible compressed block, and log 0 has no gradient.
 MIN_IMPORTANCE = 1e-9
-# The golden ratio's fraction of a turn, as a ratio of Fibonacci numbers: in whole numbers every device and compiler names
-# the same rows, and in small ones their products fit 32 bits, which torch.compile's kernels count in.
+# Fractional part of the golden ratio as a ratio of Fibonacci numbers. With integers, all devices and compilers sample the
+# same rows. The numbers are small, so their products fit the 32-bit integers of torch.compile's kernels.
 GOLDEN_NUMERATOR, GOLDEN_DENOMINATOR = 10_946, 17_711
-# Each query's document is laid out by itself where so many of the longest would fill the row: most of its scores are then
-# of other documents' keys.
+# Score each query's document separately if at least this many documents of the largest length fit the row: most scores of
+# the full row would be of keys of other documents.
 SEPARATE_DOCUMENTS_RATIO = 4
 
 
@@ -39,18 +39,20 @@ def selection_loss(
     n_queries: int | None = 64,
     span: Span | None = None,
 ) -> Tensor:
-    """Cross-entropy of the choice's importances against the selected branch's attention mass, nats, 0-d.
+    """Return the cross-entropy of block importances against the selected branch's attention mass, nats, 0-d.
 
-    q [B, T, H, D], k_cmp [B, N, G, D] as `compress` gives it, k_sel [B, T, G, D]; float32, or float64 for float64 inputs.
-    `looking` [B, T, H', D'] are the selected branch's queries where q and k_cmp, of a width of their own, serve the choice
-    alone (an indexer), and k_sel has their width; None: q.
-    For query t and group g, over the blocks j that have begun and are not forced: -sum_j m_j log(I_j / sum_i I_i), with m_j
-    the attention of t over all keys <= t that falls into block j, a mean over the group's heads, and I_j the importance;
-    then the mean over batch, queries and groups. m is a target and carries no gradient; q and k_cmp receive one.
+    q [B, T, H, D], k_cmp [B, N, G, D] from `compress`, k_sel [B, T, G, D]. Computed in float32, or in float64 for float64
+    inputs. `attention_q` [B, T, H', D']: the queries of the selected branch, with the width of k_sel, if q and k_cmp belong
+    to an indexer with a width of its own; None: q.
 
-    `queries`: how many are asked, spread evenly over the span and over the places within a block; None: all. They are
-    the same at every step, so that a resumed run repeats them. Memory is that of their scores over all keys. A query
-    without free blocks adds 0. Raises ValueError for tensors that do not go together.
+    For query t and group g, the loss is -sum_j m_j log(I_j / sum_i I_i) over the candidate blocks j that are not forced.
+    m_j is the attention mass of t on the tokens of block j, over all keys <= t, averaged over the heads of the group. I_j
+    is the importance of block j. The loss is averaged over batch, queries and groups. The target m has no gradient; q and
+    k_cmp get one. A query without free blocks contributes 0.
+
+    `n_queries`: number of sampled queries, spread evenly over the sequence and over positions within a block; None: all.
+    The sample is the same in every step, so a resumed run repeats it. Memory is proportional to the sampled queries times
+    all keys. Raise ValueError for inconsistent tensors.
     """
     input_checks.check_compressed(q, k_cmp, k_cmp, nsa, span)
     attention_q = q if attention_q is None else attention_q
@@ -61,81 +63,90 @@ def selection_loss(
 
 
 class SampledQueries(NamedTuple):
-    """The queries that are asked, and how documents are seen as a text in which each begins with a selection block.
+    """Sampled queries, and the positions of keys and blocks in a text where each document starts at a selection block.
 
-    int64 on the device. Either all documents are one text, one after another, or, with `apart`, each query's document
-    is a text by itself. A key or a compressed block is that of the row or of the query's document, S and N in number;
-    `places` are those of the text.
+    int64 on the device. Without `document_rows`, the text is all documents one after another, and S keys and N compressed
+    blocks are counted over the row. With `document_rows`, each query's document is a text of its own, and S and N are
+    counted within it.
     """
 
     query_rows: Tensor
-    """[R], their rows of q."""
+    """[R], rows of q."""
     compressed_range: Tensor
-    """[2, R], the first compressed block of the query's document, and the end of those that the query sees."""
+    """[2, R], the first compressed block of the query's document, and the end of the blocks visible to the query."""
     key_range: Tensor
-    """[2, R], the first key of the query's document, and the end of those up to the query's own."""
+    """[2, R], the first key of the query's document, and the end of the keys up to the query's own."""
     text_positions: Tensor
-    """[2, R], of the first token of the query's document, and the query's own."""
+    """[2, R], text position of the first token of the query's document, and of the query."""
     key_by_position: Tensor
-    """[blocks * l_sel], or `ABSENT`."""
+    """[blocks * l_sel], the key at each text position, or `ABSENT`."""
     compressed_positions: Tensor
-    """[N], of the first token of each compressed block; `ABSENT` for padding."""
+    """[N], text position of the first token of each compressed block; `ABSENT` for padding."""
     document_rows: tuple[Tensor, Tensor] | None = None
-    """[R, S] and [R, N], the row's keys and compressed blocks that are those of the query's document; past its end any."""
+    """[R, S] and [R, N], rows of the keys and compressed blocks of the query's document; arbitrary past its end."""
 
 
 def get_sampled_queries(span: Span, nsa: NSAConfig, device: torch.device, n_queries: int | None = 64) -> SampledQueries:
-    """Of packed documents, made once per span, device, geometry and number; shapes as in `Span.packed`."""
+    """Return the sampled queries. For packed documents they are built once per span, device, geometry and number."""
 
-    def make(span: Span) -> SampledQueries:
+    def build(span: Span) -> SampledQueries:
         return _build_sampled_queries(span, nsa, device, n_queries)
 
-    # Of one document all of it follows from the shapes: nothing to keep, and it is made on the device, as CUDA graphs need.
+    # For one document everything follows from the shapes. It is built on the device, without a copy, as CUDA graphs need.
     key = ("asked", device, nsa.l, nsa.d, nsa.l_sel, n_queries)
-    return span.get_or_build(key, make) if span.kind == "packed" else make(span)
+    return span.get_or_build(key, build) if span.kind == "packed" else build(span)
 
 
 def _build_sampled_queries(span: Span, nsa: NSAConfig, device: torch.device, n_queries: int | None) -> SampledQueries:
     query = sample_rows(span.n_queries, n_queries, device)
-    # Counted for the keys: of a chunk, those before it too.
-    tokens = tuple(accumulate((document.end for document in span.documents), initial=0))
-    layouts = [span.bounds, tokens, span.compressed_bounds(nsa), span.selection_bounds(nsa)]
-    row, key, compressed, block = span.copy_bounds(layouts, device)
-    owner = find_documents(span.n_queries, row)[query]
-    t = span.start + query - row[owner]
-    first_key, first_compressed, place = key[owner], compressed[owner], block[owner] * nsa.l_sel
-    seen = geometry.visible_compressed(t, nsa)
+    # Number of keys per document. For a chunk this includes the keys before it.
+    key_bounds = tuple(accumulate((document.end for document in span.documents), initial=0))
+    layouts = [span.bounds, key_bounds, span.compressed_bounds(nsa), span.selection_bounds(nsa)]
+    row_starts, key_starts, compressed_starts, block_starts = span.copy_bounds(layouts, device)
+    document = find_documents(span.n_queries, row_starts)[query]
+    t = span.start + query - row_starts[document]
+    first_key, first_compressed, document_position = (
+        key_starts[document],
+        compressed_starts[document],
+        block_starts[document] * nsa.l_sel,
+    )
+    n_visible = geometry.visible_compressed(t, nsa)
     if span.kind == "packed" and SEPARATE_DOCUMENTS_RATIO * span.longest_allocated <= span.n_keys:
-        return _build_separate_documents(span, nsa, query, t, seen, first_key, first_compressed)
+        return _build_separate_documents(span, nsa, query, t, n_visible, first_key, first_compressed)
     return SampledQueries(
         query_rows=query,
-        compressed_range=torch.stack([first_compressed, first_compressed + seen]),
+        compressed_range=torch.stack([first_compressed, first_compressed + n_visible]),
         key_range=torch.stack([first_key, first_key + t + 1]),
-        text_positions=torch.stack([place, place + t]),
-        key_by_position=map_rows(span.num_selection_allocated(nsa) * nsa.l_sel, block * nsa.l_sel, key),
-        compressed_positions=map_rows(span.num_compressed(nsa) * nsa.d, compressed * nsa.d, block * nsa.l_sel)[:: nsa.d],
+        text_positions=torch.stack([document_position, document_position + t]),
+        key_by_position=map_rows(span.num_selection_allocated(nsa) * nsa.l_sel, block_starts * nsa.l_sel, key_starts),
+        compressed_positions=map_rows(
+            span.num_compressed(nsa) * nsa.d, compressed_starts * nsa.d, block_starts * nsa.l_sel
+        )[:: nsa.d],
     )
 
 
 def _build_separate_documents(
-    span: Span, nsa: NSAConfig, query: Tensor, t: Tensor, seen: Tensor, first_key: Tensor, first_compressed: Tensor
+    span: Span, nsa: NSAConfig, query: Tensor, t: Tensor, n_visible: Tensor, first_key: Tensor, first_compressed: Tensor
 ) -> SampledQueries:
-    """Each of `query` with its own document: `t` is where it stands there, `seen` how many compressed blocks it sees, and
-    the last two where the document's keys and compressed blocks begin in the row."""
-    longest, rows = span.longest_allocated, span.num_compressed(nsa)
-    place = geometry.positions(0, geometry.num_selection(longest, nsa) * nsa.l_sel, query.device)
-    number = geometry.positions(0, min(geometry.num_compressed(longest, nsa), rows), query.device)
-    none = torch.zeros_like(t)
+    """Return the samples with a separate text for each query's document.
+
+    `t`: position of each query in its document. `n_visible`: number of compressed blocks that it sees. `first_key`,
+    `first_compressed`: first rows of its document's keys and compressed blocks.
+    """
+    max_length, n_compressed = span.longest_allocated, span.num_compressed(nsa)
+    position = geometry.positions(0, geometry.num_selection(max_length, nsa) * nsa.l_sel, query.device)
+    block = geometry.positions(0, min(geometry.num_compressed(max_length, nsa), n_compressed), query.device)
+    zeros = torch.zeros_like(t)
     return SampledQueries(
         query_rows=query,
-        compressed_range=torch.stack([none, seen]),
-        key_range=torch.stack([none, t + 1]),
-        text_positions=torch.stack([none, t]),
-        key_by_position=torch.where(place < longest, place, ABSENT),
-        compressed_positions=number * nsa.d,
+        compressed_range=torch.stack([zeros, n_visible]),
+        key_range=torch.stack([zeros, t + 1]),
+        text_positions=torch.stack([zeros, t]),
+        key_by_position=torch.where(position < max_length, position, ABSENT),
+        compressed_positions=block * nsa.d,
         document_rows=(
-            (first_key[:, None] + place[:longest]).clamp_max(span.n_keys - 1),
-            (first_compressed[:, None] + number).clamp_max(rows - 1),
+            (first_key[:, None] + position[:max_length]).clamp_max(span.n_keys - 1),
+            (first_compressed[:, None] + block).clamp_max(n_compressed - 1),
         ),
     )
 
@@ -143,62 +154,74 @@ def _build_separate_documents(
 def compute_sampled_loss(
     q: Tensor, k_cmp: Tensor, attention_q: Tensor, k_sel: Tensor, nsa: NSAConfig, sampled: SampledQueries
 ) -> Tensor:
-    """As `selection_loss`, of the queries that `rows` name. What it launches does not depend on the documents."""
-    wide, G = torch.promote_types(q.dtype, torch.float32), k_sel.shape[2]
-    blocks = geometry.num_selection(len(sampled.key_by_position), nsa)
-    first, own = sampled.text_positions
-    free = geometry.candidate_blocks(own, blocks, nsa) & ~geometry.forced_blocks(own, blocks, nsa)  # [R, blocks]
-    free = free & (geometry.positions(0, blocks, q.device) * nsa.l_sel > first[:, None])
-    keys_apart, compressed_apart = sampled.document_rows or (None, None)
-    # Full precision under autocast too: scores that are rounded to bfloat16 are a blunt target.
+    """Return `selection_loss` of the `sampled` queries. The number of kernel launches does not depend on the documents."""
+    acc_dtype, G = torch.promote_types(q.dtype, torch.float32), k_sel.shape[2]
+    n_blocks = geometry.num_selection(len(sampled.key_by_position), nsa)
+    document_position, query_position = sampled.text_positions
+    is_free = geometry.candidate_blocks(query_position, n_blocks, nsa) & ~geometry.forced_blocks(
+        query_position, n_blocks, nsa
+    )  # [R, n_blocks]
+    is_free = is_free & (geometry.positions(0, n_blocks, q.device) * nsa.l_sel > document_position[:, None])
+    document_keys, document_compressed = sampled.document_rows or (None, None)
+    # Disable autocast: targets from scores rounded to bfloat16 are too coarse.
     with torch.autocast(q.device.type, enabled=False):
         with torch.no_grad():
-            mass = _compute_attention_mass(_gather_queries(attention_q, sampled, G), k_sel, sampled.key_range, keys_apart)
+            mass = _compute_attention_mass(
+                _gather_queries(attention_q, sampled, G), k_sel, sampled.key_range, document_keys
+            )
             mass = mass.index_select(-1, sampled.key_by_position.clamp_min(0))
-            mass = mass.masked_fill(sampled.key_by_position == ABSENT, 0)  # [B, R, G, blocks * l_sel]
-            mass = torch.unflatten(mass, -1, (blocks, nsa.l_sel)).sum(-1)
-        weight = _compute_attention_mass(_gather_queries(q, sampled, G), k_cmp, sampled.compressed_range, compressed_apart)
-        importance = weight @ geometry.overlap_at(sampled.compressed_positions, blocks, nsa, dtype=wide) + MIN_IMPORTANCE
-        free = free[:, None]
-        chosen = importance.log() - (importance * free).sum(-1, keepdim=True).clamp_min(MIN_IMPORTANCE).log()
-        return -(mass * free * chosen).sum() / (q.shape[0] * G * len(sampled.query_rows))
+            mass = mass.masked_fill(sampled.key_by_position == ABSENT, 0)  # [B, R, G, n_blocks * l_sel]
+            mass = torch.unflatten(mass, -1, (n_blocks, nsa.l_sel)).sum(-1)
+        probabilities = _compute_attention_mass(
+            _gather_queries(q, sampled, G), k_cmp, sampled.compressed_range, document_compressed
+        )
+        importance = (
+            probabilities @ geometry.overlap_at(sampled.compressed_positions, n_blocks, nsa, dtype=acc_dtype)
+            + MIN_IMPORTANCE
+        )
+        is_free = is_free[:, None]
+        log_share = importance.log() - (importance * is_free).sum(-1, keepdim=True).clamp_min(MIN_IMPORTANCE).log()
+        return -(mass * is_free * log_share).sum() / (q.shape[0] * G * len(sampled.query_rows))
 
 
 def _gather_queries(q: Tensor, sampled: SampledQueries, groups: int) -> Tensor:
-    """The queries that are asked, [B, R, G, h, D], scaled, in the wide dtype."""
-    picked = q.index_select(1, sampled.query_rows).to(torch.promote_types(q.dtype, torch.float32))
-    return torch.unflatten(picked, 2, (groups, -1)) * q.shape[-1] ** -0.5
+    """Return the sampled queries, [B, R, G, h, D], scaled, in the accumulation dtype."""
+    sampled_q = q.index_select(1, sampled.query_rows).to(torch.promote_types(q.dtype, torch.float32))
+    return torch.unflatten(sampled_q, 2, (groups, -1)) * q.shape[-1] ** -0.5
 
 
 def sample_rows(length: int, count: int | None, device: torch.device | None = None) -> Tensor:
-    """`count` different rows of `length`, one in each of as many equal stretches; all rows if there are no more. int64.
+    """Return `count` distinct rows of `length`, one from each of `count` equal segments, int64; all rows if there are
+    fewer.
 
-    Where in its stretch a row stands follows multiples of the golden ratio, so that rows do not fall into step with blocks.
+    Positions within the segments follow multiples of the golden ratio, so they do not align with block boundaries.
     """
     if count is None or count >= length:
         return geometry.positions(0, length, device)
     if count < 1:
         raise ValueError(f"queries = {count}: expected at least 1, or None for all")
-    bounds = geometry.positions(0, count + 1, device) * length // count
-    turned = geometry.positions(0, count, device) * GOLDEN_NUMERATOR % GOLDEN_DENOMINATOR
-    return bounds[:-1] + turned * bounds.diff() // GOLDEN_DENOMINATOR
+    segment_starts = geometry.positions(0, count + 1, device) * length // count
+    offsets = geometry.positions(0, count, device) * GOLDEN_NUMERATOR % GOLDEN_DENOMINATOR
+    return segment_starts[:-1] + offsets * segment_starts.diff() // GOLDEN_DENOMINATOR
 
 
 def _compute_attention_mass(q: Tensor, k: Tensor, visible_range: Tensor, document_rows: Tensor | None) -> Tensor:
-    """Attention of q [B, R, G, h, D] over the keys k [B, N, G, D] from `seen[0]` to before `seen[1]`, a mean over h.
+    """Return the attention of q [B, R, G, h, D] over keys k [B, N, G, D] in visible_range[0] .. visible_range[1]-1.
 
-    [B, R, G, N], or, of the keys that `apart` [R, S] names in the place of k, [B, R, G, S]; 0 where nothing is seen. Every
-    query is held against all keys: one large product takes less time than a copy of each query's own keys, and no key's
-    gradient is the sum of several copies'. A query or key that is not finite makes NaN of the shares it has a part in, and
-    touches no other, nor its gradient: it is taken out of the products, where zero times NaN would be NaN.
+    The mean over the h heads, [B, R, G, N]; or [B, R, G, S] over the keys that `document_rows` [R, S] gathers from k. 0 for
+    a query that sees no key.
+
+    All queries are multiplied with all keys: one large product is faster than copying each query's keys, and the gradient
+    of a key is then not a sum over copies. A non-finite query or key makes only the probabilities that it takes part in
+    NaN. It is replaced by 0 in the products, where zero times NaN would be NaN, so other values and gradients stay finite.
     """
-    sound_q, sound_k = q.isfinite().all(-1, keepdim=True), k.isfinite().all(-1, keepdim=True)
-    scores = torch.einsum("brghd,bsgd->brghs", q.where(sound_q, 0), k.where(sound_k, 0).to(q.dtype))
-    lost = ~(sound_q & sound_k.squeeze(-1).transpose(1, 2)[:, None, :, None])
+    is_finite_q, is_finite_k = q.isfinite().all(-1, keepdim=True), k.isfinite().all(-1, keepdim=True)
+    scores = torch.einsum("brghd,bsgd->brghs", q.where(is_finite_q, 0), k.where(is_finite_k, 0).to(q.dtype))
+    is_nonfinite = ~(is_finite_q & is_finite_k.squeeze(-1).transpose(1, 2)[:, None, :, None])
     if document_rows is not None:
-        own = document_rows[None, :, None, None]
-        scores, lost = (x.gather(-1, own.expand(*x.shape[:-1], -1)) for x in (scores, lost))
-    number = geometry.positions(0, scores.shape[-1], q.device)
-    allowed = ((number >= visible_range[0][:, None]) & (number < visible_range[1][:, None]))[None, :, None, None]
-    scores = scores.masked_fill(lost, torch.nan).masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        rows = document_rows[None, :, None, None]
+        scores, is_nonfinite = (x.gather(-1, rows.expand(*x.shape[:-1], -1)) for x in (scores, is_nonfinite))
+    position = geometry.positions(0, scores.shape[-1], q.device)
+    allowed = ((position >= visible_range[0][:, None]) & (position < visible_range[1][:, None]))[None, :, None, None]
+    scores = scores.masked_fill(is_nonfinite, torch.nan).masked_fill(~allowed, torch.finfo(scores.dtype).min)
     return (scores.softmax(-1) * allowed).mean(3)

@@ -40,7 +40,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
     for folder, text in ((project, "theirs.txt"), (here, "mine.txt"), (project, "both.txt"), (here, "both.txt")):
         folder.mkdir(exist_ok=True)
         (folder / text).write_text("text")
-    monkeypatch.setattr("nsa_lab.data.paths.project_root", lambda: project)
+    monkeypatch.setattr("nsa_lab.data.paths.find_project_root", lambda: project)
     monkeypatch.chdir(here)
     return project, here
 
@@ -66,8 +66,8 @@ def test_in_the_project_a_path_stays_relative_and_without_one_none_does(
     elsewhere: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, here = elsewhere
-    monkeypatch.setattr("nsa_lab.data.paths.project_root", lambda: None)
+    monkeypatch.setattr("nsa_lab.data.paths.find_project_root", lambda: None)
     assert make_paths_absolute(DataConfig(source="local", path="mine.txt")).path == str(here / "mine.txt")
-    monkeypatch.setattr("nsa_lab.data.paths.project_root", lambda: project)
+    monkeypatch.setattr("nsa_lab.data.paths.find_project_root", lambda: project)
     monkeypatch.chdir(project)
     assert make_paths_absolute(DataConfig(source="local", path="theirs.txt")).path == "theirs.txt"

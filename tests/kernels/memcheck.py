@@ -101,7 +101,7 @@ def decode(before: int, new: int, sizes: tuple[int, int, int, int, int], dtype: 
     index = [torch.randn(B, n, G, Dk, dtype=dtype, device="cuda") for n in (new, num_compressed(before + new, choice))]
     q, gates = (torch.randn(B, new, H, width, dtype=dtype, device="cuda") for width in (Dk, 3))
     lengths = torch.full((B,), before, dtype=torch.int32, device="cuda")
-    options = {"index_q": index[0], "choice_nsa": choice} if has_indexer else {}
+    options = {"index_q": index[0], "selection_nsa": choice} if has_indexer else {}
     caches = LayerCache(*cache, index[1] if has_indexer else None)
     out = cached_attention(q, gates, caches, lengths, nsa, backend="triton", **options)
     assert torch.isfinite(out).all()

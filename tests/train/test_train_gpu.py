@@ -153,7 +153,7 @@ def stepper_of(tiny: Tiny, *, graph: bool, compiled: bool = False, **changes: An
     if compiled:
         compile_blocks(model)
     optimizer = make_optimizer(model, config.train)
-    auxiliary = model.auxiliary_loss if config.model.taught else None
+    auxiliary = model.auxiliary_loss if config.model.has_selection_loss else None
     settings: dict[str, Any] = {"device": device, "bf16": True, "world": World(), "auxiliary": auxiliary, "separator": SEP}
     return model, Stepper(model, model, optimizer, config.train, use_graph=lambda stage: graph, **settings)
 

@@ -44,7 +44,7 @@ def test_a_layer_reads_what_the_model_chooses(layer: int, indexer: dict[str, flo
         x, _ = block(x, rotary)
     inner = model.blocks[layer].attention
     normed = model.blocks[layer].attention_norm(x)
-    chosen = select_model_blocks(inner.scoring(normed, inner.project(normed, rotary), rotary), inner)
+    chosen = select_model_blocks(inner.project_selection_inputs(normed, inner.project(normed, rotary), rotary), inner)
     for t in (20, 52, 63):
         for group in (0, 1):
             assert compute_reads(example, TINY_NSA, t, group).blocks == [b for b in chosen[0, t, group].tolist() if b >= 0]
