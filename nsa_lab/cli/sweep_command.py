@@ -99,7 +99,7 @@ def _check_variants(config_by_variant: dict[str, RunConfig]) -> tuple[list[str],
     """Return the problems that prevent a variant from starting, one line each, and the number of GPUs."""
     import torch
 
-    from nsa_lab.train.startable import check_startable
+    from nsa_lab.train.preflight.startup_checks import check_startable
 
     problems = []
     for variant, config in config_by_variant.items():
@@ -135,7 +135,7 @@ def _write_results(sweep: Sweep, log: Callable[[str], None]) -> None:
     write_json(sweep.folder / TABLE_FILE, _build_json(sweep, results))
     log(str(sweep.folder / TABLE_FILE))
     try:
-        from nsa_lab.report.sweep import write_sweep_plot
+        from nsa_lab.report import write_sweep_plot
     except MissingPackage as error:
         log(f"no figure: {error}")
         return

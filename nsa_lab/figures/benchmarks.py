@@ -1,4 +1,4 @@
-"""A picture of the time that attention takes per token, over the length of a sequence."""
+"""Plots of benchmark results: attention time against length, decoding speed against context, a training step by part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from nsa_lab.figures.style import CMP, DENSE, FORCED, SEL, WIN
 
 WHOLE = "whole"
-# What is drawn, of all that the benchmark measures.
+# The parts to draw, out of all parts that the benchmark measures.
 ATTENTION_COLOURS = {
     WHOLE: "black",
     "dense": DENSE,
@@ -18,25 +18,43 @@ ATTENTION_COLOURS = {
     "selected, real": SEL,
     "window": WIN,
 }
+DECODE_COLOURS = {"nsa": "black", "dense": DENSE}
+STEP_COLOURS = {
+    "gemm": WIN,
+    "compressed": CMP,
+    "window": "#332288",
+    "compressed and window": CMP,  # older records do not separate the two
+    "selected": SEL,
+    "block choice": FORCED,
+    "dense attention": "#000000",
+    "gated sum": "#CC79A7",
+    "elementwise": DENSE,
+    "optimiser": "#56B4E9",
+    "copy": "#F0E442",
+    "idle": "#FFFFFF",
+}
+
+PartTimes = Mapping[str, Mapping[str, float]]
 
 
 def plot_attention_time(curves: Mapping[tuple[str, str], Sequence[tuple[int, float]]], caption: str) -> Figure:
-    """Forward and backward of each contender, log-log; `about`: where and when it was measured.
+    """Plot the time of forward and backward per token against the length, log-log, one line per part and implementation.
 
-    `curves` holds, for each part of `COLOURS` and what computed it, the lengths in tokens with the nanoseconds per token.
+    `curves` maps (part of `ATTENTION_COLOURS`, implementation) to (length in tokens, nanoseconds per token) pairs.
+    `caption` names the device and date.
     """
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
     axes.set_title(f"Attention of one layer, forward and backward: {caption}", fontsize=10)
-    for number, ((part, by), points) in enumerate(curves.items()):
+    for index, ((part, implementation), points) in enumerate(curves.items()):
         axes.plot(
             *zip(*sorted(points), strict=True),
-            marker="o^sv"[number % 4],
+            marker="o^sv"[index % 4],
             markersize=4,
             color=ATTENTION_COLOURS[part],
             linewidth=2.2 if part == WHOLE else 1,
             linestyle="--" if part == "dense" else "-",
-            label=f"{part}: {by}",
+            label=f"{part}: {implementation}",
         )
     axes.set(xscale="log", yscale="log", xlabel="sequence length T, tokens", ylabel="nanoseconds per token")
     lengths = sorted({length for points in curves.values() for length, _ in points})
@@ -44,4 +62,64 @@ def plot_attention_time(curves: Mapping[tuple[str, str], Sequence[tuple[int, flo
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.25, which="both", linewidth=0.5, color=DENSE)
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def plot_decode_speed(curves: Mapping[str, Sequence[tuple[int, float]]], quantity: str, caption: str) -> Figure:
+    """Plot `quantity` of NSA and dense attention against context length.
+
+    `curves` maps `nsa` and `dense` to (tokens, value) pairs.
+    """
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(f"{quantity} against context length: {caption}", fontsize=10)
+    for kind, points in curves.items():
+        style = "--" if kind == "dense" else "-"
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", linestyle=style, color=DECODE_COLOURS[kind], label=kind)
+    lengths = sorted({length for points in curves.values() for length, _ in points})
+    axes.set(xscale="log", xlabel="context length, tokens", ylabel=quantity)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.25, linewidth=0.5, color=DENSE)
+    axes.legend(frameon=False)
+    return figure
+
+
+def plot_step_time(panels: Sequence[tuple[str, PartTimes]], caption: str) -> Figure:
+    """Plot stacked bars of nanoseconds per token, one colour per part of `STEP_COLOURS`.
+
+    A panel is (title, bars); `bars` maps the label of a bar to the nanoseconds per token of each part.
+    """
+    figure = Figure(figsize=(8.5, 4.8), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    figure.suptitle(caption, fontsize=11)
+    for panel, (title, bars) in zip(axes, panels, strict=True):
+        for x, parts in enumerate(bars.values()):
+            bottom = 0.0
+            for part in STEP_COLOURS:
+                if part in parts:
+                    panel.bar(
+                        x,
+                        parts[part],
+                        bottom=bottom,
+                        color=STEP_COLOURS[part],
+                        edgecolor="black",
+                        linewidth=0.4,
+                        label=part,
+                    )
+                    bottom += parts[part]
+            panel.annotate(f"{bottom:,.0f}", (x, bottom), ha="center", va="bottom", fontsize=8)
+        panel.set_title(title, fontsize=9)
+        panel.set_xticks(range(len(bars)), bars, fontsize=8)
+    axes[0].set_ylabel("nanoseconds per token")
+    handles = {label: handle for panel in axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        [handles[part] for part in STEP_COLOURS if part in handles],
+        [part for part in STEP_COLOURS if part in handles],
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=8,
+    )
     return figure

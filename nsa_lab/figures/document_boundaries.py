@@ -1,4 +1,4 @@
-"""What a query reads near the border of two documents: as one text, and with documents told apart."""
+"""Plot what a query reads near the boundary of two packed documents, without and with a document mask."""
 
 from __future__ import annotations
 
@@ -19,49 +19,53 @@ LANE_HEIGHT = 0.85
 
 
 def plot_document_boundaries(unmasked: AttentionReads, masked: AttentionReads, boundaries: Sequence[int]) -> Figure:
-    """One query twice, over a row of documents that begin at `bounds` (and, last, where the row ends).
+    """Plot one query twice over a sequence of packed documents.
 
-    `whole`: its reads where the row is one text, at its position in the row; `alone`: those in its own document, at its
-    position there. What begins in another document is red.
+    `unmasked` are its reads without a document mask, at its position in the sequence. `masked` are its reads in its own
+    document, at its position there. `boundaries` are the document starts, followed by the end of the sequence. Reads that
+    start in another document are red.
     """
-    begin = unmasked.position - masked.position
+    document_start = unmasked.position - masked.position
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     figure.suptitle(
-        f"What query t = {unmasked.position:,} reads: it is token {masked.position:,} of its document", fontsize=11
+        f"Reads of query t = {unmasked.position:,}, which is token {masked.position:,} of its document", fontsize=11
     )
-    one, apart = figure.subplots(2, 1, sharex=True)
-    for axes, reads, first in ((one, unmasked, 0), (apart, masked, begin)):
+    unmasked_axes, masked_axes = figure.subplots(2, 1, sharex=True)
+    for axes, reads, offset in ((unmasked_axes, unmasked, 0), (masked_axes, masked, document_start)):
         _draw_documents(axes, boundaries)
-        foreign = sum(_draw_lane(axes, reads, lane, first, begin) for lane in range(len(LANES)))
-        named = "documents told apart (mask)" if first else "read as one text (cross)"
-        axes.set_title(f"{named}: {foreign} reads begin in other documents", fontsize=9, loc="left")
+        n_foreign = sum(_draw_lane(axes, reads, lane, offset, document_start) for lane in range(len(LANES)))
+        title = "with the document mask (mask)" if offset else "without a document mask (cross)"
+        axes.set_title(f"{title}: {n_foreign} reads start in other documents", fontsize=9, loc="left")
         axes.axvline(unmasked.position + 0.5, color="black", linewidth=1)
         axes.set(xlim=(0, boundaries[-1]), ylim=(-0.1, 3.05))
         axes.set_yticks([lane + 0.45 for lane in range(len(LANES))], LANES, fontsize=8)
-    apart.set_xlabel("token of the row; dashed: documents begin")
+    masked_axes.set_xlabel("token of the sequence; dashed lines: document starts")
     handles = [
-        Patch(facecolor=colour, label=label) for label, colour in {**LANE_COLOURS, "of another document": FORCED}.items()
+        Patch(facecolor=colour, label=label) for label, colour in {**LANE_COLOURS, "in another document": FORCED}.items()
     ]
     figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
 
 
 def _draw_lane(axes: Axes, reads: AttentionReads, lane: int, offset: int, document_start: int) -> int:
-    """Boxes of what a branch reads, its document's first token at `first` of the row; how many begin before row `own`."""
-    colour, foreign = LANE_COLOURS[LANES[lane]], 0
-    # Compressed blocks overlap, and take turns in rows of their own.
+    """Draw the reads of one branch as boxes, and return how many of them start before `document_start`.
+
+    `offset` is the position of the document's first token in the sequence.
+    """
+    colour, n_foreign = LANE_COLOURS[LANES[lane]], 0
+    # Compressed blocks overlap, so they alternate between several rows.
     rows = -(-reads.nsa.l // reads.nsa.d) if LANES[lane] == "compressed" else 1
-    for number, (begin, end) in enumerate(_list_intervals(reads, LANES[lane])):
-        strange = offset + begin < document_start
-        foreign += strange
-        corner, height = (offset + begin, lane + LANE_HEIGHT * (number % rows) / rows), LANE_HEIGHT / rows
-        face, alpha = (FORCED, 0.9) if strange else (colour, 0.55)
-        axes.add_patch(Rectangle(corner, end - begin, height, facecolor=face, alpha=alpha, edgecolor="white"))
-    return foreign
+    for index, (start, end) in enumerate(_list_intervals(reads, LANES[lane])):
+        is_foreign = offset + start < document_start
+        n_foreign += is_foreign
+        corner, height = (offset + start, lane + LANE_HEIGHT * (index % rows) / rows), LANE_HEIGHT / rows
+        face, alpha = (FORCED, 0.9) if is_foreign else (colour, 0.55)
+        axes.add_patch(Rectangle(corner, end - start, height, facecolor=face, alpha=alpha, edgecolor="white"))
+    return n_foreign
 
 
 def _list_intervals(reads: AttentionReads, branch: str) -> list[tuple[int, int]]:
-    """Tokens that each read covers, first and one past the last: blocks, and the tokens of the window one by one."""
+    """Return the token interval (first, last + 1) of each read: blocks, and the single tokens of the window."""
     n, end = reads.nsa, reads.position + 1
     if branch == "compressed":
         return [(i * n.d, i * n.d + n.l) for i in range(len(reads.cmp))]
@@ -71,8 +75,8 @@ def _list_intervals(reads: AttentionReads, branch: str) -> list[tuple[int, int]]
 
 
 def _draw_documents(axes: Axes, boundaries: Sequence[int]) -> None:
-    """Every second document on grey, a dashed line where one begins."""
-    for number, (begin, end) in enumerate(pairwise(boundaries)):
-        if number % 2:
-            axes.axvspan(begin, end, color=PALE, alpha=0.5, linewidth=0)
-        axes.axvline(begin, color="black", linestyle="--", linewidth=0.8)
+    """Shade every second document, and draw a dashed line at each document start."""
+    for index, (start, end) in enumerate(pairwise(boundaries)):
+        if index % 2:
+            axes.axvspan(start, end, color=PALE, alpha=0.5, linewidth=0)
+        axes.axvline(start, color="black", linestyle="--", linewidth=0.8)

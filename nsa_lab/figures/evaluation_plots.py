@@ -1,4 +1,4 @@
-"""Pictures of evaluations: what was found, by length and depth, and loss by position. Of one run, or of models together."""
+"""Plots of evaluations: facts found by length and depth, loss by position, and accuracy on the tiny recall task."""
 
 from __future__ import annotations
 
@@ -10,87 +10,91 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.style import DENSE, SEL, add_legend, make_panel
+from nsa_lab.figures.style import CMP, DENSE, FORCED, SEL, WIN, add_legend, add_legend_below, make_panel
 from nsa_lab.health.paired_text_loss import RangeDifference, TextDifference
 from nsa_lab.runs.evaluation import get_depth_counts
 
 TASK_NAMES = {"needle": "needle", "multi_key": "needle among other facts", "multi_query": "several questions"}
+MODEL_COLOURS = (DENSE, SEL, CMP, WIN, FORCED)
 
 
 def plot_retrieval(evaluation: dict[str, Any]) -> Figure:
-    """Share of the facts at each depth that were found, length by depth, one panel for each task; from `evaluation.json`.
+    """Plot the fraction of facts found at each length and depth, one panel per task, from `evaluation.json`.
 
-    Of several questions in a sequence the first alone asks for the fact at that depth. An evaluation that did not count it
-    apart shows all of them, without depths.
+    In a sequence with several questions, only the first asks for the fact at that depth. Evaluations that did not count it
+    separately show all questions, without depths.
     """
     tasks = list(dict.fromkeys(cell["task"] for cell in evaluation["retrieval"]))
-    figure = Figure(figsize=(1.2 + 3.4 * max(len(tasks), 1), 3.8), layout="constrained")
-    figure.suptitle(f"Facts found by {evaluation['run']} at step {evaluation['step']:,}, share of facts", fontsize=11)
-    axes = figure.subplots(1, max(len(tasks), 1), squeeze=False)[0]
+    figure = Figure(figsize=(6.5, 0.8 + 2.7 * max(len(tasks), 1)), layout="constrained")
+    figure.suptitle(f"Facts found by {evaluation['run']} at step {evaluation['step']:,}, fraction of facts", fontsize=11)
+    panels = figure.subplots(max(len(tasks), 1), 1, squeeze=False).flatten()
     if not tasks:
-        axes[0].set_axis_off()
-        axes[0].annotate("no task fits into the lengths asked", (0.5, 0.5), xycoords="axes fraction", ha="center")
+        panels[0].set_axis_off()
+        panels[0].annotate("no task fits into the requested lengths", (0.5, 0.5), xycoords="axes fraction", ha="center")
         return figure
-    pictures = []
-    for place, (one, task) in enumerate(zip(axes, tasks, strict=True)):
-        pictures.append(_draw_heatmap(one, [cell for cell in evaluation["retrieval"] if cell["task"] == task]))
-        one.set_title(TASK_NAMES.get(task, task), fontsize=9)
-        one.set(xlabel="length, bytes", ylabel="" if place else "depth of the fact (1: at the question)")
-    figure.colorbar(pictures[-1], ax=axes.tolist(), label="found")
+    images = []
+    for axes, task in zip(panels, tasks, strict=True):
+        images.append(_draw_heatmap(axes, [cell for cell in evaluation["retrieval"] if cell["task"] == task]))
+        axes.set_title(TASK_NAMES.get(task, task), fontsize=9)
+        axes.set(xlabel="length, bytes", ylabel="depth of the fact\n(1: at the question)")
+    figure.colorbar(images[-1], ax=panels.tolist(), label="found")
     return figure
 
 
 def plot_retrieval_grid(cells: Mapping[str, Sequence[dict[str, Any]]], tasks: Sequence[str]) -> Figure:
-    """`retrieval_map` of models side by side, all seeds of each together: a row for a task, a column for a model.
+    """Plot the fraction of facts found for several models, over all seeds: one row per task, one column per model.
 
-    `cells` are the entries of `retrieval` in the model's evaluations. Raises ValueError where there is no model or no task.
+    `cells` maps a model to the `retrieval` entries of its evaluations. Raises ValueError if there is no model or no task.
     """
     if not cells or not tasks:
-        raise ValueError(f"{len(cells)} models and {len(tasks)} tasks to draw: expected one of each at least")
-    figure = Figure(figsize=(1.2 + 3.6 * len(cells), 0.8 + 2.6 * len(tasks)), layout="constrained")
-    figure.suptitle("Facts found by length and depth, share of facts", fontsize=11)
+        raise ValueError(f"expected at least one model and one task, got {len(cells)} models and {len(tasks)} tasks")
+    figure = Figure(figsize=(1.2 + 3.3 * len(cells), 0.8 + 2.6 * len(tasks)), layout="constrained")
+    figure.suptitle("Facts found by length and depth, fraction of facts", fontsize=11)
     grid = figure.subplots(len(tasks), len(cells), squeeze=False)
-    pictures = []
+    images = []
     for row, task in zip(grid, tasks, strict=True):
-        for axes, (model, own) in zip(row, cells.items(), strict=True):
-            pictures.append(_draw_heatmap(axes, [cell for cell in own if cell["task"] == task]))
-            axes.set_title(f"{model}:\n{TASK_NAMES.get(task, task)}", fontsize=8)  # a long name has a line of its own
+        for axes, (model, model_cells) in zip(row, cells.items(), strict=True):
+            images.append(_draw_heatmap(axes, [cell for cell in model_cells if cell["task"] == task]))
+            axes.set_title(f"{model}:\n{TASK_NAMES.get(task, task)}", fontsize=8)  # long names get a separate line
             axes.set(xlabel="length, bytes" if row is grid[-1] else "", ylabel="" if axes is not row[0] else "depth")
-    figure.colorbar(pictures[-1], ax=grid.ravel().tolist(), label="found")
+    figure.colorbar(images[-1], ax=grid.ravel().tolist(), label="found")
     return figure
 
 
 def plot_difference_by_position(text: TextDifference, target: float | None = None) -> Figure:
-    """Bits per byte of a model less those of another, by octave of the position, with 95 % intervals; `bar` is a level.
+    """Plot the bits per byte of a model minus those of the baseline in each position range, with 95% intervals.
 
-    Intervals over windows are drawn whole. Those over two or three seeds may be many times as long, and end at the edge.
+    `target` is drawn as a horizontal line. The y axis covers the intervals over windows. Intervals over two or three
+    seeds may be many times longer; they are clipped.
     """
-    figure, axes = make_panel(8, 3.8, f"{text.text}: {text.model} less {text.baseline}; below 0 the first is better")
-    places = get_position_ranges(text)
-    middle = np.arange(len(places))
+    figure, axes = make_panel(8, 3.8, f"{text.text}: {text.model} minus {text.baseline} (below 0 the first is better)")
+    ranges = get_position_ranges(text)
+    x = np.arange(len(ranges))
     axes.axhline(0, color="black", linewidth=0.8)
     if target is not None:
         axes.axhline(target, color=DENSE, linewidth=0.8, linestyle="--", label=f"{target:+g}")
-    for aside, colour, label, intervals in (
-        (-0.08, SEL, "95 % over windows", [place.over_windows for place in places]),
-        (0.08, DENSE, "95 % over seeds", [place.over_seeds for place in places]),
+    for offset, colour, label, intervals in (
+        (-0.08, SEL, "95% over windows", [place.over_windows for place in ranges]),
+        (0.08, DENSE, "95% over seeds", [place.over_seeds for place in ranges]),
     ):
-        told = [(at, place.difference, *found) for at, place, found in zip(middle, places, intervals, strict=True) if found]
-        if told:
-            at, mean, low, high = np.array(told).T
-            axes.errorbar(at + aside, mean, [mean - low, high - mean], fmt="o", ms=4, capsize=3, color=colour, label=label)
-    axes.plot(middle, [place.difference for place in places], "x", color="black", markersize=4, label="mean")
-    if shown := [bound for place in places for bound in place.over_windows or ()]:
+        points = [
+            (at, place.difference, *interval) for at, place, interval in zip(x, ranges, intervals, strict=True) if interval
+        ]
+        if points:
+            at, mean, low, high = np.array(points).T
+            axes.errorbar(at + offset, mean, [mean - low, high - mean], fmt="o", ms=4, capsize=3, color=colour, label=label)
+    axes.plot(x, [place.difference for place in ranges], "x", color="black", markersize=4, label="mean")
+    if shown := [bound for place in ranges for bound in place.over_windows or ()]:
         low, high = min(0.0, *shown), max(target or 0.0, *shown)
         axes.set_ylim(low - (high - low) / 4, high + (high - low) / 4)
-    axes.set_xticks(middle, [place.place.replace(" to ", "–") for place in places], fontsize=7)
+    axes.set_xticks(x, [place.place.replace(" to ", "–") for place in ranges], fontsize=7)
     axes.set(xlabel="position, bytes", ylabel="bits per byte")
     add_legend(axes, columns=2)
     return figure
 
 
 def get_position_ranges(text: TextDifference) -> list[RangeDifference]:
-    """Octaves of the position among the places of a text: neither whole documents nor a slope."""
+    """Return the position ranges of a text, without the entries for whole documents and for the slope."""
     return [place for place in text.places if place.place[0].isdigit()]
 
 
@@ -102,10 +106,12 @@ def _draw_heatmap(axes: Axes, cells: list[dict[str, Any]]) -> Any:
     shares = np.full((len(depths), len(lengths)), np.nan)
     for row, depth in enumerate(depths):
         for column, length in enumerate(lengths):
-            own = [count for *place, count in counts if count and place == [length, depth]]
-            if not own:
+            cell_counts = [count for *place, count in counts if count and place == [length, depth]]
+            if not cell_counts:
                 continue
-            shares[row, column] = share = sum(right for right, _ in own) / sum(asked for _, asked in own)
+            shares[row, column] = share = sum(n_right for n_right, _ in cell_counts) / sum(
+                n_questions for _, n_questions in cell_counts
+            )
             axes.annotate(
                 f"{share:.0%}", (column, row), ha="center", va="center", fontsize=6, color="w" if share < 0.6 else "k"
             )
@@ -115,16 +121,56 @@ def _draw_heatmap(axes: Axes, cells: list[dict[str, Any]]) -> Any:
 
 
 def plot_loss_by_position(evaluation: dict[str, Any]) -> Figure:
-    """Bits per byte on held-out text against the bytes that stand before, with standard errors over windows."""
-    found = evaluation["positions"]
-    octaves = found["octaves"]
+    """Plot bits per byte on held-out text against position, with standard errors over windows."""
+    positions = evaluation["positions"]
+    ranges = positions["octaves"]
     figure, axes = make_panel(
-        7, 3.4, f"Loss by position of {evaluation['run']}: {found['windows']} windows of {found['length']:,}"
+        7, 3.4, f"Loss by position of {evaluation['run']}: {positions['windows']} windows of {positions['length']:,}"
     )
-    middle = range(len(octaves))
-    bits = [octave["loss"] / math.log(2) for octave in octaves]
-    errors = [octave["error"] / math.log(2) for octave in octaves]
-    axes.errorbar(middle, bits, yerr=errors, color=SEL, marker="o", capsize=3)
-    axes.set_xticks(middle, [f"{octave['first']:,}–{octave['last']:,}" for octave in octaves], fontsize=7)
+    x = range(len(ranges))
+    bpb = [item["loss"] / math.log(2) for item in ranges]
+    errors = [item["error"] / math.log(2) for item in ranges]
+    axes.errorbar(x, bpb, yerr=errors, color=SEL, marker="o", capsize=3)
+    axes.set_xticks(x, [f"{item['first']:,}–{item['last']:,}" for item in ranges], fontsize=7)
     axes.set(xlabel="position, bytes", ylabel="bits per byte")
+    return figure
+
+
+def plot_recall_accuracy(curves: Mapping[str, Sequence[tuple[int, float]]], chance: float) -> Figure:
+    """Plot the accuracy on the tiny recall task by step, one line per model. `chance` is drawn as a dotted line."""
+    figure, axes = make_panel(7, 3.6, "Tiny recall: accuracy by step")
+    for index, (name, points) in enumerate(curves.items()):
+        steps, accuracies = zip(*points, strict=True) if points else ((), ())
+        width = 1.2 + 0.8 * (len(curves) - 1 - index)  # a curve below another is wider, so that it stays visible
+        axes.plot(
+            steps,
+            accuracies,
+            "o-",
+            markersize=3,
+            color=MODEL_COLOURS[index % len(MODEL_COLOURS)],
+            linewidth=width,
+            label=name,
+        )
+    axes.axhline(chance, color="#999999", linestyle=":", linewidth=1, label="chance")
+    axes.set(xlabel="step", ylabel="accuracy", ylim=(-0.02, 1.02))
+    add_legend(axes)
+    return figure
+
+
+def plot_ablation_accuracy(accuracies: Mapping[str, Mapping[str, float]], model_names: Sequence[str]) -> Figure:
+    """Plot the accuracy under each ablation, models next to each other. `accuracies` maps model -> ablation -> accuracy.
+
+    `model_names` lists all models in the order of their curves, so that each keeps its colour. Raises ValueError for a
+    model that it does not contain.
+    """
+    figure, axes = make_panel(8, 3.6, "Tiny recall: accuracy with replaced block selection or a disabled branch")
+    ablations = list(dict.fromkeys(name for by_ablation in accuracies.values() for name in by_ablation))
+    width = 0.8 / max(len(accuracies), 1)
+    for index, (model, by_ablation) in enumerate(accuracies.items()):
+        colour = MODEL_COLOURS[list(model_names).index(model) % len(MODEL_COLOURS)]
+        x = np.arange(len(ablations)) + (index - (len(accuracies) - 1) / 2) * width
+        axes.bar(x, [by_ablation[name] for name in ablations], width, color=colour, label=model)
+    axes.set_xticks(range(len(ablations)), ablations, fontsize=8)
+    axes.set(ylabel="accuracy", ylim=(0, 1.02))
+    add_legend_below(axes)
     return figure

@@ -1,4 +1,4 @@
-"""Runs beside each other at one layer: its gates, and one statistic of its selection, over steps."""
+"""Plots that compare runs at one layer over steps: its gates, and one statistic of its selection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nsa_lab.runs.history import History
 
 STATISTICS = {
     "gate_entropy": "gate entropy, nats",
-    "sel_reuse": "blocks shared with the query before",
+    "sel_reuse": "blocks shared with the previous query",
     "sel_distance": "distance, blocks",
     "sel_sink_share": "first block's share",
     "sel_window_overlap": "overlap with window",
@@ -24,23 +24,23 @@ LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def plot_layer_gates(runs: Sequence[Run], layer: int, step: int | None = None) -> Figure:
-    """Gate shares of one layer over steps: one colour per branch, one line style per run; `step` is marked."""
+    """Plot the gate shares of one layer: one colour per branch, one line style per run. Mark `step`."""
     histories = [History.read(run) for run in runs]
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     axes.set(title=f"Gate shares of layer {layer}", xlabel=STEP_LABEL, ylabel="share of the gates", ylim=(0, 1))
-    for history, line in zip(histories, cycle(LINE_STYLES), strict=False):
-        for branch, label in BRANCHES.items():
+    for history, style in zip(histories, cycle(LINE_STYLES), strict=False):
+        for branch, branch_name in BRANCHES.items():
             steps, values = history.layer_series(f"gate_share_{branch}")
             if values.shape[1] > layer:
-                named = f"{history.run}: {label}" if len(histories) > 1 else label
-                axes.plot(steps, values[:, layer], color=BRANCH_COLOURS[branch], linestyle=line, label=named)
+                label = f"{history.run}: {branch_name}" if len(histories) > 1 else branch_name
+                axes.plot(steps, values[:, layer], color=BRANCH_COLOURS[branch], linestyle=style, label=label)
     _finish_axes(figure, axes, step)
     return figure
 
 
 def plot_layer_statistic(runs: Sequence[Run], name: str, layer: int, step: int | None = None) -> Figure:
-    """One of `STATISTICS` of one layer over steps, one colour per run; `step` is marked."""
+    """Plot one of `STATISTICS` of one layer, one colour per run. Mark `step`."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.set(title=f"{STATISTICS[name].capitalize()}, layer {layer}", xlabel=STEP_LABEL, ylabel=STATISTICS[name])

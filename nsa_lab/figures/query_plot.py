@@ -1,4 +1,4 @@
-"""What one query reads, as numbers and as a picture: keys of each branch, their weights, and the scores behind them."""
+"""Attention of one query, as data and as a plot: the keys of each branch, their weights, and the block scores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nsa_lab.figures.style import CMP, FORCED, PALE, SEL, WIN, add_colour_legend
 
 @dataclass(frozen=True)
 class AttentionReads:
-    """The reads of the query at `position` in `group`; weights are means over the heads of the group and sum to 1.
+    """Attention of the query at `position` in `group`. Weights are means over the heads of the group and sum to 1.
 
-    cmp [visible compressed blocks]; sel and win [position + 1], zero where a token is not read; importance [begun
-    selection blocks] as eq. 10 gives it, or an indexer where it is `indexed`; blocks: the chosen ones, ascending; forced:
-    those chosen whatever the scores.
+    cmp: weights of the visible compressed blocks, [n_visible]. sel, win: weights of all tokens up to the query, [position
+    + 1], 0 if a token is not read. importance: of the candidate blocks, [n_candidates], by eq. 10, or by an indexer if
+    `has_indexer`. blocks: the selected blocks, ascending. forced: the blocks among them that are always selected.
     """
 
     position: int
@@ -33,19 +33,19 @@ class AttentionReads:
     has_indexer: bool = False
 
     def count_keys(self) -> dict[str, int]:
-        """Keys read by each branch, as `geometry.decode_reads` predicts them."""
+        """Return the number of keys that each branch reads, as `geometry.decode_reads` predicts it."""
         return {"cmp": len(self.cmp), "sel": int((self.sel > 0).sum()), "win": int((self.win > 0).sum())}
 
 
 def plot_query_attention(reads: AttentionReads, caption: str) -> Figure:
-    """What one query reads: one lane per branch, weight of each token, and the scores that chose the blocks."""
+    """Plot one query: a lane per branch with the weight of each token, and the importance that selects the blocks."""
     n, t = reads.nsa, reads.position
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     counts = reads.count_keys()
     figure.suptitle(
-        f"What query t = {t:,} of group {reads.group} reads "
+        f"Attention of query t = {t:,}, group {reads.group} "
         f"({counts['cmp']:,} compressed + {counts['sel']:,} selected + {counts['win']:,} window keys, "
-        f"dense would read {t + 1:,})\n{caption}",
+        f"dense: {t + 1:,})\n{caption}",
         fontsize=10,
     )
     cmp, score, sel, win = figure.subplots(4, 1, sharex=True)
@@ -62,24 +62,24 @@ def plot_query_attention(reads: AttentionReads, caption: str) -> Figure:
     )
     cmp.set_ylabel("compressed\nweight per block", fontsize=8)
 
-    count = len(reads.importance)
-    colours = [FORCED if j in reads.forced else SEL if j in reads.blocks else PALE for j in range(count)]
-    score.bar(np.arange(count) * n.l_sel, reads.importance.numpy(), width=n.l_sel * 0.96, align="edge", color=colours)
+    n_blocks = len(reads.importance)
+    colours = [FORCED if j in reads.forced else SEL if j in reads.blocks else PALE for j in range(n_blocks)]
+    score.bar(np.arange(n_blocks) * n.l_sel, reads.importance.numpy(), width=n.l_sel * 0.96, align="edge", color=colours)
     for j in reads.blocks:
         score.axvspan(j * n.l_sel, (j + 1) * n.l_sel, ymax=0.06, color=colours[j])
-    score.set_ylabel("importance\n" + ("(its indexer's)" if reads.has_indexer else "(eq. 10)"), fontsize=8)
-    add_colour_legend(score, {"forced": FORCED, "chosen": SEL, "passed over": PALE}, inside=True, columns=3)
+    score.set_ylabel("importance\n" + ("(of the indexer)" if reads.has_indexer else "(eq. 10)"), fontsize=8)
+    add_colour_legend(score, {"forced": FORCED, "selected by score": SEL, "not selected": PALE}, inside=True, columns=3)
 
-    for axes, weights, colour, named in ((sel, reads.sel, SEL, "selected"), (win, reads.win, WIN, "window")):
-        read = (weights > 0).nonzero().flatten()
-        axes.bar(read.numpy() + 0.5, weights[read].numpy(), width=max(1.0, t / 700), color=colour)
-        axes.set_ylabel(f"{named}\nweight per token", fontsize=8)
+    for axes, weights, colour, branch in ((sel, reads.sel, SEL, "selected"), (win, reads.win, WIN, "window")):
+        tokens = (weights > 0).nonzero().flatten()
+        axes.bar(tokens.numpy() + 0.5, weights[tokens].numpy(), width=max(1.0, t / 700), color=colour)
+        axes.set_ylabel(f"{branch}\nweight per token", fontsize=8)
     for j in reads.blocks:
         sel.axvspan(j * n.l_sel, min((j + 1) * n.l_sel, t + 1), color=SEL, alpha=0.15, linewidth=0)
     win.axvspan(max(t - n.w + 1, 0), t + 1, color=WIN, alpha=0.15, linewidth=0)
     for axes in (cmp, score, sel, win):
         axes.axvline(t + 0.5, color="black", linewidth=1)
         axes.tick_params(labelsize=8)
-        axes.margins(y=0.45 if axes is score else 0.1)  # the legend stands above the bars
+        axes.margins(y=0.45 if axes is score else 0.1)  # space for the legend above the bars
     win.set(xlabel="token", xlim=(0, max(t + 1, n.l_sel) * 1.01))
     return figure

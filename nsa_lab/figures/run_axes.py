@@ -1,6 +1,6 @@
-"""What the pictures of runs share: steps along the bottom, a colour for each run, and the marks of resumes and stalls.
+"""Common parts of plots of runs: step axis, a colour per run, and marks of resumes and stalls.
 
-A run is a path, or a `History` that was read already.
+A run is a path or a `History` that is already loaded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from nsa_lab.runs.history import History
 Run = str | Path | History
 
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STEP_LABEL = "optimiser step"
-# The lightest fifth of the map is left out: it is hard to see on white.
+STEP_LABEL = "optimizer step"
+# Omit the lightest fifth of the colour map, which is hard to see on white.
 LAYER_COLORMAP = LinearSegmentedColormap.from_list("layers", colormaps["cividis"](np.linspace(0, 0.82, 64)))
 
 
 def read_histories(runs: Run | Sequence[Run]) -> list[History]:
-    several = [runs] if isinstance(runs, str | Path | History) else list(runs)
-    return [History.read(run) for run in several]
+    run_list = [runs] if isinstance(runs, str | Path | History) else list(runs)
+    return [History.read(run) for run in run_list]
 
 
 def make_panel_column(title: str, count: int) -> tuple[Figure, np.ndarray]:
@@ -39,14 +39,14 @@ def make_panel_column(title: str, count: int) -> tuple[Figure, np.ndarray]:
 
 
 def format_step_axis(axes: Axes) -> None:
-    """Steps along the bottom: whole numbers, few enough to be read, over a faint grid."""
+    """Format the step axis: at most about five integer ticks and a faint grid."""
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.25, linewidth=0.5)
 
 
 def draw_layers(figure: Figure, axes: Axes, history: History, name: str) -> None:
-    """One line per layer, and a colour bar that says which is which."""
+    """Draw one line per layer, with a colour bar of the layers."""
     steps, values = history.layer_series(name)
     if not len(values):
         annotate_empty(axes)

@@ -1,4 +1,4 @@
-"""The difference of two runs, with its noise; two curves would hide each other."""
+"""Plot the loss difference of two runs with its uncertainty. Two loss curves in one figure would hide small differences."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from nsa_lab.health.paired_difference import PairedDifference, compute_paired_di
 from nsa_lab.runs.history import History
 
 N_SEGMENTS = 24
-# Where learning begins, runs are apart by what one of them learns some steps earlier; that would hide all the rest.
+# Early in training, a model that learns something a few steps later has a large difference, which would set the scale.
 SKIPPED_FRACTION = 0.1
 
 
 def plot_loss_difference(first: Run, second: Run, *, title: str = "NSA less dense") -> Figure:
-    """Bits per byte of a run less those of another over steps: batches in stretches with their 95 % intervals, validation.
+    """Plot the bits per byte of `first` minus those of `second` over steps.
 
-    The first tenth of the steps lies outside the axes, and what its largest difference was is said.
+    Shown are the means of N_SEGMENTS segments of logged training batches with 95% intervals, and the validation loss. The
+    axes omit the first tenth of the steps, and a note gives the largest validation difference there.
     """
     runs = History.read(first), History.read(second)
-    figure, axes = make_panel(9, 4.2, f"{title}: bits per byte, below 0 the first is better")
-    steps, apart = (array[1:] for array in _get_training_differences(*runs))
+    figure, axes = make_panel(9, 4.2, f"{title}, bits per byte (below 0 the first is better)")
+    steps, differences = (array[1:] for array in _get_training_differences(*runs))
     axes.axhline(0, color="black", linewidth=0.8)
     if len(steps) < 2 * N_SEGMENTS:
-        annotate_empty(axes, "too few batches that both logged")
+        annotate_empty(axes, "too few batches that both runs logged")
         return figure
     later = steps > SKIPPED_FRACTION * steps[-1]
-    _draw_segments(axes, steps[later], apart[later])
-    held_out = _get_validation_differences(*runs)
-    shown = held_out[held_out[:, 0] > SKIPPED_FRACTION * steps[-1]]
+    _draw_segments(axes, steps[later], differences[later])
+    validation = _get_validation_differences(*runs)
+    shown = validation[validation[:, 0] > SKIPPED_FRACTION * steps[-1]]
     axes.plot(shown[:, 0], shown[:, 1], "o", markersize=3.5, color=RUN_COLOURS[1], label="validation, each evaluation")
     axes.set(xlabel=STEP_LABEL, ylabel="bits per byte")
     format_step_axis(axes)
     add_legend(axes)
-    early = held_out[(held_out[:, 0] > 0) & (held_out[:, 0] <= SKIPPED_FRACTION * steps[-1])]
+    early = validation[(validation[:, 0] > 0) & (validation[:, 0] <= SKIPPED_FRACTION * steps[-1])]
     if len(early):
-        at, most = early[np.abs(early[:, 1]).argmax()]
+        step, largest = early[np.abs(early[:, 1]).argmax()]
         axes.set_title(
-            f"before the axes begin, validation was apart by {most:+.2f} at most, at step {at:,.0f}",
+            f"largest validation difference in the omitted steps: {largest:+.2f} at step {step:,.0f}",
             fontsize=8,
             loc="left",
             y=-0.24,
@@ -49,15 +50,17 @@ def plot_loss_difference(first: Run, second: Run, *, title: str = "NSA less dens
 
 
 def _draw_segments(axes: Axes, steps: np.ndarray, differences: np.ndarray) -> None:
-    found = [
-        (mine.mean(), compute_paired_difference("", values, np.zeros(len(values))))
-        for mine, values in zip(np.array_split(steps, N_SEGMENTS), np.array_split(differences, N_SEGMENTS), strict=True)
+    segments = [
+        (segment_steps.mean(), compute_paired_difference("", values, np.zeros(len(values))))
+        for segment_steps, values in zip(
+            np.array_split(steps, N_SEGMENTS), np.array_split(differences, N_SEGMENTS), strict=True
+        )
     ]
-    told = [(at, one.mean, one.half_width) for at, one in found if isinstance(one, PairedDifference)]
-    at, mean, half = np.array(told).T
+    points = [(step, result.mean, result.half_width) for step, result in segments if isinstance(result, PairedDifference)]
+    step, mean, half_width = np.array(points).T
     axes.errorbar(
-        at, mean, half, fmt="s", markersize=3, linewidth=1, capsize=2, color=RUN_COLOURS[0],
-        label="training, same batches: mean and 95 % interval",
+        step, mean, half_width, fmt="s", markersize=3, linewidth=1, capsize=2, color=RUN_COLOURS[0],
+        label="training, same batches: mean and 95% interval",
     )  # fmt: skip
 
 
@@ -67,6 +70,8 @@ def _get_training_differences(first: History, second: History) -> tuple[np.ndarr
 
 
 def _get_validation_differences(first: History, second: History) -> np.ndarray:
-    """[n, 2]: step and difference of every evaluation of both."""
-    ours, theirs = (dict(zip(*(values.tolist() for values in run.validation()), strict=True)) for run in (first, second))
-    return np.array([(step, ours[step] - theirs[step]) for step in ours if step in theirs]).reshape(-1, 2)
+    """Return [n, 2]: step and difference of every evaluation that both runs have."""
+    first_bpb, second_bpb = (
+        dict(zip(*(values.tolist() for values in run.validation()), strict=True)) for run in (first, second)
+    )
+    return np.array([(step, first_bpb[step] - second_bpb[step]) for step in first_bpb if step in second_bpb]).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""A run at a glance: one that is over, as the first screen of its report, and one under way."""
+"""Plots of one run: the first panels of its report, an overview of a finished run, and the progress of a running one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from nsa_lab.runs.history import History
 
 
 def plot_report_panels(run: Run, references: Sequence[Reference] = ()) -> list[Figure]:
-    """The first screen of a report, a figure for each panel so that they can stand below each other: loss, and gates.
+    """Return the first figures of a report, one per panel: loss and gate shares.
 
-    `references` are drawn as levels where the loss comes near them.
+    `references` whose value is near the loss are drawn as horizontal lines.
     """
     history = History.read(run)
     loss, axes = make_panel(6.2, 3.6, "Bits per byte")
@@ -43,36 +43,35 @@ def _draw_references(axes: Axes, references: Sequence[Reference]) -> None:
 
 
 def plot_overview(run: Run) -> Figure:
-    """A run that is over: loss, gates, selection and pace."""
+    """Plot a finished run: loss, gate shares, selection and throughput."""
     history = History.read(run)
-    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    is_dense = history.config.model.attention == "dense"
+    figure = Figure(figsize=(7.5, 5.6 if is_dense else 10.6), layout="constrained")
     figure.suptitle(history.run, fontsize=11)
-    dense = history.config.model.attention == "dense"
-    panels = figure.subplots(1 if dense else 2, 2, squeeze=False)
-    loss, speed = panels[-1][0] if dense else panels[0][0], panels[-1][1]
+    loss, *branch_panels, speed = figure.subplots(2 if is_dense else 4, 1)
     loss.set_title("Loss", fontsize=10)
     draw_loss(loss, [history], smoothing=10)
     zoom_to_late_steps([(loss, "bpb")], [history])
-    if not dense:
-        panels[0][1].set_title("Gate shares, mean and range over layers", fontsize=10)
-        draw_gate_shares(panels[0][1], history)
-        panels[1][0].set_title("Blocks shared with the query before, by layer", fontsize=10)
-        draw_layers(figure, panels[1][0], history, "sel_reuse")
+    if not is_dense:
+        gates, reuse = branch_panels
+        gates.set_title("Gate shares, mean and range over layers", fontsize=10)
+        draw_gate_shares(gates, history)
+        reuse.set_title("Blocks shared with the previous query, by layer", fontsize=10)
+        draw_layers(figure, reuse, history, "sel_reuse")
     speed.set_title("Throughput", fontsize=10)
     draw_speed(speed, history, RUN_COLOURS[0])
     speed.set_ylabel("tokens per second")
-    for axes in panels[-1]:
-        axes.set_xlabel(STEP_LABEL)
+    speed.set_xlabel(STEP_LABEL)
     return figure
 
 
 def plot_progress(run: Run) -> Figure:
-    """A run under way: loss, learning rate, gates and pace."""
+    """Plot a running run: loss, learning rate, gate shares and throughput."""
     history = History.read(run)
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     figure.suptitle(f"{history.run}, step {history.last_step:,} of {history.config.train.steps:,}", fontsize=11)
     (loss, gates), (rate, speed) = figure.subplots(2, 2)
-    loss.set_title("Loss, as recorded and smoothed", fontsize=10)
+    loss.set_title("Loss, logged values and moving mean", fontsize=10)
     draw_loss(loss, [history], smoothing=10)
     gates.set_title("Gate shares, mean and range over layers", fontsize=10)
     if history.config.model.attention == "nsa":

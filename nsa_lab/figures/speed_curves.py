@@ -1,4 +1,4 @@
-"""How fast runs went over their steps, what they waited for, and the memory that they took."""
+"""Plots of the throughput of runs over steps, the time spent waiting for data, and memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from nsa_lab.runs.history import History, compute_median_speeds
 
 
 def plot_throughput(runs: Run | Sequence[Run]) -> Figure:
-    """Tokens per second over steps with the median and the stalls, the share of time spent on waiting for data, memory."""
+    """Plot tokens per second with the median and stalls, the fraction of time spent waiting for data, and peak memory."""
     histories = read_histories(runs)
-    figure, (speed, wait, memory) = make_panel_column("Pace: " + ", ".join(h.run for h in histories), 3)
+    figure, (speed, wait, memory) = make_panel_column("Throughput: " + ", ".join(h.run for h in histories), 3)
     for history, colour in zip(histories, cycle(RUN_COLOURS), strict=False):
         draw_speed(speed, history, colour)
         mark_stalls(speed, history)
-        steps, took = history.series("dt_s")
-        wait.plot(steps, 100 * history.series("data_s")[1] / np.maximum(took, 1e-12), color=colour, linewidth=1)
+        steps, step_s = history.series("dt_s")
+        wait.plot(steps, 100 * history.series("data_s")[1] / np.maximum(step_s, 1e-12), color=colour, linewidth=1)
         steps, peak = history.series("mem_peak_bytes")
         format_step_axis(memory)
         memory.plot(steps, peak / 1e9, color=colour, linewidth=1.5)
@@ -45,9 +45,9 @@ def plot_throughput(runs: Run | Sequence[Run]) -> Figure:
 
 
 def _start_y_axis_at_zero(axes: Axes) -> None:
-    """From 0 to well above the highest line, so that a level one does not lie on the frame."""
-    known = [value for line in axes.lines for value in np.asarray(line.get_ydata(), dtype=float) if np.isfinite(value)]
-    axes.set_ylim(0, 1.25 * (max(known, default=0.0) or 1.0))
+    """Scale the y axis from 0 to well above the highest value, so that a constant line is not on the frame."""
+    values = [value for line in axes.lines for value in np.asarray(line.get_ydata(), dtype=float) if np.isfinite(value)]
+    axes.set_ylim(0, 1.25 * (max(values, default=0.0) or 1.0))
 
 
 def draw_speed(axes: Axes, history: History, colour: str) -> None:

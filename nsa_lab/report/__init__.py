@@ -1,12 +1,11 @@
-"""An executed notebook as one self-contained HTML page: nothing is fetched and nothing runs when it is opened.
+"""Export an executed notebook as one self-contained HTML page: opening it loads nothing and runs nothing.
 
 Invariants
-* Formulas are MathML, pictures are embedded and carry alt text, code is folded away but there.
-* The verdict comes from the run's own files, never from what papermill says about the notebook.
-* What the header says, the title above all, the notebook below it does not say again.
-* No path of the machine that it ran on: neither on the page nor in the executed notebook of a run directory.
-* A table drawn with box characters keeps its lines, however long; any other output wraps.
-* A notebook that failed gives a page of what it did, with the error on top.
+* Formulas are MathML, pictures are embedded and have alt text, and code is folded.
+* The verdict comes from the files of the run, never from papermill's status of the notebook.
+* Neither the page nor the executed notebook in a run directory contains a path of the machine.
+* A table of box characters keeps its lines, however long. All other output wraps.
+* A notebook that failed gives a page of what it did, with the error at the top.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from pygments.formatters import HtmlFormatter
 
 import nsa_lab.figures as figures
-from nsa_lab.figures.panels import cut, panel_boxes
+from nsa_lab.figures.loss import plot_sweep
 from nsa_lab.figures.style import get_title, render_png
 from nsa_lab.health import write_verdict
 from nsa_lab.health.paired_difference import summarize_comparisons
+from nsa_lab.health.sweep_results import VariantResult
 from nsa_lab.report.formulas import Formulas
 from nsa_lab.report.header import build_comparison_rows, find_notebook_error, list_different_settings, summarize_run
 from nsa_lab.report.index import INDEX, write_index
-from nsa_lab.report.once import once
-from nsa_lab.report.sanitize import POLICY, find_external_loads, sanitize_html
+from nsa_lab.report.sanitize import POLICY, sanitize_html
 from nsa_lab.report.strip_paths import strip_paths, strip_paths_in_place
-from nsa_lab.runs.atomic_io import write_text
+from nsa_lab.runs.atomic_io import write_bytes, write_text
 from nsa_lab.runs.history import History, have_different_eval_texts
 from nsa_lab.runs.summary import format_settings
 
@@ -47,18 +46,18 @@ __all__ = [
     "INDEX",
     "NOTEBOOK",
     "export_notebook",
-    "find_external_loads",
     "strip_paths_in_place",
     "write_comparison",
     "write_index",
     "write_report",
+    "write_sweep_plot",
 ]
 
 NOTEBOOK, PAGE = "report.ipynb", "report.html"
-# Pages of a run directory that speak of each other where both are there; the second is notebook 05 on the run.
-RUN_PAGES = {PAGE: "the report of this run", "health.html": "its health, in detail"}
+# Pages of a run directory, which link to each other. The second is notebook 05 executed for the run.
+RUN_PAGES = {PAGE: "the report of this run", "health.html": "its health checks in detail"}
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-# A chart as wide as this can be read on a phone as a whole; a drawing that is wider scrolls there.
+# A picture up to this width is scaled to the screen of a phone. A wider one scrolls sideways.
 MAX_UNSCROLLED_PIXELS = 950
 WIDGET_MIME_PREFIX = "application/vnd.jupyter.widget-"
 PAPERMILL_ERROR_TAG = "papermill-error-cell-tag"
@@ -70,9 +69,10 @@ ANCHOR_LINK = re.compile(r"<a class=\"anchor-link\"[^>]*>.*?</a>", re.DOTALL)
 
 
 def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_only: bool = False) -> Path:
-    """`report.html` in a run directory, from its executed notebook, or from its record alone where there is none, and with
-    `record_alone`; and the verdict beside it. With `page` that file alone is written, and it links to no other, so that it
-    can be handed on, or shared in a repository.
+    """Write `report.html` and `verdict.json` into a run directory, and return the path of the page.
+
+    The page shows the run's executed notebook. Without a notebook, or with `record_only`, it shows plots of the run's
+    record. With `page`, only that file is written, without links to other pages, so that it can be shared.
 
     Raises `RunDirectoryError` if the folder is not a run directory.
     """
@@ -91,29 +91,43 @@ def write_report(run_dir: str | Path, page: str | Path | None = None, *, record_
 
 
 def export_notebook(notebook: str | Path, page: str | Path | None = None, *, run_dir: str | Path | None = None) -> Path:
-    """The executed notebook at `notebook` as a page, by default beside it; with `run_dir`, that run's verdict on top.
+    """Export the executed notebook at `notebook` as a page, by default next to it, and return the path of the page.
 
-    In the folder of that run it links to what else there is to read of it, unless `page` says where it goes.
+    With `run_dir`, the header shows the verdict of that run. A notebook in that directory, exported next to itself, gets
+    links to the other pages of the run.
     """
     source, target = Path(notebook), Path(page or Path(notebook).with_suffix(".html"))
     histories = [History.read(run_dir)] if run_dir else []
     content = strip_paths(nbformat.read(source, as_version=4))
-    at_home = histories and not page and source.parent.resolve() == histories[0].run_dir.resolve()
+    is_in_run_dir = histories and not page and source.parent.resolve() == histories[0].run_dir.resolve()
     return _write_page(
         content,
         target,
         histories,
         title=_take_title(content) or source.stem,
         folder=source.parent,
-        links=_build_links(histories[0], target.name) if at_home else {},
+        links=_build_links(histories[0], target.name) if is_in_run_dir else {},
     )
 
 
 def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
-    """Several runs on one page: their verdicts, then their curves over each other."""
+    """Write a page that compares several runs: their verdicts, then their curves in common plots."""
     histories = [History.read(run_dir) for run_dir in run_dirs]
-    named = f"{len(histories)} runs compared"
-    return _write_page(_build_notebook(histories), Path(page), histories, title=named, with_plots=False)
+    title = f"{len(histories)} runs compared"
+    return _write_page(_build_notebook(histories), Path(page), histories, title=title, with_plots=False)
+
+
+def write_sweep_plot(results: Sequence[VariantResult], name: str, path: Path) -> Path | None:
+    """Write the plot of the variants that can be compared to `path` and return it, or None if there are none yet."""
+    curves = [result.curve for result in results if result.curve]
+    if not curves:
+        return None
+    excluded = [result.name for result in results if result.n_done and not result.curve]
+    title = f"{name}: validation" + (
+        f" (not shown, because evaluated on other text: {', '.join(excluded)})" if excluded else ""
+    )
+    write_bytes(path, render_png(plot_sweep(curves, title=title)))
+    return path
 
 
 def _write_page(
@@ -128,14 +142,12 @@ def _write_page(
 ) -> Path:
     formulas = Formulas()
     runs = [summarize_run(history, with_plots=with_plots) for history in histories]
-    for run, own in zip(runs, list_different_settings(histories), strict=True):
-        run["unlike"] = own
-    for run in runs[:1] if with_plots else []:
-        once(notebook, run["said"])
+    for run, settings in zip(runs, list_different_settings(histories), strict=True):
+        run["different_settings"] = settings
     error = find_notebook_error(notebook)
     prepared = _prepare_notebook(notebook, formulas)
     exporter = HTMLExporter(template_name="run", extra_template_basedirs=[str(TEMPLATES)], embed_images=True)
-    # What a cell prints comes in pieces, as it was printed; a reader wants it in one.
+    # The kernel sends the output of a cell in pieces; join them.
     exporter.register_preprocessor("nbconvert.preprocessors.CoalesceStreamsPreprocessor", enabled=True)
     subtitle = histories[0].run if len(histories) == 1 and histories[0].run != title else None
     resources = {
@@ -148,12 +160,12 @@ def _write_page(
             "error": error,
             "links": links or {},
             "runs": runs,
-            "beside": build_comparison_rows(runs, have_different_eval_texts(histories)) if len(runs) > 1 else None,
+            "comparison": build_comparison_rows(runs, have_different_eval_texts(histories)) if len(runs) > 1 else None,
         },
     }
     text, _ = exporter.from_notebook_node(prepared, resources)
-    # Before <main> stands what the templates wrote, which escape what they show. All after it may be the notebook's, ends
-    # of elements that it did not begin included, and formulas are the notebook's too: so this is done last.
+    # The part before <main> comes from the templates, which escape their values. The rest may come from the notebook,
+    # including formulas and end tags without a start tag. Sanitize it last.
     head, _, body = text.partition("<main>")
     body = sanitize_html(formulas.restore(PREFORMATTED.sub(_add_boxed_class, ANCHOR_LINK.sub("", body))))
     write_text(
@@ -163,15 +175,15 @@ def _write_page(
 
 
 def _build_links(history: History, page: str) -> dict[str, str]:
-    """What there is to read beside the run's page of this name: addresses, and what each is."""
-    there = {name: what for name, what in RUN_PAGES.items() if name != page and (history.run_dir / name).is_file()}
-    return there | ({f"../{INDEX}": "all runs"} if (history.run_dir.parent / INDEX).is_file() else {})
+    """Return the links of a run's page `page` to the other pages that exist: address and title."""
+    links = {name: title for name, title in RUN_PAGES.items() if name != page and (history.run_dir / name).is_file()}
+    return links | ({f"../{INDEX}": "all runs"} if (history.run_dir.parent / INDEX).is_file() else {})
 
 
 def _prepare_notebook(notebook: NotebookNode, formulas: Formulas) -> NotebookNode:
-    """A copy without widget state, with formulas hidden and with alt text on every picture."""
+    """Return a copy without widget state, with placeholders for formulas and alt text for every picture."""
     copy = nbformat.from_dict(notebook)
-    assert isinstance(copy, NotebookNode), "from_dict gives a node for a mapping"
+    assert isinstance(copy, NotebookNode), "from_dict returns a NotebookNode for a mapping"
     copy.metadata.pop("widgets", None)
     copy.cells = [cell for cell in copy.cells if PAPERMILL_ERROR_TAG not in cell.metadata.get("tags", [])]
     heading = "the report"
@@ -185,104 +197,91 @@ def _prepare_notebook(notebook: NotebookNode, formulas: Formulas) -> NotebookNod
 
 
 def _prepare_output(output: NotebookNode, formulas: Formulas, heading: str) -> bool:
-    """Make one output fit for the page, in place; False if nothing of it can be shown."""
+    """Prepare one output for the page, in place. Return False if nothing of it can be shown."""
     if "data" not in output:
         return True
     data = output.data
     if "image/svg+xml" in data:
-        # A picture cannot run what markup could.
-        drawn = base64.b64encode("".join(data.pop("image/svg+xml")).encode()).decode()
-        described = html.escape(f"Figure of the section “{heading}”")
-        data["text/html"] = f'<img alt="{described}" src="data:image/svg+xml;base64,{drawn}">'
-    for kind in [kind for kind in data if kind.startswith(WIDGET_MIME_PREFIX)]:
-        del data[kind]
+        # As an image, the SVG cannot run scripts.
+        encoded = base64.b64encode("".join(data.pop("image/svg+xml")).encode()).decode()
+        alt = html.escape(f"Figure of the section “{heading}”")
+        data["text/html"] = f'<img alt="{alt}" src="data:image/svg+xml;base64,{encoded}">'
+    for mime in [mime for mime in data if mime.startswith(WIDGET_MIME_PREFIX)]:
+        del data[mime]
     if "text/latex" in data:
         data["text/markdown"] = formulas.hide(data.pop("text/latex"))
     elif "text/markdown" in data:
         data["text/markdown"] = formulas.hide(data["text/markdown"])
-    for kind in ("image/png", "image/jpeg"):
-        if kind in data and not output.metadata.get(kind, {}).get("alt"):
-            output.metadata.setdefault(kind, {})["alt"] = f"Figure of the section “{heading}”"
+    for mime in ("image/png", "image/jpeg"):
+        if mime in data and not output.metadata.get(mime, {}).get("alt"):
+            output.metadata.setdefault(mime, {})["alt"] = f"Figure of the section “{heading}”"
     if "image/png" in data and _get_png_width(data["image/png"]) > MAX_UNSCROLLED_PIXELS:
-        # In the notebook format's own word, which the page's style knows.
+        # The key of the notebook format, which the style sheet uses.
         output.metadata["image/png"]["unconfined"] = True
-    if panels := output.metadata.get("image/png", {}).get("panels"):
-        data["text/html"] = _in_panels(data.pop("image/png"), panels, output.metadata["image/png"]["alt"])
     return bool(data)
 
 
 def _get_png_width(picture: str) -> int:
-    """Of a PNG in base 64, as its first bytes say; 0 if it is none."""
-    begin = base64.b64decode(picture[:32])
-    return int.from_bytes(begin[16:20], "big") if begin.startswith(b"\x89PNG") else 0
+    """Return the width of a base64-encoded PNG from its header, or 0 if it is not a PNG."""
+    header = base64.b64decode(picture[:32])
+    return int.from_bytes(header[16:20], "big") if header.startswith(b"\x89PNG") else 0
 
 
-def _in_panels(picture: str, boxes: list[list[float]], alt: str) -> str:
-    """A picture of several columns, cut so that its panels stand below each other on a narrow page."""
-    pieces = [base64.b64encode(piece).decode() for piece in cut(base64.b64decode(picture), boxes)]
-    named = html.escape(alt)
-    shown = "".join(
-        f'<img alt="{named}, panel {number}" src="data:image/png;base64,{piece}">' for number, piece in enumerate(pieces, 1)
-    )
-    return f'<figure class="panels"><figcaption>{named}</figcaption>{shown}</figure>'
-
-
-def _add_boxed_class(found: re.Match[str]) -> str:
-    """The <pre> with the class that forbids to break its lines, if it holds a table whose columns that would tear apart."""
-    attributes, text = found.groups()
-    return f'<pre class="boxed"{attributes}>{text}</pre>' if any(line in text for line in BOX_CHARACTERS) else found[0]
+def _add_boxed_class(match: re.Match[str]) -> str:
+    """Return the <pre> element with the class that forbids line breaks if it contains a table of box characters."""
+    attributes, text = match.groups()
+    return f'<pre class="boxed"{attributes}>{text}</pre>' if any(line in text for line in BOX_CHARACTERS) else match[0]
 
 
 def _build_notebook(histories: list[History]) -> NotebookNode:
-    """The pictures of runs as an executed notebook, for runs that were trained without one."""
+    """Return plots of runs as an executed notebook, for runs that were trained without one."""
     cells = []
     if len(histories) > 1:
         cells += [
-            new_markdown_cell("\n".join(["# Side by side", *(f"* {line}" for line in summarize_comparisons(histories))]))
+            new_markdown_cell("\n".join(["# Comparison", *(f"* {line}" for line in summarize_comparisons(histories))]))
         ]
         cells += [
-            _make_plot_cell(draw, histories)
-            for draw in (figures.plot_loss_curves, figures.plot_learning_rate, figures.plot_throughput)
+            _make_plot_cell(plot, histories)
+            for plot in (figures.plot_loss_curves, figures.plot_learning_rate, figures.plot_throughput)
         ]
     for history in histories:
         if len(histories) > 1:
             cells += [new_markdown_cell(f"# {history.run}"), new_markdown_cell(format_settings(history.config))]
         if not history.steps:
-            cells.append(new_markdown_cell("Nothing was recorded yet."))
+            cells.append(new_markdown_cell("Nothing has been recorded yet."))
             continue
-        drawn = [*figures.RUN_PLOTS] if len(histories) == 1 else []
-        drawn += figures.BRANCH_PLOTS if history.config.model.attention == "nsa" else ()
-        cells += [_make_plot_cell(draw, history) for draw in drawn]
+        plots = [*figures.RUN_PLOTS] if len(histories) == 1 else []
+        plots += figures.BRANCH_PLOTS if history.config.model.attention == "nsa" else ()
+        cells += [_make_plot_cell(plot, history) for plot in plots]
     return new_notebook(cells=cells)
 
 
 def _make_plot_cell(plot: Callable[..., Figure], run: History | list[History]) -> NotebookNode:
     figure = plot(run)
     data = {"image/png": base64.b64encode(render_png(figure)).decode()}
-    shown = {"alt": get_title(figure), "panels": panel_boxes(figure)}
-    output = new_output("display_data", data=data, metadata={"image/png": shown})
+    output = new_output("display_data", data=data, metadata={"image/png": {"alt": get_title(figure)}})
     return new_code_cell(f"figures.{plot.__name__}(run)", outputs=[output])
 
 
 def _take_title(notebook: NotebookNode) -> str | None:
-    """The first heading, cut from its cell, in place: it stands at the top of the page, and once is enough."""
+    """Remove the first heading from its cell, in place, and return it as the title of the page."""
     for cell in notebook.cells:
-        if cell.cell_type == "markdown" and (found := TITLE.search(cell.source)):
+        if cell.cell_type == "markdown" and (match := TITLE.search(cell.source)):
             cell.source = TITLE.sub("", cell.source, count=1)
-            return found[1].strip().strip("`")
+            return match[1].strip().strip("`")
     return None
 
 
 def _last_heading(markdown: str) -> str | None:
-    found = re.findall(r"^#{1,4}\s+(.+)$", markdown, re.MULTILINE)
-    return found[-1].strip() if found else None
+    headings = re.findall(r"^#{1,4}\s+(.+)$", markdown, re.MULTILINE)
+    return headings[-1].strip() if headings else None
 
 
 def _build_contents(body: str) -> str:
-    found = re.findall(r'<h([1-3])\b[^>]*\bid="([^"]+)"[^>]*>(.*?)</h\1>', body, re.DOTALL)
+    headings = re.findall(r'<h([1-3])\b[^>]*\bid="([^"]+)"[^>]*>(.*?)</h\1>', body, re.DOTALL)
     items = [
         f'<li class="h{level}"><a href="#{anchor}">{re.sub(r"<(?!/?math|/?m)[^>]+>", "", text)}</a></li>'
-        for level, anchor, text in found
+        for level, anchor, text in headings
     ]
     return f"<ol>{''.join(items)}</ol>" if len(items) > 2 else ""
 

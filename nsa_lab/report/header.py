@@ -1,7 +1,7 @@
-"""What stands at the top of a report: what was trained, what came out against what, the verdict, and what went wrong.
+"""Collect the header of a report: model, loss compared with the references, verdict, and errors.
 
-Every verdict stands there once: the first that fails in the banner, those that answer a reader's questions in the cards,
-and the others in a table.
+Each check appears once in the header. The first failed check is in the banner, the checks that answer the headline
+questions are in the cards, and the others are in a table.
 """
 
 from __future__ import annotations
@@ -35,101 +35,104 @@ from nsa_lab.runs.summary import (
     format_training_time,
 )
 
-MOODS = {True: "ok", False: "bad", None: "open"}
+STATUS_CLASSES = {True: "ok", False: "bad", None: "open"}
 
-RUNNING_NOTE = "This page shows the run as it was when the page was made: nsa-lab follow {run} shows it live."
+RUNNING_NOTE = "This page shows the run at the time the page was written; nsa-lab follow {run} shows it live."
 KINDS = {"nsa": "NSA", "dense": "Dense attention"}
-# Stand above the table of facts, in figures of their own.
+# Shown above the table of facts, as headline numbers.
 SHOWN_ABOVE = frozenset({"tokens per second, median", "training time"})
 
-# The exception by which a notebook says that it cannot go on (`workbook.notebook.Stop`), as an executed one names it.
+# Name of the exception with which a notebook stops on purpose (`workbook.notebook.Stop`).
 STOP_EXCEPTION = "Stop"
-# By whether the notebook itself found that it cannot go on.
+# Advice by whether the notebook stopped on purpose.
 NOTEBOOK_ADVICE = {
-    True: "Nothing in the notebook is broken: the line above says what it met. What to do about a run stands with its "
-    "verdict; what came before is below.",
-    False: "What came before it stands below. A run that it started is not hurt by this: its own verdict, if there is one, "
-    "follows.",
+    True: "The notebook itself has no error; the line above gives the reason. Advice for the run is with its verdict, and "
+    "the earlier output is below.",
+    False: "The earlier output is below. The error does not affect a run that the notebook started. If the run has a "
+    "verdict, it follows.",
 }
 
 
 def summarize_run(run: Any, *, with_plots: bool = True) -> dict[str, Any]:
-    """The header of one run, ready for the template."""
+    """Return the header of one run for the template."""
     history = History.read(run)
-    health, known, others = examine(history), collect_facts(history), find_references(history) if with_plots else []
-    untrained = not any(event["step"] for event in history.evaluations)
+    health, run_facts, reference_values = (
+        examine(history),
+        collect_facts(history),
+        find_references(history) if with_plots else [],
+    )
+    is_untrained = not any(event["step"] for event in history.evaluations)
     return {
         "name": history.run,
         "settings": format_settings(history.config),
-        "trained": describe_training(known, history),
-        "figures": _list_headline_numbers(known, history, [] if untrained else others),
+        "model": describe_training(run_facts, history),
+        "headline_numbers": _list_headline_numbers(run_facts, history, [] if is_untrained else reference_values),
         "headline": health.headline,
-        "worth": describe_loss(known, others, untrained),
-        "mood": get_mood(health, history),
+        "loss": describe_loss(run_facts, reference_values, is_untrained),
+        "status_class": get_status_class(health, history),
         "advice": [RUNNING_NOTE.format(run=history.run)] if history.state == directory.RUNNING else list_advice(history),
         "cards": [_make_row(card) for card in _select_cards(health, history)],
         "facts": format_facts(history),
-        "numbers": known,
-        "unlike": {},
+        "numbers": run_facts,
+        "different_settings": {},
         "other_facts": [(name, value) for name, value in format_facts(history) if name not in SHOWN_ABOVE],
-        "pictures": _embed_figures(plot_report_panels(history, others)) if with_plots and history.steps else [],
+        "pictures": _embed_figures(plot_report_panels(history, reference_values)) if with_plots and history.steps else [],
         "evaluation": summarize_evaluation(history) if with_plots else None,
         "counts": health.counts,
         "verdicts": [_make_row(verdict) for verdict in _select_table_rows(health)],
-        "said": _list_printed_lines(health, history),
         "config": history.config.to_yaml(),
         "environment": json.dumps(history.environment, indent=1),
     }
 
 
-def describe_training(known: RunFacts, history: History) -> str:
-    """What was trained, on what, in a line."""
-    config, size = history.config, f"{known.parameters:,} parameters, " if known.parameters else ""
-    model = f"{KINDS[known.attention]}, {size}{config.model.n_layers} layers of width {config.model.dim:,}"
-    where = f"{config.runtime.precision}{f' on {known.device}' if known.device else ''}"
-    return f"{model}: {format_steps(config.train)} tokens, {SOURCE_NAMES[known.source]}, {where}"
+def describe_training(facts: RunFacts, history: History) -> str:
+    """Return one line that names the model, the number of tokens, the text and the hardware."""
+    config, size = history.config, f"{facts.parameters:,} parameters, " if facts.parameters else ""
+    model = f"{KINDS[facts.attention]}, {size}{config.model.n_layers} layers of width {config.model.dim:,}"
+    hardware = f"{config.runtime.precision}{f' on {facts.device}' if facts.device else ''}"
+    return f"{model}: {format_steps(config.train)} tokens, {SOURCE_NAMES[facts.source]}, {hardware}"
 
 
-def describe_loss(known: RunFacts, reference_values: Sequence[Reference], is_untrained: bool = False) -> str:
-    """`0.922 bits per byte; dense twin 0.925`, or that there is no loss of the model that was trained."""
-    if known.last_validation_bpb is None or is_untrained:
-        return "not evaluated since training began"
-    return "; ".join([f"{known.last_validation_bpb:,.3f} bits per byte", ", ".join(map(str, reference_values))]).rstrip(
+def describe_loss(facts: RunFacts, reference_values: Sequence[Reference], is_untrained: bool = False) -> str:
+    """Return for example `0.922 bits per byte; dense baseline 0.925`, or that the trained model was not evaluated."""
+    if facts.last_validation_bpb is None or is_untrained:
+        return "not evaluated since training started"
+    return "; ".join([f"{facts.last_validation_bpb:,.3f} bits per byte", ", ".join(map(str, reference_values))]).rstrip(
         "; "
     )
 
 
-def get_mood(health: Health, history: History) -> str:
-    """A run that is not over, and a trial, are neither good nor bad."""
+def get_status_class(health: Health, history: History) -> str:
+    """Return `bad` if a check failed, `ok` for a finished run, and `open` for a trial or an unfinished run."""
     if health.failed:
         return "bad"
     return "ok" if history.is_done and not health.trial_reason else "open"
 
 
 def _list_headline_numbers(
-    known: RunFacts, history: History, reference_values: Sequence[Reference]
+    facts: RunFacts, history: History, reference_values: Sequence[Reference]
 ) -> list[dict[str, Any]]:
-    """The numbers that a reader asks for first: value, unit, and what to hold it against."""
-    first, last = known.first_validation_bpb, known.last_validation_bpb
-    at = history.evaluations[-1]["step"] if history.evaluations else 0
-    before = [f"untrained {first or 0:.3f}"] if at else []
-    what = "bits per byte on held-out text" + ("" if at else ", untrained")
+    """Return the most important numbers: value, unit, and notes to compare with."""
+    first, last = facts.first_validation_bpb, facts.last_validation_bpb
+    last_step = history.evaluations[-1]["step"] if history.evaluations else 0
+    loss_notes = [f"untrained {first or 0:.3f}"] if last_step else []
+    unit = "bits per byte on held-out text" + ("" if last_step else ", untrained")
     shown = [
-        (last, f"{last or 0:,.3f}", what, [*before, *_format_references(reference_values)]),
-        (known.tokens_per_s, format_speed(history), "tokens per second, median", []),
-        (known.wall_s, *_split_time(known)),
+        (last, f"{last or 0:,.3f}", unit, [*loss_notes, *_format_references(reference_values)]),
+        (facts.tokens_per_s, format_speed(history), "tokens per second, median", []),
+        (facts.wall_s, *_split_time(facts)),
     ]
-    return [{"value": value, "unit": unit, "notes": notes} for there, value, unit, notes in shown if there is not None]
+    return [{"value": value, "unit": label, "notes": notes} for number, value, label, notes in shown if number is not None]
 
 
-def _split_time(known: RunFacts) -> tuple[str, str, list[str]]:
-    took, _, rest = (format_training_time(known) or "").partition("; ")
-    value, _, attempts = took.partition(" over ")
-    return value, f"training time{f', {attempts}' if attempts else ''}", [rest] if rest else []
+def _split_time(facts: RunFacts) -> tuple[str, str, list[str]]:
+    duration, _, total = (format_training_time(facts) or "").partition("; ")
+    value, _, attempts = duration.partition(" over ")
+    return value, f"training time{f', {attempts}' if attempts else ''}", [total] if total else []
 
 
 def _format_references(reference_values: Sequence[Reference]) -> list[str]:
-    return [f"{other} ({other.note})" for other in reference_values]
+    return [f"{reference} ({reference.note})" for reference in reference_values]
 
 
 def _embed_figures(figures: Sequence[Figure]) -> list[tuple[str, str]]:
@@ -137,24 +140,30 @@ def _embed_figures(figures: Sequence[Figure]) -> list[tuple[str, str]]:
 
 
 def build_comparison_rows(runs: list[dict[str, Any]], has_different_texts: bool = False) -> list[tuple[str, list[str]]]:
-    """Facts of several runs as rows of a table: a name, the value in each, how each differs from the first.
+    """Return table rows of several runs: a name, the value of each run, and the difference of each run from the first.
 
-    A dash where a run does not say. `apart` says that they were evaluated on different texts, and so does the row of
-    validation, which then gives no difference.
+    A value that a run has not recorded is a dash. With `has_different_texts`, the runs were evaluated on different texts:
+    the row of the validation loss says so and has no difference.
     """
-    known = [{"verdict": run["headline"].partition(":")[0], **dict(run["facts"]), **run["unlike"]} for run in runs]
+    columns = [
+        {"verdict": run["headline"].partition(":")[0], **dict(run["facts"]), **run["different_settings"]} for run in runs
+    ]
     for run in runs[1:]:
-        told = format_differences(runs[0]["numbers"], run["numbers"])
-        known.append(
-            {name: much for name, much in told.items() if not (has_different_texts and name.startswith("validation"))}
+        differences = format_differences(runs[0]["numbers"], run["numbers"])
+        columns.append(
+            {
+                name: difference
+                for name, difference in differences.items()
+                if not (has_different_texts and name.startswith("validation"))
+            }
         )
-    names = dict.fromkeys(name for facts in known for name in facts)
-    note = " (of different texts: not to be compared)" if has_different_texts else ""
-    return [(name + note * name.startswith("validation"), [facts.get(name, "–") for facts in known]) for name in names]
+    names = dict.fromkeys(name for column in columns for name in column)
+    note = " (on different texts, not comparable)" if has_different_texts else ""
+    return [(name + note * name.startswith("validation"), [column.get(name, "–") for column in columns]) for name in names]
 
 
 def list_different_settings(runs: Sequence[History]) -> list[dict[str, str]]:
-    """Of each run, the settings in which one of the runs differs from the first, as rows of `beside`."""
+    """Return, for each run, the settings in which any run differs from the first, as columns of `build_comparison_rows`."""
     keys = {key for run in runs[1:] for key, *_ in diff_settings(runs[0].config, run.config)}
     return [
         {key: str(run.config.to_dict()[key.partition(".")[0]].get(key.partition(".")[2])) for key in sorted(keys)}
@@ -163,47 +172,50 @@ def list_different_settings(runs: Sequence[History]) -> list[dict[str, str]]:
 
 
 def summarize_evaluation(history: History) -> dict[str, Any] | None:
-    """What `nsa-lab evaluate` found: pictures, and a table of the interventions. None where there is no evaluation."""
-    found = read_evaluation(history.run_dir)
-    if found is None:
+    """Return the results of `nsa-lab evaluate` for the template, or None without an evaluation."""
+    evaluation = read_evaluation(history.run_dir)
+    if evaluation is None:
         return None
     return {
-        "told": f"Checkpoint of step {found['step']:,}, seed {found['seed']}, {found['device']}, {found['dtype']}; "
-        "text that was held out of training.",
-        "pictures": _embed_figures([draw(found) for draw in (plot_retrieval, plot_loss_by_position)]),
-        "interventions": [
+        "description": f"Checkpoint of step {evaluation['step']:,}, seed {evaluation['seed']}, {evaluation['device']}, "
+        f"{evaluation['dtype']}; held-out text.",
+        "pictures": _embed_figures([plot(evaluation) for plot in (plot_retrieval, plot_loss_by_position)]),
+        "ablations": [
             (f"{part['length']:,}", effect["name"], f"{effect['accuracy']:.0%}", f"{effect['d_loss']:+.4f}")
-            for part in found["selection"]
+            for part in evaluation["selection"]
             for effect in part["interventions"]
         ],
-        "documents": _describe_documents(found.get("documents")),
-        "not_asked": [f"{row['task']} at {row['length']:,}: {row['why']}" for row in found["not_asked"]],
+        "documents": _describe_documents(evaluation.get("documents")),
+        "skipped": [f"{row['task']} at {row['length']:,}: {row['why']}" for row in evaluation["not_asked"]],
     }
 
 
 def _describe_documents(documents: dict[str, Any] | None) -> str | None:
-    """A sentence; None for an evaluation that was made before documents were asked for."""
+    """Return a sentence on whole documents, or None for an evaluation without them."""
     if documents is None:
         return None
-    bits = {
+    bpb = {
         key: f"{documents[key] / math.log(2):.4f}" for key in ("alone", "across", "first_alone", "first_across", "error")
     }
     return (
-        f"Whole documents, {documents['documents']:,} in {documents['rows']:,} rows of {documents['length']:,} tokens: "
-        f"{bits['alone']} bits per byte with each read alone, {bits['across']} behind the others in its row "
-        f"(difference {documents['difference'] / math.log(2):+.4f} ± {bits['error']}, a standard error over rows); their first "
-        f"bytes {bits['first_alone']} and {bits['first_across']}."
+        f"{documents['documents']:,} whole documents in {documents['rows']:,} sequences of {documents['length']:,} tokens: "
+        f"{bpb['alone']} bits per byte with each as a separate sequence, {bpb['across']} if preceded by the others "
+        f"(difference {documents['difference'] / math.log(2):+.4f} ± {bpb['error']}, one standard error over sequences). "
+        f"On their first bytes: {bpb['first_alone']} and {bpb['first_across']}."
     )
 
 
 def _make_row(verdict: Verdict) -> dict[str, str]:
-    return {"name": verdict.name, "mood": MOODS[verdict.ok], "mark": verdict.mark, "text": verdict.text}
+    return {"name": verdict.name, "status_class": STATUS_CLASSES[verdict.ok], "mark": verdict.mark, "text": verdict.text}
 
 
 def _select_cards(health: Health, history: History) -> list[Verdict]:
-    """A reader's questions. What fails is told in the banner and in the table, and here by its name alone."""
-    asked = [answer for answer in answer_questions(health.verdicts) if not _does_not_apply(answer, history)]
-    return [answer if answer.ok is not False else _name_failed_checks(answer, health) for answer in asked]
+    """Return the answers to the headline questions.
+
+    A failed answer shows names only, because the banner and the table have the text.
+    """
+    selected = [answer for answer in answer_questions(health.verdicts) if not _does_not_apply(answer, history)]
+    return [answer if answer.ok is not False else _name_failed_checks(answer, health) for answer in selected]
 
 
 def _name_failed_checks(answer: Verdict, health: Health) -> Verdict:
@@ -214,43 +226,34 @@ def _name_failed_checks(answer: Verdict, health: Health) -> Verdict:
 
 
 def _is_first_question(answer: Verdict) -> bool:
-    """Whether it is the question that every verdict answers."""
+    """Return whether this is the question that all checks answer."""
     return answer.name == next(iter(QUESTIONS))
 
 
 def _select_table_rows(health: Health) -> list[Verdict]:
-    """The verdicts that neither the banner nor a card tells."""
+    """Return the checks that neither the banner nor a card shows."""
     in_cards = {
         name for answer in answer_questions(health.verdicts) if answer.ok is not False for name in QUESTIONS[answer.name]
     }
     return [verdict for verdict in health.verdicts if verdict.name not in in_cards and verdict not in health.failed[:1]]
 
 
-def _list_printed_lines(health: Health, history: History) -> set[str]:
-    """Lines that a notebook may print and that the header says already, with single spaces."""
-    lines = [str(verdict) for verdict in health.verdicts]
-    lines += [f"{answer.mark} {answer.name} {answer.text}" for answer in answer_questions(health.verdicts)]
-    lines += [f"{name} {value}" for name, value in format_facts(history)]
-    lines += list_advice(history)
-    return {" ".join(line.split()) for line in [*lines, health.headline]}
-
-
 def _does_not_apply(answer: Verdict, history: History) -> bool:
-    """A dense run is not asked about gates and selection."""
+    """Return whether this is a question on gates or selection of a dense run."""
     return history.config.model.attention == "dense" and answer.ok is None and answer.name in BRANCH_QUESTIONS
 
 
 def find_notebook_error(notebook: Any) -> dict[str, str] | None:
-    """The first error among a notebook's outputs: headline, advice, and the id of its cell."""
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for number, cell in enumerate(code, 1):
+    """Return the first error in a notebook's outputs (headline, advice, and the id of its cell), or None."""
+    code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for number, cell in enumerate(code_cells, 1):
         for output in cell.outputs:
             if output.output_type == "error":
-                meant = output.ename == STOP_EXCEPTION
+                is_stop = output.ename == STOP_EXCEPTION
                 return {
-                    "headline": f"The notebook stopped in code cell {number} of {len(code)}: "
-                    f"{'' if meant else f'{output.ename}: '}{join_lines(output.evalue)[:500]}",
-                    "advice": NOTEBOOK_ADVICE[meant],
+                    "headline": f"The notebook stopped in code cell {number} of {len(code_cells)}: "
+                    f"{'' if is_stop else f'{output.ename}: '}{join_lines(output.evalue)[:500]}",
+                    "advice": NOTEBOOK_ADVICE[is_stop],
                     "cell": cell.get("id", ""),
                 }
     return None

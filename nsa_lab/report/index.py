@@ -1,6 +1,7 @@
-"""`index.html` of an outputs folder: every run in it, newest first, with its report. One file, nothing is fetched.
+"""Write `index.html` of an outputs folder: all runs, newest first, with links to their reports.
 
-Verdicts are those that a report wrote last: they read whole checkpoints, and are not made anew here.
+The page is one file and loads nothing. Verdicts are those of the last report of each run. They are not computed again,
+because that reads whole checkpoints.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from nsa_lab.runs.summary import format_duration, format_settings, format_speed
 
 INDEX = "index.html"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-MOODS = {directory.DONE: "ok", directory.HALTED: "bad", "DEAD": "bad"}
+STATE_CLASSES = {directory.DONE: "ok", directory.HALTED: "bad", "DEAD": "bad"}
 
 
 def write_index(outputs: str | Path) -> Path:
-    """Write `index.html` into the folder; its path. A run that cannot be read is listed with the reason."""
+    """Write `index.html` into the folder and return its path. A run that cannot be read is listed with the reason."""
     folder = Path(outputs)
     templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     style = (TEMPLATES / "run" / "style.css").read_text(encoding="utf-8")
@@ -40,27 +41,29 @@ def _summarize_run(run_dir: Path) -> dict[str, Any]:
     row = {"run": run_dir.name, "link": f"{run_dir.name}/{page.name}" if page.is_file() else None}
     try:
         history = History.read(run_dir)
-        known = collect_facts(history)
+        run_facts = collect_facts(history)
     except (RunDirectoryError, ValueError) as error:
         return row | {"problem": " ".join(str(error).split())[:300]}
-    first, last = known.first_validation_bpb, known.last_validation_bpb
+    first, last = run_facts.first_validation_bpb, run_facts.last_validation_bpb
     state = history.state
     verdict = read_verdict(history) or {}
     return row | {
         "state": state,
-        "verdict": verdict.get("headline", "not judged yet").partition(":")[0],
-        "judged": "open" if verdict.get("trial") else {"True": "ok", "False": "bad"}.get(str(verdict.get("ok")), "open"),
-        "model": f"{known.attention}{f', {known.parameters:,} parameters' if known.parameters else ''}",
-        "mood": "open" if state is None else MOODS.get(state, "open"),
+        "verdict": verdict.get("headline", "not checked yet").partition(":")[0],
+        "verdict_class": "open"
+        if verdict.get("trial")
+        else {"True": "ok", "False": "bad"}.get(str(verdict.get("ok")), "open"),
+        "model": f"{run_facts.attention}{f', {run_facts.parameters:,} parameters' if run_facts.parameters else ''}",
+        "state_class": "open" if state is None else STATE_CLASSES.get(state, "open"),
         "settings": format_settings(history.config),
-        "began": _format_start_date(history),
-        "steps": f"{known.step:,} of {known.steps:,}",
+        "started": _format_start_date(history),
+        "steps": f"{run_facts.step:,} of {run_facts.steps:,}",
         "validation": "" if last is None else f"{first:,.3f} → {last:,.3f}",
         "speed": format_speed(history) or "",
-        "time": "" if known.wall_s is None else format_duration(known.wall_s),
+        "time": "" if run_facts.wall_s is None else format_duration(run_facts.wall_s),
     }
 
 
 def _format_start_date(history: History) -> str:
-    begun = history.events_of_kind("start", "resume")
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begun[0]["t"])) if begun else ""
+    start_events = history.events_of_kind("start", "resume")
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start_events[0]["t"])) if start_events else ""

@@ -1,7 +1,7 @@
-"""A training notebook, headlessly: papermill executes it, the terminal shows the run, and a report always comes out.
+"""Run a training notebook headlessly: papermill executes it, the terminal shows the run, and a report is always written.
 
-The trainer is a process of its own that the notebook starts or attaches to, so what happens to the notebook does not
-happen to the run.
+The trainer is a separate process that the notebook starts or attaches to. An error in the notebook therefore does not
+affect the run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from nsa_lab.runs.live_view import watch
 AUTOSAVE_S = 10
 KERNEL = "python3"
 INTERRUPTED = "interrupted"
-# A kernel logs that it talks over TCP, and its own end when it is interrupted; neither is about the run.
+# The kernel logs that it uses TCP, and that it was interrupted. Neither is about the run.
 KERNEL_ARGUMENTS = ["--log-level=50"]
 
 
 def execute_notebook(notebook: Path, run_dir: Path, console: Console) -> str | None:
-    """Execute the notebook on the run, saving it as `report.ipynb` on the way; what went wrong in it, or None."""
+    """Execute the notebook for the run, saving it as `report.ipynb` meanwhile. Return its error, or None."""
     finished = threading.Event()
-    # What stops this process must leave the notebook as far as it came, and a report.
-    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # If this process is terminated, keep the partly executed notebook and write a report.
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     follower = threading.Thread(target=watch, args=(run_dir, finished.is_set, console), name="follow", daemon=True)
     follower.start()
     try:
@@ -48,14 +48,14 @@ def execute_notebook(notebook: Path, run_dir: Path, console: Console) -> str | N
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        signal.signal(signal.SIGTERM, previous_handler)
         finished.set()
         follower.join()
     return None
 
 
 def write_run_report(run_dir: Path, problem: str | None, console: Console) -> None:
-    """Write the report and the list of runs, say how it went, and print the report's path as the last line."""
+    """Write the report and the list of runs, print the outcome, and print the path of the report as the last line."""
     state = lifecycle.get_state(run_dir)
     if problem:
         console.print(f"the notebook did not finish: {problem}", style="red", highlight=False, soft_wrap=True)
@@ -71,7 +71,7 @@ def _describe_outcome(run_dir: Path, state: str) -> str:
     run = run_dir.name
     if state == directory.RUNNING:
         return (
-            f"the trainer goes on: nsa-lab follow {run}, or nsa-lab stop {run}; "
+            f"the trainer is still running: nsa-lab follow {run}, or nsa-lab stop {run}; "
             f"nsa-lab run --into {run} executes the notebook again"
         )
     if state == directory.DONE:
@@ -84,7 +84,7 @@ def _describe_outcome(run_dir: Path, state: str) -> str:
 def _run_papermill(notebook: Path, run_dir: Path) -> None:
     logging.getLogger("papermill").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        # jupyter_client and nbformat announce changes to come on every start; they are not about this notebook.
+        # jupyter_client and nbformat warn about future changes on every start, not about this notebook.
         warnings.simplefilter("ignore", DeprecationWarning)
         papermill.execute_notebook(
             notebook,

@@ -1,28 +1,27 @@
-"""Takes out of a page everything that would run or be fetched when it is opened. Links to click stay.
+"""Remove everything from a page that would run, or load data, when the page is opened. Links to click remain.
 
-Markup of a notebook is anyone's: a report may be of a run that somebody else sent. What stays is a list of elements,
-attributes and styles, taken from the parsed page (nh3, the binding of the ammonia library) and written anew; what is not
-on the list goes. `POLICY` has the browser refuse the same things, should something pass all the same.
+A notebook may contain any markup, since a report may be of a run that somebody else sent. nh3 (the Python binding of
+ammonia) parses the page and keeps only the elements, attributes and styles listed here. As a second protection, `POLICY`
+makes the browser block the rest.
 """
 
 from __future__ import annotations
 
 import html
 import re
-from html.parser import HTMLParser
 from urllib.parse import quote, unquote
 
 import nh3
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""The page's Content-Security-Policy: its own styles and the pictures in it. No script, no request, no form."""
+"""Content-Security-Policy of the page: only inline styles and embedded pictures. No script, no request, no form."""
 
 
 def _word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What latex2mathml writes.
+# The elements and attributes that latex2mathml writes.
 MATHML = _word_set(
     "math mfrac mi mn mo mover mpadded mphantom mroot mrow mspace msqrt mstyle msub msubsup msup mtable mtd mtext mtr "
     "munder munderover menclose merror mmultiscripts mprescripts none"
@@ -42,7 +41,7 @@ ATTRIBUTES = {
     "th": nh3.ALLOWED_ATTRIBUTES["th"] | {"valign"},
     "td": nh3.ALLOWED_ATTRIBUTES["td"] | {"valign"},
 }
-# Of these none fetches, and none moves anything over the rest of the page.
+# None of these properties loads data, and none can place an element over the rest of the page.
 STYLE_PROPERTIES = _word_set(
     "border border-bottom border-collapse border-color border-left border-right border-spacing border-style "
     "border-top border-width color background-color display float font-family font-size font-style font-variant "
@@ -51,12 +50,12 @@ STYLE_PROPERTIES = _word_set(
     "padding-bottom padding-left padding-right padding-top tab-size text-align text-decoration text-indent "
     "text-transform vertical-align visibility white-space width word-break word-wrap"
 )
-# A place on the web or in the page, or a file beside it.
+# An address on the web, an anchor in the page, or a file next to it.
 LINK = re.compile(r"https?://|mailto:|#|[\w./%~-]+([?#]|$)", re.IGNORECASE)
 EMBEDDED_PICTURE = "data:image/"
-# Stands for the address of a picture that is not in the page, until a word can take the place of the whole element.
+# Marks the address of a picture that is not embedded, until a note replaces the whole element.
 MISSING_SOURCE = "data:missing,"
-# As nh3 writes an element: every value is quoted, and no quote is in it.
+# An element as nh3 writes it: every value is quoted and contains no quote.
 MISSING_PICTURE = re.compile(rf'<img(?: [\w:-]+="[^"]*")*? src="{MISSING_SOURCE}([^"]*)"(?: [\w:-]+="[^"]*")*>')
 _CLEANER = nh3.Cleaner(
     tags=set(TAGS),
@@ -69,66 +68,22 @@ _CLEANER = nh3.Cleaner(
     link_rel=None,
 )
 
-ACTIVE_TAGS = _word_set("script iframe frame object embed applet audio video source track base link form animate set")
-SCRIPT_SCHEMES = ("javascript:", "vbscript:", "data:")
-FETCHING_ATTRIBUTES = {"src", "srcset", "poster", "background", "data", "action", "formaction", "ping", "lowsrc", "dynsrc"}
-STYLE_LOAD = re.compile(r"@import[^;]*;?|(?:url|image|image-set|src)\(\s*[\"']?\s*(?!data:|#)[^)]*\)|\\[0-9a-f]", re.I)
-
 
 def sanitize_html(fragment: str) -> str:
-    """The inside of a page without scripts, frames, forms, handlers, and anything that is not embedded; in the place of a
-    picture that is elsewhere stands its address."""
+    """Return the fragment without scripts, frames, forms, handlers and external data.
+
+    An external picture is replaced by a note with its address.
+    """
     return MISSING_PICTURE.sub(
-        lambda found: f'<span class="missing">[picture not embedded: {html.escape(unquote(found[1]))}]</span>',
+        lambda match: f'<span class="missing">[picture not embedded: {html.escape(unquote(match[1]))}]</span>',
         _CLEANER.clean(fragment),
     )
 
 
 def _filter_attribute(tag: str, name: str, value: str) -> str | None:
-    """What `value` becomes; None takes the attribute away."""
+    """Return the new value of the attribute, or None to remove it."""
     if name == "src":
         return value if value.strip().lower().startswith(EMBEDDED_PICTURE) else MISSING_SOURCE + quote(value)
     if name == "href":
         return value if LINK.match(value) else None
     return value
-
-
-def find_external_loads(page: str) -> list[str]:
-    """What opening the page would fetch or run, as it stands in the page; empty for a self-contained one.
-
-    A check of well-formed pages. It reads markup that is broken on purpose in another way than a browser; `inert` does not.
-    """
-    found = _ExternalLoads()
-    found.feed(page)
-    found.close()
-    return found.loads
-
-
-class _ExternalLoads(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: list[str] = []
-        self._in_style = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._in_style = tag == "style"
-        written = (self.get_starttag_text() or tag)[:80]
-        given = [(name, "".join((value or "").split()).lower()) for name, value in attrs]
-        if tag in ACTIVE_TAGS or (tag == "meta" and ("http-equiv", "refresh") in given):
-            self.loads.append(written)
-            return
-        for name, value in given:
-            fetches = name in FETCHING_ATTRIBUTES and not value.startswith("data:")
-            runs = name.startswith("on") or (
-                name.endswith("href") and value.startswith(("javascript:", "vbscript:", "data:"))
-            )
-            styled = name == "style" and STYLE_LOAD.search(value)
-            if fetches or runs or styled:
-                self.loads.append(f"{name} of {written}")
-
-    def handle_data(self, data: str) -> None:
-        if self._in_style:
-            self.loads += STYLE_LOAD.findall(data)
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_style = False

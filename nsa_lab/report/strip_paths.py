@@ -1,6 +1,6 @@
-"""Takes the folders of this machine out of an executed notebook, so that it can be shared: project, Python, home.
+"""Remove machine-specific folders (project, Python, home) from an executed notebook, so that it can be shared.
 
-What lies in the project is named from there, as a reader of the repository would; pictures are left alone.
+Paths in the project become relative to its root, as a reader of the repository would write them. Pictures are not changed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ PATH_END = r"(?![\w.-])"
 
 
 def strip_paths_in_place(notebook: Path) -> None:
-    """Rewrite the executed notebook in place, if that changes anything."""
-    before = nbformat.read(notebook, as_version=4)
-    after = strip_paths(before)
-    if after != before:
-        write_text(notebook, nbformat.writes(after) + "\n")
+    """Strip the notebook file in place. Do not write it if nothing changes."""
+    original = nbformat.read(notebook, as_version=4)
+    stripped = strip_paths(original)
+    if stripped != original:
+        write_text(notebook, nbformat.writes(stripped) + "\n")
 
 
 def strip_paths(notebook: NotebookNode) -> NotebookNode:
-    """A copy in which sources, text outputs and metadata name no folder of this machine."""
+    """Return a copy whose sources, text outputs and metadata contain no folder of this machine."""
     copy = nbformat.from_dict(_strip_value(notebook, _list_replacements()))
-    assert isinstance(copy, NotebookNode), "from_dict gives a node for a mapping"
+    assert isinstance(copy, NotebookNode), "from_dict returns a NotebookNode for a mapping"
     return copy
 
 
 def _list_replacements() -> list[tuple[str, str]]:
-    """Folders and what stands for each, the longest first."""
-    found = {str(Path.home()): "~", sys.prefix: "<python>", sys.base_prefix: "<python>", str(resolve.get_root()): ""}
+    """Return (folder, replacement) pairs, the longest folder first."""
+    replacements = {str(Path.home()): "~", sys.prefix: "<python>", sys.base_prefix: "<python>", str(resolve.get_root()): ""}
     return sorted(
-        ((folder, name) for folder, name in found.items() if len(Path(folder).parts) > 1), key=lambda pair: -len(pair[0])
+        ((folder, name) for folder, name in replacements.items() if len(Path(folder).parts) > 1),
+        key=lambda pair: -len(pair[0]),
     )
 
 
@@ -57,7 +58,7 @@ def _strip_text(text: str, replacements: list[tuple[str, str]]) -> str:
     text = CELL_FILE.sub("<cell>", text)
     for folder, name in replacements:
         text = re.sub(
-            rf"{re.escape(folder)}(?:/|{PATH_END})", lambda found, name=name: _get_replacement(found[0], name), text
+            rf"{re.escape(folder)}(?:/|{PATH_END})", lambda match, name=name: _get_replacement(match[0], name), text
         )
     return text
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from IPython.display import Markdown, display
 
 from nsa_lab import figures
-from nsa_lab.figures.sweep import plot_sweep
+from nsa_lab.figures.loss import plot_sweep
 from nsa_lab.health import comparison_tables as tables
 from nsa_lab.health.comparison import ModelComparison, compare_models
 from nsa_lab.health.model_runs import ModelRuns, find_baseline, group_runs

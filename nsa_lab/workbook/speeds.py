@@ -14,8 +14,7 @@ from rich.console import Console
 from nsa_lab.bench.attention_speed import AttentionRow, Shape, parse_shape, run_attention_bench
 from nsa_lab.bench.decode_speed import time_models
 from nsa_lab.config import ModelConfig, find_project_root
-from nsa_lab.figures.benchmarks import ATTENTION_COLOURS, WHOLE, plot_attention_time
-from nsa_lab.figures.decoding import plot_decode_speed
+from nsa_lab.figures.benchmarks import ATTENTION_COLOURS, WHOLE, plot_attention_time, plot_decode_speed
 from nsa_lab.workbook.display import show_figure, show_folded
 
 # One length a step, 16,384 tokens each up to there: where the crossover lies shows between them.

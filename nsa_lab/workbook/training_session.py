@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 import nsa_lab.figures as figures
 from nsa_lab.config import RunConfig
-from nsa_lab.figures.sweep import plot_sweep
+from nsa_lab.figures.loss import plot_sweep
 from nsa_lab.health.sweep_results import compute_curve
 from nsa_lab.runs.history import History, have_different_eval_texts
 from nsa_lab.runs.summary import format_settings, format_steps

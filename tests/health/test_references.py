@@ -15,7 +15,7 @@ from nsa_lab.config import RunConfig
 from nsa_lab.health import LIMITS, examine, read_verdict, write_verdict
 from nsa_lab.health.divergence import diagnose_divergence
 from nsa_lab.health.references import find_references
-from nsa_lab.report.header import describe_loss, get_mood, list_advice
+from nsa_lab.report.header import describe_loss, get_status_class, list_advice
 from nsa_lab.runs import directory
 from nsa_lab.runs.history import History, collect_facts
 
@@ -48,7 +48,7 @@ def test_a_run_too_short_to_judge_has_another_banner(changes: dict, why: str | N
     history = write_history(tmp_path, "a-1", **changes)
     health = examine(history)
     assert health.ok and health.trial_reason == why
-    assert get_mood(health, history) == ("open" if why else "ok")
+    assert get_status_class(health, history) == ("open" if why else "ok")
     assert health.headline.startswith("a trial, and no fault in it: " if why else "healthy: ")
     assert health.counts in health.headline and " hold" in health.counts
 

@@ -10,9 +10,9 @@ import pytest
 from fake_run import Event, write_run
 from matplotlib.figure import Figure
 
-from nsa_lab.figures.sweep import plot_sweep
+from nsa_lab.figures.loss import plot_sweep
 from nsa_lab.health.sweep_results import SeedMean, VariantResult, collect_results
-from nsa_lab.report.sweep import write_sweep_plot
+from nsa_lab.report import write_sweep_plot
 from nsa_lab.runs.history import History, compute_cumulative_step_time
 from nsa_lab.runs.sweep_runner import Sweep
 
@@ -113,7 +113,7 @@ def test_different_texts_are_not_compared(found: Found, tmp_path: Path, monkeypa
     assert other.less_baseline is None and other.curve is None and other.bpb is not None and baseline.curve is not None
     assert other.notes == ["evaluated on another text than the baseline, or at another length: not compared"]
     drawn: list[str] = []
-    monkeypatch.setattr("nsa_lab.report.sweep.sweep_curves", lambda curves, named: drawn.append(named) or Figure())
+    monkeypatch.setattr("nsa_lab.report.plot_sweep", lambda curves, title: drawn.append(title) or Figure())
     assert write_sweep_plot([baseline, other], "rates", tmp_path / "rates.png") == tmp_path / "rates.png"
     assert drawn == ["rates: validation (evaluated on another text, and not here: b)"]
 

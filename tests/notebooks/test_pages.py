@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from external_loads import find_external_loads
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from PIL import Image
-
-from nsa_lab.report import find_external_loads
 
 from .conftest import NOTEBOOKS, ROOT
 

@@ -1,33 +1,26 @@
-"""One number, one unit: whatever is said of the shipped production run, on its page or in a terminal, says the same."""
+"""All pages and outputs show the same number, with the same unit, for the shipped production run."""
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
-from fake_run import write_run
-from nbformat.v4 import new_code_cell, new_notebook, new_output
 from rich.console import Console
 from typer.testing import CliRunner
-from unpainted import PIXEL, unpainted
+from unpainted import unpainted
 
 from nsa_lab import cli, report
 from nsa_lab.health import examine
-from nsa_lab.health.next_actions import list_advice
-from nsa_lab.report import header, write_index
-from nsa_lab.report.once import once
-from nsa_lab.runs import directory, resolve
+from nsa_lab.report import write_index
+from nsa_lab.runs import resolve
 from nsa_lab.runs.events import read_events
 from nsa_lab.runs.history import History
 from nsa_lab.runs.live_view import RunView
 from nsa_lab.workbook import plan_vs_actual, run_comparison
-from nsa_lab.workbook.notebook import Stop, print_final_verdict
 
 # Each asks a run that is trained for it.
 pytestmark = pytest.mark.slow
@@ -97,46 +90,6 @@ def test_each_verdict_stands_once_on_the_page(said: str) -> None:
     for each in examine(SHIPPED).verdicts:
         if len(each.text) > 20:
             assert page.count(" ".join(each.text.split())) == 1, each
-
-
-def test_what_the_header_says_a_notebook_below_it_does_not(tmp_path: Path) -> None:
-    verdicts = "\n".join(map(str, examine(SHIPPED).verdicts))
-    printed = [
-        new_output("stream", name="stdout", text=text) for text in (verdicts, f"{verdicts}\nand more\n", "of its own")
-    ]
-    notebook = new_notebook(cells=[new_code_cell("verdict(run)", outputs=printed)])
-    drawn = new_output("display_data", data={"image/png": "AA=="})
-    notebook.cells.append(new_code_cell("training.overview()", outputs=[drawn]))
-    once(notebook, {" ".join(line.split()) for line in verdicts.splitlines()})
-    moved, partly, own = notebook.cells[0].outputs
-    assert "at the top of this page" in moved.data["text/html"]
-    assert "at the top of this page" in notebook.cells[1].outputs[0].data["text/html"]
-    assert partly.text == "and more" and own.text == "of its own"
-    assert isinstance(notebook, nbformat.NotebookNode)
-
-
-def test_of_a_halted_run_what_to_do_stands_once_on_the_page(tmp_path: Path) -> None:
-    """With its verdict, and neither in the box on the notebook nor in the cell that stopped."""
-    run_dir = write_run(tmp_path, status={"status": directory.HALTED, "reason": "step 200: the loss is nan"})
-    with pytest.raises(Stop) as stopped:
-        print_final_verdict(run_dir)
-    error = new_output("error", ename="Stop", evalue=str(stopped.value), traceback=[str(stopped.value)])
-    nbformat.write(new_notebook(cells=[new_code_cell("verdict(run)", outputs=[error])]), run_dir / "report.ipynb")
-    with unpainted():
-        shown = " ".join(_visible(report.write_report(run_dir)).split())
-    assert "The notebook stopped in code cell 1 of 1: the run is HALTED. Nothing in the notebook is broken" in shown
-    (line,) = list_advice(History.read(run_dir))
-    assert str(stopped.value) == f"the run is HALTED.\n{line}" and shown.count(line) == 1
-
-
-def test_the_picture_on_top_is_not_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(header, "render_png", lambda figure: PIXEL)
-    run_dir = write_run(tmp_path)
-    drawn = {"image/png": {"alt": "the run at a glance", "panels": [[0.0, 0.0, 1.0, 1.0]]}}
-    picture = new_output("display_data", data={"image/png": base64.b64encode(PIXEL).decode()}, metadata=drawn)
-    nbformat.write(new_notebook(cells=[new_code_cell("training.overview()", outputs=[picture])]), run_dir / "report.ipynb")
-    body = report.write_report(run_dir).read_text(encoding="utf-8").partition("<main>")[2]
-    assert "at the top of this page" in body and "<img" not in body
 
 
 def test_the_list_of_runs_says_verdict_loss_speed_and_model(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A notebook that somebody sent may hold any markup; none of it runs or fetches anything on the page made of it."""
+"""A notebook from somebody else may contain any markup. Nothing in it runs or loads anything on its page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from external_loads import find_external_loads
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from nsa_lab.report import export_notebook, find_external_loads, write_index
+from nsa_lab.report import export_notebook, write_index
 from nsa_lab.report.sanitize import POLICY, sanitize_html
 
 HOSTILE = {

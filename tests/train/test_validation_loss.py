@@ -164,7 +164,7 @@ def test_the_record_says_what_was_evaluated_and_different_texts_are_not_compared
     told = {
         "headline": "healthy",
         "facts": [("validation, bits per byte", "1.0")],
-        "unlike": {},
+        "different_settings": {},
         "numbers": collect_facts(nsa),
     }
     name, shown = build_comparison_rows([told] * 2, have_different_eval_texts([nsa, other]))[1]
