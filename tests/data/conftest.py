@@ -8,7 +8,7 @@ from nsa_lab.data import DataError
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """A folder of forty small documents, all different."""
+    """Return a folder of forty small, different documents."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for index in range(40):
@@ -20,7 +20,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refuses() -> Callable[..., str]:
-    """`refuses(call, *words)`: the call raises a DataError of one line that holds all the words; returns the line."""
+    """Return `refuses(call, *words)`: assert that the call raises a one-line DataError with all words; return the line."""
 
     def check(call: Callable[[], object], *words: object) -> str:
         with pytest.raises(DataError) as caught:
@@ -37,7 +37,7 @@ def refuses() -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def save_tokenizer() -> Callable[..., Path]:
-    """`save_tokenizer(folder, special)`: a small byte-level tokenizer.json with that special token; returns its path."""
+    """Return `save_tokenizer(folder, special)`: write a small byte-level tokenizer.json with that special token."""
     tokenizers = pytest.importorskip("tokenizers")
 
     def save(folder: Path, special: str) -> Path:

@@ -1,7 +1,7 @@
-"""A hub on localhost: the part of the Hugging Face API that reading a data set of parquet files needs, and its faults.
+"""A hub on localhost: the part of the Hugging Face API that reading a parquet dataset needs, with faults.
 
-It serves one repository from memory, keeps a log of every request, and can stall, answer 500, cut the connection or
-serve damaged bytes. Point a client at it with HF_ENDPOINT.
+It serves one repository from memory, logs every request, and can stall, answer 500, cut the connection or serve damaged
+bytes. HF_ENDPOINT directs a client to it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Request:
 
 
 class Hub:
-    """`url` answers until `close`. Files may be added or damaged at any time; a change makes a new revision."""
+    """A server at `url`, running until `close`.
+
+    Files may be added or damaged at any time; each change creates a new revision.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {"README.md": CARD.encode()}
@@ -77,9 +80,10 @@ class Hub:
         self._overwrite(path, len(self.files[path]) - 60)
 
     def plan(self, *faults: str) -> None:
-        """The next parquet reads of the newest revision meet these, one each: "stall", "500", "404", "cut", "ok".
+        """Set the responses to the next parquet reads of the newest revision.
 
-        Bound to the revision, because what a client gave up on may still be retrying below it.
+        One each of: "stall", "500", "404", "cut", "ok". They are bound to the revision, because a client may still retry
+        abandoned requests of an older one.
         """
         self._faults[self.head()] = deque(faults)
 
@@ -88,7 +92,7 @@ class Hub:
         return faults.popleft() if faults else None
 
     def head(self) -> str:
-        """The newest revision; what stands at it never changes."""
+        """Newest revision. The files of a revision never change."""
         digest = hashlib.sha1()
         for path in sorted(self.files):
             digest.update(path.encode() + hashlib.sha1(self.files[path]).digest())

@@ -8,7 +8,7 @@ from nsa_lab.data import Batches, EvalBatches, TokenStore, permute
 
 
 def store(*lengths: int) -> TokenStore:
-    """Consecutive numbers over shards of these lengths, so that a token tells its place."""
+    """Consecutive numbers in shards of these lengths, so that a token equals its position."""
     ends = np.cumsum(lengths)
     return TokenStore([np.arange(end - length, end, dtype=np.uint16) for end, length in zip(ends, lengths, strict=True)])
 
@@ -21,8 +21,8 @@ def test_a_store_reads_across_shards(lengths: list[int], data: st.DataObject) ->
     assert tokens.read(start, count).tolist() == list(range(start, start + count))
 
 
-def test_a_store_refuses_to_read_past_its_end() -> None:
-    with pytest.raises(IndexError, match="holds 10"):
+def test_read_past_the_end_raises() -> None:
+    with pytest.raises(IndexError, match="a store of 10 tokens"):
         store(4, 6).read(8, 3)
 
 
@@ -61,11 +61,11 @@ def test_an_epoch_reads_each_window_once(length: int, seq_len: int, seed: int) -
 
 
 @pytest.mark.parametrize("length", [9, 12, 16, 17, 41, 48])
-def test_epochs_begin_at_every_place_of_a_window_that_the_text_has(length: int) -> None:
+def test_epoch_offsets_cover_all_positions_of_a_window(length: int) -> None:
     batches = Batches(store(length), 8, 1, seed=7)
     windows = batches.windows_per_epoch
-    begun = {min(batches.get_text_positions(epoch * windows + n)[0] for n in range(windows)) for epoch in range(200)}
-    assert begun == set(range(min(8, length - 8)))
+    offsets = {min(batches.get_text_positions(epoch * windows + n)[0] for n in range(windows)) for epoch in range(200)}
+    assert offsets == set(range(min(8, length - 8)))
 
 
 def test_epochs_differ_in_order_and_offset() -> None:
@@ -104,17 +104,17 @@ def test_ranks_and_micro_batches_share_one_global_batch(world: int, micro: int) 
             assert torch.equal(torch.cat(pieces), whole[part])
 
 
-def test_hash_names_the_batch() -> None:
+def test_hash_identifies_the_batch() -> None:
     batches = Batches(store(3000), 16, 8, seed=3)
     assert batches.compute_hash(5) == Batches(store(1000, 2000), 16, 8, seed=3).compute_hash(5)
     assert len({batches.compute_hash(step) for step in range(20)}) == 20
     assert len(batches.compute_hash(0)) == 16
 
 
-def test_wrong_requests_are_refused(refuses) -> None:
+def test_invalid_requests_raise(refuses) -> None:
     batches = Batches(store(100), 16, 4, seed=0)
     for step, start, count in ((-1, 0, None), (0, 4, None), (0, 2, 3), (0, -1, 1)):
-        with pytest.raises(ValueError, match="4 sequences"):
+        with pytest.raises(ValueError, match=r"0\.\.4"):
             batches.batch(step, start, count)
     refuses(lambda: Batches(store(16), 16, 4, seed=0), "16 tokens", "train.seq_len")
     refuses(lambda: EvalBatches(store(16), 16, 1, 1), "16 tokens", "train.seq_len")
@@ -130,14 +130,14 @@ def test_evaluation_windows_are_fixed_disjoint_and_spread() -> None:
 
 
 @pytest.mark.parametrize("windows", [1, 7, 20, 110, 500])
-def test_what_is_evaluated_does_not_depend_on_how_it_is_grouped(windows: int) -> None:
-    def text(at_once: int) -> torch.Tensor:
-        batches = EvalBatches(store(300, 700), 9, windows, at_once)
+def test_evaluation_windows_do_not_depend_on_batch_size(windows: int) -> None:
+    def text(batch_size: int) -> torch.Tensor:
+        batches = EvalBatches(store(300, 700), 9, windows, batch_size)
         assert sum(len(inputs) for inputs, _ in batches) == batches.n_windows == min(windows, 111)
         return torch.cat([inputs for inputs, _ in batches])
 
-    assert all(torch.equal(text(at_once), text(1)) for at_once in (2, 3, 64))
-    identities = {EvalBatches(store(300, 700), 9, windows, at_once).identity for at_once in (1, 2, 64)}
+    assert all(torch.equal(text(batch_size), text(1)) for batch_size in (2, 3, 64))
+    identities = {EvalBatches(store(300, 700), 9, windows, batch_size).identity for batch_size in (1, 2, 64)}
     assert len(identities) == 1
     others = [EvalBatches(store(1000), 9, windows + 1, 2), EvalBatches(store(1000), 8, windows, 2)]
     others.append(EvalBatches(TokenStore([np.arange(1, 1001, dtype=np.uint16)]), 9, windows, 2))
@@ -145,8 +145,8 @@ def test_what_is_evaluated_does_not_depend_on_how_it_is_grouped(windows: int) ->
     assert [batches.identity in identities for batches in others] == [same, False, False]
 
 
-def test_every_document_has_a_part_of_what_is_evaluated() -> None:
-    """One window of every equal stretch of the text: by length, as the text itself has them."""
+def test_evaluation_covers_documents_in_proportion_to_length() -> None:
+    """One window per equal segment of the text."""
     lengths = [50, 400, 90, 1000, 60, 200, 700]
     of_document = np.repeat(np.arange(len(lengths)), lengths)
     batches = EvalBatches(store(*lengths), 10, 50, 4)
@@ -155,7 +155,7 @@ def test_every_document_has_a_part_of_what_is_evaluated() -> None:
     assert (np.abs(counts - 50 * np.array(lengths) / sum(lengths)) <= 1.01).all() and counts.min() >= 1
 
 
-def test_evaluation_uses_what_there_is() -> None:
+def test_evaluation_uses_all_windows_if_there_are_few() -> None:
     batches = Batches(store(100), 9, 1, seed=0).make_eval_batches(n_windows=40, batch_size=4)
     assert [len(inputs) for inputs, _ in batches] == [4, 4, 3]
     assert torch.cat([inputs.flatten() for inputs, _ in batches]).tolist() == list(range(99))

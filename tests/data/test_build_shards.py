@@ -102,7 +102,7 @@ def test_conservation_for_any_documents(
         assert manifest["splits"][split]["documents"] == len(expected)
 
 
-def test_copies_of_a_text_fall_on_the_same_side(tmp_path: Path) -> None:
+def test_copies_of_a_text_are_in_the_same_split(tmp_path: Path) -> None:
     texts = [f"text {i % 50}" for i in range(200)]
     build_shards(ListSource(texts), plan(), tmp_path / "key")
     content = {
@@ -125,22 +125,22 @@ def test_files_named_for_a_split_are_still_split_by_hash(tmp_path: Path) -> None
     assert all(compute_split_fraction(text) < 0.3 for text in held_out)
 
 
-def test_the_cap_ends_at_a_document(corpus: Path, tmp_path: Path) -> None:
+def test_the_token_cap_ends_at_a_document(corpus: Path, tmp_path: Path) -> None:
     dataset = prepare(local(corpus, max_tokens=1000), cache=tmp_path / "cache")
     last = documents_of(dataset.train)[-1]
     assert 1000 <= len(dataset.train) < 1000 + len(last.encode()) + 1
 
 
-def test_shards_are_filled_once_and_found_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_built_once_and_reused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(local(corpus), cache=tmp_path / "cache")
-    monkeypatch.setattr("nsa_lab.data.dataset.fill", lambda *_: pytest.fail("filled twice"))
+    monkeypatch.setattr("nsa_lab.data.dataset.build_shards", lambda *_: pytest.fail("built twice"))
     second = prepare(local(corpus), cache=tmp_path / "cache")
     assert first.identity == second.identity and len(first.identity) == 64
     monkeypatch.undo()
     assert prepare(local(corpus, val_fraction=0.4), cache=tmp_path / "cache").folder != first.folder
 
 
-def test_shards_of_other_settings_lie_in_a_folder_of_their_own(
+def test_other_settings_have_another_cache_folder(
     corpus: Path, tmp_path: Path, save_tokenizer: Callable[..., Path]
 ) -> None:
     tokenizer = str(save_tokenizer(tmp_path, "<|endoftext|>"))
@@ -150,13 +150,13 @@ def test_shards_of_other_settings_lie_in_a_folder_of_their_own(
     assert filled == [prepare(local(corpus, **options), cache=tmp_path / "cache").folder for options in settings]
 
 
-def test_identity_is_the_content_wherever_it_lies(corpus: Path, tmp_path: Path) -> None:
+def test_identity_depends_on_content_not_location(corpus: Path, tmp_path: Path) -> None:
     here = prepare(local(corpus), cache=tmp_path / "cache")
     there = prepare(local(corpus.rename(tmp_path / "moved")), cache=tmp_path / "cache")
     assert here.folder != there.folder and here.identity == there.identity
 
 
-def test_a_file_that_was_written_anew_is_read_anew_whatever_its_size(corpus: Path, tmp_path: Path) -> None:
+def test_a_rewritten_file_is_read_again_even_with_equal_size(corpus: Path, tmp_path: Path) -> None:
     before = prepare(local(corpus), cache=tmp_path / "cache")
     file = next(
         path for path in sorted(corpus.iterdir()) if compute_split_fraction(path.read_text(encoding="utf-8")) >= 0.3
@@ -168,7 +168,7 @@ def test_a_file_that_was_written_anew_is_read_anew_whatever_its_size(corpus: Pat
     assert prepare(local(corpus), cache=tmp_path / "cache").identity != before.identity
 
 
-def test_identity_is_that_of_both_parts(tmp_path: Path) -> None:
+def test_identity_covers_both_splits(tmp_path: Path) -> None:
     texts = [f"document {i}" for i in range(40)]
     held_out, trained = (
         next(t for t in texts if compute_split_fraction(t) < 0.3),
@@ -182,7 +182,7 @@ def test_identity_is_that_of_both_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "manifest"])
-def test_damage_is_found_and_named(corpus: Path, tmp_path: Path, refuses, damage: str) -> None:
+def test_damage_is_detected_and_reported(corpus: Path, tmp_path: Path, refuses, damage: str) -> None:
     dataset = prepare(local(corpus), cache=tmp_path / "cache")
     path = dataset.folder / ("manifest.json" if damage == "manifest" else "train-00000.bin")
     content = bytearray(path.read_bytes())
@@ -211,7 +211,7 @@ def test_interruptions_change_nothing(tmp_path: Path) -> None:
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
 
 
-def test_a_filling_that_is_full_when_it_is_stopped_takes_no_more(tmp_path: Path) -> None:
+def test_a_build_stopped_at_the_cap_adds_nothing_on_resume(tmp_path: Path) -> None:
     texts = [f"{i:9}" for i in range(60)]
     capped = plan(shard_bytes=1, max_tokens=100)
     build_shards(ListSource(texts), capped, tmp_path / "whole")
@@ -227,7 +227,7 @@ def test_a_filling_that_is_full_when_it_is_stopped_takes_no_more(tmp_path: Path)
     assert read_manifest(tmp_path / "whole")["splits"]["train"]["tokens"] == 100, "a cap that is met exactly is met"
 
 
-def test_next_in_line_are_those_that_a_larger_share_would_hold_out_first(tmp_path: Path) -> None:
+def test_next_in_line_records_the_closest_validation_candidates(tmp_path: Path) -> None:
     texts = [f"document {i}" for i in range(60)]
     build_shards(ListSource(texts), plan(), tmp_path / "key")
     trained = sorted([compute_split_fraction(text), len(text) + 1] for text in texts if compute_split_fraction(text) >= 0.3)
@@ -235,14 +235,14 @@ def test_next_in_line_are_those_that_a_larger_share_would_hold_out_first(tmp_pat
     assert told == trained[:16]
 
 
-def test_every_shard_has_a_file_of_its_own(tmp_path: Path) -> None:
-    """Also where parts have documents of one split alone."""
+def test_every_shard_has_its_own_file(tmp_path: Path) -> None:
+    """Also if a part has documents of only one split."""
     build_shards(ListSource([f"document {i}" for i in range(20)]), plan(shard_bytes=1), tmp_path / "key")
     splits = read_manifest(tmp_path / "key")["splits"].values()
     assert len({shard["file"] for split in splits for shard in split["shards"]}) == 20
 
 
-def test_what_is_short_is_judged_by_its_bytes(tmp_path: Path) -> None:
+def test_document_length_is_measured_in_bytes(tmp_path: Path) -> None:
     told: list[BuildProgress] = []
     texts = ["é" * 6, "e" * 6] + ["e" * n for n in range(10, 40)]
     build_shards(ListSource(texts), plan(min_document_bytes=10), tmp_path / "key", told.append)
@@ -264,7 +264,7 @@ def _fill_and_die(texts: list[str], die_at: int, folder: Path) -> None:
     build_shards(Dies(texts), plan(shard_bytes=500), folder)
 
 
-def test_a_killed_filling_continues(tmp_path: Path) -> None:
+def test_a_killed_build_continues(tmp_path: Path) -> None:
     texts = [f"{i} " * (i % 17 + 1) for i in range(300)]
     build_shards(ListSource(texts), plan(shard_bytes=500), tmp_path / "whole")
     for die_at in (5, 120, 121, 240):
@@ -280,13 +280,13 @@ def test_a_killed_filling_continues(tmp_path: Path) -> None:
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
-def test_a_filling_that_never_finished_a_part_leaves_nothing(tmp_path: Path) -> None:
+def test_a_build_without_a_complete_part_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError):
         build_shards(ListSource(["a", "b"], fail_at=1), plan(), tmp_path / "key")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_can_stop_a_filling(tmp_path: Path, corpus: Path) -> None:
+def test_progress_can_stop_a_build(tmp_path: Path, corpus: Path) -> None:
     def stop(state: object) -> None:
         raise KeyboardInterrupt
 
@@ -310,7 +310,7 @@ def _prepare_in_process(corpus: str, cache: str, results: "multiprocessing.Queue
     results.put((dataset.identity, "filling" in phases))
 
 
-def test_two_processes_fill_once(corpus: Path, tmp_path: Path) -> None:
+def test_two_processes_build_once(corpus: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     workers = [
@@ -326,15 +326,15 @@ def test_two_processes_fill_once(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seq_len", [64, 300])
-def test_a_split_too_small_says_which_fraction_would_do(tmp_path: Path, refuses, seq_len: int) -> None:
-    """That of one document, or of as many as one sequence takes."""
+def test_a_small_split_suggests_a_val_fraction(tmp_path: Path, refuses, seq_len: int) -> None:
+    """The suggested fraction holds out one document, or enough for one sequence."""
     folder = tmp_path / "c"
     folder.mkdir()
     for index in range(4):
         (folder / f"{index}.txt").write_text(f"document {index} " * 20)
     message = refuses(
         lambda: prepare(local(folder, val_fraction=1e-6), seq_len=seq_len, cache=tmp_path / "cache"),
-        "validation holds 0 tokens of 4 documents",
+        "the validation split has 0 tokens of 4 documents",
         f"needs {seq_len + 1}",
         "data.val_fraction: 0.",
     )
@@ -343,8 +343,8 @@ def test_a_split_too_small_says_which_fraction_would_do(tmp_path: Path, refuses,
     assert len(dataset.validation) > seq_len
 
 
-def test_the_fraction_that_would_do_looks_past_copies_of_a_text(tmp_path: Path, refuses) -> None:
-    """More copies than a manifest has places for, and next in line: they are held out together."""
+def test_the_suggested_fraction_accounts_for_copies_of_a_text(tmp_path: Path, refuses) -> None:
+    """There are more copies than the manifest records candidates, and all of them are held out together."""
     folder = tmp_path / "c"
     folder.mkdir()
     texts = [f"document {i} " * 20 for i in range(4)]
@@ -360,7 +360,7 @@ def test_the_fraction_that_would_do_looks_past_copies_of_a_text(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("short", ["validation", "training"])
-def test_a_split_of_one_sequence_is_enough_and_one_of_a_token_less_is_not(tmp_path: Path, refuses, short: str) -> None:
+def test_a_split_needs_exactly_one_sequence(tmp_path: Path, refuses, short: str) -> None:
     texts = [f"document {i} " * (10 + i) for i in range(20)]
     held_out, trained = next(
         (a, b)
@@ -377,8 +377,8 @@ def test_a_split_of_one_sequence_is_enough_and_one_of_a_token_less_is_not(tmp_pa
     assert min(len(found.train), len(found.validation)) == least
     refuses(
         lambda: prepare(local(folder), seq_len=least, cache=tmp_path / "cache"),
-        f"{short} holds {least} tokens",
-        f"one sequence needs {least + 1}",
+        f"the {short} split has {least} tokens",
+        f"a sequence needs {least + 1}",
     )
 
 
@@ -387,27 +387,29 @@ def test_lengths_are_checked(corpus: Path, tmp_path: Path, refuses) -> None:
     single = tmp_path / "one.txt"
     single.write_text("one document is not two")
     refuses(
-        lambda: prepare(local(single, val_fraction=1e-6), cache=cache), "validation holds 0 tokens", "give more documents"
+        lambda: prepare(local(single, val_fraction=1e-6), cache=cache),
+        "the validation split has 0 tokens",
+        "give more documents",
     )
     refuses(
         lambda: prepare(local(single, val_fraction=0.999999), cache=cache),
-        "training holds 0 tokens",
+        "the training split has 0 tokens",
         "lower data.val_fraction",
     )
     refuses(lambda: prepare(local(corpus), seq_len=10**6, cache=cache), "lower train.seq_len")
 
 
-def test_a_vocabulary_too_small_for_the_tokenizer(corpus: Path, tmp_path: Path, refuses) -> None:
+def test_a_vocabulary_smaller_than_the_tokenizers_raises(corpus: Path, tmp_path: Path, refuses) -> None:
     refuses(lambda: prepare(local(corpus), 255, cache=tmp_path), "model.vocab_size = 255", "set model.vocab_size: 256")
     assert prepare(local(corpus), 256, cache=tmp_path).vocab_size == 256
 
 
-def test_a_shards_numbers_hold_every_id_and_are_no_wider() -> None:
+def test_token_dtype_is_the_smallest_that_holds_every_id() -> None:
     sizes = {256: "|u1", 257: "<u2", 1 << 16: "<u2", (1 << 16) + 1: "<u4", 1 << 17: "<u4"}
     assert {size: shards.get_token_dtype(size).str for size in sizes} == sizes
 
 
-def test_a_file_tokenizer_fills_sixteen_bit_shards(corpus: Path, tmp_path: Path, save_tokenizer) -> None:
+def test_a_file_tokenizer_writes_uint16_shards(corpus: Path, tmp_path: Path, save_tokenizer) -> None:
     data = local(corpus, tokenizer=str(save_tokenizer(tmp_path, "<|endoftext|>")))
     dataset = prepare(data, cache=tmp_path / "cache")
     assert dataset.manifest["dtype"] == "<u2" and dataset.vocab_size > 256
@@ -420,11 +422,11 @@ def test_a_file_tokenizer_fills_sixteen_bit_shards(corpus: Path, tmp_path: Path,
     held_out = [text.encode() for text in written if compute_split_fraction(text) < 0.3]
     assert dataset.bytes_per_token == sum(len(text) + 1 for text in held_out) / len(dataset.validation) > 1
     synthetic = DataConfig(source="synthetic", tokenizer=data.tokenizer)
-    with pytest.raises(ValueError, match="makes bytes, not text"):
+    with pytest.raises(ValueError, match="yields bytes, not text"):
         prepare(synthetic, cache=tmp_path / "cache")
 
 
-def test_a_run_goes_on_from_the_cache_when_its_source_is_gone(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_continues_from_the_cache_if_its_source_is_missing(corpus: Path, tmp_path: Path) -> None:
     cache, data = tmp_path / "cache", local(corpus)
     first = prepare(data, cache=cache)
     prepare(local(corpus, val_fraction=0.4), cache=cache)
@@ -462,7 +464,7 @@ def test_without_a_source_every_shard_is_hashed_whatever_its_size(
     assert set(hashed) == {path.name for path in first.folder.glob("*.bin")}
 
 
-def test_the_pace_of_a_filling_says_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_reports_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(build_progress.time, "monotonic", lambda: now[0])
     told = ProgressMeter(interval_s=5.0)

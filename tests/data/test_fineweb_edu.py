@@ -1,6 +1,6 @@
-"""The real hub client against a hub on localhost, reached through HF_ENDPOINT as a user would set it.
+"""The real hub client with a hub on localhost, set by HF_ENDPOINT as a user would.
 
-The client reads HF_ENDPOINT when it is imported, so the calls below run in a fresh process of their own.
+The client reads HF_ENDPOINT at import, so the calls below run in a new process.
 """
 
 import multiprocessing
@@ -33,14 +33,14 @@ def data(timeout_s: float = 30.0, subset: str = "sample-tiny", dataset: str = RE
 
 
 def collect(config: DataConfig, cursor: dict | None = None, count: int | None = None) -> list[Document]:
-    """In the client's process: the documents from `cursor` on, or `count` of them."""
+    """In the client's process: return the documents after `cursor`, at most `count`."""
     source = FinewebEduSource(config.dataset, config.subset, config.text_column, config.timeout_s)
     documents = source.documents(cursor)
     return [document for document, _ in zip(documents, range(count or 10**6), strict=False)]
 
 
 def fill_shards(config: DataConfig, cache: str, shard_bytes: int = 64 << 20) -> tuple[str, list[bytes]]:
-    """In the client's process: the identity of the data and the content of the shards."""
+    """In the client's process: return the identity of the dataset and the content of the shards."""
     import nsa_lab.data.dataset as module
     from nsa_lab.data.build_shards import BuildOptions
 
@@ -50,14 +50,14 @@ def fill_shards(config: DataConfig, cache: str, shard_bytes: int = 64 << 20) -> 
 
 
 def stream_with_datasets() -> list[str]:
-    """In the client's process: what the `datasets` library itself streams."""
+    """In the client's process: return the texts streamed by the `datasets` library."""
     import datasets
 
     return [row["text"] for row in datasets.load_dataset(REPOSITORY, "sample-tiny", split="train", streaming=True)]
 
 
 def patience_with_ticks(config: DataConfig) -> int:
-    """In the client's process: how often a stalled wait asked whether to go on before it was told to stop."""
+    """In the client's process: return the number of ticks of a stalled wait until it was stopped."""
     ticks = []
 
     def tick() -> None:
@@ -100,7 +100,7 @@ def start_client(url: str, home: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def hub(server: Hub, request: pytest.FixtureRequest) -> Hub:
-    """The server at a fresh revision: three files of twelve rows in groups of five, no faults, an empty log."""
+    """Return the server at a new revision: three files of twelve rows in groups of five, no faults, an empty log."""
     server.files = {"README.md": server.files["README.md"], "test.txt": request.node.name.encode()}
     for file in range(3):
         server.add_parquet(f"sample/tiny/{file:03d}_00000.parquet", TEXTS[file * 12 : file * 12 + 12])
@@ -152,7 +152,7 @@ def test_the_cursor_resumes_exactly_twice_in_a_row(hub: Hub, client: Run) -> Non
 
 
 @pytest.mark.slow
-def test_a_resumed_filling_stays_at_its_revision(hub: Hub, client: Run) -> None:
+def test_a_resumed_build_keeps_its_revision(hub: Hub, client: Run) -> None:
     begun = client(collect, data(), None, 20)
     hub.add_parquet("sample/tiny/000_00000.parquet", ["the hub has moved on"])
     assert texts(begun + client(collect, data(), begun[-1].cursor)) == TEXTS
@@ -160,7 +160,7 @@ def test_a_resumed_filling_stays_at_its_revision(hub: Hub, client: Run) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_filling_gives_the_same_shards(hub: Hub, client: Run, tmp_path: Path) -> None:
+def test_an_interrupted_build_gives_the_same_shards(hub: Hub, client: Run, tmp_path: Path) -> None:
     whole = client(fill_shards, data(), str(tmp_path / "whole"), 2000)
     hub.log.clear()
     for reads in (6, 3):
@@ -176,7 +176,7 @@ def test_an_interrupted_filling_gives_the_same_shards(hub: Hub, client: Run, tmp
 
 
 @pytest.mark.slow
-def test_filled_shards_need_no_network(hub: Hub, client: Run, tmp_path: Path) -> None:
+def test_built_shards_need_no_network(hub: Hub, client: Run, tmp_path: Path) -> None:
     client(fill_shards, data(), str(tmp_path))
     hub.log.clear()
     client(fill_shards, data(), str(tmp_path))
@@ -185,20 +185,20 @@ def test_filled_shards_need_no_network(hub: Hub, client: Run, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "cut"])
-def test_a_passing_fault_is_retried(hub: Hub, client: Run, fault: str) -> None:
+def test_a_transient_fault_is_retried(hub: Hub, client: Run, fault: str) -> None:
     hub.plan("ok", "ok", fault, "ok", fault)
     assert texts(client(collect, data())) == TEXTS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "cut"])
-def test_a_lasting_fault_ends_with_its_phase(hub: Hub, client: Run, refuses, fault: str) -> None:
+def test_a_permanent_fault_is_reported_with_its_phase(hub: Hub, client: Run, refuses, fault: str) -> None:
     hub.plan("ok", "ok", *[fault] * 50)
     refuses(lambda: client(collect, data(timeout_s=2.0)), "000_00000.parquet row group 1", "2 s", "data.timeout_s")
 
 
 @pytest.mark.slow
-def test_a_stall_is_named_and_ends_in_time(hub: Hub, client: Run, refuses) -> None:
+def test_a_stall_ends_in_time_and_is_reported(hub: Hub, client: Run, refuses) -> None:
     hub.plan("ok", "ok", "stall", "stall")
     started = time.monotonic()
     refuses(
@@ -219,12 +219,12 @@ def test_a_stop_request_interrupts_a_stall(hub: Hub, client: Run) -> None:
 
 
 @pytest.mark.parametrize("damage", [Hub.damage_page, Hub.damage_footer])
-def test_a_corrupt_file_is_named(hub: Hub, client: Run, refuses, damage: Callable[[Hub, str], None]) -> None:
+def test_a_corrupt_file_is_reported(hub: Hub, client: Run, refuses, damage: Callable[[Hub, str], None]) -> None:
     damage(hub, "sample/tiny/001_00000.parquet")
-    refuses(lambda: client(collect, data()), "001_00000.parquet", "not a readable parquet file", "fetch it again")
+    refuses(lambda: client(collect, data()), "001_00000.parquet", "not a readable parquet file", "download it again")
 
 
-def test_wrong_names_are_refused(hub: Hub, client: Run, refuses) -> None:
+def test_unknown_names_raise(hub: Hub, client: Run, refuses) -> None:
     refuses(
         lambda: client(collect, data(subset="sample-huge")),
         "sample-huge",
@@ -236,7 +236,7 @@ def test_wrong_names_are_refused(hub: Hub, client: Run, refuses) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_without_network_hears_so_soon(tmp_path: Path, refuses) -> None:
+def test_a_machine_without_network_fails_soon(tmp_path: Path, refuses) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"

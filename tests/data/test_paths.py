@@ -27,7 +27,7 @@ def test_an_installed_package_uses_the_users_cache(tmp_path: Path, monkeypatch: 
     assert get_cache_folder() == tmp_path / "home" / ".cache" / "nsa_lab" / "data"
 
 
-def test_a_broken_pyproject_of_somebody_else_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_pyproject_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pyproject.toml").write_text("not toml [")
     monkeypatch.chdir(tmp_path)
     assert find_project_root() != tmp_path
@@ -35,7 +35,7 @@ def test_a_broken_pyproject_of_somebody_else_is_passed_over(tmp_path: Path, monk
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A project with a text and a folder outside of it, the working directory, with another."""
+    """Return a project with a text, and the working directory outside of it with another text."""
     project, here = tmp_path / "project", tmp_path / "here"
     for folder, text in ((project, "theirs.txt"), (here, "mine.txt"), (project, "both.txt"), (here, "both.txt")):
         folder.mkdir(exist_ok=True)
@@ -45,16 +45,18 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pa
     return project, here
 
 
-def test_a_path_of_the_working_directory_alone_is_kept_as_an_absolute_one(elsewhere: tuple[Path, Path]) -> None:
-    """`nsa-lab run NAME -p data.path=mine.txt` outside of the project looked for it below the project, after it began."""
+def test_a_path_found_only_in_the_working_directory_becomes_absolute(elsewhere: tuple[Path, Path]) -> None:
+    """Regression: `nsa-lab run NAME -p data.path=mine.txt` outside of the project resolved the path below the project."""
 
-    def kept(path: str) -> str | None:
+    def make_absolute(path: str) -> str | None:
         return make_paths_absolute(DataConfig(source="local", path=path, tokenizer="tokens.json")).path
 
     _, here = elsewhere
-    assert kept("mine.txt") == str(here / "mine.txt") and kept("m*.txt") == str(here / "m*.txt")
+    assert make_absolute("mine.txt") == str(here / "mine.txt") and make_absolute("m*.txt") == str(here / "m*.txt")
     for path in ("theirs.txt", "both.txt", "nowhere.txt", str(here / "mine.txt"), "x" * 300):
-        assert kept(path) == path, "what the project has comes first, and what is nowhere is refused by its own name"
+        assert make_absolute(path) == path, (
+            "paths of the project have precedence, and missing paths stay unchanged for the error message"
+        )
     (here / "tokens.json").write_text("{}")
     data = make_paths_absolute(DataConfig(tokenizer="tokens.json"))
     assert (data.path, data.tokenizer) == (None, str(here / "tokens.json"))
@@ -62,7 +64,7 @@ def test_a_path_of_the_working_directory_alone_is_kept_as_an_absolute_one(elsewh
     assert make_paths_absolute(DataConfig()) == DataConfig()
 
 
-def test_in_the_project_a_path_stays_relative_and_without_one_none_does(
+def test_paths_stay_relative_inside_the_project_and_are_absolute_without_one(
     elsewhere: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, here = elsewhere

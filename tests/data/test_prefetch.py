@@ -12,7 +12,7 @@ def test_steps_come_in_order_and_once() -> None:
         assert [prefetcher.get(step).item() for step in range(5, 30)] == list(range(5, 30))
 
 
-def test_nothing_is_loaded_behind_the_last_step() -> None:
+def test_nothing_is_loaded_after_the_last_step() -> None:
     loaded: list[int] = []
     with Prefetcher(loaded.append, first=3, stop=6, depth=9) as prefetcher:
         prefetcher._thread.join(5.0)
@@ -28,7 +28,7 @@ def test_the_queue_is_bounded() -> None:
     assert not prefetcher._thread.is_alive()
 
 
-def test_the_workers_exception_arrives_at_its_step() -> None:
+def test_an_exception_of_the_worker_is_raised_at_its_step() -> None:
     def load(step: int) -> int:
         if step == 3:
             raise OSError("disk gone")
@@ -41,7 +41,7 @@ def test_the_workers_exception_arrives_at_its_step() -> None:
                 prefetcher.get(3)
 
 
-def test_a_stall_ends_with_its_phase(refuses) -> None:
+def test_a_stall_ends_with_an_error_that_names_the_phase(refuses) -> None:
     release = threading.Event()
     with Prefetcher(lambda step: release.wait(10) if step == 2 else step, timeout_s=0.3) as prefetcher:
         assert [prefetcher.get(step) for step in range(2)] == [0, 1]
@@ -61,7 +61,7 @@ def test_a_stop_request_interrupts_the_wait() -> None:
         assert prefetcher.get(0) is True
 
 
-def test_a_step_out_of_order_is_refused() -> None:
+def test_a_step_out_of_order_raises() -> None:
     with Prefetcher(lambda step: step, stop=2) as prefetcher:
         with pytest.raises(ValueError, match="next step is 0"):
             prefetcher.get(1)

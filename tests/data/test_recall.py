@@ -1,4 +1,4 @@
-"""Facts in text: every answer stands earlier once, lengths are exact, and everything is a function of seed and step."""
+"""Facts in text: every answer occurs earlier exactly once, lengths are exact, and all is a function of seed and step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_bytes(tokens: np.ndarray) -> bytes:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(recall=recalls, length=st.integers(700, 4001), seed=st.integers(0, 2**64 - 1), sequence=st.integers(0, 10**6))
-def test_every_answer_stands_earlier_exactly_once(recall: RecallConfig, length: int, seed: int, sequence: int) -> None:
+def test_every_answer_occurs_earlier_exactly_once(recall: RecallConfig, length: int, seed: int, sequence: int) -> None:
     window = TEXT[: length + 1]
     tokens, weights = make_inserter(recall, length, seed)(window, sequence)
     assert tokens.shape == weights.shape == (length + 1,) and tokens.dtype == np.int64 and weights.dtype == np.float32
@@ -60,7 +60,7 @@ def test_every_answer_stands_earlier_exactly_once(recall: RecallConfig, length: 
     assert around == as_bytes(window)[: len(around)] and len(around) > 0, "the text around is unchanged and in order"
 
 
-def test_the_same_sequence_is_the_same_bytes_and_others_differ() -> None:
+def test_a_sequence_is_deterministic_and_differs_from_others() -> None:
     window, made = TEXT[:2049], {}
     for seed in (0, 1):
         for sequence in (0, 1):
@@ -71,7 +71,7 @@ def test_the_same_sequence_is_the_same_bytes_and_others_differ() -> None:
     assert len(set(made.values())) == 4
 
 
-def test_batches_carry_weights_that_belong_to_their_targets() -> None:
+def test_batch_weights_belong_to_their_targets() -> None:
     store = TokenStore([TEXT.astype(np.uint8)])
     data, train = DataConfig(source="recall"), TrainConfig(seq_len=1000, batch_size=3)
     batches = StagedBatches(store, train, data)
@@ -88,7 +88,7 @@ def test_batches_carry_weights_that_belong_to_their_targets() -> None:
     assert batches.compute_hash(2) == StagedBatches(store, train, data).compute_hash(2)
 
 
-def test_stages_plant_facts_of_their_own() -> None:
+def test_stages_insert_different_facts() -> None:
     store = TokenStore([TEXT.astype(np.uint8)])
     stage = {"steps": 2, "seq_len": 1000, "batch_size": 2, "lr": 1e-3}
     batches = StagedBatches(store, TrainConfig.model_validate({"stages": [stage, stage]}), DataConfig(source="recall"))
@@ -96,7 +96,7 @@ def test_stages_plant_facts_of_their_own() -> None:
     assert len({str(found) for found in names}) == 4
 
 
-def test_the_distance_law() -> None:
+def test_question_distances_follow_the_distribution() -> None:
     def distances(law: str) -> np.ndarray:
         plant = make_inserter(RecallConfig(distance=law, bytes_per_fact=10**6), 4000, 3)
         found = []
@@ -111,7 +111,7 @@ def test_the_distance_law() -> None:
 
 @pytest.mark.parametrize("make", [make_needle_task, make_multi_key_task, make_multi_query_task])
 @pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
-def test_a_question_at_the_end_has_its_answer_at_the_depth_asked_for(make, depth: float) -> None:
+def test_a_task_states_its_fact_at_the_requested_depth(make, depth: float) -> None:
     recall, length = RecallConfig(values="hex", value_length=5), 3001
     asked = make(length, depth, recall, np.random.default_rng(5), TEXT)
     assert asked.tokens.shape == (length,) and asked.tokens.dtype == np.int64
@@ -128,36 +128,34 @@ def test_a_question_at_the_end_has_its_answer_at_the_depth_asked_for(make, depth
             assert statement.start() - others == int(depth * body)
 
 
-def test_names_are_distinct_and_run_out_with_a_word() -> None:
+def test_names_are_distinct_and_too_many_raise() -> None:
     assert len(set(ADJECTIVES)) == len(set(NOUNS)) == 24
     rng = np.random.default_rng(0)
     assert len({fact.question for fact in sample_facts(576, RecallConfig(), rng)}) == 576
 
 
-def test_a_code_is_two_letters_and_a_number_of_three_digits() -> None:
+def test_a_code_is_two_letters_and_three_digits() -> None:
     facts = sample_facts(300, RecallConfig(names="codes", question="{name}"), np.random.default_rng(0))
     codes = [fact.question.decode() for fact in facts]
     assert all(re.fullmatch("[a-z]{2}-[0-9]{3}", code) for code in codes) and any("-0" in code for code in codes)
 
 
-def test_values_are_distinct_where_there_are_as_many() -> None:
+def test_values_are_distinct_if_there_are_enough() -> None:
     for count, different in ((10, 10), (60, 10)):
         facts = sample_facts(count, RecallConfig(value_length=1), np.random.default_rng(0))
         assert len(facts) == count and len({fact.value for fact in facts}) == different
 
 
 @pytest.mark.parametrize("field", ["{value:.3}", "{value:>9}", "{value!r}", "{value:{name}}", "{value}\ud800"])
-def test_a_fact_tells_its_value_as_it_is(field: str) -> None:
+def test_a_statement_contains_the_value_unchanged(field: str) -> None:
     with pytest.raises(ConfigError, match=r"data.statement = .* (as it is|half a character)"):
         RecallConfig(statement=f"\nThe {{name}}: {field}\n")
 
 
-def test_what_does_not_fit_is_refused(refuses) -> None:
+def test_facts_that_do_not_fit_raise(refuses) -> None:
     rng = np.random.default_rng(0)
     refuses(lambda: sample_facts(577, RecallConfig(), rng), "577 facts", "576 names", "data.names: codes")
-    refuses(
-        lambda: make_inserter(RecallConfig(bytes_per_fact=150), 2048, 0), "half has to stay text", "data.bytes_per_fact"
-    )
+    refuses(lambda: make_inserter(RecallConfig(bytes_per_fact=150), 2048, 0), "more than half", "data.bytes_per_fact")
     refuses(lambda: make_inserter(RecallConfig(), 100, 0), "train.seq_len")
     refuses(lambda: make_needle_task(60, 0.5, RecallConfig(), rng, TEXT), "do not fit")
     refuses(lambda: make_needle_task(3000, 0.5, RecallConfig(), rng, TEXT[:2999]), "2999 bytes", "give more text")
@@ -173,14 +171,14 @@ def test_what_does_not_fit_is_refused(refuses) -> None:
         ({"source": "recall", "question": "{"}, ["data.question", "brace"]),
     ],
 )
-def test_settings_that_cannot_be_teach(data: dict, words: list[str]) -> None:
+def test_impossible_settings_say_what_to_do(data: dict, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         DataConfig(**data)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 @pytest.mark.slow
-def test_recall_reads_the_text_of_its_path_and_of_stdlib_without_one(tmp_path) -> None:
+def test_recall_reads_its_path_or_stdlib(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     assert check(DataConfig(source="recall", path=str(tmp_path)))["source"] == "local"
     assert check(DataConfig(source="recall"))["source"] == "stdlib"

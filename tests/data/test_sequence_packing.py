@@ -1,4 +1,4 @@
-"""Documents in batches: where they begin, how they are packed, and that both are functions of the step alone."""
+"""Documents in batches: their starts and their packing, both functions of the step alone."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=30)
 
 
 def text_of(lengths: list[int]) -> np.ndarray:
-    """Documents of these lengths, each of its own letters in order, so that a token tells its document and its place."""
+    """Return documents of these lengths. A token identifies its document and its position."""
     documents = [np.append((np.arange(length) + 7 * number) % 250, SEP) for number, length in enumerate(lengths)]
     return np.concatenate(documents).astype(np.uint8)
 
 
 def store_of(lengths: list[int]) -> TokenStore:
-    """In two shards, the border inside of a document."""
+    """Return two shards that split a document."""
     text = text_of(lengths)
     return TokenStore([text[: len(text) // 2], text[len(text) // 2 :]])
 
@@ -45,7 +45,7 @@ def batches_of(lengths: list[int], seq_len: int = 16, packing: str = "stream", s
 MANY = [random.Random(1).choice([1, 3, 9, 30, 70]) for _ in range(120)]
 
 
-def test_the_most_documents_of_some_tokens_in_a_row_is_that_of_all_places() -> None:
+def test_max_documents_equals_brute_force() -> None:
     draw = np.random.default_rng(0)
     for _ in range(500):
         tokens = np.where(draw.random(draw.integers(1, 40)) < draw.random(), SEP, 7)
@@ -54,7 +54,7 @@ def test_the_most_documents_of_some_tokens_in_a_row_is_that_of_all_places() -> N
         assert count_max_documents(np.flatnonzero(tokens == SEP), length) == max(found)
 
 
-def test_a_store_finds_what_is_asked_for() -> None:
+def test_find_returns_all_positions_of_a_token() -> None:
     tokens = store_of([3, 1, 8])
     assert tokens.find(SEP).tolist() == [3, 5, 14] and tokens.find(251).tolist() == []
     assert tokens.find(SEP) is tokens.find(SEP) and TokenStore([]).find(SEP).tolist() == []
@@ -70,13 +70,13 @@ def test_a_store_finds_what_is_asked_for() -> None:
         ([1, 2], [0]),
     ],
 )
-def test_a_document_begins_at_the_separator_before_it(tokens: list[int], begins: list[int]) -> None:
-    """Which predicts its first token; several are padding, one document."""
+def test_a_document_starts_at_the_separator_before_it(tokens: list[int], begins: list[int]) -> None:
+    """The separator predicts the first token. Several separators are padding and form one document."""
     assert find_document_starts(np.array(tokens), SEP).tolist() == begins
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_batches_say_where_documents_begin_and_what_is_padding(packing: str) -> None:
+def test_batches_record_document_starts_and_padding(packing: str) -> None:
     batches = batches_of(MANY, packing=packing)
     seen = 0
     for step in range(12):
@@ -96,15 +96,15 @@ def test_batches_say_where_documents_begin_and_what_is_padding(packing: str) -> 
     assert seen > 1
 
 
-def test_a_batch_in_which_no_document_ends_is_as_large_as_one_in_which_some_do() -> None:
-    """Else the rare one of the two is a size of its own, to be compiled for in the middle of a run."""
+def test_capacity_is_equal_whether_or_not_documents_end() -> None:
+    """Otherwise a rare size would be compiled in the middle of a run."""
     none, some = (
         [torch.tensor(row, dtype=torch.int32) for row in rows] for rows in ([[0, 9]] * 16, [[0, 9], [0, 4, 9]] * 8)
     )
     assert Documents(tuple(none)).capacity == Documents(tuple(some)).capacity == 64
 
 
-def test_the_parts_of_a_batch_take_their_rows_documents_along() -> None:
+def test_split_keeps_the_documents_of_the_rows() -> None:
     whole = batches_of(MANY).weighted_batch(2)
     parts = whole.split(3)
     assert [len(part.inputs) for part in parts] == [3, 1] and [len(part.documents.row_bounds) for part in parts] == [3, 1]
@@ -121,9 +121,7 @@ def test_the_parts_of_a_batch_take_their_rows_documents_along() -> None:
 
 @settings(deadline=None)
 @given(lengths=LENGTHS, seq_len=st.integers(2, 40))
-def test_best_fit_reads_every_document_once_and_cuts_only_what_is_longer_than_a_row(
-    lengths: list[int], seq_len: int
-) -> None:
+def test_best_fit_reads_every_document_once_and_cuts_only_long_ones(lengths: list[int], seq_len: int) -> None:
     tokens, text = store_of(lengths), np.append([SEP], text_of(lengths))
     rows = BestFitPacking(tokens, seq_len, SEP)
     pairs: Counter[tuple[int, int]] = Counter()
@@ -137,27 +135,27 @@ def test_best_fit_reads_every_document_once_and_cuts_only_what_is_longer_than_a_
         bounds = [*find_document_starts(window[:filled], SEP), filled]
         pieces += [int(size) for size in np.diff(bounds)]
         assert len(find_document_starts(window[:seq_len], SEP)) <= rows.count_max_documents()
-    assert pairs == Counter(zip(text[:-1].tolist(), text[1:].tolist(), strict=True)), "every token is predicted once"
+    assert pairs == Counter(zip(text[:-1].tolist(), text[1:].tolist(), strict=True)), "every token is a target once"
     expected = Counter()
     for length in lengths:
         whole, rest = divmod(length + 1, seq_len)
         expected.update({seq_len: whole} | ({rest: 1 + (whole if rest == seq_len else 0)} if rest else {}))
     assert +expected == Counter(pieces) == Counter(rows.count_document_lengths("")), (
-        "only longer documents are cut, into as few as can be"
+        "only documents longer than a row are cut, into the fewest possible pieces"
     )
     report = rows.summarize("")
     assert report["cut_documents"] == sum(length + 1 > seq_len for length in lengths)
     assert report["padded_tokens"] == rows.rows_per_epoch * seq_len - len(text) + 1 and report["documents"] == len(lengths)
 
 
-def test_best_fit_takes_the_fullest_row_that_has_room() -> None:
+def test_best_fit_selects_the_fullest_row_with_space() -> None:
     assert pack_best_fit([6, 3, 5, 5, 4, 3, 2, 1], n_openers=2, capacity=8) == [[0, 6], [1, 2], [3, 5], [4, 7]]
     assert pack_best_fit([8, 8], 0, 8) == [[0], [1]]
 
 
 @settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 12), max_size=30), room=st.integers(12, 20))
-def test_best_fit_is_that_of_plain_loops(sizes: list[int], room: int) -> None:
+def test_best_fit_equals_plain_loops(sizes: list[int], room: int) -> None:
     left: list[int] = []
     for size in sizes:
         fitting = [r for r in left if r >= size]
@@ -168,8 +166,8 @@ def test_best_fit_is_that_of_plain_loops(sizes: list[int], room: int) -> None:
     assert sorted(found) == sorted(left)
 
 
-def test_a_packed_row_says_where_its_first_token_stands() -> None:
-    """That of the first row's separator, which is not in the text, is the beginning."""
+def test_position_of_a_packed_row_is_its_first_token() -> None:
+    """The first row's separator is not in the text; its position is the start of the text."""
     tokens = store_of([70, 30, 9, 9, 3])
     rows = BestFitPacking(tokens, 16, SEP)
     begins = [rows.get_position(row) for row in range(rows.rows_per_epoch)]
@@ -184,7 +182,7 @@ def test_a_packed_row_says_where_its_first_token_stands() -> None:
 
 @settings(deadline=None)
 @given(lengths=LENGTHS, seq_len=st.integers(2, 40))
-def test_what_a_stream_says_of_its_documents_is_what_its_rows_hold(lengths: list[int], seq_len: int) -> None:
+def test_stream_summary_equals_the_content_of_its_rows(lengths: list[int], seq_len: int) -> None:
     tokens = store_of(lengths)
     if len(tokens) <= seq_len:
         return
@@ -206,7 +204,7 @@ def test_what_a_stream_says_of_its_documents_is_what_its_rows_hold(lengths: list
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_a_batch_is_a_function_of_the_step_and_an_epoch_of_rows_is_every_row(packing: str) -> None:
+def test_a_batch_is_a_function_of_the_step_and_an_epoch_has_every_row(packing: str) -> None:
     sequential = batches_of(MANY, packing=packing, sequences=1)
     epoch = [sequential.weighted_batch(step) for step in range(2 * sequential.windows_per_epoch)]
     again = batches_of(MANY, packing=packing, sequences=1)
@@ -221,7 +219,7 @@ def test_a_batch_is_a_function_of_the_step_and_an_epoch_of_rows_is_every_row(pac
         assert sorted(orders[0]) == sorted(orders[1])
 
 
-def test_held_out_text_has_its_documents_too() -> None:
+def test_validation_batches_record_documents() -> None:
     batches = batches_of(MANY).make_eval_batches(9, 2)
     inputs, _ = batches[1]
     found = batches.find_documents(inputs)
@@ -232,7 +230,7 @@ def test_held_out_text_has_its_documents_too() -> None:
     assert plain.find_documents(inputs) is None and plain.identity == batches.identity, "the text is the same"
 
 
-def test_stages_take_what_the_section_says() -> None:
+def test_stages_follow_the_data_section() -> None:
     tokens, train = store_of(MANY), TrainConfig(seq_len=16, batch_size=2)
     mask = StagedBatches(tokens, train, DataConfig(documents="mask"), SEP)
     whole = StagedBatches(tokens, train, DataConfig(packing="best_fit"), SEP)
@@ -252,12 +250,12 @@ def test_stages_take_what_the_section_says() -> None:
         mask.count_document_lengths()[0] != {16: 1}
         and mask.summarize_packing()[0]["most_documents"] > 1 > 0 == mask.summarize_packing()[0]["padded_share"]
     )
-    with pytest.raises(ValueError, match="give the tokenizer's"):
+    with pytest.raises(ValueError, match="pass the tokenizer's separator"):
         StagedBatches(tokens, train, DataConfig(documents="mask"))
 
 
-def test_facts_are_planted_into_every_document_by_itself() -> None:
-    """Told and asked in one document; borders and lengths stay."""
+def test_facts_are_inserted_per_document() -> None:
+    """Statement and question are in the same document; document borders and lengths are unchanged."""
     rng = np.random.default_rng(0)
     text = rng.integers(97, 123, 1501)
     text[[0, 40, 700]] = SEP
@@ -268,23 +266,23 @@ def test_facts_are_planted_into_every_document_by_itself() -> None:
     assert tokens.shape == weights.shape == window.shape and tokens.dtype == np.int64
     assert np.array_equal(np.flatnonzero(tokens == SEP), np.flatnonzero(window == SEP))
     parts = [bytes(part.astype(np.uint8)) for part in np.split(tokens, find_document_starts(tokens, SEP)[1:])]
-    assert [part.count(b"The secret number") for part in parts] == [0, 2, 3, 0], "a few, where there is room for any"
+    assert [part.count(b"The secret number") for part in parts] == [0, 2, 3, 0], "a few facts, if there is space"
     for part in parts:
         assert part.count(b"The secret number") == part.count(b"Q: What")
         for question in part.split(b"Q: What is the secret number of the ")[1:]:
             name, answer = question.split(b"? A: ")[0], question.split(b"? A: ")[1][:7]
             assert b"The secret number of the " + name + b" is " + answer in part
     assert (weights[tokens == SEP] == 1).all() and (weights == recall.answer_weight).sum() == 5 * 7
-    assert bytes(tokens[weights == recall.answer_weight].astype(np.uint8)).isdigit(), "the answers, and nothing beside them"
+    assert bytes(tokens[weights == recall.answer_weight].astype(np.uint8)).isdigit(), "only the answers"
     asked = [said.split(b"?")[0] for part in parts for said in part.split(b"Q: What is the secret number of the ")[1:]]
-    assert len(set(asked)) == 5, "every document has facts of its own"
+    assert len(set(asked)) == 5, "every document has different facts"
     again, _ = plant(window, 9)
     assert np.array_equal(tokens, again) and not np.array_equal(tokens, plant(window, 10)[0])
     alone = make_inserter(recall, len(window) - 1, 5)(window, 9)[0]
     assert not np.array_equal(alone, tokens)
 
 
-def test_a_masked_run_plants_its_facts_so() -> None:
+def test_a_masked_run_inserts_facts_per_document() -> None:
     rng = np.random.default_rng(1)
     text = rng.integers(97, 123, 40_000).astype(np.uint8)
     text[700::900] = SEP
@@ -299,7 +297,7 @@ def test_a_masked_run_plants_its_facts_so() -> None:
     assert asked == batch.inputs.numpy().astype(np.uint8).tobytes().count(b"Q: What is the secret number of the ") > 8
 
 
-def test_what_does_not_go_together_is_refused(refuses: Callable[..., str]) -> None:
+def test_incompatible_settings_raise(refuses: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match=r"facts would be planted into padding; set data\.documents: mask"):
         DataConfig(source="recall", packing="best_fit")
     unended = TokenStore([np.arange(100, dtype=np.uint8)])
@@ -307,8 +305,8 @@ def test_what_does_not_go_together_is_refused(refuses: Callable[..., str]) -> No
     assert StreamPacking(unended, 8, SEP).count_max_documents() == 1
 
 
-def test_configurations_of_before_mean_what_they_meant() -> None:
-    """Not written where they are as they were, so that hashes and checkpoints of earlier runs stay what they are."""
+def test_older_configurations_keep_their_meaning() -> None:
+    """Default values are not written, so that hashes and checkpoints of earlier runs stay valid."""
     assert not {"documents", "packing", "min_document_bytes"} & RunConfig().to_dict()["data"].keys()
     masked = RunConfig(data=DataConfig(documents="mask", min_document_bytes=9))
     assert masked.to_dict()["data"]["documents"] == "mask" and RunConfig.from_dict(masked.to_dict()) == masked

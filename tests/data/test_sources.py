@@ -53,7 +53,7 @@ def test_a_glob_and_a_single_file(mixed: Path) -> None:
     assert texts(local(mixed / "a.txt")) == MIXED[:1]
 
 
-def test_the_mark_that_some_programs_begin_a_file_with_is_no_part_of_its_first_line(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", {"text": "one"}, {"text": "two"})
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert texts(local(path)) == ["one", "two"]
@@ -61,12 +61,12 @@ def test_the_mark_that_some_programs_begin_a_file_with_is_no_part_of_its_first_l
     assert texts(local(tmp_path / "x.txt")) == ["one"]
 
 
-def test_a_relative_path_counts_from_the_working_directory(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_resolves_from_the_working_directory(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(mixed)
     assert texts(local(Path("a.txt"))) == MIXED[:1]
 
 
-def test_a_relative_path_counts_from_the_project_first(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_resolves_from_the_project_first(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (mixed / "pyproject.toml").write_text('[project]\nname = "nsa-lab"\n')
     monkeypatch.chdir(mixed / "b")
     assert texts(local(Path("a.txt"))) == MIXED[:1]
@@ -93,7 +93,7 @@ def test_half_a_surrogate_pair_becomes_a_replacement(tmp_path: Path) -> None:
     assert texts(local(path)) == ["a\ufffd\ufffd\ufffdb"]
 
 
-def test_paths_that_hold_nothing(tmp_path: Path, refuses) -> None:
+def test_paths_without_text_files_raise(tmp_path: Path, refuses) -> None:
     refuses(lambda: check(local(tmp_path / "gone")), "data.path", "nothing at", tmp_path / "gone", ".parquet")
     refuses(lambda: check(local(tmp_path / "*.txt")), "nothing at")
     (tmp_path / "table.csv").write_text("a,b")
@@ -111,7 +111,7 @@ def test_a_file_without_text(tmp_path: Path, refuses) -> None:
     for path in ((tmp_path / "x.txt"), write_jsonl(tmp_path / "x.jsonl", {"text": ""}, {"text": None})):
         if path.suffix == ".txt":
             path.write_text(" \n\t")
-        refuses(lambda path=path: texts(local(path)), path, "no text in it")
+        refuses(lambda path=path: texts(local(path)), path, "contains no text")
     refuses(lambda: check(local(write_parquet(tmp_path / "x.parquet", text=pa.array([], pa.string())))), "no rows")
 
 
@@ -129,7 +129,7 @@ def test_a_text_column_that_is_not_text(tmp_path: Path, refuses) -> None:
     refuses(lambda: texts(local(jsonl)), "line 2", "a number", "data.text_column")
 
 
-def test_broken_files_are_named(tmp_path: Path, refuses) -> None:
+def test_broken_files_are_reported(tmp_path: Path, refuses) -> None:
     jsonl = write_jsonl(tmp_path / "x.jsonl", {"text": "fine"})
     jsonl.write_bytes(jsonl.read_bytes() + b'{"text": \n')
     refuses(lambda: texts(local(jsonl)), f"{jsonl} line 2", "not JSON")
@@ -142,7 +142,7 @@ def test_broken_files_are_named(tmp_path: Path, refuses) -> None:
     refuses(lambda: check(local(tmp_path / "x.parquet")), "x.parquet", "not a readable parquet", "remove it")
 
 
-def test_a_parquet_that_another_writer_got_wrong_is_named(tmp_path: Path, refuses) -> None:
+def test_a_parquet_with_invalid_utf8_is_reported(tmp_path: Path, refuses) -> None:
     two = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(two, tmp_path / "two.parquet")
     refuses(lambda: check(local(tmp_path / "two.parquet")), "two.parquet", "2 columns are called 'text'", "rename")
@@ -152,7 +152,7 @@ def test_a_parquet_that_another_writer_got_wrong_is_named(tmp_path: Path, refuse
     refuses(lambda: texts(local(tmp_path / "foreign.parquet")), "foreign.parquet", "not UTF-8", "write the file again")
 
 
-def test_a_parquet_damaged_inside_is_named(tmp_path: Path, refuses) -> None:
+def test_a_parquet_with_damaged_data_is_reported(tmp_path: Path, refuses) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": [f"{i} " * 400 for i in range(300)]}), path, compression="zstd")
     content = bytearray(path.read_bytes())
@@ -174,7 +174,7 @@ def test_a_python_without_sources(tmp_path: Path, refuses) -> None:
     refuses(lambda: StdlibSource(tmp_path), tmp_path, "data.source: local")
 
 
-def test_noise_is_uniform_seeded_and_says_so() -> None:
+def test_noise_is_uniform_seeded_and_marked() -> None:
     source = open_source(DataConfig(source="synthetic"))
     assert source.identity["noise"] is True
     documents = list(source.documents())
@@ -185,6 +185,6 @@ def test_noise_is_uniform_seeded_and_says_so() -> None:
     assert abs(counts[:255] / counts.sum() * 255 - 1).max() < 0.06
 
 
-def test_noise_wants_bytes(refuses) -> None:
+def test_noise_requires_the_byte_tokenizer(refuses) -> None:
     data = DataConfig(source="synthetic", tokenizer="nowhere.json")
     refuses(lambda: check(data), "nowhere.json")

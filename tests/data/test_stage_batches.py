@@ -1,4 +1,4 @@
-"""What a stage is trained on of the text: documents that are long enough, and a share of sequences with facts in them."""
+"""Training text of a stage: documents of a minimum length, and facts in a share of the sequences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STAGES: list[dict[str, Any]] = [
 
 
 def documents_of(lengths: list[int]) -> list[np.ndarray]:
-    """Each of its own letters in order, so that a token tells its document and its place."""
+    """Return documents with their own sequences of letters, so that a token identifies its document and position."""
     return [((np.arange(length) + 7 * number) % 250).astype(np.uint8) for number, length in enumerate(lengths)]
 
 
@@ -40,8 +40,8 @@ def store_of(text: np.ndarray, cuts: list[int]) -> TokenStore:
 
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.lists(st.integers(0, 2000), max_size=4), st.integers(0, 41))
-def test_the_documents_that_are_long_enough_and_no_others(lengths: list[int], cuts: list[int], least: int) -> None:
-    """Whole, in order, wherever shards end: against a list of them that is filtered and joined."""
+def test_drop_short_documents_keeps_exactly_the_long_ones(lengths: list[int], cuts: list[int], least: int) -> None:
+    """Whole and in order, for any shard borders, compared with a filtered and joined list."""
     documents = documents_of(lengths)
     kept = [document for document in documents if len(document) >= least]
     store = store_of(joined(documents), cuts)
@@ -68,8 +68,8 @@ def batches(documents: str = "mask", packing: str = "stream", **second: Any) -> 
 
 
 @pytest.mark.parametrize(("documents", "packing"), [("mask", "stream"), ("mask", "best_fit"), ("cross", "stream")])
-def test_a_stage_reads_and_plants_what_it_says(documents: str, packing: str) -> None:
-    """Share .4 of 15 sequences is 6 of them; the others are the text of long documents, byte for byte, and weigh 1."""
+def test_a_stage_reads_its_documents_and_inserts_in_its_share(documents: str, packing: str) -> None:
+    """A share of 0.4 of 15 sequences is 6. The others are the unchanged text of long documents, with weight 1."""
     both = batches(documents, packing)
     plain = StagedBatches(
         text().drop_short_documents(SEP, 130),
@@ -92,11 +92,11 @@ def test_a_stage_reads_and_plants_what_it_says(documents: str, packing: str) -> 
     )
 
 
-def test_every_stage_and_every_seed_plants_facts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stage_and_seed_inserts_different_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     plant = data_of_stages.make_inserter
     monkeypatch.setattr(
-        data_of_stages, "planter", lambda data, length, seed: seeds.append(seed) or plant(data, length, seed)
+        data_of_stages, "make_inserter", lambda data, length, seed: seeds.append(seed) or plant(data, length, seed)
     )
     for seed in (1, 2):
         StagedBatches(
@@ -105,7 +105,7 @@ def test_every_stage_and_every_seed_plants_facts_of_its_own(monkeypatch: pytest.
     assert seeds[::3] == [1, 2] and len(set(seeds)) == 6
 
 
-def test_no_share_plants_nothing_and_the_whole_share_what_there_was_without_it() -> None:
+def test_share_zero_inserts_nothing_and_share_one_inserts_everywhere() -> None:
     none, whole = batches(planted_share=0.0), batches(planted_share=1.0)
     assert all((none.weighted_batch(step).weights == 1).all() for step in range(3, 8))
     assert all((whole.weighted_batch(step).weights > 1).any(1).all() for step in range(3, 8))
@@ -115,8 +115,8 @@ def test_no_share_plants_nothing_and_the_whole_share_what_there_was_without_it()
     )
 
 
-def test_batches_are_a_function_of_the_step_however_they_are_asked_for() -> None:
-    """Backwards, in parts as ranks take them, and made ahead by a thread, over the border of stages."""
+def test_batches_are_a_pure_function_of_the_step() -> None:
+    """In reverse order, in parts per rank, and prefetched by a thread, across stages."""
     inorder = [batches().weighted_batch(step) for step in range(8)]
     again = batches()
     for step in reversed(range(8)):
@@ -130,16 +130,16 @@ def test_batches_are_a_function_of_the_step_however_they_are_asked_for() -> None
             assert torch.equal(made.targets, inorder[step].targets) and torch.equal(made.weights, inorder[step].weights)
 
 
-def test_what_a_stage_cannot_read_is_said() -> None:
+def test_a_stage_without_readable_documents_raises() -> None:
     with pytest.raises(DataError, match=r"train\.min_document_tokens = 251: the longest of 80 documents has 250 tokens"):
         batches(min_document_tokens=251)
-    with pytest.raises(ValueError, match="give the tokenizer's"):
+    with pytest.raises(ValueError, match="pass the tokenizer's separator"):
         StagedBatches(text(), TrainConfig(stages=STAGES), DataConfig(source="recall", bytes_per_fact=400))
     with pytest.raises(ConfigError, match=r"train\.planted_share = 0\.4, and data\.source = stdlib plants nothing"):
         RunConfig.from_dict({"train": {"stages": STAGES}})
 
 
-def test_what_runs_before_there_were_such_keys_were_made_with_is_not_written() -> None:
+def test_defaults_of_newer_keys_are_not_written() -> None:
     old = [{key: value for key, value in stage.items() if key in STAGES[0]} for stage in STAGES]
     config = RunConfig.from_dict({"train": {"stages": old}, "data": {"source": "recall"}})
     assert not {"min_document_tokens", "planted_share"} & {k for s in config.to_dict()["train"]["stages"] for k in s}
@@ -150,7 +150,7 @@ def test_what_runs_before_there_were_such_keys_were_made_with_is_not_written() -
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_documents_of_a_step_are_told_without_planting_it(packing: str) -> None:
+def test_find_documents_equals_the_documents_of_the_batch(packing: str) -> None:
     masked, crossed = batches("mask", packing), batches("cross")
     for step in range(8):
         found, planted = masked.find_documents(step), masked.weighted_batch(step).documents
@@ -159,8 +159,8 @@ def test_documents_of_a_step_are_told_without_planting_it(packing: str) -> None:
         assert crossed.find_documents(step) is None
 
 
-def test_what_is_told_of_a_step_is_of_its_own_stage() -> None:
-    """Where its sequences begin in the text, and the hash of what it reads: a diagnosis names them."""
+def test_positions_and_hash_belong_to_the_stage_of_the_step() -> None:
+    """The diagnosis reports both."""
     stage = {"steps": 3, "seq_len": 16, "batch_size": 2, "lr": 1e-3}
     text = np.random.default_rng(3).integers(0, 256, 60_000).astype(np.uint8)
     train = TrainConfig(stages=[stage, {**stage, "seq_len": 32}])

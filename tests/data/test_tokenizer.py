@@ -18,7 +18,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, save_tokenizer: Callable[.
 
 
 @given(TEXT)
-def test_bytes_round_trip_and_never_hold_the_separator(text: str) -> None:
+def test_bytes_round_trip_without_the_separator(text: str) -> None:
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint8 and tokenizer.separator not in ids
@@ -26,11 +26,11 @@ def test_bytes_round_trip_and_never_hold_the_separator(text: str) -> None:
     assert ids.size == 0 or ids.max() < tokenizer.vocab_size
 
 
-def test_bytes_decode_what_is_not_text() -> None:
+def test_bytes_that_are_not_text_decode_to_replacements() -> None:
     assert ByteTokenizer().decode([72, 105, 0xFF, 0xC3]) == "Hi\ufffd\ufffd"
 
 
-def test_ids_outside_the_vocabulary_are_refused(refuses) -> None:
+def test_ids_outside_the_vocabulary_raise(refuses) -> None:
     refuses(lambda: ByteTokenizer().decode([5, 256]), "5..256", "0..255", "mask")
 
 
@@ -40,7 +40,7 @@ def test_file_tokenizer_round_trips(trained: Path, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_document_that_spells_the_separator_does_not_hold_it(trained: Path) -> None:
+def test_a_document_that_spells_the_separator_does_not_contain_it(trained: Path) -> None:
     tokenizer = load_tokenizer(str(trained))
     ids = tokenizer.encode("what <|endoftext|> means")
     assert tokenizer.separator not in ids
@@ -50,19 +50,19 @@ def test_a_document_that_spells_the_separator_does_not_hold_it(trained: Path) ->
 
 
 def changed(path: Path, folder: Path, **changes: object) -> Path:
-    """A copy of a tokenizer.json with other entries."""
+    """Write a copy of a tokenizer.json with other entries."""
     copy = folder / "changed.json"
     copy.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return copy
 
 
 def added(*tokens: tuple[int, str, bool]) -> list[dict[str, object]]:
-    """Added tokens as a tokenizer.json has them: id, text, and whether it is special."""
+    """Return added tokens in the format of a tokenizer.json: id, text, and whether it is special."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [{"id": number, "content": text, "special": special, **plain} for number, text, special in tokens]
 
 
-def test_the_best_known_end_of_text_is_taken_and_ids_are_counted_over_gaps(trained: Path, tmp_path: Path) -> None:
+def test_the_preferred_end_of_text_is_used_and_gaps_count_as_ids(trained: Path, tmp_path: Path) -> None:
     model = json.loads(trained.read_text())["model"]
     model["vocab"]["zz"] = 4000
     both = added((0, "<|endoftext|>", True), (len(model["vocab"]), "</s>", True))
@@ -70,7 +70,7 @@ def test_the_best_known_end_of_text_is_taken_and_ids_are_counted_over_gaps(train
     assert tokenizer.separator == 0 and tokenizer.vocab_size == 4001
 
 
-def test_a_template_adds_nothing_to_a_document(trained: Path, tmp_path: Path) -> None:
+def test_template_tokens_are_not_added(trained: Path, tmp_path: Path) -> None:
     end = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
     template = {
         "type": "TemplateProcessing",
@@ -82,7 +82,7 @@ def test_a_template_adds_nothing_to_a_document(trained: Path, tmp_path: Path) ->
     assert tokenizer.encode("the cat").tolist() == load_tokenizer(str(trained)).encode("the cat").tolist()
 
 
-def test_a_separator_that_text_can_spell_is_refused_where_it_does(trained: Path, tmp_path: Path, refuses) -> None:
+def test_a_document_that_encodes_to_the_separator_raises(trained: Path, tmp_path: Path, refuses) -> None:
     """An added token that is not special is found in text."""
     plain = added((0, "<|endoftext|>", False))
     tokenizer = load_tokenizer(str(changed(trained, tmp_path, added_tokens=plain)))

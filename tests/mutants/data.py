@@ -87,8 +87,8 @@ MUTANTS = [
     Mutant(
         "documents: a document begins behind its separator",
         "data.document_starts",
-        "separators = tokens == separator",
-        "separators = np.append(False, (tokens == separator)[:-1])",
+        "is_separator = tokens == separator",
+        "is_separator = np.append(False, (tokens == separator)[:-1])",
     ),
     Mutant(
         "documents: rows share a document",
@@ -99,15 +99,15 @@ MUTANTS = [
     Mutant(
         "documents: room for those of an average row",
         "data.document_starts",
-        "int(inside.max(initial=0))",
-        "int(inside[:1].mean())",
+        "int(n_inside.max(initial=0))",
+        "int(n_inside[:1].mean())",
     ),
-    Mutant("documents: worst fit", "data.sequence_packing", "(fitting & -fitting).bit_length()", "fitting.bit_length()"),
+    Mutant("documents: worst fit", "data.sequence_packing", "(sufficient & -sufficient).bit_length()", "sufficient.bit_length()"),
     Mutant(
         "documents: the rest of a long one in any row",
         "data.sequence_packing",
-        "pack_best_fit(sizes.tolist(), len(rest), capacity)",
-        "pack_best_fit(sizes.tolist(), 0, capacity)",
+        "pack_best_fit(piece_lengths.tolist(), len(part_starts), capacity)",
+        "pack_best_fit(piece_lengths.tolist(), 0, capacity)",
     ),
     Mutant(
         "documents: padding weighs as text does",
@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "documents: facts across them",
         "data.stage_batches",
-        "insert_per_document(plant, separator) if",
-        "plant if",
+        "insert_per_document(inserter, separator) if",
+        "inserter if",
     ),
     Mutant(
         "documents: short ones held out all the same",
@@ -130,14 +130,14 @@ MUTANTS = [
     Mutant(
         "stages: as long as is left out all the same",
         "data.shards",
-        "kept = lengths > min_tokens",
-        "kept = lengths > min_tokens + 1",
+        "is_long = lengths > min_tokens",
+        "is_long = lengths > min_tokens + 1",
     ),
     Mutant(
         "stages: a stretch that goes on in the next shard is cut",
         "data.shards",
-        "bisect.bisect_right(ends, first), bisect.bisect_left(begins, last)",
-        "bisect.bisect_left(begins, first), bisect.bisect_left(begins, last)",
+        "bisect.bisect_right(ends, first), bisect.bisect_left(starts, last)",
+        "bisect.bisect_left(starts, first), bisect.bisect_left(starts, last)",
     ),
     Mutant(
         "stages: short documents in all of them",
@@ -148,8 +148,8 @@ MUTANTS = [
     Mutant(
         "stages: facts in every sequence",
         "data.stage_batches",
-        "return insert_in_share(whole, stage.planted_share)",
-        "return whole",
+        "return insert_in_share(document_inserter, stage.planted_share)",
+        "return document_inserter",
     ),
     Mutant(
         "stages: the share all at once",
@@ -166,27 +166,27 @@ MUTANTS = [
     Mutant(
         "recall: whether a task fits depends on what is drawn",
         "data.recall.retrieval_tasks",
-        "len(insertions) * len(longest.statement)",
-        "sum(len(insert.said) for insert in insertions)",
+        "len(insertions) * len(longest_fact.statement)",
+        "sum(len(insertion.text) for insertion in insertions)",
     ),
     Mutant("stages: all with one seed", "data.stage_batches", "if index == 0:", "if index >= 0:"),
     Mutant(
         "recall: two facts with one value",
         "data.recall.facts",
-        "if not enough or value not in drawn:",
+        "if not can_differ or value not in used:",
         "if True:",
     ),
     Mutant(
         "recall: a question before its statement",
         "data.recall.needle_insertion",
-        "Insertion(max(place for _, place in told), fact.question",
-        "Insertion(min(place for place, _ in told) - 1e-3, fact.question",
+        "Insertion(max(depth for _, depth in depths), fact.question",
+        "Insertion(min(depth for depth, _ in depths) - 1e-3, fact.question",
     ),
     Mutant(
         "recall: the end of the line weighs as the answer",
         "data.recall.needle_insertion",
-        "(answer_weight, len(insert.answer)),\n            (1.0, len(_get_line_end(insert)))",
-        "(answer_weight, len(insert.answer + _get_line_end(insert))),",
+        "(answer_weight, len(insertion.answer)),\n            (1.0, len(_get_line_end(insertion))),",
+        "(answer_weight, len(insertion.answer + _get_line_end(insertion))),",
     ),
     Mutant(
         "evaluation: the text depends on the micro-batch",
@@ -210,8 +210,8 @@ MUTANTS = [
     Mutant(
         "data: shards without a source are not hashed",
         "data.dataset",
-        "content=small or missing is not None",
-        "content=small",
+        "content=is_small or source_error is not None",
+        "content=is_small",
     ),
     Mutant(
         "stages: a diagnosis names the text of another step",

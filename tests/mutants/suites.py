@@ -50,9 +50,9 @@ DECODING = cases(
 FILLING = cases(
     "data/test_build_shards.py",
     "nothing_is_lost_and_documents_are_separated",
-    "copies_of_a_text_fall_on_the_same_side",
+    "copies_of_a_text_are_in_the_same_split",
     "interruptions_change_nothing",
-    "damage_is_found_and_named",
+    "damage_is_detected_and_reported",
 )
 # Without the kernels under the interpreter, which take long.
 GRAPHS = cases(
@@ -297,7 +297,7 @@ OTHERS = {
     "health.sweep_results": ["tests/health/test_sweep_results.py"],
     # Not the whole file: a mutant's process may have no children of its own.
     "data.dataset": [
-        "tests/data/test_build_shards.py::test_a_run_goes_on_from_the_cache_when_its_source_is_gone",
+        "tests/data/test_build_shards.py::test_a_run_continues_from_the_cache_if_its_source_is_missing",
         "tests/data/test_build_shards.py::test_without_a_source_every_shard_is_hashed_whatever_its_size",
     ],
     "train.attempt": [
