@@ -282,7 +282,7 @@ def _compute_importance(p: Tensor, first: int, nsa: NSAConfig, selection_nsa: NS
 
 
 def _attend_selected_by_gather(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, first: int, nsa: NSAConfig) -> Tensor:
-    """Return the output of the selected branch, [B, C, H, d_v]; each query gathers the tokens of its own blocks."""
+    """Return the output of the selected branch, [B, C, H, d_v]; each query gathers the tokens of its blocks."""
     B, N, G, _ = k.shape
     acc_dtype, parts = get_accumulation_dtype(q.dtype), list[Tensor]()
     # k and v as matrices: copying whole rows is several times faster than indexing each dimension.

@@ -1,7 +1,7 @@
 """Block arithmetic of NSA: number, visibility and overlap of blocks, and the number of keys that each branch attends to.
 
-Integers and small tables only. Everything here is exact, and all backends use it. Positions are those of one document,
-from 0; `layout` maps documents to rows of tensors.
+Integers and small tables only. Everything here is exact, and all backends use it. Positions start at 0 in each
+document; `layout` maps documents to rows of tensors.
 Source: arXiv 2502.11089, section 3.3. Letters as in `NSAConfig`.
 """
 

@@ -1,6 +1,6 @@
 """Input checks of the public attention functions: shapes, dtypes, devices and sequence layouts, once per call.
 
-Each check raises a ValueError that names the tensor, its axes, what was expected, what was passed and how to fix it.
+Each check raises a ValueError that names the tensor, its axes, the expected and the actual value and the fix.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ def pack_padded(x: Tensor, mask: Tensor) -> tuple[Tensor, Span]:
     """Return the unpadded tokens of x [B, T, ...] as one row [1, tokens, ...], and their layout, one document per row of x.
 
     mask [B, T], bool, or integers 0 and 1 as from a tokenizer: true for tokens that are not padding, which can be on either
-    side. A model returns for these tokens and this layout what it returns for each row separately; `unpack_padded` restores
+    side. A model's outputs for these tokens and this layout equal its outputs for each row alone; `unpack_padded` restores
     the padding. Differentiable. Synchronizes with the device if the mask is on one. Raise ValueError if the shape or dtype
     of the mask is wrong or if no token is left.
     """

@@ -20,7 +20,7 @@ def find_documents(n_rows: int, bounds: Tensor) -> Tensor:
     if len(bounds) == 2:
         return bounds.new_zeros(n_rows, dtype=torch.int64)
     row = torch.arange(n_rows, dtype=bounds.dtype, device=bounds.device)
-    # Of several documents that start at the same row, all but the last are empty.
+    # If several documents start at the same row, all but the last are empty.
     return (torch.searchsorted(bounds, row, right=True) - 1).clamp_max(len(bounds) - 2)
 
 

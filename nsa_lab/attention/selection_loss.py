@@ -43,7 +43,7 @@ def selection_loss(
 
     q [B, T, H, D], k_cmp [B, N, G, D] from `compress`, k_sel [B, T, G, D]. Computed in float32, or in float64 for float64
     inputs. `attention_q` [B, T, H', D']: the queries of the selected branch, with the width of k_sel, if q and k_cmp belong
-    to an indexer with a width of its own; None: q.
+    to an indexer, which can have another width; None: q.
 
     For query t and group g, the loss is -sum_j m_j log(I_j / sum_i I_i) over the candidate blocks j that are not forced.
     m_j is the attention mass of t on the tokens of block j, over all keys <= t, averaged over the heads of the group. I_j
@@ -66,7 +66,7 @@ class SampledQueries(NamedTuple):
     """Sampled queries, and the positions of keys and blocks in a text where each document starts at a selection block.
 
     int64 on the device. Without `document_rows`, the text is all documents one after another, and S keys and N compressed
-    blocks are counted over the row. With `document_rows`, each query's document is a text of its own, and S and N are
+    blocks are counted over the row. With `document_rows`, each query's document is a separate text, and S and N are
     counted within it.
     """
 
@@ -199,7 +199,7 @@ def sample_rows(length: int, count: int | None, device: torch.device | None = No
     if count is None or count >= length:
         return geometry.positions(0, length, device)
     if count < 1:
-        raise ValueError(f"queries = {count}: expected at least 1, or None for all")
+        raise ValueError(f"n_queries = {count}: expected at least 1, or None for all")
     segment_starts = geometry.positions(0, count + 1, device) * length // count
     offsets = geometry.positions(0, count, device) * GOLDEN_NUMERATOR % GOLDEN_DENOMINATOR
     return segment_starts[:-1] + offsets * segment_starts.diff() // GOLDEN_DENOMINATOR

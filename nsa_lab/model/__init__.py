@@ -1,13 +1,14 @@
-"""The model: a pre-norm decoder whose token mixing is Native Sparse Attention, or dense attention for its twin.
+"""The model: a pre-norm decoder with Native Sparse Attention, or with dense attention for the baseline.
 
 Invariants
-* One query projection, separate keys and values for each branch (paper, section 3.3.3), all from one GEMM.
-* Rotary embedding per head, after the heads are split, on queries and on the keys of every branch, before compression.
-* The backend is resolved once, when the model is built, and `backends` says which and why.
-* Causal: the logits at <= t do not move when tokens > t do.
-* Positions restart in every document of a packed row (`Span.packed`), and no document sees another: neither by attention,
-  nor by keys of the token before, nor by n-grams.
-`NSAttention` is the attention layer by itself, for other models; `SparseAttention` is the layer that both are made of.
+* One query projection and separate keys and values for each branch (paper, section 3.3.3), all computed by one GEMM.
+* RoPE per head on queries and on the keys of every branch, before compression.
+* The backend is resolved once, when the model is built; `backends` holds the result and the reason.
+* Causality: tokens > t do not change logits at <= t.
+* Positions restart in every document of a packed row (`Span.packed`). No document affects another, neither by attention nor
+  by the shifted keys of induction-initialized heads nor by n-grams.
+
+`NSAttention` is the attention layer for other models. `SparseAttention` is the layer that both models contain.
 """
 
 from nsa_lab.config import BRANCHES

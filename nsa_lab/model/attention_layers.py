@@ -1,9 +1,10 @@
-"""The attention layers: projections, rotary embedding, compression, gate and output around the operator.
+"""Attention layers: projections, rotary embedding, compression, gate and output projection around the operator.
 
-Matching heads (`ModelConfig.matching_heads`): a short convolution lets the keys of the first group start as those of the
-token before, and some of its heads start with the keys' own weights for their queries. Such a head looks for the places
-whose previous token was like the present one, and reads what came next there: it copies before anything is learned
-(docs/science/retrieval.md).
+Induction-initialized heads (`ModelConfig.matching_heads`): a short convolution over the keys starts as a shift by one token
+in the first group, and some query heads of this group start with the weights of its keys. Such a head attends to positions
+whose previous token equals the current one, and reads the token that followed. It copies before any training
+(docs/science/retrieval.md). Key convolutions, partial key offsets and smeared keys are related.
+
 Shape suffixes: B batch, T time, H query heads, G key/value groups, C model width.
 """
 
@@ -37,24 +38,24 @@ from nsa_lab.config import BRANCHES, ModelConfig, NSAConfig
 from nsa_lab.model.indexer import Indexer
 from nsa_lab.model.layers import Rotary, ShortConvolution, rotate
 
-# What `nsa_attention` takes: q, then keys and values of cmp, sel and win, then gates.
+# Arguments of `nsa_attention`: q, then keys and values of cmp, sel and win, then gates.
 AttentionInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 SelectionInputs = tuple[Tensor, Tensor, NSAConfig]
-"""What blocks are chosen by: queries [B, T, ., D], compressed keys [B, N, G, D], and how those were compressed."""
+"""Inputs of block selection: queries [B, T, ., D], compressed keys [B, N, G, D], and the configuration of the keys."""
 
 
 class PackedInputs(NamedTuple):
-    """What a layer has to know of packed documents, as tensors: traced, it is the same whatever documents they are."""
+    """Tensors that describe packed documents to a layer. Traced by torch.compile, the graph is equal for all documents."""
 
     is_document_start: Tensor
-    """Bool [T], whether a token is the first of its document."""
+    """Bool [T], True at the first token of each document."""
     block_indices: PackedBlockIndices
     indexer_block_indices: PackedBlockIndices | None
-    """Of the indexer's keys; None without one."""
+    """Gather indices of the indexer's keys; None without an indexer."""
     sampled_queries: SampledQueries | None
-    """None where the choice is not taught."""
+    """None if the layer computes no selection loss."""
     kernel_table: kernels.DocumentTable | None
-    """What the kernels ask; None where some part of attention is not theirs."""
+    """Documents as the kernels take them; None unless all parts run on the kernels."""
     indexer_kernel_table: kernels.DocumentTable | None
 
 
@@ -66,8 +67,11 @@ def get_packed_inputs(
     *,
     has_selection_loss: bool,
 ) -> PackedInputs | None:
-    """Of a layer with these `backends`, whose choice is `taught`; None where there is one document, and then a layer stays
-    one graph. What it holds is made once per span, device and geometry."""
+    """Return the packed inputs of a layer, built once per span, device and geometry.
+
+    `backends`: the backends of the layer. `has_selection_loss`: whether it computes the loss. Return None if `span` is not
+    packed; the layer is then traced as one graph.
+    """
     if span is None or span.kind != "packed":
         return None
     return _build_packed_inputs(span, config, backends, device, has_selection_loss)
@@ -81,27 +85,27 @@ def _build_packed_inputs(
     device: torch.device,
     has_selection_loss: bool,
 ) -> PackedInputs:
-    ours = backends is not None and all(choice.backend == "triton" for choice in backends.values())
+    use_kernels = backends is not None and all(resolved.backend == "triton" for resolved in backends.values())
     return PackedInputs(
         span.is_document_start(device),
         get_packed_indices(span, config.nsa, device),
         get_packed_indices(span, config.selection_nsa, device) if config.has_indexer else None,
         get_sampled_queries(span, config.selection_nsa, device) if has_selection_loss else None,
-        kernels.make_document_table(span, config.nsa, device) if ours else None,
-        kernels.make_document_table(span, config.selection_nsa, device) if ours and config.has_indexer else None,
+        kernels.make_document_table(span, config.nsa, device) if use_kernels else None,
+        kernels.make_document_table(span, config.selection_nsa, device) if use_kernels and config.has_indexer else None,
     )
 
 
 class DensePackedInputs(NamedTuple):
-    """As `Packing`, of a dense layer."""
+    """`PackedInputs` of a dense layer."""
 
     is_document_start: Tensor
     varlen_inputs: VarlenInputs | None
-    """None where documents are attended in several calls."""
+    """None if documents are attended in several calls."""
 
 
 def get_dense_packed_inputs(span: Span | None, device: torch.device) -> DensePackedInputs | None:
-    """As `packing_of`, of a dense layer."""
+    """Return the packed inputs of a dense layer; None if `span` is not packed."""
     return None if span is None or span.kind != "packed" else _build_dense_packed_inputs(span, device)
 
 
@@ -111,27 +115,30 @@ def _build_dense_packed_inputs(span: Span, device: torch.device) -> DensePackedI
 
 
 class ProjectedHeads(NamedTuple):
-    """What a layer's projection gives for x [B, T, C], rotated: of every branch for NSA, of one for dense attention."""
+    """Rotated heads of x [B, T, C]: three branches for NSA, one for dense attention."""
 
     q: Tensor
     """[B, T, H, d_k]"""
     keys: tuple[Tensor, ...]
-    """[B, T, G, d_k] each, before compression; of cmp, sel, win."""
+    """[B, T, G, d_k] per branch (cmp, sel, win), before compression."""
     values: tuple[Tensor, ...]
-    """[B, T, G, d_v] each."""
+    """[B, T, G, d_v] per branch."""
     k_before_conv: Tensor | None
-    """With matching heads, keys before the convolution, [B, T, branches, G, d_k]; a token's are the next one's `before`."""
+    """[B, T, branches, G, d_k], keys before the convolution. The last token's row is the next call's `previous_k`.
+
+    None without induction-initialized heads (`matching_heads`).
+    """
 
 
 class UnrotatedHeads(NamedTuple):
-    """What `Heads` are made of, before the rotation."""
+    """Heads before the rotation."""
 
     qk: Tensor
     """[B, T, H + branches G, d_k]: queries, then the keys of every branch."""
     values: Tensor
     """[B, T, branches G, d_v]"""
     k_before_conv: Tensor | None
-    """As in `Heads`."""
+    """As in `ProjectedHeads`."""
 
 
 def split_heads(
@@ -142,43 +149,43 @@ def split_heads(
     is_document_start: Tensor | None,
     previous_k: Tensor | None,
 ) -> UnrotatedHeads:
-    """`Unturned` of a projection's output [B, T, H d_k + branches G (d_k + d_v)].
+    """Split the output of a layer's projection, [B, T, H d_k + branches G (d_k + d_v)], and convolve the keys.
 
-    `begins` as in `Packing`; None: one document. `before` is `unmixed` of the tokens before these, [B, 1, ...];
-    None: these are the first.
+    `is_document_start`: as in `PackedInputs`; None: one document. `previous_k`: `k_before_conv` of the token before,
+    [B, 1, branches, G, d_k]; None: x starts the sequence.
     """
-    roped, values = split_projection(qkv, config, n_branches)
-    unmixed = None
+    qk, values = split_projection(qkv, config, n_branches)
+    k_before_conv = None
     if convolution:
-        q, k = roped.split([config.n_heads, values.shape[2]], dim=2)
-        unmixed = k.unflatten(2, (n_branches, config.n_kv_groups))
-        roped = torch.cat([q, convolution(unmixed, is_document_start, previous_k).flatten(2, 3)], dim=2)
-    return UnrotatedHeads(roped, values, unmixed)
+        q, k = qk.split([config.n_heads, values.shape[2]], dim=2)
+        k_before_conv = k.unflatten(2, (n_branches, config.n_kv_groups))
+        qk = torch.cat([q, convolution(k_before_conv, is_document_start, previous_k).flatten(2, 3)], dim=2)
+    return UnrotatedHeads(qk, values, k_before_conv)
 
 
 def split_projection(qkv: Tensor, config: ModelConfig, n_branches: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys [B, T, H + branches G, d_k] and values [B, T, branches G, d_v] of a projection's output."""
-    c, keys = config, n_branches * config.n_kv_groups
-    roped, values = qkv.split([(c.n_heads + keys) * c.d_k, keys * c.d_v], dim=-1)
-    return roped.unflatten(-1, (c.n_heads + keys, c.d_k)), values.unflatten(-1, (keys, c.d_v))
+    """Return queries and keys [B, T, H + branches G, d_k] and values [B, T, branches G, d_v] of a projection's output."""
+    c, n_keys = config, n_branches * config.n_kv_groups
+    qk, values = qkv.split([(c.n_heads + n_keys) * c.d_k, n_keys * c.d_v], dim=-1)
+    return qk.unflatten(-1, (c.n_heads + n_keys, c.d_k)), values.unflatten(-1, (n_keys, c.d_v))
 
 
 def rotate_heads(unrotated: UnrotatedHeads, config: ModelConfig, n_branches: int, rotary: Rotary) -> ProjectedHeads:
-    """`Heads` for x of positions `rotary`."""
-    # q and all keys are neighbours in the projection, so that one rotation turns them all.
-    q, *turned = rotate(unrotated.qk, rotary).split([config.n_heads, *[config.n_kv_groups] * n_branches], dim=2)
-    return ProjectedHeads(q, tuple(turned), unrotated.values.split(config.n_kv_groups, dim=2), unrotated.k_before_conv)
+    """Apply RoPE at the positions of `rotary` and split the keys and values by branch."""
+    # Queries and all keys are adjacent in the projection, so one call rotates them all.
+    q, *keys = rotate(unrotated.qk, rotary).split([config.n_heads, *[config.n_kv_groups] * n_branches], dim=2)
+    return ProjectedHeads(q, tuple(keys), unrotated.values.split(config.n_kv_groups, dim=2), unrotated.k_before_conv)
 
 
 def scale_selection_loss(loss: Tensor | None, weight: float, like: Tensor) -> Tensor:
-    """A selection loss times its weight, 0-d; where there is none, 0 on the device of `like`."""
+    """Return the selection loss times its weight, 0-d; without a loss, 0 on the device of `like`."""
     return torch.zeros((), device=like.device) if loss is None else loss * weight
 
 
 class SparseAttention(nn.Module):
-    """Projections, compression, gate and output around `nsa_attention`: x [B, T, C] -> [B, T, C].
+    """Projections, compression, gate and output projection around `nsa_attention`: x [B, T, C] -> [B, T, C].
 
-    `backends` is what `resolve_backend` gave; None: resolved for the device and dtype of each input, and kept.
+    `backends`: the result of `resolve_backend`; None: resolve for the device and dtype of each input, and cache it.
     """
 
     N_BRANCHES = 3
@@ -198,33 +205,38 @@ class SparseAttention(nn.Module):
     def forward(
         self, x: Tensor, rotary: Rotary, span: Span | None = None, packed_inputs: PackedInputs | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and in training the layer's `selection_loss`, 0-d; None where `ModelConfig.selection_loss` is 0.
+        """Return the output and, in training, the layer's `selection_loss`, 0-d; None if `ModelConfig.selection_loss` is 0.
 
-        `packing` is what `packing_of` gives of this layer; None: it is asked here, which splits what is compiled in two.
+        `packed_inputs`: the result of `get_packed_inputs` for this layer; None: build it here, which breaks a compiled
+        graph in two.
         """
         packed_inputs = packed_inputs or self._get_packed_inputs(span, x.device)
         inputs = self._project(x, rotary, span, packed_inputs)
-        index = self._project_indexer(x, rotary, span, packed_inputs)
-        taught = self._compute_selection_loss(inputs, index, span, packed_inputs) if self._has_selection_loss else None
+        selection_inputs = self._project_indexer(x, rotary, span, packed_inputs)
+        loss = (
+            self._compute_selection_loss(inputs, selection_inputs, span, packed_inputs)
+            if self._has_selection_loss
+            else None
+        )
         if packed_inputs is None:
-            mixed = self._attend(inputs, index, span)
+            out = self._attend(inputs, selection_inputs, span)
         elif packed_inputs.kernel_table is None:
-            mixed = _attend_uncompiled(self, inputs, index, span)
+            out = _attend_uncompiled(self, inputs, selection_inputs, span)
         else:
-            mixed = self._attend_with_kernels(inputs, index, packed_inputs)
-        return self.out(mixed.flatten(2)), taught
+            out = self._attend_with_kernels(inputs, selection_inputs, packed_inputs)
+        return self.out(out.flatten(2)), loss
 
     def project(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> AttentionInputs:
-        """q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3].
+        """Return q [B, T, H, d_k]; k, v of cmp [B, N, G, .], of sel and win [B, T, G, .]; gates [B, T, H, 3].
 
-        `rotary` is that of x's positions. x holds all keys: a span is full or packed.
+        `rotary`: tables at the positions of x. x holds all keys, so `span` is full or packed.
         """
         return self._project(x, rotary, span, self._get_packed_inputs(span, x.device))
 
     def project_selection_inputs(
         self, x: Tensor, inputs: AttentionInputs, rotary: Rotary, span: Span | None = None
     ) -> SelectionInputs:
-        """What chooses the blocks: the indexer, or the compressed branch; `inputs` are those of `project` for this x."""
+        """Return the selection inputs of the indexer, or of the compressed branch in `inputs` (from `project`)."""
         return self._project_indexer(x, rotary, span, self._get_packed_inputs(span, x.device)) or (
             *inputs[:2],
             self.config.nsa,
@@ -233,13 +245,13 @@ class SparseAttention(nn.Module):
     def project_heads(
         self, x: Tensor, rotary: Rotary, is_document_start: Tensor | None = None, previous_k: Tensor | None = None
     ) -> ProjectedHeads:
-        """Queries, keys and values of x, before compression; `begins` and `before` as in `unturned_heads`."""
+        """Return the rotated heads of x, before compression; `is_document_start`, `previous_k` as in `split_heads`."""
         return rotate_heads(self.project_unrotated(x, is_document_start, previous_k), self.config, self.N_BRANCHES, rotary)
 
     def project_unrotated(
         self, x: Tensor, is_document_start: Tensor | None = None, previous_k: Tensor | None = None
     ) -> UnrotatedHeads:
-        """As `heads`, before the rotation."""
+        """Return the heads of x before the rotation."""
         return split_heads(self.qkv(x), self.config, self.convolution, self.N_BRANCHES, is_document_start, previous_k)
 
     def _get_packed_inputs(self, span: Span | None, device: torch.device) -> PackedInputs | None:
@@ -260,13 +272,13 @@ class SparseAttention(nn.Module):
     def _project_indexer(
         self, x: Tensor, rotary: Rotary, span: Span | None, packed_inputs: PackedInputs | None
     ) -> SelectionInputs | None:
-        """None without an indexer."""
+        """Return the indexer's selection inputs; None without an indexer."""
         if self.indexer is None:
             return None
-        index = self.indexer(x, rotary, packed_inputs and packed_inputs.is_document_start)
+        output = self.indexer(x, rotary, packed_inputs and packed_inputs.is_document_start)
         return (
-            index.q,
-            self.indexer.compress(index.k, span, packed_inputs and packed_inputs.indexer_block_indices),
+            output.q,
+            self.indexer.compress(output.k, span, packed_inputs and packed_inputs.indexer_block_indices),
             self.indexer.nsa,
         )
 
@@ -281,14 +293,14 @@ class SparseAttention(nn.Module):
         span: Span | None,
         packed_inputs: PackedInputs | None,
     ) -> Tensor:
-        looking, k_cmp, _, k_sel, *_ = inputs
-        q, k_cmp, nsa = selection_inputs or (looking, k_cmp, self.config.nsa)
+        attention_q, k_cmp, _, k_sel, *_ = inputs
+        q, k_cmp, nsa = selection_inputs or (attention_q, k_cmp, self.config.nsa)
         if packed_inputs is None or packed_inputs.sampled_queries is None:
-            return selection_loss(q, k_cmp, k_sel, nsa, attention_q=looking, span=span)
-        return compute_sampled_loss(q, k_cmp, looking, k_sel, nsa, packed_inputs.sampled_queries)
+            return selection_loss(q, k_cmp, k_sel, nsa, attention_q=attention_q, span=span)
+        return compute_sampled_loss(q, k_cmp, attention_q, k_sel, nsa, packed_inputs.sampled_queries)
 
     def _attend(self, inputs: AttentionInputs, selection_inputs: SelectionInputs | None, span: Span | None) -> Tensor:
-        """What the branches find, [B, T, H, d_v]."""
+        """Return the gated sum of the branches, [B, T, H, d_v]."""
         nsa, backends = self.config.nsa, self.backends or self._get_backends(inputs[0], span)
         blocks = score_and_select_blocks(*selection_inputs, backend=backends, span=span) if selection_inputs else None
         return nsa_attention(*inputs, nsa, blocks=blocks, backend=backends, span=span)
@@ -296,7 +308,7 @@ class SparseAttention(nn.Module):
     def _attend_with_kernels(
         self, inputs: AttentionInputs, selection_inputs: SelectionInputs | None, packed_inputs: PackedInputs
     ) -> Tensor:
-        """As `_attend`, by the kernels alone."""
+        """Return `_attend` of packed documents, computed by kernels only."""
         blocks = None
         if selection_inputs:
             with torch.no_grad():
@@ -306,52 +318,55 @@ class SparseAttention(nn.Module):
         return kernels.nsa_attention(*inputs, self.config.nsa, blocks=blocks, span=packed_inputs.kernel_table)
 
     def compute_gates(self, x: Tensor) -> Tensor:
-        """[B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over the branches; 0 for those that are
-        `silent`.
+        """Return the gates [B, T, H, 3] in the order cmp, sel, win: sigmoid per branch, or softmax over branches.
 
-        Of one linear map, where the paper has an MLP and gives neither its width nor its activation. One map lets a gate
-        depend on the token and has no hidden layer that could start dead; what an MLP would add was not measured.
+        Gates of branches in `config.silent` are 0. The gate is a single linear map. The paper has an MLP, but gives neither
+        its width nor its activation. A linear map depends on the token and has no hidden layer that could start dead; the
+        benefit of an MLP was not measured.
         """
         return self.activate_gates(self.gate(x))
 
     def activate_gates(self, logits: Tensor) -> Tensor:
-        """`gates` [B, T, H, 3] of what its linear map gives, [B, T, 3 H]."""
+        """Return the gates [B, T, H, 3] for the output of the gate's linear map, [B, T, 3 H]."""
         logits = logits.unflatten(-1, (self.config.n_heads, 3))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.config.silent:
-            named = zip(BRANCHES, logits.unbind(-1), strict=True)
-            shut = [torch.full_like(of, float("-inf")) if name in self.config.silent else of for name, of in named]
-            logits = torch.stack(shut, dim=-1)
+            branch_logits = zip(BRANCHES, logits.unbind(-1), strict=True)
+            masked = [
+                torch.full_like(values, float("-inf")) if name in self.config.silent else values
+                for name, values in branch_logits
+            ]
+            logits = torch.stack(masked, dim=-1)
         return logits.sigmoid() if self.config.nsa.gate == "sigmoid" else logits.softmax(-1)
 
     def _get_backends(self, q: Tensor, span: Span | None) -> Mapping[str, ResolvedBackend]:
-        """For q's dtype: what attention computes in, autocast included."""
-        full = span is None or span.is_full
-        key = (q.device, q.dtype, full)
+        """Return the backends for q's device and dtype, which under autocast is the dtype that attention computes in."""
+        is_full = span is None or span.is_full
+        key = (q.device, q.dtype, is_full)
         if key not in self._resolved_backends:
             self._resolved_backends[key] = resolve_backend(q.device, q.dtype, self.config.nsa, self.config, span=span)
         return self._resolved_backends[key]
 
     @torch.no_grad()
     def observe(self, x: Tensor, rotary: Rotary, span: Span | None = None) -> dict[str, Tensor]:
-        """What each branch did: `gates`, `blocks`, `out_cmp`, `out_sel`, `out_win`, `lse_cmp`, `lse_sel`, `lse_sink`.
+        """Return `gates`, `blocks`, `out_cmp`, `out_sel`, `out_win`, `lse_cmp`, `lse_sel`, `lse_sink` of the branches.
 
-        `lse_sink` is the LSE of the first selection block alone, so exp(lse_sink - lse_sel) is the share it holds. Blocks
-        are each document's own.
+        `lse_sink` is the LSE over the first selection block only: exp(lse_sink - lse_sel) is its share of the selected
+        branch's attention. Block indices are local to each document.
         """
         nsa = self.config.nsa
         inputs = self.project(x, rotary, span)
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
         backends = self.backends or self._get_backends(q, span)
-        name = {part: choice.backend for part, choice in backends.items()}
+        name = {part: resolved.backend for part, resolved in backends.items()}
         out_cmp, lse_cmp = compressed_attention(q, k_cmp, v_cmp, nsa, backend=name["compressed"], span=span)
         blocks = score_and_select_blocks(
             *self.project_selection_inputs(x, inputs, rotary, span), backend=backends, span=span
         )
         out_sel, lse_sel = selected_attention(q, k_sel, v_sel, blocks, nsa, backend=name["selected"], span=span)
-        only_first = torch.full_like(blocks, -1)
-        only_first[..., 0] = 0
-        _, lse_sink = selected_attention(q, k_sel, v_sel, only_first, nsa, backend=name["selected"], span=span)
+        first_block = torch.full_like(blocks, -1)
+        first_block[..., 0] = 0
+        _, lse_sink = selected_attention(q, k_sel, v_sel, first_block, nsa, backend=name["selected"], span=span)
         out_win, _ = window_attention(q, k_win, v_win, nsa, backend=name["window"], span=span)
         return {
             "gates": gates,
@@ -366,7 +381,7 @@ class SparseAttention(nn.Module):
 
 
 class DenseAttention(nn.Module):
-    """Causal attention with G key/value groups, for the dense twin: x [B, T, C] -> [B, T, C]."""
+    """Causal attention with G key/value groups, for the dense baseline: x [B, T, C] -> [B, T, C]."""
 
     N_BRANCHES = 1
 
@@ -381,26 +396,26 @@ class DenseAttention(nn.Module):
     def forward(
         self, x: Tensor, rotary: Rotary, span: Span | None = None, packed_inputs: DensePackedInputs | None = None
     ) -> tuple[Tensor, None]:
-        """The output, and no selection loss: as `SparseAttention.forward`, with what `dense_packing_of` gives."""
+        """Return the output and None (no selection loss); `packed_inputs`: the result of `get_dense_packed_inputs`."""
         packed_inputs = packed_inputs or get_dense_packed_inputs(span, x.device)
         q, (k,), (v,), _ = self.project_heads(x, rotary, packed_inputs and packed_inputs.is_document_start)
         backend = self.backends["dense"].backend
         if packed_inputs is None:
-            mixed = dense_attention(q, k, v, backend=backend, span=span)
+            out = dense_attention(q, k, v, backend=backend, span=span)
         elif packed_inputs.varlen_inputs is not None and backend == "torch" and supports_varlen(q, v):
-            mixed = packed_dense_attention(q, k, v, packed_inputs.varlen_inputs)
+            out = packed_dense_attention(q, k, v, packed_inputs.varlen_inputs)
         else:
-            mixed = _dense_attention_uncompiled(q, k, v, backend=backend, span=span)
-        return self.out(mixed.flatten(2)), None
+            out = _dense_attention_uncompiled(q, k, v, backend=backend, span=span)
+        return self.out(out.flatten(2)), None
 
     def project_heads(
         self, x: Tensor, rotary: Rotary, is_document_start: Tensor | None = None, previous_k: Tensor | None = None
     ) -> ProjectedHeads:
-        """As `SparseAttention.heads`, of one branch."""
-        unturned = split_heads(self.qkv(x), self.config, self.convolution, self.N_BRANCHES, is_document_start, previous_k)
-        return rotate_heads(unturned, self.config, self.N_BRANCHES, rotary)
+        """Return the rotated heads of x, as `SparseAttention.project_heads`, with one branch."""
+        unrotated = split_heads(self.qkv(x), self.config, self.convolution, self.N_BRANCHES, is_document_start, previous_k)
+        return rotate_heads(unrotated, self.config, self.N_BRANCHES, rotary)
 
 
-# Documents are another layout in every batch: traced, their bounds would be constants, and each batch be compiled anew.
+# Each batch has different documents. Traced, their bounds would be constants, and every batch would be compiled again.
 _attend_uncompiled = disable_compile(SparseAttention._attend)  # pyright: ignore[reportPrivateUsage]
 _dense_attention_uncompiled = disable_compile(dense_attention)

@@ -1,10 +1,13 @@
-"""An indexer: a query and a key per group that choose the selected branch's blocks.
+"""Indexer: one query and one index key per GQA group that score the blocks for the selected branch.
 
-In the paper the compressed branch's scores choose (eq. 8, 9), so its keys serve two masters: what the branch itself reads,
-and where the selected branch should look. Here the choice has a query and a key of its own (as DeepSeek-V3.2's indexer,
-arXiv 2512.02556, there for single tokens). Few tokens share a key, and it is their weighted mean that starts as the mean
-(`phi: pool`): the one token that a query looks for drowns in the mean of many (docs/science/retrieval.md). The selection
-loss alone teaches them, and they pass no gradient on, so that the loss costs the rest of the model nothing.
+In the paper, the compressed branch's attention scores select the blocks (eq. 8, 9). Its keys then have two uses: the
+compressed branch attends to them, and block selection scores with them. The indexer separates the two. It has its own query
+and key projections, like the indexer of DeepSeek-V3.2 (arXiv 2512.02556), which scores single tokens.
+
+Each index key covers only a few tokens, as a weighted mean whose weights are equal at initialization (`phi: pool`). In a
+mean over many tokens, the one token that matches the query is lost in the noise of the others (docs/science/retrieval.md).
+
+Only the selection loss trains the indexer. Its input is detached, so this loss has no gradient for any other parameter.
 """
 
 from __future__ import annotations
@@ -21,20 +24,25 @@ from nsa_lab.model.layers import Rotary, ShortConvolution, rotate, subsample_rot
 
 
 class IndexerOutput(NamedTuple):
-    """What an indexer makes of x [B, T, C], rotated; D is its own width."""
+    """Index queries and keys of x [B, T, C] after RoPE. D is the indexer's head width, `ModelConfig.index_width`."""
 
     q: Tensor
     """[B, T, G, D]"""
     k: Tensor
-    """[B, T, G, D], before compression."""
+    """[B, T, G, D], one key per token, before compression."""
     k_before_conv: Tensor | None
-    """With matching heads, keys before the convolution, [B, T, 1, G, D]; a token's are the next one's `before`."""
+    """[B, T, 1, G, D], keys before the short convolution and RoPE. The last token's row is the next call's `previous_k`.
+
+    None without induction-initialized heads (`matching_heads`): the indexer then has no convolution.
+    """
 
 
 class Indexer(nn.Module):
-    """x [B, T, C] -> `Index`, without a gradient for x.
+    """Compute index queries and keys from x [B, T, C], with a stop-gradient on x.
 
-    It starts as the first head of each group looks; where it is narrower than a head, with some of that head's channels.
+    `nsa_lab.model.init_weights` copies the initial queries from the first query head of each group, and the initial keys
+    from the selected branch. If the indexer is n times narrower than a head, it copies every nth RoPE pair and every nth
+    unrotated channel.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -49,24 +57,32 @@ class Indexer(nn.Module):
     def forward(
         self, x: Tensor, rotary: Rotary, is_document_start: Tensor | None = None, previous_k: Tensor | None = None
     ) -> IndexerOutput:
-        """`rotary` is the heads', for x's positions; `begins` and `before` are as in `unturned_heads`."""
+        """Project x [B, T, C] and return rotated index queries and keys.
+
+        `rotary`: the attention heads' RoPE tables at the positions of x.
+        `is_document_start`: bool [T], True at the first token of each packed document; None: one document.
+        `previous_k`: `k_before_conv` of the token before x, [B, 1, 1, G, D]; None: x starts the sequence.
+        """
         return self.split_and_rotate(self.qk(x.detach()), rotary, is_document_start, previous_k)
 
     def split_and_rotate(
         self, qk: Tensor, rotary: Rotary, is_document_start: Tensor | None = None, previous_k: Tensor | None = None
     ) -> IndexerOutput:
-        """`Index` of what its linear map gives, [B, T, 2 G D]."""
+        """Split the projection output qk [B, T, 2 G D] into queries and keys, convolve the keys, and apply RoPE to both."""
         G = self.config.n_kv_groups
         q, k = qk.unflatten(-1, (2 * G, self.config.index_width)).split(G, dim=2)
-        unmixed = None
+        k_before_conv = None
         if self.convolution:
-            unmixed = k.unsqueeze(2)
-            k = self.convolution(unmixed, is_document_start, previous_k).squeeze(2)
+            k_before_conv = k.unsqueeze(2)
+            k = self.convolution(k_before_conv, is_document_start, previous_k).squeeze(2)
         q, k = rotate(torch.cat([q, k], dim=2), subsample_rotary(rotary, self.rotary_width)).split(G, dim=2)
-        return IndexerOutput(q, k, unmixed)
+        return IndexerOutput(q, k, k_before_conv)
 
     def compress(self, k: Tensor, span: Span | None = None, packed_indices: PackedBlockIndices | None = None) -> Tensor:
-        """k [B, T, G, D] -> [B, N, G, D]; `rows` are those of packed documents."""
+        """Compress keys k [B, T, G, D] to index keys [B, N, G, D].
+
+        `packed_indices`: gather indices of packed documents; None: use `span`.
+        """
         if packed_indices is not None:
             return compress_packed(k, self.nsa, self.phi, packed_indices)
         return compress(k, self.nsa, self.phi, span=span)

@@ -1,4 +1,4 @@
-"""How weights start."""
+"""Weight initialization."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from nsa_lab.model.layers import RMSNorm, ShortConvolution
 
 @torch.no_grad()
 def initialize_weights(root: nn.Module, residual_scale: float, generator: torch.Generator | None = None) -> None:
-    """Normal weights of deviation fan_in**-0.5; those into the residual stream times `into_residual`.
+    """Initialize linear layers from a normal distribution with standard deviation fan_in**-0.5.
 
-    Gates start at Xavier, never at zero: a zero gate gives its own input no gradient. The head starts at 1/dim, so that the
-    first loss is within .5 % of ln V, of which preflight allows 2 % (fan_in**-0.5 puts it 9 % above, a deviation of .02
-    2.7 %). Matching heads and indexers start as `nsa_lab.model.attention_layers` and `nsa_lab.model.indexer` say.
+    Layers that write into the residual stream are scaled by `residual_scale`. Gates use Xavier, not zeros: a gate of zero
+    has no gradient for its input. The head has a standard deviation of 1/dim, so that the first loss is within 0.5% of
+    ln V; preflight allows 2%. (With fan_in**-0.5 it is 9% higher, with a standard deviation of 0.02 it is 2.7% higher.)
+    For induction-initialized heads and indexers see `_init_induction_heads` and `_init_indexer`.
     """
     for name, module in root.named_modules():
         if isinstance(module, RMSNorm):
@@ -45,29 +46,29 @@ def initialize_weights(root: nn.Module, residual_scale: float, generator: torch.
 
 
 def _init_induction_heads(layer: SparseAttention | DenseAttention) -> None:
-    """The keys of all branches start the same, and the first heads of the first group ask with the keys' own weights."""
+    """Copy the first branch's keys to all branches, and the first group's keys to its first query heads."""
     queries, keys = _get_qk_weights(layer)
     keys[1:] = keys[0].clone()
     queries[: layer.config.matching_heads] = keys[0, 0]
 
 
 def _init_indexer(layer: SparseAttention, indexer: Indexer) -> None:
-    """The indexer starts with the queries of each group's first head and with the selected branch's keys.
+    """Copy each group's first query head to the indexer's queries, and the selected branch's keys to its keys.
 
-    Where it is n times narrower, with every nth pair of the channels that are turned, and every nth of the others.
+    If the indexer is n times narrower than a head, copy every nth RoPE pair and every nth unrotated channel.
     """
     c, half = layer.config, layer.config.rotary_width // 2
     queries, keys = _get_qk_weights(layer)
-    asked, found = indexer.qk.weight.view(2, c.n_kv_groups, c.index_width, c.dim)
-    every = c.d_k // c.index_width
-    pairs = torch.arange(0, half, every)
-    channels = torch.cat([pairs, half + pairs, torch.arange(2 * half, c.d_k, every)])
-    asked.copy_(queries[:: c.heads_per_group, channels])
-    found.copy_(keys[1][:, channels])
+    index_queries, index_keys = indexer.qk.weight.view(2, c.n_kv_groups, c.index_width, c.dim)
+    stride = c.d_k // c.index_width
+    pairs = torch.arange(0, half, stride)
+    channels = torch.cat([pairs, half + pairs, torch.arange(2 * half, c.d_k, stride)])
+    index_queries.copy_(queries[:: c.heads_per_group, channels])
+    index_keys.copy_(keys[1][:, channels])
 
 
 def _get_qk_weights(layer: SparseAttention | DenseAttention) -> tuple[Tensor, Tensor]:
-    """The weights of the queries, [H, d_k, C], and of the keys, [branches, G, d_k, C]."""
-    c, keys = layer.config, layer.N_BRANCHES * layer.config.n_kv_groups
-    queries, rows, _ = layer.qkv.weight.split([c.n_heads * c.d_k, keys * c.d_k, keys * c.d_v])
-    return queries.view(c.n_heads, c.d_k, c.dim), rows.view(layer.N_BRANCHES, c.n_kv_groups, c.d_k, c.dim)
+    """Return views of the query weights, [H, d_k, C], and of the key weights, [branches, G, d_k, C]."""
+    c, n_keys = layer.config, layer.N_BRANCHES * layer.config.n_kv_groups
+    queries, keys, _ = layer.qkv.weight.split([c.n_heads * c.d_k, n_keys * c.d_k, n_keys * c.d_v])
+    return queries.view(c.n_heads, c.d_k, c.dim), keys.view(layer.N_BRANCHES, c.n_kv_groups, c.d_k, c.dim)

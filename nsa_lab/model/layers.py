@@ -1,4 +1,4 @@
-"""The parts beside attention: norm, MLP, rotary embedding. Shape suffixes: B batch, T time, H heads, D head width."""
+"""Norm, MLP, key convolution and rotary embedding. Shape suffixes: B batch, T time, H heads, D head width."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class RMSNorm(nn.Module):
 
 
 def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """x / rms(x) over the last dimension, times `weight` where there is one, in float32; as x in shape and dtype."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)
+    """Return x / rms(x) over the last dimension, times `weight` if given. Computed in float32, returned in x's dtype."""
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    return rms_norm(x.to(acc_dtype), x.shape[-1:], None if weight is None else weight.to(acc_dtype), eps).to(x.dtype)
 
 
 class ShortConvolution(nn.Module):
-    """A causal depthwise convolution of width 2 over keys x [B, T, branches, G, D]: w[0] x[t] + w[1] x[t - 1].
+    """Causal depthwise convolution of width 2 over keys x [B, T, branches, G, D]: w[0] x[t] + w[1] x[t - 1].
 
-    Nothing is read across the beginning of a document. The weights [2, branches, G, D] start as a shift by one in the first
-    group, whose keys are then those of the token before, and as the identity in the others.
+    It does not cross document boundaries. The weights [2, branches, G, D] start as a shift by one token in the first group
+    and as the identity in the other groups.
     """
 
     def __init__(self, n_branches: int, n_groups: int, width: int) -> None:
@@ -48,20 +48,20 @@ class ShortConvolution(nn.Module):
         self.weight[1, :, 0] = self.weight[0, :, 1:] = 1.0
 
     def forward(self, x: Tensor, is_document_start: Tensor | None = None, previous_k: Tensor | None = None) -> Tensor:
-        """The sum. `before` [B, 1, branches, G, D] is the row before these; None: these are the first.
+        """Convolve x. `previous_k` [B, 1, branches, G, D]: the row before x; None: x starts the sequence.
 
-        `begins`, bool [T]: whether a row is the first of its document; None: one document.
+        `is_document_start`, bool [T]: True at the first row of each document; None: one document.
         """
         first = torch.zeros_like(x[:, :1]) if previous_k is None else previous_k
-        late = torch.cat([first, x[:, :-1]], dim=1)
+        shifted = torch.cat([first, x[:, :-1]], dim=1)
         if is_document_start is not None:
-            late = late.masked_fill(is_document_start.view(-1, *[1] * (x.ndim - 2)), 0)
-        this, last = self.weight.to(x.dtype)
-        return x * this + late * last
+            shifted = shifted.masked_fill(is_document_start.view(-1, *[1] * (x.ndim - 2)), 0)
+        current_weight, previous_weight = self.weight.to(x.dtype)
+        return x * current_weight + shifted * previous_weight
 
 
 class MLP(nn.Module):
-    """`plain`: down(SiLU(up x)). `gated`: down(SiLU(gate x) * up x) (arXiv 2002.05202)."""
+    """down(SiLU(up x)) for "plain", down(SiLU(gate x) * up x) for "gated" (arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class MLP(nn.Module):
 
 
 def compute_rotary(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [..., width/2], of the angles t * theta**(-2i/width) at positions [...] (arXiv 2104.09864)."""
+    """Return cos and sin, float32 [..., width/2], of t * theta**(-2i/width) at positions [...] (arXiv 2104.09864)."""
     rate = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width)
     angle = positions.to(torch.float32)[..., None] * rate
     return angle.cos(), angle.sin()
@@ -87,52 +87,50 @@ def compute_rotary(positions: Tensor, width: int, theta: float) -> tuple[Tensor,
 def get_rotary_table(
     length: int, width: int, theta: float, device: torch.device, span: Span | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`rotary_at` the positions of `span`, by default 0 .. length-1."""
+    """Return `compute_rotary` at the positions of `span`; None: 0 .. length-1."""
     positions = geometry.positions(0, length, device) if span is None else span.positions(device)
     return compute_rotary(positions, width, theta)
 
 
 def rotate(x_BTHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns the pairs (i, i + R/2) of every head by its position's angle, in float32; R is twice the width of the tables.
+    """Rotate the channel pairs (i, i + R/2) of every head by the angle of its position, in float32.
 
-    Tables are [T, R/2], or [B, T, R/2] where rows stand at positions of their own.
-
-    Where R < D, what comes after the first R stays as it is: it says what a token is, wherever it stands (partial rotary
-    embedding, as in GPT-NeoX, arXiv 2204.06745).
+    The tables are [T, R/2], or [B, T, R/2] if rows have different positions. If R < D, the remaining channels are not
+    rotated and match tokens at any distance (partial RoPE, as in GPT-NeoX, arXiv 2204.06745).
     """
-    wide = torch.promote_types(x_BTHD.dtype, torch.float32)
-    cos, sin = (table.to(wide).unsqueeze(-2) for table in rotary)
-    turned, still = x_BTHD.split([2 * cos.shape[-1], x_BTHD.shape[-1] - 2 * cos.shape[-1]], dim=-1)
-    first, second = turned.to(wide).chunk(2, dim=-1)
+    acc_dtype = torch.promote_types(x_BTHD.dtype, torch.float32)
+    cos, sin = (table.to(acc_dtype).unsqueeze(-2) for table in rotary)
+    rotated, unrotated = x_BTHD.split([2 * cos.shape[-1], x_BTHD.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    first, second = rotated.to(acc_dtype).chunk(2, dim=-1)
     parts = [first * cos - second * sin, second * cos + first * sin]
-    if still.shape[-1]:
-        parts.append(still.to(wide))
+    if unrotated.shape[-1]:
+        parts.append(unrotated.to(acc_dtype))
     return torch.cat(parts, dim=-1).to(x_BTHD.dtype)
 
 
 def subsample_rotary(rotary: Rotary, width: int) -> Rotary:
-    """Tables of heads of which `width` = R/n channels are turned, of those for R: every nth angle.
+    """Return tables for `width` = R/n rotated channels from tables for R channels: every nth angle.
 
-    It is the table of that width, since theta ** (-2 (i n) / R) is theta ** (-2 i / (R/n)).
+    They equal the tables of that width, because theta ** (-2 (i n) / R) is theta ** (-2 i / (R/n)).
     """
     n = 2 * rotary[0].shape[-1] // width
-    if n == 1:  # every layer asks, at every step that writes a token
+    if n == 1:  # the common case in decoding, where every layer calls this in every step
         return rotary
     return rotary[0][..., ::n], rotary[1][..., ::n]
 
 
 def check_span(span: Span | None, n_tokens: int) -> None:
-    """Raises ValueError unless `rows` of input hold all queries and all keys of `span`."""
+    """Raise ValueError unless an input of `n_tokens` tokens holds all queries and all keys of `span`."""
     if span is None:
         return
     if not isinstance(span, Span):
         raise ValueError(f"span: expected a Span, got a {type(span).__name__}; use Span.full, Span.chunk or Span.packed")
     if span.start:
         raise ValueError(
-            f"span = {span}: a forward pass computes all keys from its own input, and has no cache with those before "
-            f"position {span.start}; give all tokens and Span.full or Span.packed"
+            f"span = {span}: a forward pass computes all keys from its own input, and has no cache of keys before "
+            f"position {span.start}; pass all tokens and Span.full or Span.packed"
         )
     if span.n_queries != n_tokens:
         raise ValueError(
-            f"span = {span} has {span.n_queries} tokens, and the input has {n_tokens}; give the span of this input"
+            f"span = {span} has {span.n_queries} tokens, but the input has {n_tokens}; pass the span of this input"
         )

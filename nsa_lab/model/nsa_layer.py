@@ -1,4 +1,4 @@
-"""NSA as a layer by itself, to put where attention was in another model."""
+"""Native Sparse Attention as a stand-alone layer that replaces the attention of another model."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from nsa_lab.model.attention_layers import SparseAttention, scale_selection_loss
 from nsa_lab.model.init_weights import initialize_weights
 from nsa_lab.model.layers import Rotary, check_span, get_rotary_table
 
-# What autocast casts to its own dtype; it leaves float64, whole numbers and everything else as they are.
+# Autocast casts these to its own dtype. It leaves float64, integers and everything else unchanged.
 AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NSAttention(nn.Module):
-    """Native Sparse Attention as a layer to put where attention was: x [B, T, C] -> [B, T, C], C = `dim`.
+    """Native Sparse Attention as a drop-in layer: x [B, T, C] -> [B, T, C], C = `dim`.
 
-    One query projection of `n_heads` heads, keys and values of `n_kv_groups` groups for each branch, rotary embedding of
-    its own, gate and output projection (arXiv 2502.11089, section 3.3). No norm and no residual connection. The backend is
-    resolved for the device and dtype that attention computes in, autocast included. Weights start from torch's global
-    generator, by the rules of `NSATransformer`; the output projection at fan_in**-0.5, since the depth is not known here.
+    The layer has one query projection with `n_heads` heads, keys and values with `n_kv_groups` groups for each branch,
+    RoPE, a gate and an output projection (arXiv 2502.11089, section 3.3). It has no norm and no residual connection. The
+    backend is resolved for the device and dtype that attention computes in, including autocast. Weights are initialized
+    from PyTorch's global generator as in `NSATransformer`, except that the output projection has a standard deviation of
+    fan_in**-0.5, because the depth is unknown here.
 
-    `head_dim` (queries and keys) is dim // n_heads by default, `value_dim` is head_dim; `rotary_share`, `matching_heads`,
-    `selection_loss`, `indexer_block` and `indexer_width` are as in `ModelConfig`. With a selection loss, add
-    `auxiliary_loss()` to the loss of every training step. Raises ValueError for sizes that do not go together.
+    `head_dim` (queries and keys): default dim // n_heads. `value_dim`: default head_dim. `rotary_share`, `matching_heads`,
+    `selection_loss`, `indexer_block` and `indexer_width`: as in `ModelConfig`. With a selection loss, add
+    `auxiliary_loss()` to the loss in every training step. Raise ValueError for sizes that are not consistent.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class NSAttention(nn.Module):
         d_k = _get_head_width(dim, n_heads) if head_dim is None else head_dim
         if d_k % 2:
             near = " or ".join(f"head_dim={width}" for width in (d_k - 1, d_k + 1) if width > 0)
-            raise ValueError(f"NSAttention: head_dim = {d_k} is odd, and rotary embedding turns pairs; give {near}")
+            raise ValueError(f"NSAttention: head_dim = {d_k} is odd, but RoPE rotates pairs of channels; use {near}")
         config = ModelConfig(
             dim=dim,
             n_heads=n_heads,
@@ -70,17 +71,17 @@ class NSAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """New weights from torch's global generator."""
+        """Initialize the weights from PyTorch's global generator."""
         initialize_weights(self, residual_scale=1.0)
 
     def forward(self, x: Tensor, span: Span | None = None) -> Tensor:
-        """x [B, T, C] in the dtype of the weights, its rows both queries and keys -> [B, T, C]. With `Span.packed`, B is 1.
+        """Return attention of x [B, T, C] to itself, [B, T, C]. x has the dtype of the weights. With `Span.packed`, B is 1.
 
-        Raises ValueError for x of another shape or dtype (under autocast: any that it casts), and for a chunk that starts
-        past 0: its earlier keys are in no cache here.
+        Raise ValueError for x of another shape or dtype (autocast allows all dtypes that it casts), and for a chunk that
+        starts after position 0, because the layer has no cache with its earlier keys.
         """
         c = self.config
-        self._selection_loss = None  # if this pass fails, the one before it is not the last
+        self._selection_loss = None  # in case this pass fails: do not return the loss of the pass before
         if not isinstance(x, Tensor):
             raise ValueError(f"NSAttention: expected x [B, T, {c.dim}] as a tensor, got a {type(x).__name__}")
         if x.ndim != 3 or x.shape[2] != c.dim:
@@ -89,32 +90,32 @@ class NSAttention(nn.Module):
             raise ValueError(f"NSAttention: expected x [B, T, {c.dim}], B and T at least 1; got {tuple(x.shape)}")
         self._check_dtype(x)
         check_span(span, x.shape[1])
-        mixed, self._selection_loss = self.attention(x, self.compute_rotary(x, span), span)
-        return mixed
+        out, self._selection_loss = self.attention(x, self.compute_rotary(x, span), span)
+        return out
 
     def _check_dtype(self, x: Tensor) -> None:
-        weights = self.attention.gate.weight.dtype
-        if torch.is_autocast_enabled(x.device.type) and {x.dtype, weights} <= set(AUTOCAST_DTYPES):
+        weight_dtype = self.attention.gate.weight.dtype
+        if torch.is_autocast_enabled(x.device.type) and {x.dtype, weight_dtype} <= set(AUTOCAST_DTYPES):
             return
-        # Weights that are no floating-point numbers are another package's quantised ones, which takes what it takes.
-        if x.dtype != weights and weights.is_floating_point:
-            name = str(weights).removeprefix("torch.")
+        # Weights with an integer dtype are quantized by another package, which checks its own inputs.
+        if x.dtype != weight_dtype and weight_dtype.is_floating_point:
+            name = str(weight_dtype).removeprefix("torch.")
             raise ValueError(
-                f"NSAttention: expected x in {weights}, the dtype of its weights, got {x.dtype}; use x.to(torch.{name})"
+                f"NSAttention: expected x in {weight_dtype}, the dtype of its weights, got {x.dtype}; use x.to(torch.{name})"
                 + (", or cast the layer: layer.to(x.dtype)" if x.dtype in SUPPORTED_DTYPES else "")
             )
 
     def compute_rotary(self, x: Tensor, span: Span | None = None) -> Rotary:
-        """The angles that queries and keys of x [B, T, C] are turned by."""
+        """Return the RoPE tables at the positions of x [B, T, C]."""
         c = self.config
         return get_rotary_table(x.shape[1], c.rotary_width, c.rope_theta, x.device, span)
 
     def auxiliary_loss(self) -> Tensor:
-        """The selection loss of the last forward pass times its weight, 0-d; 0 in evaluation, or with a weight of 0."""
+        """Return the selection loss of the last forward pass times its weight, 0-d; 0 in eval mode or with weight 0."""
         return scale_selection_loss(self._selection_loss, self.config.selection_loss, self.attention.out.weight)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_taught": None}  # of a pass, not of the layer: a copy has none
+        return {**self.__dict__, "_selection_loss": None}  # belongs to a forward pass, not to the layer; do not copy it
 
 
 def _get_head_width(dim: int, n_heads: int) -> int:
@@ -123,7 +124,7 @@ def _get_head_width(dim: int, n_heads: int) -> int:
     if dim % n_heads:
         low = max(dim // n_heads, 1) * n_heads
         raise ValueError(
-            f"NSAttention: dim = {dim} does not divide into n_heads = {n_heads}; "
-            f"give head_dim=, or use dim = {low} or {low + n_heads}"
+            f"NSAttention: dim = {dim} is not a multiple of n_heads = {n_heads}; "
+            f"set head_dim=, or use dim = {low} or {low + n_heads}"
         )
     return dim // n_heads

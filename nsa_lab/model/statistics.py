@@ -1,4 +1,4 @@
-"""What a layer's branches did, in numbers: statistics of `SparseAttention.observe`."""
+"""Statistics of the gates, the selected blocks and the branch outputs of one layer, from `SparseAttention.observe`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from torch import Tensor
 from nsa_lab.attention import Span, geometry
 from nsa_lab.config import BRANCHES, ModelConfig
 
-SATURATION_MARGIN = 0.01  # a gate this close to 0 or 1 has stopped passing gradient
+SATURATION_MARGIN = 0.01  # gates this close to 0 or 1 have almost no gradient
 
 
 def compute_branch_statistics(
     observed: Mapping[str, Tensor], config: ModelConfig, span: Span | None = None
 ) -> dict[str, Tensor]:
-    """Scalars (0-d tensors, on the device) of one layer's `observe`, which was of `span`; None: whole sequences.
+    """Return statistics of one layer as 0-d tensors on the device. `span`: the layout of `observed`; None: full sequences.
 
-    gate_share_*: mean share of a branch in the gate's sum; gate_entropy: nats, of those shares, ln 3 at most;
-    gate_saturation: share of gates within 0.01 of 0 or 1; sel_reuse: share of a query's blocks that the query before it
-    chose too; sel_distance: mean distance of the chosen blocks, in blocks; sel_sink_share: attention that the first block
-    holds, over queries past it; sel_window_overlap: share of the selected keys that the window reads too; sel_keys and
-    sel_keys_most: selected keys of a query, mean and most; norm_*: root mean square of a branch's output.
+    * gate_share_*: mean share of a branch in the sum of the gates
+    * gate_entropy: entropy of these shares in nats, at most ln 3
+    * gate_saturation: fraction of gates within 0.01 of 0 or 1
+    * sel_reuse: fraction of a query's blocks that the previous query selected too
+    * sel_distance: mean distance of the selected blocks, in blocks
+    * sel_sink_share: attention share of the first block, over queries after it
+    * sel_window_overlap: fraction of the selected keys that are also in the window
+    * sel_keys, sel_keys_most: selected keys per query, mean and maximum
+    * norm_*: root mean square of a branch's output
     """
     nsa = config.nsa
     gates, blocks = observed["gates"].float(), observed["blocks"].long()
@@ -34,18 +38,18 @@ def compute_branch_statistics(
     span = span or Span.full(blocks.shape[1])
     positions = span.positions()
     t = positions.to(blocks.device)[:, None, None]
-    valid = blocks >= 0
-    bits = torch.zeros(*blocks.shape[:3], span.num_selection(nsa) + 1, dtype=torch.bool, device=blocks.device)
-    bits.scatter_(-1, torch.where(valid, blocks, bits.shape[-1] - 1), True)
-    again = (bits[:, 1:, :, :-1] & bits[:, :-1, :, :-1]).sum(-1) / valid[:, 1:].sum(-1)
-    # The first query of a document has none before it.
-    stats["sel_reuse"] = _average_rows(again, positions[1:] > 0)
-    stats["sel_distance"] = torch.where(valid, geometry.own_block(t, nsa) - blocks, 0).sum() / valid.sum()
-    past_first = positions >= geometry.after_first_block(span.longest_document, nsa)
-    stats["sel_sink_share"] = _average_rows((observed["lse_sink"] - observed["lse_sel"]).float().exp(), past_first)
+    is_valid = blocks >= 0
+    is_selected = torch.zeros(*blocks.shape[:3], span.num_selection(nsa) + 1, dtype=torch.bool, device=blocks.device)
+    is_selected.scatter_(-1, torch.where(is_valid, blocks, is_selected.shape[-1] - 1), True)
+    reused = (is_selected[:, 1:, :, :-1] & is_selected[:, :-1, :, :-1]).sum(-1) / is_valid[:, 1:].sum(-1)
+    # The first query of a document has no previous query.
+    stats["sel_reuse"] = _average_rows(reused, positions[1:] > 0)
+    stats["sel_distance"] = torch.where(is_valid, geometry.own_block(t, nsa) - blocks, 0).sum() / is_valid.sum()
+    is_past_first = positions >= geometry.after_first_block(span.longest_document, nsa)
+    stats["sel_sink_share"] = _average_rows((observed["lse_sink"] - observed["lse_sel"]).float().exp(), is_past_first)
 
-    keys, near = geometry.keys_of_blocks(blocks, t, nsa)
-    stats["sel_window_overlap"] = near.sum() / keys.sum()
+    keys, in_window = geometry.keys_of_blocks(blocks, t, nsa)
+    stats["sel_window_overlap"] = in_window.sum() / keys.sum()
     per_query = keys.sum(-1).float()
     stats["sel_keys"], stats["sel_keys_most"] = per_query.mean(), per_query.max()
     for name in BRANCHES:
@@ -54,7 +58,7 @@ def compute_branch_statistics(
 
 
 def _average_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Mean over the rows of values [B, T, ...] that `rows` (bool [T], on the CPU) takes, 0-d; 0 where it takes none."""
+    """Return the mean of values [B, T, ...] where `rows` (bool [T], on the CPU) is True, 0-d; 0 if none is."""
     if not rows.any():
         return values.new_zeros(())
     return values.index_select(1, rows.nonzero().flatten().to(values.device)).mean()

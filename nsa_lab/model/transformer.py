@@ -1,4 +1,4 @@
-"""The transformer around the attention layers, with honest counts."""
+"""The transformer: blocks, embeddings and head, with parameter and FLOP counts."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from nsa_lab.model.layers import MLP, RMSNorm, Rotary, check_span, get_rotary_ta
 from nsa_lab.model.ngrams import NgramEmbedding
 from nsa_lab.model.statistics import compute_branch_statistics
 
-BACKWARD_FLOPS = 2.0  # of the forward pass's: two products for every one
+BACKWARD_FLOPS = 2.0  # relative to the forward pass: two matrix products for each of its products
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + MLP(norm x)."""
+    """Pre-norm transformer block: x + attention(norm x), then x + MLP(norm x)."""
 
     def __init__(self, config: ModelConfig, backends: Mapping[str, ResolvedBackend]) -> None:
         super().__init__()
-        mixing = SparseAttention if config.attention == "nsa" else DenseAttention
+        attention_class = SparseAttention if config.attention == "nsa" else DenseAttention
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = mixing(config, backends)
+        self.attention = attention_class(config, backends)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config)
 
@@ -47,19 +47,19 @@ class Block(nn.Module):
         span: Span | None = None,
         packed_inputs: PackedInputs | DensePackedInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and the selection loss of its attention or None; `packing` as its attention takes it."""
-        # Returned, and not kept aside: what shards or recomputes a block knows of its outputs alone.
-        mixed, taught = self.attention(self.attention_norm(x), rotary, span, packed_inputs)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), taught
+        """Return the output and the selection loss of the attention, or None; `packed_inputs` as its attention takes it."""
+        # The loss is returned, not stored: FSDP and activation checkpointing handle only the outputs of a block.
+        attended, selection_loss = self.attention(self.attention_norm(x), rotary, span, packed_inputs)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), selection_loss
 
 
 class NSATransformer(nn.Module):
     """Decoder-only language model: tokens int64 [B, T] -> logits [B, T, V].
 
-    `backend` is resolved here for `device` and for `dtype`, the dtype that attention computes in (bfloat16 under
-    autocast); weights are float32. `seed` makes the initial weights a function of it alone; without one they follow torch's
-    global generator. Within `torch.device("meta")` it has shapes and no weights. Raises what `resolve_backend` raises.
+    `backend` is resolved for `device` and `dtype`, the dtype that attention computes in (bfloat16 under autocast). Weights
+    are float32. With `seed`, the initial weights depend only on it; without, on PyTorch's global generator. Under
+    `torch.device("meta")`, the model has shapes but no weights. Raise the errors of `resolve_backend`.
     """
 
     def __init__(
@@ -86,83 +86,89 @@ class NSATransformer(nn.Module):
             self.to(device)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """New weights, a function of `seed` alone, or of one number of torch's global generator; outputs into the residual
-        stream are smaller by sqrt(2 * layers)."""
-        drawn = seed if seed is not None else int(torch.randint(2**63 - 1, (), device="cpu"))
-        generator = torch.Generator().manual_seed(drawn)
+        """Initialize the weights from `seed`, or from one number of PyTorch's global generator.
+
+        Layers that write into the residual stream are scaled by (2 * n_layers) ** -0.5.
+        """
+        init_seed = seed if seed is not None else int(torch.randint(2**63 - 1, (), device="cpu"))
+        generator = torch.Generator().manual_seed(init_seed)
         initialize_weights(self, residual_scale=(2 * self.config.n_layers) ** -0.5, generator=generator)
 
     def forward(self, tokens: Tensor, span: Span | None = None) -> Tensor:
-        """tokens int64 [B, T] -> logits [B, T, V]. With `Span.packed`, B is 1 and every document is alone, from position 0.
+        """Return logits [B, T, V] for tokens int64 [B, T].
 
-        Raises ValueError for tokens of another kind, and for a chunk that starts past 0.
+        With `Span.packed`, B is 1 and every document is computed separately, from position 0. Raise ValueError for tokens
+        of another shape or dtype, and for a chunk that starts after position 0.
         """
-        self._selection_loss = None  # if this pass fails, the one before it is not the last
+        self._selection_loss = None  # in case this pass fails: do not return the loss of the pass before
         x, rotary = self.prepare_inputs(tokens, span)
-        packing = self._get_packed_inputs(span, x.device)
+        packed_inputs = self._get_packed_inputs(span, x.device)
         losses: list[Tensor] = []
         for block in self.blocks:
             if self.gradient_checkpointing and self.training:
-                x, taught = checkpoint(block, x, rotary, span, packing, use_reentrant=False)
+                x, selection_loss = checkpoint(block, x, rotary, span, packed_inputs, use_reentrant=False)
             else:
-                x, taught = block(x, rotary, span, packing)
-            if taught is not None:
-                losses.append(taught)
+                x, selection_loss = block(x, rotary, span, packed_inputs)
+            if selection_loss is not None:
+                losses.append(selection_loss)
         self._selection_loss = torch.stack(losses).sum() if losses else None
         return self.head(self.norm(x))
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None, previous_tokens: Tensor | None = None) -> Tensor:
-        """What enters the first layer, [B, T, C], of tokens int64 [B, T]; `positions` and `before` as `NgramEmbedding` has
-        them, for a model with n-grams."""
+        """Return the input of the first layer, [B, T, C], for tokens int64 [B, T].
+
+        `positions`, `previous_tokens`: as in `NgramEmbedding`, for a model with n-grams.
+        """
         x = self.embedding(tokens)
         if self.ngrams:
             x = x + self.ngrams(tokens, positions, previous_tokens)
-        # Looked up, a vector is small (a deviation of .02), and what layers add to it drowns it.
+        # Embeddings are small (standard deviation 0.02). Without the norm, the outputs of the first layers dominate them.
         return rms_normalize(x, self.config.norm_eps) if self.config.embedding_norm else x
 
     def auxiliary_loss(self) -> Tensor:
-        """What to add to the loss of the last forward pass: `ModelConfig.selection_loss` times the sum over layers, 0-d.
+        """Return the sum of the layers' selection losses in the last forward pass, times `ModelConfig.selection_loss`, 0-d.
 
-        0 in evaluation, for a dense model, and with a weight of 0.
+        Add it to the loss in training. It is 0 in eval mode, for a dense model, and with a weight of 0.
         """
         return scale_selection_loss(self._selection_loss, self.config.selection_loss, self.head.weight)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_taught": None}  # of a pass, not of the model: a copy has none
+        return {**self.__dict__, "_selection_loss": None}  # belongs to a forward pass, not to the model; do not copy it
 
     @torch.no_grad()
     def observe(self, tokens: Tensor, span: Span | None = None) -> list[dict[str, Tensor]]:
-        """`SparseAttention.observe` of every layer on tokens [B, T]: for pictures and statistics, not for speed."""
+        """Return `SparseAttention.observe` of every layer on tokens [B, T], for figures and statistics; it is slow."""
         if self.config.attention != "nsa":
             raise ValueError("observe: a dense model has no branches to observe; use model.attention: nsa")
         x, rotary = self.prepare_inputs(tokens, span)
-        seen = []
+        observed = []
         for block in cast("list[Block]", self.blocks):
             layer = cast(SparseAttention, block.attention)
-            seen.append(layer.observe(block.attention_norm(x), rotary, span))
+            observed.append(layer.observe(block.attention_norm(x), rotary, span))
             x, _ = block(x, rotary, span)
-        return seen
+        return observed
 
     def statistics(self, tokens: Tensor, span: Span | None = None) -> dict[str, Tensor]:
-        """Gate and selection statistics of every layer on tokens [B, T]: name -> [n_layers]. Empty for a dense model."""
+        """Return gate and selection statistics on tokens [B, T], name -> [n_layers]; empty for a dense model."""
         if self.config.attention != "nsa":
             return {}
-        layers = [compute_branch_statistics(seen, self.config, span) for seen in self.observe(tokens, span)]
+        layers = [compute_branch_statistics(observed, self.config, span) for observed in self.observe(tokens, span)]
         return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
     def embedding_parameter_count(self) -> int:
-        """Of `parameter_count`, those in tables, which no product reads."""
+        """Return the number of parameters in embedding tables, which take part in no matrix product."""
         return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Embedding))
 
     def flops_per_token(self, lengths: int | Mapping[int, int]) -> dict[str, float]:
-        """Training FLOPs per token in documents of `lengths`, forward and backward, of this model's weights.
+        """Return training FLOPs per token, forward and backward, with NSA ("nsa") and with dense attention ("dense").
 
-        One length, or how many documents there are of each; the mean is over their tokens. `nsa` and `dense` differ in
-        attention: the keys that NSA reads, or all causal ones. An indexer scores its keys once, forward, with one query per
-        group. Lookups, norms, the recomputation inside kernels and the selection loss's few queries are not counted.
+        `lengths`: the length of a document, or a mapping from length to number of documents. The result is the mean over
+        tokens. Both entries use this model's weights; they differ in the number of keys. An indexer scores its keys once,
+        forward only, with one query per group. Not counted: lookups, norms, recomputation inside kernels, and the selection
+        loss, which has few queries.
         """
         c = self.config
         matmul = 2 * (self.parameter_count() - self.embedding_parameter_count())
@@ -179,9 +185,9 @@ class NSATransformer(nn.Module):
         return flops
 
     def describe(self, length: int) -> str:
-        """One line: what was built, with the real counts."""
+        """Return one line on the model: parameters, sizes, FLOPs and backends."""
         c, flops = self.config, self.flops_per_token(length)
-        backends = ", ".join(f"{part} {choice.backend}" for part, choice in self.backends.items())
+        backends = ", ".join(f"{part} {resolved.backend}" for part, resolved in self.backends.items())
         return (
             f"{c.attention} transformer: {self.parameter_count():,} parameters, {c.n_layers} layers of width {c.dim}, "
             f"{c.n_heads} heads in {c.n_kv_groups} groups; {flops[c.attention] / 1e6:,.1f} MFLOPs per token at {length:,} "
@@ -189,7 +195,7 @@ class NSATransformer(nn.Module):
         )
 
     def _get_packed_inputs(self, span: Span | None, device: torch.device) -> PackedInputs | DensePackedInputs | None:
-        """Of every layer; None where there is one document."""
+        """Return the packed inputs of all layers; None if `span` is not packed."""
         if self.config.attention == "dense":
             return get_dense_packed_inputs(span, device)
         return get_packed_inputs(
@@ -197,9 +203,9 @@ class NSATransformer(nn.Module):
         )
 
     def prepare_inputs(self, tokens: Tensor, span: Span | None = None) -> tuple[Tensor, Rotary]:
-        """What a block is called with, for who goes through the blocks one by one: x [B, T, C] and the rotation.
+        """Return the inputs of the first block, x [B, T, C] and the RoPE tables, for callers that iterate over blocks.
 
-        Raises ValueError as `forward` does.
+        Raise ValueError as `forward` does.
         """
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or 0 in tokens.shape:
             raise ValueError(
@@ -207,12 +213,12 @@ class NSATransformer(nn.Module):
             )
         check_span(span, tokens.shape[1])
         c = self.config
-        # Elsewhere the host would have to wait for them.
+        # On other devices this check would synchronize with the host.
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             low, high = map(int, tokens.aminmax())
             if low < 0 or high >= c.vocab_size:
                 raise ValueError(
-                    f"tokens: expected numbers from 0 to {c.vocab_size - 1} (model.vocab_size = {c.vocab_size}), got "
+                    f"tokens: expected values from 0 to {c.vocab_size - 1} (model.vocab_size = {c.vocab_size}), got "
                     f"{low} to {high}; use the tokenizer that the model was trained with"
                 )
         positions = None if span is None else span.positions(tokens.device)
