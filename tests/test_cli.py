@@ -160,11 +160,11 @@ def test_unreadable_text_is_reported_in_one_line_and_writes_nothing(
         (["run", "smoek"], "did you mean smoke?"),
         (["sweep", "smoke_rate"], "did you mean smoke_rates?"),
         (["run"], "NAME of a params file"),
-        (["run", __file__], "expected a .yaml file, found one of .py"),
+        (["run", __file__], "expected a .yaml file, got a .py file"),
         (["run", "smoke", "--notebook", "no_such_notebook"], "--notebook no_such_notebook: no such notebook; "),
-        (["health", "no-such-run"], "no run was made yet"),
-        (["stop", "latest"], "no run was made yet"),
-        (["generate", "latest"], "no run was made yet"),
+        (["health", "no-such-run"], "no runs yet"),
+        (["stop", "latest"], "no runs yet"),
+        (["generate", "latest"], "no runs yet"),
     ],
 )
 def test_unknown_name_lists_the_known_names(run_cli, arguments: list[str], answer: str, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_runs_are_found_by_path_id_prefix_and_latest(tmp_path: Path) -> None:
         assert find_run(named, tmp_path) == run_dir
     second = write_run(tmp_path / "other")
     second.rename(tmp_path / "fake-20260202T000000Z-ffff")
-    with pytest.raises(directory.RunDirectoryError, match="begins the names of 2 runs"):
+    with pytest.raises(directory.RunDirectoryError, match="matches 2 runs"):
         find_run("fake-2026", tmp_path)
 
 

@@ -1,6 +1,6 @@
-"""A run as it goes, in a terminal: what it is doing, how far it is, how the loss, the gates and the pace are.
+"""Show a run in progress in a terminal: phase, progress, loss, gates and speed.
 
-On a terminal the view is redrawn in place; anywhere else a compact line is printed now and then.
+On a terminal the view is redrawn in place. Otherwise a compact line is printed at intervals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ NOTED_KINDS = ("start", "resume", "guard", "stall", "error", "halt", "signal", "
 
 
 class RunView:
-    """What is known of a run from its events so far. `take` feeds it, `panel`, `numbers`, `notes` and `line` show it."""
+    """State of a run according to its events so far. Call `update` with new events.
+
+    `build_panel`, `format_numbers`, `notes` and `format_line` show the state.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.run = run_dir.name
@@ -55,7 +58,7 @@ class RunView:
         if kind in ("start", "resume", "step", "eval"):
             self.step = event["step"]
         if kind in ("start", "resume"):
-            # What lies behind the checkpoint is done again.
+            # Steps after the checkpoint are repeated.
             self._bpb = {step: bpb for step, bpb in self._bpb.items() if step <= self.step}
         if kind == "step":
             self._latest |= {name: event[name] for name in NUMBER_FIELDS if event.get(name) is not None}
@@ -83,7 +86,7 @@ class RunView:
 
     @property
     def notes(self) -> list[str]:
-        """The latest events that are not numbers, one line each, oldest first."""
+        """The latest events other than readings, one line each, oldest first."""
         return list(self._notes)
 
     @property
@@ -92,11 +95,11 @@ class RunView:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left at the pace of the last readings; evaluation and saves come on top."""
+        """Remaining step time in seconds at the speed of the last readings, without evaluation and saving."""
         return (self.config.train.steps - self.step) * statistics.fmean(self._step_seconds) if self._step_seconds else None
 
     def format_line(self) -> str:
-        """One line for a log."""
+        """Return the state in one line, for a log."""
         parts = [f"step {self.step:,}/{self.config.train.steps:,}"]
         losses = {"bpb": self.training_bpb, "validation": self._latest.get("validation")}
         parts += [f"{name} {value:,.3f}" for name, value in losses.items() if value is not None]
@@ -107,28 +110,28 @@ class RunView:
 
     @property
     def training_bpb(self) -> float | None:
-        """Bits per byte of training as `history.training_now` has them: a mean of readings, since one is noise."""
+        """Training bits per byte, a mean over the same readings as `history.get_latest_training_losses`."""
         known, stage_at = list(self._bpb.items()), self.config.train.stage_at
-        same = [bpb for step, bpb in known if stage_at(step).seq_len == stage_at(self.step).seq_len]
-        readings = select_latest(np.array(same))
+        current_length = [bpb for step, bpb in known if stage_at(step).seq_len == stage_at(self.step).seq_len]
+        readings = select_latest(np.array(current_length))
         return float(readings.mean()) if len(readings) else None
 
     def build_panel(self) -> Panel:
-        done = TextColumn("{task.completed:,.0f} of {task.total:,.0f}")
-        bar = Progress(TextColumn("{task.description}"), BarColumn(None), done, expand=True)
+        count = TextColumn("{task.completed:,.0f} of {task.total:,.0f}")
+        bar = Progress(TextColumn("{task.description}"), BarColumn(None), count, expand=True)
         bar.add_task("steps", total=self.config.train.steps, completed=self.step)
         notes = Text("\n".join(self.notes), style="dim", overflow="ellipsis", no_wrap=True)
         return Panel(
             Group(bar, self._build_table(), notes),
             title=self.run,
             border_style="dim",
-            subtitle="Ctrl-C leaves the view; the trainer goes on",
+            subtitle="Ctrl-C closes this view; training continues",
         )
 
     def format_numbers(self) -> dict[str, str]:
-        """What a person asks of a run under way, by name, as text; a dash where the run has not said."""
+        """Return the current numbers of the run as text, by name. A dash if the run has not recorded one."""
         age = self._phase_age_s + max(time.time() - self._last_event_time, 0.0) if self._last_event_time else 0.0
-        shares = {words: self._mean_over_layers(f"gate_share_{branch}") for branch, words in BRANCHES.items()}
+        shares = {name: self._mean_over_layers(f"gate_share_{branch}") for branch, name in BRANCHES.items()}
         return {
             "bits per byte, training": "–" if (training := self.training_bpb) is None else f"{training:,.3f}",
             "bits per byte, validation": self._format_number("validation", "{:,.3f}"),
@@ -137,17 +140,17 @@ class RunView:
             "tokens per second, now": self._format_number("tokens_per_s", "{:,.0f}"),
             "time left": format_clock(self.eta_s),
             "phase": f"{self._activity}, {age:.0f} s",
-            "gates": ", ".join(f"{words} {share:.0%}" for words, share in shares.items() if share is not None) or "–",
+            "gates": ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None) or "–",
             "blocks reused": "–" if (reuse := self._mean_over_layers("sel_reuse")) is None else f"{reuse:.0%}",
         }
 
     def _build_table(self) -> Group:
         table = Table.grid(padding=(0, 2), expand=True)
         items = [(name, Text.assemble((f"{name}  ", "dim"), value)) for name, value in self.format_numbers().items()]
-        short = [shown for name, shown in items if name != "gates"]
-        for first in range(0, len(short), 3):
-            table.add_row(*short[first : first + 3])
-        # Three shares with their names are as long as two numbers: in the table they would wrap at 100 columns.
+        cells = [cell for name, cell in items if name != "gates"]
+        for first in range(0, len(cells), 3):
+            table.add_row(*cells[first : first + 3])
+        # The three gate shares with their names are too long for a table cell at a width of 100 columns.
         return Group(table, dict(items)["gates"])
 
     def _format_number(self, name: str, form: str) -> str:
@@ -158,49 +161,49 @@ class RunView:
 
 
 def watch(run_dir: Path, is_finished: Callable[[], bool], console: Console) -> RunView:
-    """Show the run until `until` says so, then everything that is written by then."""
+    """Show the run until `is_finished` returns True, then show all events written by then."""
     view, tail = RunView(run_dir), Tail(run_dir)
     if not console.is_terminal:
         return _print_lines(view, tail, is_finished, console)
     with Live(view.build_panel(), console=console, refresh_per_second=4, transient=False) as live:
         while True:
-            last = is_finished()
+            is_last = is_finished()
             view.update(tail.read())
             live.update(view.build_panel())
-            if last:
+            if is_last:
                 return view
             time.sleep(REDRAW_S)
 
 
-def _print_lines(view: RunView, tail: Tail, until: Callable[[], bool], console: Console) -> RunView:
-    said, line = 0.0, ""
+def _print_lines(view: RunView, tail: Tail, is_finished: Callable[[], bool], console: Console) -> RunView:
+    printed_at, line = 0.0, ""
     while True:
-        last = until()
+        is_last = is_finished()
         view.update(tail.read())
-        if view.format_line() != line and (last or time.monotonic() - said > LINE_INTERVAL_S):
+        if view.format_line() != line and (is_last or time.monotonic() - printed_at > LINE_INTERVAL_S):
             line = view.format_line()
             console.print(line, highlight=False, soft_wrap=True)
-            said = time.monotonic()
-        if last:
+            printed_at = time.monotonic()
+        if is_last:
             return view
         time.sleep(REDRAW_S / 5)
 
 
 def format_note(event: Event) -> str:
-    """One line about an event that is not a number."""
-    kind, at = event["kind"], f"{time.strftime('%H:%M:%S', time.localtime(event['t']))}  step {event['step']:,}"
-    said = {
+    """Return one line about an event that is not a reading."""
+    kind, prefix = event["kind"], f"{time.strftime('%H:%M:%S', time.localtime(event['t']))}  step {event['step']:,}"
+    format_text = {
         "guard": lambda: f"{event.get('rule')}: {event.get('text', event.get('action'))}",
         "stall": lambda: f"stall in {event.get('phase')} after {event.get('phase_age_s')} s",
         "error": lambda: f"{event.get('type')}: {event.get('message')}",
         "checkpoint": lambda: f"saved {event.get('path')} in {event.get('seconds')} s",
         "signal": lambda: f"{event.get('signal')} while in {event.get('phase')}: {event.get('action')}",
     }.get(kind, lambda: " ".join(filter(None, (kind, event.get("reason")))))
-    return f"{at}  {' '.join(said().split())}"
+    return f"{prefix}  {' '.join(format_text().split())}"
 
 
 def format_clock(seconds: float | None) -> str:
-    """`2:03:04`, `3:04`, or a dash where it is not known."""
+    """Return `2:03:04` or `3:04`; a dash for None."""
     if seconds is None:
         return "–"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,10 +1,10 @@
-"""The runs of a sweep: which there are, and the rest trained, one process on each GPU at a time, or one on the CPU.
+"""Find and train the runs of a sweep: one process per GPU at a time, or one process on the CPU.
 
 Invariants
-* They are ordinary runs of the outputs folder, found again by name and configuration. The sweep keeps no state of its own,
-  so that one started again takes up what runs, resumes what stopped, starts what is missing, and leaves alone what ended.
-* Of one sweep there is one supervisor at a time. Trainers outlive it, as they outlive everybody.
-* Nothing here imports torch.
+* The runs are ordinary runs of the outputs folder, identified by name and configuration. The sweep itself stores no state.
+  When started again, it attaches to live runs, resumes stopped runs, starts missing runs and skips finished runs.
+* A sweep has one supervisor at a time. Trainers survive the supervisor.
+* This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nsa_lab.runs.directory import DONE, HALTED, RUNNING, RunDirectoryError
 from nsa_lab.runs.summary import diff_settings
 
 SWEEPS_DIR, TABLE_FILE, PICTURE_FILE, LOCK_FILE = "sweeps", "sweep.json", "sweep.png", "sweep.lock"
-# Of several runs of one configuration the one that counts: what goes on or ended well before what would have to be done.
+# If several runs have the same configuration, the one whose state comes first here counts: running and finished runs first.
 STATE_PREFERENCE = (RUNNING, DONE, directory.PREEMPTED, "DEAD", HALTED)
 POLL_S = 0.2
 STOP_TIMEOUT_S = 120.0
@@ -31,7 +31,7 @@ STOP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class SweepRunState:
-    """A run that a sweep asks for, where it is, and its state; both None if nobody made it yet."""
+    """A run of a sweep, its directory and its state. Directory and state are None if it does not exist yet."""
 
     requested: SweepRun
     run_dir: Path | None = None
@@ -43,7 +43,7 @@ class SweepRunState:
 
     @property
     def needs_training(self) -> bool:
-        """Whether it is to be started, or resumed."""
+        """True if the run must be started or resumed."""
         return self.state not in (RUNNING, DONE, HALTED)
 
     @property
@@ -53,7 +53,7 @@ class SweepRunState:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep asks for, and the folder of runs that it is carried out in."""
+    """The runs of a sweep configuration and the folder in which they are trained."""
 
     config: SweepConfig
     runs: list[SweepRun]
@@ -61,7 +61,7 @@ class Sweep:
 
     @classmethod
     def load(cls, name: str, outputs: Path) -> Sweep:
-        """`params/sweeps/<name>.yaml`, or the file of that path. `ConfigError` tells all that is wrong with any."""
+        """Load `params/sweeps/<name>.yaml` or the file at path `name`. `ConfigError` lists all problems of all variants."""
         file = resolve.find_sweep_file(name)
         config = SweepConfig.from_yaml(file)
         try:
@@ -73,31 +73,31 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """Where its table and picture are."""
+        """Directory of the sweep's table and picture."""
         return self.outputs / SWEEPS_DIR / self.config.name
 
     def get_run_states(self) -> list[SweepRunState]:
-        """Every run that is asked for, in order."""
-        return [self._get_run_state(asked) for asked in self.runs]
+        """Return the state of every run of the sweep, in order."""
+        return [self._get_run_state(requested) for requested in self.runs]
 
-    def _get_run_state(self, asked: SweepRun) -> SweepRunState:
-        runs = lifecycle.find_runs_of_config(asked.config, self.outputs)
-        run_dir, found = min(runs, key=lambda run: STATE_PREFERENCE.index(run[1]), default=(None, None))
-        return SweepRunState(asked, run_dir, found)
+    def _get_run_state(self, requested: SweepRun) -> SweepRunState:
+        runs = lifecycle.find_runs_of_config(requested.config, self.outputs)
+        run_dir, state = min(runs, key=lambda run: STATE_PREFERENCE.index(run[1]), default=(None, None))
+        return SweepRunState(requested, run_dir, state)
 
     def _check_names(self) -> None:
-        """A name stands for one configuration: raise `ConfigError` where a run of another has it already."""
-        for asked in self.runs:
-            for run_dir in lifecycle.list_runs_named(asked.config.name, self.outputs):
-                if differs := _describe_difference(run_dir, asked.config):
+        """Raise `ConfigError` if an existing run has the name of a run of this sweep and another configuration."""
+        for requested in self.runs:
+            for run_dir in lifecycle.list_runs_named(requested.config.name, self.outputs):
+                if difference := _describe_difference(run_dir, requested.config):
                     raise ConfigError(
-                        f"variant {asked.variant}: {run_dir.name} has its name and another configuration ({differs}); "
-                        "give the variant, or the sweep, another name, or move that run away"
+                        f"variant {requested.variant}: {run_dir.name} has the same name and another configuration "
+                        f"({difference}); rename the variant or the sweep, or move that run to another folder"
                     )
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Meanwhile no other process carries out this sweep. Raises `RunDirectoryError` if one does."""
+        """Hold the exclusive lock of this sweep. Raises `RunDirectoryError` if another process holds it."""
         require("filelock")
         import filelock
 
@@ -107,20 +107,20 @@ class Sweep:
                 yield
         except filelock.Timeout:
             raise RunDirectoryError(
-                f"{self.folder}: another process carries out this sweep; --table shows how far it is"
+                f"{self.folder}: another process is running this sweep; --table shows its progress"
             ) from None
 
     def run_all(
         self, gpus: Sequence[str | None], report: Callable[[str], None], on_run_end: Callable[[], None] = lambda: None
     ) -> list[SweepRunState]:
-        """Train what is not done, a run on each of `gpus` at a time (None: the CPU); how every run stands at the end.
+        """Train all unfinished runs, one at a time on each of `gpus` (None: the CPU). Return the final state of every run.
 
-        A run that fails ends nothing but itself. KeyboardInterrupt makes every run save and exit, and is raised again.
+        Other runs continue if one fails. KeyboardInterrupt makes every run save and exit, and is raised again.
         """
-        begun = self.get_run_states()
-        # A trainer that somebody resumed by hand was given no GPU, and takes the first.
-        busy = {run.run_dir: run.status.get("gpu") or gpus[0] for run in begun if run.run_dir and run.state == RUNNING}
-        waiting = deque(run for run in begun if run.needs_training)
+        states = self.get_run_states()
+        # A trainer that was resumed by hand has no recorded GPU and uses the first.
+        busy = {run.run_dir: run.status.get("gpu") or gpus[0] for run in states if run.run_dir and run.state == RUNNING}
+        waiting = deque(run for run in states if run.needs_training)
         try:
             while waiting or busy:
                 for gpu in [gpu for gpu in gpus if gpu not in busy.values()]:
@@ -133,9 +133,9 @@ class Sweep:
                             report(f"{run.name} could not be started: {error}")
                             continue
                         busy[run_dir] = gpu
-                        does = "goes on" if run.run_dir else "starts"
+                        verb = "resumes" if run.run_dir else "starts"
                         report(
-                            f"{run_dir.name} {does} on {'the CPU' if gpu is None else f'GPU {gpu}'}; {len(waiting)} wait"
+                            f"{run_dir.name} {verb} on {'the CPU' if gpu is None else f'GPU {gpu}'}; {len(waiting)} waiting"
                         )
                 ended = [run_dir for run_dir in busy if not lifecycle.is_alive(run_dir)]
                 for run_dir in ended:
@@ -151,29 +151,33 @@ class Sweep:
             raise
         return self.get_run_states()
 
-    def _stop_all(self, say: Callable[[str], None]) -> None:
-        """Ask every run to save and exit, then wait for all. Also those that were being started this moment."""
+    def _stop_all(self, report: Callable[[str], None]) -> None:
+        """Request every run to save and exit, including runs that are starting right now, then wait for all."""
         alive = [run.run_dir for run in self.get_run_states() if run.run_dir and run.state == RUNNING]
-        say(f"{len(alive)} of its runs are asked to save and exit")
+        report(f"stopping {len(alive)} runs: they save and exit")
         for run_dir in alive:
             try:
                 lifecycle.request_stop(run_dir)
             except (RunDirectoryError, ProcessLookupError) as error:
                 if lifecycle.is_alive(run_dir):
-                    say(str(error))
+                    report(str(error))
         for run_dir in alive:
             if lifecycle.wait(run_dir, STOP_TIMEOUT_S):
-                say(f"{run_dir.name} is {lifecycle.get_state(run_dir)}: {directory.read_status(run_dir).get('reason')}")
+                report(f"{run_dir.name} is {lifecycle.get_state(run_dir)}: {directory.read_status(run_dir).get('reason')}")
             else:
-                say(f"{run_dir.name} is alive after {STOP_TIMEOUT_S:g} s; nsa-lab stop {run_dir.name} asks again")
+                report(
+                    f"{run_dir.name} is still alive after {STOP_TIMEOUT_S:g} s; stop it with nsa-lab stop {run_dir.name}"
+                )
 
 
 def _describe_difference(run_dir: Path, config: RunConfig) -> str:
-    """In which settings a run of this very name differs; empty if in none, or if its name only begins so."""
+    """Return the settings in which a run of the same name differs. Empty if it is equal or has a longer name."""
     if run_dir.name.rsplit("-", 2)[0] != config.name:
         return ""
     try:
-        its_own = RunConfig.from_yaml(run_dir / directory.CONFIG)
+        run_config = RunConfig.from_yaml(run_dir / directory.CONFIG)
     except ConfigError:
-        return "one that this version of the project does not read"
-    return ", ".join(f"{key} = {there}, and not {here}" for key, here, there in diff_settings(config, its_own))
+        return "one that is not valid in this version"
+    return ", ".join(
+        f"{key} = {actual}, expected {expected}" for key, expected, actual in diff_settings(config, run_config)
+    )

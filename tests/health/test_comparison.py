@@ -435,7 +435,7 @@ def test_runs_are_named_by_id_folder_and_pattern_and_models_by_hand(made: Make, 
     [
         (["one-*"], "here 0 of 1 models are dense"),
         (["one-*", "other-*", "--against", "three"], "--against three: there is no such model"),
-        (["none-*"], "'none-*': it names no run in"),
+        (["none-*"], "'none-*' matches no run in"),
         (["none"], "'none': no such run in"),
         (["=one-*"], "=one-*: expected a model's name and its runs"),
     ],

@@ -205,14 +205,14 @@ def _make_child_path(folder: Path, name: str) -> Path:
 
 def test_an_unknown_name_says_what_there_is(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "get_root", lambda: tmp_path)
-    with pytest.raises(NoCheckpoint, match="no model ships with this package; no run is in "):
+    with pytest.raises(NoCheckpoint, match="this package contains no models; no runs in "):
         load_model("needle")
     run_dir = write_run_with_weights(tmp_path / "outputs", 0, "some")
     write_run_with_weights(tmp_path / "made", 0, "other").rename(models / "tiny-0m")
-    there = f"models that ship: tiny-0m; runs in {tmp_path / 'outputs'}: {run_dir.name}"
+    there = f"packaged models: tiny-0m; runs in {tmp_path / 'outputs'}: {run_dir.name}"
     with pytest.raises(NoCheckpoint, match=re.escape(f"or the name of a model; {there}")):
         load_model("needle")
-    with pytest.raises(RunDirectoryError, match=re.escape(f"there is {run_dir.name}; models that ship: tiny-0m")):
+    with pytest.raises(RunDirectoryError, match=re.escape(f"available: {run_dir.name}; packaged models: tiny-0m")):
         resolve.find_model("needle", tmp_path / "outputs")
 
 

@@ -81,7 +81,7 @@ def test_the_time(said: str) -> None:
 
 
 def test_the_backend(said: str) -> None:
-    assert "triton (asked for: auto)" in said
+    assert "triton (requested: auto)" in said
     assert set(re.findall(r"backend:? (triton|torch)", said)) == {"triton"}
 
 

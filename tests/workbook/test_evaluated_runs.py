@@ -83,14 +83,14 @@ def test_without_runs_every_view_says_so_and_shows_nothing(tmp_path: Path, shown
         found.show_excluded,
     ):
         view()
-        assert "'long-*': it names no run in" in capsys.readouterr().out
+        assert "'long-*' matches no run in" in capsys.readouterr().out
     assert not shown
 
 
 def test_a_pattern_without_runs_is_told_beside_the_others(tmp_path: Path, shown: list[Any]) -> None:
     make_run_factory(tmp_path)("twin", 0, model__attention="dense")
     load_evaluated_models(["long-*", "twin-*"], outputs=str(tmp_path)).show_excluded()
-    assert "'long-*': it names no run in" in shown[0].data
+    assert "'long-*' matches no run in" in shown[0].data
 
 
 def test_without_a_dense_run_the_baseline_has_to_be_named(tmp_path: Path) -> None:
