@@ -216,7 +216,7 @@ OTHERS = {
     "inference.text_generation": ["tests/inference/test_text_generation.py"],
     **{
         f"data.{part}": ["tests/data/test_batches.py", "tests/data/test_sequence_packing.py"]
-        for part in ("batches", "rows")
+        for part in ("batches", "sequence_packing")
     },
     "data.document_starts": ["tests/data/test_sequence_packing.py"],
     "data.build_shards": [*FILLING, *cases("train/test_packed_run.py", "short_documents_are_left_out_of_both_parts")],
