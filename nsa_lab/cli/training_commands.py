@@ -38,7 +38,7 @@ def run(
         config = resolve.load_config(name, param or [])
         source = resolve.find_notebook(notebook, config)
 
-        from nsa_lab.train.startable import check_startable
+        from nsa_lab.train.preflight.startup_checks import check_startable
 
         check_startable(config)
         runner = _import_notebook_runner()
@@ -71,7 +71,7 @@ def train(
     """Train without a notebook, in a detached process that outlives this terminal."""
     config = resolve.load_config(name, param or [])
 
-    from nsa_lab.train.startable import check_startable
+    from nsa_lab.train.preflight.startup_checks import check_startable
 
     check_startable(config, ranks)
     run_dir = lifecycle.create_run(config, resolve.get_outputs_dir(outputs))
@@ -199,8 +199,7 @@ def preflight(name: ConfigName, param: Overrides = None, outputs: Outputs = None
     """Run every startup check without creating a run, one line each; exit code 3 if a check fails."""
     config = resolve.load_config(name, param or [])
 
-    from nsa_lab.train.preflight.startup_checks import run_preflight_without_run
-    from nsa_lab.train.startable import check_startable
+    from nsa_lab.train.preflight.startup_checks import check_startable, run_preflight_without_run
 
     check_startable(config)
     n_failed = 0

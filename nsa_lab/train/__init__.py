@@ -1,7 +1,7 @@
-"""The trainer. `run(run_dir)` trains in this process; `nsa_lab.runs.lifecycle` does it in a detached one.
+"""Training. `run(run_dir)` trains in this process; `nsa_lab.runs.lifecycle` starts a detached process.
 
-`run` is loaded when it is first used: a supervisor of ranks never needs torch, and a rank must be bound to its supervisor
-before it spends seconds on importing it.
+`run` is imported lazily: the supervisor of several ranks does not need torch, and a rank must be bound to its supervisor
+before it spends seconds on importing torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 def __getattr__(name: str) -> Any:
     if name != "run":
-        raise AttributeError(f"module 'nsa_lab.train' has no attribute {name!r}; it has run")
+        raise AttributeError(f"module 'nsa_lab.train' has no attribute {name!r}; did you mean run?")
     from nsa_lab.train.attempt import run
 
     return run

@@ -1,4 +1,4 @@
-"""`python -m nsa_lab.train <run directory>`: train a run in this process, to its end or to a stop."""
+"""`python -m nsa_lab.train RUN_DIR`: train a run in this process until it is done or stopped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from nsa_lab.train import launcher
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m nsa_lab.train", description=__doc__)
-    parser.add_argument("run_dir", help="a run directory, as nsa_lab.runs.lifecycle.create_run makes it")
-    parser.add_argument("--ranks", type=int, default=1, help="processes on this host, one per device (torchrun works too)")
-    parser.add_argument("--lock", type=int, help="an inherited descriptor that holds the run's lock")
-    parser.add_argument("--supervised", metavar="BOND", help="this is a rank of the supervisor that started it")
+    parser.add_argument("run_dir", help="run directory, created by nsa_lab.runs.lifecycle.create_run")
+    parser.add_argument("--ranks", type=int, default=1, help="processes on this host, one per device (or use torchrun)")
+    parser.add_argument("--lock", type=int, help="inherited file descriptor that holds the run's lock")
+    parser.add_argument("--supervised", metavar="HANDLE", help="run as a rank of the supervisor that started this process")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stdout)
     try:

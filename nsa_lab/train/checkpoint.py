@@ -1,13 +1,14 @@
-"""Checkpoints on disk: whole or absent, verified before use, never silently replaced by a fresh start.
+"""Checkpoints on disk: complete or absent, verified before use, never silently replaced by a new run.
 
-Protocol of a save: temporary directory on the same filesystem, each file written and fsynced, MANIFEST.json (sizes and
-sha256) last, directory fsynced, renamed, parent fsynced, `latest` replaced, old ones pruned.
+Protocol of a save: create a temporary directory on the same filesystem; write and fsync each file; write MANIFEST.json
+(sizes and sha256) last; fsync the directory; rename it; fsync the parent; replace `latest`; prune old checkpoints.
 
 Invariants
-* A directory named `step-…` was complete when it got that name. What is later found damaged is moved to `quarantine/`.
-* A pruned checkpoint loses its name first and its manifest next, so that a half-removed one cannot be mistaken for whole.
+* A directory named `step-…` was complete when it got that name. If it is found damaged later, it is moved to
+  `quarantine/`.
+* Pruning first renames a checkpoint and then deletes its manifest, so a half-removed one cannot pass for a complete one.
 * If checkpoints were written and none is valid, loading raises `NoValidCheckpoint`.
-* A save that fails leaves nothing behind that takes room.
+* A failed save leaves no files that take disk space.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ Serializer = Callable[[], bytes | memoryview]
 
 
 class NoValidCheckpoint(RuntimeError):
-    """The run wrote checkpoints and none can be trusted."""
+    """The run wrote checkpoints, but none is valid."""
 
 
 class DiskFull(OSError):
-    """A save found no room. The message says how many bytes it needed and how many there are."""
+    """The disk is full. The message has the number of bytes needed and the number that is free."""
 
 
 class Filesystem:
-    """The calls that a save makes. Tests pass one that fails at the n-th call, or half-way through a write."""
+    """The filesystem calls of a save. Tests pass one that fails at the n-th call or in the middle of a write."""
 
     def make_dir(self, path: Path) -> None:
         path.mkdir()
@@ -75,7 +76,7 @@ class Filesystem:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What a save did. `size_bytes` counts every file."""
+    """Result of a save. `size_bytes`: all files together; `pruned`: names of the checkpoints that were deleted."""
 
     path: Path
     size_bytes: int
@@ -85,7 +86,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class QuarantinedCheckpoint:
-    """A checkpoint that failed verification, where it was moved to, and what was wrong with it."""
+    """A checkpoint that failed verification: its step, its new path, and the problems found."""
 
     step: int
     path: Path
@@ -95,7 +96,7 @@ class QuarantinedCheckpoint:
 class CheckpointStore:
     """The `checkpoints/` folder of one run.
 
-    `keep_last` newest ones are kept, and every one whose step is a multiple of `keep_every` (0: none besides).
+    Pruning keeps the newest `keep_last` checkpoints and those whose step is a multiple of `keep_every` (0: none).
     """
 
     def __init__(self, folder: Path, *, keep_last: int = 3, keep_every: int = 0, fs: Filesystem | None = None) -> None:
@@ -108,25 +109,25 @@ class CheckpointStore:
         return get_checkpoint_path(self.folder, step)
 
     def list_steps(self) -> list[int]:
-        """Steps of the checkpoints that have not been quarantined, ascending; they need not be valid."""
+        """Return the steps of all checkpoints that are not quarantined, ascending. They may be invalid."""
         return list_steps(self.folder)
 
     def has_been_used(self) -> bool:
-        """Whether a save was ever completed here."""
+        """Return whether a save was ever completed here."""
         return bool(self.list_steps()) or (self.folder / LATEST).exists() or any(self.folder.glob(f"{QUARANTINE}/*"))
 
     def save(self, step: int, files: Mapping[str, Serializer], facts: Mapping[str, Any]) -> SavedCheckpoint:
-        """Write the files of `step`; `facts` (hashes of config and data) go into the manifest.
+        """Write the files of `step`. `facts` (hashes of configuration and data) go into the manifest.
 
-        A valid checkpoint of the same step is left as it is: it holds the same state. Raises `DiskFull`, or what else the
-        filesystem raised, with the unfinished files removed.
+        A valid checkpoint of the same step is left unchanged: it has the same state. Raises `DiskFull` or another error
+        of the filesystem; the temporary files are removed first.
         """
-        begun = time.monotonic()
+        start = time.monotonic()
         target = self.get_path(step)
         self._remove_leftovers()
         if target.exists():
             if not find_problems(target):
-                return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - begun, [])
+                return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - start, [])
             self._quarantine(step)
         try:
             pruned = self._write_checkpoint(target, step, files, facts)
@@ -135,8 +136,8 @@ class CheckpointStore:
             if not is_disk_full(error):
                 raise
             needed, free = sum(len(serialise()) for serialise in files.values()), shutil.disk_usage(self.folder).free
-            raise DiskFull(f"the disk is full: {needed:,} bytes were needed, {free:,} are free") from error
-        return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - begun, pruned)
+            raise DiskFull(f"the disk is full: a checkpoint needs {needed:,} bytes, {free:,} are free") from error
+        return SavedCheckpoint(target, _get_size_bytes(target), time.monotonic() - start, pruned)
 
     def _write_checkpoint(
         self, target: Path, step: int, files: Mapping[str, Serializer], facts: Mapping[str, Any]
@@ -155,32 +156,33 @@ class CheckpointStore:
         return self.folder / f".saving-{target.name}"
 
     def _remove_temporary(self, target: Path, error: Exception) -> None:
-        unfinished = self._get_temporary_path(target)
+        temporary = self._get_temporary_path(target)
         try:
-            if unfinished.exists():
-                self._fs.remove_tree(unfinished)
-        except OSError as second:
-            error.add_note(f"{unfinished} is left behind: {second}")
+            if temporary.exists():
+                self._fs.remove_tree(temporary)
+        except OSError as cleanup_error:
+            error.add_note(f"{temporary} could not be removed: {cleanup_error}")
 
     def load_latest(self) -> tuple[Path | None, list[QuarantinedCheckpoint]]:
-        """The newest checkpoint whose every file matches its manifest, and those that had to be moved out of the way.
+        """Return the newest checkpoint whose files all match its manifest, and the newer ones that were quarantined.
 
         None if no checkpoint was ever completed. Raises `NoValidCheckpoint` if there were some and none is valid.
         """
-        moved: list[QuarantinedCheckpoint] = []
+        quarantined: list[QuarantinedCheckpoint] = []
         for step in reversed(self.list_steps()):
             problems = find_problems(self.get_path(step))
             if not problems:
-                return self.get_path(step), moved
-            moved.append(QuarantinedCheckpoint(step, self._quarantine(step), problems))
+                return self.get_path(step), quarantined
+            quarantined.append(QuarantinedCheckpoint(step, self._quarantine(step), problems))
         if self.has_been_used():
-            raise NoValidCheckpoint(self._explain_no_valid(moved))
-        return None, moved
+            raise NoValidCheckpoint(self._explain_no_valid(quarantined))
+        return None, quarantined
 
     def _write_file(self, path: Path, data: bytes | memoryview) -> dict[str, Any]:
-        # Hashed from memory, so that what the disk makes of it can be held against it; beside the writing, which waits.
-        with ThreadPoolExecutor(1) as beside:
-            entry = beside.submit(make_manifest_entry, data)
+        # Hash the bytes in memory, so that the manifest detects errors of the disk; in a thread, while the write waits
+        # for I/O.
+        with ThreadPoolExecutor(1) as pool:
+            entry = pool.submit(make_manifest_entry, data)
             self._fs.write(path, data)
             return entry.result()
 
@@ -191,14 +193,14 @@ class CheckpointStore:
         self._fs.sync_dir(self.folder)
 
     def _prune(self) -> list[str]:
-        saved = self.list_steps()
-        permanent = {step for step in saved if self._keep_every and step % self._keep_every == 0}
-        removed = [step for step in saved[: -self._keep_last] if step not in permanent]
+        steps = self.list_steps()
+        permanent = {step for step in steps if self._keep_every and step % self._keep_every == 0}
+        removed = [step for step in steps[: -self._keep_last] if step not in permanent]
         for step in removed:
-            doomed = self.folder / f".removing-{self.get_path(step).name}"
-            self._fs.rename(self.get_path(step), doomed)
-            self._fs.unlink(doomed / MANIFEST)
-            self._fs.remove_tree(doomed)
+            renamed = self.folder / f".removing-{self.get_path(step).name}"
+            self._fs.rename(self.get_path(step), renamed)
+            self._fs.unlink(renamed / MANIFEST)
+            self._fs.remove_tree(renamed)
         return [self.get_path(step).name for step in removed]
 
     def _remove_leftovers(self) -> None:
@@ -214,10 +216,13 @@ class CheckpointStore:
         self._fs.sync_dir(self.folder)
         return target
 
-    def _explain_no_valid(self, moved: list[QuarantinedCheckpoint]) -> str:
-        found = "; ".join(f"step {q.step}: {', '.join(q.problems)}" for q in moved) or "the folder holds none"
+    def _explain_no_valid(self, quarantined: list[QuarantinedCheckpoint]) -> str:
+        problems = (
+            "; ".join(f"step {checkpoint.step}: {', '.join(checkpoint.problems)}" for checkpoint in quarantined)
+            or "the folder has none"
+        )
         return (
-            f"{self.folder}: checkpoints were written and none is valid ({found}). The run is not started over. "
+            f"{self.folder}: checkpoints were written, but none is valid ({problems}). The run is not started over. "
             f"Look into {self.folder / QUARANTINE}, restore a step-… folder from a backup, or create a new run"
         )
 

@@ -1,4 +1,4 @@
-"""The checkpoints that a trainer writes: each step's once, and what happens where one cannot be written."""
+"""Checkpoints written during training: each step once, with handling of failed saves."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from nsa_lab.train.validation import compute_probe_logits
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one attempt, which begins after `done` steps. `saved` is the step that was written last."""
+    """Writes the checkpoints of one attempt that starts after `completed_steps` steps.
+
+    `last_saved_step`: the step of the last checkpoint written.
+    """
 
     def __init__(self, run_dir: Path, context: TrainContext, recorder: Recorder, *, completed_steps: int) -> None:
         self.context, self.recorder, self.last_saved_step = context, recorder, completed_steps
         train = context.config.train
         self._store = CheckpointStore(run_dir / CHECKPOINTS, keep_last=train.keep_last, keep_every=train.keep_every)
-        self._n_failures, self._failure_reason = 0, "see the record of the first rank"
+        self._n_failures, self._failure_reason = 0, "see the events of rank 0"
 
     def save(self, step: int, spike_losses: list[float]) -> None:
-        """Write the state after `step` steps, and the losses of the spike window; every rank takes part.
+        """Write the state after `step` steps, and the losses in the window of the spike rule. Collective.
 
-        A failure is recorded, and `saved` stays. Raises `Halt` at the second in a row.
+        A failure is recorded and leaves `last_saved_step` unchanged. Raises `Halt` after two consecutive failures.
         """
         state = {
             **self.context.facts,
@@ -44,14 +47,14 @@ class CheckpointManager:
     def _count_failure(self, step: int) -> None:
         self._n_failures += 1
         if self._n_failures > 1:
-            text = f"step {step}: saving failed {self._n_failures} times in a row: {self._failure_reason}"
+            text = f"step {step}: saving failed {self._n_failures} consecutive times: {self._failure_reason}"
             raise Halt(Finding("save", step, self._n_failures, 1, "halt", text))
 
     def _write_checkpoint(self, step: int, state: dict[str, Any], files: dict[str, Serializer]) -> bool:
         if self.context.world.is_sharded:
-            # Every rank takes part in gathering, and none may wait in it if the first cannot write.
-            gathered = {name: serialise() for name, serialise in files.items()}
-            files = {name: (lambda data=data: data) for name, data in gathered.items()}
+            # Gather on all ranks first: a collective would hang if rank 0 failed to write in between.
+            serialized = {name: serialise() for name, serialise in files.items()}
+            files = {name: (lambda data=data: data) for name, data in serialized.items()}
         if not self.context.world.is_first:
             return True
         facts = {"config_hash": state["config_hash"], "data_identity": state["data_identity"]}
@@ -60,7 +63,7 @@ class CheckpointManager:
                 self._recreate_folder(step)
             self.recorder.record_checkpoint(self._store.save(step, files, facts))
         except OSError as error:
-            # A full disk now need not be full at the next save, and the earlier checkpoints stand.
+            # The disk may have space again at the next save, and earlier checkpoints are unchanged.
             self.recorder.record_nonfatal_error("save", error)
             self._failure_reason = str(error)
             return False
@@ -70,7 +73,7 @@ class CheckpointManager:
         self._store.folder.mkdir()
         name = self._store.folder.name
         text = (
-            f"step {step}: {name}/ was removed while the run trained, and every checkpoint with it; "
-            "the folder is made again, and saving goes on"
+            f"step {step}: {name}/ was removed during training, with all checkpoints; "
+            "the folder was created again, and saving continues"
         )
         self.recorder.record_finding(Finding("checkpoints", step, 0, 1, "warn", text))

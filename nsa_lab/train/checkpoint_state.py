@@ -1,10 +1,10 @@
-"""What a checkpoint holds, taken from a live trainer and put back into one.
+"""The contents of a checkpoint: collected from a training context, and restored into one.
 
 Invariants
-* Everything the trajectory depends on is either in here or a function of (seed, step): learning rate and batches are the
-  latter.
-* A checkpoint of another trajectory (other data, other mathematics) is refused, naming what differs.
-* The probe, logits of a fixed input, must come out again after loading: equal bits where nothing else changed.
+* Everything that the trajectory depends on is either in the checkpoint or a function of (seed, step): learning rate and
+  batches are functions of (seed, step).
+* A checkpoint of another trajectory (other data or other mathematics) is refused, with the settings that differ.
+* The logits of a fixed input, the probe, must be reproduced after loading: bit for bit if nothing else has changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nsa_lab.train.checkpoint import Serializer
 
 MODEL, OPTIMIZER, STATE, PROBE = "model.safetensors", "optimizer.pt", "state.json", "probe.safetensors"
 
-# Settings that a resumed run may change: they decide what is watched, saved and where, not where training goes.
+# Settings that a resumed run may change: they affect monitoring, checkpoints and paths, but not the trajectory.
 CHANGEABLE_TRAIN_KEYS = frozenset(
     {
         "micro_batch_size",
@@ -52,54 +52,55 @@ PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 class ResumeRefused(RuntimeError):
-    """The checkpoint belongs to another trajectory, or the code computes something else than the one that wrote it."""
+    """The checkpoint belongs to another trajectory, or the code computes something else than when it was saved."""
 
 
 def get_trajectory_settings(config: RunConfig) -> dict[str, Any]:
-    """The dotted settings that decide where training goes."""
+    """Return the settings, by dotted key, that determine the trajectory of training."""
     sections = config.to_dict()
-    # How a stage's batch is grouped on a device is as free as that of a run without stages.
+    # Within a stage, too, keys that do not affect the trajectory may change (micro_batch_size).
     stages = [
-        {k: v for k, v in stage.items() if k not in CHANGEABLE_TRAIN_KEYS} for stage in sections["train"].get("stages", [])
+        {key: value for key, value in stage.items() if key not in CHANGEABLE_TRAIN_KEYS}
+        for stage in sections["train"].get("stages", [])
     ]
     if stages:
         sections["train"]["stages"] = stages
-    kept = {
+    selected = {
         "model": sections["model"],
         "nsa": sections["nsa"],
         "runtime": {"precision": sections["runtime"]["precision"]},
-        "train": {k: v for k, v in sections["train"].items() if k not in CHANGEABLE_TRAIN_KEYS},
-        "data": {k: v for k, v in sections["data"].items() if k not in CHANGEABLE_DATA_KEYS},
+        "train": {key: value for key, value in sections["train"].items() if key not in CHANGEABLE_TRAIN_KEYS},
+        "data": {key: value for key, value in sections["data"].items() if key not in CHANGEABLE_DATA_KEYS},
     }
-    return {f"{section}.{key}": value for section, values in kept.items() for key, value in values.items()}
+    return {f"{section}.{key}": value for section, values in selected.items() for key, value in values.items()}
 
 
 def check_same_trajectory(state: dict[str, Any], config: RunConfig, data_identity: str) -> None:
-    """Raise `ResumeRefused` unless `state` (of a checkpoint) was on the way that `config` and the data describe."""
-    # What neither wrote is at the value that it had before there was such a key.
-    unwritten = {
+    """Raise `ResumeRefused` unless the checkpoint with this `state` is on the trajectory of `config` and the data."""
+    # A key that was not recorded has the value that it had before the key existed.
+    defaults = {
         f"{section}.{key}": value for section, keys in DEFAULTS_OF_ADDED_KEYS.items() for key, value in keys.items()
     }
-    now, then = unwritten | get_trajectory_settings(config), unwritten | state["trajectory"]
-    changed = [
-        f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
-        for key in sorted(now | then)
-        if then.get(key) != now.get(key)
+    current, recorded = defaults | get_trajectory_settings(config), defaults | state["trajectory"]
+    differences = [
+        f"{key}: {recorded.get(key)!r} in the checkpoint, {current.get(key)!r} now"
+        for key in sorted(current | recorded)
+        if recorded.get(key) != current.get(key)
     ]
     if state["data_identity"] != data_identity:
-        changed.append(f"data: {state['data_identity'][:16]} then, {data_identity[:16]} now")
-    if changed:
+        differences.append(f"data: {state['data_identity'][:16]} in the checkpoint, {data_identity[:16]} now")
+    if differences:
         raise ResumeRefused(
-            "this run cannot go on from its checkpoint, because it would be another run: "
-            + "; ".join(changed)
-            + ". Put the settings back, or create a new run"
+            "this run cannot resume from its checkpoint, because its trajectory would change: "
+            + "; ".join(differences)
+            + ". Restore these settings, or create a new run"
         )
 
 
 def make_checkpoint_files(
     context: TrainContext, state: dict[str, Any], compute_probe: Callable[[], Tensor]
 ) -> dict[str, Serializer]:
-    """The files of a checkpoint, each serialised when it is written, so that one at a time is in memory."""
+    """Return the files of a checkpoint by name. Each is serialized when it is written, so one at a time is in memory."""
     return {
         MODEL: lambda: save(gather_weights(context)),
         OPTIMIZER: lambda: _serialize_torch({"moments": gather_moments(context), "rng": get_rng_states()}),
@@ -109,18 +110,21 @@ def make_checkpoint_files(
 
 
 def gather_weights(context: TrainContext) -> dict[str, Tensor]:
-    """Every weight by name, whole, a copy on the CPU. With sharded weights every rank must ask."""
-    full = context.world.full_tensor
-    return {name: full(t.detach()).to("cpu", copy=True).contiguous() for name, t in context.model.state_dict().items()}
+    """Return all weights by name, unsharded copies on the CPU. Collective if weights are sharded."""
+    full_tensor = context.world.full_tensor
+    return {
+        name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous()
+        for name, tensor in context.model.state_dict().items()
+    }
 
 
 def gather_moments(context: TrainContext) -> dict[str, dict[str, Tensor]]:
-    """The optimiser's state by parameter name, whole, on the CPU; it does not depend on the number of ranks."""
-    full, state = context.world.full_tensor, context.optimizer.state
+    """Return the optimizer state by parameter name, unsharded, on the CPU; independent of the number of ranks."""
+    full_tensor, state = context.world.full_tensor, context.optimizer.state
     return {
-        name: {key: full(value).cpu() for key, value in state[p].items()}
-        for name, p in context.model.named_parameters()
-        if p in state
+        name: {key: full_tensor(value).cpu() for key, value in state[parameter].items()}
+        for name, parameter in context.model.named_parameters()
+        if parameter in state
     }
 
 
@@ -129,56 +133,57 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def restore(path: Path, context: TrainContext) -> None:
-    """Put weights, moments and random states back. Every name must match; nothing is left as it was."""
-    live, saved = context.model.state_dict(), load_file(path / MODEL)
-    if other := checkpoint_files.describe_mismatch(path, saved, live):
-        raise ResumeRefused(other)
+    """Restore weights, moments and random states. Every name must match; all previous state is replaced."""
+    current, saved = context.model.state_dict(), load_file(path / MODEL)
+    if mismatch := checkpoint_files.describe_mismatch(path, saved, current):
+        raise ResumeRefused(mismatch)
     context.model.load_state_dict(
-        {name: _place_like(context, value, live[name]) for name, value in saved.items()}, strict=True
+        {name: _place_like(context, value, current[name]) for name, value in saved.items()}, strict=True
     )
-    rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+    training_state = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
     context.optimizer.state.clear()
     for name, parameter in context.model.named_parameters():
-        if name in rest["moments"]:
-            # The counter is a scalar and is copied to every rank; moments are sharded as their weights are.
+        if name in training_state["moments"]:
+            # The step counter is a scalar, copied to every rank. Moments are sharded as their weights are.
             context.optimizer.state[parameter] = {
                 key: _place_like(context, value, parameter) if value.ndim else value.to(context.device)
-                for key, value in rest["moments"][name].items()
+                for key, value in training_state["moments"][name].items()
             }
-    restore_rng(rest["rng"])
+    restore_rng(training_state["rng"])
 
 
 def check_probe(path: Path, logits: Tensor, *, require_equal: bool, precision: str) -> float:
-    """Compare the probe with what the restored model gives; the largest difference, relative to the largest logit.
+    """Compare the saved probe with `logits` of the restored model.
 
-    Raises `ResumeRefused` beyond the tolerance (0 if `exact`).
+    Return the largest difference relative to the largest logit. Raises `ResumeRefused` above the tolerance, which is 0
+    with `require_equal`.
     """
     saved = load_file(path / PROBE)["logits"]
     limit = 0.0 if require_equal else PROBE_TOLERANCE[precision]
     if saved.shape != logits.shape:
-        raise ResumeRefused(f"{path.name}: the probe has shape {tuple(saved.shape)}, this model's is {tuple(logits.shape)}")
+        raise ResumeRefused(f"{path.name}: expected a probe of shape {tuple(logits.shape)}, got {tuple(saved.shape)}")
     difference = float((saved - logits).abs().max() / saved.abs().max().clamp_min(1e-30))
     if not difference <= limit:
         raise ResumeRefused(
-            f"{path.name}: its files match their checksums, but the model gives other logits for the probe (relative "
-            f"difference {difference:.3g}, allowed {limit:g}): the code or a kernel computes something else than when it "
-            "was saved. Go back to the code of environment.json, or create a new run"
+            f"{path.name}: its files match their checksums, but the model computes other logits for the probe (relative "
+            f"difference {difference:.3g}, allowed {limit:g}): the code or a kernel has changed since it was saved. "
+            "Use the code version in environment.json, or create a new run"
         )
     return difference
 
 
 def make_probe_input(vocab_size: int, seq_len: int) -> Tensor:
-    """A fixed token sequence `[1, min(seq_len, 256)]`."""
+    """Return the fixed probe tokens, [1, min(seq_len, 256)]."""
     return (torch.arange(min(seq_len, PROBE_TOKENS)) * 7919 + 11).remainder(vocab_size)[None]
 
 
 def get_rng_states() -> dict[str, Any]:
-    version, python, gauss = random.getstate()
+    version, python_state, gauss = random.getstate()
     state = np.random.get_state(legacy=True)
-    assert isinstance(state, tuple), "legacy=True asks for the tuple"
+    assert isinstance(state, tuple), "legacy=True returns a tuple"
     name, keys, position, has_gauss, cached = state
     return {
-        "python": [version, list(python), gauss],
+        "python": [version, list(python_state), gauss],
         "numpy": [str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -186,9 +191,9 @@ def get_rng_states() -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any]) -> None:
-    """Training draws no random numbers of its own; the states are put back for whoever adds something that does."""
-    version, python, gauss = states["python"]
-    random.setstate((version, tuple(python), gauss))
+    """Restore the random states. Training draws no random numbers today; this is for code that may do so later."""
+    version, python_state, gauss = states["python"]
+    random.setstate((version, tuple(python_state), gauss))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])

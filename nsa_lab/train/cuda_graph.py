@@ -1,12 +1,14 @@
-"""A step's gradients as CUDA graphs: the host launches once, however many kernels the step has.
+"""Forward and backward pass of a step as CUDA graphs: one launch by the host for all kernels of the step.
 
-It pays where the host is the slower of the two: small batches. The kernels, and so the numbers, are those of the plain
-step. The optimiser stays outside, so that the update of a bad step can be skipped on the device without a second graph.
+Graphs help when the host is the bottleneck, which is the case for small batches. They run the same kernels as a step
+without a graph, so the results agree up to the order of additions. The optimizer runs outside the graph, so that a bad
+update can be skipped on the device without a second graph.
 
-Documents that are told apart lie elsewhere in every batch, and all that kernels know of them are tensors which spans keep.
-A graph is captured with spans of its own, which take over the documents of a batch before it is replayed. What a part of
-the model asks the host about documents instead, a graph replays as it was answered at the capture, for ever and without a
-sign: so each is held against a pass without one, over documents that it was not captured with, before it is used.
+With document masking, every batch has other document boundaries. Kernels read them only from tensors that the spans
+cache. A graph is captured with its own spans; before a replay, the documents of the batch are copied into these tensors.
+If a part of the model reads the boundaries on the host instead, the replay silently repeats the values of the capture.
+Each graph is therefore checked, before its first use, against a pass without a graph on documents that it was not
+captured with.
 """
 
 from __future__ import annotations
@@ -27,24 +29,24 @@ from nsa_lab.config import ConfigError, StageConfig
 from nsa_lab.data import Batch
 from nsa_lab.train.packing import make_different_span
 
-WARM_UP_PASSES = 3  # compilation, autotuning and workspaces must be over when the capture begins
-# How far loss and gradient of a replay may be from those of a plain pass, in shares of their size. The kernels are the
-# same: what differs is the order in which some of them add. Of other documents the loss is another by a hundredth. What the
-# order is worth of a gradient is told by two plain passes, twice of which is allowed, and never more than half a hundredth.
-# With weights as they start they were 6e-5 apart; a dense model was refused after 300 steps for .0022, its loss equal to
-# the bit, and how far its plain passes were apart is not known.
+WARM_UP_PASSES = 3  # compilation, autotuning and allocation of workspaces must be complete before the capture
+# Maximum relative difference of loss and gradient between a replay and a pass without a graph. The kernels are the same;
+# only the order of some additions differs. With other documents the loss differs by about 1e-2. The rounding error of the
+# gradient is estimated from two passes without a graph; twice their difference is allowed, at most
+# MAX_GRADIENT_TOLERANCE. It was 6e-5 with initial weights. A dense model was refused after 300 steps at 2.2e-3 although
+# its loss was equal bit for bit; the difference between its two passes was not recorded.
 ROUNDING_TOLERANCE = 1e-3
 MAX_GRADIENT_TOLERANCE = 5e-3
 
 Spans = Sequence[Span | None]
-"""Of the micro-batches of a step; None where rows are read as one text."""
+"""One span per micro-batch of a step; None without document masking."""
 LossesAndGrads = tuple[Tensor, Sequence[Tensor | None]]
-"""What a pass says, a vector, and its gradients."""
+"""Vector of losses returned by a pass, and the gradients of all parameters."""
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A graph, the tensors that it reads and those that it writes."""
+    """A CUDA graph, the tensors that it reads (`batch`, `spans`) and those that it writes (`losses`, `grads`)."""
 
     batch: Batch
     spans: Spans
@@ -53,25 +55,26 @@ class CapturedStep:
     grads: list[Tensor | None]
 
     def replay(self, batch: Batch, spans: Spans) -> None:
-        """Compute `loss` and `grads` of a batch with documents as `spans` have them."""
-        for here, there in zip(self.batch[:3], batch[:3], strict=True):
-            if here is not None and there is not None:
-                here.copy_(there, non_blocking=True)
-        for held, span in zip(self.spans, spans, strict=True):
-            if held is not None and span is not None:
-                held.replace_documents(span)
+        """Compute `losses` and `grads` of `batch`, with the documents of `spans`."""
+        for own, new in zip(self.batch[:3], batch[:3], strict=True):
+            if own is not None and new is not None:
+                own.copy_(new, non_blocking=True)
+        for own_span, span in zip(self.spans, spans, strict=True):
+            if own_span is not None and span is not None:
+                own_span.replace_documents(span)
         self.launch()
 
 
 class GradientGraphs:
-    """Calls `gradients(batch, spans) -> loss`, which leaves `.grad` behind, as a graph.
+    """Runs `compute_gradients(batch, spans) -> losses`, which writes `.grad`, as a CUDA graph.
 
-    There is one for each size that documents are laid out for (`Span.laid_out`), captured when it first comes. A capture
-    takes a few plain passes, in memory beside that of the graphs; these share theirs, but for the gradients, of which each
-    has its own. All are of one stage: where another begins, they and their memory are let go. `warmed_up` is called just
-    before the first capture of a stage, while the gradients of a warm-up are there.
-    Gradients and loss live in the graphs' own memory and are overwritten by the next call, whichever graph it replays:
-    nothing may set `.grad` to None.
+    There is one graph per `Span.graph_key` of the micro-batches, captured on first use. A capture runs a few passes
+    without a graph, in memory outside the graph pool. All graphs share one pool, except that each has its own gradients.
+    All graphs belong to one stage; when another stage begins, they and their memory are released. `after_warm_up` is
+    called just before the first capture of a stage, while the gradients of the warm-up exist.
+
+    Gradients and losses are in the graphs' memory. The next call overwrites them, whichever graph it replays, so nothing
+    else may set `.grad` to None.
     """
 
     def __init__(
@@ -88,11 +91,11 @@ class GradientGraphs:
         self._stage: StageConfig | None = None
 
     def __call__(self, batch: Batch, spans: Spans, stage: StageConfig) -> Tensor:
-        """The loss, a device tensor. Inputs, targets and weights of `batch` have the shapes of the first call of its
-        `stage`; where its documents begin is what `spans` say.
+        """Return the losses, a device tensor. Inputs, targets and weights have the shapes of the first call of this
+        `stage`.
 
-        Raises ConfigError where a step cannot be captured, and where documents are told apart and a part of the model,
-        replayed, does not compute those of the spans.
+        Documents are those of `spans`. Raises `ConfigError` if a step cannot be captured, or if a part of the model
+        ignores the documents of `spans` when it is replayed.
         """
         if stage != self._stage:
             self.release()
@@ -109,36 +112,36 @@ class GradientGraphs:
 
     def _capture(self, batch: Batch, spans: Spans) -> CapturedStep:
         inputs, targets, weights = (x if x is None else x.to(self._device, copy=True) for x in batch[:3])
-        assert inputs is not None and targets is not None, "a batch has both"
-        own = Batch(inputs, targets, weights)
-        # Of its own: they come to hold documents that are not those of their bounds.
-        held = [copy.copy(span) for span in spans]
-        others = [span and make_different_span(span) for span in spans]
+        assert inputs is not None and targets is not None, "a batch has inputs and targets"
+        own_batch = Batch(inputs, targets, weights)
+        # Copies, because replays overwrite their documents.
+        own_spans = [copy.copy(span) for span in spans]
+        different_spans = [span and make_different_span(span) for span in spans]
         with use_side_stream(self._device):
             for _ in range(WARM_UP_PASSES):
-                self._run_without_graph(own, held)
-            # Before the capture, when no activations lie in the graph's memory; the gradients wait on the CPU.
+                self._run_without_graph(own_batch, own_spans)
+            # Run before the capture, while the graph pool holds no activations; keep these gradients on the CPU.
             expected = [
-                (self._run_without_graph(own, others).cpu(), self._get_gradients(device="cpu"))
-                for _ in range(2 * any(others))
+                (self._run_without_graph(own_batch, different_spans).cpu(), self._get_gradients(device="cpu"))
+                for _ in range(2 * any(different_spans))
             ]
         if not self._captured_steps:
             self._after_warm_up()
-        # Backward must find no gradients, so that it writes them instead of adding to what a replay left.
+        # Without existing gradients, backward writes them instead of adding to the result of the previous replay.
         self._clear_gradients()
         try:
-            run, loss, self._pool = capture_graph(lambda: self._compute_gradients(own, held), self._pool)
+            launch, loss, self._pool = capture_graph(lambda: self._compute_gradients(own_batch, own_spans), self._pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise ConfigError(
                 f"runtime.cuda_graph = True: a step cannot be captured ({str(error).splitlines()[0]}): a part of "
-                "this model waits for the host or copies from it, as the backends torch and reference may; "
-                "set cuda_graph: false, of runtime or of the stage"
+                "this model synchronizes with the host or copies from it, as the backends torch and reference may; "
+                "set cuda_graph: false in runtime or in the stage"
             ) from error
-        step = CapturedStep(own, held, run, loss, self._get_gradients())
+        step = CapturedStep(own_batch, own_spans, launch, loss, self._get_gradients())
         if expected:
-            step.replay(own, others)
+            step.replay(own_batch, different_spans)
             _check_replay(step, *expected)
         return step
 
@@ -150,8 +153,8 @@ class GradientGraphs:
         return [p.grad if p.grad is None or device is None else p.grad.to(device) for p in self._parameters]
 
     def release(self) -> None:
-        """Set every gradient to None, and give back the graphs and the memory that they share."""
-        # Gradients lie in the graphs' memory, which is free when nothing does.
+        """Set all gradients to None and free the graphs and their memory pool."""
+        # Gradients are in the graphs' memory pool, which is freed only when no tensor uses it.
         self._clear_gradients()
         self._captured_steps.clear()
         self._pool = self._stage = None
@@ -163,7 +166,7 @@ class GradientGraphs:
 
 @contextmanager
 def use_side_stream(device: torch.device) -> Iterator[None]:
-    """Where what is to be captured is rehearsed: after all that is queued, and before all that follows."""
+    """Run the warm-up of a capture on a side stream, ordered after queued work and before later work."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -172,41 +175,49 @@ def use_side_stream(device: torch.device) -> Iterator[None]:
 
 
 def capture_graph(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor, Any]:
-    """What replays `run`, the tensor that every replay fills anew, and the memory that the next graph is to share; `pool`
-    is what the last one gave, None before the first.
+    """Capture `run`. Return the replay function, the tensor that every replay fills, and the memory pool for the next
+    graph.
 
-    Graphs may share it in whatever order they are replayed, one at a time: none reads what another left there.
+    `pool`: the pool returned by the previous capture, None for the first. Graphs that share a pool can be replayed in any
+    order, one at a time, because no graph reads what another one wrote.
     """
     graph = torch.cuda.CUDAGraph()
-    # thread_local: the thread that loads the next batch pins memory, which a global capture would forbid.
+    # thread_local: the data-loading thread pins memory meanwhile, which a global capture would forbid.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
     return graph.replay, result, graph.pool()
 
 
 def _check_replay(step: CapturedStep, expected: LossesAndGrads, repeated: LossesAndGrads) -> None:
-    """Raises ConfigError unless a replay left the loss, a vector of what is told, and the gradients of a plain pass, on the
-    CPU, to what is rounding; `again` is another pass over the same."""
+    """Raise `ConfigError` unless the replayed losses and gradients match `expected` up to rounding.
+
+    `expected` and `repeated` are losses and gradients, on the CPU, of two passes without a graph on the same batch.
+    """
     allowed = min(max(ROUNDING_TOLERANCE, 2 * _compare_gradients(repeated, expected)), MAX_GRADIENT_TOLERANCE)
-    found = step.losses, step.grads
-    loss_apart = max(_compute_relative_difference([one], [other]) for one, other in zip(found[0], expected[0], strict=True))
-    grads_apart = _compare_gradients(found, expected)
-    if not (loss_apart <= ROUNDING_TOLERANCE and grads_apart <= allowed):  # not so of NaN either
+    actual = step.losses, step.grads
+    loss_difference = max(
+        _compute_relative_difference([loss], [expected_loss])
+        for loss, expected_loss in zip(actual[0], expected[0], strict=True)
+    )
+    grad_difference = _compare_gradients(actual, expected)
+    if not (loss_difference <= ROUNDING_TOLERANCE and grad_difference <= allowed):  # also fails for NaN
         raise ConfigError(
-            f"runtime.cuda_graph = True: replayed with other documents, a step's loss is {loss_apart:.2g} and its gradient "
-            f"{grads_apart:.2g} of their size away from those of a step without a graph, where {ROUNDING_TOLERANCE:g} and "
-            f"{allowed:.2g} are rounding: a part of this model asks the host where documents begin, as the backends torch "
-            "and reference do; set cuda_graph: false, of runtime or of the stage"
+            "runtime.cuda_graph = True: a step replayed with other documents differs from a step without a graph: "
+            f"relative difference of the loss {loss_difference:.2g} (allowed {ROUNDING_TOLERANCE:g}), of the gradient "
+            f"{grad_difference:.2g} (allowed {allowed:.2g}). A part of this model reads document boundaries on the host, "
+            "as the backends torch and reference do; set cuda_graph: false in runtime or in the stage"
         )
 
 
 def _compare_gradients(actual: LossesAndGrads, expected: LossesAndGrads) -> float:
-    return _compute_relative_difference(*([grad for grad in told[1] if grad is not None] for told in (actual, expected)))
+    return _compute_relative_difference(
+        *([grad for grad in result[1] if grad is not None] for result in (actual, expected))
+    )
 
 
 def _compute_relative_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Norm of the difference over the norm of what was wanted, of all tensors as one vector."""
-    pairs = [(here, there.to(here.device)) for here, there in zip(actual, expected, strict=True)]
+    """Return the norm of the difference divided by the norm of `expected`, over all tensors as one vector."""
+    pairs = [(x, y.to(x.device)) for x, y in zip(actual, expected, strict=True)]
     difference, size = (_compute_norm(tensors) for tensors in ([a - b for a, b in pairs], [b for _, b in pairs]))
     return difference / max(size, sys.float_info.min)
 

@@ -1,12 +1,14 @@
-"""The ranks of a run: who this process is, and the few collectives that training needs.
+"""The ranks of a run: this process's rank, and the few collectives that training needs.
 
-Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), or from the
-`--ranks` option of `python -m nsa_lab.train`, which sets the same variables. Without them there is one rank and no
-process group.
+Ranks are configured by torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). The
+option `--ranks` of `python -m nsa_lab.train` sets the same variables. Without them there is one rank and no process
+group.
 
-With `runtime.parallel: ddp` every rank holds the model. With `fsdp` (FSDP2) weights, gradients and moments are sharded over
-the ranks, and `full` and `like` go between a sharded tensor and a plain one. What that needs of torch takes most of a
-second to load, so fsdp.py, which holds it, is imported only then.
+With `runtime.parallel: ddp` every rank holds the full model. With `fsdp` (FSDP2) weights, gradients and optimizer moments
+are sharded over the ranks; `full_tensor` and `distribute_like` convert between sharded and plain tensors.
+torch.distributed.fsdp takes most of a second to import, so fsdp.py is imported only if it is needed.
+
+All ranks must call a method that is marked as collective.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa_lab.config import divide_among_ranks
 
-# Filling shards on the first rank can take long; a collective that waits longer than this has lost a partner.
+# Rank 0 may prepare the data for a long time. A collective that waits longer than this has lost a rank.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks of the run."""
+    """The rank of this process and the number of ranks of the run."""
 
     rank: int = 0
     size: int = 1
@@ -39,14 +41,14 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """The rank that torchrun gave this process; one rank if it was not started so."""
+        """Return the rank that torchrun gave this process; one rank if it was not started by torchrun."""
         if "WORLD_SIZE" not in os.environ:
             return cls()
         return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the run's files."""
+        """True on rank 0, which writes the run's files."""
         return self.rank == 0
 
     def init_process_group(self, device: torch.device) -> None:
@@ -59,23 +61,23 @@ class World:
             distributed.destroy_process_group()
 
     def get_sequence_share(self, n_sequences: int) -> tuple[int, int]:
-        """First sequence and number of sequences of a step that this rank takes."""
+        """Return (start, count) of this rank's sequences in a step of `n_sequences`."""
         count = divide_among_ranks(n_sequences, self.size)
         return self.rank * count, count
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as it is called: it averages gradients over the ranks in its backward pass. FSDP shards it in place."""
+        """Wrap `model` so that its backward pass averages gradients over the ranks. FSDP shards it in place."""
         if self.is_sharded:
             from nsa_lab.train import fsdp
 
             return fsdp.shard(model)
         if self.size == 1:
             return model
-        # Buffers are tables that every rank computes alike; gradients are averaged where they lie, not in copies.
+        # Buffers are tables that every rank computes identically. Gradients are averaged in place, without a copy.
         return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def unshard(self, model: nn.Module) -> AbstractContextManager:
-        """All weights of a sharded model on every rank, for calls that go around its own `forward`; every rank must ask."""
+        """Gather all weights of a sharded model, for calls that bypass its `forward`. Collective."""
         if self.is_sharded:
             from nsa_lab.train import fsdp
 
@@ -83,18 +85,22 @@ class World:
         return nullcontext()
 
     def sync_gradients(self, forward: Callable[..., Any], *, enabled: bool) -> AbstractContextManager:
-        """Copies exchange gradients in the last micro-batch only; shards in each, or they would have to be kept whole."""
+        """Disable DDP's gradient exchange unless `enabled` (the last micro-batch of a step).
+
+        FSDP reduces gradients in every micro-batch; deferring it would keep full gradients on every rank.
+        """
         if enabled or not isinstance(forward, DistributedDataParallel):
             return nullcontext()
         return forward.no_sync()
 
     def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum `values` over all ranks, in place. Return `values`."""
         if self.size > 1:
             distributed.all_reduce(values)
         return values
 
     def full_tensor(self, value: Tensor) -> Tensor:
-        """A plain tensor from a sharded one, which every rank must ask for."""
+        """Return the full tensor of a sharded one. Collective."""
         if self.is_sharded:
             from nsa_lab.train import fsdp
 
@@ -102,7 +108,7 @@ class World:
         return value
 
     def distribute_like(self, value: Tensor, reference: Tensor) -> Tensor:
-        """A plain tensor sharded as `pattern` is."""
+        """Return a plain tensor sharded as `reference` is."""
         if self.is_sharded:
             from nsa_lab.train import fsdp
 
@@ -110,13 +116,13 @@ class World:
         return value
 
     def any_rank(self, flag: bool, device: torch.device) -> bool:
-        """Whether any rank says yes; every rank must ask. Waits for the device."""
+        """Return whether `flag` is true on any rank. Collective; synchronizes with the device."""
         if self.size == 1:
             return flag
         return bool(self.all_reduce(torch.tensor(float(flag), device=device)).item())
 
     def broadcast_from_first(self, value: float, device: torch.device) -> float:
-        """The first rank's value, on every rank; every rank must ask. Waits for the device."""
+        """Return rank 0's value on every rank. Collective; synchronizes with the device."""
         if self.size == 1:
             return value
         return self.all_reduce(torch.tensor(value if self.is_first else 0.0, dtype=torch.float64, device=device)).item()

@@ -1,8 +1,8 @@
-"""What a run will take, from its configuration alone: parameters, tokens, FLOPs, memory, disk and, given a speed, hours.
+"""Resource estimate of a run from its configuration: parameters, tokens, FLOPs, memory, disk and, given a speed, hours.
 
-Memory is what PyTorch will have allocated at the peak of a step on a GPU (`torch.cuda.max_memory_allocated`), not what the
-driver reserves. A run on a CPU records the whole process, with Python and torch, which is more. `compare` puts a plan
-beside what a run measured.
+Memory is the peak that PyTorch allocates during a step on a GPU (`torch.cuda.max_memory_allocated`), not the memory that
+the driver reserves. A CPU run records the whole process including Python and torch, which is more.
+`compare_with_measured` compares an estimate with the measurements of a run.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from nsa_lab.runs.summary import format_duration, format_size
 from nsa_lab.train.muon import find_muon_matrices
 from nsa_lab.train.telemetry.system_metrics import get_memory_capacity
 
-# Per parameter: float32 weights and gradients and two float32 moments.
+# float32 weights and gradients, and two float32 moments.
 STATE_BYTES_PER_PARAM = 16
 WEIGHT_BYTES_PER_PARAM = 4
-# A checkpoint holds weights and moments.
+# A checkpoint contains weights and moments.
 CHECKPOINT_BYTES_PER_PARAM = 12
 BYTES_PER_MOMENT = 4
-# The smallest model that a production run may train.
+# Minimum size of a model with runtime.profile = production.
 MIN_PRODUCTION_PARAMS = 50_000_000
 
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """Sizes in bytes, on one device; `hours` is None while the speed is not known."""
+    """Sizes in bytes, per device. `stages`: (optimizer steps, tokens per step) of each; `hours`: None without a speed."""
 
     name: str
     attention: str
     params: int
     steps: int
-    # Of each stage: optimiser steps, and tokens of one.
     stages: tuple[tuple[int, int], ...]
     tokens: int
     flops_per_token_nsa: float
@@ -54,20 +53,20 @@ class ResourceEstimate:
     hours: float | None
 
     def format_rows(self) -> list[tuple[str, str]]:
-        """Name and value of each line, as a person reads them."""
-        # One model's weights, read both ways: a dense twin has weights, and FLOPs, of its own.
-        other = {"nsa": "", "dense": ""} | {"dense" if self.attention == "nsa" else "nsa": ", by the same weights"}
-        speed = "not known" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f} tokens/s"
+        """Return (name, value) of every line of the printed estimate."""
+        # Both FLOP counts are for the same weights. A dense baseline has other weights, and other FLOPs.
+        suffix = {"nsa": "", "dense": ""} | {"dense" if self.attention == "nsa" else "nsa": ", with the same weights"}
+        speed = "unknown" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f} tokens/s"
         return [
             ("parameters", f"{self.params:,}"),
-            ("optimiser steps", ", then ".join(f"{steps:,} of {tokens:,} tokens" for steps, tokens in self.stages)),
+            ("optimizer steps", ", then ".join(f"{steps:,} of {tokens:,} tokens" for steps, tokens in self.stages)),
             ("tokens", f"{self.tokens:,}"),
-            ("MFLOPs per token, NSA", f"{self.flops_per_token_nsa / 1e6:,.1f}{other['nsa']}"),
-            ("MFLOPs per token, dense", f"{self.flops_per_token_dense / 1e6:,.1f}{other['dense']}"),
+            ("MFLOPs per token, NSA", f"{self.flops_per_token_nsa / 1e6:,.1f}{suffix['nsa']}"),
+            ("MFLOPs per token, dense", f"{self.flops_per_token_dense / 1e6:,.1f}{suffix['dense']}"),
             (
-                "memory at the peak",
+                "peak memory",
                 f"{format_size(self.memory_bytes)} of tensors (state {format_size(self.state_bytes)}, activations "
-                f"{format_size(self.activation_bytes)}); on a CPU Python and torch come on top",
+                f"{format_size(self.activation_bytes)}); on a CPU, plus Python and torch",
             ),
             (
                 "disk",
@@ -75,7 +74,7 @@ class ResourceEstimate:
                 f"{format_size(self.checkpoint_bytes)}, shards {format_size(self.shard_bytes)})",
             ),
             ("speed", speed),
-            ("time", "not known" if self.hours is None else format_duration(3600 * self.hours)),
+            ("time", "unknown" if self.hours is None else format_duration(3600 * self.hours)),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,16 +86,19 @@ class ResourceEstimate:
 
 
 def estimate_resources(config: RunConfig, tokens_per_s: float | None = None, n_ranks: int = 1) -> ResourceEstimate:
-    """The plan of a run. `tokens_per_s` is the speed to plan with (of all ranks together); the default is the throughput
-    gate of the configuration, the slowest that it accepts, and None without one."""
+    """Return the resource estimate of a run.
+
+    `tokens_per_s`: assumed speed of all ranks together. Default: `train.min_tokens_per_s`, the slowest speed that the run
+    accepts; None if that is 0.
+    """
     model, train = build_meta_model(config.model), config.train
     flops, params, tokens = compute_flops_per_token(model, train), model.parameter_count(), train.tokens
     speed = tokens_per_s or train.min_tokens_per_s or None
-    unneeded = count_omitted_moments(model, train) * BYTES_PER_MOMENT
-    state, activations = params * STATE_BYTES_PER_PARAM - unneeded, estimate_activation_bytes(config, n_ranks)
-    kept = count_retained_checkpoints(config)
-    shards = min(tokens, config.data.max_tokens or tokens) * (1 if config.model.vocab_size <= 256 else 2)
-    checkpoint = params * CHECKPOINT_BYTES_PER_PARAM - unneeded
+    omitted_bytes = count_omitted_moments(model, train) * BYTES_PER_MOMENT
+    state_bytes, activations = params * STATE_BYTES_PER_PARAM - omitted_bytes, estimate_activation_bytes(config, n_ranks)
+    n_checkpoints = count_retained_checkpoints(config)
+    shard_bytes = min(tokens, config.data.max_tokens or tokens) * (1 if config.model.vocab_size <= 256 else 2)
+    checkpoint_bytes = params * CHECKPOINT_BYTES_PER_PARAM - omitted_bytes
     return ResourceEstimate(
         name=config.name,
         attention=config.model.attention,
@@ -106,54 +108,54 @@ def estimate_resources(config: RunConfig, tokens_per_s: float | None = None, n_r
         tokens=tokens,
         flops_per_token_nsa=flops["nsa"],
         flops_per_token_dense=flops["dense"],
-        state_bytes=state,
+        state_bytes=state_bytes,
         activation_bytes=activations,
-        memory_bytes=state + activations,
-        checkpoint_bytes=checkpoint,
-        checkpoints_kept=kept,
-        shard_bytes=shards,
-        disk_bytes=kept * checkpoint + shards,
+        memory_bytes=state_bytes + activations,
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoints_kept=n_checkpoints,
+        shard_bytes=shard_bytes,
+        disk_bytes=n_checkpoints * checkpoint_bytes + shard_bytes,
         tokens_per_s=speed,
         hours=compute_hours(tokens, speed) if speed else None,
     )
 
 
 def check_state_fits(config: RunConfig, device: torch.device, n_ranks: int = 1) -> None:
-    """Raise `ConfigError` if the model's state alone is larger than the memory of the device of one rank."""
-    model, there = build_meta_model(config.model), get_memory_capacity(device)
-    params, shards = model.parameter_count(), n_ranks if config.runtime.parallel == "fsdp" else 1
-    # Every rank builds the model whole before it is sharded.
-    state = params * STATE_BYTES_PER_PARAM - count_omitted_moments(model, config.train) * BYTES_PER_MOMENT
-    needed = max(state // shards, params * WEIGHT_BYTES_PER_PARAM)
-    if needed > there:
-        tables = model.ngrams.table.weight.numel() if model.ngrams else 0
+    """Raise `ConfigError` if the model's state alone exceeds the memory of one rank's device."""
+    model, capacity = build_meta_model(config.model), get_memory_capacity(device)
+    params, n_shards = model.parameter_count(), n_ranks if config.runtime.parallel == "fsdp" else 1
+    # Every rank builds the full model before it is sharded.
+    state_bytes = params * STATE_BYTES_PER_PARAM - count_omitted_moments(model, config.train) * BYTES_PER_MOMENT
+    needed_bytes = max(state_bytes // n_shards, params * WEIGHT_BYTES_PER_PARAM)
+    if needed_bytes > capacity:
+        table_size = model.ngrams.table.weight.numel() if model.ngrams else 0
         raise ConfigError(
-            f"a model of {params:,} parameters: its float32 weights, gradients and moments take {needed:,} bytes "
-            f"({format_size(needed)}){f' on each of {n_ranks} ranks' if n_ranks > 1 else ''}, before any activation, and "
-            f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {there:,} ({format_size(there)}). "
-            f"Lower {'model.ngram_rows or model.ngram_width' if 2 * tables > params else 'model.dim or model.n_layers'}"
+            f"a model of {params:,} parameters: its float32 weights, gradients and moments take {needed_bytes:,} bytes "
+            f"({format_size(needed_bytes)}){f' on each of {n_ranks} ranks' if n_ranks > 1 else ''}, before any activation; "
+            f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {capacity:,} ({format_size(capacity)}). "
+            f"Lower {'model.ngram_rows or model.ngram_width' if 2 * table_size > params else 'model.dim or model.n_layers'}"
         )
 
 
 def count_omitted_moments(model: NSATransformer, train: TrainConfig) -> int:
-    """How many numbers the optimiser holds less than two for every weight: of Muon's, one."""
+    """Return how many numbers the optimizer state has less than two per weight: one per weight that Muon updates."""
     return sum(weight.numel() for weight in find_muon_matrices(model)) if train.optimizer == "muon" else 0
 
 
 def compute_flops_per_token(
     model: NSATransformer, train: TrainConfig, lengths: Sequence[Mapping[int, int]] | None = None
 ) -> dict[str, float]:
-    """`NSATransformer.flops_per_token`, the mean over all tokens of a run.
+    """Return the mean of `NSATransformer.flops_per_token` over all tokens of a run.
 
-    `lengths`: of each stage, how many documents there are of each length (`StagedBatches.lengths`); None: sequences are
-    read as one text, or it is not known what is in them, and this is the most.
+    `lengths`: for each stage, the number of documents of each length (`StagedBatches.count_document_lengths`). None: no
+    document masking, or unknown documents; the result is then an upper bound.
     """
     stages = lengths or [stage.seq_len for stage in train.plan]
     return average_over_stages(train, [model.flops_per_token(stage) for stage in stages])
 
 
 def average_over_stages(train: TrainConfig, stage_values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means of the stages, each per token -> means over all tokens of a run."""
+    """Average per-token values of the stages over all tokens of the run."""
     shares = [stage.steps * stage.tokens_per_step / train.tokens for stage in train.plan]
     return {
         kind: sum(share * stage[kind] for share, stage in zip(shares, stage_values, strict=True))
@@ -162,18 +164,18 @@ def average_over_stages(train: TrainConfig, stage_values: Sequence[Mapping[str, 
 
 
 def compute_hours(tokens: int, tokens_per_s: float) -> float:
-    """Hours that `tokens` take. The one place where a duration is worked out: tokens of all micro-batches, all ranks."""
+    """Return the hours that `tokens` take. All durations are computed here; tokens count all micro-batches and ranks."""
     return tokens / tokens_per_s / 3600
 
 
 def build_meta_model(model: ModelConfig) -> NSATransformer:
-    """The model without storage: for its counts."""
+    """Build the model on the meta device, without storage, for its counts."""
     with torch.device("meta"):
         return NSATransformer(model, backend="torch", device="meta")
 
 
 def count_retained_checkpoints(config: RunConfig) -> int:
-    """Most checkpoints on disk at once: the last ones, the permanent ones, and the one being written."""
+    """Return the maximum number of checkpoints on disk: the last ones, the permanent ones and the one being written."""
     train = config.train
     last = min(train.keep_last, train.steps // train.save_every + 1) if train.save_every else 1
     permanent = train.steps // train.keep_every if train.keep_every and train.save_every else 0
@@ -181,40 +183,50 @@ def count_retained_checkpoints(config: RunConfig) -> int:
 
 
 def estimate_activation_bytes(config: RunConfig, n_ranks: int = 1) -> int:
-    """Bytes held between forward and backward of the largest micro-batch, and the largest temporary tensors of the loss.
+    """Return the bytes held between forward and backward for the largest micro-batch, with temporary tensors of the loss.
 
-    Per token and layer: the float32 residual stream, twice; two norms with their float32 and compute-dtype results, of
-    which compilation keeps the latter only; the projections before and after rotation (dense, compiled: after); the
-    outputs of the branches and their mix; the MLP before and after its non-linearity. Measured on one H200 at 65,536
-    tokens, compiled: 414 KB per token for the production model without an indexer, 314 KB for its dense twin; what an
-    indexer and the selection loss hold is not counted. With gradient checkpointing only the residual stream of a layer
-    is kept, and one layer is recomputed.
+    Per token and layer: the float32 residual stream, twice; two norms with their float32 and compute-dtype results (with
+    compilation only the latter); the projections before and after RoPE (dense and compiled: after); the outputs of the
+    branches and their sum; the MLP before and after its activation. Measured on one H200 at 65,536 tokens, compiled: 414
+    KB per token for the production model without an indexer, 314 KB for its dense baseline. The tensors of an indexer and
+    of the selection loss are not counted. With gradient checkpointing, only the residual stream of each layer is stored,
+    plus one layer that is recomputed.
     """
-    m, train = config.model, config.train
-    width = 2 if config.runtime.precision == "bf16" else 4
-    branches = 3 if m.attention == "nsa" else 1
-    projected = m.n_heads * m.d_k + branches * m.n_kv_groups * (m.d_k + m.d_v)
-    outputs = (branches + 1) * m.n_heads * m.d_v
-    mlp = (2 if m.mlp == "plain" else 4) * m.hidden_width
-    compiled = config.runtime.compile
-    norms = 2 * (width if compiled else 4 + width)
-    rotations = 1 if compiled and m.attention == "dense" else 2
-    layer = m.dim * (2 * 4 + norms) + width * (rotations * projected + outputs + mlp) + branches * m.n_heads * 8
-    kept = 4 * m.dim * m.n_layers + layer if config.runtime.gradient_checkpointing else layer * m.n_layers
-    # Of n-grams: the rows that are looked up, in float32 and as the product takes them, and where they lie.
-    looked_up = (m.ngrams - 1) * (m.ngram_width * (4 if width == 4 else 4 + width) + 8) if m.ngrams else 0
+    model, train = config.model, config.train
+    dtype_bytes = 2 if config.runtime.precision == "bf16" else 4
+    n_branches = 3 if model.attention == "nsa" else 1
+    projected_width = model.n_heads * model.d_k + n_branches * model.n_kv_groups * (model.d_k + model.d_v)
+    output_width = (n_branches + 1) * model.n_heads * model.d_v
+    mlp_width = (2 if model.mlp == "plain" else 4) * model.hidden_width
+    is_compiled = config.runtime.compile
+    norm_bytes = 2 * (dtype_bytes if is_compiled else 4 + dtype_bytes)
+    n_projection_copies = 1 if is_compiled and model.attention == "dense" else 2
+    layer_bytes = (
+        model.dim * (2 * 4 + norm_bytes)
+        + dtype_bytes * (n_projection_copies * projected_width + output_width + mlp_width)
+        + n_branches * model.n_heads * 8
+    )
+    stored_bytes = (
+        4 * model.dim * model.n_layers + layer_bytes
+        if config.runtime.gradient_checkpointing
+        else layer_bytes * model.n_layers
+    )
+    # N-grams: the rows that are looked up, in float32 and in the compute dtype, and their indices.
+    ngram_bytes = (
+        (model.ngrams - 1) * (model.ngram_width * (4 if dtype_bytes == 4 else 4 + dtype_bytes) + 8) if model.ngrams else 0
+    )
     # Logits in the compute dtype, in float32, their softmax and its gradient.
-    loss = m.vocab_size * (width + 3 * 4)
+    loss_bytes = model.vocab_size * (dtype_bytes + 3 * 4)
     return max(
         min(stage.sequences_per_forward, max(stage.sequences_per_step // n_ranks, 1)) * stage.seq_len
         for stage in train.plan
-    ) * (kept + looked_up + loss)
+    ) * (stored_bytes + ngram_bytes + loss_bytes)
 
 
 def compare_with_measured(
     estimate: ResourceEstimate, step_events: Iterable[dict[str, Any]]
 ) -> list[tuple[str, float, float, float]]:
-    """Name, planned, measured and measured/planned of what the `step` events of a run can tell."""
+    """Return (name, estimated, measured, measured/estimated) for the quantities that `step` events record."""
     measured = list(step_events)
     if not measured:
         return []
@@ -223,4 +235,4 @@ def compare_with_measured(
     rows = [("memory_bytes", float(estimate.memory_bytes), float(peak))]
     if estimate.hours:
         rows.append(("hours", estimate.hours, compute_hours(estimate.tokens, speed)))
-    return [(name, expected, found, found / expected) for name, expected, found in rows]
+    return [(name, estimated, value, value / estimated) for name, estimated, value in rows]

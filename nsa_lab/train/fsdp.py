@@ -1,4 +1,4 @@
-"""Weights, gradients and moments sharded over the ranks, for `World`, which imports this only where they are."""
+"""FSDP2 helpers for `World`, which imports this module only if weights are sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def shard(model: nn.Module) -> nn.Module:
-    """Shard the model in place, each block of its own and then the rest."""
+    """Shard the model in place: each block separately, then the remaining parameters."""
     for block in getattr(model, "blocks", []):
         fully_shard(block)
     fully_shard(model)
@@ -20,14 +20,14 @@ def shard(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[None]:
-    """All weights on every rank, for calls that go around the model's own `forward`; every rank must ask."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
+    """Gather all weights on every rank, for calls that bypass the model's `forward`. Collective: all ranks must call it."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
         module.unshard()
     try:
         yield
     finally:
-        for module in sharded:
+        for module in modules:
             module.reshard()
 
 

@@ -57,8 +57,8 @@ def supervise(command: Sequence[str], folder: Path, n_ranks: int, lock: int) -> 
     """Run `command` once per rank of the run in `folder`, whose lock is held. Return the exit code of the run.
 
     Each rank gets the environment variables that torchrun would set, and an option `--supervised` for
-    `bind_to_supervisor`. The exit code is 0 if all ranks exit with 0, else that of the first that failed. If a rank was
-    killed, its number and signal are recorded in the events and in the status of the run.
+    `bind_to_supervisor`. The exit code is 0 if all ranks exit with 0, else the code of the first rank that failed. If a
+    rank was killed, its number and signal are recorded in the events and in the status of the run.
     """
     read_end, write_end = os.pipe()
     # Stop signals stay blocked here and in the ranks until handlers are installed; importing torch takes seconds.

@@ -1,4 +1,4 @@
-"""The learning rate: a pure function of the optimiser step, so that a resumed run needs no scheduler state."""
+"""Learning rate as a pure function of the optimizer step, so that a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from nsa_lab.config import StageConfig, TrainConfig
 
 
 def compute_learning_rate(step: int, train: TrainConfig) -> float:
-    """Rate of optimiser step `step`, counted from 1 to `train.steps`.
+    """Return the learning rate of optimizer step `step`, in 1 ... `train.steps`.
 
-    Every stage has a schedule of its own, and counts its own steps: linear to `lr`, reached at step `warmup_steps` (step 1
-    without warm-up); then a half cosine that reaches `min_lr` at the stage's last step, or constant. Or `wsd` (warm-up,
-    stable, decay: arXiv 2404.06395): constant, and over the last `decay_share` linear to `min_lr`, reached at the last step
-    (the linear cooldown of arXiv 2405.18392). Accumulation does not enter: a step is an optimiser step.
+    Every stage has its own schedule over its own steps. Warm-up is linear and reaches `lr` at step `warmup_steps` (at
+    step 1 without warm-up). Then the rate follows `lr_schedule`:
+    * `cosine`: half a cosine, which reaches `min_lr` at the last step of the stage.
+    * `constant`: `lr`.
+    * `wsd` (warm-up, stable, decay: arXiv 2404.06395): `lr`, then linear over the last `decay_share` of the steps to
+      `min_lr` at the last step (the linear cooldown of arXiv 2405.18392).
 
-    Raises ValueError for a step that the run does not have.
+    Gradient accumulation has no effect: a step is an optimizer step. Raises ValueError for a step outside the run.
     """
     if not 1 <= step <= train.steps:
-        raise ValueError(f"step {step} is outside 1..{train.steps}, the optimiser steps of this run")
-    index, within = train.locate_step(step)
-    return _compute_stage_rate(within, train.plan[index])
+        raise ValueError(f"step {step} is outside 1..{train.steps}, the optimizer steps of this run")
+    index, step_in_stage = train.locate_step(step)
+    return _compute_stage_rate(step_in_stage, train.plan[index])
 
 
 def _compute_stage_rate(step: int, stage: StageConfig) -> float:

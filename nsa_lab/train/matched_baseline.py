@@ -1,7 +1,7 @@
-"""The dense twin of a configuration with as many parameters, and what still differs.
+"""The dense baseline of an NSA configuration with the same number of parameters, and the remaining differences.
 
-NSA has key and value projections for three branches, and gates; a dense model of the same sections has fewer parameters.
-Its twin gets them back in the MLP, whose width is the one knob that every layer shares.
+NSA has key and value projections for three branches, and gates, so a dense model with the same settings has fewer
+parameters. The baseline adds them to the MLP, whose width is one number for all layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nsa_lab.train.estimate import ResourceEstimate, build_meta_model, estimate_
 
 @dataclass(frozen=True)
 class MatchedBaseline:
-    """`config` is the dense twin's; `planned` are the plans of NSA and of its twin."""
+    """`config`: the configuration of the dense baseline; `estimates`: the estimates of NSA and of the baseline."""
 
     config: RunConfig
     estimates: tuple[ResourceEstimate, ResourceEstimate]
@@ -30,44 +30,44 @@ class MatchedBaseline:
         rows = [
             ("parameters", nsa.params, dense.params, "{:,}".format),
             ("MFLOPs per token", nsa.flops_per_token_nsa / 1e6, dense.flops_per_token_dense / 1e6, "{:,.1f}".format),
-            ("memory at the peak", nsa.memory_bytes, dense.memory_bytes, format_size),
+            ("peak memory", nsa.memory_bytes, dense.memory_bytes, format_size),
         ]
         return "\n".join(
             [
-                f"the dense twin of {nsa.name} with as many parameters has model.mlp_hidden = {self.config.model.hidden_width:,}",
-                f"  {'':<20}{'NSA':>14}{'twin':>14}{'NSA / twin':>13}",
+                f"dense baseline of {nsa.name}, matched in parameters: mlp_hidden = {self.config.model.hidden_width:,}",
+                f"  {'':<20}{'NSA':>14}{'dense':>14}{'NSA / dense':>13}",
                 *(
-                    f"  {name:<20}{write(ours):>14}{write(theirs):>14}{ours / theirs - 1:>+13.2%}"
-                    for name, ours, theirs, write in rows
+                    f"  {name:<20}{format_number(x):>14}{format_number(y):>14}{x / y - 1:>+13.2%}"
+                    for name, x, y, format_number in rows
                 ),
-                f"  train it with: {self.command}",
+                f"  options for training it: {self.command}",
             ]
         )
 
 
 def build_matched_baseline(config: RunConfig) -> MatchedBaseline:
-    """The dense twin of `config` whose parameters are as near as the width of its MLP allows.
+    """Return the dense baseline of `config` whose parameter count is as close as an integer MLP width allows.
 
-    Raises `ConfigError` for a dense configuration, which is a twin itself, and for a model whose twin would need no MLP.
+    Raises `ConfigError` for a dense configuration, or if the baseline has too many parameters even without an MLP.
     """
     if config.model.attention != "nsa":
-        raise ConfigError(f"{config.name} is dense: a twin is made of an NSA configuration; give that one")
+        raise ConfigError(f"{config.name}: expected model.attention = nsa, got dense; give the NSA configuration")
     hidden = compute_matched_hidden(config)
     if hidden < 1:
         raise ConfigError(
-            f"{config.name}: a dense model of these sections has more parameters than NSA even without an MLP"
+            f"{config.name}: a dense model with these settings has more parameters than NSA even without an MLP"
         )
     dense = _make_dense_config(config, hidden)
     return MatchedBaseline(dense, (estimate_resources(config), estimate_resources(dense)))
 
 
 def compute_matched_hidden(config: RunConfig) -> int:
-    """The width of a dense twin's MLP at which it has as many parameters: they grow by the same number with every unit."""
-    nsa, one, two = (
-        build_meta_model(c.model).parameter_count()
-        for c in (config, _make_dense_config(config, 1), _make_dense_config(config, 2))
+    """Return the MLP width that matches the parameter count. The count is linear in the width."""
+    n_nsa, n_width_1, n_width_2 = (
+        build_meta_model(variant.model).parameter_count()
+        for variant in (config, _make_dense_config(config, 1), _make_dense_config(config, 2))
     )
-    return 1 + round((nsa - one) / (two - one))
+    return 1 + round((n_nsa - n_width_1) / (n_width_2 - n_width_1))
 
 
 def _make_dense_config(config: RunConfig, hidden: int) -> RunConfig:

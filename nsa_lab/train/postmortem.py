@@ -1,7 +1,7 @@
-"""The bundle that a halt leaves behind: which step, which data, which layer went wrong first.
+"""The diagnosis of a halted run: the step, its data, and the first layer that was not finite.
 
-The step is replayed forward and backward on the weights that it was taken from (a bad update was never applied), with
-hooks that name the first module whose output is not finite.
+The step is replayed forward and backward on the weights before it (a bad update is never applied), with hooks that record
+the first module whose output is not finite.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from nsa_lab.train.validation import compute_branch_statistics, compute_norms_by
 
 
 def collect_postmortem(context: TrainContext, finding: Finding, weights_step: int) -> dict[str, Any]:
-    """What can be said about the finding's step: data, losses of its micro-batches, norms and statistics of the layers."""
+    """Return data, micro-batch losses, norms and layer statistics of the step of `finding`, as JSON values.
+
+    `weights_step`: the number of steps that the current weights have completed.
+    """
     index = max(finding.step - 1, 0)
     stage = context.enter_stage(index + 1)
-    start, count = context.world.get_sequence_share(stage.sequences_per_step)
-    batch = context.batches.weighted_batch(index, start, count)
-    losses, first_bad = _replay_step(context, batch)
+    start, n_sequences = context.world.get_sequence_share(stage.sequences_per_step)
+    batch = context.batches.weighted_batch(index, start, n_sequences)
+    losses, first_non_finite = _replay_step(context, batch)
     return {
         "rule": finding.rule,
         "step": finding.step,
@@ -39,19 +42,20 @@ def collect_postmortem(context: TrainContext, finding: Finding, weights_step: in
         "weights_of_step": weights_step,
         "rank": context.world.rank,
         "batch_hash": context.batches.compute_hash(index),
-        "batch_positions": context.batches.get_text_positions(index, start, count),
+        "batch_positions": context.batches.get_text_positions(index, start, n_sequences),
         "micro_batch_losses": losses,
-        "first_non_finite_module": first_bad,
-        "parameter_norms": _format_norms(context, compute_norms_by_layer(context.model, lambda p: p)),
-        "gradient_norms": _format_norms(context, compute_norms_by_layer(context.model, lambda p: p.grad)),
+        "first_non_finite_module": first_non_finite,
+        "parameter_norms": _format_norms(context, compute_norms_by_layer(context.model, lambda parameter: parameter)),
+        "gradient_norms": _format_norms(context, compute_norms_by_layer(context.model, lambda parameter: parameter.grad)),
         "statistics": {
-            name: [repr(v) for v in value.tolist()] for name, value in compute_branch_statistics(context, batch).items()
+            name: [repr(value) for value in values.tolist()]
+            for name, values in compute_branch_statistics(context, batch).items()
         },
     }
 
 
 def write_postmortem(run_dir: Path, finding: Finding, rank: int, bundle: dict[str, Any]) -> Path:
-    """Write the bundle of one rank into `halt-<step>/`."""
+    """Write the diagnosis of one rank into `halt-<step>/`. Return that folder."""
     folder = run_dir / f"halt-{finding.step:08d}"
     folder.mkdir(exist_ok=True)
     name = "diagnosis.json" if rank == 0 else f"diagnosis-rank{rank}.json"
@@ -62,34 +66,36 @@ def write_postmortem(run_dir: Path, finding: Finding, rank: int, bundle: dict[st
 def _replay_step(context: TrainContext, batch: Batch) -> tuple[list[str], str | None]:
     context.optimizer.zero_grad(set_to_none=True)
     losses = []
-    with force_eager(), _collect_non_finite_modules(context.model) as first_bad:
-        for part in context.stepper.split_micro_batches(batch):
-            tokens = part.targets.numel()
+    with force_eager(), _collect_non_finite_modules(context.model) as non_finite_modules:
+        for micro_batch in context.stepper.split_micro_batches(batch):
+            n_tokens = micro_batch.targets.numel()
             with context.stepper.autocast():
-                logits = compute_logits(context.model, part.inputs.to(context.device), make_span(part.documents))
-            loss = sum_token_losses(logits, part.targets.to(context.device)) / tokens
+                logits = compute_logits(
+                    context.model, micro_batch.inputs.to(context.device), make_span(micro_batch.documents)
+                )
+            loss = sum_token_losses(logits, micro_batch.targets.to(context.device)) / n_tokens
             losses.append(repr(loss.item()))
-            share = loss * tokens / context.stepper.stage.tokens_per_step
-            (share + context.stepper.compute_auxiliary_loss(tokens)).backward()
-    return losses, first_bad[0] if first_bad else None
+            contribution = loss * n_tokens / context.stepper.stage.tokens_per_step
+            (contribution + context.stepper.compute_auxiliary_loss(n_tokens)).backward()
+    return losses, non_finite_modules[0] if non_finite_modules else None
 
 
 @contextmanager
 def _collect_non_finite_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Collects the names of modules whose output is not finite, in the order in which they ran."""
-    bad: list[str] = []
+    """Collect the names of modules whose output is not finite, in execution order."""
+    names: list[str] = []
 
     def hook(name: str) -> Any:
-        def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            parts = output if isinstance(output, tuple) else (output,)
-            if any(isinstance(part, Tensor) and not torch.isfinite(part).all() for part in parts):
-                bad.append(name or "model")
+        def check_output(module: nn.Module, inputs: Any, output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(tensor, Tensor) and not torch.isfinite(tensor).all() for tensor in outputs):
+                names.append(name or "model")
 
-        return look
+        return check_output
 
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
     try:
-        yield bad
+        yield names
     finally:
         for handle in handles:
             handle.remove()

@@ -1,6 +1,6 @@
-"""Speeds that were measured once and ship with the package: what a plan reckons with where nothing else is known.
+"""Reference throughput, measured once and shipped with the package, for estimates without another measurement.
 
-`measured.json` is taken from a record of `nsa-lab bench train`; it says of which device, when, and at which shapes.
+`reference_throughput.json` is a part of a record of `nsa-lab bench train`. It names the device, the date and the shapes.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any
 
 from nsa_lab.config import ModelConfig, RunConfig
 
-DATA_FILE = Path(__file__).with_name("measured.json")
+DATA_FILE = Path(__file__).with_name("reference_throughput.json")
 
 
 def load_reference_throughput() -> dict[str, Any]:
-    """Device, date, model, and per shape the tokens per second and the shares of a step, of NSA and of its dense twin."""
+    """Return device, date and model, and for each shape tokens per second and time shares of NSA and the dense baseline."""
     return json.loads(DATA_FILE.read_text(encoding="utf-8"))
 
 
 def find_reference_speed(config: RunConfig) -> tuple[float, str] | None:
-    """Tokens per second that were measured for this very model and shape, and on which GPU; None for any other."""
+    """Return (tokens per second, GPU name) measured for this model and shape; None for any other."""
     record, train, model = load_reference_throughput(), config.train, config.model
-    # Settings that are younger than the record were off when it was made, as they are by default.
+    # Settings added after the record was made have their default, which is off.
     if model.model_copy(update={"attention": "nsa"}) != ModelConfig.model_validate(record["model"]):
         return None
     for row in record["rows"]:
         measured = row[model.attention]
-        same = all(
+        is_same_shape = all(
             (row["seq_len"], row["micro_batch"], measured["cuda_graph"])
-            == (s.seq_len, s.sequences_per_forward, config.uses_cuda_graph(s))
-            for s in train.plan
+            == (stage.seq_len, stage.sequences_per_forward, config.uses_cuda_graph(stage))
+            for stage in train.plan
         )
-        if same and config.runtime.compile:
+        if is_same_shape and config.runtime.compile:
             return measured["tokens_per_s"], record["device"]
     return None

@@ -1,11 +1,13 @@
-"""One optimiser step: micro-batches, loss, clipping and an update that a bad gradient cannot reach.
+"""One optimizer step: micro-batches, loss, gradient clipping, and an update that is skipped if the gradient is bad.
 
 Invariants
-* The loss of a step is the weighted mean over all its tokens (without weights: the mean), however they are grouped into
-  micro-batches and spread over ranks. So is what the model adds to it (`auxiliary`), which is told apart.
-* A loss or gradient norm that is not finite is noticed on the device and the update is skipped there: weights, moments and
-  the optimiser's own counter stay as they were. The flag then sticks: nothing is applied until the host has seen it.
-* Nothing here waits for the device; results stay on it.
+* The loss of a step is the weighted mean over all its tokens (the mean without weights), however they are grouped into
+  micro-batches and distributed over ranks. The auxiliary loss of the model is averaged in the same way and returned
+  separately.
+* A loss or gradient norm that is not finite is detected on the device, and the update is skipped there: weights, moments
+  and the optimizer's step counter do not change. The flag stays set, so later updates are skipped too, until the host has
+  seen it.
+* Nothing here synchronizes with the device; the results are device tensors.
 """
 
 from __future__ import annotations
@@ -27,62 +29,67 @@ from nsa_lab.train.muon import Muon, find_muon_matrices
 from nsa_lab.train.packing import compute_logits, make_spans
 
 LOSS, GRAD_NORM, NON_FINITE, STOP, AUXILIARY = range(5)
-# What a step with weights says besides: summed loss and number of the tokens that weigh 1 (text), and of all others that
-# weigh anything; and where documents are told apart, of the first token of every document.
+# Further results of a step with weights: summed loss and number of tokens with weight 1 (text), and of tokens with any
+# other nonzero weight (marked). With document masking also of the first token of every document.
 TEXT_LOSS, TEXT_TOKENS, MARKED_LOSS, MARKED_TOKENS, FIRST_LOSS, FIRST_TOKENS = range(5, 11)
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """`train.optimizer`, with weight decay that spares vectors (norms, biases).
+    """Return the optimizer `train.optimizer`. Weight decay does not apply to vectors (norms, biases).
 
-    AdamW is fused: its kernel can skip an update on the device.
+    AdamW is fused, because its kernel can skip an update on the device.
     """
-    by_muon = find_muon_matrices(model) if train.optimizer == "muon" else {}
-    rest = [p for p in model.parameters() if p.requires_grad and p not in by_muon]
-    groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    muon_matrices = find_muon_matrices(model) if train.optimizer == "muon" else {}
+    other_parameters = [
+        parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in muon_matrices
     ]
-    groups = [g for g in groups if g["params"]]
+    groups = [
+        {
+            "params": [parameter for parameter in other_parameters if parameter.ndim >= 2],
+            "weight_decay": train.weight_decay,
+        },
+        {"params": [parameter for parameter in other_parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
     lr, betas, eps = train.lr, (train.beta1, train.beta2), train.eps
     if train.optimizer == "muon":
-        return Muon(by_muon, groups, lr=lr, betas=betas, eps=eps, weight_decay=train.weight_decay)
+        return Muon(muon_matrices, groups, lr=lr, betas=betas, eps=eps, weight_decay=train.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def sum_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy in nats, float32, of logits `[B, T, V]` against targets `[B, T]`."""
+    """Return the summed cross-entropy in nats, float32, of logits [B, T, V] against targets [B, T]."""
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def compute_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats of every token, float32 `[B, T]`, of logits `[B, T, V]` against targets `[B, T]`."""
+    """Return the cross-entropy in nats of every token, float32 [B, T], of logits [B, T, V] against targets [B, T]."""
     losses = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets)
 
 
 def sum_text_and_marked(losses: Tensor, weights: Tensor) -> Tensor:
-    """Sum of `losses` and number of tokens, of those that weigh 1 and of the others: float32 [4]. Both of one shape.
+    """Return sum of `losses` and number of tokens, for tokens with weight 1 and for the others: float32 [4].
 
-    What weighs nothing is padding, and counts for neither.
+    `losses` and `weights` have the same shape. Tokens with weight 0 are padding and counted in neither.
     """
-    text = weights == 1
-    return torch.cat([sum_masked(losses, text), sum_masked(losses, ~text & (weights != 0))])
+    is_text = weights == 1
+    return torch.cat([sum_masked(losses, is_text), sum_masked(losses, ~is_text & (weights != 0))])
 
 
 def sum_masked(losses: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `losses` over `tokens` (bool, of one shape), and their number: float32 [2]."""
+    """Return the sum of `losses` where `mask` (bool, same shape) is True, and the number of such tokens: float32 [2]."""
     zero = torch.zeros((), device=losses.device)
     return torch.stack([torch.where(mask, losses.detach(), zero).sum().float(), mask.sum().float()])
 
 
 class Stepper:
-    """Takes optimiser steps. `forward` is the model as it is called (compiled, wrapped); `model` owns the parameters.
+    """Takes optimizer steps.
 
-    `auxiliary` gives what is to be added to the loss of the last forward pass, a mean over its tokens; None: nothing.
-    `separator` is the token that a document begins with, where documents are told apart. `graphed` tells of a stage whether
-    its steps are replayed as CUDA graphs.
-    `applied_lr` is the rate that the optimiser held when it last stepped.
+    `model` owns the parameters; `forward` is the model as it is called (compiled, wrapped). `auxiliary_loss()` returns
+    the auxiliary loss of the last forward pass, a mean over its tokens; None: no auxiliary loss. `separator`: the token
+    that begins a document; None without document masking. `use_graph(stage)`: whether steps of a stage are replayed as
+    CUDA graphs. `applied_lr`: the learning rate of the optimizer at its last step.
     """
 
     def __init__(
@@ -107,7 +114,7 @@ class Stepper:
         self._device, self._use_bf16, self._world = device, use_bf16, world
         self._is_non_finite = torch.zeros((), device=device)
         self.applied_lr = 0.0
-        # Called by the optimiser itself when it steps: what a record says of the rate is what was held then.
+        # The optimizer itself calls this hook, so the recorded rate is the rate that was applied.
         optimizer.register_step_pre_hook(self._record_rate)
         self._use_graph = use_graph
         self._graphs = GradientGraphs(self._compute_gradients, self._parameters, device, self._allocate_moments)
@@ -118,7 +125,7 @@ class Stepper:
         return torch.autocast(self._device.type, dtype=torch.bfloat16)
 
     def split_micro_batches(self, batch: Batch) -> list[Batch]:
-        """This rank's sequences of a step in the groups that a forward pass of their stage takes."""
+        """Split this rank's sequences of a step into the micro-batches of the stage."""
         return batch.split(self.stage.sequences_per_forward)
 
     def step(
@@ -133,41 +140,45 @@ class Stepper:
         should_stop: bool = False,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """Take one step on this rank's sequences `[n, T]`; device tensor, `LOSS` and on.
+        """Take one step on this rank's sequences [n, T]. Return its results as a device tensor.
 
-        The sequences are a share of a batch of `stage`. `weights`, float32 `[n, T]`, are those of the targets; with them
-        the losses of text and of what is marked come back, too. With `documents` each is computed as if it were alone.
-        `poll` is called before each micro-batch and may raise, and so may `interruptible()`, entered around each of them;
-        the step is then as if it had never begun. `stop` is this rank's wish to stop; the flag that comes back counts the
-        ranks that wish it.
+        The result is indexed by `LOSS` and the other constants above. The sequences are this rank's share of a batch of
+        `stage`. `weights`, float32 [n, T]: weights of the targets; with them, the losses of text and of marked tokens are
+        returned too. `documents`: each is computed as if alone. `poll` is called before each micro-batch and may raise,
+        and so may `interruptible()`, a context entered around each; the step then has no effect. `should_stop`: this
+        rank's request to stop; the result counts the ranks that request it.
         """
         batch = Batch(inputs, targets, weights, documents)
         spans = make_spans(self.split_micro_batches(batch))
         if self._use_graph(self.stage):
             poll()
             with interruptible():
-                told = self._graphs(batch, spans, self.stage)
+                losses = self._graphs(batch, spans, self.stage)
         else:
             self._graphs.release()
-            told = self._compute_gradients(batch, spans, poll, interruptible)
-        stops, loss, *more = self._world.all_reduce(torch.cat([told.new_full((1,), float(should_stop)), told])).unbind()
+            losses = self._compute_gradients(batch, spans, poll, interruptible)
+        n_stop_requests, loss, *further_losses = self._world.all_reduce(
+            torch.cat([losses.new_full((1,), float(should_stop)), losses])
+        ).unbind()
         norm = self._clip_gradients()
         self._is_non_finite = torch.maximum(self._is_non_finite, (~(torch.isfinite(loss) & torch.isfinite(norm))).float())
         self._update_weights(lr)
-        return torch.stack([loss, norm.to(loss.dtype), self._is_non_finite, stops, *more])
+        return torch.stack([loss, norm.to(loss.dtype), self._is_non_finite, n_stop_requests, *further_losses])
 
     def dry_run(self, batch: Batch) -> None:
-        """What a step on this rank's sequences computes before its update, thrown away: afterwards all is compiled that a
-        step of their shapes and documents compiles, and nothing else is different.
+        """Compute a step without its update, to compile what later steps of these shapes need. The result is discarded.
 
-        One micro-batch of each size is computed, plainly, also where steps are graphs. No gradients cross the ranks, but
-        every rank must ask.
+        Computes one micro-batch of each size, without a CUDA graph. Gradients are not exchanged between ranks, but a
+        model may use collectives, so all ranks must call it.
         """
-        parts, whole = self.split_micro_batches(batch), self._compute_total_weight(batch.weights)
-        of_each_size = {len(part.inputs): (part, span) for part, span in zip(parts, make_spans(parts), strict=True)}
-        for part, span in of_each_size.values():
+        micro_batches, total_weight = self.split_micro_batches(batch), self._compute_total_weight(batch.weights)
+        by_size = {
+            len(micro_batch.inputs): (micro_batch, span)
+            for micro_batch, span in zip(micro_batches, make_spans(micro_batches), strict=True)
+        }
+        for micro_batch, span in by_size.values():
             with self._world.sync_gradients(self._forward, enabled=False):
-                self._backward(part, span, whole)
+                self._backward(micro_batch, span, total_weight)
         self._optimizer.zero_grad(set_to_none=True)
 
     def _compute_gradients(
@@ -177,20 +188,21 @@ class Stepper:
         poll: Callable[[], None] = lambda: None,
         interruptible: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Tensor:
-        """Loss and auxiliary loss of the step, and with weights what is told apart: [2], [6] or [8]. `.grad` grows.
+        """Accumulate the gradients of the step into `.grad`. Return its losses, [2], [6] or [8].
 
-        `spans` are those of the documents of its micro-batches.
+        They are loss and auxiliary loss, and with weights also the losses by kind. `spans`: the documents of the
+        micro-batches.
         """
-        whole, parts = self._compute_total_weight(batch.weights), self.split_micro_batches(batch)
-        told: list[Tensor] = []
-        for number, (part, span) in enumerate(zip(parts, spans, strict=True), 1):
+        total_weight, micro_batches = self._compute_total_weight(batch.weights), self.split_micro_batches(batch)
+        losses: list[Tensor] = []
+        for number, (micro_batch, span) in enumerate(zip(micro_batches, spans, strict=True), 1):
             poll()
-            with interruptible(), self._world.sync_gradients(self._forward, enabled=number == len(parts)):
-                told.append(self._backward(part, span, whole))
-        return functools.reduce(torch.add, told)
+            with interruptible(), self._world.sync_gradients(self._forward, enabled=number == len(micro_batches)):
+                losses.append(self._backward(micro_batch, span, total_weight))
+        return functools.reduce(torch.add, losses)
 
     def _compute_total_weight(self, weights: Tensor | None) -> float | Tensor:
-        """What all tokens of the step weigh together, over all ranks."""
+        """Return the sum of the weights of all tokens of the step, over all ranks."""
         if weights is None:
             return self.stage.tokens_per_step
         return self._world.all_reduce(weights.to(self._device, non_blocking=True).sum())
@@ -201,24 +213,32 @@ class Stepper:
             logits = compute_logits(self._forward, tokens, span)
         targets = batch.targets.to(self._device, non_blocking=True)
         if batch.weights is None:
-            total, apart = sum_token_losses(logits, targets) / total_weight, []
+            loss, losses_by_kind = sum_token_losses(logits, targets) / total_weight, []
         else:
             weights = batch.weights.to(self._device, non_blocking=True)
-            losses = compute_token_losses(logits, targets)
-            total, apart = (losses * weights).sum() / total_weight, self._sum_losses_by_kind(losses, weights, tokens)
-        added = self.compute_auxiliary_loss(targets.numel())
-        # Data parallelism averages over ranks; the sum over ranks is what the mean over all tokens needs.
-        ((total + added) * self._world.size).backward()
-        return torch.cat([total.detach()[None], added.detach()[None].to(total.dtype), *apart])
+            token_losses = compute_token_losses(logits, targets)
+            loss, losses_by_kind = (
+                (token_losses * weights).sum() / total_weight,
+                self._sum_losses_by_kind(token_losses, weights, tokens),
+            )
+        auxiliary_loss = self.compute_auxiliary_loss(targets.numel())
+        # DDP and FSDP average gradients over ranks; the mean over all tokens needs their sum.
+        ((loss + auxiliary_loss) * self._world.size).backward()
+        return torch.cat([loss.detach()[None], auxiliary_loss.detach()[None].to(loss.dtype), *losses_by_kind])
 
     def _sum_losses_by_kind(self, losses: Tensor, weights: Tensor, tokens: Tensor) -> list[Tensor]:
-        """Of text, of what is marked, and of the first tokens of documents, which the separator before them leads to."""
+        """Return sums and counts for text, marked tokens and, with document masking, first tokens of documents.
+
+        The input of a first token is the separator before it.
+        """
         if self._separator is None:
             return [sum_text_and_marked(losses, weights)]
         return [sum_text_and_marked(losses, weights), sum_masked(losses, (tokens == self._separator) & (weights != 0))]
 
     def compute_auxiliary_loss(self, n_tokens: int) -> Tensor:
-        """What the forward pass just done over `tokens` tokens adds to the loss of its step, 0-d."""
+        """Return the contribution of the last forward pass, over `n_tokens` tokens, to the auxiliary loss of its step,
+        0-d.
+        """
         return self._auxiliary_loss() * (n_tokens / self.stage.tokens_per_step)
 
     def _clip_gradients(self) -> Tensor:
@@ -234,21 +254,21 @@ class Stepper:
         (self.applied_lr,) = {float(group["lr"]) for group in optimizer.param_groups}
 
     def _allocate_moments(self) -> None:
-        """An update that is skipped, for what it allocates: the peak of memory is then reached during the capture.
+        """Run a skipped update, so that the optimizer allocates its moments before the capture.
 
-        A replayed graph allocates nothing, so moments that came later would lie beside a peak that nobody sees.
+        Replays allocate nothing, so moments that are allocated later would not be part of the recorded peak memory.
         """
         self._step_unless(torch.ones_like(self._is_non_finite))
 
     def _step_unless(self, skip: Tensor) -> None:
-        """Apply the update, or nothing where `bad` is 1."""
-        # Read by the fused kernel, which returns early on 1; scaling by zero would turn NaN into NaN.
-        self._optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue] - no class declares it
+        """Apply the update, or nothing if `skip` is 1."""
+        # The fused kernel returns early if this is 1. Multiplying the gradients by zero would keep NaN.
+        self._optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue] - not declared by torch
         self._optimizer.step()
 
 
 class AsyncHostCopy:
-    """Named vectors on their way from the device to the host, in one copy; `take` waits for them and no longer."""
+    """Copies named device vectors to the host in one asynchronous copy. `wait` waits for this copy only."""
 
     def __init__(self, vectors: Mapping[str, Tensor]) -> None:
         self._sizes = {name: len(vector) for name, vector in vectors.items()}
@@ -264,14 +284,14 @@ class AsyncHostCopy:
     def wait(self) -> dict[str, list[float]]:
         if self._copy_event is not None:
             self._copy_event.synchronize()
-        parts = self._values.split(list(self._sizes.values()))
-        return {name: part.tolist() for name, part in zip(self._sizes, parts, strict=True)}
+        vectors = self._values.split(list(self._sizes.values()))
+        return {name: vector.tolist() for name, vector in zip(self._sizes, vectors, strict=True)}
 
 
 class Readback:
-    """Brings the small result of each step to the host one step late, so that the device always has work queued.
+    """Returns the result of each step one step late, so that the device always has queued work.
 
-    On a CPU the result is there at once.
+    On a CPU the result is available immediately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -289,10 +309,10 @@ class Readback:
         self._pending.append((step, host, event))
 
     def take(self, *, include_newest: bool = False) -> list[tuple[int, list[float]]]:
-        """Results in order of steps: all but the newest, or all; waits for those only."""
-        keep = 1 if self._is_cuda and not include_newest else 0
-        cut = max(len(self._pending) - keep, 0)
-        ready, self._pending = self._pending[:cut], self._pending[cut:]
+        """Return results in step order: all but the newest one, or all. Waits for these only."""
+        n_kept = 1 if self._is_cuda and not include_newest else 0
+        n_ready = max(len(self._pending) - n_kept, 0)
+        ready, self._pending = self._pending[:n_ready], self._pending[n_ready:]
         for _, _, event in ready:
             if event is not None:
                 event.synchronize()

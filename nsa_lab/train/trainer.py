@@ -1,11 +1,11 @@
-"""The trainer: step after step, with logging, evaluation and saves at their own cadences.
+"""The training loop: steps, logging, evaluation and checkpoints at their intervals.
 
 Invariants
-* The state of the run after step s is a function of its configuration and data. Killing and resuming changes nothing;
-  on a GPU, nothing but rounding unless `runtime.deterministic`.
-* Step s, counted from 1, takes batch s - 1; `done` is the last step whose update was applied.
-* The host looks at results one step late, and a log point is no exception: the device has the next step to work on while
-  this one is written down. It is waited for where its state is needed: evaluations and saves.
+* The state after step s is a function of configuration and data. Killing and resuming a run changes nothing on a CPU or
+  with `runtime.deterministic`, and only rounding otherwise.
+* Step s, counted from 1, uses batch s - 1. `completed_steps` is the last step whose update was applied.
+* The host reads results one step late, also at log points, so the device has the next step queued. The host waits for the
+  device only when it needs its state: for evaluations and saves.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ logger = logging.getLogger("nsa_lab.train")
 
 
 class Trainer:
-    """Takes a run from `done` steps to all of them. `parts` are built and restored already.
+    """Trains a run from `completed_steps` to its last step. `context` is built and restored already.
 
-    `evaluated`: whether the record has an evaluation of the state after `done` steps; one that was due there, and was
-    stopped before it was over, is made up for.
+    `is_evaluated`: whether the events contain an evaluation after `completed_steps` steps. If one was due but
+    interrupted, it is done first.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Trainer:
         self._throughput_rule = ThroughputRule(self.train.min_tokens_per_s)
         self._gate_rule, self._gate_movement = GateRule(), GateMovement(context.model)
         self._latest_result: list[float] = []
-        # Steps that are to be logged when their result is here: the rate they were taken with, and statistics, if any.
+        # Steps to log once their result is read: learning rate and, if collected, statistics.
         self._pending_logs: dict[int, tuple[float, AsyncHostCopy | None]] = {}
         self._interval = _LogInterval(completed_steps)
         self._first_step = completed_steps + 1
         self._stage_first_steps = self.train.first_steps
 
     def run(self) -> None:
-        """Train to the last step. Raises `StopRequested` or `Halt` with the state saved."""
+        """Train to the last step. Raises `StopRequested` or `Halt` after saving the state."""
         try:
             self._train()
         except Halt as halt:
@@ -95,7 +95,7 @@ class Trainer:
             self._compile_ahead()
             self._train_steps()
         except StopRequested:
-            # What is still on the device is read first, so that a bad step is not saved as a good one.
+            # Read the pending results first, so that a bad step is not saved as a good one.
             with contextlib.suppress(StopRequested):
                 self._process_results(include_newest=True)
             self._save_final()
@@ -103,29 +103,32 @@ class Trainer:
         self._save_final()
 
     def _compile_ahead(self) -> None:
-        """The first step, and an evaluation, of every stage that is still to begin, and the first step of each number of
-        documents that blocks are compiled for, without an effect: what they compile is then there when it is needed."""
+        """Compile everything that later steps and evaluations need, by dry runs without effect on the state.
+
+        Covers the first step and an evaluation of every stage to come and, if blocks are compiled, the first step with
+        each new document capacity.
+        """
         if self._stage_first_steps[-1] <= self.completed_steps + 1 and not self.context.config.runtime.compile:
             return
         with self._exclude_from_step_time("compile"), self._allow_interrupt():
-            ahead = self._list_steps_to_compile()
-            for step in ahead:
+            steps = self._list_steps_to_compile()
+            for step in steps:
                 self.context.enter_stage(step)
                 self.context.stepper.dry_run(self._get_batch_share(step - 1))
                 if self.train.eval_every and step in self._stage_first_steps:
                     dry_run_evaluation(self.context, self.context.get_evaluation(step))
                 self.recorder.phases.report_progress()
             self.context.enter_stage(self.completed_steps)
-        if ahead:
-            self.recorder.record_compile([self.train.stage_at(step) for step in ahead])
+        if steps:
+            self.recorder.record_compile([self.train.stage_at(step) for step in steps])
 
     def _list_steps_to_compile(self) -> list[int]:
-        """Of the steps after the next one, which compiles for itself, those that would compile."""
-        after = self.completed_steps + 1
-        anew = set(self._stage_first_steps)
+        """Return the steps after the next one that would compile. The next step itself compiles when it runs."""
+        next_step = self.completed_steps + 1
+        steps = set(self._stage_first_steps)
         if self.context.config.runtime.compile:
-            anew.update(find_steps_with_new_capacity(self.context.batches, self.train, self.context.world.size, after))
-        return sorted(step for step in anew if step > after)
+            steps.update(find_steps_with_new_capacity(self.context.batches, self.train, self.context.world.size, next_step))
+        return sorted(step for step in steps if step > next_step)
 
     def _train_steps(self) -> None:
         with Prefetcher(
@@ -139,7 +142,7 @@ class Trainer:
                 self._train_step(self.completed_steps + 1, batches)
 
     def _get_batch_share(self, index: int) -> Batch:
-        """This rank's sequences of batch `index`."""
+        """Return this rank's sequences of batch `index`."""
         share = self.context.world.get_sequence_share(self.train.stage_at(index + 1).sequences_per_step)
         return self.context.batches.weighted_batch(index, *share)
 
@@ -151,14 +154,14 @@ class Trainer:
             )
         if batch is None:
             self.signals.raise_if_requested()
-        assert batch is not None, "no batch comes only where a stop was asked for, which check() raises"
+        assert batch is not None, "get returns None only after a stop request, which raise_if_requested raises"
         self._interval.data_waits_s.append(self.recorder.phases.get_last_duration("data"))
-        # The first step of an attempt compiles and tunes, for minutes, without a line of ours being run; that of a later
-        # stage was rehearsed, and captures a graph where steps are graphs.
-        first = step == self._first_step or step in self._stage_first_steps
-        if first:
+        # The first step of an attempt compiles and autotunes for minutes inside torch. The first step of a later stage
+        # was compiled ahead, but captures a CUDA graph if its steps use graphs.
+        is_first = step == self._first_step or step in self._stage_first_steps
+        if is_first:
             self.context.enter_stage(step)
-        phase = "compile" if first else "step"
+        phase = "compile" if is_first else "step"
         with self.recorder.phases(phase):
             result = self.context.stepper.step(
                 batch.inputs,
@@ -168,7 +171,7 @@ class Trainer:
                 weights=batch.weights,
                 documents=batch.documents,
                 should_stop=self.signals.should_stop(),
-                interruptible=self._allow_interrupt if first else contextlib.nullcontext,
+                interruptible=self._allow_interrupt if is_first else contextlib.nullcontext,
             )
         self.completed_steps = step
         self.recorder.set_step(step)
@@ -176,21 +179,26 @@ class Trainer:
         self._finish_step(step, batch, phase)
 
     def _finish_step(self, step: int, batch: Batch, phase: str) -> None:
-        train, last = self.train, step == self.train.steps
-        stats = step % train.stats_every == 0
-        log = stats or last or step in self._stage_first_steps or step % train.log_every == 0
-        evaluation = self._is_evaluation_due(step)
-        save = bool(train.save_every) and step % train.save_every == 0
-        if log:
-            self._pending_logs[step] = self.context.stepper.applied_lr, self._collect_statistics(batch) if stats else None
-        self._process_results(include_newest=last or evaluation or save or step == self._first_step, phase=phase)
+        train, is_last = self.train, step == self.train.steps
+        has_statistics = step % train.stats_every == 0
+        should_log = has_statistics or is_last or step in self._stage_first_steps or step % train.log_every == 0
+        should_evaluate = self._is_evaluation_due(step)
+        should_save = bool(train.save_every) and step % train.save_every == 0
+        if should_log:
+            self._pending_logs[step] = (
+                self.context.stepper.applied_lr,
+                self._collect_statistics(batch) if has_statistics else None,
+            )
+        self._process_results(
+            include_newest=is_last or should_evaluate or should_save or step == self._first_step, phase=phase
+        )
         if step == self._first_step:
-            # Nothing made so far is garbage; scanning it again and again would cost a pause each time.
+            # Objects created so far stay alive; without freeze, every garbage collection would scan them again.
             gc.collect()
             gc.freeze()
-        if evaluation:
+        if should_evaluate:
             self._evaluate()
-        if save:
+        if should_save:
             self._save()
 
     def _is_evaluation_due(self, step: int) -> bool:
@@ -198,19 +206,19 @@ class Trainer:
         return bool(every) and (step == self.train.steps or step % every == 0)
 
     def _process_results(self, *, include_newest: bool, phase: str = "step") -> None:
-        # On a GPU the step itself only queues work, and it is here that it is waited for.
+        # On a GPU the step only queues work; the wait for its results is here.
         with self.recorder.phases(phase, record_duration=False):
-            ready = self._readback.take(include_newest=include_newest)
-        for step, result in ready:
+            results = self._readback.take(include_newest=include_newest)
+        for step, result in results:
             finding = check_non_finite(step, result[LOSS], result[GRAD_NORM], result[NON_FINITE])
             if finding:
-                # This step and those after it were skipped on the device.
+                # The device skipped this step and later ones.
                 self.completed_steps = step - 1
                 self.recorder.set_step(self.completed_steps)
                 self._handle_finding(finding)
             self._latest_result = result
             if step in self._stage_first_steps[1:]:
-                # Another length has losses and a pace of its own.
+                # Losses and pace of another sequence length are not comparable.
                 self._spike_rule = SpikeRule(self.train.spike_sigma)
                 self._throughput_rule = ThroughputRule(self.train.min_tokens_per_s)
             self._handle_finding(self._spike_rule.observe(step, result[LOSS]))
@@ -227,23 +235,23 @@ class Trainer:
             raise Halt(finding)
 
     def _log_step(self, step: int, lr: float, statistics: AsyncHostCopy | None) -> None:
-        """Write down a step whose result was just read."""
-        loss, norm = self._latest_result[LOSS], self._latest_result[GRAD_NORM]
-        steps, dt_s, waits_s = self._interval.close(step)
-        tokens = self.train.tokens_until(step) - self.train.tokens_until(step - steps)
-        speed = tokens / (steps * dt_s)
+        """Record a step whose result was just read."""
+        loss, grad_norm = self._latest_result[LOSS], self._latest_result[GRAD_NORM]
+        n_steps, dt_s, waits_s = self._interval.close(step)
+        n_tokens = self.train.tokens_until(step) - self.train.tokens_until(step - n_steps)
+        tokens_per_s = n_tokens / (n_steps * dt_s)
         numbers: dict[str, Any] = {
             "loss": loss,
             "bpb": self._to_bits_per_byte(loss),
             **self._compute_losses_by_kind(),
             **({"selection_loss": self._latest_result[AUXILIARY]} if self.context.config.model.has_selection_loss else {}),
             "lr": lr,
-            "grad_norm": norm,
+            "grad_norm": grad_norm,
             "dt_s": dt_s,
-            "data_s": math.fsum(waits_s) / steps,
+            "data_s": math.fsum(waits_s) / n_steps,
             "data_s_p50": compute_percentile(waits_s, 0.5),
             "data_s_p95": compute_percentile(waits_s, 0.95),
-            "tokens_per_s": speed,
+            "tokens_per_s": tokens_per_s,
             "mem_peak_bytes": get_peak_memory_bytes(self.context.device),
         }
         if statistics or step in self._stage_first_steps:
@@ -252,76 +260,77 @@ class Trainer:
             numbers["optimizer_bytes"] = count_bytes_by_dtype(moments)
         if statistics:
             numbers |= {"grad_norm_layers": [], "gate_update": []} | statistics.wait()
-            # They were taken after clipping.
-            unclipped = max(1.0, norm / self.train.grad_clip)
-            numbers["grad_norm_layers"] = [unclipped * value for value in numbers["grad_norm_layers"]]
+            # Undo the clipping: the norms were computed after it.
+            scale = max(1.0, grad_norm / self.train.grad_clip)
+            numbers["grad_norm_layers"] = [scale * value for value in numbers["grad_norm_layers"]]
         self.recorder.record_step(step, numbers)
         for finding in self._gate_rule.observe(step, numbers.get("gate_saturation", []), numbers.get("gate_update", [])):
             self._handle_finding(finding)
         if step > self._first_step and step not in self._stage_first_steps:
-            # Ranks time themselves differently and must judge alike.
-            speed = self.context.world.broadcast_from_first(speed, self.context.device)
-            self._handle_finding(self._throughput_rule.observe(step, speed, tokens / speed))
+            # Ranks measure different times, but must reach the same decision.
+            tokens_per_s = self.context.world.broadcast_from_first(tokens_per_s, self.context.device)
+            self._handle_finding(self._throughput_rule.observe(step, tokens_per_s, n_tokens / tokens_per_s))
 
     def _collect_statistics(self, batch: Batch) -> AsyncHostCopy:
-        """Per layer: gates, selection, branch norms, how far the gate weights moved, gradient norms after clipping.
+        """Compute statistics per layer: gates, selection, branch norms, movement of gate weights, clipped gradient norms.
 
-        Everything is queued on the device and nothing waits for it. On a CPU it is computed here, outside of training. A
-        stop waits for it: the step is done, and a step that has no reading stays without one.
+        On a GPU they are queued and nothing waits for them. On a CPU they are computed here, and the time is not counted
+        as step time. A stop request is handled afterwards: the step is complete, and a step without statistics would not
+        get them later.
         """
-        own_time = self._exclude_from_step_time if self.context.device.type == "cpu" else self.recorder.phases
-        full = self.context.world.full_tensor
-        with own_time("stats"):
+        phase = self._exclude_from_step_time if self.context.device.type == "cpu" else self.recorder.phases
+        full_tensor = self.context.world.full_tensor
+        with phase("stats"):
             vectors = compute_branch_statistics(self.context, batch)
-            norms = compute_norms_by_layer(self.context.model, lambda p: p.grad)
-            layers = [full(norm) for name, norm in norms.items() if name.startswith("blocks.")]
-            moved = [full(distance) for distance in self._gate_movement.measure()]
+            norms = compute_norms_by_layer(self.context.model, lambda parameter: parameter.grad)
+            layers = [full_tensor(norm) for name, norm in norms.items() if name.startswith("blocks.")]
+            movements = [full_tensor(distance) for distance in self._gate_movement.measure()]
             if layers:
                 vectors["grad_norm_layers"] = torch.stack(layers)
-            if moved:
-                vectors["gate_update"] = torch.stack(moved)
+            if movements:
+                vectors["gate_update"] = torch.stack(movements)
             return AsyncHostCopy(vectors)
 
     def _evaluate(self) -> None:
         held_out = self.context.get_evaluation(self.completed_steps)
         with self._exclude_from_step_time("eval"), self._allow_interrupt():
-            found = evaluate_held_out(self.context, held_out, self._poll_stop)
-        told = {
+            result = evaluate_held_out(self.context, held_out, self._poll_stop)
+        fields = {
             "seq_len": self.train.stage_at(self.completed_steps).seq_len,
             "windows": held_out.n_windows,
             "text": held_out.identity,
-            "loss": found.loss,
-            "bpb": self._to_bits_per_byte(found.loss),
-            **({} if found.first_token_loss is None else {"first_loss": found.first_token_loss}),
-            **({"window_losses": found.window_losses} if self.completed_steps == self.train.steps else {}),
+            "loss": result.loss,
+            "bpb": self._to_bits_per_byte(result.loss),
+            **({} if result.first_token_loss is None else {"first_loss": result.first_token_loss}),
+            **({"window_losses": result.window_losses} if self.completed_steps == self.train.steps else {}),
         }
-        length = self.train.stage_at(self.completed_steps).seq_len
+        seq_len = self.train.stage_at(self.completed_steps).seq_len
         with self._exclude_from_step_time("eval"), self._allow_interrupt():
-            reached = measure_run_selection_benefit(self.context, length)
-        # Both or neither: what a stop cut off is made up for where no evaluation of the step is recorded.
-        self.recorder.record_evaluation("validation", told)
-        if reached is not None:
-            self.recorder.record_selection_benefit(length, reached)
+            benefit = measure_run_selection_benefit(self.context, seq_len)
+        # Record both or neither: after an interrupted evaluation, the next attempt evaluates this step again.
+        self.recorder.record_evaluation("validation", fields)
+        if benefit is not None:
+            self.recorder.record_selection_benefit(seq_len, benefit)
 
     def _save(self) -> None:
-        """Write a checkpoint of the state after `done` steps, once. Two failures in a row halt the run."""
+        """Write a checkpoint of the state after `completed_steps` steps, once. Two consecutive failures halt the run."""
         if self.completed_steps != self._checkpoints.last_saved_step:
             with self._exclude_from_step_time("save"):
                 self._checkpoints.save(self.completed_steps, self._spike_rule.losses)
 
     def _save_final(self) -> None:
-        """What is not saved now never is, so a failure is tried again at once. Raises `Halt` if that fails as well."""
+        """Save the final state; retry once immediately, because there is no later save. Raises `Halt` if that fails too."""
         while self.completed_steps != self._checkpoints.last_saved_step:
             self._save()
 
     def _write_postmortem(self, finding: Finding) -> None:
-        """Save the clean state first; the replay that the bundle needs comes after."""
+        """Save the good state first, then replay the bad step and write the diagnosis."""
         with contextlib.suppress(Halt):
             self._save()
         with self.recorder.phases("diagnosis"):
-            bundle = postmortem.collect_postmortem(self.context, finding, self.completed_steps)
+            diagnosis = postmortem.collect_postmortem(self.context, finding, self.completed_steps)
             try:
-                folder = postmortem.write_postmortem(self.run_dir, finding, self.context.world.rank, bundle)
+                folder = postmortem.write_postmortem(self.run_dir, finding, self.context.world.rank, diagnosis)
             except OSError as error:
                 self.recorder.record_nonfatal_error("diagnosis", error)
                 return
@@ -332,12 +341,14 @@ class Trainer:
         return self.context.world.size == 1
 
     def _poll_stop(self) -> None:
-        # Several ranks must stop at the same step: their wishes travel with the loss instead.
+        # Several ranks must stop at the same step: their requests are reduced together with the loss.
         if self._is_single_rank:
             self.signals.raise_if_requested()
 
     def _allow_interrupt(self) -> contextlib.AbstractContextManager:
-        """Where a stop may be raised at any line: nothing that a checkpoint holds is being changed."""
+        """Let a stop request interrupt this block at any line, if there is one rank. The block must not change saved
+        state.
+        """
         return self.signals.raise_immediately() if self._is_single_rank else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -347,21 +358,24 @@ class Trainer:
         self._interval.excluded_s += self.recorder.phases.get_last_duration(phase)
 
     def _compute_losses_by_kind(self) -> dict[str, float]:
-        """Of a step with weights: `loss` is the weighted mean that is trained on, over everything; `bpb` is that of text
-        alone, whatever weighs 1; `marked_loss` is the mean over the rest, nats per token. `first_loss`, where documents are
-        told apart, is that of their first tokens, which nothing leads to; `loss` and `bpb` count those as any other. Where
-        answers weigh 1, too, nothing tells them apart, and all is text."""
+        """Return the losses by kind of token, for a step with weights.
+
+        The field `loss` is the weighted mean over all tokens, which is trained on. `bpb` covers tokens with weight 1
+        (text), `marked_loss` the others, in nats per token. With document masking, `first_loss` covers first tokens of
+        documents, which have no context; `loss` and `bpb` include them. If answers have weight 1 as well, all tokens
+        count as text.
+        """
         names = ("bpb", "marked_loss", "first_loss")
         sums, counts = self._latest_result[TEXT_LOSS::2], self._latest_result[TEXT_TOKENS::2]
-        told = {name: total / n for name, total, n in zip(names, sums, counts, strict=False) if n}
-        return told | ({"bpb": self._to_bits_per_byte(told["bpb"])} if "bpb" in told else {})
+        losses = {name: total / n for name, total, n in zip(names, sums, counts, strict=False) if n}
+        return losses | ({"bpb": self._to_bits_per_byte(losses["bpb"])} if "bpb" in losses else {})
 
     def _to_bits_per_byte(self, loss: float) -> float:
         return loss / math.log(2) / self.context.dataset.bytes_per_token
 
 
 class _LogInterval:
-    """Time between two log points: seconds per step, without evaluation, saves and statistics."""
+    """Measures the time between two log points, without evaluation, saves and statistics."""
 
     def __init__(self, step: int) -> None:
         self._step, self._start_time = step, time.monotonic()
@@ -369,9 +383,9 @@ class _LogInterval:
         self.data_waits_s: list[float] = []
 
     def close(self, step: int) -> tuple[int, float, list[float]]:
-        """Steps since the last call, mean seconds per step, and the seconds that each waited for data."""
-        count, now = step - self._step, time.monotonic()
-        told = count, max(now - self._start_time - self.excluded_s, 1e-9) / count, self.data_waits_s
+        """Return steps since the last call, mean seconds per step, and the seconds that each step waited for data."""
+        n_steps, now = step - self._step, time.monotonic()
+        result = n_steps, max(now - self._start_time - self.excluded_s, 1e-9) / n_steps, self.data_waits_s
         self._step, self._start_time = step, now
         self.excluded_s, self.data_waits_s = 0.0, []
-        return told
+        return result

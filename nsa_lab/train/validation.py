@@ -1,4 +1,4 @@
-"""Looking at a model without touching its training: held-out loss, statistics of the layers, probe, norms."""
+"""Measurements of a model that do not affect training: held-out loss, layer statistics, probe, and norms."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from nsa_lab.train.packing import compute_logits, make_span
 from nsa_lab.train.step import compute_token_losses, sum_masked, sum_token_losses
 
 STATISTICS_SEQUENCES = 2
-MAX_NEEDLE_TEXT_TOKENS = 1 << 20  # tokens of held-out text that needles are drawn from
-MAX_XZ_TEXT_BYTES = 1 << 20  # bytes of held-out text that are compressed: a third of a second
+MAX_NEEDLE_TEXT_TOKENS = 1 << 20  # tokens of held-out text into which needles are inserted
+MAX_XZ_TEXT_BYTES = 1 << 20  # bytes of held-out text to compress; takes a third of a second
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Mean losses in nats per token: of everything; of the first tokens of documents, None where none are told apart; and
-    of each window in order, to six digits, which is what runs are compared by."""
+    """Mean losses in nats per token.
+
+    `loss`: all tokens. `first_token_loss`: first tokens of documents; None without document masking. `window_losses`:
+    each window in order, rounded to six digits; paired comparisons of runs use them.
+    """
 
     loss: float
     first_token_loss: float | None
@@ -38,41 +41,45 @@ class EvaluationResult:
 
 
 def evaluate_loss(context: TrainContext, held_out: EvalBatches, poll: Callable[[], None]) -> float:
-    """Mean loss in nats per token over fixed held-out batches. `poll` is called before each batch and may raise."""
+    """Return the mean loss in nats per token over fixed held-out batches.
+
+    `poll` is called before each batch and may raise.
+    """
     return evaluate_held_out(context, held_out, poll).loss
 
 
 @torch.no_grad()
 def evaluate_held_out(context: TrainContext, held_out: EvalBatches, poll: Callable[[], None]) -> EvaluationResult:
-    """`evaluate`, and the same of the first token of every document, and of each window."""
-    # A place for each batch: added up in their order, whichever rank computed them.
-    found = torch.zeros(len(held_out), 4, device=context.device)
-    windows = torch.zeros(held_out.n_windows, device=context.device)
+    """Evaluate all held-out batches: mean loss, loss of first tokens of documents, and loss per window."""
+    # One row per batch, summed in the order of the batches, so the sum does not depend on the number of ranks.
+    sums = torch.zeros(len(held_out), 4, device=context.device)
+    window_sums = torch.zeros(held_out.n_windows, device=context.device)
     with _eval_mode(context.model):
-        for read in _evaluate_batches(context, held_out, _assign_batches(len(held_out), context), poll):
-            each, own = compute_token_losses(read.logits, read.targets), held_out.get_window_range(read.index)
-            found[read.index] += read.weight * _sum_losses(read, each)
-            windows[own.start : own.stop] += read.weight * each.mean(1)
-    loss, tokens, first, firsts = functools.reduce(torch.add, context.world.all_reduce(found)).tolist()
-    by_window = [round(loss, 6) for loss in context.world.all_reduce(windows).tolist()]
-    return EvaluationResult(loss / tokens, first / firsts if firsts else None, by_window)
+        for batch in _evaluate_batches(context, held_out, _assign_batches(len(held_out), context), poll):
+            losses, windows = compute_token_losses(batch.logits, batch.targets), held_out.get_window_range(batch.index)
+            sums[batch.index] += batch.weight * _sum_losses(batch, losses)
+            window_sums[windows.start : windows.stop] += batch.weight * losses.mean(1)
+    loss, n_tokens, first_token_loss, n_first_tokens = functools.reduce(torch.add, context.world.all_reduce(sums)).tolist()
+    window_losses = [round(loss, 6) for loss in context.world.all_reduce(window_sums).tolist()]
+    return EvaluationResult(loss / n_tokens, first_token_loss / n_first_tokens if n_first_tokens else None, window_losses)
 
 
 @torch.no_grad()
 def dry_run_evaluation(context: TrainContext, held_out: EvalBatches) -> None:
-    """The first batch and the last, which may be smaller: what an evaluation compiles is there afterwards.
-
-    Every rank must ask.
-    """
-    ends = [(index, 0.0) for index in sorted({0, len(held_out) - 1})]
+    """Evaluate the first batch and the last, which may be smaller, to compile what an evaluation needs. Collective."""
+    batches = [(index, 0.0) for index in sorted({0, len(held_out) - 1})]
     with _eval_mode(context.model):
-        for _ in _evaluate_batches(context, held_out, ends, lambda: None):
+        for _ in _evaluate_batches(context, held_out, batches, lambda: None):
             pass
 
 
 @dataclass(frozen=True)
 class _EvaluatedBatch:
-    """One of this rank's held-out batches, computed as in training; `begins`: first tokens of documents told apart."""
+    """One of this rank's held-out batches with its logits, computed as in training.
+
+    `is_document_start`: True where the input is a separator, so the target is the first token of a document; None without
+    document masking.
+    """
 
     index: int
     weight: float
@@ -82,10 +89,10 @@ class _EvaluatedBatch:
 
 
 def _sum_losses(batch: _EvaluatedBatch, losses: Tensor) -> Tensor:
-    """Summed loss and number of tokens of a batch, and of the first tokens of its documents: float32 [4].
+    """Return the summed loss and number of tokens, for all tokens and for first tokens of documents, float32 [4].
 
-    `each` is the loss of every token. The whole is summed by the loss function itself, as in training: another order of
-    adding gives other last bits.
+    `losses`: the loss of every token. The total is summed by the loss function, as in training; another summation order
+    would change the last bits.
     """
     loss = sum_token_losses(batch.logits, batch.targets)
     total = torch.stack([loss, loss.new_tensor(float(batch.targets.numel()))])
@@ -99,9 +106,9 @@ def _evaluate_batches(
 ) -> Iterator[_EvaluatedBatch]:
     for index, weight in batches:
         poll()
-        tokens, wanted = held_out[index]
-        documents = held_out.find_documents(tokens)
-        inputs, targets = tokens.to(context.device), wanted.to(context.device)
+        inputs_cpu, targets_cpu = held_out[index]
+        documents = held_out.find_documents(inputs_cpu)
+        inputs, targets = inputs_cpu.to(context.device), targets_cpu.to(context.device)
         with context.stepper.autocast():
             logits = compute_logits(context.model, inputs, make_span(documents))
         begins = None if documents is None else inputs == context.dataset.tokenizer.separator
@@ -118,15 +125,18 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _assign_batches(n_batches: int, context: TrainContext) -> list[tuple[int, float]]:
-    """This rank's batches and their weights: as many on every rank, so that collectives inside a model match."""
+    """Return this rank's batches and their weights.
+
+    Every rank gets the same number of batches, so that collectives inside the model match; padding batches have weight 0.
+    """
     world = context.world
-    rounds = -(-n_batches // world.size)
-    mine = [turn * world.size + world.rank for turn in range(rounds)]
-    return [(index, 1.0) if index < n_batches else (0, 0.0) for index in mine]
+    n_rounds = -(-n_batches // world.size)
+    indices = [round_index * world.size + world.rank for round_index in range(n_rounds)]
+    return [(index, 1.0) if index < n_batches else (0, 0.0) for index in indices]
 
 
 def compute_probe_logits(context: TrainContext) -> Tensor:
-    """float32 logits `[1, t, V]` of a fixed input, on the CPU, computed without compilation."""
+    """Return float32 logits [1, t, V] of the fixed probe input, on the CPU, computed without compilation."""
     tokens = make_probe_input(context.config.model.vocab_size, context.config.train.longest_stage.seq_len).to(
         context.device
     )
@@ -139,10 +149,9 @@ def compute_probe_logits(context: TrainContext) -> Tensor:
 
 
 def compute_branch_statistics(context: TrainContext, batch: Batch) -> dict[str, Tensor]:
-    """Gate and selection statistics of each layer on the first sequences of a batch.
+    """Return gate and selection statistics of each layer on the first sequences of this rank's share of `batch`.
 
-    Empty for a dense model. Of this rank's sequences; every rank must ask, for the branches are looked at from outside the
-    blocks, and a sharded model is gathered for that.
+    Empty for a dense model. Collective: the branches are called outside their blocks, so a sharded model is gathered.
     """
     if context.config.model.attention == "dense":
         return {}
@@ -159,9 +168,10 @@ def compute_branch_statistics(context: TrainContext, batch: Batch) -> dict[str, 
 
 
 def measure_run_selection_benefit(context: TrainContext, length: int) -> SelectionBenefit | str | None:
-    """Whether selection finds, at `length` tokens of held-out text; a string if that cannot be asked; None: a dense model.
+    """Measure whether selection retrieves needles from `length` tokens of held-out text.
 
-    As training computes, autocast included. Every rank asks the same, for a sharded model is gathered for it.
+    Return a text with the reason if this cannot be measured, and None for a dense model. Computed as in training, with
+    autocast. Collective: all ranks measure the same, and a sharded model is gathered.
     """
     model = context.config.model
     if model.attention == "dense":
@@ -169,7 +179,7 @@ def measure_run_selection_benefit(context: TrainContext, length: int) -> Selecti
     if context.config.data.tokenizer != "byte" or model.vocab_size < BYTE_VOCAB_SIZE:
         return f"facts are bytes, and data.tokenizer = {context.config.data.tokenizer}"
     held_out = context.dataset.validation
-    # Enough to draw needles from, and the same at every length.
+    # Enough text for the needles, and the same at every length.
     text = held_out.read(0, min(len(held_out), MAX_NEEDLE_TEXT_TOKENS))
     context.model.eval()
     try:
@@ -180,7 +190,10 @@ def measure_run_selection_benefit(context: TrainContext, length: int) -> Selecti
 
 
 def measure_xz_reference(context: TrainContext) -> dict[str, Any] | None:
-    """What xz makes of the held-out text, in bits per byte, to hold a loss against. None unless tokens are bytes."""
+    """Return the size of the xz-compressed held-out text in bits per byte, a reference for the loss.
+
+    None unless tokens are bytes.
+    """
     if context.config.data.tokenizer != "byte":
         return None
     held_out = context.dataset.validation
@@ -189,14 +202,14 @@ def measure_xz_reference(context: TrainContext) -> dict[str, Any] | None:
 
 
 def get_layer_name(name: str) -> str:
-    """The layer that a parameter belongs to: `blocks.3` of `blocks.3.mlp.up.weight`, else its first component."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found.group(1) if found else name.split(".")[0]
+    """Return the layer of a parameter: `blocks.3` for `blocks.3.mlp.up.weight`, else its first component."""
+    match = re.match(r"(.*?\.\d+)\.", name)
+    return match.group(1) if match else name.split(".")[0]
 
 
 @torch.no_grad()
 def compute_norms_by_layer(model: nn.Module, get_tensor: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
-    """Euclidean norm, per layer, of what `of` takes from each parameter (its value, its gradient); on the device."""
+    """Return the Euclidean norm per layer of `get_tensor(parameter)`, for example its value or gradient; on the device."""
     layers: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         value = get_tensor(parameter)
@@ -206,15 +219,15 @@ def compute_norms_by_layer(model: nn.Module, get_tensor: Callable[[Tensor], Tens
 
 
 class GateMovement:
-    """How far the gate weights of each layer moved since the last time it was asked."""
+    """Measures the distance that the gate weights of each layer have moved since the last measurement."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._gates = [p for name, p in model.named_parameters() if ".attention.gate." in name]
-        self._previous = [p.detach().clone() for p in self._gates]
+        self._gates = [parameter for name, parameter in model.named_parameters() if ".attention.gate." in name]
+        self._previous = [parameter.detach().clone() for parameter in self._gates]
 
     @torch.no_grad()
     def measure(self) -> list[Tensor]:
-        moved = [(p - before).norm() for p, before in zip(self._gates, self._previous, strict=True)]
-        for p, before in zip(self._gates, self._previous, strict=True):
-            before.copy_(p)
-        return moved
+        distances = [(parameter - previous).norm() for parameter, previous in zip(self._gates, self._previous, strict=True)]
+        for parameter, previous in zip(self._gates, self._previous, strict=True):
+            previous.copy_(parameter)
+        return distances

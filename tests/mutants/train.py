@@ -8,27 +8,27 @@ MUTANTS = [
     Mutant(
         "graphs: the documents of the capture for ever",
         "train.cuda_graph",
-        "                held.replace_documents(span)",
-        "                held.replace_documents(held)",
+        "                own_span.replace_documents(span)",
+        "                own_span.replace_documents(own_span)",
     ),
     Mutant(
         "graphs: the batch of the capture for ever",
         "train.cuda_graph",
-        "                here.copy_(there, non_blocking=True)",
-        "                here.copy_(here, non_blocking=True)",
+        "                own.copy_(new, non_blocking=True)",
+        "                own.copy_(own, non_blocking=True)",
     ),
     Mutant("graphs: nothing is checked", "train.cuda_graph", "        if expected:\n", "        if expected is ...:\n"),
     Mutant(
         "graphs: the gradient is not checked",
         "train.cuda_graph",
-        "if not (loss_apart <= ROUNDING_TOLERANCE and grads_apart <= allowed)",
-        "if not loss_apart <= ROUNDING_TOLERANCE",
+        "if not (loss_difference <= ROUNDING_TOLERANCE and grad_difference <= allowed)",
+        "if not loss_difference <= ROUNDING_TOLERANCE",
     ),
     Mutant(
         "graphs: what is not a number passes",
         "train.cuda_graph",
-        "if not (loss_apart <= ROUNDING_TOLERANCE and grads_apart <= allowed)",
-        "if loss_apart > ROUNDING_TOLERANCE or grads_apart > allowed",
+        "if not (loss_difference <= ROUNDING_TOLERANCE and grad_difference <= allowed)",
+        "if loss_difference > ROUNDING_TOLERANCE or grad_difference > allowed",
     ),
     Mutant(
         "graphs: whatever plain passes differ by is rounding",
@@ -81,20 +81,20 @@ MUTANTS = [
     Mutant(
         "graphs: checked with nearly the same documents",
         "train.packing",
-        "return max(choices",
-        "return min(choices",
+        "return max(candidates",
+        "return min(candidates",
     ),
     Mutant(
         "graphs: a capacity for every micro-batch",
         "train.packing",
-        "[make_span(part.documents, capacity) for part in micro_batches]",
-        "[make_span(part.documents) for part in micro_batches]",
+        "[make_span(micro_batch.documents, capacity) for micro_batch in micro_batches]",
+        "[make_span(micro_batch.documents) for micro_batch in micro_batches]",
     ),
     Mutant(
         "step: all micro-batches have the documents of the first",
         "train.step",
-        "told.append(self._backward(part, span, whole))",
-        "told.append(self._backward(part, spans[0], whole))",
+        "losses.append(self._backward(micro_batch, span, total_weight))",
+        "losses.append(self._backward(micro_batch, spans[0], total_weight))",
     ),
     Mutant(
         "preflight: a short first stage timed by the batches of the next",
@@ -159,10 +159,15 @@ MUTANTS = [
     Mutant(
         "preflight: what a document looks up may reach another",
         "train.preflight.leakage",
-        "after = context.model(changed, span)",
-        "after = context.model(tokens, span)",
+        "poisoned = context.model(changed_tokens, span)",
+        "poisoned = context.model(tokens, span)",
     ),
-    Mutant("plan: looked up at no cost", "train.estimate", "(kept + looked_up + loss)", "(kept + loss)"),
+    Mutant(
+        "plan: looked up at no cost",
+        "train.estimate",
+        "(stored_bytes + ngram_bytes + loss_bytes)",
+        "(stored_bytes + loss_bytes)",
+    ),
     Mutant(
         "documents: evaluated as one text",
         "train.validation",
@@ -198,16 +203,18 @@ MUTANTS = [
     Mutant(
         "evaluation: the last one reads its text again",
         "train.trainer",
-        "            found = evaluate_held_out(self.context, held_out, self._poll_stop)",
-        "            for _ in range(1 + (self.completed_steps == self.train.steps)):\n                found = evaluate_held_out(self.context, held_out, self._poll_stop)",
+        "            result = evaluate_held_out(self.context, held_out, self._poll_stop)",
+        "            for _ in range(1 + (self.completed_steps == self.train.steps)):\n                result = evaluate_held_out(self.context, held_out, self._poll_stop)",
     ),
     Mutant(
         "ahead: another number of documents compiles when it comes",
         "train.trainer",
-        "        if self.context.config.runtime.compile:\n            anew.update(",
-        "        if False:\n            anew.update(",
+        "        if self.context.config.runtime.compile:\n            steps.update(",
+        "        if False:\n            steps.update(",
     ),
-    Mutant("ahead: one rank's documents stand for all", "train.packing", "{(index, rank, room)", "{(index, 0, room)"),
+    Mutant(
+        "ahead: one rank's documents stand for all", "train.packing", "{(index, rank, capacity)", "{(index, 0, capacity)"
+    ),
     Mutant(
         "saves: a failure at last is not tried again",
         "train.checkpoint_manager",
@@ -215,7 +222,7 @@ MUTANTS = [
         "self._n_failures > 0",
     ),
     # The trainer's promises.
-    Mutant("plan: a model larger than the machine is built", "train.estimate", "if needed > there:", "if False:"),
+    Mutant("plan: a model larger than the machine is built", "train.estimate", "if needed_bytes > capacity:", "if False:"),
     Mutant("plan: shards are built as shards", "train.estimate", "params * WEIGHT_BYTES_PER_PARAM)", "0)"),
     Mutant(
         "guard: a spike judged against itself",
@@ -276,8 +283,8 @@ MUTANTS = [
     Mutant(
         "muon: the queries and a branch's keys are one matrix",
         "train.muon",
-        "[c.n_heads * c.d_k, *keys, *values]",
-        "[c.n_heads * c.d_k + keys[0], *keys[1:], *values]",
+        "[config.n_heads * config.d_k, *keys, *values]",
+        "[config.n_heads * config.d_k + keys[0], *keys[1:], *values]",
     ),
     Mutant(
         "muon: the halves of a gated MLP are one matrix",
@@ -288,9 +295,9 @@ MUTANTS = [
     Mutant(
         "muon: gates are orthogonalised",
         "train.muon",
-        "            found[module.out.weight] = [c.dim]\n",
-        "            found[module.out.weight] = [c.dim]\n"
-        "            found |= {m.gate.weight: [3 * c.n_heads] for m in [module] if branches == 3}\n",
+        "            matrix_rows[module.out.weight] = [config.dim]\n",
+        "            matrix_rows[module.out.weight] = [config.dim]\n"
+        "            matrix_rows |= {m.gate.weight: [3 * config.n_heads] for m in [module] if n_branches == 3}\n",
     ),
     Mutant(
         "muon: the largest matrix of a shape sets the norm of all",
@@ -314,7 +321,7 @@ MUTANTS = [
     Mutant(
         "muon: a bad gradient stays in the momentum",
         "train.muon",
-        "torch.where(bad, before, momentum), torch",
+        "torch.where(skip, old_momentum, momentum), torch",
         "momentum, torch",
     ),
     Mutant("muon: AdamW's half takes a bad update", "train.muon", "found_inf=self.found_inf,", "found_inf=None,"),
@@ -387,8 +394,8 @@ MUTANTS = [
     Mutant(
         "telemetry: numbers of elements for bytes",
         "train.telemetry.system_metrics",
-        "own.numel() * own.element_size()",
-        "own.numel()",
+        "tensor.numel() * tensor.element_size()",
+        "tensor.numel()",
     ),
     Mutant(
         "trainer: a bad step counts as done",
@@ -400,8 +407,8 @@ MUTANTS = [
     Mutant(
         "runs: the first rank is blamed for the one that was killed",
         "train.launcher",
-        "first, deadline = min(failed, key=_get_failure_priority), time.monotonic() + EXIT_GRACE_S",
-        "first, deadline = failed[0], time.monotonic() + EXIT_GRACE_S",
+        "first_failure, deadline = min(failures, key=_get_failure_priority), time.monotonic() + EXIT_GRACE_S",
+        "first_failure, deadline = failures[0], time.monotonic() + EXIT_GRACE_S",
     ),
     Mutant(
         "disk: what a failed save wrote stays",
@@ -424,7 +431,7 @@ MUTANTS = [
     Mutant(
         "disk: a torn event stays in the middle of the record",
         "train.telemetry.event_log",
-        "if os.fstat(self._file).st_size == begun + written:",
+        "if os.fstat(self._file).st_size == start + written:",
         "if False:",
     ),
     Mutant(

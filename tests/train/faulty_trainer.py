@@ -1,4 +1,4 @@
-"""A trainer with a fault planted in it, for tests that need a process of its own: `python scripted.py <run dir> <fault>`.
+"""A trainer with a fault planted in it, for tests that need a process of its own: `python faulty_trainer.py <run dir> <fault>`.
 
 A number after the fault makes it the supervisor of that many ranks.
 

@@ -81,7 +81,7 @@ def stepper(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., tuple[
             return replay, result, (pool or 0) + 1
 
         if graph:
-            monkeypatch.setattr(cuda_graph, "record", run_anew)
+            monkeypatch.setattr(cuda_graph, "capture_graph", run_anew)
         settings: dict[str, Any] = {"device": CPU, "bf16": False, "world": World(), "separator": SEP}
         settings["graphed"] = lambda stage: graph if stage.cuda_graph is None else stage.cuda_graph
         settings["auxiliary"] = model.auxiliary_loss if config.model.has_selection_loss else None
@@ -106,7 +106,7 @@ def trained(model: nn.Module, stepper: Stepper, batches: list[Batch]) -> tuple[T
 def test_a_graph_serves_long_documents_of_any_lengths(stepper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which a step without one attends each by itself, where that is faster."""
     alone, by_itself = [], dense._attend_padded
-    monkeypatch.setattr(dense, "LONG", 20)
+    monkeypatch.setattr(dense, "LONG_DOCUMENT", 20)
     monkeypatch.setattr(dense, "_uses_cudnn_sdpa", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # as a stand-in for a graph has it
     monkeypatch.setattr(dense, "_attend_padded", lambda q, k, v: (alone.append(q.shape[1]), by_itself(q, k, v))[1])
@@ -239,7 +239,7 @@ def test_a_step_that_cannot_be_captured_is_told_why(stepper: Callable[..., Any],
         raise RuntimeError("Cannot copy between CPU and CUDA tensors\nduring CUDA graph capture")
 
     _, graphed = stepper(True)
-    monkeypatch.setattr(cuda_graph, "record", refuse)
+    monkeypatch.setattr(cuda_graph, "capture_graph", refuse)
     with pytest.raises(
         ConfigError, match=r"captured \(Cannot copy .* tensors\): .*set cuda_graph: false, of runtime or of the stage"
     ):
@@ -251,7 +251,7 @@ def test_positions_from_the_host_are_found(stepper: Callable[..., Any], monkeypa
         return torch.cat([document.positions() for document in span.documents])
 
     _, graphed = stepper(True)
-    monkeypatch.setattr(Span, "get_text_positions", counted)
+    monkeypatch.setattr(Span, "positions", counted)
     with pytest.raises(ConfigError, match="asks the host where documents begin"):
         step(graphed, BATCHES[0])
 
@@ -282,7 +282,7 @@ def test_moments_are_made_before_the_first_capture_alone(
     make, plain = Stepper._allocate_moments, cuda_graph.GradientGraphs._run_without_graph
     monkeypatch.setattr(Stepper, "_allocate_moments", lambda self: told.append("moments") or make(self))
     monkeypatch.setattr(
-        cuda_graph.GradientGraphs, "_plain", lambda self, *given: told.append("plain") or plain(self, *given)
+        cuda_graph.GradientGraphs, "_run_without_graph", lambda self, *given: told.append("plain") or plain(self, *given)
     )
     _, graphed = stepper(True)
     for batch in (BATCHES[0], BATCHES[2]):
@@ -338,7 +338,7 @@ def test_memory_that_does_not_suffice_is_no_wrong_setting(monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(cuda_graph, "use_side_stream", lambda device: nullcontext())
-    monkeypatch.setattr(cuda_graph, "record", full)
+    monkeypatch.setattr(cuda_graph, "capture_graph", full)
     weight, tokens = torch.zeros(2, requires_grad=True), torch.zeros(1, 4, dtype=torch.int64)
     graphs = cuda_graph.GradientGraphs(lambda batch, spans: weight.sum()[None].detach(), [weight], torch.device("cpu"))
     with pytest.raises(torch.OutOfMemoryError):

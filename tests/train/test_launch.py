@@ -24,7 +24,7 @@ from nsa_lab.runs.lock import sign_lock, take_lock
 from nsa_lab.train import launcher
 from nsa_lab.train.build import select_device
 from nsa_lab.train.distributed import World
-from nsa_lab.train.startable import check_startable
+from nsa_lab.train.preflight.startup_checks import check_startable
 
 Tiny = Callable[..., RunConfig]
 

@@ -97,7 +97,7 @@ def test_a_run_like_theirs_that_is_killed_goes_on_as_the_same_run(
                 raise Killed
 
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(Trainer, "_after", die)
+            patch.setattr(Trainer, "_finish_step", die)
             train(parted)
     assert train(parted) == 0
     ours, theirs = (load_file(run_dir / "checkpoints/step-00000009/model.safetensors") for run_dir in (parted, whole))

@@ -54,7 +54,7 @@ def _nobody_stays(tmp_path: Path) -> Iterator[None]:
 
 
 def run_with(run_dir: Path, count: int, fault: str = "none") -> int:
-    script = Path(__file__).with_name("scripted.py")
+    script = Path(__file__).with_name("faulty_trainer.py")
     return subprocess.run([sys.executable, script, run_dir, fault, str(count)], check=False).returncode
 
 

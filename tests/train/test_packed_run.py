@@ -176,7 +176,7 @@ def test_preflight_finds_tokens_that_reach_a_neighbour_before_any_layer(
     assert startup_checks.check_documents(built).ok
     monkeypatch.setattr(
         model.ngrams,
-        "forward_with_ablation",
+        "forward",
         lambda tokens, positions, before: NgramEmbedding.forward(model.ngrams, tokens),
     )
     assert not startup_checks.check_documents(built).ok
@@ -212,7 +212,7 @@ def test_a_masked_run_that_is_killed_goes_on_as_the_same_run_and_as_no_other(
     whole, parted = (new_run(**masked(packing="best_fit")) for _ in range(2))
     assert train(whole) == 0
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Trainer, "_after", die)
+        patch.setattr(Trainer, "_finish_step", die)
         train(parted)
     assert train(parted) == 0
     weights = [load_file(run_dir / "checkpoints/step-00000004/model.safetensors") for run_dir in (whole, parted)]

@@ -22,7 +22,7 @@ from nsa_lab.train.build import Builders, TrainContext, build_context
 from nsa_lab.train.distributed import World
 from nsa_lab.train.estimate import estimate_resources
 from nsa_lab.train.preflight import startup_checks
-from nsa_lab.train.preflight.check import PreflightCheck
+from nsa_lab.train.guard import PreflightCheck
 from nsa_lab.train.preflight.kernel_parity import _compute_error_ratios
 
 Tiny = Callable[..., RunConfig]
@@ -123,7 +123,7 @@ def test_the_peak_of_every_stage_is_checked(parts: Callable[..., TrainContext], 
     stage = {"steps": 4, "seq_len": 32, "batch_size": 2, "lr": 1e-3}
     built = parts(stages=[stage, stage])
     assert startup_checks.check_units(built).ok
-    monkeypatch.setattr(startup_checks, "learning_rate", lambda step, train: 1e-3 if step <= 4 else 5e-4)
+    monkeypatch.setattr(startup_checks, "compute_learning_rate", lambda step, train: 1e-3 if step <= 4 else 5e-4)
     assert not startup_checks.check_units(built).ok
 
 
@@ -168,7 +168,7 @@ def test_a_first_loss_may_be_two_percent_off_to_either_side(
     parts: Callable[..., TrainContext], monkeypatch: pytest.MonkeyPatch, factor: float, ok: bool
 ) -> None:
     loss = factor * math.log(256)
-    monkeypatch.setattr(startup_checks, "token_losses", lambda logits, targets: torch.tensor(loss * targets.numel()))
+    monkeypatch.setattr(startup_checks, "sum_token_losses", lambda logits, targets: torch.tensor(loss * targets.numel()))
     assert startup_checks.check_initial_loss(parts()).ok == ok
 
 
@@ -294,7 +294,7 @@ def test_an_indexers_choice_is_held_against_the_definition(
 def test_a_checkpoint_that_does_not_come_back_is_seen(
     parts: Callable[..., TrainContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup_checks.snapshot, "restore", lambda path, parts: None)
+    monkeypatch.setattr(startup_checks.checkpoint_state, "restore", lambda path, parts: None)
     found = startup_checks.check_checkpoint_and_throughput(parts(), tmp_path)
     assert failed(found) == ["checkpoint"]
 
@@ -312,7 +312,7 @@ def test_speed_is_that_of_tokens(
 ) -> None:
     """By a clock on which every step takes a second."""
     built, now = parts(min_tokens_per_s=1.0), [0.0]
-    monkeypatch.setattr(startup_checks, "show_training_time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(startup_checks, "time", SimpleNamespace(monotonic=lambda: now[0]))
     step = built.stepper.step
     monkeypatch.setattr(built.stepper, "step", lambda *x, **how: now.__setitem__(0, now[0] + 1.0) or step(*x, **how))
     *_, check = startup_checks.check_checkpoint_and_throughput(built, tmp_path)

@@ -17,7 +17,7 @@ from nsa_lab.runs import directory, events, lifecycle
 
 Make = Callable[..., Path]
 
-SCRIPT = Path(__file__).with_name("scripted.py")
+SCRIPT = Path(__file__).with_name("faulty_trainer.py")
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -141,7 +141,7 @@ def test_a_stall_halts_a_run_that_is_told_to_and_saves_what_is_done(
     (guard,) = [e for e in record if e["kind"] == "guard"]
     assert (guard["rule"], guard["action"], guard["step"]) == ("stall", "halt", done)
     assert [e["step"] for e in record if e["kind"] == "checkpoint"][-1] == done, "what was done is saved"
-    assert "scripted.py" in (run_dir / "stacks.txt").read_text() and "Thread" in (run_dir / "stacks.txt").read_text()
+    assert "faulty_trainer.py" in (run_dir / "stacks.txt").read_text() and "Thread" in (run_dir / "stacks.txt").read_text()
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def killed_after(train: Train, run_dir: Path, step: int, monkeypatch: pytest.Mon
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Trainer, "_after", die)
+        patch.setattr(Trainer, "_finish_step", die)
         train(run_dir)
 
 
@@ -125,8 +125,8 @@ def compiled_in(compiler: CompileCounter, monkeypatch: pytest.MonkeyPatch) -> di
 
         monkeypatch.setattr(owner, name, counted)
 
-    counting("rehearse", Trainer, "_rehearse")
-    counting("step", Trainer, "_one")
+    counting("rehearse", Trainer, "_compile_ahead")
+    counting("step", Trainer, "_train_step")
     counting("evaluate", Trainer, "_evaluate")
     return seen
 
@@ -225,7 +225,7 @@ def test_every_number_of_documents_is_rehearsed_where_blocks_are_compiled(
     """But for that of the first step, which compiles for itself: a later step would for another, kernels and all."""
     masked = {"source": "local", "path": texts, "documents": "mask", "max_tokens": None}
     run_dir = lifecycle.create_run(tiny(runtime={"compile": compiled}, data=masked, eval_every=0), tmp_path / "outputs")
-    rooms: dict[str, list[int]] = {"rehearse": [], "step": []}
+    rooms: dict[str, list[int]] = {"dry_run": [], "step": []}
 
     def counting(name: str, owner: type, batch_of: Callable[..., Batch]) -> None:
         method = getattr(owner, name)
@@ -237,11 +237,11 @@ def test_every_number_of_documents_is_rehearsed_where_blocks_are_compiled(
 
         monkeypatch.setattr(owner, name, counted)
 
-    counting("rehearse", Stepper, lambda batch: batch)
+    counting("dry_run", Stepper, lambda batch: batch)
     counting("step", Stepper, lambda inputs, targets, *rest, documents, **_: Batch(inputs, targets, None, documents))
     assert train(run_dir) == 0
     first, *later = rooms["step"][-12:]
-    assert rooms["rehearse"] == ([*dict.fromkeys(room for room in later if room != first)] if compiled else [])
+    assert rooms["dry_run"] == ([*dict.fromkeys(room for room in later if room != first)] if compiled else [])
     assert len({first, *later}) > 1
 
 
@@ -267,7 +267,7 @@ def test_the_first_step_of_each_room(ranks: int, monkeypatch: pytest.MonkeyPatch
         wanted += [step] * new
     assert find_steps_with_new_capacity(batches, config, ranks, 4) == wanted
     assert len(wanted) > len(plan) and any(config.locate_step(step)[1] > 1 for step in wanted[1:])
-    for most in ("LOOKED_THROUGH", "ROWS_LOOKED_THROUGH"):
+    for most in ("MAX_SCANNED_TOKENS", "MAX_SCANNED_ROWS"):
         monkeypatch.setattr(f"nsa_lab.train.packing.{most}", 1)
         assert find_steps_with_new_capacity(batches, config, ranks, 4) == wanted[:1], "no more than a step"
         monkeypatch.undo()

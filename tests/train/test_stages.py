@@ -186,7 +186,7 @@ def test_a_run_that_goes_on_inside_or_between_stages_is_the_same_run(
                 raise Killed
 
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(Trainer, "_after", die)
+            patch.setattr(Trainer, "_finish_step", die)
             train(parted)
     assert train(parted) == 0
     assert told(parted) == told(whole)

@@ -166,10 +166,10 @@ def test_phases_nest_and_come_back() -> None:
 
 def test_a_phase_counts_its_latest_occurrences_and_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(phase_clock, "show_training_time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     told = Phases(max_durations=3)
     for seconds, counts in ((50.0, True), (1.0, True), (2.0, True), (90.0, False), (4.0, True)):
-        with told("step", counts=counts):
+        with told("step", record_duration=counts):
             now[0] += seconds
     assert (told.get_last_duration("step"), told.get_median_duration("step")) == (4.0, 2.0)
 
@@ -177,7 +177,7 @@ def test_a_phase_counts_its_latest_occurrences_and_no_pieces(monkeypatch: pytest
 def test_a_phase_that_is_come_back_to_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stall in it is then another one, and counts from there."""
     now = [0.0]
-    monkeypatch.setattr(phase_clock, "show_training_time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(phase_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     told = Phases()
     with told("eval"):
         with told("data"):

@@ -83,8 +83,8 @@ def test_a_step_is_as_long_as_it_trains(
     """By a clock that goes on with every forward pass. Evaluations, saves and statistics between readings do not count."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(trainer, "show_training_time", clock)
-    monkeypatch.setattr(phases, "show_training_time", clock)
+    monkeypatch.setattr(trainer, "time", clock)
+    monkeypatch.setattr(phases, "time", clock)
 
     def build(config: RunConfig, device: torch.device) -> nn.Module:
         model = build_model(config, device)

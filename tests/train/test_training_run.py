@@ -287,7 +287,7 @@ def test_the_record_tells_waits_for_data_selected_keys_and_memory(
 ) -> None:
     waited = iter([0.4] + [0.1] * 4 + [0.2] * 7)
     last = Phases.get_last_duration
-    monkeypatch.setattr(Phases, "last", lambda self, name: next(waited) if name == "data" else last(self, name))
+    monkeypatch.setattr(Phases, "get_last_duration", lambda self, name: next(waited) if name == "data" else last(self, name))
     run_dir = new_run(log_every=6, stats_every=6, save_every=0, eval_every=0)
     assert train(run_dir) == 0
     first, half, end = kinds(run_dir, "step")
@@ -304,7 +304,7 @@ def test_the_record_tells_waits_for_data_selected_keys_and_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut_off", ["evaluate_apart", "selection_reach"])
+@pytest.mark.parametrize("cut_off", ["evaluate_held_out", "measure_run_selection_benefit"])
 def test_an_evaluation_that_a_stop_cut_off_is_made_up_for(
     new_run: Make, train: Train, monkeypatch: pytest.MonkeyPatch, cut_off: str
 ) -> None:
@@ -455,7 +455,7 @@ def test_a_frozen_gate_is_named(new_run: Make, train: Train, hooked: Callable) -
 def test_a_throughput_drop_is_named(new_run: Make, train: Train, hooked: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on with every forward pass, whatever else this machine does."""
     now = [0.0]
-    monkeypatch.setattr(trainer, "show_training_time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow_down(model: nn.Module) -> None:
         calls = []

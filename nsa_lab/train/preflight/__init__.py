@@ -1,1 +1,1 @@
-"""What is checked before the first step; a run that fails a check does not start."""
+"""Checks before the first step. A run that fails a check does not start."""

@@ -1,17 +1,19 @@
-"""Checks before a run, each one function and one line. A run that fails one does not start.
+"""Checks before a run. Each is one function, one event and one line of output. A run that fails a check does not start.
 
-profile       the model and the plan are what the profile promises
-units         steps, tokens and epochs, spelt out
-disk          room for the checkpoints that will be kept
-data          the shards are those of their manifest
-documents     told apart: the backend takes them, and nothing of one moves when its neighbour is poisoned, bit for bit
-initial_loss  within 2 % of ln V
-causality     no logit moves when later tokens change, bit for bit
-gradients     every parameter receives one
-memory        the peak of a full micro-batch fits, and is near the plan
-kernel_parity the branches against the definition, on the run's own shapes
-checkpoint    save, train on, load, and the probe comes out as it was
-throughput    20 steps against train.min_tokens_per_s (0: no gate; on a CPU not measured then)
+profile       model size, checkpoints and data satisfy runtime.profile
+units         steps, tokens, epochs and learning rates
+disk          free space for the checkpoints that will be retained
+data          the shards match their manifest
+documents     document masking: the backend supports it, and poisoning a document changes no logit of another, bit for bit
+initial_loss  within 2% of ln V
+causality     no logit changes when later tokens change, bit for bit
+gradients     every parameter gets a nonzero, finite gradient
+memory        the peak of a full micro-batch fits; its ratio to the estimate is reported
+kernel_parity the branches match the definition at the shapes of the run
+checkpoint    save, train, load: the probe is reproduced
+throughput    20 steps, at least train.min_tokens_per_s (0: no limit, and then not measured on a CPU)
+
+`check_startable` is a cheaper check of the settings, which needs no model or data in memory.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from pathlib import Path
 
 import torch
 
+from nsa_lab.attention import resolve_backend
 from nsa_lab.config import RunConfig
 from nsa_lab.config.model_config import N_FORCED_BLOCKS
 from nsa_lab.data import BuildProgress, DataError, ProgressMeter
+from nsa_lab.data import check as check_data_source
 from nsa_lab.runs import resolve
+from nsa_lab.runs.lifecycle import check_ranks
 from nsa_lab.runs.summary import format_fill_progress, format_size
 from nsa_lab.train import checkpoint_state
 from nsa_lab.train.build import Builders, TrainContext, build_context, force_eager, select_device, set_determinism
@@ -42,9 +47,9 @@ from nsa_lab.train.estimate import (
     count_retained_checkpoints,
     estimate_resources,
 )
+from nsa_lab.train.guard import PreflightCheck
 from nsa_lab.train.lr_schedule import compute_learning_rate
 from nsa_lab.train.packing import compute_logits, make_span
-from nsa_lab.train.preflight.check import PreflightCheck
 from nsa_lab.train.preflight.kernel_parity import find_worst_error_ratio
 from nsa_lab.train.preflight.leakage import measure_leakage
 from nsa_lab.train.step import NON_FINITE, Readback, sum_token_losses
@@ -55,27 +60,27 @@ WARM_UP_STEPS, THROUGHPUT_STEPS = 3, 20
 
 
 def run_preflight(context: TrainContext, run_dir: Path) -> Iterator[PreflightCheck]:
-    """Every check of a run about to start in `run_dir`, as it is done. The weights are afterwards what they were."""
-    planned = estimate_resources(context.config, n_ranks=context.world.size)
-    told_apart = context.config.data.documents == "mask"
+    """Yield the result of every check of a run that is about to start in `run_dir`. The weights are restored afterwards."""
+    estimate = estimate_resources(context.config, n_ranks=context.world.size)
+    use_masking = context.config.data.documents == "mask"
     checks: list[Callable[[], PreflightCheck]] = [
-        lambda: check_profile(context.config, planned),
+        lambda: check_profile(context.config, estimate),
         lambda: check_units(context),
-        lambda: check_disk(context.config, planned, run_dir),
+        lambda: check_disk(context.config, estimate, run_dir),
         lambda: check_data(context),
-        *([lambda: check_documents(context)] if told_apart else []),
+        *([lambda: check_documents(context)] if use_masking else []),
         lambda: check_initial_loss(context),
         lambda: check_causality(context),
         lambda: check_gradients(context),
-        lambda: check_memory(context, planned),
+        lambda: check_memory(context, estimate),
         lambda: check_kernel_parity(context),
     ]
     for check in checks:
-        begun = time.monotonic()
-        found = replace(check(), seconds=round(time.monotonic() - begun, 3))
-        yield found
-        if found.name == "documents" and not found.ok:
-            return  # what comes after computes as training would
+        start = time.monotonic()
+        result = replace(check(), seconds=round(time.monotonic() - start, 3))
+        yield result
+        if result.name == "documents" and not result.ok:
+            return  # later checks would compute with this backend too
     yield from check_checkpoint_and_throughput(context, run_dir)
 
 
@@ -85,9 +90,9 @@ def run_preflight_without_run(
     builders: Builders | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[PreflightCheck]:
-    """The same checks without a run: builds the parts, leaves nothing behind. Raises what building them raises.
+    """Run the checks without a run: build the context and leave no files. Raises the errors of building it.
 
-    `say` is told how a filling of the data goes on.
+    `report` gets lines about the progress of data preparation.
     """
     builders, world = builders or Builders(), World()
     root = outputs or resolve.get_outputs_dir()
@@ -102,14 +107,22 @@ def run_preflight_without_run(
 
 
 def _make_fill_callback(report: Callable[[str], None]) -> Callable[[BuildProgress], None]:
-    pace = ProgressMeter()
+    meter = ProgressMeter()
 
-    def filling(progress: BuildProgress) -> None:
-        pace.observe(progress)
-        if told := pace.take_report():
-            report(format_fill_progress(told))
+    def on_progress(progress: BuildProgress) -> None:
+        meter.observe(progress)
+        if progress_fields := meter.take_report():
+            report(format_fill_progress(progress_fields))
 
-    return filling
+    return on_progress
+
+
+def check_startable(config: RunConfig, n_ranks: int = 1) -> None:
+    """Raise an error if the ranks, the data, the device, the model's size or the backend would prevent a run."""
+    check_ranks(config, n_ranks)
+    check_data_source(config.data, config.model.vocab_size)
+    dtype = torch.bfloat16 if config.runtime.precision == "bf16" else torch.float32
+    resolve_backend(select_device(config, World(size=n_ranks)), dtype, config.nsa, config.model, config.runtime.backend)
 
 
 def check_profile(config: RunConfig, estimate: ResourceEstimate) -> PreflightCheck:
@@ -129,18 +142,18 @@ def check_profile(config: RunConfig, estimate: ResourceEstimate) -> PreflightChe
 
 def check_units(context: TrainContext) -> PreflightCheck:
     train = context.config.train
-    counted = " + ".join(f"{stage.steps:,} optimiser steps x {stage.tokens_per_step:,} tokens" for stage in train.plan)
+    steps_text = " + ".join(f"{stage.steps:,} optimizer steps x {stage.tokens_per_step:,} tokens" for stage in train.plan)
     peaks = [
-        (first + max(stage.warmup_steps, 1) - 1, stage.lr)
-        for first, stage in zip(train.first_steps, train.plan, strict=True)
+        (first_step + max(stage.warmup_steps, 1) - 1, stage.lr)
+        for first_step, stage in zip(train.first_steps, train.plan, strict=True)
     ]
     return PreflightCheck(
         "units",
         all(compute_learning_rate(step, train) == lr for step, lr in peaks),
-        f"{counted} = {train.tokens:,} tokens, {train.tokens / len(context.dataset.train):.2f} epochs; "
+        f"{steps_text} = {train.tokens:,} tokens, {train.tokens / len(context.dataset.train):.2f} epochs; "
         f"lr {', '.join(f'{lr:g} at step {step:,}' for step, lr in peaks)}, "
-        f"{compute_learning_rate(train.steps, train):g} at the last",
-        "the peak rate at the end of warm-up",
+        f"{compute_learning_rate(train.steps, train):g} at the last step",
+        "train.lr at the end of warm-up",
     )
 
 
@@ -179,53 +192,53 @@ def check_initial_loss(context: TrainContext) -> PreflightCheck:
     loss = sum_token_losses(logits, targets.to(context.device)).item() / targets.numel()
     expected = math.log(context.config.model.vocab_size)
     return PreflightCheck(
-        "initial_loss", abs(loss / expected - 1) <= 0.02, f"{loss:.4f}", f"{expected:.4f} (ln V) within 2 %"
+        "initial_loss", abs(loss / expected - 1) <= 0.02, f"{loss:.4f}", f"{expected:.4f} (ln V) within 2%"
     )
 
 
 @torch.no_grad()
 def check_causality(context: TrainContext) -> PreflightCheck:
-    length, size = context.config.train.longest_stage.seq_len, context.config.model.vocab_size
+    length, vocab_size = context.config.train.longest_stage.seq_len, context.config.model.vocab_size
     tokens = (
-        checkpoint_state.make_probe_input(size, length)
+        checkpoint_state.make_probe_input(vocab_size, length)
         .to(context.device)
         .repeat(1, -(-length // checkpoint_state.PROBE_TOKENS))[:, :length]
     )
     cut = length // 2
-    changed = tokens.clone()
-    changed[:, cut:] = (changed[:, cut:] + 1) % size
+    changed_tokens = tokens.clone()
+    changed_tokens[:, cut:] = (changed_tokens[:, cut:] + 1) % vocab_size
     with force_eager(), context.stepper.autocast():
-        moved = (context.model(tokens)[:, :cut] - context.model(changed)[:, :cut]).abs().max().item()
+        change = (context.model(tokens)[:, :cut] - context.model(changed_tokens)[:, :cut]).abs().max().item()
     return PreflightCheck(
-        "causality", moved == 0.0, f"logits before token {cut} move by {moved:g} when later tokens change", "0"
+        "causality", change == 0.0, f"logits before token {cut} change by {change:g} when later tokens change", "0"
     )
 
 
 @torch.no_grad()
 def check_documents(context: TrainContext) -> PreflightCheck:
-    """Whether documents can be told apart here, and are; and how they lie in the rows of the text."""
+    """Check that documents do not affect each other; report how they are packed into rows."""
     try:
-        moved = measure_leakage(context)
+        change = measure_leakage(context)
     except NotImplementedError as error:
         return PreflightCheck(
-            "documents", False, str(error), "a backend that takes packed documents (runtime.backend: torch)"
+            "documents", False, str(error), "a backend that supports packed documents (runtime.backend: torch)"
         )
-    laid_out = [
-        f"{found['documents']:,} documents in {found['rows']:,} rows, at most {found['most_documents']} in one, "
-        f"{found['cut_share']:.1%} of them cut, {found['padded_share']:.1%} of the tokens padding"
-        for found in context.batches.summarize_packing()
+    packing = [
+        f"{stage['documents']:,} documents in {stage['rows']:,} rows, at most {stage['most_documents']} per row, "
+        f"{stage['cut_share']:.1%} of them cut, {stage['padded_share']:.1%} of the tokens padding"
+        for stage in context.batches.summarize_packing()
     ]
-    said = f"logits of other documents move by {moved:g} when one is poisoned; {'; then '.join(laid_out)}"
-    return PreflightCheck("documents", moved == 0.0, said, "0")
+    value = f"logits of other documents change by {change:g} when one is poisoned; {'; then '.join(packing)}"
+    return PreflightCheck("documents", change == 0.0, value, "0")
 
 
 def check_gradients(context: TrainContext) -> PreflightCheck:
-    """The largest micro-batch forward and backward; the step it belongs to is not taken."""
+    """Run the largest micro-batch forward and backward, without an update."""
     train = context.config.train
-    first, stage = max(
-        zip(train.first_steps, train.plan, strict=True), key=lambda begun: begun[1].sequences_per_forward * begun[1].seq_len
+    first_step, stage = max(
+        zip(train.first_steps, train.plan, strict=True), key=lambda start: start[1].sequences_per_forward * start[1].seq_len
     )
-    batch = context.batches.weighted_batch(first - 1, 0, min(stage.sequences_per_forward, stage.sequences_per_step))
+    batch = context.batches.weighted_batch(first_step - 1, 0, min(stage.sequences_per_forward, stage.sequences_per_step))
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
     with context.stepper.autocast():
@@ -234,17 +247,21 @@ def check_gradients(context: TrainContext) -> PreflightCheck:
         sum_token_losses(logits, batch.targets.to(context.device))
         + context.stepper.compute_auxiliary_loss(batch.inputs.numel())
     ).backward()
-    wanted = [(name, p) for name, p in context.model.named_parameters() if p.requires_grad]
-    without = [name for name, p in wanted if p.grad is None or not _is_usable(context.world.full_tensor(p.grad))]
+    trained = [(name, parameter) for name, parameter in context.model.named_parameters() if parameter.requires_grad]
+    missing = [
+        name
+        for name, parameter in trained
+        if parameter.grad is None or not _is_usable(context.world.full_tensor(parameter.grad))
+    ]
     context.optimizer.zero_grad(set_to_none=True)
     if stage.seq_len < context.config.nsa.l:
-        # No compression block fits, so its operator has nothing to learn from.
-        without = [name for name in without if ".phi_" not in name]
+        # No compression block fits, so the compression operator gets no gradient.
+        missing = [name for name in missing if ".phi_" not in name]
     if stage.seq_len <= (N_FORCED_BLOCKS + 1) * context.config.nsa.l_sel:
-        # All blocks but one are read whatever their scores, and one has all of the choice: nothing to teach an indexer.
-        without = [name for name in without if ".indexer." not in name]
+        # All blocks but one are always selected, so the remaining one has probability 1 and the indexer gets no gradient.
+        missing = [name for name in missing if ".indexer." not in name]
     return PreflightCheck(
-        "gradients", not without, f"without: {', '.join(without)}" if without else "all", "all parameters"
+        "gradients", not missing, f"missing or unusable: {', '.join(missing)}" if missing else "all", "all parameters"
     )
 
 
@@ -253,93 +270,96 @@ def _is_usable(gradient: torch.Tensor) -> bool:
 
 
 def check_memory(context: TrainContext, estimate: ResourceEstimate) -> PreflightCheck:
-    """After `gradients`: its peak, and the moments that the first step will add."""
+    """Check the peak of `check_gradients` plus the moments that the first step will allocate."""
     if context.device.type != "cuda":
         return PreflightCheck(
-            "memory", True, "the device is a CPU", f"{format_size(estimate.memory_bytes)} of tensors planned, for a GPU"
+            "memory", True, "the device is a CPU", f"{format_size(estimate.memory_bytes)} of tensors estimated, for a GPU"
         )
-    moments = sum(2 * 4 * p.numel() for p in context.model.parameters())
-    peak = torch.cuda.max_memory_allocated(context.device) + moments
+    moment_bytes = sum(2 * 4 * parameter.numel() for parameter in context.model.parameters())
+    peak_bytes = torch.cuda.max_memory_allocated(context.device) + moment_bytes
     capacity = get_memory_capacity(context.device)
     return PreflightCheck(
         "memory",
-        peak < 0.95 * capacity,
-        f"{format_size(peak)} at the peak, {peak / estimate.memory_bytes:.2f} of the plan",
-        f"95 % of {format_size(capacity)}; planned {format_size(estimate.memory_bytes)}. "
+        peak_bytes < 0.95 * capacity,
+        f"peak {format_size(peak_bytes)}, {peak_bytes / estimate.memory_bytes:.2f} of the estimate",
+        f"95% of {format_size(capacity)}; estimate {format_size(estimate.memory_bytes)}. "
         "Lower train.micro_batch_size, or set runtime.gradient_checkpointing",
-        numbers={"peak_bytes": float(peak), "planned_bytes": float(estimate.memory_bytes)},
+        numbers={"peak_bytes": float(peak_bytes), "planned_bytes": float(estimate.memory_bytes)},
     )
 
 
 def check_kernel_parity(context: TrainContext) -> PreflightCheck:
     if context.config.model.attention == "dense":
         return PreflightCheck("kernel_parity", True, "dense attention", "no NSA kernels")
-    ratio, worst = find_worst_error_ratio(context)
+    ratio, location = find_worst_error_ratio(context)
     return PreflightCheck(
         "kernel_parity",
         ratio <= 1.0,
-        f"{ratio:.2f} of what is allowed ({worst})",
-        "2x forward, 3x backward of what plain low precision errs against float64",
+        f"{ratio:.2f} of the allowed error ({location})",
+        "2x (forward) and 3x (backward) the error of plain low precision against float64",
     )
 
 
 def check_checkpoint_and_throughput(context: TrainContext, run_dir: Path) -> Iterator[PreflightCheck]:
-    """Save, take steps, load; the steps are timed on a GPU or if there is a gate, and undone either way."""
-    gate, begun = context.config.train.min_tokens_per_s, time.monotonic()
-    timed = bool(gate) or context.device.type == "cuda"
+    """Save, take steps, and load, which undoes the steps.
+
+    The steps are timed on a GPU, or if there is a minimum throughput.
+    """
+    min_tokens_per_s, start = context.config.train.min_tokens_per_s, time.monotonic()
+    is_timed = bool(min_tokens_per_s) or context.device.type == "cuda"
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".preflight-") as folder:
-        before = compute_probe_logits(context)
+        probe = compute_probe_logits(context)
         store = CheckpointStore(Path(folder))
         try:
-            saved = store.save(0, checkpoint_state.make_checkpoint_files(context, {"step": 0}, lambda: before), {})
+            saved = store.save(0, checkpoint_state.make_checkpoint_files(context, {"step": 0}, lambda: probe), {})
         except OSError as error:
             yield PreflightCheck("checkpoint", False, str(error), "a checkpoint that can be saved")
             return
-        speed, bad = _time_steps(context, THROUGHPUT_STEPS if timed else 1)
-        path, damaged = store.load_latest()
-        assert path is not None, "saved above; were it damaged, load_latest would have raised"
+        speed, is_bad = _time_steps(context, THROUGHPUT_STEPS if is_timed else 1)
+        path, quarantined = store.load_latest()
+        assert path is not None, "saved above; load_latest raises if it is damaged"
         checkpoint_state.restore(path, context)
-        same = torch.equal(before, compute_probe_logits(context))
-    found = "the probe is the same after loading" if same else "the probe is different after loading"
-    found += "; the steps in between were not finite" if bad else ""
+        is_equal = torch.equal(probe, compute_probe_logits(context))
+    result = "the probe is equal after loading" if is_equal else "the probe differs after loading"
+    result += "; the steps in between were not finite" if is_bad else ""
     yield PreflightCheck(
         "checkpoint",
-        same and not damaged and not bad,
-        f"{format_size(saved.size_bytes)} saved in {saved.seconds:.2f} s; {found}",
-        "the same logits",
-        round(time.monotonic() - begun, 3),
+        is_equal and not quarantined and not is_bad,
+        f"{format_size(saved.size_bytes)} saved in {saved.seconds:.2f} s; {result}",
+        "equal logits",
+        round(time.monotonic() - start, 3),
     )
-    expected = compute_hours(context.config.train.tokens, speed)
+    hours = compute_hours(context.config.train.tokens, speed)
     yield PreflightCheck(
         "throughput",
-        speed >= gate,
-        f"{speed:,.0f} tokens/s, {expected:.2f} h for the run" if timed else "not measured",
-        f"{gate:,.0f} tokens/s" if gate else "no gate (train.min_tokens_per_s = 0)",
-        numbers={"tokens_per_s": speed} if timed else {},
+        speed >= min_tokens_per_s,
+        f"{speed:,.0f} tokens/s, {hours:.2f} h for the run" if is_timed else "not measured",
+        f"{min_tokens_per_s:,.0f} tokens/s" if min_tokens_per_s else "no minimum (train.min_tokens_per_s = 0)",
+        numbers={"tokens_per_s": speed} if is_timed else {},
     )
 
 
 def _time_steps(context: TrainContext, n_steps: int) -> tuple[float, bool]:
-    """Tokens per second over `count` steps of the first stage, after a warm-up if they are several; was one bad?
+    """Return tokens per second over `n_steps` steps of stage 1, and whether a step was not finite.
 
-    A stage of fewer steps begins again.
+    Several steps are preceded by a warm-up. The batches repeat if the stage has fewer steps.
     """
     stage = context.enter_stage(1)
-    start, share = context.world.get_sequence_share(stage.sequences_per_step)
+    start, count = context.world.get_sequence_share(stage.sequences_per_step)
     readback, lr = Readback(context.device), compute_learning_rate(1, context.config.train)
 
-    def take(number: int) -> float:
-        batches = (context.batches.weighted_batch(index % stage.steps, start, share) for index in range(number))
+    def take_steps(n: int) -> float:
+        batches = (context.batches.weighted_batch(index % stage.steps, start, count) for index in range(n))
         results = [
-            context.stepper.step(x, y, lr, lambda: None, weights=weights, documents=documents)
-            for x, y, weights, documents in batches
+            context.stepper.step(inputs, targets, lr, lambda: None, weights=weights, documents=documents)
+            for inputs, targets, weights, documents in batches
         ]
-        readback.push(number, results[-1])
+        readback.push(n, results[-1])
         return readback.take(include_newest=True)[-1][1][NON_FINITE]
 
-    bad = take(WARM_UP_STEPS) if n_steps > 1 else 0.0
-    begun = time.monotonic()
-    bad = max(bad, take(n_steps))
-    speed = n_steps * stage.tokens_per_step / (time.monotonic() - begun)
+    is_bad = take_steps(WARM_UP_STEPS) if n_steps > 1 else 0.0
+    start_time = time.monotonic()
+    is_bad = max(is_bad, take_steps(n_steps))
+    speed = n_steps * stage.tokens_per_step / (time.monotonic() - start_time)
     context.optimizer.zero_grad(set_to_none=True)
-    return context.world.broadcast_from_first(speed, context.device), bool(bad)
+    return context.world.broadcast_from_first(speed, context.device), bool(is_bad)

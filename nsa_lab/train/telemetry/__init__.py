@@ -1,1 +1,1 @@
-"""What the trainer says about itself while it trains: events, phases, the heartbeat, TensorBoard."""
+"""Telemetry of a training process: events, phases, heartbeat, system metrics, TensorBoard."""

@@ -1,4 +1,4 @@
-"""What is said of a run whose trainer could not say it: by whoever saw it end."""
+"""Record the end of a trainer that could not record it itself."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ logger = logging.getLogger("nsa_lab.train")
 
 
 def write_crash_record(folder: Path, *, where: str, kind: str, reason: str, exit_code: int) -> None:
-    """Write an `error` and a `halt` event at the last step of the record, and the status HALTED, all with `reason`.
+    """Append an `error` and a `halt` event at the last recorded step and set the status HALTED, all with `reason`.
 
-    The error says `cause`: what others recorded before it, as they fell, are its consequences.
+    The error has `cause` set: errors that other ranks recorded before it are its consequences.
     """
-    record = read_events(folder)
-    last = max(record, key=lambda event: (event["attempt"], event["step"]), default=None)
-    log = EventLog(folder, folder.name, last["attempt"] if last else 1)
-    if last:
-        log.step, log.tokens = last["step"], last.get("tokens") or 0
+    events = read_events(folder)
+    last_event = max(events, key=lambda event: (event["attempt"], event["step"]), default=None)
+    log = EventLog(folder, folder.name, last_event["attempt"] if last_event else 1)
+    if last_event:
+        log.step, log.tokens = last_event["step"], last_event.get("tokens") or 0
     log.append("error", where=where, type=kind, message=reason, fatal=True, cause=True)
     log.append("halt", status=directory.HALTED, exit_code=exit_code, reason=reason)
     log.close()

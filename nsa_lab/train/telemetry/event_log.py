@@ -1,10 +1,10 @@
-"""Writing `events.jsonl`.
+"""Write `events.jsonl`.
 
 Invariants
-* One event is one `os.write` to a file opened for appending: a kill tears at most the last line, and a new attempt
-  starts on a fresh line.
-* An event that cannot be written ends nothing: what of it was written is cut off again, and the next event that can be
-  written comes with an `error` event that says how many are missing, and why.
+* An event is one `os.write` to a file opened for appending. A kill tears at most the last line, and a new attempt starts
+  on a new line.
+* A failed write does not end the run. The part that was written is truncated, and the next event that can be written is
+  preceded by an `error` event with the number of missing events and the reason.
 * JSON has no NaN: a number that is not finite is written as null and named in `nonfinite`.
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("nsa_lab.train")
 
 
 class EventLog:
-    """Appends events to `events.jsonl`. Safe to use from several threads."""
+    """Appends events to `events.jsonl`. Thread-safe."""
 
     def __init__(self, run_dir: Path, run: str, attempt: int) -> None:
         self.run, self.attempt = run, attempt
@@ -38,19 +38,19 @@ class EventLog:
         self._end_torn_line()
 
     def append(self, kind: str, **fields: Any) -> None:
-        """Append one event at the current step, or at `step` and `tokens` where they are given."""
+        """Append one event at the current step, or at the fields `step` and `tokens` if given."""
         line = self._encode_event(kind, fields)
         with self._lock:
             try:
                 if self._n_lost:
                     self._end_torn_line()
-                    message = f"{self._n_lost} events before this one could not be written: {self._loss_reason}"
+                    message = f"the {self._n_lost} events before this one could not be written: {self._loss_reason}"
                     self._write_line(self._encode_event("error", {"where": "events", "message": message, "fatal": False}))
                     self._n_lost = 0
                 self._write_line(line)
             except OSError as error:
                 if not self._n_lost:
-                    logger.error("an event cannot be written, and the run goes on: %s", error)
+                    logger.error("an event could not be written, the run continues: %s", error)
                 self._n_lost, self._loss_reason = self._n_lost + 1, str(error)
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class EventLog:
             try:
                 os.fsync(self._file)
             except OSError as error:
-                logger.error("the events may not all be on the disk: %s", error)
+                logger.error("some events may not be on disk: %s", error)
             os.close(self._file)
 
     def _encode_event(self, kind: str, fields: dict[str, Any]) -> bytes:
@@ -77,16 +77,16 @@ class EventLog:
         return json.dumps({**envelope, **fields}, separators=(",", ":")).encode() + b"\n"
 
     def _write_line(self, line: bytes) -> None:
-        """Write the whole line or nothing: a disk that fills takes a part of it."""
+        """Write the whole line or nothing. A disk that fills up accepts only a part of it."""
         written = os.write(self._file, line)
-        begun = os.lseek(self._file, 0, os.SEEK_CUR) - written
+        start = os.lseek(self._file, 0, os.SEEK_CUR) - written
         try:
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError:
-            # Unless another rank has written since; then the next line to come ends the torn one.
-            if os.fstat(self._file).st_size == begun + written:
-                os.ftruncate(self._file, begun)
+            # Do not truncate if another rank has written since; the next line then starts after a line break.
+            if os.fstat(self._file).st_size == start + written:
+                os.ftruncate(self._file, start)
             raise
 
     def _end_torn_line(self) -> None:
@@ -96,11 +96,11 @@ class EventLog:
 
 
 def _replace_non_finite(fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    bad: list[str] = []
+    nonfinite: list[str] = []
 
     def clean(name: str, value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
-            bad.append(name)
+            nonfinite.append(name)
             return None
         if isinstance(value, dict):
             return {key: clean(f"{name}.{key}", inner) for key, inner in value.items()}
@@ -108,4 +108,4 @@ def _replace_non_finite(fields: dict[str, Any]) -> tuple[dict[str, Any], list[st
             return [clean(f"{name}[{index}]", inner) for index, inner in enumerate(value)]
         return value
 
-    return {name: clean(name, value) for name, value in fields.items()}, bad
+    return {name: clean(name, value) for name, value in fields.items()}, nonfinite

@@ -1,8 +1,8 @@
-"""The heartbeat: a thread that says every few seconds that the trainer lives, and what it is doing.
+"""The heartbeat: a thread that regularly records that the trainer is alive, its phase, and the age of the phase.
 
-It beats by time and names the phase the trainer is in and for how long; a silent run says where it is silent. A stall is
-judged against the run's own median for that phase. Where it is told to halt the run, it asks the trainer to save and leave,
-and ends it if it does not answer.
+It is driven by time, so a run that hangs still records where. A stall is a phase that lasts much longer than the run's
+own median for that phase. If a stall halts the run, the heartbeat requests a save and exit, and ends the process if the
+trainer does not respond.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("nsa_lab.train")
 
 @dataclass(frozen=True)
 class StallRule:
-    """A phase stalls when it lasts `factor` times its own median, and at least `floor_s` (or the phase's own floor)."""
+    """A phase stalls if it lasts longer than `factor` times its median, and at least `floor_s` (`floors_s` by phase)."""
 
     factor: float = 20.0
     floor_s: float = 120.0
@@ -34,15 +34,16 @@ class StallRule:
         return max(self.floors_s.get(phase, self.floor_s), self.factor * (median_s or 0.0))
 
 
-# How long a trainer that was asked to leave a stalled phase may stay in it.
+# Seconds that a trainer may stay in a stalled phase after a stop request.
 STOP_TIMEOUT_S = 60.0
 
 
 class Heartbeat:
-    """A thread that writes `heartbeat` events, and one `stall` event with all stacks for each phase that stalls.
+    """A thread that writes `heartbeat` events, and a `stall` event with the stacks of all threads for each stalled phase.
 
-    `on_stall` is called, in this thread, with the phase, its seconds and their limit; it gives whether the run is to halt.
-    Then `on_deaf` is called if the trainer is still in that very phase `ANSWER_WITHIN_S` later, or stalls on its way out.
+    `on_stall(phase, seconds, limit_s)` is called in this thread and returns whether the run shall halt. If so,
+    `on_unresponsive` is called if the trainer is still in the same occurrence of the phase after `STOP_TIMEOUT_S`, or
+    stalls again before it exits.
     """
 
     def __init__(
@@ -84,16 +85,16 @@ class Heartbeat:
                 rss_bytes=get_resident_bytes(),
                 gpu_util=self._get_gpu_util(),
             )
-            quiet_s, limit_s = (
+            idle_s, limit_s = (
                 self._phases.get_idle_s(),
                 self._rule.get_limit_s(phase, self._phases.get_median_duration(phase)),
             )
-            if quiet_s > limit_s and occurrence != self._reported_occurrence:
+            if idle_s > limit_s and occurrence != self._reported_occurrence:
                 self._reported_occurrence = occurrence
                 self._report_stall(phase, age_s, limit_s)
                 if self._stop_requested_at is not None:
                     self._on_unresponsive()
-                elif self._on_stall(phase, quiet_s, limit_s):
+                elif self._on_stall(phase, idle_s, limit_s):
                     self._stop_requested_at = time.monotonic()
             elif (
                 self._stop_requested_at is not None
@@ -112,7 +113,7 @@ class Heartbeat:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            logger.error("the stacks of a stall cannot be written: %s", error)
+            logger.error("the stacks of a stall could not be written: %s", error)
         self._log.append(
             "stall", phase=phase, phase_age_s=round(age_s, 3), limit_s=round(limit_s, 3), stacks=self._stacks.name
         )

@@ -1,4 +1,4 @@
-"""The phases of a trainer: the one that it is in, since when, and how long each usually takes."""
+"""The phases of a training process: the current one, its start, and typical durations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """What the trainer is doing now, since when, and how long each phase usually takes."""
+    """Tracks the current phase, when it began, and how long each phase usually takes."""
 
     def __init__(self, max_durations: int = 101) -> None:
         self._current = ("start", time.monotonic())
@@ -20,41 +20,40 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str, *, record_duration: bool = True) -> Iterator[None]:
-        """The trainer is in this phase. Without `counts`, for a piece of one, its seconds do not say how long it usually
-        takes."""
-        outer, begun = self._current[0], time.monotonic()
-        self._current = (name, begun)
+        """Enter the phase `name`. With `record_duration=False` (for a part of a phase) its duration is not recorded."""
+        outer_phase, start = self._current[0], time.monotonic()
+        self._current = (name, start)
         try:
             yield
         finally:
             now = time.monotonic()
             if record_duration:
-                self._durations.setdefault(name, deque(maxlen=self._max_durations)).append(now - begun)
-            self._current = (outer, now)
+                self._durations.setdefault(name, deque(maxlen=self._max_durations)).append(now - start)
+            self._current = (outer_phase, now)
 
     @property
     def occurrence(self) -> tuple[str, float]:
-        """Name of the phase and when it began; no two phases share both."""
+        """Name and start time of the current phase; unique to this occurrence."""
         return self._current
 
     def report_progress(self) -> None:
-        """The phase, however long, has got somewhere: a stall counts from here."""
+        """Report progress within the current phase; the stall time counts from here."""
         self._progress_time = time.monotonic()
 
     def get_idle_s(self) -> float:
-        """Seconds since the phase began or last got somewhere."""
+        """Return the seconds since the phase began or last reported progress."""
         return time.monotonic() - max(self._current[1], self._progress_time)
 
     def get_current(self) -> tuple[str, float]:
-        """Name of the phase and its age in seconds."""
-        name, begun = self._current
-        return name, time.monotonic() - begun
+        """Return the name of the current phase and its age in seconds."""
+        name, start = self._current
+        return name, time.monotonic() - start
 
     def get_last_duration(self, name: str) -> float:
-        """Seconds that the phase took when it last ended; 0 before that."""
+        """Return the duration of the last completed phase `name` in seconds; 0 if none has completed."""
         return self._durations[name][-1] if self._durations.get(name) else 0.0
 
     def get_median_duration(self, name: str) -> float | None:
-        """Median seconds of a phase, None until it has ended three times."""
-        seconds = list(self._durations.get(name, ()))
-        return statistics.median(seconds) if len(seconds) >= 3 else None
+        """Return the median duration of a phase in seconds; None until three have completed."""
+        durations = list(self._durations.get(name, ()))
+        return statistics.median(durations) if len(durations) >= 3 else None

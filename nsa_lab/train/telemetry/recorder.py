@@ -1,6 +1,6 @@
-"""What the trainer says about itself, in one place: events, TensorBoard, status and the lines of trainer.log.
+"""Record what the trainer does: events, TensorBoard, status and the lines of trainer.log.
 
-Only the first rank records progress; every rank may record an error.
+Only rank 0 records progress; every rank can record an error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from nsa_lab.runs import directory
 from nsa_lab.runs.checkpoint_files import parse_step
 from nsa_lab.runs.summary import format_fill_progress
 from nsa_lab.train.checkpoint import QuarantinedCheckpoint, SavedCheckpoint
-from nsa_lab.train.guard import Finding
-from nsa_lab.train.preflight.check import PreflightCheck
+from nsa_lab.train.guard import Finding, PreflightCheck
 from nsa_lab.train.telemetry.event_log import EventLog
 from nsa_lab.train.telemetry.phases import Phases
 from nsa_lab.train.telemetry.tensorboard_writer import TensorBoardWriter
@@ -32,8 +31,9 @@ STATUS_EVERY_S = 5.0
 
 
 class Recorder:
-    """Writes for one attempt of one run. `first` says whether this is the rank that records progress, `tokens_by` how many
-    tokens a number of steps takes."""
+    """Writes the records of one attempt. `is_first`: whether this is rank 0; `count_tokens(n)`: number of tokens of n
+    steps.
+    """
 
     def __init__(
         self, run_dir: Path, log: EventLog, *, is_first: bool, steps: int, count_tokens: Callable[[int], int]
@@ -44,11 +44,11 @@ class Recorder:
         self._status_time = 0.0
 
     def set_step(self, step: int) -> None:
-        """From here on, events are about this step."""
+        """Set the step of the following events."""
         self.log.step, self.log.tokens = step, self._count_tokens(step)
 
     def record_start(self, from_step: int, fields: dict[str, Any]) -> None:
-        """The first event of an attempt: `start` at step 0, else `resume`."""
+        """Record the first event of an attempt: `start` at step 0, else `resume`."""
         self.set_step(from_step)
         if not self._is_first:
             return
@@ -56,21 +56,25 @@ class Recorder:
             self.run_dir / directory.TENSORBOARD, from_step, lambda error: self.record_nonfatal_error("tensorboard", error)
         )
         kind = "resume" if from_step else "start"
-        # What decides where training goes stands in config.yaml for good; a checkpoint repeats it, an event need not.
-        told = {name: value for name, value in fields.items() if name not in ("run", "trajectory")}
+        # The settings of the trajectory are in config.yaml and in every checkpoint, so the event omits them.
+        event_fields = {name: value for name, value in fields.items() if name not in ("run", "trajectory")}
         self.log.append(
-            kind, from_step=from_step, steps=self._steps, tensorboard=self._tensorboard.disabled_reason or "on", **told
+            kind,
+            from_step=from_step,
+            steps=self._steps,
+            tensorboard=self._tensorboard.disabled_reason or "on",
+            **event_fields,
         )
         logger.info("%s of %s at step %d of %d", kind, self.log.run, from_step, self._steps)
 
-    def record_fill(self, told: dict[str, Any]) -> None:
-        """How far the data is, before the run begins."""
+    def record_fill(self, progress: dict[str, Any]) -> None:
+        """Record the progress of data preparation, before the run begins."""
         if self._is_first:
-            self.log.append("fill", **told)
-            logger.info("%s", format_fill_progress(told))
+            self.log.append("fill", **progress)
+            logger.info("%s", format_fill_progress(progress))
 
     def record_compile(self, stages: Sequence[StageConfig]) -> None:
-        """The shapes of these stages, in the phase `compile` that just ended."""
+        """Record the shapes of `stages`, compiled in the phase `compile` that just ended."""
         if self._is_first:
             shapes = list(dict.fromkeys((stage.sequences_per_forward, stage.seq_len) for stage in stages))
             seconds = round(self.phases.get_last_duration("compile"), 3)
@@ -78,7 +82,7 @@ class Recorder:
             logger.info("compiled ahead in %.1f s: %s", seconds, ", ".join(f"{n} x {length}" for n, length in shapes))
 
     def record_step(self, step: int, numbers: dict[str, Any]) -> None:
-        """The numbers of a step; it may be the one before the step that the run is at."""
+        """Record the numbers of a step, which may be the one before the current step."""
         if not self._is_first:
             return
         self._write_numbers("step", step, numbers)
@@ -95,29 +99,29 @@ class Recorder:
             self.write_status(directory.RUNNING)
 
     def record_evaluation(self, split: str, numbers: dict[str, Any]) -> None:
-        """Of the step that the run is at; `numbers` hold `loss` and `bpb`, and say of which text."""
+        """Record an evaluation at the current step. `numbers` has `loss`, `bpb` and the identity of the text."""
         if self._is_first:
             self._write_numbers(
                 "eval", self.log.step, {"split": split, **numbers, "seconds": self.phases.get_last_duration("eval")}
             )
-            said = self.log.step, split, numbers["loss"], numbers["bpb"]
-            logger.info("step %d  %s loss %.4f  %.4f bits per byte", *said)
+            values = self.log.step, split, numbers["loss"], numbers["bpb"]
+            logger.info("step %d  %s loss %.4f  %.4f bits per byte", *values)
 
-    def record_reference(self, found: dict[str, Any] | None) -> None:
-        """What something other than the model makes of the held-out text: its `name`, `bytes` of text, and `bpb`."""
-        if self._is_first and found:
-            self.log.append("reference", **found)
-            logger.info("%s of the held-out text: %.4f bits per byte", found["name"], found["bpb"])
+    def record_reference(self, reference: dict[str, Any] | None) -> None:
+        """Record a reference value for the held-out text: its `name`, the text's size in `bytes`, and `bpb`."""
+        if self._is_first and reference:
+            self.log.append("reference", **reference)
+            logger.info("%s of the held-out text: %.4f bits per byte", reference["name"], reference["bpb"])
 
-    def record_selection_benefit(self, length: int, found: SelectionBenefit | str) -> None:
-        """Whether selection finds, at the step that the run is at; a string says why that was not asked."""
+    def record_selection_benefit(self, length: int, benefit: SelectionBenefit | str) -> None:
+        """Record the selection benefit at the current step, or the reason why it was not measured."""
         if not self._is_first:
             return
-        told = {"length": length, "why_not": found} if isinstance(found, str) else asdict(found)
-        self.log.append("reach", **told)
-        if not isinstance(found, str):
-            said = ", ".join(f"{name} {loss:.3f}" for name, loss in found.answer_loss.items())
-            logger.info("step %d  answers beyond the window, nats per byte: %s", self.log.step, said)
+        fields = {"length": length, "why_not": benefit} if isinstance(benefit, str) else asdict(benefit)
+        self.log.append("reach", **fields)
+        if not isinstance(benefit, str):
+            losses = ", ".join(f"{name} {loss:.3f}" for name, loss in benefit.answer_loss.items())
+            logger.info("step %d  answers beyond the window, nats per byte: %s", self.log.step, losses)
 
     def record_checkpoint(self, saved: SavedCheckpoint) -> None:
         self.log.append(
@@ -132,23 +136,23 @@ class Recorder:
         self.write_status(directory.RUNNING)
 
     def record_nonfatal_error(self, where: str, error: Exception) -> None:
-        """An `error` event of something that failed and does not end the run."""
+        """Record an `error` event for a failure that does not end the run."""
         self.log.append("error", where=where, type=type(error).__name__, message=str(error), fatal=False)
         logger.error("%s failed: %s", where, error)
 
-    def record_quarantine(self, found: QuarantinedCheckpoint) -> None:
-        problems = "; ".join(found.problems)
+    def record_quarantine(self, checkpoint: QuarantinedCheckpoint) -> None:
+        problems = "; ".join(checkpoint.problems)
         self.log.append(
             "guard",
             rule="checkpoint",
             value=problems,
             limit=None,
             action="quarantined",
-            path=found.path.relative_to(self.run_dir).as_posix(),
-            checkpoint_step=found.step,
-            text=f"the checkpoint of step {found.step} is damaged and was moved aside: {problems}",
+            path=checkpoint.path.relative_to(self.run_dir).as_posix(),
+            checkpoint_step=checkpoint.step,
+            text=f"the checkpoint of step {checkpoint.step} is damaged and was moved to quarantine: {problems}",
         )
-        logger.warning("checkpoint of step %d quarantined: %s", found.step, problems)
+        logger.warning("checkpoint of step %d quarantined: %s", checkpoint.step, problems)
 
     def record_preflight(self, check: PreflightCheck) -> None:
         if self._is_first:
@@ -167,7 +171,7 @@ class Recorder:
             logger.warning("%s: %s", finding.rule, finding.text)
 
     def record_error(self, error: BaseException, *, expected: bool = False) -> None:
-        """The `error` event of any rank, with the traceback; the log shows that for a bug only."""
+        """Record a fatal `error` event of any rank, with traceback. The log contains the traceback of a bug only."""
         self.log.append(
             "error",
             where=self.phases.get_current()[0],
@@ -179,7 +183,7 @@ class Recorder:
         logger.error("%s", error, exc_info=None if expected else error)
 
     def record_end(self, kind: str, status: str, exit_code: int, reason: str) -> None:
-        """The last event and the final status of an attempt: `end`, or `halt` with its reason."""
+        """Record the last event and the final status of an attempt: `end`, or `halt` with its reason."""
         if not self._is_first:
             return
         self.log.append(kind, status=status, exit_code=exit_code, reason=reason)

@@ -1,4 +1,4 @@
-"""What the trainer takes of the machine: memory of the process, of the GPU and of tensors, and how busy the GPU is."""
+"""System metrics of the training process: memory of process, GPU and tensors, and GPU utilization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def get_resident_bytes() -> int:
-    """Resident memory of this process now; its peak where /proc is not at hand."""
+    """Return the resident memory of this process; its peak if /proc is not available."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except FileNotFoundError:
@@ -25,20 +25,20 @@ def get_resident_bytes() -> int:
 
 
 def get_memory_capacity(device: torch.device) -> int:
-    """All the memory of a GPU, or of this machine, less where a control group grants less."""
+    """Return the memory of a GPU, or of this machine, limited by the control group."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        granted = CGROUP_LIMIT.read_text().strip()
+        cgroup_limit = CGROUP_LIMIT.read_text().strip()
     except OSError:
-        # Another system than Linux, or no limit of this kind.
+        # Not Linux, or no such limit.
         return installed
-    return min(installed, int(granted)) if granted.isdecimal() else installed
+    return min(installed, int(cgroup_limit)) if cgroup_limit.isdecimal() else installed
 
 
 def get_peak_memory_bytes(device: torch.device) -> int:
-    """Most memory held so far: by tensors on a GPU, by the process on a CPU."""
+    """Return the peak memory so far: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -46,24 +46,26 @@ def get_peak_memory_bytes(device: torch.device) -> int:
 
 
 def count_bytes_by_dtype(tensors: Iterable[Any]) -> dict[str, int]:
-    """Bytes that tensors hold on this rank, by dtype (`float32`); a sharded one counts its shard. Other values are none."""
-    held: dict[str, int] = {}
+    """Return the bytes of tensors on this rank by dtype (`float32`). A sharded tensor counts its shard; other values are
+    ignored.
+    """
+    n_bytes: dict[str, int] = {}
     for value in tensors:
         if isinstance(value, torch.Tensor):
-            local = getattr(value, "to_local", None)
-            own = local() if local else value
-            name = str(own.dtype).removeprefix("torch.")
-            held[name] = held.get(name, 0) + own.numel() * own.element_size()
-    return held
+            to_local = getattr(value, "to_local", None)
+            tensor = to_local() if to_local else value
+            name = str(tensor.dtype).removeprefix("torch.")
+            n_bytes[name] = n_bytes.get(name, 0) + tensor.numel() * tensor.element_size()
+    return n_bytes
 
 
 def compute_percentile(values: Sequence[float], fraction: float) -> float:
-    """The smallest of `values` that `share` of them do not exceed; 0 of none."""
+    """Return the smallest value that is at least as large as `fraction` of `values`; 0 if there are none."""
     return sorted(values)[max(math.ceil(fraction * len(values)), 1) - 1] if values else 0.0
 
 
 def make_gpu_utilization_reader(device: torch.device) -> tuple[Any, str | None]:
-    """A function giving the GPU's utilisation in percent or None, and why it gives None."""
+    """Return a function that reads the GPU utilization in percent, or None, and the reason if it returns None."""
     if device.type != "cuda":
         return lambda: None, "the device is a CPU"
     try:

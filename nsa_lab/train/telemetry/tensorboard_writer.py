@@ -1,6 +1,6 @@
-"""A mirror of the numbers of a run in TensorBoard. The record is events.jsonl; this can be rebuilt and may be missing.
+"""Copy the numbers of a run to TensorBoard. The record is events.jsonl; the TensorBoard files may be missing.
 
-Whatever goes wrong in here turns the mirror off, and ends nothing else.
+Any error here disables the writer and has no other effect.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any
 
 from nsa_lab.config.optional_deps import require
 
-# Lists are of layers, and windows of a text are none.
+# A list has one value per layer, except window_losses.
 EXCLUDED_FIELDS = frozenset({"v", "t", "attempt", "step", "tokens", "window_losses"})
 
 
 class TensorBoardWriter:
     """Writes every number of `step` and `eval` events as a scalar; a list becomes one scalar per layer.
 
-    `why_off` says why nothing is written, or is None; `on_off` is told of it once, where that is found out later.
+    `disabled_reason`: why nothing is written, or None. `on_disabled` is called once if an error disables the writer
+    later.
     """
 
     def __init__(self, folder: Path, from_step: int, on_disabled: Callable[[Exception], None]) -> None:
@@ -28,7 +29,7 @@ class TensorBoardWriter:
             require("tensorboard")
             from torch.utils.tensorboard import SummaryWriter
 
-            # Events of steps that this attempt does again are hidden, as in the record.
+            # Hide the steps that this attempt repeats, as readers of events.jsonl do.
             self._writer = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None, flush_secs=30)
         except (ImportError, OSError) as error:
             self.disabled_reason = str(error)
@@ -50,7 +51,7 @@ class TensorBoardWriter:
             return
         try:
             write()
-        except Exception as error:  # noqa: BLE001 - TensorBoard writes in a thread of its own and hands on what that met
+        except Exception as error:  # noqa: BLE001 - TensorBoard raises any error of its writer thread here
             self.disabled_reason = str(error)
             self._on_disabled(error)
 
