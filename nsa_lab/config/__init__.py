@@ -1,12 +1,12 @@
-"""The configuration of a run: typed, frozen, validated, YAML in and out, hashed.
+"""Configuration of a run: typed, immutable and validated, read from and written to YAML, with a hash.
 
 Invariants
-* Five sections, `model`, `nsa`, `runtime`, `train`, `data`, with the key names of the NSA community's YAML files.
-* An unknown key, a wrong type or an impossible combination raises `ConfigError`: what was expected, what came, what to do.
-* Nothing reads the environment, and nothing changes after construction.
-* A step is an optimiser step; a batch is `train.batch_size * train.accumulate_grad_batches` sequences.
-* A run is a sequence of stages (`TrainConfig.plan`); without `train.stages` it is one, made of the section's own keys.
-* A key that the run does not read is not written, so that a new key changes nothing about the runs that do not use it.
+* Five sections, `model`, `nsa`, `runtime`, `train`, `data`, with the key names that NSA configurations commonly use.
+* An unknown key, a wrong type or an impossible combination raises `ConfigError` with the key, the value and the remedy.
+* No environment variable is read, and a configuration does not change after construction.
+* A step is an optimizer step; its batch has `train.batch_size * train.accumulate_grad_batches` sequences.
+* A run is a sequence of stages (`TrainConfig.plan`). Without `train.stages` it has one stage, from the keys of `train`.
+* Keys that a run does not use are not written, so adding a new key does not change other configurations or their hashes.
 """
 
 from nsa_lab.config.base import MAX_COUNT, MAX_SIZE

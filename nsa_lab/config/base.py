@@ -1,4 +1,4 @@
-"""What all sections have in common."""
+"""Base class of all configuration sections, and the limits of their values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pydantic
 from nsa_lab.config.errors import ConfigError, format_validation_error
 
 MAX_COUNT = 2**31 - 1
-"""The largest length or count: what kernels and shards number with 32 bits."""
+"""Largest length or count: kernels and data shards use 32-bit indices."""
 MAX_SIZE = 2**18
-"""The largest width, number of heads or number of sequences, so that no tensor has more bytes than 64 bits count."""
+"""Largest width, number of heads or number of sequences, so that the bytes of any tensor fit 64 bits."""
 
 
 class Section(pydantic.BaseModel):
-    """Frozen, strict, and without keys that nobody reads. Raises `ConfigError`."""
+    """A configuration section: immutable, strictly typed, without unknown keys. Raise `ConfigError` if it is invalid."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -1,5 +1,4 @@
-"""Errors that a user can put right, and what is said of a configuration that cannot be used: key, value, remedy, one line
-per problem."""
+"""Errors that a user can fix, and messages for an invalid configuration: per problem one line with key, value, remedy."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from typing import Any
 
 import pydantic
 
-# Every key there is, for hints; a run, which is made of all sections, writes them here once it is defined.
+# Keys of all sections, for suggestions. `run_config` fills the list when it defines `RunConfig`.
 KNOWN_KEYS: list[str] = []
 
 
 class UsageError(Exception):
-    """Something that a user can put right. The message is all they need: what was expected, what came, what to do."""
+    """An error that the user can fix. The message is complete: expected and actual value, and the remedy."""
 
 
 class ConfigError(UsageError, ValueError):
-    """The configuration cannot be used. The message is one line per problem: key, value, remedy."""
+    """An invalid configuration. The message has one line per problem: key, value, remedy."""
 
 
 _SECTION_BY_CLASS = {
@@ -34,19 +33,19 @@ _SECTION_BY_CLASS = {
 }
 
 
-# What an error repeats of a value: its beginning and end, and of lists in lists two levels.
+# Shortens values in messages to their beginning and end, and nested lists to two levels.
 VALUE_REPR = reprlib.Repr()
 VALUE_REPR.maxlevel, VALUE_REPR.maxstring, VALUE_REPR.maxother, VALUE_REPR.maxlong = 2, 100, 100, 40
 
 
 def shorten(text: str) -> str:
-    """`text` on one line, cut where it is longer than anyone would read."""
+    """Return `text` on one line of at most 100 characters."""
     line = " ".join(text.split())
     return line if len(line) <= 100 else f"{line[:97]}..."
 
 
 def format_validation_error(error: pydantic.ValidationError, kind: type[pydantic.BaseModel]) -> str:
-    # A sweep is no part of a run, and has keys of its own.
+    # A sweep is not a section of a run and has its own keys.
     known = KNOWN_KEYS if kind.__name__ in (*_SECTION_BY_CLASS, "RunConfig") else list_keys(kind)
     lines = []
     for problem in error.errors():
@@ -64,14 +63,14 @@ def format_problem(key: str, problem: Mapping[str, Any], known: list[str] = KNOW
     if problem["type"] == "extra_forbidden":
         return f"{shorten(key)} = {VALUE_REPR.repr(value)}: no such key; {_suggest_key(key, known)}"
     if problem["type"] == "value_error":
-        said = str(problem["ctx"]["error"])
-        # A stage does not know which one it is.
+        message = str(problem["ctx"]["error"])
+        # The message of a stage does not contain its index.
         if key.startswith("train.stages."):
-            return said.replace("train.", f"{key}.")
-        # Nor does what a sweep changes.
-        return f"{shorten(key)}: {said}" if key.startswith(("variants.", "common")) else said
+            return message.replace("train.", f"{key}.")
+        # Nor does the message of a sweep's override contain the variant.
+        return f"{shorten(key)}: {message}" if key.startswith(("variants.", "common")) else message
     if problem["type"] == "missing":
-        return f"{shorten(key)}: missing; say it"
+        return f"{shorten(key)}: missing; set it"
     reason = problem["msg"][0].lower() + problem["msg"][1:]
     if isinstance(value, float) and not math.isfinite(value):
         reason = "expected a finite number"
@@ -84,27 +83,27 @@ def _suggest_key(key: str, known: list[str]) -> str:
     section = key.split(".")[0]
     sections = sorted({k.split(".")[0] for k in known})
     if section not in sections:
-        near = difflib.get_close_matches(section, sections, n=1, cutoff=0.6) or _find_similar_key(key, known)
-        return f"did you mean {near[0]}?" if near else f"known are {', '.join(sections)}"
-    own = [k for k in known if k.startswith(section + ".")]
-    moved = [k for k in known if k.split(".")[-1] == key.split(".")[-1]]
-    if moved:
-        return f"did you mean {moved[0]}?"
-    near = difflib.get_close_matches(key, own, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]}?"
-    elsewhere = _find_similar_key(key, known)
-    return f"did you mean {elsewhere[0]}?" if elsewhere else f"{section} has {', '.join(k.split('.')[1] for k in own)}"
+        matches = difflib.get_close_matches(section, sections, n=1, cutoff=0.6) or _find_similar_key(key, known)
+        return f"did you mean {matches[0]}?" if matches else f"known are {', '.join(sections)}"
+    section_keys = [k for k in known if k.startswith(section + ".")]
+    same_name = [k for k in known if k.split(".")[-1] == key.split(".")[-1]]
+    if same_name:
+        return f"did you mean {same_name[0]}?"
+    matches = difflib.get_close_matches(key, section_keys, n=1, cutoff=0.6)
+    if matches:
+        return f"did you mean {matches[0]}?"
+    similar = _find_similar_key(key, known)
+    return f"did you mean {similar[0]}?" if similar else f"{section} has {', '.join(k.split('.')[1] for k in section_keys)}"
 
 
 def _find_similar_key(key: str, known: list[str]) -> list[str]:
-    leaves = {k.split(".")[-1]: k for k in known}
-    near = difflib.get_close_matches(key.split(".")[-1], leaves, n=1, cutoff=0.75)
-    return [leaves[near[0]]] if near else []
+    key_by_name = {k.split(".")[-1]: k for k in known}
+    matches = difflib.get_close_matches(key.split(".")[-1], key_by_name, n=1, cutoff=0.75)
+    return [key_by_name[matches[0]]] if matches else []
 
 
 def list_keys(kind: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of the YAML form, for the nearest-key hint and the documentation."""
+    """Return every dotted key of the YAML form, for suggestions and documentation."""
     keys = []
     for name, info in kind.model_fields.items():
         inner = info.annotation

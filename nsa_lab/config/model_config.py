@@ -1,4 +1,4 @@
-"""The sections `model` and `nsa`: what is computed."""
+"""Sections `model` and `nsa`: architecture of the model and of its attention."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from nsa_lab.config.base import MAX_COUNT, MAX_SIZE, Section
 
 BYTE_VOCAB_SIZE = 256
 
-# The branches, by the short names that code and records have for them, in the order of gates; and in words.
+# Short names of the branches, as used in code and records, in the order of the gates, and their names in text.
 BRANCHES = {"cmp": "compressed", "sel": "selected", "win": "window"}
 
-# Every query reads the first block, the one that holds it and the one before that, whatever their scores.
+# Number of blocks that are always selected: the first, the query's own and the one before it.
 N_FORCED_BLOCKS = 3
 
 
 class NSAConfig(Section):
-    """Geometry and variants of Native Sparse Attention (arXiv 2502.11089, section 3.3).
+    """Block sizes and variants of Native Sparse Attention (arXiv 2502.11089, section 3.3).
 
-    Lengths are in tokens, `n_sel` in blocks.
+    Lengths are in tokens, `n_sel` is in blocks.
     """
 
-    l: int = Field(default=32, ge=1, le=MAX_COUNT, description="compression block length, tokens")
-    d: int = Field(default=16, ge=1, le=MAX_COUNT, description="stride between compression blocks, tokens")
-    l_sel: int = Field(default=64, ge=1, le=MAX_COUNT, description="selection block length, tokens")
-    n_sel: int = Field(default=16, le=MAX_COUNT, description="selection blocks read by a query, the forced ones included")
-    w: int = Field(default=512, ge=1, le=MAX_COUNT, description="sliding window, tokens, the query's own included")
+    l: int = Field(default=32, ge=1, le=MAX_COUNT, description="compression block length in tokens")
+    d: int = Field(default=16, ge=1, le=MAX_COUNT, description="stride between compression blocks in tokens")
+    l_sel: int = Field(default=64, ge=1, le=MAX_COUNT, description="selection block length in tokens")
+    n_sel: int = Field(default=16, le=MAX_COUNT, description="number of selected blocks per query, including forced blocks")
+    w: int = Field(default=512, ge=1, le=MAX_COUNT, description="sliding window in tokens, including the query's own")
     phi: Literal["avg", "linear", "mlp", "pool"] = Field(default="avg", description="compression operator")
     gate: Literal["sigmoid", "softmax"] = Field(default="sigmoid", description="gate over the three branches")
 
@@ -43,23 +43,23 @@ class NSAConfig(Section):
                 )
         if self.n_sel < N_FORCED_BLOCKS:
             raise ValueError(
-                f"nsa.n_sel = {self.n_sel} leaves no room for the three forced blocks "
+                f"nsa.n_sel = {self.n_sel} is too small for the three forced blocks "
                 f"(the first, the current and the one before it); use nsa.n_sel >= {N_FORCED_BLOCKS}"
             )
         return self
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer. `nsa` is read from the YAML section of that name.
+    """Architecture of a decoder-only transformer. `nsa` is read from the YAML section of that name.
 
-    By default that of the production run: 78,600,960 parameters, 0.3 M of them in gates per head. What this project
-    began from calls it "125M".
+    The defaults are the model of the production run: 78,600,960 parameters, 0.3 M of them in per-head gates. (The code base
+    that this project started from calls this size "125M".)
     """
 
     dim: int = Field(default=768, ge=1, le=MAX_SIZE, description="width of the residual stream")
     n_layers: int = Field(default=12, ge=1, le=10_000)
-    n_heads: int = Field(default=12, ge=1, le=MAX_SIZE, description="query heads, H")
-    n_kv_groups: int = Field(default=2, ge=1, le=MAX_SIZE, description="key/value groups, G")
+    n_heads: int = Field(default=12, ge=1, le=MAX_SIZE, description="number of query heads, H")
+    n_kv_groups: int = Field(default=2, ge=1, le=MAX_SIZE, description="number of key/value groups, G")
     d_k: int = Field(default=64, ge=2, le=MAX_SIZE, description="width of a query or key head")
     d_v: int = Field(default=64, ge=1, le=MAX_SIZE, description="width of a value head")
     vocab_size: int = Field(default=BYTE_VOCAB_SIZE, ge=2, le=2**24)
@@ -67,92 +67,94 @@ class ModelConfig(Section):
     mlp: Literal["plain", "gated"] = Field(default="plain", description="plain: SiLU; gated: SwiGLU")
     mlp_hidden: int | None = Field(default=None, ge=1, le=MAX_SIZE, description="hidden width of the MLP; None: 4 * dim")
     rope_theta: float = Field(default=10000.0, gt=0)
-    rotary_share: float = Field(default=1.0, gt=0, le=1, description="share of a head's width that rotary embedding turns")
+    rotary_share: float = Field(default=1.0, gt=0, le=1, description="fraction of a head's channels that RoPE rotates")
     matching_heads: int = Field(
         default=0,
         ge=0,
-        description="heads of the first group that start by looking for what came after the present token before; "
-        "with any, that group's keys are those of the token before",
+        description="number of induction-initialized heads in the first group: they start by attending to the token after "
+        "an earlier occurrence of the current one; if above 0, this group starts with the keys of the previous token",
     )
     selection_loss: float = Field(
-        default=0.0, ge=0, description="weight of the loss that teaches the choice where the selected branch would look"
+        default=0.0, ge=0, description="weight of the loss that trains block selection to follow the selected branch"
     )
     indexer_block: int = Field(
         default=0,
         ge=0,
         le=MAX_COUNT,
-        description="tokens that share a key of the indexer, a query and a key per group that choose the blocks and learn "
-        "from the selection loss alone; 0: none, the compressed branch's scores choose (eq. 9)",
+        description="tokens per index key; the indexer has one query and one key per group, selects the blocks, and is "
+        "trained only by the selection loss; 0: no indexer, select by the scores of the compressed branch (eq. 9)",
     )
     indexer_width: int = Field(
         default=0,
         ge=0,
         le=MAX_SIZE,
-        description="width of the indexer's query and keys, of which d_k is a multiple; 0: d_k",
+        description="width of the indexer's queries and keys, a divisor of d_k; 0: d_k",
     )
     silent: tuple[Literal["cmp", "sel", "win"], ...] = Field(
-        default=(), strict=False, description="branches whose gates are 0, in training too: for ablations"
+        default=(), strict=False, description="disabled branches (gates are 0, also in training), for ablations"
     )
     embedding_norm: bool = Field(
-        default=False, description="embeddings are normed, without weights, before the first layer"
+        default=False, description="apply an RMS norm without weights to embeddings before the first layer"
     )
     ngrams: int = Field(
         default=0,
         ge=0,
         le=16,
-        description="longest n-gram that is looked up beside a token, from 2 on; all shorter ones are, too; 0: none",
+        description="embed n-grams from length 2 to this length in addition to single tokens; 0: none",
     )
-    ngram_rows: int = Field(default=32_768, ge=2, le=2**24, description="rows of the hash table for each n-gram length")
-    ngram_width: int = Field(default=128, ge=1, le=MAX_SIZE, description="width of a row of that table")
+    ngram_rows: int = Field(default=32_768, ge=2, le=2**24, description="rows of the hash table of each n-gram length")
+    ngram_width: int = Field(default=128, ge=1, le=MAX_SIZE, description="width of a row of the n-gram tables")
     norm_eps: float = Field(default=1e-5, gt=0)
     nsa: NSAConfig = NSAConfig()
 
     @model_validator(mode="after")
     def _check_heads(self) -> ModelConfig:
         if self.n_heads % self.n_kv_groups:
-            near = min(
+            nearest = min(
                 (g for g in range(1, self.n_heads + 1) if self.n_heads % g == 0), key=lambda g: abs(g - self.n_kv_groups)
             )
             raise ValueError(
                 f"model.n_heads = {self.n_heads} is not a multiple of model.n_kv_groups = {self.n_kv_groups}; "
-                f"the nearest number of groups that divides it is {near}"
+                f"the nearest number of groups that divides it is {nearest}"
             )
         if self.d_k % 2:
             raise ValueError(
-                f"model.d_k = {self.d_k} is odd, and rotary embedding turns pairs; use {self.d_k - 1} or {self.d_k + 1}"
+                f"model.d_k = {self.d_k} is odd, but RoPE rotates pairs of channels; use {self.d_k - 1} or {self.d_k + 1}"
             )
         return self
 
     @model_validator(mode="after")
     def _check_ngrams(self) -> ModelConfig:
-        tables = {"ngram_rows", "ngram_width"}
-        given = sorted(tables & self.model_fields_set)
-        if given and "ngrams" not in self.model_fields_set:
+        table_keys = {"ngram_rows", "ngram_width"}
+        unused = sorted(table_keys & self.model_fields_set)
+        if unused and "ngrams" not in self.model_fields_set:
             raise ValueError(
-                f"model.{given[0]} = {getattr(self, given[0])} is not read without model.ngrams; set model.ngrams: 2 or "
+                f"model.{unused[0]} = {getattr(self, unused[0])} is not used without model.ngrams; set model.ngrams: 2 or "
                 "more, or remove it"
             )
         if not self.ngrams:
-            # Of a preset that has tables: without them it is what it would be if it had never had any. Frozen for everyone
-            # else; here it is still being made.
-            for key in tables:
+            # Overrides can disable the tables of a preset: reset their sizes, so that the hash equals the hash of a model
+            # without tables. The instance is frozen only after validation.
+            for key in table_keys:
                 object.__setattr__(self, key, ModelConfig.model_fields[key].default)
         if self.ngrams == 1:
             raise ValueError(
-                "model.ngrams = 1: a single token is looked up anyway; use model.ngrams = 2 or more, or 0 for none"
+                "model.ngrams = 1: single tokens have an embedding anyway; use model.ngrams = 2 or more, or 0 for none"
             )
         return self
 
     @model_validator(mode="after")
     def _check_pooling(self) -> ModelConfig:
         if self.nsa.phi == "pool" and self.nsa.l == 1:
-            raise ValueError("nsa.phi = pool weighs the tokens of a block, and nsa.l = 1 is one; use nsa.phi = avg")
+            raise ValueError("nsa.phi = pool weighs the tokens of a block, but nsa.l = 1 has only one; use nsa.phi = avg")
         return self
 
     @model_validator(mode="after")
     def _check_disabled_branches(self) -> ModelConfig:
         if len({*self.silent}) != len(self.silent) or len(self.silent) > 2:
-            raise ValueError(f"model.silent = {list(self.silent)}: name a branch once, and leave one of cmp, sel and win")
+            raise ValueError(
+                f"model.silent = {list(self.silent)}: name each branch once, and at most two of cmp, sel and win"
+            )
         if self.silent and self.attention == "dense":
             raise ValueError(
                 f"model.silent = {list(self.silent)}: a dense model has no branches; remove it, or set model.attention: nsa"
@@ -161,12 +163,12 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_rotary_and_indexer(self) -> ModelConfig:
-        turned = self.rotary_share * self.d_k
-        if turned != int(turned) or int(turned) % 2 or turned < 2:
-            near = max(2, 2 * round(turned / 2))
+        n_rotated = self.rotary_share * self.d_k
+        if n_rotated != int(n_rotated) or int(n_rotated) % 2 or n_rotated < 2:
+            nearest = max(2, 2 * round(n_rotated / 2))
             raise ValueError(
-                f"model.rotary_share = {self.rotary_share} of model.d_k = {self.d_k} is {turned:g} channels, and rotary "
-                f"embedding turns pairs; use {near / self.d_k:g}"
+                f"model.rotary_share = {self.rotary_share} of model.d_k = {self.d_k} is {n_rotated:g} channels, but RoPE "
+                f"rotates pairs of channels; use {nearest / self.d_k:g}"
             )
         if self.matching_heads > self.heads_per_group:
             raise ValueError(
@@ -175,67 +177,67 @@ class ModelConfig(Section):
             )
         if self.indexer_width and "indexer_block" not in self.model_fields_set:
             raise ValueError(
-                f"model.indexer_width = {self.indexer_width} is not read without model.indexer_block; set "
+                f"model.indexer_width = {self.indexer_width} is not used without model.indexer_block; set "
                 "model.indexer_block: 1 or more, or remove it"
             )
         if self.indexer_block:
             self._check_indexer()
         else:
-            object.__setattr__(self, "indexer_width", 0)  # of a preset that has an indexer; as for tables above
+            object.__setattr__(self, "indexer_width", 0)  # overrides can disable a preset's indexer; see _check_ngrams
         return self
 
     def _check_indexer(self) -> None:
         if self.nsa.l_sel % self.indexer_block:
-            fits = [n for n in range(1, self.nsa.l_sel + 1) if not self.nsa.l_sel % n]
-            near = min(fits, key=lambda n: abs(n - self.indexer_block))
+            divisors = [n for n in range(1, self.nsa.l_sel + 1) if not self.nsa.l_sel % n]
+            nearest = min(divisors, key=lambda n: abs(n - self.indexer_block))
             raise ValueError(
                 f"model.indexer_block = {self.indexer_block} does not divide nsa.l_sel = {self.nsa.l_sel}; "
-                f"use model.indexer_block = {near}"
+                f"use model.indexer_block = {nearest}"
             )
         if not self._is_valid_index_width(self.index_width):
-            near = min(
+            nearest = min(
                 filter(self._is_valid_index_width, range(1, self.d_k + 1)), key=lambda n: abs(n - self.indexer_width)
             )
             raise ValueError(
-                f"model.indexer_width = {self.indexer_width}: model.d_k = {self.d_k} has to be a multiple of it, and "
-                f"model.rotary_share = {self.rotary_share} of it pairs of channels; use model.indexer_width = {near}"
+                f"model.indexer_width = {self.indexer_width}: must divide model.d_k = {self.d_k}, and "
+                f"model.rotary_share = {self.rotary_share} of it must be even; use model.indexer_width = {nearest}"
             )
         if not self.selection_loss:
             raise ValueError(
-                f"model.indexer_block = {self.indexer_block} and model.selection_loss = 0: nothing else teaches an "
+                f"model.indexer_block = {self.indexer_block} and model.selection_loss = 0: only this loss trains the "
                 "indexer; use model.selection_loss = 0.05, or model.indexer_block = 0"
             )
 
     def _is_valid_index_width(self, width: int) -> bool:
-        turned = self.rotary_share * width
-        return self.d_k % width == 0 and turned >= 2 and turned % 2 == 0
+        n_rotated = self.rotary_share * width
+        return self.d_k % width == 0 and n_rotated >= 2 and n_rotated % 2 == 0
 
     @property
     def index_width(self) -> int:
-        """Width of the indexer's query and keys."""
+        """Width of the indexer's queries and keys."""
         return self.indexer_width or self.d_k
 
     @property
     def has_indexer(self) -> bool:
-        """Whether blocks are chosen by an indexer."""
+        """True if an indexer selects the blocks."""
         return self.attention == "nsa" and self.indexer_block > 0
 
     @property
     def selection_nsa(self) -> NSAConfig:
-        """The geometry of the keys that choose blocks: `nsa`, or an indexer's, whose blocks lie side by side."""
+        """Configuration of the keys that select blocks: `nsa`, or the indexer's, whose blocks do not overlap."""
         if not self.has_indexer:
             return self.nsa
-        phi = "pool" if self.indexer_block > 1 else "avg"  # one token has nothing to weigh: dead weights
+        phi = "pool" if self.indexer_block > 1 else "avg"  # pool has no effect on single tokens
         return self.nsa.model_copy(update={"l": self.indexer_block, "d": self.indexer_block, "phi": phi})
 
     @property
     def has_selection_loss(self) -> bool:
-        """Whether the model adds a selection loss to what it is trained on."""
+        """True if the training loss includes a selection loss."""
         return self.attention == "nsa" and self.selection_loss > 0
 
     @property
     def rotary_width(self) -> int:
-        """Channels of a query or key head that rotary embedding turns."""
+        """Number of channels of a query or key head that RoPE rotates."""
         return int(self.rotary_share * self.d_k)
 
     @property

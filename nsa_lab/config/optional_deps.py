@@ -1,6 +1,6 @@
-"""Which extra of nsa-lab brings an optional package. The one place that knows; `require` says it where one is missing.
+"""Optional dependencies: which extra of nsa-lab installs a package, and an error with the command if it is missing.
 
-The core is torch, numpy and pydantic: attention, the model and the configuration.
+The core (attention, model and configuration) needs only torch, numpy and pydantic.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ EXTRA_BY_MODULE = {
 
 
 class MissingPackage(UsageError, ModuleNotFoundError):
-    """An optional package is not installed. The message says which extra of nsa-lab brings it."""
+    """An optional package is not installed. The message has the pip command for the extra that installs it."""
 
 
 def require(*modules: str) -> None:
-    """Raise `MissingPackage` for the first of `modules` (keys of `BROUGHT_BY`) that is not installed; imports none."""
+    """Raise `MissingPackage` for the first of `modules`, keys of `EXTRA_BY_MODULE`, that is not installed. Import none."""
     for module in modules:
         if not _is_installed(module):
             raise MissingPackage(

@@ -1,4 +1,4 @@
-"""Where the project lies on this machine."""
+"""Location of the project folder."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def find_project_root() -> Path | None:
-    """The folder that relative paths of a configuration, `params/` and `outputs/` are looked for in.
+    """Return the folder that contains `params/` and `outputs/`, and that relative paths of a configuration start from.
 
-    The nearest folder above the working directory, or above this package, whose pyproject.toml is this project's; None for
-    an installed package that is used elsewhere.
+    It is the nearest folder above the working directory, or above this package, with the pyproject.toml of this project.
+    Return None for an installed package that is used elsewhere.
     """
     for start in (Path.cwd(), Path(__file__).resolve().parent):
         for folder in (start, *start.parents):
@@ -23,6 +23,6 @@ def _is_this_project(pyproject: Path) -> bool:
     try:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        # A folder above ours without such a file, or with one that is not ours to judge.
+        # No such file in this folder, or an unreadable one of another project.
         return False
     return str(project.get("name", "")).replace("-", "_").lower() == "nsa_lab"

@@ -1,4 +1,4 @@
-"""A run: all sections and a name; YAML in and out, overrides, hash."""
+"""Configuration of a run: all sections and a name, with YAML input and output, overrides and a hash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nsa_lab.config.train_config import RuntimeConfig, StageConfig, TrainConfig
 
 
 class RunConfig(Section):
-    """One run: five sections and a name (the stem of its file in params/)."""
+    """Configuration of a run: five sections and a name (default: the stem of its file in params/)."""
 
     name: str = Field(default="run", max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     model: ModelConfig = ModelConfig()
@@ -30,7 +30,7 @@ class RunConfig(Section):
         shares = [stage.planted_share for stage in self.train.plan if stage.planted_share != 1]
         if shares and self.data.source != "recall":
             raise ValueError(
-                f"train.planted_share = {shares[0]:g}, and data.source = {self.data.source} plants nothing; "
+                f"train.planted_share = {shares[0]:g}, but data.source = {self.data.source} inserts no facts; "
                 "set data.source: recall, or remove it"
             )
         return self
@@ -46,7 +46,7 @@ class RunConfig(Section):
     def _check_muon(self) -> RunConfig:
         if self.train.optimizer == "muon" and self.runtime.parallel == "fsdp":
             raise ValueError(
-                "train.optimizer = muon needs every matrix whole, and runtime.parallel = fsdp shards them; "
+                "train.optimizer = muon needs complete matrices, but runtime.parallel = fsdp shards them; "
                 "set runtime.parallel: ddp, or train.optimizer: adamw"
             )
         return self
@@ -62,53 +62,53 @@ class RunConfig(Section):
         return self.model.nsa
 
     def model_at(self, step: int) -> ModelConfig:
-        """`model` as it is trained in the stage of optimiser step `step`: with the rotary base of that stage.
+        """Return `model` as trained at optimizer step `step`, with the RoPE base of that stage.
 
-        A checkpoint of that step computes with it, wherever it is loaded. The window is the model's own: layers, kernels
-        and caches are built for one. Raises ValueError as `TrainConfig.at` does.
+        A checkpoint of that step always computes with this base. All other settings, including the window, are the same in
+        all stages, because layers, kernels and caches are built once. Raise ValueError as `TrainConfig.locate_step` does.
         """
         theta = self.train.stage_at(step).rope_theta
         return self.model if theta is None else self.model.model_copy(update={"rope_theta": theta})
 
     def uses_cuda_graph(self, stage: StageConfig) -> bool:
-        """Whether steps of `stage` are replayed as CUDA graphs: as it says itself, or else as `runtime` does."""
+        """Return whether steps of `stage` are replayed as CUDA graphs: its own setting, or by default that of `runtime`."""
         return self.runtime.cuda_graph if stage.cuda_graph is None else stage.cuda_graph
 
     @classmethod
     def from_dict(cls, sections: dict[str, Any]) -> RunConfig:
-        """Sections as they stand in YAML. Raises `ConfigError` naming every key that is wrong."""
+        """Build a configuration from its YAML sections. Raise `ConfigError` that names every invalid key."""
         if not isinstance(sections, dict):
-            raise ConfigError(f"a configuration is a mapping of sections, and this is {type(sections).__name__}")
+            raise ConfigError(f"configuration: expected a mapping of sections, got {type(sections).__name__}")
         if isinstance(sections.get("model"), dict) and "nsa" in sections["model"]:
-            raise ConfigError("model.nsa: the geometry has a section of its own; move these keys to nsa:")
+            raise ConfigError("model.nsa: NSA settings have their own section; move these keys to nsa:")
         return cls(**{key: value for key, value in sections.items() if value is not None})
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
-        """The file at `path`, with dotted `overrides` (`{"train.steps": 10}`) laid over it."""
+        """Read the file at `path` and apply dotted `overrides`, for example `{"train.steps": 10}`."""
         path = Path(path)
         sections = read_mapping(path)
         sections.setdefault("name", path.stem)
         return cls.from_dict(apply_overrides(sections, overrides or {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """The sections as they stand in YAML; `from_dict` gives back an equal configuration."""
+        """Return the sections in their YAML form; `from_dict` of it returns an equal configuration."""
         sections = self._dump_used_keys()
-        for name, later in DEFAULTS_OF_ADDED_KEYS.items():
-            sections[name] = _drop_defaults(sections[name], later)
+        for name, defaults in DEFAULTS_OF_ADDED_KEYS.items():
+            sections[name] = _drop_defaults(sections[name], defaults)
         return sections
 
     def settings(self) -> dict[str, Any]:
-        """Every setting that this run reads, by its dotted key: also those that a file leaves out at their first value."""
+        """Return every setting that this run uses, by dotted key, including defaults that are not written to a file."""
         sections = {name: values for name, values in self._dump_used_keys().items() if isinstance(values, dict)}
         return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
     def _dump_used_keys(self) -> dict[str, Any]:
-        """The name and the sections, each with what this run reads of it."""
+        """Return the name and the sections, with only the keys that this run uses."""
         sections = self.model_dump(mode="json")
         nsa = sections["model"].pop("nsa")
-        for name, unread in (("train", self.train.unused_keys), ("data", self.data.unused_keys)):
-            sections[name] = {key: value for key, value in sections[name].items() if key not in unread}
+        for name, unused_keys in (("train", self.train.unused_keys), ("data", self.data.unused_keys)):
+            sections[name] = {key: value for key, value in sections[name].items() if key not in unused_keys}
         if stages := sections["train"].get("stages"):
             sections["train"]["stages"] = [_drop_defaults(stage, DEFAULTS_OF_ADDED_KEYS["train"]) for stage in stages]
         return {
@@ -124,14 +124,14 @@ class RunConfig(Section):
         return yaml_text.dump(self.to_dict())
 
     def hash(self) -> str:
-        """Sixteen hex digits over every value: equal configurations, equal hash."""
+        """Return 16 hex digits that depend on every written value: equal configurations have equal hashes."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 KNOWN_KEYS += list_keys(RunConfig)
 
-# Keys that came after runs had been made without them: not written at the value that those ran with, so that the hash of a
-# configuration is what it was.
+# Keys added after runs existed without them, with the value that those runs used. This value is not written, so the hashes
+# of the older configurations stay the same.
 DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
     "model": {
         "rotary_share": 1.0,
@@ -160,12 +160,12 @@ DEFAULTS_OF_ADDED_KEYS: dict[str, dict[str, Any]] = {
 
 
 def _drop_defaults(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """`section` without its later keys at the value that runs before them ran with."""
+    """Return `section` without the keys that equal their value in `defaults`."""
     return {key: value for key, value in section.items() if not (key in defaults and value == defaults[key])}
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What the YAML file at `path` says. Raises `ConfigError` of one line where it cannot be read, or is no mapping."""
+    """Return the mapping in the YAML file at `path`. Raise `ConfigError` with one line if it is unreadable or not one."""
     try:
         sections = _parse_yaml(path.read_bytes().decode("utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError):
@@ -181,7 +181,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{shorten(str(path))!r}: cannot be read: {getattr(error, 'strerror', error)}") from None
     if sections is None:
         raise ConfigError(
-            f"{path}: expected a mapping of sections, found nothing; {{}} stands for a configuration at its defaults"
+            f"{path}: expected a mapping of sections, found nothing; write {{}} for a configuration with all defaults"
         )
     if not isinstance(sections, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(sections).__name__}")
@@ -189,7 +189,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    # Imported here, because a configuration that is built in Python needs no YAML.
+    # Imported here, so that a configuration built in Python does not need PyYAML.
     from nsa_lab.config import yaml_text
 
     try:
@@ -199,9 +199,9 @@ def _parse_yaml(text: str) -> Any:
 
 
 def apply_overrides(sections: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `sections` with dotted keys set: `{"nsa.l": 16}`; a value may itself be a mapping, merged in.
+    """Return a copy of `sections` with dotted keys set, for example `{"nsa.l": 16}`. Mappings are merged into a section.
 
-    Raises `ConfigError` for a key below what is no section, and for nothing in place of a whole section.
+    Raise `ConfigError` if the part before the dot is not a section, or if a whole section would be replaced by nothing.
     """
     merged = {key: dict(value) if isinstance(value, dict) else value for key, value in sections.items()}
     for dotted, value in overrides.items():
@@ -213,14 +213,14 @@ def apply_overrides(sections: dict[str, Any], overrides: dict[str, Any]) -> dict
         elif isinstance(value, dict):
             merged[section] = {**(merged.get(section) or {}), **value}
         elif value is None and isinstance(merged.get(section), dict):
-            raise ConfigError(f"{section}: expected a key of it and its value, as in {section}.key=value; found nothing")
+            raise ConfigError(f"{section}: expected a key and value, as in {section}.key=value; found nothing")
         else:
             merged[section] = value
     return merged
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`"train.lr=1e-3"` -> `("train.lr", 0.001)`; the value is read as YAML."""
+    """Return (key, value) of an override such as `"train.lr=1e-3"`; the value is parsed as YAML."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"-p {shorten(text)}: expected section.key=value, for example -p train.steps=100")

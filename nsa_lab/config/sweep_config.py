@@ -1,4 +1,4 @@
-"""A sweep: one preset, changed in a few ways, each run at several seeds; the file in which it is asked for."""
+"""Configuration of a sweep: one preset in several variants, each trained with several seeds."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from nsa_lab.config.base import MAX_COUNT, Section
 from nsa_lab.config.errors import ConfigError
 from nsa_lab.config.run_config import RunConfig, parse_override, read_mapping
 
-# What the sweep itself says of every run.
+# Overrides that a sweep may not have, and the key that sets their value.
 RESERVED_KEYS = {"train.seed": "seeds", "name": "the names of the sweep and its variants"}
-# Without the dot that joins them, so that no two of a sweep's runs, and no runs of two sweeps, have one name.
+# Without dots, because a dot separates the parts of a run's name: names of different runs and sweeps are then different.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
 
-def _parse_overrides(given: Any) -> Any:
-    """Dotted keys and values, from a mapping of them or of sections, or from a list of texts as `-p` takes them."""
-    if given is None:
+def _parse_overrides(raw: Any) -> Any:
+    """Return {dotted key: value} from a mapping of keys or sections, or from a list of texts as for `-p`."""
+    if raw is None:
         return {}
-    if isinstance(given, str):
-        given = [given]
-    if isinstance(given, dict):
-        pairs = [pair for key, value in given.items() for pair in _flatten_section(key, value)]
-    elif isinstance(given, list) and all(isinstance(text, str) for text in given):
-        pairs = [parse_override(text) for text in given]
+    if isinstance(raw, str):
+        raw = [raw]
+    if isinstance(raw, dict):
+        pairs = [pair for key, value in raw.items() for pair in _flatten_section(key, value)]
+    elif isinstance(raw, list) and all(isinstance(text, str) for text in raw):
+        pairs = [parse_override(text) for text in raw]
     else:
-        raise ValueError(f"overrides are a mapping, or a list of texts like train.lr=1e-3, and this is {given!r:.60}")
+        raise ValueError(f"overrides: expected a mapping, or a list of texts like train.lr=1e-3, got {raw!r:.60}")
     keys = [key for key, _ in pairs]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise ValueError(f"{twice[0]} stands twice among the overrides; keep one")
-    if taken := [key for key in keys if key in RESERVED_KEYS]:
-        raise ValueError(f"{taken[0]} is no override of a sweep, which takes it from {RESERVED_KEYS[taken[0]]}; remove it")
+    if repeated := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ValueError(f"{repeated[0]} occurs twice in the overrides; keep one")
+    if reserved := [key for key in keys if key in RESERVED_KEYS]:
+        raise ValueError(
+            f"{reserved[0]} cannot be overridden in a sweep, it follows from {RESERVED_KEYS[reserved[0]]}; remove it"
+        )
     return dict(pairs)
 
 
@@ -51,7 +53,7 @@ Overrides = Annotated[dict[str, Any], BeforeValidator(_parse_overrides)]
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run that a sweep asks for; its name is of sweep, variant, seed and, from the second on, repeat."""
+    """One run of a sweep. Its name consists of sweep, variant, seed and, from the second on, repeat."""
 
     variant: str
     seed: int
@@ -60,33 +62,33 @@ class SweepRun:
 
 
 class SweepConfig(Section):
-    """What the file of a sweep says. The first variant is the baseline that the others are compared with."""
+    """A sweep file. The first variant is the baseline that the others are compared with."""
 
-    name: str = Field(pattern=NAME_PATTERN, description="by default the stem of the file")
-    preset: str = Field(description="a file of params/, without .yaml, or the path of a YAML file")
-    common: Overrides = Field(default={}, description="overrides of every run")
+    name: str = Field(pattern=NAME_PATTERN, description="default: the file name without its extension")
+    preset: str = Field(description="a file of params/ without .yaml, or the path of a YAML file")
+    common: Overrides = Field(default={}, description="overrides for all runs")
     variants: dict[Annotated[str, Field(pattern=NAME_PATTERN)], Overrides] = Field(min_length=1)
     seeds: tuple[int, ...] = Field(strict=False, min_length=1)
-    repeats: int = Field(default=1, ge=1, le=MAX_COUNT, description="runs of each seed: they differ on a GPU")
+    repeats: int = Field(default=1, ge=1, le=MAX_COUNT, description="runs per seed; repeated runs differ on a GPU")
     gpus: tuple[int, ...] = Field(
-        default=(), strict=False, description="numbers of the GPUs to use, one run on each; by default all there are"
+        default=(), strict=False, description="indices of the GPUs to use, one run on each; default: all"
     )
 
     @model_validator(mode="after")
     def _check_duplicates(self) -> SweepConfig:
         for key, values in (("seeds", self.seeds), ("gpus", self.gpus)):
-            if twice := [value for value in values if values.count(value) > 1]:
-                instead = "; for several runs of one seed say repeats" if key == "seeds" else ""
-                raise ValueError(f"{key} = {list(values)}: {twice[0]} stands twice{instead}")
+            if repeated := [value for value in values if values.count(value) > 1]:
+                hint = "; for several runs of one seed set repeats" if key == "seeds" else ""
+                raise ValueError(f"{key} = {list(values)}: {repeated[0]} occurs twice{hint}")
         return self
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> SweepConfig:
-        """Raises `ConfigError`, which names the file."""
+        """Read a sweep file. Raise `ConfigError` with the file name if it is invalid."""
         path = Path(path)
-        said = read_mapping(path)
+        values = read_mapping(path)
         try:
-            return cls(**{"name": path.stem, **said})
+            return cls(**{"name": path.stem, **values})
         except ConfigError as error:
             raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
 
@@ -95,29 +97,31 @@ class SweepConfig(Section):
         return next(iter(self.variants))
 
     def build_runs(self, preset: Path) -> list[SweepRun]:
-        """Every run, the baseline's first. Raises `ConfigError` for all variants at once that cannot be run so."""
-        found: list[SweepRun] = []
-        wrong: list[str] = []
+        """Return all runs, first of the baseline. Raise one `ConfigError` for all variants that are invalid."""
+        runs: list[SweepRun] = []
+        problems: list[str] = []
         for variant in self.variants:
             try:
-                found += self._build_variant_runs(variant, preset)
+                runs += self._build_variant_runs(variant, preset)
             except ConfigError as error:
-                wrong += [f"variant {variant}: {line}" for line in str(error).splitlines()]
-        alike: dict[str, str] = {}
-        for run in found:
+                problems += [f"variant {variant}: {line}" for line in str(error).splitlines()]
+        variant_by_settings: dict[str, str] = {}
+        for run in runs:
             settings = repr({**run.config.to_dict(), "name": None})
-            if (other := alike.setdefault(settings, run.variant)) != run.variant and run.seed == self.seeds[0]:
-                wrong.append(f"variant {run.variant}: its configuration is that of {other}; remove one, or say repeats")
+            if (other := variant_by_settings.setdefault(settings, run.variant)) != run.variant and run.seed == self.seeds[
+                0
+            ]:
+                problems.append(f"variant {run.variant}: same configuration as {other}; remove one, or use repeats")
             if not run.config.train.eval_every and run.seed == self.seeds[0]:
-                wrong.append(f"variant {run.variant}: train.eval_every = 0, and evaluations are what is compared; set it")
-        if wrong:
-            raise ConfigError("\n".join(dict.fromkeys(wrong)))
-        return found
+                problems.append(f"variant {run.variant}: train.eval_every = 0, but sweeps compare evaluations; set it")
+        if problems:
+            raise ConfigError("\n".join(dict.fromkeys(problems)))
+        return runs
 
     def _build_variant_runs(self, variant: str, preset: Path) -> Iterator[SweepRun]:
         for seed in self.seeds:
             for repeat in range(1, self.repeats + 1):
                 name = f"{self.name}.{variant}.s{seed}" + (f".r{repeat}" if repeat > 1 else "")
-                its_own = {"name": name, "train.seed": seed}
-                config = RunConfig.from_yaml(preset, {**self.common, **self.variants[variant], **its_own})
+                run_overrides = {"name": name, "train.seed": seed}
+                config = RunConfig.from_yaml(preset, {**self.common, **self.variants[variant], **run_overrides})
                 yield SweepRun(variant, seed, repeat, config)

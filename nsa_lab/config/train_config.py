@@ -1,4 +1,4 @@
-"""The sections `runtime` and `train`: where it runs, and how it is trained."""
+"""Sections `runtime` and `train`: device and execution settings, and the training schedule."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Backend = Literal["auto", "reference", "torch", "triton", "flash"]
 
 
 class RuntimeConfig(Section):
-    """Where and how the run computes. Nothing here changes the mathematics beyond rounding."""
+    """Device and execution settings of a run. They affect the results only by rounding."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if there is one")
-    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16: autocast over fp32 master weights")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if available, else CPU")
+    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16: autocast with fp32 master weights")
     backend: Backend = "auto"
     compile: bool = Field(default=False, description="torch.compile the model")
     gradient_checkpointing: bool = False
     cuda_graph: bool = Field(
-        default=False, description="replay a step's gradients as one CUDA graph; worth it for small batches"
+        default=False, description="capture forward and backward pass of a step as a CUDA graph; faster for small batches"
     )
-    deterministic: bool = Field(default=False, description="bit-exact resume on a GPU too, at some cost in speed")
+    deterministic: bool = Field(default=False, description="make resuming bit-exact on a GPU too, which is slower")
     parallel: Literal["ddp", "fsdp"] = Field(
         default="ddp",
-        description="several ranks: ddp copies the model to each, fsdp shards its weights and moments over them",
+        description="with several ranks; ddp: replicate the model on each, fsdp: shard weights and optimizer state",
     )
     heartbeat_s: float = Field(default=10.0, gt=0, description="seconds between heartbeat events")
     profile: Literal["smoke", "production"] = Field(
-        default="smoke", description="production: preflight refuses toy models, save_every 0 and synthetic data"
+        default="smoke", description="production: preflight rejects toy models, save_every 0 and synthetic data"
     )
 
     @model_validator(mode="after")
@@ -40,67 +40,65 @@ class RuntimeConfig(Section):
         return self
 
     def check_cuda_graph(self, key: str) -> None:
-        """Raises ValueError where steps cannot be replayed as graphs, which `key` asks for."""
+        """Raise ValueError if steps cannot be replayed as CUDA graphs; `key` is the setting that requests it."""
         if self.gradient_checkpointing:
             raise ValueError(
-                f"{key} and runtime.gradient_checkpointing exclude each other: recomputation keeps random "
-                "state that a graph cannot hold; set one of them to false"
+                f"{key} and runtime.gradient_checkpointing exclude each other: recomputation saves random state, "
+                "which a graph cannot capture; set one of them to false"
             )
         if self.device == "cpu":
             raise ValueError(f"{key} = True needs runtime.device: cuda; set it to false on a CPU")
 
 
 class StageConfig(Section):
-    """A stretch of training with one length, one batch and one schedule. Every count is in optimiser steps."""
+    """One stage of training with a fixed sequence length, batch and schedule. All counts are in optimizer steps."""
 
     steps: int = Field(default=200, ge=1, le=MAX_COUNT)
     token_budget: int | None = Field(
-        default=None, ge=1, description="tokens to train on, in place of steps: as many whole steps as it pays for"
+        default=None, ge=1, description="number of training tokens, instead of steps; rounded down to whole steps"
     )
     seq_len: int = Field(default=512, ge=2, le=MAX_COUNT, description="tokens per sequence")
     batch_size: int = Field(default=4, ge=1, le=MAX_SIZE, description="sequences per forward pass")
-    accumulate_grad_batches: int = Field(default=1, ge=1, le=MAX_SIZE, description="forward passes per optimiser step")
+    accumulate_grad_batches: int = Field(default=1, ge=1, le=MAX_SIZE, description="forward passes per optimizer step")
     micro_batch_size: int | None = Field(
         default=None,
         ge=1,
         le=MAX_SIZE,
-        description="sequences a forward pass may hold on this device; regroups the batch, not its mathematics",
+        description="maximum sequences per forward pass on this device; regroups the batch without changing the gradient",
     )
     lr: float = Field(default=2e-4, gt=0, description="peak learning rate")
     lr_schedule: Literal["cosine", "constant", "wsd"] = Field(
-        default="cosine", description="wsd: warm-up, stable at lr, then linear to min_lr over the last decay_share"
+        default="cosine", description="wsd: warmup, constant at lr, then linear decay to min_lr over the last decay_share"
     )
-    decay_share: float = Field(default=0.2, gt=0, le=1, description="wsd: the share of the steps in which the rate falls")
+    decay_share: float = Field(default=0.2, gt=0, le=1, description="wsd: fraction of the steps in the final decay")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: int = Field(default=0, ge=0, le=MAX_COUNT)
     min_document_tokens: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="shorter documents are not trained on here; held-out text keeps them"
+        default=0, ge=0, le=MAX_COUNT, description="exclude shorter documents from training; held-out text keeps them"
     )
     planted_share: float = Field(
-        default=1.0, ge=0, le=1, description="data.source: recall: share of the sequences that facts are planted into"
+        default=1.0, ge=0, le=1, description="data.source: recall: fraction of the sequences that contain inserted facts"
     )
-    rope_theta: float | None = Field(
-        default=None, gt=0, description="base of the rotary embedding in a stage; None: model.rope_theta"
-    )
+    rope_theta: float | None = Field(default=None, gt=0, description="RoPE base in this stage; None: model.rope_theta")
     cuda_graph: bool | None = Field(
-        default=None, description="a stage's steps as CUDA graphs; None: as runtime.cuda_graph has it"
+        default=None, description="replay the steps of this stage as CUDA graphs; None: as runtime.cuda_graph"
     )
 
     @model_validator(mode="after")
     def _convert_token_budget(self) -> Self:
-        """Steps for a budget: from here on, and in files, a run is counted in steps alone."""
+        """Replace the token budget by a number of steps; files and records contain only steps."""
         if self.token_budget is None:
             return self
         if "steps" in self.model_fields_set:
             raise ValueError(
-                f"train.token_budget = {self.token_budget} beside train.steps = {self.steps}: both say how long; keep one"
+                f"train.token_budget = {self.token_budget} and train.steps = {self.steps} both set the length; keep one"
             )
         if self.token_budget < self.tokens_per_step:
             raise ValueError(
-                f"train.token_budget = {self.token_budget} does not pay for a step of {self.tokens_per_step} tokens; "
+                f"train.token_budget = {self.token_budget} is less than one step of {self.tokens_per_step} tokens; "
                 "raise it, or lower seq_len or the batch"
             )
-        # Frozen for everyone else; here it is still being made.
+        # The instance is frozen only after validation.
         object.__setattr__(self, "steps", self.token_budget // self.tokens_per_step)
         object.__setattr__(self, "token_budget", None)
         self.model_fields_set.add("steps")
@@ -111,11 +109,11 @@ class StageConfig(Section):
         if self.warmup_steps >= self.steps and self.warmup_steps:
             raise ValueError(
                 f"train.warmup_steps = {self.warmup_steps} is not below train.steps = {self.steps}; "
-                f"use at most {self.steps - 1} (both count optimiser steps)"
+                f"use at most {self.steps - 1} (both count optimizer steps)"
             )
         if self.lr_schedule != "wsd" and self.decay_share != StageConfig.model_fields["decay_share"].default:
             raise ValueError(
-                f"train.decay_share = {self.decay_share} is read by train.lr_schedule: wsd alone, and it is "
+                f"train.decay_share = {self.decay_share} is used only by train.lr_schedule: wsd, not by "
                 f"{self.lr_schedule}; remove it, or set train.lr_schedule: wsd"
             )
         if self.lr_schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
@@ -126,16 +124,16 @@ class StageConfig(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"train.min_lr = {self.min_lr} is above train.lr = {self.lr}; swap or lower it")
         if self.micro_batch_size and self.sequences_per_step % self.micro_batch_size:
-            near = max(m for m in range(1, self.micro_batch_size + 1) if self.sequences_per_step % m == 0)
+            nearest = max(m for m in range(1, self.micro_batch_size + 1) if self.sequences_per_step % m == 0)
             raise ValueError(
                 f"train.micro_batch_size = {self.micro_batch_size} does not divide the "
-                f"{self.sequences_per_step} sequences of a step; use {near}"
+                f"{self.sequences_per_step} sequences of a step; use {nearest}"
             )
         return self
 
     @property
     def decay_steps(self) -> int:
-        """Steps of the fall at the end of a `wsd` schedule: at least one."""
+        """Number of steps in the final decay of a `wsd` schedule, at least one."""
         return max(round(self.decay_share * self.steps), 1)
 
     @property
@@ -148,42 +146,44 @@ class StageConfig(Section):
 
     @property
     def sequences_per_forward(self) -> int:
-        """Sequences of a forward pass, on one rank alone."""
+        """Number of sequences per forward pass, if there is one rank."""
         return self.micro_batch_size or self.batch_size
 
 
 class TrainConfig(StageConfig):
-    """The optimisation. Every count is in optimiser steps unless its name says otherwise.
+    """Training settings. All counts are in optimizer steps unless the name says otherwise.
 
-    With `stages`, the keys of a stage stand there and not here; read from here they are those of the last stage, and
-    `steps` is the sum over all. What depends on the step asks `plan` and `at`.
+    With `stages`, the keys of `StageConfig` are set in each stage and not here. Read from here, they have the values
+    of the last stage, except `steps`, which is the total. Code that depends on the step uses `plan` and `locate_step`.
     """
 
     stages: tuple[StageConfig, ...] = Field(
-        default=(), strict=False, description="stretches of training, one after another, each with its own seq_len, lr, ..."
+        default=(), strict=False, description="consecutive training stages, each with its own seq_len, batch_size, lr, ..."
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon: for the matrices of the blocks, at the same rate; adamw has the rest"
+        default="adamw", description="muon: Muon for the matrices of the blocks and AdamW for the rest, with the same lr"
     )
     weight_decay: float = Field(default=0.01, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="of adamw, as beta2 and eps are")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW, like beta2 and eps")
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
-    grad_clip: float = Field(default=1.0, gt=0, description="limit of the global gradient norm")
+    grad_clip: float = Field(default=1.0, gt=0, description="maximum global gradient norm")
     seed: int = Field(default=1337, ge=0, lt=2**63)
     log_every: int = Field(default=10, ge=1, le=MAX_COUNT)
     stats_every: int = Field(default=100, ge=1, le=MAX_COUNT, description="steps between gate and selection statistics")
-    eval_every: int = Field(default=100, ge=0, le=MAX_COUNT, description="0: before the first step alone")
+    eval_every: int = Field(default=100, ge=0, le=MAX_COUNT, description="0: only before the first step")
     eval_batches: int = Field(
-        default=8, ge=1, le=MAX_SIZE, description="held-out text: this many times batch_size sequences"
+        default=8, ge=1, le=MAX_SIZE, description="held-out text per evaluation, in batches of batch_size sequences"
     )
     save_every: int = Field(default=100, ge=0, le=MAX_COUNT, description="0: never")
-    keep_last: int = Field(default=3, ge=1, le=MAX_COUNT, description="checkpoints kept besides the permanent ones")
+    keep_last: int = Field(default=3, ge=1, le=MAX_COUNT, description="latest checkpoints to keep, plus permanent ones")
     keep_every: int = Field(default=0, ge=0, le=MAX_COUNT, description="steps between permanent checkpoints; 0: none")
-    spike_sigma: float = Field(default=0.0, ge=0, description="halt on a loss this many deviations over its window; 0: off")
-    min_tokens_per_s: float = Field(default=0.0, ge=0, description="throughput gate; 0: off")
+    spike_sigma: float = Field(
+        default=0.0, ge=0, description="halt if the loss exceeds its recent mean by this many standard deviations; 0: off"
+    )
+    min_tokens_per_s: float = Field(default=0.0, ge=0, description="minimum training throughput; 0: off")
     stall_action: Literal["record", "halt"] = Field(
-        default="record", description="halt: end a phase that lasts far longer than usual; save what can be, exit 3"
+        default="record", description="halt: end a phase that takes far longer than usual, save if possible, exit with 3"
     )
 
     @model_validator(mode="after")
@@ -194,21 +194,21 @@ class TrainConfig(StageConfig):
                 if value is not None:
                     value = str(value).lower() if isinstance(value, bool) else f"{value:g}"
                     raise ValueError(
-                        f"train.{key} = {value} belongs into a stage of train.stages; without stages, set "
+                        f"train.{key} = {value} is a setting of a stage in train.stages; without stages, set "
                         f"{elsewhere}: {value}"
                     )
             return self
-        beside = sorted(self.model_fields_set & self.unused_keys)
-        if beside:
+        conflicting = sorted(self.model_fields_set & self.unused_keys)
+        if conflicting:
             raise ValueError(
-                f"train.stages beside {', '.join(f'train.{key}' for key in beside)}: every stage has its own; "
+                f"train.stages and {', '.join(f'train.{key}' for key in conflicting)}: every stage has its own; "
                 "move the keys into the stages, or remove train.stages"
             )
         for index, stage in enumerate(self.stages):
             missing = [key for key in ("steps", "seq_len", "batch_size", "lr") if key not in stage.model_fields_set]
             if missing:
-                raise ValueError(f"train.stages.{index} has no {', '.join(missing)}; every stage says its own")
-        # Frozen for everyone else; here it is still being made.
+                raise ValueError(f"train.stages.{index} has no {', '.join(missing)}; set them in every stage")
+        # The instance is frozen only after validation.
         for key, value in (*self.stages[-1], ("steps", sum(stage.steps for stage in self.stages))):
             object.__setattr__(self, key, value)
         return self
@@ -217,49 +217,49 @@ class TrainConfig(StageConfig):
     def _check_token_count(self) -> Self:
         if self.tokens >= 2**63:
             raise ValueError(
-                f"train.steps = {self.steps}: this run would take {self.tokens:.2g} tokens, more than 64 bits count; "
+                f"train.steps = {self.steps}: this run would train on {self.tokens:.2g} tokens, which exceeds 64 bits; "
                 "lower the steps, seq_len or the batch"
             )
         return self
 
     @property
     def plan(self) -> tuple[StageConfig, ...]:
-        """The stages in their order; of a run without `stages`, the one that this section describes."""
+        """The stages in order; without `stages`, the single stage that this section describes."""
         return self.stages or (self,)
 
     def locate_step(self, step: int) -> tuple[int, int]:
-        """The stage of optimiser step `step`, as an index into `plan`, and the step's number in it, from 1.
+        """Return the stage of optimizer step `step`, as an index into `plan`, and the step's number in it, from 1.
 
-        Step 0, before all others, is of the first stage. Raises ValueError for a step that the run does not have.
+        Step 0, before training, belongs to the first stage. Raise ValueError for a step outside the run.
         """
-        within = step
+        step_in_stage = step
         for index, stage in enumerate(self.plan):
-            if 0 <= within <= stage.steps:
-                return index, within
-            within -= stage.steps
-        raise ValueError(f"step {step} is outside 0..{self.steps}, the optimiser steps of this run")
+            if 0 <= step_in_stage <= stage.steps:
+                return index, step_in_stage
+            step_in_stage -= stage.steps
+        raise ValueError(f"step {step} is outside 0..{self.steps}, the optimizer steps of this run")
 
     def stage_at(self, step: int) -> StageConfig:
         return self.plan[self.locate_step(step)[0]]
 
     @property
     def first_steps(self) -> list[int]:
-        """The first optimiser step of every stage."""
+        """First optimizer step of every stage."""
         return [1 + sum(stage.steps for stage in self.plan[:index]) for index in range(len(self.plan))]
 
     def tokens_until(self, step: int) -> int:
-        """Tokens that the first `step` optimiser steps take."""
-        index, within = self.locate_step(step)
-        before = sum(stage.steps * stage.tokens_per_step for stage in self.plan[:index])
-        return before + within * self.plan[index].tokens_per_step
+        """Return the number of tokens in the first `step` optimizer steps."""
+        index, step_in_stage = self.locate_step(step)
+        tokens_before = sum(stage.steps * stage.tokens_per_step for stage in self.plan[:index])
+        return tokens_before + step_in_stage * self.plan[index].tokens_per_step
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole run."""
+        """Number of tokens of the entire run."""
         return self.tokens_until(self.steps)
 
     def check_ranks(self, n_ranks: int) -> None:
-        """Raises `ConfigError` where so many ranks cannot share the sequences of every step evenly."""
+        """Raise `ConfigError` unless `n_ranks` ranks can share the sequences of every step evenly."""
         for stage in self.plan:
             divide_among_ranks(stage.sequences_per_step, n_ranks)
 
@@ -270,12 +270,12 @@ class TrainConfig(StageConfig):
 
     @property
     def unused_keys(self) -> set[str]:
-        """The keys that this run does not read."""
+        """Keys that this run does not use."""
         return set(StageConfig.model_fields) if self.stages else {"stages"}
 
 
 def divide_among_ranks(n_sequences: int, n_ranks: int) -> int:
-    """How many sequences of a step each rank takes. Raises `ConfigError` where they cannot be shared evenly."""
+    """Return the number of sequences of a step per rank. Raise `ConfigError` if they cannot be shared evenly."""
     if n_sequences % n_ranks:
         raise ConfigError(
             f"a step has {n_sequences} sequences (train.batch_size * train.accumulate_grad_batches), which {n_ranks} "

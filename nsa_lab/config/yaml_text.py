@@ -1,9 +1,9 @@
-"""YAML as configurations are written in it: text, numbers, true and false, null, lists, and mappings from text.
+"""YAML subset of configurations: text, numbers, booleans, null, lists, and mappings with text keys.
 
 Invariants
-* What `write` wrote, `read` reads back as the same value.
-* A key that stands twice, a key that is no text, and what has no place in a configuration (tags, nesting without end) is a
-  `YAMLTextError` of one line, with the line and column.
+* `parse` returns the value that was passed to `dump`.
+* Duplicate keys, keys that are not text, and features without use in a configuration (tags, deep nesting) raise
+  `YAMLTextError` with one line that has the line and column.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ require("yaml")
 import yaml
 
 MAX_DEPTH = 16
-"""Levels of nesting that are read. A configuration has five."""
+"""Maximum nesting that is parsed. A configuration has five levels."""
 TAG_PREFIX = "tag:yaml.org,2002:"
-# Scalars that are no text, each with the characters that it may begin with. YAML 1.1 takes 1e-3 for text, 1:30 for 90 and
-# 0100 for 64; here the first is the number that it is everywhere else, and the others are text, which no number may be.
+# Scalars that are not text, each with the characters that it can start with. YAML 1.1 parses 1e-3 as text, 1:30 as 90 and
+# 0100 as 64. Here, 1e-3 is a number and the other two are text, which a numeric setting rejects.
 SCALAR_PATTERNS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"(?i:yes|no|true|false|on|off)", list("yYnNtTfFoO")),
@@ -38,22 +38,22 @@ DEFAULT_TAGS = tuple(f"{TAG_PREFIX}{kind}" for kind in ("null", "bool", "str", "
 
 
 class YAMLTextError(ValueError):
-    """The text is not YAML, or not what a configuration can hold. One line: where, what was found, and what to do."""
+    """The text is not YAML, or not valid in a configuration. The message is one line: position, problem and remedy."""
 
 
 def parse(text: str) -> Any:
-    """The value that `text` spells; None for an empty one. Raises `YAMLTextError`."""
+    """Return the value of `text`; None if it is empty. Raise `YAMLTextError`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        said = " ".join(filter(None, (error.context, error.problem)))
-        raise _make_error(error.problem_mark, f"not YAML: {said}; quote a value that is meant as text") from None
+        message = " ".join(filter(None, (error.context, error.problem)))
+        raise _make_error(error.problem_mark, f"not YAML: {message}; quote a value that is meant as text") from None
     except yaml.YAMLError as error:
         raise YAMLTextError(f"not YAML: {' '.join(str(error).split())}") from None
 
 
 def dump(value: Any) -> str:
-    """`value` as YAML, keys in their order."""
+    """Return `value` as YAML, with keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
@@ -62,7 +62,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self._depth == MAX_DEPTH:
-            raise _make_error(self.peek_event().start_mark, f"nested deeper than {MAX_DEPTH} levels; no setting is")
+            raise _make_error(self.peek_event().start_mark, f"nested deeper than {MAX_DEPTH} levels; remove some levels")
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -70,40 +70,40 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        # As they are written: a merge brings keys later, and what stands beside it may replace them.
+        keys: set[str] = set()
+        # Check keys as they are written: a merge adds keys later, and explicit keys may replace them.
         for key, _ in node.value:
             if key.tag not in (f"{TAG_PREFIX}str", f"{TAG_PREFIX}merge"):
-                written = key.value if isinstance(key.value, str) else f"a {key.id}"
+                key_text = key.value if isinstance(key.value, str) else f"a {key.id}"
                 raise _make_error(
-                    key.start_mark, f"the key {reprlib.repr(written)} is not text, as the names of settings are"
+                    key.start_mark, f"the key {reprlib.repr(key_text)} is not text; keys are names of settings"
                 )
-            if key.value in seen:
+            if key.value in keys:
                 raise _make_error(
-                    key.start_mark, f"the key {reprlib.repr(key.value)} stands twice; keep one, or join what they hold"
+                    key.start_mark, f"the key {reprlib.repr(key.value)} occurs twice; keep one, or merge their values"
                 )
-            seen.add(key.value)
+            keys.add(key.value)
         return node
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader`, or another reader of YAML, would take for something else."""
+    """Quotes text that `_Loader` or another YAML reader would parse as another type."""
 
 
 def _make_number_constructor(kind: Callable[[str], float]) -> Callable[[Any, Any], float]:
     def construct(loader: _Loader, node: yaml.ScalarNode) -> float:
-        written = loader.construct_scalar(node)
+        number_text = loader.construct_scalar(node)
         try:
-            return kind(written.replace("_", "").lower())
+            return kind(number_text.replace("_", "").lower())
         except ValueError:
-            raise _make_error(node.start_mark, f"{reprlib.repr(written)} is not a number that can be read") from None
+            raise _make_error(node.start_mark, f"{reprlib.repr(number_text)} is not a valid number") from None
 
     return construct
 
 
 def _reject_tag(loader: _Loader, node: yaml.Node) -> None:
     raise _make_error(
-        node.start_mark, f"{node.tag.replace(TAG_PREFIX, '!!')} has no place in a configuration; write it as text"
+        node.start_mark, f"{node.tag.replace(TAG_PREFIX, '!!')} is not allowed in a configuration; write it as text"
     )
 
 
@@ -111,7 +111,7 @@ def _make_error(mark: yaml.Mark | None, problem: str) -> YAMLTextError:
     return YAMLTextError(f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem)
 
 
-# In place of PyYAML's own, which know dates, sets and numbers to the base of 60.
+# Replace PyYAML's resolvers and constructors, which parse dates, sets and sexagesimal numbers.
 _Loader.yaml_implicit_resolvers = {}
 for _kind, (_pattern, _first) in SCALAR_PATTERNS.items():
     _Loader.add_implicit_resolver(f"{TAG_PREFIX}{_kind}", re.compile(f"^(?:{_pattern})$"), _first)

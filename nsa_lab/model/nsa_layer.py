@@ -101,7 +101,7 @@ class NSAttention(nn.Module):
         if x.dtype != weight_dtype and weight_dtype.is_floating_point:
             name = str(weight_dtype).removeprefix("torch.")
             raise ValueError(
-                f"NSAttention: expected x in {weight_dtype}, the dtype of its weights, got {x.dtype}; use x.to(torch.{name})"
+                f"NSAttention: expected x in {weight_dtype}, as its weights, got {x.dtype}; use x.to(torch.{name})"
                 + (", or cast the layer: layer.to(x.dtype)" if x.dtype in SUPPORTED_DTYPES else "")
             )
 
