@@ -148,7 +148,7 @@ def test_values_are_distinct_if_there_are_enough() -> None:
 
 @pytest.mark.parametrize("field", ["{value:.3}", "{value:>9}", "{value!r}", "{value:{name}}", "{value}\ud800"])
 def test_a_statement_contains_the_value_unchanged(field: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.statement = .* (as it is|half a character)"):
+    with pytest.raises(ConfigError, match=r"data.statement = .* (unformatted value|half a character)"):
         RecallConfig(statement=f"\nThe {{name}}: {field}\n")
 
 
@@ -165,9 +165,9 @@ def test_facts_that_do_not_fit_raise(refuses) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"answer_weight": 3.0}, ["data.answer_weight", "not read by data.source = stdlib", "data.source: recall"]),
-        ({"source": "recall", "statement": "{name} {x}"}, ["holds name, x", "{name} and {value}"]),
-        ({"source": "recall", "question": "none"}, ["holds no field", "expected {name}"]),
+        ({"answer_weight": 3.0}, ["data.answer_weight", "not used by data.source = stdlib", "data.source: recall"]),
+        ({"source": "recall", "statement": "{name} {x}"}, ["contains name, x", "{name} and {value}"]),
+        ({"source": "recall", "question": "none"}, ["contains no field", "expected {name}"]),
         ({"source": "recall", "question": "{"}, ["data.question", "brace"]),
     ],
 )

@@ -298,7 +298,7 @@ def test_a_masked_run_inserts_facts_per_document() -> None:
 
 
 def test_incompatible_settings_raise(refuses: Callable[..., str]) -> None:
-    with pytest.raises(ConfigError, match=r"facts would be planted into padding; set data\.documents: mask"):
+    with pytest.raises(ConfigError, match=r"facts would be inserted into padding; set data\.documents: mask"):
         DataConfig(source="recall", packing="best_fit")
     unended = TokenStore([np.arange(100, dtype=np.uint8)])
     refuses(lambda: BestFitPacking(unended, 8, SEP), "no document ends in these tokens", "data.packing: stream")

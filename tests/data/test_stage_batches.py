@@ -135,7 +135,7 @@ def test_a_stage_without_readable_documents_raises() -> None:
         batches(min_document_tokens=251)
     with pytest.raises(ValueError, match="pass the tokenizer's separator"):
         StagedBatches(text(), TrainConfig(stages=STAGES), DataConfig(source="recall", bytes_per_fact=400))
-    with pytest.raises(ConfigError, match=r"train\.planted_share = 0\.4, and data\.source = stdlib plants nothing"):
+    with pytest.raises(ConfigError, match=r"train\.planted_share = 0\.4, but data\.source = stdlib inserts no facts"):
         RunConfig.from_dict({"train": {"stages": STAGES}})
 
 

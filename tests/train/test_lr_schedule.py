@@ -71,7 +71,7 @@ def test_every_stage_has_a_decay_of_its_own() -> None:
         ({"decay_share": 0.0}, ["train.decay_share = 0.0", "greater than 0"]),
         ({"decay_share": 1.5}, ["train.decay_share = 1.5", "less than or equal to 1"]),
         ({"lr_schedule": "wsd", "steps": 10, "warmup_steps": 6, "decay_share": 0.5}, ["5 of 10 steps", "warmup_steps = 6"]),
-        ({"decay_share": 0.3}, ["train.lr_schedule: wsd alone", "cosine"]),
+        ({"decay_share": 0.3}, ["only by train.lr_schedule: wsd", "cosine"]),
         ({"lr_schedule": "linear"}, ["train.lr_schedule = 'linear'", "'wsd'"]),
     ],
 )

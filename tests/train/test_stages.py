@@ -225,7 +225,7 @@ def test_the_plan_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     ("train", "words"),
     [
-        ({"stages": STAGES, "seq_len": 64}, ["train.stages beside train.seq_len", "move the keys"]),
+        ({"stages": STAGES, "seq_len": 64}, ["train.stages and train.seq_len", "move the keys"]),
         ({"stages": STAGES, "steps": 12, "lr": 1.0}, ["train.lr, train.steps"]),
         ({"stages": [{"steps": 3, "lr": 1e-3}]}, ["train.stages.0 has no seq_len, batch_size"]),
         ({"stages": [STAGES[0], {**STAGES[1], "warmup_steps": 7}]}, ["train.stages.1.warmup_steps = 7", "at most 2"]),
@@ -233,10 +233,10 @@ def test_the_plan_of_a_staged_run(staged: Callable[..., dict[str, Any]]) -> None
         ({"stages": 5}, ["train.stages = 5"]),
         ({"rope_theta": 5e5}, ["train.rope_theta = 500000", "model.rope_theta: 500000"]),
         ({"cuda_graph": False}, ["train.cuda_graph = false", "runtime.cuda_graph: false"]),
-        ({"token_budget": 9999, "steps": 2}, ["train.token_budget = 9999 beside train.steps = 2", "keep one"]),
-        ({"token_budget": 2047}, ["does not pay for a step of 2048 tokens"]),
-        ({"stages": [{**STAGES[0], "token_budget": 9999}]}, ["train.stages.0", "token_budget = 9999 beside", "keep one"]),
-        ({"stages": STAGES, "token_budget": 9999}, ["train.stages beside train.steps, train.token_budget"]),
+        ({"token_budget": 9999, "steps": 2}, ["train.token_budget = 9999 and train.steps = 2", "keep one"]),
+        ({"token_budget": 2047}, ["less than one step of 2048 tokens"]),
+        ({"stages": [{**STAGES[0], "token_budget": 9999}]}, ["train.stages.0", "token_budget = 9999 and", "keep one"]),
+        ({"stages": STAGES, "token_budget": 9999}, ["train.stages and train.steps, train.token_budget"]),
     ],
 )
 def test_stages_that_cannot_be_teach(train: dict[str, Any], words: list[str]) -> None:
