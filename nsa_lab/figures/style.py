@@ -49,6 +49,8 @@ def stack_panels(figure: Figure, n_panels: int, columns: int = 1) -> list[Axes]:
     grid = figure.subplots(-(-n_panels // columns), columns, sharey=True, squeeze=False).flatten()
     for axes in grid[n_panels:]:
         axes.set_axis_off()
+    for axes in grid[:n_panels]:
+        axes.tick_params(labelleft=True)
     return list(grid[:n_panels])
 
 

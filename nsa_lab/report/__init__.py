@@ -202,7 +202,7 @@ def _prepare_output(output: NotebookNode, formulas: Formulas, heading: str) -> b
         return True
     data = output.data
     if "image/svg+xml" in data:
-        # As an image, the SVG cannot run scripts.
+        # An SVG in an <img> cannot run scripts.
         encoded = base64.b64encode("".join(data.pop("image/svg+xml")).encode()).decode()
         alt = html.escape(f"Figure of the section “{heading}”")
         data["text/html"] = f'<img alt="{alt}" src="data:image/svg+xml;base64,{encoded}">'

@@ -143,7 +143,7 @@ def build_comparison_rows(runs: list[dict[str, Any]], has_different_texts: bool 
     """Return table rows of several runs: a name, the value of each run, and the difference of each run from the first.
 
     A value that a run has not recorded is a dash. With `has_different_texts`, the runs were evaluated on different texts:
-    the row of the validation loss says so and has no difference.
+    the row of the validation loss states this and has no difference.
     """
     columns = [
         {"verdict": run["headline"].partition(":")[0], **dict(run["facts"]), **run["different_settings"]} for run in runs

@@ -1,6 +1,6 @@
 """Write `index.html` of an outputs folder: all runs, newest first, with links to their reports.
 
-The page is one file and loads nothing. Verdicts are those of the last report of each run. They are not computed again,
+The page is one file and loads nothing. Verdicts come from the last report of each run. They are not computed again,
 because that reads whole checkpoints.
 """
 

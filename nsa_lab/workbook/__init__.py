@@ -1,4 +1,4 @@
-"""What the notebooks call: explorers, live views, samples, tables, and the runner that executes a notebook headlessly."""
+"""Functions that the notebooks call: explorers, live views, samples and tables."""
 
 from nsa_lab.config.optional_deps import require
 

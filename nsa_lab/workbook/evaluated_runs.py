@@ -1,6 +1,6 @@
-"""Evaluated runs side by side, as notebook 08 shows them: read from what the runs recorded, nothing computed anew.
+"""Views of evaluated runs for notebook 08, read from the records of the runs. Nothing is computed again.
 
-A notebook of the project can be opened where no such run was made yet; every view then says so, and how to make one.
+If there are no such runs yet, every view prints the reason and how to make one.
 """
 
 from __future__ import annotations
@@ -25,62 +25,72 @@ from nsa_lab.workbook.display import show_figure
 
 @dataclass(frozen=True)
 class EvaluatedModels:
-    """Models, each with its seeds, beside `found.baseline`; without `found` there are no runs, as `missing` says."""
+    """Models with their seeds, and their comparison with a baseline.
+
+    `comparison` is None if there are no runs; `reason` is then the explanation.
+    """
 
     models: list[ModelRuns]
     comparison: ModelComparison | None
     reason: str = ""
 
     def show_costs(self) -> None:
-        """Sizes, tokens, seconds and speeds."""
-        if found := self._get_comparison():
-            display(Markdown(tables.format_costs(found)))
+        """Show model sizes, tokens, training time and throughput."""
+        if comparison := self._get_comparison():
+            display(Markdown(tables.format_costs(comparison)))
 
     def show_needles(self, tasks: Sequence[str] = ("needle", "multi_key", "multi_query")) -> None:
-        """What was found, by task and length; and by depth, drawn for those of `tasks` that were asked."""
-        if not (found := self._get_comparison()):
+        """Show the facts found by task and length, and a plot by depth of those of `tasks` that were evaluated."""
+        if not (comparison := self._get_comparison()):
             return
-        display(Markdown(tables.format_needles(found) or "No run was asked for facts."))
+        display(Markdown(tables.format_needles(comparison) or "No run was evaluated on facts."))
         cells = {
-            model.name: [cell for one in model.evaluated.values() for cell in one.get("retrieval", [])]
+            model.name: [cell for evaluation in model.evaluated.values() for cell in evaluation.get("retrieval", [])]
             for model in self.models
             if model.evaluated
         }
-        if asked := [task for task in tasks if any(cell["task"] == task for own in cells.values() for cell in own)]:
-            show_figure(figures.plot_retrieval_grid(cells, asked))
+        if evaluated_tasks := [
+            task for task in tasks if any(cell["task"] == task for model_cells in cells.values() for cell in model_cells)
+        ]:
+            show_figure(figures.plot_retrieval_grid(cells, evaluated_tasks))
 
     def show_text(self, name: str, target: float | None = None) -> None:
-        """Loss in one text, and what each model loses to the baseline; drawn, with `bar` as a level, where it was read
-        by position."""
-        if not (found := self._get_comparison()):
+        """Show the loss on one text and the difference of each model from the baseline.
+
+        If the text was evaluated by position, plot the difference, with a line at `target`.
+        """
+        if not (comparison := self._get_comparison()):
             return
         display(
-            Markdown(tables.format_texts(found, name) or f"No two of these models read the text {name!r} in the same cut.")
+            Markdown(
+                tables.format_texts(comparison, name)
+                or f"No two of these models were evaluated on the text {name!r} in the same windows."
+            )
         )
-        for text in found.texts:
+        for text in comparison.texts:
             if text.text == name and figures.get_position_ranges(text):
                 show_figure(figures.plot_difference_by_position(text, target))
 
     def show_training_time(self) -> None:
-        """Validation over tokens and over seconds of optimiser steps."""
+        """Plot validation loss against tokens and against step time (optimizer steps only)."""
         if not self._get_comparison():
             return
         runs = [run.history for model in self.models for run in model.runs.values()]
         if have_different_eval_texts(runs):
-            print("these runs validate on other texts, or at other lengths: not drawn beside each other")
+            print("not plotted: these runs were validated on different texts or at different lengths")
             return
         curves = [compute_curve(model.name, [run.history for run in model.runs.values()]) for model in self.models]
         show_figure(plot_sweep(curves, title="Validation while training"))
 
     def show_ablations(self) -> None:
-        """What becomes of needles and text when blocks are replaced, or a branch is silent."""
-        if found := self._get_comparison():
-            display(Markdown(tables.format_ablations(found) or "No run was asked with other blocks."))
+        """Show needles and text with replaced blocks, or with a branch disabled."""
+        if comparison := self._get_comparison():
+            display(Markdown(tables.format_ablations(comparison) or "No run was evaluated with other blocks."))
 
     def show_excluded(self) -> None:
-        """What the tables do not hold, or not alike, with reasons."""
-        if found := self._get_comparison():
-            display(Markdown(tables.format_not_compared(found)))
+        """Show what the tables omit or compare only in part, with reasons."""
+        if comparison := self._get_comparison():
+            display(Markdown(tables.format_not_compared(comparison)))
 
     def _get_comparison(self) -> ModelComparison | None:
         if self.comparison is None:
@@ -89,17 +99,18 @@ class EvaluatedModels:
 
 
 def load_evaluated_models(runs: Sequence[str], baseline: str | None = None, outputs: str = "") -> EvaluatedModels:
-    """The runs that `runs` name (folders, ids or patterns, as `nsa-lab compare` has them), beside the model `against`.
+    """Load the evaluated runs that `runs` names (directories, ids or patterns, as in `nsa-lab compare`).
 
-    Of `runs` those that name none are left out, with a line; raises ConfigError for runs that cannot be compared.
+    They are compared with the model `baseline`. A name that matches no run is skipped with a note. Raises ConfigError if
+    the runs cannot be compared.
     """
-    folder, notes, paths = resolve.get_outputs_dir(Path(outputs) if outputs else None), list[str](), list[Path]()
+    folder, notes, run_dirs = resolve.get_outputs_dir(Path(outputs) if outputs else None), list[str](), list[Path]()
     for run in runs:
         try:
-            paths += resolve.find_runs(run, folder)
+            run_dirs += resolve.find_runs(run, folder)
         except RunDirectoryError as error:
             notes.append(str(error))
-    models = group_runs(paths, {}, notes.append)
+    models = group_runs(run_dirs, {}, notes.append)
     if not models:
         return EvaluatedModels([], None, "; ".join(notes))
     return EvaluatedModels(models, compare_models(models, find_baseline(models, baseline), notes))

@@ -1,12 +1,15 @@
-"""Every backend against the definition in float64: errors of outputs and gradients, part by part, and what cannot run here.
+"""Compare every backend with the float64 definition: errors of outputs and gradients, part by part.
 
-A row compares a backend with `reference` on the same numbers, widened. What it may err:
+Each comparison runs a backend and `reference` on the same numbers, widened to float64 for `reference`. The allowed errors
+are:
 
-* half precision: twice (output) and three times (gradients) what the same mathematics errs when written plainly in that
-  dtype, as relative norms and never less than one rounding each: the rule of the benchmark and of the kernels' tests.
-* float32: outputs 1e-5, the largest difference. Gradients as in half precision, but never less than `LEAST_FLOAT32`.
-* float64: 1e-10, the largest difference, outputs and gradients.
-* choices of blocks: sets, of which float64 may differ in none, other dtypes where the definition's own rounding does.
+* Half precision: 2 times (output) and 3 times (gradients) the error of the same mathematics written plainly in that
+  dtype, as relative norms, and at least one rounding error. The benchmark and the kernel tests use the same rule.
+* float32: 1e-5 for outputs, as the largest difference. Gradients as in half precision, but at least
+  `MIN_ALLOWED_FLOAT32`.
+* float64: 1e-10 for outputs and gradients, as the largest difference.
+* Selected blocks, compared as sets: no difference in float64; in other dtypes about as many as the definition has in that
+  dtype.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ from nsa_lab.bench.attention_parity import GRADIENT_FACTOR, OUTPUT_FACTOR, compu
 from nsa_lab.config import NSAConfig
 from nsa_lab.workbook.examples import make_random_example
 
-# Largest difference from float64 that an output may have, its size being about 1.
+# Largest allowed difference of an output from float64. Outputs are of size about 1.
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
-# Relative error that a float32 gradient may have whatever plain float32 errs. The gradient of a query with one key is
-# exactly 0, which a plain softmax finds; a kernel that keeps no probabilities subtracts two equal sums, and is left with
-# their rounding: at T = 1 and width 64 up to 1e-6, where three roundings of 1 are 3.6e-7.
+# Relative error that is always allowed for a float32 gradient. The gradient of a query with one key is exactly 0, which a
+# plain softmax computes exactly. A kernel that does not store the probabilities subtracts two equal sums, and their
+# rounding error remains: up to 1e-6 at T = 1 and head_dim 64, while three rounding errors of 1 are 3.6e-7.
 MIN_ALLOWED_FLOAT32 = 5e-6
-MAX_DIFFERING_FRACTION = 1e-3  # share of the queries that may choose other blocks where scores are equal but for rounding
+MAX_DIFFERING_FRACTION = 1e-3  # of the queries, whose scores are equal up to rounding
 BACKENDS = ("torch", "triton", "flash")
 PARTS = ("compressed", "selection", "selected", "window", "whole")
 INPUT_NAMES = ("q", "k_cmp", "v_cmp", "k", "v", "gates")
@@ -46,8 +49,7 @@ INPUT_NAMES = ("q", "k_cmp", "v_cmp", "k", "v", "gates")
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One test case: q [1, T, H, D], keys and values after compression, gates, the gradient of the output that comes in
-    from above, and the blocks to read."""
+    """One test case: q [1, T, H, D], compressed keys and values, gates, the output gradient, and the blocks to read."""
 
     q: Tensor
     k_cmp: Tensor
@@ -66,7 +68,7 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class ErrorCheck:
-    """An error beside the one that is allowed, both in the same measure; `of` names what errs."""
+    """An error and its limit in the same measure. `quantity` names the tensor."""
 
     quantity: str
     error: float
@@ -74,11 +76,11 @@ class ErrorCheck:
 
     @property
     def fraction_of_allowed(self) -> float:
-        """The error in units of what is allowed: at most 1 is ok, and what is not a number is infinitely wrong."""
+        """Return the error divided by its limit. At most 1 is ok; NaN counts as infinite."""
         if self.error == 0:
             return 0.0
-        share = self.error / self.allowed if self.allowed else math.inf
-        return math.inf if math.isnan(share) else share
+        fraction = self.error / self.allowed if self.allowed else math.inf
+        return math.inf if math.isnan(fraction) else fraction
 
     @property
     def ok(self) -> bool:
@@ -87,7 +89,7 @@ class ErrorCheck:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One backend, part, length and dtype: its output (for `selection`, the choice) and the worst of its gradients."""
+    """Results of one backend, part, length and dtype: its output (for `selection`, the blocks) and its worst gradient."""
 
     part: str
     backend: str
@@ -102,7 +104,7 @@ class Comparison:
 
 
 def find_usable_backends(device: str, dtype: torch.dtype, nsa: NSAConfig) -> tuple[list[str], dict[str, str]]:
-    """The backends that can run here, and for the others the reason with its remedy."""
+    """Return the backends that can run here, and for the others the reason and the remedy."""
     names, reasons = [], {}
     for backend in BACKENDS:
         try:
@@ -114,15 +116,16 @@ def find_usable_backends(device: str, dtype: torch.dtype, nsa: NSAConfig) -> tup
 
 
 def describe_backends(device: str, dtypes: list[torch.dtype], nsa: NSAConfig) -> str:
-    """The device, what can run on it in which dtypes, and each reason of what cannot, once."""
+    """Describe the device, the backends for each dtype, and once per reason why a backend cannot run."""
     lines = [f"device: {torch.cuda.get_device_name() if device == 'cuda' else device}"]
-    missing: dict[str, list[str]] = {}
+    dtypes_by_reason: dict[str, list[str]] = {}
     for dtype in dtypes:
         names, reasons = find_usable_backends(device, dtype, nsa)
         lines.append(f"{_dtype_name(dtype):<9} {', '.join(names)}")
         for reason in reasons.values():
-            missing.setdefault(reason, []).append(_dtype_name(dtype))
-    return "\n".join(lines + [f"not in {', '.join(named)}: {reason}" for reason, named in missing.items()])
+            dtypes_by_reason.setdefault(reason, []).append(_dtype_name(dtype))
+    lines += [f"not in {', '.join(names)}: {reason}" for reason, names in dtypes_by_reason.items()]
+    return "\n".join(lines)
 
 
 def compare_backends(
@@ -135,25 +138,25 @@ def compare_backends(
     groups: int = 2,
     head_dim: int = 64,
 ) -> Iterator[Comparison]:
-    """A row for each part, usable backend, length and dtype, as they are computed."""
+    """Yield a comparison for each part, usable backend, length and dtype."""
     for dtype in dtypes:
         backends, _ = find_usable_backends(device, dtype, nsa)
         for length in lengths:
             case = _make_case(length, nsa, dtype, device, heads, groups, head_dim)
             for part in PARTS:
-                truth = _compute_part(part, "reference", _cast_case(case, torch.float64))
-                rough = _compute_plain_baseline(part, case)
+                expected = _compute_part(part, "reference", _cast_case(case, torch.float64))
+                plain_results = _compute_plain_baseline(part, case)
                 for backend in backends:
                     if backend == "flash" and part != "window":
                         continue
-                    output, gradient = _check_part(part, dtype, _compute_part(part, backend, case), truth, rough)
+                    output, gradient = _check_part(part, dtype, _compute_part(part, backend, case), expected, plain_results)
                     yield Comparison(part, backend, length, _dtype_name(dtype), output, gradient)
 
 
 def format_table(rows: list[Comparison]) -> str:
-    """The rows as aligned text, with a verdict each."""
+    """Format the comparisons as aligned text, with `ok` or `TOO LARGE`."""
     lines = [
-        f"{'part':<11} {'backend':<8} {'T':>6} {'dtype':<9} {'error':>8} {'allowed':>8}  {'gradient':>8} {'allowed':>8}  of"
+        f"{'part':<11} {'backend':<8} {'T':>6} {'dtype':<9} {'error':>8} {'limit':>8}  {'gradient':>8} {'limit':>8}  tensor"
     ]
     for row in rows:
         gradient = (
@@ -167,32 +170,32 @@ def format_table(rows: list[Comparison]) -> str:
 
 
 def compute_worst_fractions(rows: list[Comparison], dtype: torch.dtype) -> list[tuple[str, str, float]]:
-    """Over all lengths, the largest share of the allowed error, as (what of which part, backend, share)."""
+    """Return the largest fraction of the allowed error over all lengths, as (part and quantity, backend, fraction)."""
     worst: dict[tuple[str, str], float] = {}
     for row in rows:
         if row.dtype == _dtype_name(dtype):
-            for what, judged in (("output" if row.gradient else "choice", row.output), ("gradients", row.gradient)):
-                if judged is not None:
-                    key = (f"{row.part}, {what}", row.backend)
-                    worst[key] = max(worst.get(key, 0.0), judged.fraction_of_allowed)
-    return [(what, backend, share) for (what, backend), share in worst.items()]
+            for quantity, check in (("output" if row.gradient else "blocks", row.output), ("gradients", row.gradient)):
+                if check is not None:
+                    key = (f"{row.part}, {quantity}", row.backend)
+                    worst[key] = max(worst.get(key, 0.0), check.fraction_of_allowed)
+    return [(quantity, backend, fraction) for (quantity, backend), fraction in worst.items()]
 
 
 def _make_case(
     length: int, nsa: NSAConfig, dtype: torch.dtype, device: str, heads: int, groups: int, head_dim: int
 ) -> ParityCase:
-    """Normal numbers, rounded to `dtype` first: every implementation gets the same ones."""
+    """Return normal random numbers, rounded to `dtype` first, so that every implementation gets the same ones."""
     x = make_random_example(length, heads=heads, groups=groups, head_dim=head_dim, seed=length, dtype=dtype)
     generator = torch.Generator().manual_seed(length + 1)
     gates = torch.rand(1, length, heads, 3, generator=generator, dtype=torch.float64).to(dtype)
     q, k_cmp, v_cmp = x.q, reference.compress(x.k_cmp, nsa), reference.compress(x.v_cmp, nsa)
     _, lse = reference.compressed_attention(q.double(), k_cmp.double(), v_cmp.double(), nsa)
-    # The choice that every backend's selected branch is given: of the rounded keys, made in float64.
+    # Every backend's selected branch gets the same blocks, selected in float64 from the rounded keys.
     blocks = reference.select_blocks(q.double(), k_cmp.double(), lse, nsa)
     lse = lse if dtype == torch.float64 else lse.float()
     d_out = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(dtype)
-    on = [part.to(device) for part in (q, k_cmp, v_cmp, x.k_sel, x.v_sel, gates, d_out, lse, blocks)]
-    return ParityCase(*on, nsa=nsa)
+    tensors = [part.to(device) for part in (q, k_cmp, v_cmp, x.k_sel, x.v_sel, gates, d_out, lse, blocks)]
+    return ParityCase(*tensors, nsa=nsa)
 
 
 def _cast_case(case: ParityCase, dtype: torch.dtype) -> ParityCase:
@@ -201,10 +204,10 @@ def _cast_case(case: ParityCase, dtype: torch.dtype) -> ParityCase:
 
 
 def _compute_part(part: str, backend: str, case: ParityCase) -> dict[str, Tensor]:
-    """The part's output and the gradients of all that it depends on, by name; the choice alone for `selection`."""
+    """Return the part's output and the gradients of all its inputs, by name. For `selection`, only the blocks."""
     n = case.nsa
     if part == "selection":
-        return {"choice": select_blocks(case.q, case.k_cmp, case.lse, n, backend=backend)}
+        return {"blocks": select_blocks(case.q, case.k_cmp, case.lse, n, backend=backend)}
     q, k_cmp, v_cmp, k, v, gates = leaves = [leaf.detach().requires_grad_() for leaf in case.list_leaves()]
     if part == "compressed":
         out, _ = compressed_attention(q, k_cmp, v_cmp, n, backend=backend)
@@ -218,7 +221,7 @@ def _compute_part(part: str, backend: str, case: ParityCase) -> dict[str, Tensor
 
 
 def _compute_plain_baseline(part: str, case: ParityCase) -> dict[str, Tensor]:
-    """The yardstick: the part in plain arithmetic of the case's dtype; for the choice, the definition in it."""
+    """Return the part in plain arithmetic of the case's dtype. For `selection`, the definition in that dtype."""
     if part == "selection":
         return _compute_part(part, "reference", case)
     q, k_cmp, v_cmp, k, v, gates = leaves = [leaf.detach().requires_grad_() for leaf in case.list_leaves()]
@@ -228,41 +231,45 @@ def _compute_plain_baseline(part: str, case: ParityCase) -> dict[str, Tensor]:
 
 def _add_gradients(out: Tensor, leaves: list[Tensor], case: ParityCase) -> dict[str, Tensor]:
     grads = torch.autograd.grad(out, leaves, case.d_out, allow_unused=True)
-    named = zip(INPUT_NAMES, grads, strict=True)
-    return {"output": out.detach(), **{f"d{name}": grad for name, grad in named if grad is not None}}
+    pairs = zip(INPUT_NAMES, grads, strict=True)
+    return {"output": out.detach(), **{f"d{name}": grad for name, grad in pairs if grad is not None}}
 
 
 def _check_part(
     part: str, dtype: torch.dtype, results: dict[str, Tensor], expected: dict[str, Tensor], plain_results: dict[str, Tensor]
 ) -> tuple[ErrorCheck, ErrorCheck | None]:
-    """The output, or the choice, and the gradient that comes nearest to what it is allowed, or goes farthest beyond it."""
+    """Return the check of the output or of the blocks, and of the gradient with the largest fraction of its limit."""
     if part == "selection":
-        share, baseline = (_differing_fraction(blocks["choice"], expected["choice"]) for blocks in (results, plain_results))
-        # Scores that are equal but for rounding may swap; the definition's own rounding shows how often.
+        fraction, baseline = (
+            _differing_fraction(blocks["blocks"], expected["blocks"]) for blocks in (results, plain_results)
+        )
+        # Scores that are equal up to rounding may swap. The definition in the same dtype shows how often.
         return ErrorCheck(
-            "choice", share, 0.0 if dtype == torch.float64 else max(2 * baseline, MAX_DIFFERING_FRACTION)
+            "blocks", fraction, 0.0 if dtype == torch.float64 else max(2 * baseline, MAX_DIFFERING_FRACTION)
         ), None
     if results.keys() != expected.keys():
-        raise RuntimeError(f"{part}: gradients of {', '.join(expected)} expected, and those of {', '.join(results)} came")
-    judged = [_check_tensor(name, dtype, results[name], expected[name], plain_results[name]) for name in expected]
-    return judged[0], max(judged[1:], key=lambda one: one.fraction_of_allowed)
+        raise RuntimeError(f"{part}: expected gradients of {', '.join(expected)}, got {', '.join(results)}")
+    checks = [_check_tensor(name, dtype, results[name], expected[name], plain_results[name]) for name in expected]
+    return checks[0], max(checks[1:], key=lambda check: check.fraction_of_allowed)
 
 
 def _check_tensor(name: str, dtype: torch.dtype, result: Tensor, expected: Tensor, plain_result: Tensor) -> ErrorCheck:
-    output = name == "output"
-    if dtype == torch.float64 or (dtype == torch.float32 and output):
+    is_output = name == "output"
+    if dtype == torch.float64 or (dtype == torch.float32 and is_output):
         return ErrorCheck(name, float((result.double() - expected).abs().max()) if result.numel() else 0.0, LIMITS[dtype])
-    error, allowed = compute_error_and_limit(result, expected, plain_result, OUTPUT_FACTOR if output else GRADIENT_FACTOR)
+    error, allowed = compute_error_and_limit(
+        result, expected, plain_result, OUTPUT_FACTOR if is_output else GRADIENT_FACTOR
+    )
     return ErrorCheck(name, error, max(allowed, MIN_ALLOWED_FLOAT32) if dtype == torch.float32 else allowed)
 
 
 def _differing_fraction(blocks: Tensor, expected: Tensor) -> float:
-    """Share of queries and groups whose chosen sets differ; both are ascending, so equal sets are equal rows."""
+    """Return the fraction of queries and groups whose sets differ. Both are ascending, so equal sets are equal rows."""
     return float((blocks != expected).any(-1).double().mean())
 
 
-def _format_errors(judged: ErrorCheck) -> str:
-    return f"{judged.error:>8.1e} {judged.allowed:>8.1e}"
+def _format_errors(check: ErrorCheck) -> str:
+    return f"{check.error:>8.1e} {check.allowed:>8.1e}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

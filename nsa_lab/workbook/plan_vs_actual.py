@@ -1,4 +1,4 @@
-"""A run's plan beside what happened: worked out again from the configuration, which is all that a plan needs."""
+"""Compare the plan of a run with what happened. The plan is computed again from the configuration."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from nsa_lab.runs.summary import format_duration, format_size, format_training_t
 from nsa_lab.train.estimate import ResourceEstimate, compare_with_measured, estimate_resources
 
 QUANTITIES = {
-    "memory_bytes": ("memory at the peak", format_size),
-    "hours": ("time of the steps alone, at the median speed", lambda hours: format_duration(3600 * hours)),
+    "memory_bytes": ("peak memory", format_size),
+    "hours": ("step time, at the median throughput", lambda hours: format_duration(3600 * hours)),
 }
-# The two are no measure of each other, and a reader who divides them should know why.
-CPU_NOTE = "planned are tensors alone, measured is the whole process, with Python and torch"
+# The two numbers measure different things, and a reader who divides them should know why.
+CPU_NOTE = "the plan counts tensors only; the measured value is the whole process, with Python and torch"
 
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """A plan, the run that followed it, and the verdicts on how well it foresaw memory and time."""
+    """The plan of a run, its comparison with the record, and checks of the planned memory and time."""
 
     plan: ResourceEstimate
     lines: list[str]
@@ -30,26 +30,27 @@ class PlanComparison:
 
 
 def compare_plan_with_run(history: History, tokens_per_s: float | None = None, limits: Limits = LIMITS) -> PlanComparison:
-    """What was planned and what the record says.
+    """Return the plan of a run and what its record says.
 
-    `tokens_per_s` is the speed that was reckoned with, by default what preflight measured before the first step, else the
-    throughput gate of the configuration; without any of them no time was planned.
+    `tokens_per_s` is the planned throughput: by default what preflight measured before the first step, otherwise the
+    minimum throughput in the configuration. Without any of these, no time was planned.
     """
-    begin = next(iter(history.events_of_kind("start", "resume")), {})
-    planned = estimate_resources(history.config, tokens_per_s or _read_preflight_speed(history), begin.get("ranks", 1))
-    measured = {name: (expected, found) for name, expected, found, _ in compare_with_measured(planned, history.steps)}
+    start_event = next(iter(history.events_of_kind("start", "resume")), {})
+    plan = estimate_resources(history.config, tokens_per_s or _read_preflight_speed(history), start_event.get("ranks", 1))
+    measured = {name: (expected, actual) for name, expected, actual, _ in compare_with_measured(plan, history.steps)}
     lines = [
-        f"{QUANTITIES[name][0]}: planned {QUANTITIES[name][1](expected)}, measured {QUANTITIES[name][1](found)}, "
-        f"ratio {found / expected:.2f}"
-        for name, (expected, found) in measured.items()
+        f"{QUANTITIES[name][0]}: planned {QUANTITIES[name][1](expected)}, measured {QUANTITIES[name][1](actual)}, "
+        f"ratio {actual / expected:.2f}"
+        for name, (expected, actual) in measured.items()
     ]
-    if begin.get("device") == "cpu":
+    if start_event.get("device") == "cpu":
         lines = [f"{line}; {CPU_NOTE}" if line.startswith(QUANTITIES["memory_bytes"][0]) else line for line in lines]
-    told = begin.get("params")
-    lines.append(f"parameters: planned {planned.params:,}, trained {'not recorded' if told is None else f'{told:,}'}")
+    recorded_params = start_event.get("params")
+    trained = "not recorded" if recorded_params is None else f"{recorded_params:,}"
+    lines.append(f"parameters: planned {plan.params:,}, trained {trained}")
     peak = measured.get("memory_bytes", (0.0, None))[1]
     return PlanComparison(
-        planned, lines, [_check_memory(planned, peak, begin.get("device"), limits), _check_time(planned, history, limits)]
+        plan, lines, [_check_memory(plan, peak, start_event.get("device"), limits), _check_time(plan, history, limits)]
     )
 
 
@@ -58,41 +59,41 @@ def _read_preflight_speed(history: History) -> float | None:
     return next(filter(None, speeds), None)
 
 
-def _check_memory(planned: ResourceEstimate, peak: float | None, device: str | None, limits: Limits) -> Verdict:
+def _check_memory(plan: ResourceEstimate, peak: float | None, device: str | None, limits: Limits) -> Verdict:
     if peak is None or device in (None, "cpu"):
-        unknown = peak is None or device is None
-        why = "not recorded" if unknown else "the plan counts tensors, and a run on a CPU records the whole process"
-        return Verdict("memory as planned", None, None, limits.plan_memory, why)
-    off = peak / planned.memory_bytes - 1
+        is_unknown = peak is None or device is None
+        reason = "not recorded" if is_unknown else "the plan counts tensors, and a run on a CPU records the whole process"
+        return Verdict("memory as planned", None, None, limits.plan_memory, reason)
+    deviation = peak / plan.memory_bytes - 1
     return Verdict(
         "memory as planned",
-        abs(off) <= limits.plan_memory,
-        off,
+        abs(deviation) <= limits.plan_memory,
+        deviation,
         limits.plan_memory,
-        f"{format_size(peak)} at the peak, {format_size(planned.memory_bytes)} planned: {off:+.1%} "
-        f"(within {limits.plan_memory:.0%} asked)",
+        f"{format_size(peak)} at the peak, {format_size(plan.memory_bytes)} planned: {deviation:+.1%} "
+        f"(limit {limits.plan_memory:.0%})",
     )
 
 
-def _check_time(planned: ResourceEstimate, history: History, limits: Limits) -> Verdict:
-    """All attempts on the clock: evaluation, saves, compilation and steps done twice are part of what a run takes."""
-    known = collect_facts(history)
-    took_s = known.wall_s
-    if planned.hours is None or took_s is None or not history.is_done:
-        why = (
+def _check_time(plan: ResourceEstimate, history: History, limits: Limits) -> Verdict:
+    """Check the total time of all attempts, including evaluation, checkpoints, compilation and repeated steps."""
+    facts = collect_facts(history)
+    wall_s = facts.wall_s
+    if plan.hours is None or wall_s is None or not history.is_done:
+        reason = (
             "not recorded"
-            if took_s is None
-            else "the plan named no speed"
-            if planned.hours is None
-            else f"step {history.last_step:,} of {planned.steps:,}: not finished"
+            if wall_s is None
+            else "the plan has no throughput"
+            if plan.hours is None
+            else f"step {history.last_step:,} of {plan.steps:,}: not finished"
         )
-        return Verdict("time as planned", None, None, limits.plan_time, why)
-    off = took_s / 3600 / planned.hours - 1
+        return Verdict("time as planned", None, None, limits.plan_time, reason)
+    deviation = wall_s / 3600 / plan.hours - 1
     return Verdict(
         "time as planned",
-        abs(off) <= limits.plan_time,
-        off,
+        abs(deviation) <= limits.plan_time,
+        deviation,
         limits.plan_time,
-        f"{format_training_time(known)}; {format_duration(3600 * planned.hours)} planned at {planned.tokens_per_s:,.0f} tokens/s: "
-        f"{off:+.1%} (within {limits.plan_time:.0%} asked)",
+        f"{format_training_time(facts)}; {format_duration(3600 * plan.hours)} planned at {plan.tokens_per_s:,.0f} "
+        f"tokens/s: {deviation:+.1%} (limit {limits.plan_time:.0%})",
     )

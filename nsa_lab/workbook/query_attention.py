@@ -1,6 +1,6 @@
-"""What one query reads: the keys of each branch and the weight it gives them, by the definition's own formulas.
+"""Compute what one query attends to: the keys of each branch and their weights, by the formulas of the definition.
 
-One row of the attention matrices is formed, so this is cheap at any length. The tests hold it against `reference`.
+Only one row of each attention matrix is computed, so this is cheap at any length. Tests compare it with `reference`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nsa_lab.workbook.examples import Example
 
 
 def compute_reads(example: Example, nsa: NSAConfig, position: int, group: int = 0) -> AttentionReads:
-    """The reads of one query. Raises IndexError for a position or group that the example does not have."""
+    """Return the attention of one query. Raises IndexError for a position or group that the example does not have."""
     if not (0 <= position < example.length and 0 <= group < example.groups):
         raise IndexError(
             f"position {position}, group {group}: the example has positions 0 to {example.length - 1} "
@@ -25,21 +25,22 @@ def compute_reads(example: Example, nsa: NSAConfig, position: int, group: int = 
     heads = example.q.shape[2] // example.groups
     q = example.q[0, position, group * heads : (group + 1) * heads]  # [h, D]
     t = torch.tensor(position)
-    visible = int(geometry.visible_compressed(t, nsa))
-    p_cmp = p_choice = _softmax(q, reference.compress(example.k_cmp[:, : position + 1], nsa)[0, :visible, group])
-    chooser = nsa
+    n_visible = int(geometry.visible_compressed(t, nsa))
+    p_cmp = p_selection = _softmax(q, reference.compress(example.k_cmp[:, : position + 1], nsa)[0, :n_visible, group])
+    scoring_nsa = nsa
     if example.indexer_scoring:
-        q_index, k_index, chooser = example.indexer_scoring
-        chooser = chooser.model_copy(update={"l_sel": nsa.l_sel})  # its keys stay, whatever is chosen by them
-        visible = int(geometry.visible_compressed(t, chooser))
-        p_choice = _softmax(q_index[0, position, group][None], k_index[0, :visible, group])
+        q_index, k_index, scoring_nsa = example.indexer_scoring
+        # The compression of the indexer's keys does not change with the block sizes of the branches.
+        scoring_nsa = scoring_nsa.model_copy(update={"l_sel": nsa.l_sel})
+        n_visible = int(geometry.visible_compressed(t, scoring_nsa))
+        p_selection = _softmax(q_index[0, position, group][None], k_index[0, :n_visible, group])
 
-    begun = geometry.num_selection(position + 1, nsa)
-    carry = geometry.overlap(visible, begun, chooser, dtype=p_cmp.dtype)
-    importance = (p_choice.sum(0) @ carry).float()
-    chosen = reference.select_by_importance(importance[None, None, None], nsa, first=position)[0, 0, 0]
-    blocks = [int(block) for block in chosen if block >= 0]
-    forced = geometry.forced_blocks(t, begun, nsa).nonzero().flatten().tolist()
+    n_candidates = geometry.num_selection(position + 1, nsa)
+    overlap = geometry.overlap(n_visible, n_candidates, scoring_nsa, dtype=p_cmp.dtype)
+    importance = (p_selection.sum(0) @ overlap).float()
+    selected = reference.select_by_importance(importance[None, None, None], nsa, first=position)[0, 0, 0]
+    blocks = [int(block) for block in selected if block >= 0]
+    forced = geometry.forced_blocks(t, n_candidates, nsa).nonzero().flatten().tolist()
 
     token = torch.arange(position + 1)
     in_blocks = torch.isin(token // nsa.l_sel, torch.tensor(blocks))
@@ -52,7 +53,7 @@ def compute_reads(example: Example, nsa: NSAConfig, position: int, group: int = 
 
 
 def _softmax(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Weights [h, keys] of queries [h, D] over keys [keys, D]; zero where not allowed."""
+    """Return weights [h, keys] of queries [h, D] over keys [keys, D]. Masked keys have weight 0."""
     scores = q @ k.T * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -60,23 +61,23 @@ def _softmax(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def mark_token(figure: Figure, token: int) -> None:
-    """A dashed line through every lane of a picture of reads, where a token stands."""
+    """Mark a token with a dashed line in every lane of a query plot."""
     for axes in figure.axes:
         axes.axvline(token + 0.5, color="#CC79A7", linewidth=1.5, linestyle="--")
 
 
 def describe_selected_blocks(reads: AttentionReads, text: str, width: int = 48) -> str:
-    """One line for each chosen block: why it is in, its importance, the weight it gets, and how its text begins."""
+    """Return one line per selected block: reason of the selection, importance, attention weight and first characters."""
     n = reads.nsa
     before = text[max(reads.position - width + 1, 0) : reads.position + 1]
     lines = [
-        f"query {reads.position:,}, group {reads.group}; the text up to it ends with {before!r}",
-        f"{'block':>5}  {'why':<8} {'importance':>10} {'weight':>7}  text",
+        f"query {reads.position:,}, group {reads.group}; the text up to the query ends with {before!r}",
+        f"{'block':>5}  {'reason':<8} {'importance':>10} {'weight':>7}  text",
     ]
     for block in reads.blocks:
         first = block * n.l_sel
         weight = float(reads.sel[first : first + n.l_sel].sum())
-        why = "forced" if block in reads.forced else "score"
+        reason = "forced" if block in reads.forced else "score"
         snippet = text[first : min(first + n.l_sel, reads.position + 1)][:width]
-        lines.append(f"{block:>5}  {why:<8} {float(reads.importance[block]):>10.4f} {weight:>7.1%}  {snippet!r}")
+        lines.append(f"{block:>5}  {reason:<8} {float(reads.importance[block]):>10.4f} {weight:>7.1%}  {snippet!r}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""The explorer of notebooks 01 and 06: move a query, change layer and geometry, see what each branch reads and how hard.
+"""The explorer of notebooks 01 and 06: change query, layer and block sizes, and see the attention of each branch.
 
-Without a front end (papermill, nbval, nbconvert) no widget is created: `explore` draws the same picture once, since
-widgets can hang a headless run and an error in a callback goes unnoticed there.
+Without a front end (papermill, nbval, nbconvert), `explore_query` draws the figure once and creates no widget: widgets can
+block a headless run, and an error in a callback would go unnoticed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def explore_query(
     answer: int | None = None,
     use_widgets: bool | None = None,
 ) -> None:
-    """Show the explorer on the layers of a model (or one example), starting at one query of one of them.
+    """Show the explorer on the layers of a model (or on one example), starting with one query of one layer.
 
-    answer: a token that is marked in the picture. `with_widgets`: yes, no, or (None) only where a front end is open.
+    `answer` is a token to mark in the figure. `use_widgets`: True, False, or None for widgets only if a front end is open.
     """
     if has_front_end() if use_widgets is None else use_widgets:
         display(build_query_explorer(layers, nsa, position, group, layer=layer, answer=answer))
@@ -50,7 +50,7 @@ def explore_query(
     reads = compute_reads(layers[layer], nsa, position, group)
     figure = _plot_reads(layers[layer], reads, answer)
     display(make_image(figure, get_title(figure)))
-    show_folded("What the chosen blocks say", describe_selected_blocks(reads, layers[layer].text), is_open=True)
+    show_folded("Text of the selected blocks", describe_selected_blocks(reads, layers[layer].text), is_open=True)
 
 
 def build_query_explorer(
@@ -62,9 +62,9 @@ def build_query_explorer(
     layer: int = 0,
     answer: int | None = None,
 ) -> widgets.VBox:
-    """The controls and the picture as one widget; an impossible geometry is explained in place of the picture."""
-    example, narrow = layers[layer], widgets.Layout(width="11em")
-    query = widgets.IntSlider(
+    """Return the controls and the figure as one widget. Invalid block sizes are explained in place of the figure."""
+    example, layout = layers[layer], widgets.Layout(width="11em")
+    query_slider = widgets.IntSlider(
         value=position,
         min=0,
         max=example.length - 1,
@@ -72,40 +72,52 @@ def build_query_explorer(
         continuous_update=False,
         layout=widgets.Layout(width="60%"),
     )
-    depth = widgets.Dropdown(options=list(range(len(layers))), value=layer, description="layer", layout=narrow)
-    which = widgets.Dropdown(options=list(range(example.groups)), value=group, description="head group", layout=narrow)
-    sizes = {
+    layer_control = widgets.Dropdown(options=list(range(len(layers))), value=layer, description="layer", layout=layout)
+    group_control = widgets.Dropdown(
+        options=list(range(example.groups)), value=group, description="head group", layout=layout
+    )
+    size_controls = {
         name: widgets.Dropdown(
-            options=sorted({*choices, getattr(nsa, name)}),
+            options=sorted({*options, getattr(nsa, name)}),
             value=getattr(nsa, name),
             description=name,
             style={"description_width": "3em"},
             layout=widgets.Layout(width="8.5em"),
         )
-        for name, choices in SIZE_OPTIONS.items()
+        for name, options in SIZE_OPTIONS.items()
     }
-    picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", height="auto", align_self="flex-start"))
+    image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", height="auto", align_self="flex-start"))
     text = widgets.HTML()
 
     def redraw(_change: object = None) -> None:
         try:
-            geometry = nsa.__class__(**{**nsa.model_dump(), **{name: control.value for name, control in sizes.items()}})
+            new_nsa = nsa.__class__(
+                **{**nsa.model_dump(), **{name: control.value for name, control in size_controls.items()}}
+            )
         except ConfigError as error:
             text.value = f"<p style='color:#B00020'>{html.escape(str(error))}</p>"
-            picture.layout.visibility = "hidden"
+            image.layout.visibility = "hidden"
             return
-        at_layer, group = depth.value, which.value
-        assert at_layer is not None and group is not None, "the controls were made with values"
-        example = layers[at_layer]
-        reads = compute_reads(example, geometry, query.value, group)
-        picture.value = render_png(_plot_reads(example, reads, answer))
-        picture.layout.visibility = "visible"
-        text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(describe_selected_blocks(reads, example.text))}</pre>"
+        selected_layer, group = layer_control.value, group_control.value
+        assert selected_layer is not None and group is not None, "the controls have initial values"
+        example = layers[selected_layer]
+        reads = compute_reads(example, new_nsa, query_slider.value, group)
+        image.value = render_png(_plot_reads(example, reads, answer))
+        image.layout.visibility = "visible"
+        lines = html.escape(describe_selected_blocks(reads, example.text))
+        text.value = f"<pre style='font-size:85%; line-height:1.25'>{lines}</pre>"
 
-    for control in (query, depth, which, *sizes.values()):
+    for control in (query_slider, layer_control, group_control, *size_controls.values()):
         control.observe(redraw, names="value")
     redraw()
-    return widgets.VBox([widgets.HBox([query, depth, which]), widgets.HBox(list(sizes.values())), picture, text])
+    return widgets.VBox(
+        [
+            widgets.HBox([query_slider, layer_control, group_control]),
+            widgets.HBox(list(size_controls.values())),
+            image,
+            text,
+        ]
+    )
 
 
 def _plot_reads(example: Example, reads: AttentionReads, answer: int | None) -> Figure:

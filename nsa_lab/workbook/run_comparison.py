@@ -1,7 +1,7 @@
-"""Runs beside each other, at one layer, one head group, one step: the views of notebook 05's explorer, usable without it.
+"""Comparisons of runs at one layer, one head group and one step: the views of notebook 05's explorer, as functions.
 
-Every view takes runs (paths or histories). The text reads their records alone; the map of what a model selects needs a
-checkpoint of the run. The curves of one layer are in `figures.layers`.
+Every view takes runs (paths or histories). The text is from their records; the map of the selected blocks needs a
+checkpoint. Curves of one layer are in `figures.layer_comparison`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NAME_COLUMN_WIDTH = 36
 
 
 def format_numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
-    """What each run said last at or before `step`, one column per run: loss, pace, gates and selection of one layer."""
+    """Format the last numbers of each run at or before `step`: loss, throughput, gates and selection of one layer."""
     histories = [History.read(run) for run in runs]
     columns = [_collect_numbers(history, layer, step) for history in histories]
-    # Names of runs are wider than a page has room for columns. The line keeps it a table on a page, however narrow.
+    # Run names are too wide for columns. The box character keeps the lines of the table unwrapped on a page.
     lines = [f"[{number}] {history.run}" for number, history in enumerate(histories, 1)]
     lines += [
         f"{f'gates and selection: layer {layer}':<{NAME_COLUMN_WIDTH}}│"
@@ -37,26 +37,29 @@ def format_numbers_at(runs: Sequence[Run], layer: int, step: int) -> str:
     for name in columns[0] if columns else {}:
         lines.append(f"{name:<{NAME_COLUMN_WIDTH}}│" + "".join(f"{column[name]:>12}" for column in columns))
     if have_different_eval_texts(histories):
-        lines.append("Validation is of different texts, and not to be compared.")
+        lines.append("The runs were validated on different texts. Do not compare their validation loss.")
     return "\n".join(lines)
 
 
 def plot_selection_map(run: Run, layer: int, group: int, step: int | None = None) -> Figure:
-    """Which blocks one layer and head group selects on a text of the standard library, by the checkpoint nearest to `step`.
+    """Plot the blocks that one layer and head group selects in a standard-library text.
 
-    Raises `NoCheckpoint` where the run has none, `ValueError` for a dense run or a layer or group that it has not.
+    The model is the checkpoint nearest to `step`. Raises `NoCheckpoint` if the run has none, and `ValueError` for a dense
+    run or for a layer or group that does not exist.
     """
     history = History.read(run)
     model = history.config.model
     if model.attention != "nsa":
-        raise ValueError(f"{history.run}: a dense model selects nothing")
+        raise ValueError(f"{history.run}: a dense model selects no blocks")
     if not (0 <= layer < model.n_layers and 0 <= group < model.n_kv_groups):
         raise ValueError(
             f"layer {layer}, head group {group}: {history.run} has layers 0 to {model.n_layers - 1} and head "
             f"groups 0 to {model.n_kv_groups - 1}"
         )
-    there = list_checkpoint_steps(history)
-    nearest = min(there, key=lambda at: abs(at - step)) if there and step is not None else max(there, default=None)
+    steps = list_checkpoint_steps(history)
+    nearest = (
+        min(steps, key=lambda candidate: abs(candidate - step)) if steps and step is not None else max(steps, default=None)
+    )
     blocks = observe_blocks(history.run_dir, step=nearest)[layer][0, :, group]
     return plot_selection_by_layer(
         {layer: blocks}, history.config.nsa, f"{history.run}, step {nearest:,}, group {group}, on argparse.py"
@@ -64,7 +67,7 @@ def plot_selection_map(run: Run, layer: int, group: int, step: int | None = None
 
 
 def list_checkpoint_steps(run: Run) -> list[int]:
-    """Steps that the run has a checkpoint of on disk, ascending."""
+    """Return the steps of the run's checkpoints on disk, ascending."""
     return checkpoint_files.list_steps(checkpoint_files.get_checkpoint_dir(History.read(run).run_dir))
 
 
@@ -76,11 +79,11 @@ def _collect_numbers(history: History, layer: int, step: int) -> dict[str, str]:
         "validation, bits per byte": _format_number(_last_or_nan(history.validation()[1])),
         "tokens per second, median": format_speed(history) or "–",
     }
-    named = {f"gate_share_{branch}": f"gate share, {label}" for branch, label in BRANCHES.items()} | STATISTICS
-    for name, label in named.items():
+    labels = {f"gate_share_{branch}": f"gate share, {label}" for branch, label in BRANCHES.items()} | STATISTICS
+    for name, label in labels.items():
         steps, values = history.layer_series(name)
-        known = values[:, layer] if values.shape[1] > layer else np.full(len(steps), np.nan)
-        numbers[label] = _format_number(_last_or_nan(known))
+        layer_values = values[:, layer] if values.shape[1] > layer else np.full(len(steps), np.nan)
+        numbers[label] = _format_number(_last_or_nan(layer_values))
     return numbers
 
 

@@ -1,6 +1,7 @@
-"""The explorer of notebook 05: choose runs, a view, a layer, a head group and a step; see the runs beside each other.
+"""The explorer of notebook 05: select runs, a view, a layer, a head group and a step, and compare the runs.
 
-Every view is a function of `figures` or `compare`. Without a front end no widget is created, and the views are drawn once.
+Every view is a function of `figures` or `run_comparison`. Without a front end no widget is created, and some views are
+drawn once.
 """
 
 from __future__ import annotations
@@ -33,35 +34,35 @@ def explore_runs(
     step: int | None = None,
     use_widgets: bool | None = None,
 ) -> None:
-    """Show the explorer on the `chosen` runs; `others` can be chosen too. `with_widgets` as in `explore`."""
+    """Show the explorer on the `selected` runs; `others` can be selected too. `use_widgets` is as in `explore_query`."""
     if has_front_end() if use_widgets is None else use_widgets:
         display(build_run_explorer(selected, others, layer=layer, group=group, step=step))
         return
     histories = list(_index_by_name(selected).values())
-    at = get_last_step(histories) if step is None else step
-    print(run_comparison.format_numbers_at(histories, layer, at))
+    end_step = get_last_step(histories) if step is None else step
+    print(run_comparison.format_numbers_at(histories, layer, end_step))
     for view in (GATES, MAP):
-        drawn, problems = plot_view(histories, view, layer, group, at)
-        for figure in drawn:
+        plots, problems = plot_view(histories, view, layer, group, end_step)
+        for figure in plots:
             show_figure(figure)
         print("\n".join(problems), end="\n" if problems else "")
 
 
 def plot_view(runs: Sequence[figures.Run], view: str, layer: int, group: int, step: int) -> tuple[list[Figure], list[str]]:
-    """The pictures of one of `VIEWS`, and a line for each run that has none."""
+    """Return the figures of one of `VIEWS`, and a line for each run that has none."""
     if view == LOSS:
         return [figures.plot_loss_curves(runs)], []
     if view == GATES:
         return [figures.plot_layer_gates(runs, layer, step)], []
     if view in STATISTICS:
         return [figures.plot_layer_statistic(runs, view, layer, step)], []
-    drawn, problems = [], []
+    plots, problems = [], []
     for run in runs:
         try:
-            drawn.append(run_comparison.plot_selection_map(run, layer, group, step))
+            plots.append(run_comparison.plot_selection_map(run, layer, group, step))
         except (NoCheckpoint, ValueError) as error:
             problems.append(f"no map: {error}")
-    return drawn, problems
+    return plots, problems
 
 
 def get_last_step(histories: Sequence[History]) -> int:
@@ -80,49 +81,57 @@ def build_run_explorer(
     group: int = 0,
     step: int | None = None,
 ) -> widgets.VBox:
-    """The controls and the pictures as one widget."""
-    known = _index_by_name([*selected, *others])
-    which = widgets.SelectMultiple(
-        options=list(known),
+    """Return the controls and the figures as one widget."""
+    histories = _index_by_name([*selected, *others])
+    run_control = widgets.SelectMultiple(
+        options=list(histories),
         value=list(_index_by_name(selected)),
         description="runs",
-        rows=min(len(known), 6),
+        rows=min(len(histories), 6),
         layout=widgets.Layout(width="60%"),
     )
-    view = widgets.Dropdown(options=[(STATISTICS.get(name, name), name) for name in VIEWS], value=GATES, description="view")
-    depth = widgets.Dropdown(description="layer", layout=widgets.Layout(width="11em"))
-    heads = widgets.Dropdown(description="head group", layout=widgets.Layout(width="11em"))
-    at = widgets.IntSlider(description="step", continuous_update=False, layout=widgets.Layout(width="60%"))
-    pictures, text = widgets.VBox(), widgets.HTML()
+    view_control = widgets.Dropdown(
+        options=[(STATISTICS.get(name, name), name) for name in VIEWS], value=GATES, description="view"
+    )
+    layer_control = widgets.Dropdown(description="layer", layout=widgets.Layout(width="11em"))
+    group_control = widgets.Dropdown(description="head group", layout=widgets.Layout(width="11em"))
+    step_slider = widgets.IntSlider(description="step", continuous_update=False, layout=widgets.Layout(width="60%"))
+    image_box, text_area = widgets.VBox(), widgets.HTML()
 
     def redraw(_change: object = None) -> None:
-        runs = [known[name] for name in which.value]
-        name, layer, group = view.value, depth.value, heads.value
-        assert name is not None and layer is not None and group is not None, "each control was made with a value"
-        drawn, problems = plot_view(runs, name, layer, group, at.value) if runs else ([], ["choose a run"])
-        pictures.children = [
+        runs = [histories[name] for name in run_control.value]
+        name, layer, group = view_control.value, layer_control.value, group_control.value
+        assert name is not None and layer is not None and group is not None, "each control has an initial value"
+        plots, problems = plot_view(runs, name, layer, group, step_slider.value) if runs else ([], ["select a run"])
+        image_box.children = [
             widgets.Image(value=render_png(figure), format="png", layout=widgets.Layout(max_width="100%"))
-            for figure in drawn
+            for figure in plots
         ]
-        told = "\n".join([run_comparison.format_numbers_at(runs, layer, at.value), *problems])
-        text.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(told)}</pre>"
+        lines = "\n".join([run_comparison.format_numbers_at(runs, layer, step_slider.value), *problems])
+        text_area.value = f"<pre style='font-size:85%; line-height:1.25'>{html.escape(lines)}</pre>"
 
-    def choose(_change: object = None) -> None:
-        # Three controls change, and one picture follows.
-        for control in fitted:
+    def select_runs(_change: object = None) -> None:
+        # Three controls change, but the figure is drawn once.
+        for control in fitted_controls:
             control.unobserve(redraw, names="value")
-        fit_controls([known[name] for name in which.value], *fitted)
-        for control in fitted:
+        fit_controls([histories[name] for name in run_control.value], *fitted_controls)
+        for control in fitted_controls:
             control.observe(redraw, names="value")
         redraw()
 
-    fitted = depth, heads, at
-    fit_controls([known[name] for name in which.value] or list(known.values()), *fitted, initial=(layer, group, step))
-    for control in (view, *fitted):
+    fitted_controls = layer_control, group_control, step_slider
+    fit_controls(
+        [histories[name] for name in run_control.value] or list(histories.values()),
+        *fitted_controls,
+        initial=(layer, group, step),
+    )
+    for control in (view_control, *fitted_controls):
         control.observe(redraw, names="value")
-    which.observe(choose, names="value")
+    run_control.observe(select_runs, names="value")
     redraw()
-    return widgets.VBox([which, widgets.HBox([view, depth, heads]), at, pictures, text])
+    return widgets.VBox(
+        [run_control, widgets.HBox([view_control, layer_control, group_control]), step_slider, image_box, text_area]
+    )
 
 
 def fit_controls(
@@ -132,10 +141,10 @@ def fit_controls(
     step_slider: widgets.IntSlider,
     initial: tuple[int, int, int | None] | None = None,
 ) -> None:
-    """Have the controls offer what these runs have: their layers, head groups and steps; without runs, what they offered.
+    """Set the ranges of the controls to the layers, head groups and steps of these runs. Without runs, change nothing.
 
-    A value stays if it is still offered, or becomes the nearest one; a step that was the last one stays the last one.
-    `wanted` are the first values, of layer, group and step (None: the last).
+    A value that is still valid stays; otherwise it becomes the nearest one. A step that was the last one stays the last
+    one. `initial` has the first values of layer, group and step (None: the last step).
     """
     if not runs:
         return
@@ -144,12 +153,12 @@ def fit_controls(
         group_control.value,
         None if step_slider.value == step_slider.max else step_slider.value,
     )
-    end = get_last_step(runs)
+    last_step = get_last_step(runs)
     for control, value, count in (
         (layer_control, layer, max(history.config.model.n_layers for history in runs)),
         (group_control, group, max(history.config.model.n_kv_groups for history in runs)),
     ):
         control.options = list(range(count))
         control.value = min(value or 0, count - 1)
-    step_slider.max = end
-    step_slider.value = end if step is None else min(step, end)
+    step_slider.max = last_step
+    step_slider.value = last_step if step is None else min(step, last_step)

@@ -1,7 +1,7 @@
-"""The live view of a run in a notebook: its numbers, its curves, and buttons that stop it and let it go on.
+"""The live view of a run in a notebook: its numbers, its curves, and buttons that stop and resume it.
 
-Each press works in a thread of its own, since a trainer may take minutes to save and exit. Everything lies in one widget,
-whose state the kernel keeps: a page that is loaded again shows it as it is.
+Each button works in a separate thread, since a trainer may take minutes to save and exit. Everything is in one widget
+whose state the kernel holds, so a reloaded page shows it unchanged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PROGRESS_STYLE = {"bar_color": "#0072B2"}
 
 
 class RunPanel:
-    """Numbers, curves and buttons of one run. `view` is the widget to display; the follower feeds it."""
+    """Numbers, curves and buttons of one run. `view` is the widget to display; the follower updates it."""
 
     def __init__(self, run: Path, steps: int) -> None:
-        self.is_left_stopped = False  # the person wants the notebook to go on with a run that is stopped
+        self.is_left_stopped = False  # True if the user continues the notebook while the run is stopped
         self._run = run
         self._worker: threading.Thread | None = None
         self._message = ""
@@ -39,13 +39,13 @@ class RunPanel:
             "Stop", "stop", "save a checkpoint and exit", lambda: lifecycle.stop(run, STOP_TIMEOUT_S)
         )
         self._resume = self._make_button(
-            "Resume", "play", "go on from the newest checkpoint", lambda: lifecycle.resume(run)
+            "Resume", "play", "continue from the newest checkpoint", lambda: lifecycle.resume(run)
         )
         self._leave = widgets.Button(
             description="Leave it stopped",
             icon="step-forward",
             disabled=True,
-            tooltip="let the notebook go on to its next cell",
+            tooltip="continue with the next cell of the notebook",
         )
         self._leave.on_click(self._on_leave)
         self.view = widgets.VBox(
@@ -60,11 +60,11 @@ class RunPanel:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a press of a button is still being carried out."""
+        """Return whether a button's action is still running."""
         return self._worker is not None and self._worker.is_alive()
 
     def update(self, view: RunView, state: str) -> None:
-        """Bring the numbers, the events and the buttons up to date."""
+        """Update the numbers, the events and the buttons."""
         self._bar.value = view.step
         self._state.value = f"<b>{view.step:,}</b> of {view.config.train.steps:,}: {html.escape(self._message or state)}"
         cells = [
@@ -75,9 +75,9 @@ class RunPanel:
         rows = ["".join(cells[first : first + 3]) for first in range(0, len(cells), 3)]
         self._numbers.value = f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
         self._notes.value = f"<pre style='font-size:85%; line-height:1.3'>{html.escape(chr(10).join(view.notes))}</pre>"
-        alive = lifecycle.is_alive(self._run)
-        self._stop.disabled = not alive or self.is_busy
-        self._resume.disabled = alive or self.is_busy or state == "DONE"
+        is_alive = lifecycle.is_alive(self._run)
+        self._stop.disabled = not is_alive or self.is_busy
+        self._resume.disabled = is_alive or self.is_busy or state == "DONE"
         self._leave.disabled = self._resume.disabled
 
     def set_curves(self, png: bytes) -> None:
@@ -86,7 +86,7 @@ class RunPanel:
         self._curves.layout.visibility = "visible"
 
     def disable_buttons(self) -> None:
-        """What is shown stays, and nothing can be pressed any more."""
+        """Disable all buttons. The rest stays as it is."""
         for button in (self._stop, self._resume, self._leave):
             button.disabled = True
 
@@ -102,7 +102,7 @@ class RunPanel:
 
         def press(_button: widgets.Button) -> None:
             if not self.is_busy:
-                self._message = f"{label.lower()} was asked for"
+                self._message = f"{label.lower()} requested"
                 self._stop.disabled = self._resume.disabled = self._leave.disabled = True
                 self._worker = threading.Thread(target=work, name=f"{label} {self._run.name}", daemon=True)
                 self._worker.start()

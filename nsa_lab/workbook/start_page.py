@@ -1,4 +1,4 @@
-"""What the landing notebook says: what this machine can do, and which runs there are. Markdown, to be displayed."""
+"""Markdown for the start notebook: what this machine can run, and the list of runs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ MAX_LISTED_RUNS = 12
 
 
 def describe_machine() -> str:
-    """The device that training picks here, and what each part of attention runs on and why."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    choices = resolve_backend(device, torch.bfloat16 if cuda else torch.float32, NSAConfig())
-    rows = [f"| {part} | {choice.backend} | {choice.reason} |" for part, choice in choices.items()]
+    """Return the device that training uses here, and the backend of each part of attention with the reason."""
+    has_cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if has_cuda else "cpu")
+    resolved = resolve_backend(device, torch.bfloat16 if has_cuda else torch.float32, NSAConfig())
+    rows = [f"| {part} | {backend.backend} | {backend.reason} |" for part, backend in resolved.items()]
     threads = torch.get_num_threads()
-    named = torch.cuda.get_device_name(device) if cuda else f"CPU, {threads} thread{'s' * (threads != 1)}"
-    return "\n".join([f"**{named}**, torch {torch.__version__}", "", "| part | backend | why |", "|---|---|---|", *rows])
+    device_name = torch.cuda.get_device_name(device) if has_cuda else f"CPU, {threads} thread{'s' * (threads != 1)}"
+    return "\n".join(
+        [f"**{device_name}**, torch {torch.__version__}", "", "| part | backend | why |", "|---|---|---|", *rows]
+    )
 
 
 def list_runs(outputs: str = "") -> str:
-    """The latest runs, newest first, with their reports where they have one."""
+    """Return a table of the latest runs, newest first, with links to their reports."""
     folder = resolve.get_root() / outputs if outputs else resolve.get_outputs_dir()
-    found = list(reversed(resolve.list_run_dirs(folder)))[:MAX_LISTED_RUNS]
-    if not found:
-        return f"No runs in `{folder}` yet: notebook 03 makes one."
-    return "\n".join(["| run | state | step | report |", "|---|---|---|---|", *map(_format_row, found)])
+    run_dirs = list(reversed(resolve.list_run_dirs(folder)))[:MAX_LISTED_RUNS]
+    if not run_dirs:
+        return f"No runs in `{folder}` yet; notebook 03 trains one."
+    return "\n".join(["| run | state | step | report |", "|---|---|---|---|", *map(_format_row, run_dirs)])
 
 
 def _format_row(run: Path) -> str:
@@ -41,7 +43,7 @@ def _format_row(run: Path) -> str:
         history, state = History.read(run), lifecycle.get_state(run)
     except (ConfigError, RunDirectoryError) as error:
         return f"| `{run.name}` | ? | {' '.join(str(error).split())} | |"
-    # Links are read from the folder of the notebook; a page elsewhere is named by its path.
+    # Links are relative to the notebook's folder. A page outside the project is shown as a path.
     link = (
         f"[report](../{page.relative_to(resolve.get_root())})" if page.is_relative_to(resolve.get_root()) else f"`{page}`"
     )

@@ -27,7 +27,7 @@ def test_blocks_that_were_read_are_marked_and_the_answer_told() -> None:
     page = format_html([one], 2)
     assert page.count("<span") == 3 and "b&lt;" in page and ">aA</span>b&lt;cC<span" in page
     assert one.has_selected_answer(2) and not one._replace(blocks=[1, 3]).has_selected_answer(2)
-    assert format_html([one], 2) != format_html([one._replace(right="B")], 2)
+    assert format_html([one], 2) != format_html([one._replace(expected="B")], 2)
 
 
 def test_a_quantity_is_drawn_against_context() -> None:

@@ -60,7 +60,8 @@ def test_every_view_is_shown(tmp_path: Path, shown: list[Any], seeds: int) -> No
     assert kinds(shown) == [Markdown]
     shown.clear()
     found.show_text("no such text")
-    assert [one.data for one in shown] == ["No two of these models read the text 'no such text' in the same cut."]
+    (note,) = shown
+    assert "'no such text'" in note.data
 
 
 def test_a_level_that_is_asked_for_is_drawn(tmp_path: Path, shown: list[Any]) -> None:
@@ -111,7 +112,7 @@ def test_maps_hold_the_shares_of_all_seeds_together(tmp_path: Path) -> None:
     assert len(own) == 3
     right_ones, asked = (sum(counts) for counts in zip(*map(get_depth_counts, own), strict=True))
     assert drawn[2, 0] == right_ones / asked
-    with pytest.raises(ValueError, match="expected one of each at least"):
+    with pytest.raises(ValueError, match="expected at least one model and one task"):
         plot_retrieval_grid(cells, [])
 
 
@@ -124,7 +125,7 @@ def test_differences_are_drawn_octave_by_octave_with_both_intervals(tmp_path: Pa
     means = next(line for line in axes.lines if line.get_label() == "mean").get_ydata()
     assert list(means) == [place.difference for place in octaves]
     labels = axes.get_legend_handles_labels()[1]
-    assert labels == ["+0.005", "mean", "95 % over windows", "95 % over seeds"]
+    assert labels == ["+0.005", "mean", "95% over windows", "95% over seeds"]
     low, high = axes.containers[0][2][0].get_segments()[0][:, 1]
     assert (low, high) == pytest.approx(octaves[0].over_windows)
     bounds = [bound for place in octaves for bound in place.over_windows]
@@ -170,4 +171,4 @@ def test_a_share_is_over_all_facts_and_depth_1_is_at_the_question() -> None:
     axes = plot_retrieval_grid({"long": [few, many]}, ["needle"]).axes[0]
     assert axes.images[0].get_array()[0, 0] == 0.2 and axes.texts[0].get_text() == "20%"
     axes = plot_retrieval({"run": "r", "step": 1, "retrieval": [few]}).axes[0]
-    assert axes.get_ylabel() == "depth of the fact (1: at the question)"
+    assert axes.get_ylabel() == "depth of the fact\n(1: at the question)"

@@ -76,15 +76,15 @@ def test_the_panel_tells_what_the_run_says(run, trainer):
 
 def test_stop_does_not_hold_the_kernel_and_resume_follows(run, trainer, monkeypatch):
     saving = threading.Event()
-    monkeypatch.setattr(lifecycle, "should_stop", lambda run, timeout: saving.wait(10))
+    monkeypatch.setattr(lifecycle, "stop", lambda run, timeout: saving.wait(10))
     resumed = []
-    monkeypatch.setattr(lifecycle, "resume_hint", resumed.append)
+    monkeypatch.setattr(lifecycle, "resume", resumed.append)
     panel, view = panel_of(run, trainer["state"])
     panel._stop.click()
     panel._stop.click()
     assert panel.is_busy and panel._stop.disabled and panel._resume.disabled
     panel.update(view, trainer["state"])
-    assert "stop was asked for" in panel._state.value
+    assert "stop requested" in panel._state.value
     saving.set()
     until(lambda: not panel.is_busy)
     trainer["state"] = directory.PREEMPTED
@@ -98,7 +98,7 @@ def test_a_button_that_fails_says_why(run, trainer, monkeypatch):
     def refuse(run, timeout):
         raise RunDirectoryError("no trainer is <alive> here")
 
-    monkeypatch.setattr(lifecycle, "should_stop", refuse)
+    monkeypatch.setattr(lifecycle, "stop", refuse)
     panel, view = panel_of(run, trainer["state"])
     panel._stop.click()
     until(lambda: not panel.is_busy)
@@ -128,7 +128,7 @@ def test_a_finished_run_leaves_a_picture_and_no_widget(changes, trainer, shown, 
     run = write_run(tmp_path / "other", make_config(**changes))
     trainer["state"] = directory.DONE
     assert asyncio.run(follow_run.follow_run(run, use_widgets=True)) == directory.DONE
-    assert [type(what).__name__ for what in shown] == ["Image", "_Text"]
+    assert [type(what).__name__ for what in shown] == ["Image", "_PlainText"]
 
 
 def test_headless_one_line_is_all(run, trainer, shown, monkeypatch):
@@ -143,4 +143,4 @@ def test_of_a_trainer_that_died_the_end_of_its_log_is_shown(run, trainer, shown,
     (run / directory.LOG).write_text("\n".join(f"line {number}" for number in range(1, 31)))
     assert asyncio.run(follow_run.follow_run(run, use_widgets=False)) == "DEAD"
     said = capsys.readouterr().out.splitlines()
-    assert said == ["the trainer left no word; the end of its log:", *(f"line {number}" for number in range(19, 31))]
+    assert "without a message" in said[0] and said[1:] == [f"line {number}" for number in range(19, 31)]

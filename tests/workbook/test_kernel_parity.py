@@ -64,7 +64,7 @@ def test_every_backend_that_can_run_here_passes(dtype: torch.dtype, length: int)
 
 def test_each_reason_why_a_backend_cannot_run_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {torch.float32: {"flash": "no half precision"}, torch.float64: {"flash": "no half precision"}}
-    monkeypatch.setattr(kernel_parity, "usable", lambda device, dtype, nsa: (["torch"], reasons[dtype]))
+    monkeypatch.setattr(kernel_parity, "find_usable_backends", lambda device, dtype, nsa: (["torch"], reasons[dtype]))
     assert kernel_parity.describe_backends("cpu", list(reasons), NSA).splitlines() == [
         "device: cpu",
         "float32   torch",

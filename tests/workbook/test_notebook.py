@@ -22,7 +22,7 @@ from nsa_lab.workbook.notebook import Stop, load_configuration
         ("ci", {"nsa": 5}, "", "expected a mapping"),
         ("smok", {}, "", "did you mean smoke"),
         ("ci", {}, "no-such-run", "no such run"),
-        ("ci", {"train": {"steps": 5}}, "no-such-run", "a run keeps its configuration"),
+        ("ci", {"train": {"steps": 5}}, "no-such-run", "the configuration of a run is fixed"),
     ],
 )
 def test_a_mistake_is_explained(name, sections, run_dir, message):
@@ -59,7 +59,7 @@ def config():
 def started(monkeypatch):
     """Names of the runs that a trainer would have been started in."""
     names = []
-    monkeypatch.setattr(lifecycle, "start_run", lambda run, **_: names.append(run.name))
+    monkeypatch.setattr(lifecycle, "start", lambda run, **_: names.append(run.name))
     return names
 
 
@@ -81,7 +81,7 @@ BEGUN = {"kind": "start", "t": 1.0, "attempt": 1, "step": 0, "from_step": 0}
     ("events", "saved", "told"),
     [
         ([], [], "started: "),
-        ([BEGUN], [], "started anew, for it has saved no checkpoint: "),
+        ([BEGUN], [], "started from step 0, because it has no checkpoint: "),
         ([BEGUN], [100, 200], "resumed from its checkpoint of step 200: "),
     ],
     ids=["made before", "killed early", "killed late"],

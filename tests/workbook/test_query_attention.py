@@ -116,7 +116,7 @@ def test_the_masks_count_the_pairs_that_the_formulas_count(example):
 def test_the_architecture_counts_the_keys_of_its_query(example):
     (axes,) = figures.plot_architecture(compute_reads(example, TOY, 57, 1)).axes
     said = [text.get_text() for text in axes.texts]
-    assert [text for text in said if "keys" in text] == [f"attention of $q_t$\nover {n} keys" for n in (13, 26, 12)]
+    assert [text for text in said if "attention of" in text] == [f"attention of $q_t$\nover {n} keys" for n in (13, 26, 12)]
     # Chosen by score: one block of the four, beside three that are forced.
     whole_block = pytest.approx(54 / 58 * 8 - 0.4)
     chosen = [bar.get_facecolor() for bar in axes.patches if isinstance(bar, Rectangle) and bar.get_width() == whole_block]
@@ -134,8 +134,8 @@ def test_the_picture_of_a_border_shows_what_the_mask_takes_away():
         sum(j * TOY.l_sel < 26 for j in whole.blocks),
         max(26 - (41 - TOY.w + 1), 0),
     ]
-    assert foreign[0] and foreign[1] and f"(cross): {sum(foreign)} reads begin in other documents" in one
-    assert "(mask): 0 reads" in apart and "it is token 15 of its document" in get_title(figure)
+    assert foreign[0] and foreign[1] and f"(cross): {sum(foreign)} reads start in other documents" in one
+    assert "(mask): 0 reads" in apart and "which is token 15 of its document" in get_title(figure)
     starts = [patch.get_x() for patch in figure.axes[1].patches if patch.get_height() < 0.9]
     read = len(alone.cmp) + len(alone.blocks) + int((alone.win > 0).sum())
     assert len(starts) == read and min(starts) == 26 and render_png(figure).startswith(b"\x89PNG")

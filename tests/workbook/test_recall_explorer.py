@@ -77,7 +77,7 @@ def test_the_first_question_shown_is_out_of_reach_and_its_answer_is_named() -> N
     text = format_letters(TASK, TASK.make_batch(sequence, 1, 0, EVAL_STREAM)[0][0])
     key = text[52 + 2 * question]
     told = text.index(key) + 1
-    assert f"asked for {key!r}, the answer {text[told]!r} stands at token {told} in block {told // 8}" in words
+    assert f"the question is {key!r}, the answer {text[told]!r} is at token {told} in block {told // 8}" in words
     assert told <= 52 + 2 * question - 16 and told >= 8
     assert {told + 0.5} <= {line.get_xdata()[0] for line in figure.axes[0].lines}
 
@@ -133,13 +133,13 @@ def test_the_explorer_moves() -> None:
 def test_without_a_front_end_one_question_of_each_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     explore_recall({"one": model_of()}, TASK, use_widgets=False)
     said = capsys.readouterr().out
-    assert ", read here; the model says" in said and "the answer's block is read by layer " in said
+    assert ", read here; the model predicts" in said and "the answer's block is read by layer " in said
 
 
 def test_what_it_cannot_show_is_refused() -> None:
     with pytest.raises(ValueError, match="attention = dense"):
         make_layer_example(build_tiny_model(TASK, attention="dense"), TASK, TASK.make_batch(0, 1)[0], 0)
-    with pytest.raises(ValueError, match=r"symbols = 27: .* at most 26"):
+    with pytest.raises(ValueError, match=r"n_symbols: expected at most 26, .* got 27"):
         format_letters(TinyRecall(n_symbols=27), torch.tensor([0]))
-    with pytest.raises(ValueError, match="no question is out of reach"):
+    with pytest.raises(ValueError, match="no answer is outside the window"):
         find_hidden_question(TASK, TINY_NSA.__class__(w=64))

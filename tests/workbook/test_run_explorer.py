@@ -56,17 +56,17 @@ def test_numbers_are_those_of_the_layer_and_none_where_a_run_has_no_such_layer(t
 
 
 def test_what_cannot_be_drawn_is_explained(pair):
-    with pytest.raises(NoCheckpoint, match="no checkpoint here"):
+    with pytest.raises(NoCheckpoint, match="no checkpoint found"):
         run_comparison.plot_selection_map(pair[0], 0, 0)
     with pytest.raises(ValueError, match="layers 0 to 2"):
         run_comparison.plot_selection_map(pair[0], 3, 0)
-    with pytest.raises(ValueError, match="a dense model selects nothing"):
+    with pytest.raises(ValueError, match="a dense model selects no blocks"):
         run_comparison.plot_selection_map(pair[1], 0, 0)
 
 
 def test_without_a_front_end_no_widget_is_made(pair, monkeypatch, capsys):
     shown = []
-    monkeypatch.setattr(run_explorer, "show", shown.append)
+    monkeypatch.setattr(run_explorer, "show_figure", shown.append)
     monkeypatch.setattr(run_explorer, "build_run_explorer", None)
     run_explorer.explore_runs(pair, use_widgets=False)
     assert len(shown) == 1
@@ -92,7 +92,7 @@ def test_controls_redraw(pair):
     view.value = MAP
     assert not pictures.children and text.value.count("no map") == 2
     which.value = []
-    assert "choose a run" in text.value
+    assert "select a run" in text.value
     assert list(heads.options) == [0]
 
 

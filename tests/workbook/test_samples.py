@@ -1,16 +1,22 @@
-"""Held-out text beside samples: from the run's own text, and never fetched for it."""
+"""Samples, held-out text from the run's cached text, and the check of cached decoding."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from fake_run import make_config, write_run
+from fake_run import make_config, write_checkpoint, write_run
+from safetensors.torch import save
 
 from nsa_lab.config import RunConfig
 from nsa_lab.data import dataset, prepare
-from nsa_lab.workbook.beside import TextColumns, read_held_out_text
+from nsa_lab.inference import NoCheckpoint
+from nsa_lab.inference.cache import attention_cache
+from nsa_lab.model import NSATransformer
+from nsa_lab.workbook import samples
+from nsa_lab.workbook.samples import TextColumns, read_held_out_text
 
+SMALL = {"train__seq_len": 64, "nsa__l": 8, "nsa__d": 4, "nsa__l_sel": 8, "nsa__n_sel": 4, "nsa__w": 8}
 LINES = [f"line {n} of the text\n" for n in range(400)]
 
 
@@ -46,3 +52,34 @@ def test_columns_are_markup_of_their_own_and_text_in_a_terminal() -> None:
     columns = TextColumns({"before <step>": "<b>&", "after": "words"})
     assert "&lt;b&gt;&amp;</pre>" in columns._repr_html_() and "before &lt;step&gt;" in columns._repr_html_()
     assert repr(columns) == "before <step>\n-------------\n<b>&\n\nafter\n-----\nwords"
+
+
+@pytest.fixture
+def with_checkpoint(tmp_path):
+    """A run with weights that nobody trained."""
+    run = write_run(tmp_path, make_config(**SMALL))
+    model = NSATransformer(make_config(**SMALL).model, seed=3)
+    write_checkpoint(run, 200, save({name: value.contiguous() for name, value in model.state_dict().items()}))
+    return run
+
+
+def test_decoding_is_the_model(with_checkpoint):
+    verdict = samples.check_decoding(with_checkpoint)
+    assert verdict.ok is True and verdict.value < 1e-12 and "32 tokens at once, 32 one by one" in verdict.text
+
+
+def test_decoding_that_is_not_the_model_is_found(with_checkpoint, monkeypatch):
+    right = attention_cache.cached_attention
+
+    def a_token_late(q, gates, layer, lengths, nsa, **index):
+        return right(q, gates, layer, lengths - 1, nsa, **index)
+
+    monkeypatch.setattr(attention_cache, "cached_attention", a_token_late)
+    assert samples.check_decoding(with_checkpoint).ok is False
+
+
+def test_without_a_checkpoint_decoding_is_not_judged(tmp_path):
+    run = write_run(tmp_path)
+    assert samples.check_decoding(run).ok is None
+    with pytest.raises(NoCheckpoint):
+        samples.observe_blocks(run)

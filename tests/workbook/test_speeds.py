@@ -53,7 +53,7 @@ def test_a_record_is_read_back_whatever_else_it_says(tmp_path: Path) -> None:
 
 def test_without_a_gpu_the_committed_record_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     shown, folded = [], []
-    monkeypatch.setattr(speeds, "show", shown.append)
+    monkeypatch.setattr(speeds, "show_figure", shown.append)
     monkeypatch.setattr(speeds, "show_folded", lambda summary, text: folded.append(text))
     speeds.show_attention_speeds(measure=False)
     assert "NVIDIA H200" in get_title(shown[0]) and "whole" in folded[0]
@@ -69,7 +69,7 @@ def test_decoding_is_told_in_lines_and_drawn_as_tokens_per_second(
     rows = [StepTime("model", by, length, 1, ms, 0) for length in (1024, 4096) for by, ms in (("nsa", 2.0), ("dense", 4.0))]
     drawn = []
     monkeypatch.setattr(speeds, "time_models", lambda config, lengths: rows)
-    monkeypatch.setattr(speeds, "show", drawn.append)
+    monkeypatch.setattr(speeds, "show_figure", drawn.append)
     speeds.show_decoding_speeds(ModelConfig(n_layers=3), [1024, 4096])
     told = capsys.readouterr().out.splitlines()
     assert told[1] == "  1,024 tokens before, dense: 4.0 ms, 250 tokens/s" and len(told) == 4

@@ -18,7 +18,7 @@ from nsa_lab.workbook.notebook import Stop
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list:
     figures: list = []
-    monkeypatch.setattr(training_session, "show", figures.append)
+    monkeypatch.setattr(training_session, "show_figure", figures.append)
     return figures
 
 
@@ -57,7 +57,8 @@ def test_what_cannot_be_drawn_beside_is_said(tmp_path: Path, shown: list, capsys
     without = write_run(tmp_path / "c", spoil=lambda events: [e for e in events if e["kind"] != "eval"], name="unread")
     of(ours, str(without)).show_reference()
     none, apart, unread = capsys.readouterr().out.splitlines()
-    assert 'reference = "RUN"' in none and "not compared" in apart and "apart-" in apart and "not drawn: unread-" in unread
+    assert 'reference = "RUN"' in none and "not compared" in apart and "apart-" in apart
+    assert "not plotted" in unread and "unread-" in unread
     with pytest.raises(Stop, match="no such run"):
         of(ours, "no-such-run").show_reference()
     assert not shown
